@@ -1,0 +1,53 @@
+"""Packaging of smlp: sparse all-MLP language models on fairseq."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "smlp" / "__init__.py").read_text()).group(1)
+
+# fairseq 0.12.2, the last official release, does not import on Python 3.11 or newer. Two re-releases of
+# the same sources do: ve-fairseq has wheels for Linux x86-64, fairseq-fixed is compiled from source.
+HAS_FAIRSEQ_WHEEL = (
+    "sys_platform == 'linux' and platform_machine == 'x86_64' "
+    "and (python_version == '3.11' or python_version == '3.12')"
+)
+NO_FAIRSEQ_WHEEL = (
+    "sys_platform != 'linux' or platform_machine != 'x86_64' "
+    "or (python_version != '3.11' and python_version != '3.12')"
+)
+
+setup(
+    name="smlp",
+    version=VERSION,
+    description="Sparse all-MLP language models on fairseq: train, compare and score",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["smlp", "smlp.*", "data_prep", "data_prep.*"]),
+    install_requires=[
+        "torch>=2.6",
+        f"ve-fairseq==0.12.3; {HAS_FAIRSEQ_WHEEL}",
+        f"fairseq-fixed==0.12.3.1; {NO_FAIRSEQ_WHEEL}",
+        "hydra-core==1.3.2",
+        "omegaconf==2.3.0",
+        "fairscale>=0.4.13",
+        "sentencepiece>=0.2",
+        "fvcore>=0.1.5",
+        "numpy>=1.26",
+    ],
+    extras_require={
+        "plots": ["matplotlib>=3.8"],
+        "test": ["pytest>=8", "pytest-timeout>=2.3", "scipy>=1.11", "matplotlib>=3.8", "ruff>=0.9"],
+    },
+    entry_points={"console_scripts": ["smlp = smlp.cli.main:main"]},
+    classifiers=[
+        "License :: OSI Approved :: MIT License",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,34 @@
+"""smlp: sparse all-MLP language models.
+
+Importing this package is cheap and registers nothing. ``fairseq-train --user-dir smlp`` finds the architectures in
+``smlp.models``; Python users call :func:`build` and :func:`load_pretrained`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public names and where they live; looked up on first use, so that `import smlp` loads no torch.
+_LAZY = {
+    "ModelConfig": "smlp.config",
+    "MoEConfig": "smlp.config",
+    "UserError": "smlp.errors",
+    "PRESETS": "smlp.presets",
+    "preset": "smlp.presets",
+    "build": "smlp.nn.decoder",
+    "load_pretrained": "smlp.checkpoint.load",
+    "generate": "smlp.generation",
+}
+
+__all__ = ["__version__", "ops", *_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return importlib.import_module("smlp.ops")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'smlp' has no attribute {name!r}")
