@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from smlp.config import ModelConfig, from_flat_dict
+from smlp.config import ModelConfig, unflatten
 from smlp.errors import UserError
 
 # Tiny models are for a laptop and for tests. The two have the same forward FLOPs per token within 1 %.
@@ -43,4 +43,4 @@ def preset(arch: str, **overrides: Any) -> ModelConfig:
         close = difflib.get_close_matches(arch, PRESETS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UserError(f"unknown architecture {arch!r}{hint} (known: {', '.join(sorted(PRESETS))})")
-    return from_flat_dict({**PRESETS[arch], **overrides})
+    return unflatten({**PRESETS[arch], **overrides})

@@ -1,0 +1,143 @@
+"""The fairseq model ``smlp``: a thin shell around :class:`smlp.nn.decoder.Decoder`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Optional
+
+from fairseq.dataclass import FairseqDataclass
+from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel, register_model
+from omegaconf import II
+from torch import Tensor
+
+from smlp.config import SETTINGS, ModelConfig, unflatten
+from smlp.context import DecodingState
+from smlp.errors import UserError
+from smlp.nn.decoder import Decoder
+from smlp.presets import PRESETS
+
+# These follow from the data and from the task's options, not from options of the model.
+FROM_TASK = ("vocab_size", "max_tokens", "padding_idx")
+_STATE_KEY = "smlp_decoding_state"
+_OPTION_TYPES = {"int": int, "float": float, "float | None": float, "str": str}
+
+
+def _option(setting: dataclasses.Field) -> tuple[str, Any, Any]:
+    """A command-line option for a setting; None means: as the architecture says."""
+    if setting.type == "bool":
+        return setting.name, bool, dataclasses.field(default=False, metadata=dict(setting.metadata))
+    # fairseq knows typing.Optional, not `|`
+    option_type = Optional[_OPTION_TYPES[setting.type]]  # noqa: UP045
+    return setting.name, option_type, dataclasses.field(default=None, metadata=dict(setting.metadata))
+
+
+LanguageModelConfig = dataclasses.make_dataclass(
+    "LanguageModelConfig",
+    [_option(setting) for name, setting in SETTINGS.items() if name not in FROM_TASK]
+    + [
+        ("add_bos_token", bool, II("task.add_bos_token")),
+        ("tokens_per_sample", int, II("task.tokens_per_sample")),
+        ("max_target_positions", Optional[int], II("task.max_target_positions")),  # noqa: UP045
+    ],
+    bases=(FairseqDataclass,),
+)
+LanguageModelConfig.__module__ = __name__
+
+
+def core_config(args: Any, arch: str, vocab_size: int, padding_idx: int) -> ModelConfig:
+    """The core's configuration for parsed fairseq options.
+
+    Args:
+        args: namespace or config with the options of :class:`LanguageModelConfig`.
+        arch: architecture whose preset fills options that are None or absent.
+        vocab_size, padding_idx: of the dictionary.
+    """
+    settings = dict(PRESETS.get(arch, {}))
+    for name in SETTINGS:
+        value = getattr(args, name, None)
+        if name not in FROM_TASK and value is not None:
+            settings[name] = value
+    # With --add-bos-token fairseq puts one token more in front of each sample.
+    max_tokens = args.max_target_positions or args.tokens_per_sample + int(bool(args.add_bos_token))
+    settings.update(vocab_size=vocab_size, padding_idx=padding_idx, max_tokens=max_tokens)
+    return unflatten(settings)
+
+
+class LanguageModelDecoder(FairseqIncrementalDecoder):
+    """fairseq's decoder interface over the core decoder."""
+
+    def __init__(self, dictionary, core: Decoder) -> None:
+        super().__init__(dictionary)
+        self.core = core
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out=None,
+        incremental_state: dict | None = None,
+        features_only: bool = False,
+        **unused,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Logits (B, n, V), or features (B, n, H), and ``{"aux_losses": ...}``.
+
+        With ``incremental_state``, ``prev_output_tokens`` is the whole sequence so far, and the result is for the
+        tokens that were not seen before.
+        """
+        state = None
+        if incremental_state is not None:
+            state = incremental_state.setdefault(_STATE_KEY, DecodingState())
+            prev_output_tokens = prev_output_tokens[:, state.length :]
+        x_BnH, aux_losses = self.core.features(prev_output_tokens, state)
+        return (x_BnH if features_only else self.core.project(x_BnH)), {"aux_losses": aux_losses}
+
+    def extract_features(self, prev_output_tokens: Tensor, **kwargs) -> tuple[Tensor, dict[str, Any]]:
+        """Features (B, n, H) before the output projection."""
+        return self.forward(prev_output_tokens, features_only=True, **kwargs)
+
+    def output_layer(self, features: Tensor, **unused) -> Tensor:
+        """(B, n, H) to logits (B, n, V)."""
+        return self.core.project(features)
+
+    def max_positions(self) -> int:
+        """T."""
+        return self.core.config.max_tokens
+
+    def reorder_incremental_state(self, incremental_state: dict, new_order: Tensor) -> None:
+        """Follows the beams."""
+        state = incremental_state.get(_STATE_KEY)
+        if state is not None:
+            state.reorder(new_order)
+
+
+@register_model("smlp", dataclass=LanguageModelConfig)
+class SparseMLPLanguageModel(FairseqLanguageModel):
+    """Every architecture of this package, as a fairseq language model."""
+
+    @classmethod
+    def build_model(cls, args, task) -> SparseMLPLanguageModel:
+        """Builds the model for fairseq's options and the task's dictionary."""
+        dictionary = task.target_dictionary
+        arch = getattr(args, "_name", None) or getattr(args, "arch", "smlp")
+        config = core_config(args, arch, len(dictionary), dictionary.pad())
+        return cls(LanguageModelDecoder(dictionary, Decoder(config)))
+
+    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
+        """Loads parameters; a checkpoint of another vocabulary, context or size is refused in one sentence."""
+        own = self.state_dict()
+        core = self.decoder.core.config
+        for name, tensor in state_dict.items():
+            if name not in own or own[name].shape == tensor.shape:
+                continue
+            theirs, ours = tuple(tensor.shape), tuple(own[name].shape)
+            if name == "decoder.core.embedding.weight" and theirs[0] != ours[0]:
+                raise UserError(
+                    f"the checkpoint has a vocabulary of {theirs[0]} symbols but the dictionary has {ours[0]}: "
+                    "use the dict.txt that the checkpoint was trained with"
+                )
+            if name.endswith((".gating.heads.weight", ".experts.weight")) and theirs[-1] != ours[-1]:
+                raise UserError(
+                    f"the checkpoint has a context of {theirs[-1]} tokens but --tokens-per-sample asks for a model of "
+                    f"{core.max_tokens}"
+                )
+            raise UserError(f"the checkpoint does not fit the model: {name} has shape {theirs}, the model needs {ours}")
+        return super().load_state_dict(state_dict, strict, model_cfg, args)

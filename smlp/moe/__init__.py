@@ -1,0 +1,1 @@
+"""Mixtures of experts: routers decide, dispatchers move, experts compute, layers chain them."""

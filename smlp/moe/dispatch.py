@@ -1,0 +1,76 @@
+"""Dispatchers move tokens to experts and back; they own no parameters.
+
+A dispatcher has two twin methods. What ``combine`` needs travels in a frozen record, never on ``self``:
+
+    inputs, record = dispatcher.dispatch(x_NH, plan)
+    outputs = experts(inputs, record.counts)
+    y_NH = dispatcher.combine(outputs, weight_A, record)
+
+:class:`LocalDispatcher` keeps everything on one rank. A dispatcher that exchanges tokens by all-to-all has the same
+two signatures: ``record.counts`` then counts the tokens that this rank's experts received.
+
+The sMoE cuts features, not tokens; :class:`LocalFeatureDispatcher` is the same idea for chunks of the features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from smlp.moe.plan import RoutingPlan
+
+
+@dataclass(frozen=True)
+class DispatchRecord:
+    """What it takes to bring expert outputs back."""
+
+    plan: RoutingPlan
+    #: tokens of each expert of this rank, in the order in which they lie in the dispatched tensor
+    counts: list[int]
+
+
+class LocalDispatcher:
+    """Sorts tokens by expert, within one rank."""
+
+    def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, DispatchRecord]:
+        """Tokens in the order of the plan.
+
+        Args:
+            x_NH: (N, H).
+            plan: which token goes to which expert.
+
+        Returns:
+            (A, H), sorted by expert, and the record for :meth:`combine`.
+        """
+        return x_NH.index_select(0, plan.token_A), DispatchRecord(plan, plan.counts_E.tolist())
+
+    def combine(self, y_AH: Tensor, weight_A: Tensor | None, record: DispatchRecord) -> Tensor:
+        """Expert outputs times their weights, summed for each token; tokens without an expert get zeros.
+
+        Args:
+            y_AH: expert outputs in dispatched order, (A, H).
+            weight_A: weight of each assignment, (A,), or None for ones.
+            record: from :meth:`dispatch`.
+
+        Returns:
+            (N, H).
+        """
+        if weight_A is not None:
+            y_AH = y_AH * weight_A.to(y_AH.dtype).unsqueeze(1)
+        return y_AH.new_zeros(record.plan.num_tokens, y_AH.size(1)).index_add(0, record.plan.token_A, y_AH)
+
+
+class LocalFeatureDispatcher:
+    """Cuts the features into one chunk for each expert, within one rank."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def dispatch(self, x_BnH: Tensor) -> Tensor:
+        """(B, n, H) to (B, n, E, H/E): chunk i is what expert i works on."""
+        return x_BnH.unflatten(2, (self.num_experts, -1))
+
+    def combine(self, y_BnEc: Tensor) -> Tensor:
+        """(B, n, E, H/E) back to (B, n, H)."""
+        return y_BnEc.flatten(2)

@@ -1,0 +1,87 @@
+"""Experts: stacked weights of the experts that live on this rank, each named by its global id.
+
+Every expert draws its initial values from a generator of its own, seeded from the layer's seed and its global id, so
+that they do not depend on the rank on which it lives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from smlp.ops import causal_spatial_projection, expert_feed_forward
+
+
+def _init_each_expert(
+    weight: nn.Parameter, expert_ids: Sequence[int], init: Callable[[Tensor, torch.Generator], None]
+) -> None:
+    """Calls ``init(row, generator)`` on the row of each expert; draws one number from the global generator."""
+    layer_seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+    if weight.is_meta:
+        return
+    with torch.no_grad():
+        for row, expert_id in enumerate(expert_ids):
+            generator = torch.Generator().manual_seed((layer_seed + expert_id * 0x9E3779B97F4A7C15) % 2**63)
+            init(weight[row], generator)
+
+
+def _uniform_(weight: Tensor, bound: float, generator: torch.Generator) -> None:
+    """Fills ``weight`` with U(-bound, bound), drawn on the CPU so that the values are the same on every device."""
+    weight.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
+
+
+class FeedForwardExperts(nn.Module):
+    """The tMoE's experts: ``w2 act(w1 LN(x) + b1) + b2`` with a layer norm of its own for each expert.
+
+    ``w2`` and ``b2`` start at zero, so that the layer starts as the identity (BASE, and smlp.txt section 3.1).
+
+    Args:
+        embed_dim, ffn_dim: H, F.
+        expert_ids: global ids of the experts on this rank.
+        activation: "gelu", "relu" or "swish".
+    """
+
+    def __init__(self, embed_dim: int, ffn_dim: int, expert_ids: Sequence[int], activation: str) -> None:
+        super().__init__()
+        num_local = len(expert_ids)
+        self.expert_ids = tuple(expert_ids)
+        self.activation = activation
+        self.norm_weight = nn.Parameter(torch.ones(num_local, embed_dim))
+        self.norm_bias = nn.Parameter(torch.zeros(num_local, embed_dim))
+        self.w1 = nn.Parameter(torch.empty(num_local, ffn_dim, embed_dim))
+        self.b1 = nn.Parameter(torch.zeros(num_local, ffn_dim))
+        self.w2 = nn.Parameter(torch.zeros(num_local, embed_dim, ffn_dim))
+        self.b2 = nn.Parameter(torch.zeros(num_local, embed_dim))
+        bound = math.sqrt(6.0 / (embed_dim + ffn_dim))  # Xavier, one expert at a time
+        _init_each_expert(self.w1, expert_ids, lambda w1, generator: _uniform_(w1, bound, generator))
+
+    def forward(self, x_AH: Tensor, counts: Sequence[int]) -> Tensor:
+        """(A, H), sorted by expert with ``counts`` tokens each, to (A, H)."""
+        weights = (self.norm_weight, self.norm_bias, self.w1, self.b1, self.w2, self.b2)
+        return expert_feed_forward(x_AH, counts, *weights, self.activation)
+
+
+class SpatialExperts(nn.Module):
+    """Spatial projections: one T x T matrix and one bias of length T for each expert or head.
+
+    Args:
+        max_tokens: T.
+        expert_ids: global ids of the experts on this rank; for a spatial gating unit, the heads.
+        weight_bound: weights start as U(-bound, bound), near zero.
+        bias_init: initial value of every bias.
+    """
+
+    def __init__(self, max_tokens: int, expert_ids: Sequence[int], weight_bound: float, bias_init: float) -> None:
+        super().__init__()
+        self.expert_ids = tuple(expert_ids)
+        self.max_tokens = max_tokens
+        self.weight = nn.Parameter(torch.empty(len(expert_ids), max_tokens, max_tokens))
+        self.bias = nn.Parameter(torch.full((len(expert_ids), max_tokens), float(bias_init)))
+        _init_each_expert(self.weight, expert_ids, lambda weight, generator: _uniform_(weight, weight_bound, generator))
+
+    def forward(self, x_Bnec: Tensor, start: int = 0) -> Tensor:
+        """(B, n, e, c) to (B, n - start, e, c): chunk i through expert i, at positions start .. n-1."""
+        return causal_spatial_projection(x_Bnec, self.weight, self.bias, start)

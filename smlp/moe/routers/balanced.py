@@ -1,0 +1,50 @@
+"""BASE routing: balanced assignment in training, the best expert for each token in evaluation.
+
+Source: Lewis et al., 2021, and smlp.txt section 3.1 (tMoE).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from smlp.moe.plan import RoutingPlan
+from smlp.moe.routers.routing import Routing
+from smlp.ops import balanced_assignment
+from smlp.ops.assignment import check_no_nan
+
+
+def balanced_plan(logits_NE: Tensor) -> RoutingPlan:
+    """Equal loads, for a nearly maximal sum of logits; looks at all tokens at once, so it is for training only."""
+    return RoutingPlan.from_experts(balanced_assignment(logits_NE), logits_NE.size(1))
+
+
+def greedy_plan(logits_NE: Tensor) -> RoutingPlan:
+    """The best expert for each token by itself; no token is dropped and none depends on another."""
+    check_no_nan(logits_NE)
+    return RoutingPlan.from_experts(logits_NE.argmax(dim=1), logits_NE.size(1))
+
+
+class BalancedRouter(nn.Module):
+    """Affinity = token . centroid; weight = sigmoid(affinity). Computed in float32.
+
+    Args:
+        embed_dim: H.
+        num_experts: E, over all ranks; every rank holds all centroids.
+        init_gain: gain of the centroids' orthogonal initialisation.
+    """
+
+    def __init__(self, embed_dim: int, num_experts: int, init_gain: float) -> None:
+        super().__init__()
+        self.centroids = nn.Parameter(torch.empty(num_experts, embed_dim))
+        if not self.centroids.is_meta:
+            nn.init.orthogonal_(self.centroids, gain=init_gain)
+
+    def forward(self, x_NH: Tensor, plan: RoutingPlan | None = None) -> Routing:
+        """Routes tokens (N, H); with ``plan`` given, only the weights are computed, for that plan."""
+        dtype = torch.promote_types(x_NH.dtype, torch.float32)
+        logits_NE = x_NH.to(dtype) @ self.centroids.to(dtype).t()
+        if plan is None:
+            with torch.no_grad():
+                plan = balanced_plan(logits_NE) if self.training else greedy_plan(logits_NE)
+        return Routing(plan, logits_NE[plan.token_A, plan.expert_A].sigmoid())

@@ -1,0 +1,1 @@
+"""Modules of the decoder, from the spatial gating unit up."""

@@ -1,0 +1,134 @@
+"""The decoder: embedding, blocks, final layer norm and the tied output.
+
+Letters: ``B`` sequences, ``n`` tokens (n <= T), ``T`` context, ``H`` width, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from smlp.config import ModelConfig
+from smlp.context import DecodingState, ForwardContext
+from smlp.errors import UserError
+from smlp.nn.blocks import AuxLosses, GatedMLPBlock, SparseMLPBlock
+from smlp.presets import preset
+
+
+@dataclass(frozen=True)
+class DecoderOutput:
+    """Result of one forward pass."""
+
+    #: next-token logits, (B, n, V)
+    logits: Tensor
+    #: scalar losses to add to the training loss, by name; layers of a kind are summed
+    aux_losses: AuxLosses
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model; every architecture is a choice of blocks."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, padding_idx=config.padding_idx)
+        std = config.embed_dim**-0.5 if config.embed_init_std is None else config.embed_init_std
+        if not self.embedding.weight.is_meta:
+            nn.init.normal_(self.embedding.weight, std=std)
+            nn.init.zeros_(self.embedding.weight[config.padding_idx])
+        if config.sinusoidal_positions:
+            positions = sinusoidal_positions(config.max_tokens, config.embed_dim)
+            self.register_buffer("positions", positions, persistent=False)
+        self.dropout = nn.Dropout(config.dropout)
+        sparse = set(config.sparse_layer_indices())
+        self.blocks = nn.ModuleList(
+            SparseMLPBlock(config, index) if index in sparse else GatedMLPBlock(config)
+            for index in range(config.num_layers)
+        )
+        self.norm = nn.LayerNorm(config.embed_dim)
+
+    def forward(
+        self,
+        tokens_Bn: Tensor,
+        state: DecodingState | None = None,
+        context: ForwardContext | None = None,
+    ) -> DecoderOutput:
+        """Next-token logits.
+
+        Args:
+            tokens_Bn: ids (B, n). Padding may stand on the right only; it is never routed and changes no other logit.
+            state: for incremental decoding; ``tokens_Bn`` are then the tokens after those it has seen.
+            context: to read or to fix routing decisions; made anew by default.
+
+        Raises:
+            UserError: the sequence, with what ``state`` has seen, is longer than ``max_tokens``.
+            FloatingPointError: routing scores are NaN; the message names the layer.
+        """
+        x_BnH, aux_losses = self.features(tokens_Bn, state, context)
+        return DecoderOutput(self.project(x_BnH), aux_losses)
+
+    def features(
+        self,
+        tokens_Bn: Tensor,
+        state: DecodingState | None = None,
+        context: ForwardContext | None = None,
+    ) -> tuple[Tensor, AuxLosses]:
+        """Final hidden states (B, n, H) and auxiliary losses; arguments as in :meth:`forward`."""
+        start = state.length if state is not None else 0
+        end = start + tokens_Bn.size(1)
+        if end > self.config.max_tokens:
+            raise UserError(
+                f"sequence of {end} tokens is longer than the model's context of max_tokens={self.config.max_tokens}"
+            )
+        context = context or ForwardContext()
+        context.state = state
+        if not tokens_Bn.is_meta:
+            valid_Bn = tokens_Bn != self.config.padding_idx
+            context.valid_Bn = None if valid_Bn.all() else valid_Bn
+        x_BnH = self.embedding(tokens_Bn)
+        if self.config.sinusoidal_positions:
+            x_BnH = x_BnH * math.sqrt(self.config.embed_dim) + self.positions[start:end].to(x_BnH.dtype)
+        x_BnH = self.dropout(x_BnH)
+        total: AuxLosses = {}
+        recompute = self.config.checkpoint_activations and self.training and state is None
+        for block in self.blocks:
+            if recompute:
+                x_BnH, aux_losses = checkpoint(block, x_BnH, context, use_reentrant=False)
+            else:
+                x_BnH, aux_losses = block(x_BnH, context)
+            for name, loss in aux_losses.items():
+                total[name] = total[name] + loss if name in total else loss
+        if state is not None:
+            state.length = end
+        return self.norm(x_BnH), total
+
+    def project(self, x_BnH: Tensor) -> Tensor:
+        """Logits (B, n, V) of hidden states (B, n, H); the output matrix is the embedding."""
+        return F.linear(x_BnH, self.embedding.weight)
+
+
+def sinusoidal_positions(max_tokens: int, embed_dim: int) -> Tensor:
+    """Fixed position vectors (T, H): sines in the first half, cosines in the second (Vaswani et al., 2017)."""
+    half = embed_dim // 2
+    frequency = torch.exp(torch.arange(half) * -(math.log(10000.0) / max(half - 1, 1)))
+    angle = torch.arange(max_tokens).unsqueeze(1) * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
+def build(arch: str, **overrides: Any) -> Decoder:
+    """A decoder with random weights for a named architecture.
+
+    Args:
+        arch: a name of :data:`smlp.presets.PRESETS`, such as ``"smlp_tiny"``.
+        **overrides: field names of ``ModelConfig`` and ``MoEConfig``, such as ``num_experts=4``.
+
+    Raises:
+        UserError: the name or a setting is unknown, or a value is out of range.
+    """
+    return Decoder(preset(arch, **overrides))

@@ -1,0 +1,7 @@
+"""Functions on tensors, each with a slow and obvious reference in the tests; no parameters, no state."""
+
+from smlp.ops.assignment import balanced_assignment
+from smlp.ops.feed_forward import ACTIVATION_FUNCTIONS, expert_feed_forward
+from smlp.ops.spatial import causal_spatial_projection
+
+__all__ = ["ACTIVATION_FUNCTIONS", "balanced_assignment", "causal_spatial_projection", "expert_feed_forward"]

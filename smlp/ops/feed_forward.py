@@ -1,0 +1,54 @@
+"""Feed-forward networks of many experts, each over its own run of tokens.
+
+Letters: ``A`` routed tokens sorted by expert, ``e`` experts on this rank, ``H``, ``F``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
+
+
+def expert_feed_forward(
+    x_AH: Tensor,
+    counts: Sequence[int],
+    gain_eH: Tensor,
+    offset_eH: Tensor,
+    w1_eFH: Tensor,
+    b1_eF: Tensor,
+    w2_eHF: Tensor,
+    b2_eH: Tensor,
+    activation: str = "gelu",
+) -> Tensor:
+    """``w2 @ act(w1 @ LN(x) + b1) + b2`` with each token's own expert.
+
+    Args:
+        x_AH: tokens sorted by expert, (A, H).
+        counts: tokens of each expert, in order; their sum is A and zeros are allowed.
+        gain_eH, offset_eH: weight and bias of each expert's layer norm, (e, H).
+        w1_eFH, b1_eF, w2_eHF, b2_eH: stacked weights, (e, F, H), (e, F), (e, H, F), (e, H).
+        activation: a key of ``ACTIVATION_FUNCTIONS``.
+
+    Returns:
+        (A, H), in the order of ``x_AH``. Experts without tokens get zero gradients, never none.
+    """
+    act = ACTIVATION_FUNCTIONS[activation]
+    num_experts = len(counts)
+    if counts and all(count == counts[0] for count in counts):
+        normed_enH = F.layer_norm(x_AH, x_AH.shape[1:]).view(num_experts, counts[0], -1)
+        x_enH = torch.addcmul(offset_eH.unsqueeze(1), normed_enH, gain_eH.unsqueeze(1))
+        hidden = act(torch.baddbmm(b1_eF.unsqueeze(1), x_enH, w1_eFH.transpose(1, 2)))
+        return torch.baddbmm(b2_eH.unsqueeze(1), hidden, w2_eHF.transpose(1, 2)).reshape(x_AH.shape)
+    # Unbound weights give one stacked gradient in the backward pass instead of one full-size gradient per expert.
+    stacked = (gain_eH, offset_eH, w1_eFH, b1_eF, w2_eHF, b2_eH)
+    weights = zip(*(weight.unbind() for weight in stacked), strict=True)
+    outputs = [
+        F.linear(act(F.linear(F.layer_norm(x, x.shape[1:], gain, offset), w1, b1)), w2, b2)
+        for x, (gain, offset, w1, b1, w2, b2) in zip(x_AH.split(list(counts)), weights, strict=True)
+    ]
+    return torch.cat(outputs)

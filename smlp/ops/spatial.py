@@ -1,0 +1,31 @@
+"""Causal spatial projection: the linear map over the token axis in spatial gating units and sMoE experts.
+
+Letters: ``B`` sequences, ``n`` tokens (n <= T), ``h`` heads or experts, ``c`` features of one head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def causal_spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int = 0) -> Tensor:
+    """``tril(W_i) @ x_i + b_i`` for every head i, over the token axis (gmlp.txt, equation 2, made causal).
+
+    Inputs shorter than T use the leading rows and columns of ``W`` and the leading entries of ``b``.
+
+    Args:
+        x_Bnhc: features of positions 0 .. n-1, (B, n, h, c).
+        weight_hTT: (h, T, T); entries above the diagonal have no influence and get zero gradients.
+        bias_hT: (h, T).
+        start: first position whose output is wanted; earlier ones are only read (incremental decoding).
+
+    Returns:
+        (B, n - start, h, c), outputs of positions start .. n-1.
+    """
+    num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
+    weight_hmn = weight_hTT[:, start:num_tokens, :num_tokens].tril(diagonal=start)
+    bias_hm1 = bias_hT[:, start:num_tokens, None]
+    x_hnBc = x_Bnhc.permute(2, 1, 0, 3).reshape(num_heads, num_tokens, num_seqs * width)
+    out_hmBc = torch.baddbmm(bias_hm1, weight_hmn, x_hnBc)
+    return out_hmBc.view(num_heads, num_tokens - start, num_seqs, width).permute(2, 1, 0, 3)
