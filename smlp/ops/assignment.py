@@ -32,8 +32,8 @@ def balanced_assignment(scores: Tensor) -> Tensor:
     """Assigns each token to one expert, with loads that differ by at most one, for a nearly maximal total score.
 
     Args:
-        scores: affinities (N, E), any real dtype and any N >= 0, E >= 1. An infinite entry counts as the largest or
-            smallest finite one.
+        scores: affinities (N, E), any real dtype and any N >= 0, E >= 1. An infinite entry counts as one well
+            beyond the finite ones.
 
     Returns:
         The expert of each token, (N,), int64: each expert occurs ``floor(N/E)`` or ``ceil(N/E)`` times. The same
@@ -70,19 +70,14 @@ def check_no_nan(scores: Tensor) -> None:
 
 def _normalised(scores: Tensor) -> Tensor | None:
     """Scores mapped to [0, 1] in at least float32, or None where all are equal."""
-    values = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    values = scores.to(torch.promote_types(scores.dtype, torch.float32)) / 8  # room for sums below
     finite = values.isfinite()
     if not finite.all():
-        if not finite.any():
-            values = torch.where(values > 0, 1.0, 0.0)
-        else:
-            values = values.clamp(values[finite].min(), values[finite].max())
+        low, high = values[finite].aminmax() if finite.any() else (values.new_zeros(()), values.new_zeros(()))
+        beyond = torch.where(high > low, high - low, 1.0)
+        values = values.clamp(low - beyond, high + beyond)
     low, high = values.aminmax()
-    if not (high - low).isfinite():  # the ends are near opposite limits of the dtype
-        values, low, high = values / 4, low / 4, high / 4
-    if not high > low:
-        return None
-    return (values - low) / (high - low)
+    return (values - low) / (high - low) if high > low else None
 
 
 def _sinkhorn_prices(values_NE: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def expert_feed_forward(
     act = ACTIVATION_FUNCTIONS[activation]
     num_experts = len(counts)
     if counts and all(count == counts[0] for count in counts):
-        normed_enH = F.layer_norm(x_AH, x_AH.shape[1:]).view(num_experts, counts[0], -1)
+        normed_enH = F.layer_norm(x_AH, x_AH.shape[1:]).view(num_experts, counts[0], x_AH.size(1))
         x_enH = torch.addcmul(offset_eH.unsqueeze(1), normed_enH, gain_eH.unsqueeze(1))
         hidden = act(torch.baddbmm(b1_eF.unsqueeze(1), x_enH, w1_eFH.transpose(1, 2)))
         return torch.baddbmm(b2_eH.unsqueeze(1), hidden, w2_eHF.transpose(1, 2)).reshape(x_AH.shape)

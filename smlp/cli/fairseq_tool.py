@@ -1,0 +1,100 @@
+"""Runs one of fairseq's own command-line tools inside the ``smlp`` command, with this package loaded as its plug-in."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import smlp
+from smlp.errors import UserError
+from smlp.fairseq_compat.arguments import option_value
+
+
+def package_dir() -> str:
+    """The directory of this package, spelt as Python imported it (fairseq compares the text)."""
+    return os.path.abspath(smlp.__path__[0])
+
+
+def load_plugin() -> None:
+    """Register this package's models and tasks with fairseq, as ``--user-dir`` would.
+
+    fairseq scans a plug-in's folders only if it imports the package itself; here the package is imported already.
+    """
+    from smlp.fairseq_compat.logs import quiet_known_warnings
+
+    quiet_known_warnings()  # before fairseq is imported: its import warns too
+
+    from fairseq import utils
+    from fairseq.models import import_models
+    from fairseq.tasks import import_tasks
+
+    directory = package_dir()
+    if not hasattr(utils.import_user_module, "memo"):
+        utils.import_user_module.memo = set()
+    utils.import_user_module.memo.add(directory)
+    import_models(os.path.join(directory, "models"), "smlp.models")
+    if os.path.isdir(os.path.join(directory, "tasks")):
+        import_tasks(os.path.join(directory, "tasks"), "smlp.tasks")
+
+
+def run_tool(tool: str, arguments: list[str], before: Callable[[Any], None] | None = None) -> int:
+    """Run ``fairseq-TOOL ARGUMENTS`` in this process.
+
+    Args:
+        tool: ``train``, ``eval_lm``, ...: a module of ``fairseq_cli``.
+        arguments: its command line.
+        before: called with fairseq's complete configuration before the tool starts.
+
+    Returns:
+        0; a failure is an exception.
+    """
+    load_plugin()
+    from fairseq.distributed import utils as distributed_utils
+
+    call_main = distributed_utils.call_main
+
+    def call_with_plugin(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
+        if before is not None:
+            before(cfg)
+        call_main(cfg, functools.partial(_main_with_plugin, main), **kwargs)
+
+    command_line = sys.argv
+    distributed_utils.call_main = call_with_plugin
+    sys.argv = [f"fairseq-{tool.replace('_', '-')}", *_with_user_dir(arguments)]
+    try:
+        importlib.import_module(f"fairseq_cli.{tool}").cli_main()
+    finally:
+        sys.argv = command_line
+        distributed_utils.call_main = call_main
+    return 0
+
+
+def _main_with_plugin(main: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
+    """The tool's main function in a process that fairseq spawned, one for each GPU: such a process starts with nothing
+    registered, and importing this very function keeps fairseq from scanning the plug-in."""
+    load_plugin()
+    return main(cfg, **kwargs)
+
+
+def _with_user_dir(arguments: list[str]) -> list[str]:
+    """The arguments with ``--user-dir`` naming this package, unless they name another plug-in.
+
+    Raises:
+        UserError: they name another directory called like this package, which Python cannot import beside it.
+    """
+    directory = package_dir()
+    given = option_value(arguments, "--user-dir")
+    if given is None:
+        return ["--user-dir", directory, *arguments]
+    if os.path.realpath(given) == os.path.realpath(directory):
+        return [*arguments, "--user-dir", directory]  # the last one counts
+    if Path(given).name == Path(directory).name:
+        raise UserError(
+            f"--user-dir {given} is not the package that this command belongs to ({directory}): leave --user-dir out"
+        )
+    return arguments

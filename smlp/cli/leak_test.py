@@ -1,0 +1,65 @@
+"""``smlp leak-test``: does a later token change an earlier prediction?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+HELP = "check that no later token changes an earlier prediction"
+EPILOG = """examples:
+  smlp leak-test --arch smlp_tiny
+  smlp leak-test --path checkpoints/checkpoint_best.pt
+
+For positions t across the context the tokens from t on are replaced, and the largest change of any logit before t is
+shown, in evaluation and in training mode. In training, balanced assignment looks at the whole batch, so that there a
+change is expected; "training, routing fixed" shows that nothing else lets later tokens through.
+exit status: 0 no unexpected leak, 1 a leak.
+"""
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "leak-test", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--arch", help="architecture to build with random weights")
+    model.add_argument("--path", help="checkpoint to test")
+    parser.add_argument("--dict", help="dict.txt of the checkpoint, if it is not beside it or with its data")
+    parser.add_argument("--tokens", type=int, help="context to build --arch with (default: the architecture's)")
+    parser.add_argument("--positions", type=int, default=9, help="how many values of t to try (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of weights and tokens (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="also write the result here")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the test; 1 if there is an unexpected leak."""
+    from smlp.checkpoint.load import load_pretrained
+    from smlp.evaluation.leak import default_positions, leak_test, randomise
+    from smlp.nn.decoder import build
+
+    if args.path:
+        decoder = load_pretrained(args.path, args.dict).decoder
+    else:
+        overrides = {"max_tokens": args.tokens} if args.tokens else {}
+        decoder = randomise(build(args.arch, vocab_size=1000, **overrides), args.seed)
+    positions = default_positions(decoder.config.max_tokens, args.positions)
+    print(f"{args.path or args.arch}: T={decoder.config.max_tokens}, t = {', '.join(map(str, positions))}")
+    print(f"{'mode':<24}{'precision':<11}{'largest change':>15}{'at t':>7}{'rerouted':>10}  verdict")
+    reports = leak_test(decoder, positions=positions, seed=args.seed)
+    for report in reports:
+        dtype = str(report.dtype).removeprefix("torch.")
+        verdict = "no leak" if not report.leaks else "expected: balanced assignment" if report.expected else "LEAK"
+        print(
+            f"{report.mode:<24}{dtype:<11}{report.largest_change:>15.2e}{report.position or '-':>7}"
+            f"{report.rerouted:>10.2%}  {verdict}"
+        )
+    passed = all(report.passed for report in reports)
+    print("no unexpected leak" if passed else "LEAK: a later token changes an earlier prediction")
+    if args.json:
+        rows = [{**asdict(r), "dtype": str(r.dtype), "leaks": r.leaks, "passed": r.passed} for r in reports]
+        Path(args.json).write_text(json.dumps({"model": args.path or args.arch, "passed": passed, "results": rows}))
+    return 0 if passed else 1

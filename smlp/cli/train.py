@@ -1,0 +1,126 @@
+"""``smlp train``: fairseq-train with this package loaded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from smlp.cli.fairseq_tool import run_tool
+from smlp.errors import UserError
+from smlp.fairseq_compat.arguments import has_option, option_value
+
+PASS_THROUGH = True
+
+DEFAULT_ARCH = "smlp_tiny"
+TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (smlp.txt, Tables 8 to 10)
+
+# A checkpoint is of no use without these two: they go into the save-dir, so that it can be moved elsewhere.
+DICTIONARY = "dict.txt"
+COMPANIONS = (DICTIONARY, "sentencepiece.model")
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    return subparsers.add_parser(
+        "train",
+        usage="smlp train DATA [any option of fairseq-train]",
+        help="train a model",
+        description=textwrap.fill(
+            "fairseq-train with this package loaded. All arguments are handed on untouched; what is not given "
+            f"defaults to --task language_modeling, --arch {DEFAULT_ARCH}, --tokens-per-sample as the architecture was "
+            f"designed for, batches of {TOKENS_PER_BATCH} tokens and Adam at a learning rate of 5e-4. The save-dir "
+            f"also gets {' and '.join(COMPANIONS)} from DATA."
+        ),
+        epilog="example:\n"
+        "  smlp train data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/first\n\n"
+        "all options of fairseq-train:\n"
+        "  fairseq-train --user-dir $(smlp user-dir) --task language_modeling --arch smlp_tiny --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    added = default_arguments(args.arguments)
+
+    def before(cfg: Any) -> None:
+        if added:
+            print(f"smlp train: using {' '.join(added)}", file=sys.stderr)
+        prepare(cfg)
+
+    return run_tool("train", [*added, *args.arguments], before=before)
+
+
+def default_arguments(given: list[str]) -> list[str]:
+    """The options that a plain call lacks."""
+    from smlp.presets import PRESETS, preset
+
+    added: list[str] = []
+    if not has_option(given, "--task"):
+        added += ["--task", "language_modeling"]
+    arch = option_value(given, "--arch", "-a")
+    if arch is None:
+        arch = DEFAULT_ARCH
+        added += ["--arch", arch]
+    tokens = option_value(given, "--tokens-per-sample")
+    if tokens is None and arch in PRESETS:
+        tokens = str(preset(arch).max_tokens)
+        added += ["--tokens-per-sample", tokens]
+    if not has_option(given, "--batch-size", "--max-sentences", "--max-tokens"):
+        if tokens is not None and tokens.isdigit() and int(tokens) > 0:
+            added += ["--batch-size", str(max(1, TOKENS_PER_BATCH // int(tokens)))]
+        else:
+            added += ["--max-tokens", str(TOKENS_PER_BATCH)]
+    if not has_option(given, "--optimizer"):
+        added += ["--optimizer", "adam"]
+    if not has_option(given, "--lr"):
+        added += ["--lr", "5e-4"]
+    return added
+
+
+def prepare(cfg: Any) -> None:
+    """Before anything is built: check the data and make the save-dir self-contained.
+
+    Raises:
+        UserError: data are missing, empty or damaged, or the save-dir belongs to another dictionary.
+    """
+    from fairseq.utils import split_paths
+
+    from smlp.fairseq_compat.data import check_dictionary, check_split, how_to_make
+
+    task = cfg.task
+    if getattr(task, "_name", None) != "language_modeling":
+        return
+    if not task.data:
+        raise UserError(f"no data directory given: smlp train DATA ..., and to get one, {how_to_make('DATA')}")
+    directories = split_paths(task.data)
+    check_dictionary(directories[0])
+    if cfg.dataset.dataset_impl not in ("raw", "fasta"):
+        check_split(directories[0], cfg.dataset.train_subset)
+    if cfg.distributed_training.distributed_rank == 0 and not cfg.checkpoint.no_save:
+        copy_companions(Path(directories[0]), Path(cfg.checkpoint.save_dir))
+
+
+def copy_companions(data: Path, save_dir: Path) -> None:
+    """Copy the dictionary and, if there is one, the tokenizer from the data directory into the save-dir.
+
+    Raises:
+        UserError: the save-dir holds checkpoints trained with another dictionary, or cannot be written.
+    """
+    from smlp.fairseq_compat.saving import copy_whole
+
+    ours, theirs = save_dir / DICTIONARY, data / DICTIONARY
+    if ours.is_file() and any(save_dir.glob("checkpoint*.pt")) and ours.read_bytes() != theirs.read_bytes():
+        sizes = [len(path.read_text(encoding="utf-8").splitlines()) for path in (ours, theirs)]
+        raise UserError(
+            f"--save-dir {save_dir} holds checkpoints trained with another dictionary ({sizes[0]} symbols) than {theirs} "
+            f"({sizes[1]} symbols): choose another --save-dir"
+        )
+    try:
+        save_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make --save-dir {save_dir}: {error.strerror}") from error
+    for name in COMPANIONS:
+        if (data / name).is_file():
+            copy_whole(data / name, save_dir / name)

@@ -1,0 +1,158 @@
+"""Does a later token change an earlier prediction? (Invariant 1.)
+
+Letters: ``B`` sequences, ``T`` tokens, ``V`` vocabulary.
+
+For positions t across the context, all tokens >= t are replaced by others, and the largest change of any logit before
+t is reported. In training mode this is done twice: with the routing of the unchanged input held fixed, and with
+routing decided anew. Balanced assignment looks at all tokens of a batch, so that in training, and only there, a later
+token can change where an earlier one goes; the second figure measures that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smlp.context import ForwardContext
+from smlp.moe.layer import TokenMoE
+from smlp.moe.routers import BalancedRouter
+from smlp.nn.decoder import Decoder
+
+#: largest change that rounding explains, as a share of the largest logit: a matrix product may sum in another order
+#: when an expert gets another number of tokens
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class LeakReport:
+    """The largest change found in one mode and precision."""
+
+    mode: str
+    dtype: torch.dtype
+    #: largest absolute change of a logit at a position < t
+    largest_change: float
+    #: largest absolute logit, which rounding errors scale with
+    largest_logit: float
+    #: t at which it was found
+    position: int
+    #: share of the tokens before the changed ones that went to another expert, over all layers and positions t
+    rerouted: float
+    #: whether this mode is known to let later tokens act, by design of a router
+    expected: bool
+
+    @property
+    def leaks(self) -> bool:
+        """Whether the change is more than rounding."""
+        return not self.largest_change <= TOLERANCE[self.dtype] * self.largest_logit
+
+    @property
+    def passed(self) -> bool:
+        """No leak, or one that the router is known for."""
+        return self.expected or not self.leaks
+
+
+def default_positions(max_tokens: int, count: int = 9) -> list[int]:
+    """About ``count`` positions from 1 to T-1, ends included."""
+    last = max_tokens - 1
+    return sorted({1 + round(i * (last - 1) / max(count - 1, 1)) for i in range(count)}) if last >= 1 else []
+
+
+def leak_test(
+    decoder: Decoder,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    positions: Sequence[int] | None = None,
+    num_seqs: int = 2,
+    seed: int = 1,
+) -> list[LeakReport]:
+    """Looks for influence of later tokens on earlier logits.
+
+    The decoder's weights are restored and its mode is put back at the end. Dropout draws the same values for the two
+    inputs that are compared.
+
+    Args:
+        decoder: with any weights; see :func:`randomise` for fresh ones, whose spatial weights hide every leak.
+        dtypes: precisions to test.
+        positions: values of t; by default nine from 1 to T-1.
+        num_seqs: B; only the first sequence is changed, so that influence across sequences shows as well.
+        seed: of the random tokens.
+    """
+    config = decoder.config
+    positions = default_positions(config.max_tokens) if positions is None else positions
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_seqs, config.max_tokens)
+    allowed = torch.tensor([token for token in range(config.vocab_size) if token != config.padding_idx])
+    tokens = allowed[torch.randint(allowed.numel(), shape, generator=generator)]
+    others = allowed[torch.randint(allowed.numel(), shape, generator=generator)]
+    was_training, original_dtype = decoder.training, decoder.embedding.weight.dtype
+    weights = {name: value.clone() for name, value in decoder.state_dict().items()}
+    reports = []
+    try:
+        for dtype in dtypes:
+            decoder.to(dtype)
+            for mode in ("evaluation", "training, routing fixed", "training"):
+                decoder.train(mode != "evaluation")
+                reports.append(_largest_change(decoder, mode, dtype, tokens, others, positions))
+    finally:
+        decoder.to(original_dtype).train(was_training)
+        decoder.load_state_dict(weights)
+    return reports
+
+
+def randomise(decoder: Decoder, seed: int = 1) -> Decoder:
+    """Gives every parameter values of ordinary size, in place, so that every path carries a signal."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            scale = parameter.size(-1) ** -0.5 if parameter.dim() > 1 else 1.0
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return decoder
+
+
+def _largest_change(
+    decoder: Decoder, mode: str, dtype: torch.dtype, tokens: Tensor, others: Tensor, positions: Sequence[int]
+) -> LeakReport:
+    reference, reference_context = _logits(decoder, tokens, ForwardContext())
+    largest, where, moved, compared = 0.0, 0, 0, 0
+    for position in positions:
+        changed = tokens.clone()
+        changed[0, position:] = others[0, position:]
+        plans = dict(reference_context.plans) if mode == "training, routing fixed" else {}
+        logits, context = _logits(decoder, changed, ForwardContext(plans=plans))
+        difference = (logits - reference).abs()
+        difference[0, position:] = 0
+        change = float(difference.max())
+        if change > largest or change != change:
+            largest, where = change, position
+        same, total = _same_experts(reference_context, context, tokens, position)
+        moved, compared = moved + total - same, compared + total
+    routed = [module for module in decoder.modules() if isinstance(module, TokenMoE)]
+    expected = mode == "training" and any(isinstance(module.router, BalancedRouter) for module in routed)
+    return LeakReport(
+        mode, dtype, largest, float(reference.abs().max()), where, moved / compared if compared else 0.0, expected
+    )
+
+
+@torch.no_grad()
+def _logits(decoder: Decoder, tokens: Tensor, context: ForwardContext) -> tuple[Tensor, ForwardContext]:
+    device = decoder.embedding.weight.device
+    torch.manual_seed(0)  # the same dropout for both inputs
+    return decoder(tokens.to(device), context=context).logits.float(), context
+
+
+def _same_experts(before: ForwardContext, after: ForwardContext, tokens: Tensor, position: int) -> tuple[int, int]:
+    """How many unchanged tokens kept their expert, and how many there are, over all layers."""
+    unchanged = torch.ones_like(tokens, dtype=torch.bool)
+    unchanged[0, position:] = False
+    same = total = 0
+    for layer, plan in before.plans.items():
+        expert = torch.empty(plan.num_tokens, dtype=torch.long)
+        expert[plan.token_A.cpu()] = plan.expert_A.cpu()
+        other_plan = after.plans[layer]
+        other = torch.empty_like(expert)
+        other[other_plan.token_A.cpu()] = other_plan.expert_A.cpu()
+        same += int((expert == other)[unchanged.flatten()].sum())
+        total += int(unchanged.sum())
+    return same, total

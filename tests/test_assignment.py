@@ -1,0 +1,154 @@
+"""Balanced assignment: always a partition, nearly optimal, bounded, deterministic (PEERS.md, A1 to A4)."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from smlp.ops import balanced_assignment
+
+
+def optimum(scores: torch.Tensor) -> float:
+    """Best total under loads of floor(N/E) or ceil(N/E): one column a place, dummies in the places left empty."""
+    matrix = scores.double().numpy()
+    num_tokens, num_experts = matrix.shape
+    floor, remainder = divmod(num_tokens, num_experts)
+    columns = np.repeat(np.arange(num_experts), floor)
+    if remainder:
+        columns = np.concatenate([columns, np.arange(num_experts)])
+    places = matrix[:, columns]
+    if remainder:
+        dummies = np.zeros((num_experts - remainder, len(columns)))
+        dummies[:, : num_experts * floor] = -1e9  # they may only take optional places
+        places = np.concatenate([places, dummies])
+    rows, chosen = linear_sum_assignment(places, maximize=True)
+    return sum(places[r, c] for r, c in zip(rows, chosen, strict=True) if r < num_tokens)
+
+
+def assert_balanced(owner: torch.Tensor, num_tokens: int, num_experts: int) -> None:
+    assert owner.shape == (num_tokens,) and owner.dtype == torch.long
+    loads = torch.bincount(owner, minlength=num_experts)
+    assert loads.numel() == num_experts, "an expert out of range"
+    assert loads.sum() == num_tokens and loads.max() - loads.min() <= 1, loads.tolist()
+
+
+def make_scores(kind: str, num_tokens: int, num_experts: int, generator: torch.Generator) -> torch.Tensor:
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    if kind == "normal":
+        return randn(num_tokens, num_experts)
+    if kind == "uniform":
+        return torch.rand(num_tokens, num_experts, generator=generator)
+    if kind == "popular experts":
+        return randn(num_tokens, 1) + randn(1, num_experts) + 0.1 * randn(num_tokens, num_experts)
+    if kind == "repeated tokens":
+        return randn(8, num_experts)[torch.randint(8, (num_tokens,), generator=generator)]
+    return randn(num_tokens, 16) @ randn(16, num_experts)  # token . centroid
+
+
+KINDS = ("normal", "uniform", "popular experts", "repeated tokens", "products")
+
+
+def test_within_one_percent_of_the_optimum_in_200_cases():
+    rng = np.random.default_rng(0)
+    for case in range(200):
+        num_tokens, num_experts = int(rng.integers(1, 300)), int(rng.integers(1, 33))
+        scores = make_scores(KINDS[case % 5], num_tokens, num_experts, torch.Generator().manual_seed(case))
+        owner = balanced_assignment(scores)
+        assert_balanced(owner, num_tokens, num_experts)
+        best = optimum(scores)
+        got = scores.gather(1, owner.unsqueeze(1)).double().sum().item()
+        assert best - got <= 0.01 * abs(best), (case, num_tokens, num_experts, best, got)
+
+
+@pytest.mark.parametrize("num_experts", [1, 2, 7, 8, 32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_tokens_is_partitioned(num_experts, kind):
+    for num_tokens in (0, 1, num_experts - 1, num_experts, num_experts + 1, 3 * num_experts + 1, 66, 1023):
+        scores = make_scores(kind, num_tokens, num_experts, torch.Generator().manual_seed(num_tokens))
+        assert_balanced(balanced_assignment(scores), num_tokens, num_experts)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(64, 4), (1024, 8), (66, 4), (3, 4), (64, 1)])
+def test_ties_lose_no_token(num_tokens, num_experts):
+    """The cases on which fairseq's solver loses tokens or never returns (PEERS.md A1 to A3)."""
+    constant = torch.full((num_tokens, num_experts), 0.5)
+    same_row = torch.randn(1, num_experts, generator=torch.Generator().manual_seed(0)).expand(num_tokens, -1)
+    two_values = (torch.arange(num_tokens).unsqueeze(1) % 2).float().expand(-1, num_experts)
+    for scores in (constant, same_row, two_values, constant * 0, constant * float("inf")):
+        assert_balanced(balanced_assignment(scores), num_tokens, num_experts)
+
+
+def test_hand_worked_case():
+    # Both tokens like expert 0; giving it to the second loses 4, to the first loses 1.
+    assert balanced_assignment(torch.tensor([[5.0, 4.0], [5.0, 1.0]])).tolist() == [1, 0]
+
+
+def test_an_infinite_score_wins_its_place():
+    scores = torch.zeros(4, 2)
+    scores[2, 1], scores[3, 1] = float("inf"), float("-inf")
+    scores[0, 0] = 1.0
+    owner = balanced_assignment(scores)
+    assert owner[2] == 1 and owner[3] == 0
+    assert_balanced(owner, 4, 2)
+
+
+@pytest.mark.parametrize("value", [1e38, 3e38])
+def test_huge_scores_do_not_overflow(value):
+    scores = torch.tensor([[value, -value], [value / 2, -value], [0.0, 0.0], [-value, value]])
+    owner = balanced_assignment(scores)
+    assert_balanced(owner, 4, 2)
+    assert owner[0] == 0 and owner[3] == 1
+
+
+def test_nan_is_an_error_with_numbers():
+    scores = torch.zeros(6, 2)
+    scores[1, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="1 of 6 tokens"):
+        balanced_assignment(scores)
+    with pytest.raises(FloatingPointError, match="6 of 6"):
+        balanced_assignment(torch.full((6, 1), float("nan")))
+
+
+def test_a_wrong_shape_is_named():
+    with pytest.raises(ValueError, match=r"\(5,\)"):
+        balanced_assignment(torch.zeros(5))
+    with pytest.raises(ValueError, match=r"\(5, 0\)"):
+        balanced_assignment(torch.zeros(5, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_same_scores_same_result(dtype):
+    scores = torch.randn(500, 8, generator=torch.Generator().manual_seed(3)).to(dtype)
+    first = balanced_assignment(scores)
+    assert_balanced(first, 500, 8)
+    torch.manual_seed(123)  # the global generator has no say and is not used up
+    before = torch.random.get_rng_state()
+    assert torch.equal(balanced_assignment(scores), first)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_scale_and_offset_do_not_matter():
+    scores = torch.randn(256, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    assert torch.equal(balanced_assignment(scores * 1e-20 + 1e-18), balanced_assignment(scores * 64 + 64 * 100))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounded_time_on_a_training_batch(kind):
+    scores = make_scores(kind, 4096, 32, torch.Generator().manual_seed(0))
+    start = time.perf_counter()
+    owner = balanced_assignment(scores)
+    assert time.perf_counter() - start < 10.0
+    assert_balanced(owner, 4096, 32)
+
+
+def test_the_fallback_beyond_the_repair_limit_is_a_partition_too(monkeypatch):
+    monkeypatch.setattr("smlp.ops.assignment.REPAIRS_PER_EXPERT", 0)
+    monkeypatch.setattr("smlp.ops.assignment.TEMPERATURES", ())
+    for num_tokens in (5, 64, 65, 1023):
+        for kind in KINDS:
+            scores = make_scores(kind, num_tokens, 8, torch.Generator().manual_seed(1))
+            assert_balanced(balanced_assignment(scores), num_tokens, 8)

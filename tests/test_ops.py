@@ -1,0 +1,100 @@
+"""Fast paths against slow and obvious references: outputs and every gradient, in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from smlp.ops import ACTIVATION_FUNCTIONS, causal_spatial_projection, expert_feed_forward
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def spatial_reference(x, weight, bias):
+    """out[b, t, h] = sum over s <= t of W[h, t, s] x[b, s, h] + b[h, t], one number at a time over t and s."""
+    num_tokens = x.size(1)
+    rows = []
+    for t in range(num_tokens):
+        total = bias[:, t].view(1, -1, 1).expand(x.size(0), -1, x.size(3))
+        for s in range(t + 1):
+            total = total + weight[:, t, s].view(1, -1, 1) * x[:, s]
+        rows.append(total)
+    return torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("num_tokens", [1, 4, 7])
+def test_spatial_projection(num_heads, num_tokens):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, num_tokens, num_heads, 5, generator=generator, dtype=torch.double, requires_grad=True)
+    weight = torch.randn(num_heads, 7, 7, generator=generator, dtype=torch.double, requires_grad=True)
+    bias = torch.randn(num_heads, 7, generator=generator, dtype=torch.double, requires_grad=True)
+    out, expected = causal_spatial_projection(x, weight, bias), spatial_reference(x, weight, bias)
+    torch.testing.assert_close(out, expected, **EXACT)
+    coefficients = torch.randn(out.shape, generator=generator, dtype=torch.double)
+    ours = torch.autograd.grad((out * coefficients).sum(), (x, weight, bias))
+    theirs = torch.autograd.grad((expected * coefficients).sum(), (x, weight, bias))
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, want, **EXACT)
+    above = ours[1].triu(1)
+    assert torch.equal(above, torch.zeros_like(above)), "weights above the diagonal must get no gradient"
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 6])
+def test_spatial_projection_of_the_last_positions(start):
+    x, weight, bias = torch.randn(2, 7, 2, 3), torch.randn(2, 9, 9), torch.randn(2, 9)
+    whole = causal_spatial_projection(x, weight, bias)
+    torch.testing.assert_close(causal_spatial_projection(x, weight, bias, start), whole[:, start:])
+
+
+def test_spatial_projection_in_bfloat16():
+    x, weight, bias = torch.randn(2, 7, 2, 3), torch.randn(2, 7, 7), torch.randn(2, 7)
+    low = causal_spatial_projection(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), causal_spatial_projection(x, weight, bias), rtol=0.05, atol=0.1)
+
+
+def feed_forward_reference(x, counts, gain, offset, w1, b1, w2, b2, activation):
+    """One token at a time."""
+    act = ACTIVATION_FUNCTIONS[activation]
+    rows, row = [], 0
+    for expert, count in enumerate(counts):
+        for _ in range(count):
+            normed = F.layer_norm(x[row], x[row].shape, gain[expert], offset[expert])
+            rows.append(w2[expert] @ act(w1[expert] @ normed + b1[expert]) + b2[expert])
+            row += 1
+    return torch.stack(rows) if rows else x.new_zeros(0, w2.size(1))
+
+
+@pytest.mark.parametrize("counts", [[3, 3, 3], [4, 0, 5], [0, 9, 0], [9], [1] * 9, [2, 2, 2, 3]])
+@pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
+def test_expert_feed_forward(counts, activation):
+    generator = torch.Generator().manual_seed(0)
+    num_experts, width, hidden = len(counts), 4, 6
+
+    def tensor(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.double, requires_grad=True)
+
+    inputs = (
+        tensor(9, width), tensor(num_experts, width), tensor(num_experts, width),
+        tensor(num_experts, hidden, width), tensor(num_experts, hidden),
+        tensor(num_experts, width, hidden), tensor(num_experts, width),
+    )  # fmt: skip
+    x, *weights = inputs
+    out = expert_feed_forward(x, counts, *weights, activation)
+    expected = feed_forward_reference(x, counts, *weights, activation)
+    torch.testing.assert_close(out, expected, **EXACT)
+    coefficients = torch.randn(out.shape, generator=generator, dtype=torch.double)
+    ours = torch.autograd.grad((out * coefficients).sum(), inputs)
+    theirs = torch.autograd.grad((expected * coefficients).sum(), inputs)
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_no_token_at_all_gives_zero_gradients_not_none():
+    shapes = ((2, 4), (2, 4), (2, 6, 4), (2, 6), (2, 4, 6), (2, 4))
+    weights = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+    x = torch.randn(0, 4, requires_grad=True)
+    out = expert_feed_forward(x, [0, 0], *weights)
+    assert out.shape == (0, 4)
+    for gradient in torch.autograd.grad(out.sum(), [x, *weights]):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
