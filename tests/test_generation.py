@@ -1,0 +1,96 @@
+"""Writing text: greedy, sampling, seeds, the end of the context."""
+
+import pytest
+import torch
+
+import smlp
+from smlp.evaluation.leak import randomise
+from smlp.generation import Sampling, choose, generate
+
+
+@pytest.fixture(scope="module")
+def model():
+    settings = {"vocab_size": 30, "max_tokens": 16, "embed_dim": 16, "ffn_dim": 16}
+    small = smlp.build("smlp", num_dense_layers=1, num_sparse_layers=1, num_experts=4, **settings)
+    return randomise(small).eval()
+
+
+def test_greedy_follows_the_full_forward(model):
+    tokens = [2, 7, 9]
+    written = list(generate(model, tokens, 10, Sampling(temperature=0)))
+    for token in written:
+        logits = model(torch.tensor([tokens])).logits[0, -1]
+        assert token == int(logits.argmax())
+        tokens.append(token)
+
+
+def test_the_context_can_be_filled_to_the_last_token(model):
+    # 4 + 13 - 1 = 16 positions: the last token is written but never read
+    assert len(list(generate(model, [2, 5, 6, 7], 13, Sampling(temperature=0)))) == 13
+
+
+def test_past_the_context_is_an_error_before_anything_is_written(model):
+    with pytest.raises(smlp.UserError, match=r"4 prompt tokens.*14 new ones need 17 positions.*max_tokens=16"):
+        generate(model, [2, 5, 6, 7], 14)
+
+
+def test_sliding_goes_on_from_the_later_half(model):
+    greedy = Sampling(temperature=0, slide=True)
+    written = list(generate(model, [2, 5, 6, 7], 40, greedy))
+    assert len(written) == 40
+    text = [2, 5, 6, 7, *written]
+    # the 17th token overall is the first that needed a slide: it follows from the last 8 tokens alone
+    assert text[17] == int(model(torch.tensor([text[9:17]])).logits[0, -1].argmax())
+    long_prompt = list(range(2, 30)) * 2
+    assert len(list(generate(model, long_prompt, 3, greedy))) == 3
+
+
+def test_the_seed_decides(model):
+    def sample(seed):
+        return list(generate(model, [2], 12, Sampling(seed=seed)))
+
+    assert sample(1) == sample(1)
+    assert any(sample(1) != sample(seed) for seed in (2, 3, 4))
+
+
+def test_banned_tokens_are_never_written(model):
+    banned = [0, 1, 3, *range(10, 30)]
+    written = list(generate(model, [2], 16, Sampling(temperature=3.0), banned=banned))
+    assert not set(written) & set(banned)
+
+
+def draws(sampling, logits, count=300):
+    generator = torch.Generator().manual_seed(0)
+    return {choose(torch.tensor(logits), sampling, generator) for _ in range(count)}
+
+
+def test_top_k_and_top_p_cut_the_tail():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    assert draws(Sampling(), logits) == {0, 1, 2, 3}
+    assert draws(Sampling(top_k=2), logits) == {0, 1}
+    assert draws(Sampling(top_p=0.6), logits) == {0, 1}  # 0.5 is not yet 0.6
+    assert draws(Sampling(top_p=0.5), logits) == {0}
+    assert draws(Sampling(temperature=0), logits) == {0}
+    assert draws(Sampling(temperature=0.01), logits) == {0}
+
+
+def test_frequencies_follow_the_distribution():
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.tensor([0.6, 0.3, 0.1])
+    counts = torch.zeros(3)
+    for _ in range(4000):
+        counts[choose(probabilities.log(), Sampling(), generator)] += 1
+    assert (counts / 4000 - probabilities).abs().max() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"), [({"temperature": -1}, "temperature"), ({"top_k": -1}, "top_k"), ({"top_p": 0}, "top_p")]
+)
+def test_bad_settings_are_named(settings, word):
+    with pytest.raises(smlp.UserError, match=word):
+        Sampling(**settings)
+
+
+def test_an_empty_prompt_is_refused(model):
+    with pytest.raises(smlp.UserError, match="at least one token"):
+        generate(model, [], 3)

@@ -1,0 +1,87 @@
+"""Invariant 1: no later token changes an earlier prediction; a leaky model is caught."""
+
+import pytest
+import torch
+from torch import nn
+
+import smlp
+from smlp.evaluation.leak import default_positions, leak_test, randomise
+
+NARROW = {"vocab_size": 64, "max_tokens": 24, "embed_dim": 64, "ffn_dim": 64}
+
+
+@pytest.mark.parametrize("arch", smlp.PRESETS)
+def test_no_preset_leaks(arch):
+    model = randomise(smlp.build(arch, **NARROW))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    reports = leak_test(model)
+    assert len(reports) == 6, "three modes in two precisions"
+    for report in reports:
+        assert report.passed, report
+        if report.mode != "training":
+            assert not report.leaks and report.rerouted == 0, report
+    assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_balanced_assignment_lets_later_tokens_act_in_training_only():
+    reports = {(r.mode, r.dtype): r for r in leak_test(randomise(smlp.build("smlp_tiny", **NARROW)))}
+    training = reports["training", torch.float32]
+    assert training.expected and training.leaks and training.rerouted > 0
+    dense = leak_test(randomise(smlp.build("gmlp_lm_tiny", **NARROW)))
+    assert not any(report.expected or report.leaks for report in dense)
+
+
+class LeakyBlock(nn.Module):
+    """Adds the mean over all positions, later ones too."""
+
+    def __init__(self, inner, only_in_training=False):
+        super().__init__()
+        self.inner, self.only_in_training = inner, only_in_training
+
+    def forward(self, x, context):
+        x, aux_losses = self.inner(x, context)
+        if self.training or not self.only_in_training:
+            x = x + 1e-3 * x.mean(dim=1, keepdim=True)
+        return x, aux_losses
+
+
+@pytest.mark.parametrize("arch", ["gmlp_lm_tiny", "smlp_tiny"])
+def test_a_leaky_model_is_caught(arch):
+    model = randomise(smlp.build(arch, **NARROW))
+    model.blocks[1] = LeakyBlock(model.blocks[1])
+    failed = {(report.mode, report.dtype) for report in leak_test(model) if not report.passed}
+    assert ("evaluation", torch.float32) in failed
+    assert ("training, routing fixed", torch.float32) in failed
+
+
+def test_a_leak_in_training_alone_is_caught():
+    model = randomise(smlp.build("smlp_tiny", **NARROW))
+    model.blocks[1] = LeakyBlock(model.blocks[1], only_in_training=True)
+    reports = {(r.mode, r.dtype): r for r in leak_test(model, dtypes=(torch.float32,))}
+    assert reports["evaluation", torch.float32].passed
+    assert not reports["training, routing fixed", torch.float32].passed
+
+
+def test_an_unmasked_spatial_projection_is_caught(monkeypatch):
+    from smlp.moe import experts
+
+    def unmasked(x, weight, bias, start=0):
+        n = x.size(1)
+        return torch.einsum("hts,bshc->bthc", weight[:, :n, :n], x) + bias[:, :n].t().unsqueeze(2)
+
+    monkeypatch.setattr(experts, "causal_spatial_projection", unmasked)
+    reports = leak_test(randomise(smlp.build("gmlp_lm_tiny", **NARROW)))
+    assert not any(report.passed for report in reports)
+
+
+def test_nan_counts_as_a_leak():
+    model = randomise(smlp.build("gmlp_lm_tiny", **NARROW))
+    with torch.no_grad():
+        model.embedding.weight.fill_(float("nan"))
+    assert not any(report.passed for report in leak_test(model))
+
+
+def test_positions_reach_both_ends():
+    assert default_positions(128)[0] == 1 and default_positions(128)[-1] == 127
+    assert default_positions(2) == [1] and default_positions(1) == []
+    assert len(default_positions(1024, 5)) == 5
