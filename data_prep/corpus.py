@@ -1,0 +1,92 @@
+"""What every corpus shares: documents of paragraphs, disjoint splits, files and manifest.
+
+On disk a split is UTF-8 text with one paragraph a line and an empty line between documents. fairseq reads each line
+as a sentence ending in ``</s>``: ``--sample-break-mode none`` then trains on the running stream of paragraphs, and an
+empty line (a lone ``</s>``) tells the model, and ``--sample-break-mode complete_doc``, where a document ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SPLITS = ("train", "valid", "test")
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Document:
+    """Paragraphs that belong together. ``group`` names what must not be torn between splits (a package, a file)."""
+
+    group: str
+    paragraphs: tuple[str, ...]
+
+    @property
+    def num_words(self) -> int:
+        return sum(count_words(paragraph) for paragraph in self.paragraphs)
+
+
+Splits = dict[str, list[Document]]
+
+
+def count_words(text: str) -> int:
+    """Whitespace-separated words; a line end is no word."""
+    return len(text.split())
+
+
+def assert_disjoint(splits: Splits, key: Callable[[str], str]) -> None:
+    """Raises AssertionError if a paragraph, compared by ``key``, stands in more than one split."""
+    owner: dict[str, str] = {}
+    for name, documents in splits.items():
+        for document in documents:
+            for paragraph in document.paragraphs:
+                first = owner.setdefault(key(paragraph), name)
+                assert first == name, f"a paragraph stands in {first} and in {name}: {paragraph[:80]!r}"
+
+
+def split_counts(documents: list[Document]) -> dict[str, int]:
+    """Documents, paragraphs, words and characters (without line ends) of a split."""
+    paragraphs = [paragraph for document in documents for paragraph in document.paragraphs]
+    return {
+        "documents": len(documents),
+        "paragraphs": len(paragraphs),
+        "words": sum(map(count_words, paragraphs)),
+        "chars": sum(map(len, paragraphs)),
+    }
+
+
+def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Writes ``train.txt``, ``valid.txt``, ``test.txt`` and, last, ``manifest.json``, each whole or not at all.
+
+    Returns the manifest with the counts of every split added.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MANIFEST).unlink(missing_ok=True)  # its presence says that the corpus is complete
+    for name in SPLITS:
+        text = "\n\n".join("\n".join(document.paragraphs) for document in splits[name]) + "\n"
+        _write_whole(out / f"{name}.txt", text)
+    manifest = {**manifest, "splits": {name: split_counts(splits[name]) for name in SPLITS}}
+    _write_whole(out / MANIFEST, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+    return manifest
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(partial, path)
+
+
+def describe_splits(manifest: dict[str, Any]) -> str:
+    """A few lines for the terminal: what each split holds and its share of the words."""
+    total = sum(counts["words"] for counts in manifest["splits"].values())
+    lines = [f"{'split':<6}{'documents':>11}{'paragraphs':>12}{'words':>11}{'characters':>12}{'share':>8}"]
+    for name, counts in manifest["splits"].items():
+        lines.append(
+            f"{name:<6}{counts['documents']:>11,}{counts['paragraphs']:>12,}{counts['words']:>11,}"
+            f"{counts['chars']:>12,}{counts['words'] / total:>8.1%}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,184 @@
+"""Real English that every Python installation carries, as a corpus: ``python -m data_prep.python_docs --out DIR``.
+
+Sources are the language reference behind ``help()`` (``pydoc_data.topics``) and the docstrings of the standard
+library and of the numeric packages that are installed. They are read from the source files (nothing is imported),
+cleaned to running sentences, freed of exact and near duplicates across the whole corpus, and split by package, so that
+no paragraph stands in two splits. A document is a module; see :mod:`data_prep.corpus` for the files written. The
+result depends only on the interpreter's and the packages' versions, which the manifest names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.command import run
+from data_prep.corpus import (
+    MANIFEST,
+    Document,
+    Splits,
+    assert_disjoint,
+    describe_splits,
+    write_corpus,
+)
+from data_prep.docstrings import docstrings, source_files
+from data_prep.duplicates import deduplicated, near_duplicate_key
+from data_prep.markup import text_blocks
+from data_prep.prose import prose
+from smlp.errors import UserError
+
+# Import name -> distribution. Those that are not installed are left out.
+PACKAGES = {
+    "numpy": "numpy",
+    "scipy": "scipy",
+    "torch": "torch",
+    "sympy": "sympy",
+    "mpmath": "mpmath",
+    "networkx": "networkx",
+    "sklearn": "scikit-learn",
+    "joblib": "joblib",
+    "matplotlib": "matplotlib",
+}
+HELD_OUT_SHARE = 0.045  # of all words, for each of valid and test
+MAX_GROUP_SHARE = 0.01  # of all words: a larger group goes to train, lest one package be the whole of a held-out split
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tree of Python files whose docstrings are read; ``name`` prefixes the modules' names ("" for the library)."""
+
+    name: str
+    version: str
+    root: Path
+    prefix: str
+
+
+def find_sources() -> list[Source]:
+    """The standard library and the installed ones of ``PACKAGES``, without importing any of them."""
+    sources = [Source("python", platform.python_version(), Path(sysconfig.get_path("stdlib")), "")]
+    for name, distribution in PACKAGES.items():
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            continue
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            version = "unknown"
+        sources.append(Source(name, version, Path(spec.submodule_search_locations[0]), name))
+    return sources
+
+
+def group_of(path: Path, source: Source) -> str:
+    """The dotted name of the package a file lies in, or of the module where it is a package of its own.
+
+    All modules of a package stay together: what one defines another often repeats in other words.
+    """
+    parts = path.relative_to(source.root).with_suffix("").parts
+    folders = parts[:-1] or (() if source.prefix else parts)
+    return ".".join(filter(None, (source.prefix, *folders)))
+
+
+def paragraphs_of(texts: Iterable[str], removed: Counter[str]) -> tuple[str, ...]:
+    """The English paragraphs of docstrings; ``removed`` counts what each cleaning rule took away."""
+    return tuple(
+        paragraph for text in texts for block in text_blocks(text, removed) if (paragraph := prose(block, removed))
+    )
+
+
+def _read_module(path: Path) -> tuple[tuple[str, ...], Counter[str], int]:
+    removed: Counter[str] = Counter()
+    texts = docstrings(path.read_bytes())
+    return paragraphs_of(texts, removed), removed, len(texts)
+
+
+def read_topics(removed: Counter[str]) -> list[Document]:
+    """The language reference behind ``help()``, a document and a group for each topic."""
+    from pydoc_data.topics import topics
+
+    return [
+        Document(f"pydoc_data.topics.{name}", paragraphs_of([text], removed)) for name, text in sorted(topics.items())
+    ]
+
+
+def split_by_group(documents: list[Document]) -> Splits:
+    """Every group whole in one split; valid and test take at least ``HELD_OUT_SHARE`` of the words, and little more.
+
+    Groups are taken in the order of a hash of their names (the same on every machine) until valid is full, then until
+    test is full. Both get groups from all over the corpus, and their sizes do not depend on luck.
+    """
+    sizes: Counter[str] = Counter()
+    for document in documents:
+        sizes[document.group] += document.num_words
+    total = sum(sizes.values())
+    order = sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest())
+    split_of, filled = {}, Counter()
+    for group in order:
+        split_of[group] = "train"
+        if sizes[group] > MAX_GROUP_SHARE * total:
+            continue
+        for split in ("valid", "test"):
+            if filled[split] < HELD_OUT_SHARE * total:
+                split_of[group] = split
+                filled[split] += sizes[group]
+                break
+    splits: Splits = {"train": [], "valid": [], "test": []}
+    for document in documents:
+        splits[split_of[document.group]].append(document)
+    return splits
+
+
+def build(out: Path, sources: list[Source]) -> dict:
+    """Reads, cleans, deduplicates, splits and writes; returns the manifest.
+
+    Raises UserError if the sources hold too few modules to fill three splits.
+    """
+    removed: Counter[str] = Counter()
+    documents = read_topics(removed)
+    described = [{"name": "pydoc_data.topics", "version": platform.python_version(), "docstrings": len(documents)}]
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for source in sources:
+            paths = list(source_files(source.root))
+            num_docstrings = 0
+            for path, (paragraphs, counts, found) in zip(
+                paths, pool.map(_read_module, paths, chunksize=16), strict=True
+            ):
+                documents.append(Document(group_of(path, source), paragraphs))
+                removed.update(counts)
+                num_docstrings += found
+            described.append(
+                {"name": source.name, "version": source.version, "files": len(paths), "docstrings": num_docstrings}
+            )
+    splits = split_by_group(deduplicated(documents, removed))
+    if not all(splits.values()):
+        raise UserError(f"the docstrings of {len(sources)} sources hold too little text for three splits")
+    assert_disjoint(splits, near_duplicate_key)
+    return write_corpus(out, splits, {"sources": described, "removed": dict(removed)})
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep.python_docs",
+        description="Build a corpus of English from the documentation inside this Python installation.",
+        epilog="example: python -m data_prep.python_docs --out data/python-docs",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the splits and manifest go")
+    options = parser.parse_args(arguments)
+    sources = find_sources()
+    print("reading " + ", ".join(f"{source.name} {source.version}" for source in sources), flush=True)
+    manifest = build(options.out, sources)
+    print(describe_splits(manifest))
+    print(f"wrote {options.out}; {options.out / MANIFEST} says where it came from and what was removed")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(main))

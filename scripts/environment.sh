@@ -1,0 +1,56 @@
+# Sourced by the other scripts: makes the virtual environment and runs steps with a log each.
+#
+#   run_step NAME COMMAND...      runs a command with its output in $LOG_DIR/NAME.log; on failure says which step and log
+#   make_environment EXTRAS       .venv with this package and its pinned dependencies; skipped when it is up to date
+#
+# PYTHON=/path/to/python3.12 chooses an interpreter; TORCH_INDEX=URL an index to take torch from.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+LOG_DIR="$ROOT/runs/logs"
+
+fail() {
+    echo "smlp: error: $1" >&2
+    exit 1
+}
+
+run_step() {
+    local name="$1" log="$LOG_DIR/$1.log"
+    shift
+    mkdir -p "$LOG_DIR"
+    if ! "$@" >"$log" 2>&1; then
+        fail "step '$name' failed, see $log (last line: $(grep -v '^ *$' "$log" | tail -n 1))"
+    fi
+}
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3 python3.12 python3.11; do
+        [ -n "$candidate" ] || continue
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "Python 3.11 or 3.12 with venv is needed; found $(python3 --version 2>&1 || echo none). Name one with PYTHON=/path/to/python3.12"
+}
+
+make_environment() {
+    local extras="$1" python stamp wanted
+    stamp="$VENV/.installed-${extras//,/-}"
+    wanted="$(cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT"/requirements/*.txt | cksum)"
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+        echo "environment: .venv is up to date, skipped"
+        return
+    fi
+    python="$(find_python)"
+    echo "environment: installing into .venv ($("$python" --version)); about a minute, more where torch comes with CUDA"
+    [ -x "$VENV/bin/python" ] || run_step venv "$python" -m venv "$VENV"
+    if [ -n "${TORCH_INDEX:-}" ]; then
+        run_step install-torch "$VENV/bin/python" -m pip install --index-url "$TORCH_INDEX" \
+            "$(grep '^torch==' "$ROOT/requirements/constraints.txt")"
+    fi
+    run_step install-fairseq "$VENV/bin/python" -m pip install --no-deps --require-hashes -r "$ROOT/requirements/fairseq.txt"
+    run_step install "$VENV/bin/python" -m pip install -c "$ROOT/requirements/constraints.txt" -e "$ROOT[$extras]"
+    echo "$wanted" >"$stamp"
+}

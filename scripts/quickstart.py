@@ -1,0 +1,264 @@
+"""The steps of scripts/quickstart.sh after the installation: text, training, evaluation, samples.
+
+Everything goes to one run folder. A step whose result is there is skipped, so the script can be run again; a run that
+was stopped goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from training_display import TrainingDisplay
+
+import smlp
+from data_prep.binarize import binarize
+from data_prep.corpus import MANIFEST, describe_splits
+from data_prep.tokenizer import MODEL_NAME, tokenize
+from smlp.errors import UserError
+from smlp.evaluation.binarized import read_fairseq_tokens
+from smlp.evaluation.curves import draw_curves, read_training_log
+from smlp.evaluation.ngram import NGramModel
+from smlp.evaluation.perplexity import Perplexity, measure_text
+from smlp.tokenizer import Vocabulary
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ("smlp_tiny", "gmlp_lm_tiny")
+NGRAMS = {1: "unigram", 2: "bigram", 3: "trigram"}
+TOKENS_PER_SAMPLE = 128
+BATCH_SIZE = 8
+TOKENS_PER_UPDATE = TOKENS_PER_SAMPLE * BATCH_SIZE
+VALIDATIONS = 4
+RECIPE = shlex.split(
+    "--optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.1 --clip-norm 1.0 --lr 2e-3 --lr-scheduler cosine "
+    "--warmup-updates 50 --warmup-init-lr 1e-7 --dropout 0 --seed 1 --no-epoch-checkpoints --keep-interval-updates 1 "
+    "--log-format json --log-interval 10"
+)
+PROMPTS = ("This function returns", "The name of the", "If the argument is not")
+
+
+def run_tool(name: str, command: list[str], log: Path) -> str:
+    """Runs a command with its output in ``log``; returns the output. Raises UserError naming step and log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    text = log.read_text(errors="replace")
+    if status != 0:
+        last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+        raise UserError(f"step '{name}' failed with status {status}, see {log} (last line: {last})")
+    return text
+
+
+def executable(name: str) -> str:
+    """A command of this Python's environment, such as fairseq-train."""
+    return str(Path(sys.executable).parent / name)
+
+
+def make_text(options: argparse.Namespace, text: Path) -> None:
+    """Step 1: train.txt, valid.txt and test.txt."""
+    if (text / MANIFEST).is_file():
+        print(f"      {text} is there, skipped")
+    else:
+        module, sources = ("python_docs", []) if not options.text else ("text_files", ["--text", *options.text])
+        run_tool(
+            "text", [sys.executable, "-m", f"data_prep.{module}", "--out", str(text), *sources], options.logs("text")
+        )
+    print("      " + describe_splits(json.loads((text / MANIFEST).read_text())).replace("\n", "\n      "))
+
+
+def make_data(options: argparse.Namespace, text: Path, pieces: Path, data: Path) -> None:
+    """Step 2: a SentencePiece vocabulary of the training text, and fairseq's binary files."""
+    if (data / MODEL_NAME).is_file():
+        print(f"      {data} is there, skipped")
+    else:
+        tokenize(text, pieces, options.vocab_size)
+        binarize(pieces, data, options.logs("binarize"))
+    print(f"      {len(Vocabulary.load(data / 'dict.txt'))} symbols in {data / 'dict.txt'}")
+
+
+def seconds_per_update(arch: str, vocab_size: int, num_updates: int = 4) -> float:
+    """Measures forward, backward and optimizer of one batch on this machine."""
+    model = smlp.build(arch, vocab_size=vocab_size, max_tokens=TOKENS_PER_SAMPLE, dropout=0.0)
+    optimizer = torch.optim.Adam(model.parameters())
+    tokens = torch.randint(4, vocab_size, (BATCH_SIZE, TOKENS_PER_SAMPLE + 1))
+    times = []
+    for _ in range(num_updates):
+        start = time.perf_counter()
+        logits = model(tokens[:, :-1]).logits
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def choose_num_updates(options: argparse.Namespace, data: Path, chosen: Path) -> int:
+    """The updates for each model that fit the time; measured once, so that a stopped run goes on with the same."""
+    if options.updates:
+        return options.updates
+    if not chosen.is_file():
+        vocab_size = len(Vocabulary.load(data / "dict.txt"))
+        seconds = sum(seconds_per_update(arch, vocab_size) for arch in MODELS)
+        updates = max(int(options.minutes * 60 / seconds / 10) * 10, 20)
+        chosen.write_text(f"{updates}\n")
+    return int(chosen.read_text())
+
+
+def train(options: argparse.Namespace, arch: str, data: Path, run: Path, num_updates: int) -> None:
+    """Steps 3 and 4: fairseq-train, with a live display; its whole output goes to a log."""
+    if (run / "done").is_file():
+        print(f"      {run} is trained, skipped")
+        return
+    interval = max(num_updates // VALIDATIONS, 1)
+    command = [executable("fairseq-train"), str(data), "--user-dir", "smlp", "--task", "language_modeling"]
+    command += ["--arch", arch, "--tokens-per-sample", str(TOKENS_PER_SAMPLE), "--batch-size", str(BATCH_SIZE)]
+    command += ["--batch-size-valid", "32", "--max-update", str(num_updates), *RECIPE]
+    command += ["--validate-interval-updates", str(interval), "--save-interval-updates", str(interval)]
+    command += ["--save-dir", str(run), "--log-file", str(run / "train.log")]
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "command.txt").write_text(shlex.join(command) + "\n")
+    log, display = options.logs(f"train-{arch}"), TrainingDisplay(arch, num_updates)
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            for line in process.stdout:
+                output.write(line)
+                display.feed(line)
+        finally:
+            process.terminate()  # only still running if this loop was interrupted
+            status = process.wait()
+            display.close()
+    if status != 0:
+        last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "no output")
+        raise UserError(f"step 'train {arch}' failed with status {status}, see {log} (last line: {last})")
+    (run / "done").touch()
+
+
+def evaluate(options: argparse.Namespace, arch: str, data: Path, run: Path, size) -> Perplexity:
+    """fairseq-eval-lm on the validation text with the best checkpoint."""
+    command = [executable("fairseq-eval-lm"), str(data), "--user-dir", "smlp", "--gen-subset", "valid"]
+    command += ["--path", str(run / "checkpoint_best.pt"), "--batch-size", "32"]
+    command += ["--tokens-per-sample", str(TOKENS_PER_SAMPLE)]
+    text = run_tool(f"eval {arch}", command, options.logs(f"eval-{arch}"))
+    bits = re.search(r"Loss \(base 2\): ([\d.]+)", text)
+    tokens = re.search(r"Evaluated ([\d,]+) tokens", text)
+    if not bits or not tokens:
+        raise UserError(f"step 'eval {arch}' printed no result, see {options.logs(f'eval-{arch}')}")
+    num_tokens = int(tokens.group(1).replace(",", ""))
+    return Perplexity(float(bits.group(1)) * math.log(2) * num_tokens, num_tokens, size)
+
+
+def report(options: argparse.Namespace, text: Path, data: Path, runs: dict[str, Path], num_updates: int) -> None:
+    """Step 5: the table and the picture of the loss curves."""
+    size = measure_text(text / "valid.txt")
+    vocab_size = len(Vocabulary.load(data / "dict.txt"))
+    train_tokens = read_fairseq_tokens(data / "train").tokens
+    valid_tokens = read_fairseq_tokens(data / "valid").tokens
+    rows = {}
+    for order, name in NGRAMS.items():
+        log_probs = NGramModel.fit(train_tokens, order, vocab_size).log_probs(valid_tokens)
+        rows[name] = Perplexity.of(log_probs, size)
+    baselines = {name: row.per_token for name, row in rows.items()}
+    for arch, run in runs.items():
+        rows[arch] = evaluate(options, arch, data, run, size)
+    lines = [
+        f"| model | valid perplexity per token | per word | trained on ({train_tokens.size:,} tokens of text) |",
+        "|---|---:|---:|---|",
+    ]
+    for name, row in rows.items():
+        seen = num_updates * TOKENS_PER_UPDATE
+        source = f"{seen:,} tokens, {seen / train_tokens.size:.2f} epochs" if name in runs else "all, counted once"
+        lines.append(f"| {name} | {row.per_token:,.1f} | {row.per_word:,.0f} | {source} |")
+    table = "\n".join(lines)
+    (options.out / "result.md").write_text(table + "\n")
+    result = {name: {"per_token": row.per_token, "per_word": row.per_word} for name, row in rows.items()}
+    (options.out / "result.json").write_text(json.dumps({"updates": num_updates, "perplexity": result}, indent=2))
+    curves = [read_training_log(run / "train.log", arch) for arch, run in runs.items()]
+    draw_curves(curves, options.out / "curves.png", baselines)
+    print(table)
+    print(f"\nn-grams: interpolated modified Kneser-Ney. Loss curves: {options.out / 'curves.png'}")
+
+
+def sample(run: Path, prompts: tuple[str, ...]) -> None:
+    """Step 6: text that the sparse model writes."""
+    model = smlp.load_pretrained(run / "checkpoint_best.pt")
+    for number, prompt in enumerate(prompts):
+        print(f"\n  > {prompt}", end="", flush=True)
+        sampling = smlp.generation.Sampling(temperature=0.8, top_p=0.9, seed=number + 1)
+        for piece in model.stream(prompt, 60, sampling):
+            print(piece.replace("\n", "\n    "), end="", flush=True)
+        print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bash scripts/quickstart.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--text", nargs="+", metavar="FILE", help="train on these UTF-8 files instead")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="default: runs/quickstart")
+    parser.add_argument(
+        "--minutes", type=float, default=5.5, help="training time of both models (default: %(default)s)"
+    )
+    parser.add_argument("--updates", type=int, help="updates for each model, instead of --minutes")
+    parser.add_argument("--vocab-size", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument("--prompt", action="append", help="text to continue; may be given more than once")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    if options.text:
+        options.text = [str(Path(name).resolve()) for name in options.text]
+    options.logs = lambda name: options.out / "logs" / f"{name}.log"
+    options.logs("x").parent.mkdir(parents=True, exist_ok=True)
+    check_same_text(options)
+    text, pieces, data = options.out / "text", options.out / "pieces", options.out / "data"
+    runs = {arch: options.out / arch for arch in MODELS}
+    start = time.perf_counter()
+
+    print(f"[1/6] text: {', '.join(options.text) if options.text else 'the English in this Python installation'}")
+    make_text(options, text)
+    print(f"[2/6] vocabulary ({options.vocab_size} pieces, from train only) and binary files")
+    make_data(options, text, pieces, data)
+    num_updates = choose_num_updates(options, data, options.out / "num_updates")
+    for step, arch in enumerate(MODELS, start=3):
+        print(f"[{step}/6] train {arch}: {num_updates} updates of {TOKENS_PER_UPDATE} tokens, through fairseq-train")
+        train(options, arch, data, runs[arch], num_updates)
+    print("[5/6] evaluate with fairseq-eval-lm, beside n-gram models of the same tokens\n")
+    report(options, text, data, runs, num_updates)
+    print("\n[6/6] three continuations by smlp_tiny")
+    sample(runs["smlp_tiny"], tuple(options.prompt or PROMPTS))
+    minutes = (time.perf_counter() - start) / 60
+    best = os.path.relpath(runs["smlp_tiny"] / "checkpoint_best.pt", ROOT)
+    data_path = os.path.relpath(data, ROOT)
+    print(f"""
+done in {minutes:.1f} minutes. Checkpoints: {", ".join(os.path.relpath(run) for run in runs.values())}
+the next three commands to try (after: source .venv/bin/activate):
+  smlp generate --path {best} --prompt "The module" --top-p 0.9
+  smlp leak-test --path {best}
+  smlp eval-lm {data_path} --path {best} --gen-subset test --batch-size 32""")
+
+
+def check_same_text(options: argparse.Namespace) -> None:
+    """A run folder belongs to one text and vocabulary: others would be mixed up with what is skipped."""
+    settings = {"text": options.text, "vocab_size": options.vocab_size}
+    path = options.out / "settings.json"
+    if path.is_file() and json.loads(path.read_text()) != settings:
+        raise UserError(
+            f"{options.out} was made with other settings ({path.read_text()}): choose another folder with --out"
+        )
+    path.write_text(json.dumps(settings))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"smlp: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; run the same command again to go on")

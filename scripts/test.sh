@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Sets up .venv with the test extras and runs the whole suite; arguments go to pytest:
+#
+#   bash scripts/test.sh                    everything, with format and lint
+#   bash scripts/test.sh -k routing -x      a part
+#
+# Safe to run twice. Fails if no test ran.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+make_environment "test"
+cd "$ROOT"
+if [ "$#" -eq 0 ]; then
+    "$VENV/bin/ruff" check . || fail "lint failed: run .venv/bin/ruff check ."
+    "$VENV/bin/ruff" format --check . || fail "formatting failed: run .venv/bin/ruff format ."
+fi
+# One thread for each process: tests start several at a time, and results do not depend on the number of cores.
+export OMP_NUM_THREADS=1
+report="$(mktemp)"
+trap 'rm -f "$report"' EXIT
+"$VENV/bin/python" -m pytest --junit-xml="$report" "$@" || fail "tests failed"
+# pytest already fails where no test was collected; this also catches a run in which every test was skipped.
+"$VENV/bin/python" - "$report" <<'PYTHON' || fail "nothing ran: every collected test was skipped"
+import sys
+import xml.etree.ElementTree as ElementTree
+
+suites = ElementTree.parse(sys.argv[1]).getroot().iter("testsuite")
+sys.exit(sum(int(suite.get("tests")) - int(suite.get("skipped")) for suite in suites) <= 0)
+PYTHON

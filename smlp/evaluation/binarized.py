@@ -1,0 +1,80 @@
+"""Reads the token files that ``fairseq-preprocess`` writes (``--dataset-impl mmap``), with numpy alone.
+
+``PREFIX.idx``, little-endian: 9 bytes ``MMIDIDX\\0\\0``; uint64 version (1); uint8 code of the token type; uint64
+number S of sentences; int32 length of each sentence, in tokens (S); int64 byte offset of each in the data file (S).
+``PREFIX.bin``: the tokens of all sentences, one after the other, with no header.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from smlp.errors import UserError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<QBQ")  # version, type code, number of sentences
+_TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
+
+
+@dataclass(frozen=True)
+class BinarizedTokens:
+    """``tokens``: (N,) int64, all sentences in order, each with its ``</s>``; ``lengths``: (S,) int32, of each."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+def read_fairseq_tokens(path_prefix: str | Path) -> BinarizedTokens:
+    """Reads ``path_prefix.idx`` and ``path_prefix.bin`` whole.
+
+    Raises UserError naming the file if one is missing, empty, not in this format, truncated, or not of a piece with
+    the other.
+    """
+    index_path, data_path = Path(f"{path_prefix}.idx"), Path(f"{path_prefix}.bin")
+    dtype, lengths, offsets = _parse_index(_read(index_path), index_path)
+    data = _read(data_path)
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    if len(data) != num_tokens * dtype.itemsize:
+        raise UserError(
+            f"{data_path} holds {len(data)} bytes, but {index_path.name} lists {num_tokens} tokens of "
+            f"{dtype.itemsize} bytes"
+        )
+    # Sentences could lie in any order; fairseq writes them in sequence, and a stream needs them so.
+    expected = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * dtype.itemsize
+    if not np.array_equal(offsets, expected):
+        raise UserError(f"{index_path} is damaged: its sentences do not follow each other in {data_path.name}")
+    return BinarizedTokens(np.frombuffer(data, dtype).astype(np.int64), lengths)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"data file {path} cannot be read: {error.strerror}") from error
+    if not content:
+        raise UserError(f"data file {path} is empty (0 bytes)")
+    return content
+
+
+def _parse_index(content: bytes, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+    start = len(_MAGIC) + _HEADER.size
+    if not content.startswith(_MAGIC) or len(content) < start:
+        raise UserError(f"{path} is no fairseq index of the mmap kind: it starts with {content[:9]!r}")
+    version, code, num_sentences = _HEADER.unpack_from(content, len(_MAGIC))
+    if version != 1 or code not in _TOKEN_TYPES:
+        raise UserError(f"{path} has version {version} and token type {code}; version 1 and an integer type are known")
+    if len(content) != start + 12 * num_sentences or num_sentences == 0:
+        raise UserError(
+            f"{path} holds {len(content)} bytes, but {num_sentences} sentences need {start + 12 * num_sentences}"
+            if num_sentences
+            else f"{path} lists no sentence"
+        )
+    lengths = np.frombuffer(content, "<i4", num_sentences, start)
+    offsets = np.frombuffer(content, "<i8", num_sentences, start + 4 * num_sentences)
+    if lengths.min() < 0:
+        raise UserError(f"{path} is damaged: a sentence of {lengths.min()} tokens")
+    return np.dtype(_TOKEN_TYPES[code]), lengths, offsets

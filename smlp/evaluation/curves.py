@@ -1,0 +1,145 @@
+"""Loss curves from the logs that ``fairseq-train --log-format json --log-file FILE`` writes.
+
+Among other lines the file holds one JSON object for each report; all numbers are strings, and losses are in bits:
+every ``--log-interval`` updates ``{"epoch", "update", "loss", "ppl", "num_updates", ...}``; at each validation the
+same names behind ``valid_``; at the end of an epoch behind ``train_`` (its average). From the second epoch on fairseq
+repeats lines, because it attaches the file anew each time it makes a progress bar.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smlp.errors import UserError
+
+# Okabe and Ito's palette: told apart with any kind of colour vision. Runs also differ in marker.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_BASELINE_COLOUR = "#555555"
+
+
+@dataclass(frozen=True)
+class LossPoint:
+    """Loss after so many updates, in bits per token, without auxiliary losses if the criterion reports them apart."""
+
+    num_updates: int
+    bits: float
+
+    @property
+    def perplexity(self) -> float:
+        return 2.0**self.bits
+
+
+@dataclass(frozen=True)
+class TrainingCurve:
+    """One run: training loss at each log interval and validation loss at each validation, by number of updates."""
+
+    name: str
+    train: tuple[LossPoint, ...]
+    valid: tuple[LossPoint, ...]
+
+
+def read_training_log(path: Path, name: str) -> TrainingCurve:
+    """Reads a log; a point logged twice (repeated lines, a resumed run) counts once, the last time.
+
+    A run that never reached its log interval is drawn from its epoch averages. Lines cut short by a crash and losses
+    that are not finite are left out. Raises UserError if the file is missing or holds no loss.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise UserError(f"training log {path} cannot be read: {error.strerror}") from error
+    points: dict[str, dict[int, float]] = {"": {}, "train_": {}, "valid_": {}}
+    for line in lines:
+        record = _parse(line)
+        for prefix, found in points.items():
+            bits = record.get(f"{prefix}nll_loss", record.get(f"{prefix}loss"))
+            updates = record.get(f"{prefix}num_updates")
+            if bits is not None and updates is not None and math.isfinite(float(bits)):
+                found[int(updates)] = float(bits)
+    train, valid = points[""] or points["train_"], points["valid_"]
+    if not train and not valid:
+        raise UserError(
+            f"training log {path} holds no loss in {len(lines)} lines: was it written with --log-format json?"
+        )
+    return TrainingCurve(name, _ordered(train), _ordered(valid))
+
+
+def _parse(line: str) -> dict[str, Any]:
+    if not line.startswith("{"):
+        return {}
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:  # the configuration, which is a Python literal, or a line cut short
+        return {}
+    return record
+
+
+def _ordered(points: dict[int, float]) -> tuple[LossPoint, ...]:
+    return tuple(LossPoint(updates, points[updates]) for updates in sorted(points))
+
+
+def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[str, float] | None = None) -> None:
+    """Draws all runs into a PNG: perplexity per token on a logarithmic axis against updates.
+
+    Training is a thin line, validation a thick one with markers; ``baselines`` (name to perplexity per token, on the
+    validation set) are dashed horizontal lines. The right-hand axis gives the loss in nats. Raises UserError if there
+    is nothing to draw, more runs than colours, or no matplotlib.
+    """
+    if not 1 <= len(curves) <= len(_COLOURS):
+        raise UserError(f"between 1 and {len(_COLOURS)} training curves can be drawn, not {len(curves)}")
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, StrMethodFormatter
+    except ImportError as error:
+        raise UserError('drawing needs matplotlib: pip install "smlp[plots]"') from error
+    figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_yscale("log")
+    for curve, colour, marker in zip(curves, _COLOURS, _MARKERS, strict=False):
+        axes.plot(*_xy(curve.train), color=colour, linewidth=1, alpha=0.6, label=f"{curve.name}, training")
+        axes.plot(
+            *_xy(curve.valid),
+            color=colour,
+            linewidth=2.2,
+            marker=marker,
+            markersize=6,
+            label=f"{curve.name}, validation",
+        )
+    right = max(point.num_updates for curve in curves for point in curve.train + curve.valid)
+    for name, perplexity in (baselines or {}).items():
+        axes.axhline(perplexity, color=_BASELINE_COLOUR, linewidth=1, linestyle=(0, (5, 3)))
+        axes.annotate(
+            f"{name}: {perplexity:,.0f}",
+            (right, perplexity),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9,
+            color=_BASELINE_COLOUR,
+        )
+    axes.set_xlim(0, right * 1.02)
+    axes.set_xlabel("updates")
+    axes.set_ylabel("perplexity per token (log scale)")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.minorticks_off()
+    loss_axis = axes.secondary_yaxis("right", functions=(lambda x: np.log(np.maximum(x, 1e-9)), np.exp))
+    loss_axis.set_yscale("linear")
+    loss_axis.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    axes.set_title("Training and validation loss")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, format="png")
+
+
+def _xy(points: Sequence[LossPoint]) -> tuple[list[int], list[float]]:
+    return [point.num_updates for point in points], [point.perplexity for point in points]
