@@ -78,7 +78,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         features_only: bool = False,
         **unused,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Logits (B, n, V), or features (B, n, H), and ``{"aux_losses": ...}``.
+        """Logits (B, n, V), or features (B, n, H), and a dictionary with ``"aux_losses"`` (and no attention).
 
         With ``incremental_state``, ``prev_output_tokens`` is the whole sequence so far, and the result is for the
         tokens that were not seen before.
@@ -88,7 +88,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
             state = incremental_state.setdefault(_STATE_KEY, DecodingState())
             prev_output_tokens = prev_output_tokens[:, state.length :]
         x_BnH, aux_losses = self.core.features(prev_output_tokens, state)
-        return (x_BnH if features_only else self.core.project(x_BnH)), {"aux_losses": aux_losses}
+        return (x_BnH if features_only else self.core.project(x_BnH)), {"aux_losses": aux_losses, "attn": None}
 
     def extract_features(self, prev_output_tokens: Tensor, **kwargs) -> tuple[Tensor, dict[str, Any]]:
         """Features (B, n, H) before the output projection."""
