@@ -75,8 +75,8 @@ def generate(
     needed = len(prompt) + max_new_tokens - 1
     if needed > max_tokens and not sampling.slide:
         raise UserError(
-            f"{len(prompt)} prompt tokens (with the start symbol) and {max_new_tokens} new ones need {needed} positions "
-            f"and the model has max_tokens={max_tokens}: ask for fewer tokens or allow sliding"
+            f"{len(prompt)} prompt tokens (start symbol included) and {max_new_tokens} new ones need {needed} "
+            f"positions and the model has max_tokens={max_tokens}: ask for fewer tokens or allow sliding"
         )
     return _steps(decoder, list(prompt), max_new_tokens, sampling, list(banned))
 

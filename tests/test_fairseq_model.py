@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from running import USER_DIR
+from running import USER_DIR, run_python
 
 import smlp
 from smlp.presets import PRESETS
@@ -186,6 +186,16 @@ def test_generate_agrees_with_the_full_forward(tools):
                 assert score == pytest.approx(expected, abs=2e-3), (number, position)
                 checked += 1
     assert checked > 20
+
+
+def test_interactive_continues_lines(tools, tiny_data):
+    path, _ = tools
+    arguments = [tiny_data, "--user-dir", USER_DIR, "--path", path, "--task", "language_modeling"]
+    arguments += ["--beam", "1", "--max-len-b", "10", "--buffer-size", "2"]
+    run = run_python("-m", "fairseq_cli.interactive", *arguments, stdin="the s1\nthe s2 v2\n", timeout=100)
+    assert run.rc == 0, run.stderr[-2000:]
+    hypotheses = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", run.stdout, re.M))
+    assert hypotheses["0"].startswith("the s1 ") and hypotheses["1"].startswith("the s2 v2 ")
 
 
 def test_a_longer_context_than_the_models_is_refused(tools):

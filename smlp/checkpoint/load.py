@@ -63,8 +63,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"there is no checkpoint {path}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0]
+    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{path} ({path.stat().st_size} bytes) is truncated or is no checkpoint: it cannot be read ({reason})"
         ) from None

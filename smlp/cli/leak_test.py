@@ -15,6 +15,7 @@ EPILOG = """examples:
 For positions t across the context the tokens from t on are replaced, and the largest change of any logit before t is
 shown, in evaluation and in training mode. In training, balanced assignment looks at the whole batch, so that there a
 change is expected; "training, routing fixed" shows that nothing else lets later tokens through.
+--arch builds all layers, experts and positions of the architecture, but narrow: width has no part in a leak.
 exit status: 0 no unexpected leak, 1 a leak.
 """
 
@@ -28,6 +29,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     model.add_argument("--arch", help="architecture to build with random weights")
     model.add_argument("--path", help="checkpoint to test")
     parser.add_argument("--dict", help="dict.txt of the checkpoint, if it is not beside it or with its data")
+    parser.add_argument("--width", type=int, default=64, help="H and F to build --arch with (default: %(default)s)")
     parser.add_argument("--tokens", type=int, help="context to build --arch with (default: the architecture's)")
     parser.add_argument("--positions", type=int, default=9, help="how many values of t to try (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of weights and tokens (default: %(default)s)")
@@ -45,9 +47,12 @@ def run(args: argparse.Namespace) -> int:
         decoder = load_pretrained(args.path, args.dict).decoder
     else:
         overrides = {"max_tokens": args.tokens} if args.tokens else {}
-        decoder = randomise(build(args.arch, vocab_size=1000, **overrides), args.seed)
+        overrides |= {"embed_dim": args.width, "ffn_dim": args.width, "vocab_size": 1000}
+        decoder = randomise(build(args.arch, **overrides), args.seed)
     positions = default_positions(decoder.config.max_tokens, args.positions)
-    print(f"{args.path or args.arch}: T={decoder.config.max_tokens}, t = {', '.join(map(str, positions))}")
+    config = decoder.config
+    size = f"T={config.max_tokens}, H={config.embed_dim}, {config.num_dense_layers} + {config.num_sparse_layers} blocks"
+    print(f"{args.path or args.arch}: {size}; t = {', '.join(map(str, positions))}")
     print(f"{'mode':<24}{'precision':<11}{'largest change':>15}{'at t':>7}{'rerouted':>10}  verdict")
     reports = leak_test(decoder, positions=positions, seed=args.seed)
     for report in reports:

@@ -1,0 +1,122 @@
+"""Commands shown in README.md are run here: those under the mark, and the two scripts."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import REPOSITORY
+
+MARK = "<!-- run by tests/test_readme.py -->\n"
+BLOCK = re.compile(re.escape(MARK) + r"```(\w+)\n(.*?)```", re.S)
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+# What a reader leaves running for minutes runs here for moments.
+SHORTER = {"--max-update 1000": "--max-update 3"}
+
+
+def environment():
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+def shell(command, cwd, timeout=200):
+    return subprocess.run(
+        ["bash", "-e", "-c", command], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def blocks(language):
+    return [text for kind, text in BLOCK.findall(README) if kind == language]
+
+
+@pytest.fixture(scope="module")
+def reader(tiny_data, tmp_path_factory):
+    """A folder as a reader has it: the repository's smlp/ and a data-bin/."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "smlp").symlink_to(REPOSITORY / "smlp")
+    (folder / "data-bin").symlink_to(tiny_data)
+    return folder
+
+
+def test_the_mark_is_on_every_kind_of_block():
+    assert len(blocks("bash")) == 2 and len(blocks("python")) == 1
+    assert README.count(MARK) == 3
+
+
+@pytest.mark.slow
+def test_shown_commands_work(reader):
+    for text in blocks("bash"):
+        for long, short in SHORTER.items():
+            text = text.replace(long, short)
+        done = shell(text, reader)
+        assert done.returncode == 0, (text, done.stdout[-1500:], done.stderr[-3000:])
+        assert "--max-update 1000" not in text
+    output = done.stdout
+    assert "no unexpected leak" in output and "The module" in output
+    for text in blocks("python"):
+        done = subprocess.run(
+            [sys.executable, "-c", text], cwd=reader, env=environment(), capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_quickstart_on_a_users_text_twice(tiny_text, tmp_path):
+    text = tmp_path / "mine.txt"
+    text.write_text((tiny_text / "train.txt").read_text() * 3)
+    script = [sys.executable, str(REPOSITORY / "scripts" / "quickstart.py"), "--text", str(text)]
+    script += ["--updates", "8", "--vocab-size", "80", "--out", str(tmp_path / "run"), "--prompt", "the s1"]
+    first, second = (
+        subprocess.run(script, capture_output=True, text=True, timeout=280, env=environment(), cwd=tmp_path)
+        for _ in range(2)
+    )
+    assert first.returncode == 0, (first.stdout, first.stderr[-3000:])
+    table = (tmp_path / "run" / "result.md").read_text()
+    for model in ("unigram", "bigram", "trigram", "5-gram", "smlp_tiny", "gmlp_lm_tiny"):
+        assert re.search(rf"^\| {model} \| [\d.,]+ \| [\d.,]+ \| [\d.,]+ \|", table, re.M), table
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+    assert "> the s1" in first.stdout and "smlp generate --path" in first.stdout
+    assert second.returncode == 0 and second.stdout.count("skipped") == 4, (second.stdout, second.stderr[-3000:])
+    script[script.index("80")] = "70"
+    third = subprocess.run(script, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
+    assert third.returncode == 1 and "other settings" in third.stderr and "Traceback" not in third.stderr
+
+
+def test_a_failed_step_names_step_and_log(tmp_path):
+    source = f'source "{REPOSITORY}/scripts/environment.sh"; LOG_DIR={tmp_path}; '
+    done = shell(source + 'run_step fetch bash -c "echo working; echo out of luck; exit 3"; echo not reached', tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == f"smlp: error: step 'fetch' failed, see {tmp_path}/fetch.log (last line: out of luck)\n"
+    done = shell(source + "run_step fetch echo fine; echo reached", tmp_path)
+    assert done.returncode == 0 and done.stdout == "reached\n"
+
+
+def test_a_python_that_is_too_old_or_missing_is_named(tmp_path):
+    done = shell(f'source "{REPOSITORY}/scripts/environment.sh"; PATH={tmp_path}; find_python', tmp_path)
+    assert done.returncode == 1
+    assert "Python 3.11 or 3.12 with venv is needed" in done.stderr
+
+
+def test_a_test_run_in_which_nothing_ran_fails(tmp_path):
+    """scripts/test.sh, with its environment step replaced by the present one."""
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_it.py").write_text(
+        "import pytest\ndef test_a():\n    pytest.skip('no reason')\ndef test_b():\n    pass\n"
+    )
+    (scripts / "test.sh").write_text((REPOSITORY / "scripts" / "test.sh").read_text())
+    bin_folder = Path(sys.executable).parent
+    (scripts / "environment.sh").write_text(
+        f'ROOT="{tmp_path}"; VENV="{bin_folder.parent}"; make_environment() {{ :; }}\n'
+        'fail() { echo "smlp: error: $1" >&2; exit 1; }\n'
+    )
+    run = f"bash {scripts}/test.sh -p no:cacheprovider tests"
+    assert shell(f"{run} -k test_b", tmp_path).returncode == 0
+    skipped = shell(f"{run} -k test_a", tmp_path)
+    assert skipped.returncode == 1 and "nothing ran" in skipped.stderr
+    nothing = shell(f"{run} -k no_such_test", tmp_path)
+    assert nothing.returncode == 1 and "tests failed" in nothing.stderr
