@@ -146,7 +146,7 @@ def check_threads() -> Iterator[Check]:
     cores, threads = available_cores(), torch.get_num_threads()
     detail = f"{cores} cores for this process, {threads} threads in torch"
     if threads > cores:
-        yield Check("threads", WARNING, detail, f"more threads than cores slow each other down: OMP_NUM_THREADS={cores}")
+        yield Check("threads", WARNING, detail, f"set OMP_NUM_THREADS={cores}: threads beyond the cores only wait")
     else:
         yield Check("threads", OK, detail)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import smlp
 from smlp.errors import UserError
@@ -48,30 +50,50 @@ def run_tool(tool: str, arguments: list[str], before: Callable[[Any], None] | No
     Args:
         tool: ``train``, ``eval_lm``, ...: a module of ``fairseq_cli``.
         arguments: its command line.
-        before: called with fairseq's complete configuration before the tool starts.
+        before: called with fairseq's complete configuration, this process's rank included, before the tool starts.
 
     Returns:
         0; a failure is an exception.
+
+    Raises:
+        UserError: among others, for arguments that fairseq's parser refuses.
     """
     load_plugin()
     from fairseq.distributed import utils as distributed_utils
 
+    from smlp.fairseq_compat.processes import settle_ranks
+
     call_main = distributed_utils.call_main
 
     def call_with_plugin(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
+        settle_ranks(cfg)
         if before is not None:
             before(cfg)
         call_main(cfg, functools.partial(_main_with_plugin, main), **kwargs)
 
-    command_line = sys.argv
-    distributed_utils.call_main = call_with_plugin
-    sys.argv = [f"fairseq-{tool.replace('_', '-')}", *_with_user_dir(arguments)]
-    try:
+    def usage_error(self: argparse.ArgumentParser, message: str) -> NoReturn:
+        # argparse would print fairseq's options, some 200 lines, before the reason
+        raise UserError(f"{message} (smlp {tool.replace('_', '-')} --help shows an example)")
+
+    command_line = ["fairseq-" + tool.replace("_", "-"), *_with_user_dir(arguments)]
+    with (
+        _replaced(sys, "argv", command_line),
+        _replaced(distributed_utils, "call_main", call_with_plugin),
+        _replaced(argparse.ArgumentParser, "error", usage_error),
+    ):
         importlib.import_module(f"fairseq_cli.{tool}").cli_main()
-    finally:
-        sys.argv = command_line
-        distributed_utils.call_main = call_main
     return 0
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` inside the block."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def _main_with_plugin(main: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:

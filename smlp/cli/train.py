@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     added = default_arguments(args.arguments)
 
     def before(cfg: Any) -> None:
-        if added:
+        if added and cfg.distributed_training.distributed_rank == 0:
             print(f"smlp train: using {' '.join(added)}", file=sys.stderr)
         prepare(cfg)
 
@@ -87,13 +87,11 @@ def prepare(cfg: Any) -> None:
     """
     from fairseq.utils import split_paths
 
-    from smlp.fairseq_compat.data import check_dictionary, check_split, how_to_make
+    from smlp.fairseq_compat.data import check_dictionary, check_split
 
     task = cfg.task
     if getattr(task, "_name", None) != "language_modeling":
         return
-    if not task.data:
-        raise UserError(f"no data directory given: smlp train DATA ..., and to get one, {how_to_make('DATA')}")
     directories = split_paths(task.data)
     check_dictionary(directories[0])
     if cfg.dataset.dataset_impl not in ("raw", "fasta"):
@@ -114,8 +112,8 @@ def copy_companions(data: Path, save_dir: Path) -> None:
     if ours.is_file() and any(save_dir.glob("checkpoint*.pt")) and ours.read_bytes() != theirs.read_bytes():
         sizes = [len(path.read_text(encoding="utf-8").splitlines()) for path in (ours, theirs)]
         raise UserError(
-            f"--save-dir {save_dir} holds checkpoints trained with another dictionary ({sizes[0]} symbols) than {theirs} "
-            f"({sizes[1]} symbols): choose another --save-dir"
+            f"--save-dir {save_dir} holds checkpoints trained with another dictionary ({sizes[0]} symbols) "
+            f"than {theirs} ({sizes[1]} symbols): choose another --save-dir"
         )
     try:
         save_dir.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "user-dir",
         help="print the directory for --user-dir",
         description="Prints the directory of this package, which fairseq's own commands take as --user-dir.",
-        epilog="example:\n  fairseq-train data-bin --user-dir $(smlp user-dir) --task language_modeling --arch smlp_tiny ...",
+        epilog="example:\n"
+        "  fairseq-train data-bin --user-dir $(smlp user-dir) --task language_modeling --arch smlp_tiny ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 

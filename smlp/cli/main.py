@@ -1,0 +1,103 @@
+"""The ``smlp`` command: finds the subcommand, runs it, turns its errors into one line and an exit status.
+
+A subcommand is a module with
+
+    add_parser(subparsers) -> ArgumentParser     declares its options, with an example in the epilog
+    run(args) -> int                             does the work and returns the exit status
+
+and, if its arguments belong to another program, ``PASS_THROUGH = True``: then everything after its name, apart from
+``--help``, is handed over untouched as the list ``args.arguments``. Modules are imported only when they are called, so
+that ``smlp --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+
+from smlp import __version__
+from smlp.errors import UserError
+
+# name: (module, one line for `smlp --help`)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("smlp.cli.train", "train a model: fairseq-train with this package loaded"),
+    "eval-lm": ("smlp.cli.eval_lm", "perplexity of a checkpoint: fairseq-eval-lm with this package loaded"),
+    "generate": ("smlp.cli.generate", "continue a prompt"),
+    "leak-test": ("smlp.cli.leak_test", "check that no later token changes an earlier prediction"),
+    "doctor": ("smlp.cli.doctor", "versions, devices, speed: what works here and what does not"),
+    "user-dir": ("smlp.cli.user_dir", "print the directory to give to fairseq's --user-dir"),
+}
+
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run ``smlp ARGV`` and return its exit status."""
+    try:
+        status = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
+        return status
+    except UserError as error:
+        _flush_quietly()
+        print(f"smlp: error: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads any more. Python would complain once again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0].startswith("-"):
+        parser = _overview()
+        parser.parse_args(argv)  # --help and --version end here
+        parser.print_help()
+        return EXIT_FAILURE
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command {name!r}; {hint}")
+
+    module = importlib.import_module(COMMANDS[name][0])
+    parser = argparse.ArgumentParser(prog="smlp")
+    module.add_parser(parser.add_subparsers(dest="command", required=True))
+    if getattr(module, "PASS_THROUGH", False):
+        wants_help = any(word in ("-h", "--help") for word in rest)
+        args = parser.parse_args([name, "--help"] if wants_help else [name])
+        args.arguments = rest
+    else:
+        args = parser.parse_args(argv)
+    return module.run(args)
+
+
+def _overview() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    table = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="smlp",
+        usage="smlp [--version] COMMAND ...",
+        description="Sparse all-MLP language models on fairseq.",
+        epilog=f"commands:\n{table}\n\n'smlp COMMAND --help' shows the options of a command and an example.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"smlp {__version__}")
+    return parser
+
+
+def _flush_quietly() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

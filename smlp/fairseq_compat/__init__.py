@@ -1,0 +1,32 @@
+"""Remedies for fairseq 0.12.3 on today's Python, torch and numpy.
+
+:func:`apply` is called when fairseq imports ``smlp.models`` (``--user-dir smlp``) and by the ``smlp`` command. Each
+module below holds one group of remedies, every one with its reason; each changes only the names it lists and leaves
+every other user of the same library function alone.
+
+    logs        silent tools, warning floods, one-line errors
+    versions    names that numpy and torch took away
+    precision   --bf16 without a TPU, --fp16 without a GPU, unknown --arch
+    processes   torchrun and explicit ranks without a GPU
+    saving      checkpoints that are whole or absent, a full disk
+    loading     missing, truncated and unfitting checkpoints
+    data        missing, empty and unreadable text and datasets
+    batches     the samples that fairseq leaves out
+"""
+
+from __future__ import annotations
+
+_applied = False
+
+
+def apply() -> None:
+    """Put all remedies in place in this process; later calls do nothing."""
+    global _applied
+    if _applied:
+        return
+    _applied = True
+
+    from smlp.fairseq_compat import batches, data, loading, logs, precision, processes, saving, versions
+
+    for group in (logs, versions, precision, processes, saving, loading, data, batches):
+        group.apply()

@@ -1,0 +1,156 @@
+"""Missing, damaged and unfitting checkpoints: one sentence instead of a traceback or of a silent new start."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smlp.errors import UserError
+from smlp.fairseq_compat.saving import remove_leftovers
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
+
+
+def apply() -> None:
+    from fairseq import checkpoint_utils
+    from fairseq.trainer import Trainer
+
+    load_to_cpu = checkpoint_utils.load_checkpoint_to_cpu
+    load_ensemble = checkpoint_utils.load_model_ensemble_and_task
+    resume = checkpoint_utils.load_checkpoint
+    trainer_load = Trainer.load_checkpoint
+
+    @functools.wraps(load_to_cpu)
+    def load_checkpoint_to_cpu(path: str, *rest: Any, **kw: Any) -> dict[str, Any]:
+        try:
+            state = load_to_cpu(path, *rest, **kw)
+        except Exception as error:  # unpickling arbitrary bytes can raise anything
+            if _is_refused_type(error) or not Path(path).is_file():
+                raise
+            raise UserError(damaged(path, error)) from error
+        if not isinstance(state.get("model"), dict):
+            raise UserError(f"{path} is not a fairseq checkpoint: it has no 'model' among its {len(state)} entries")
+        return state
+
+    @functools.wraps(load_ensemble)
+    def load_model_ensemble_and_task(filenames: list[str], *rest: Any, **kw: Any) -> Any:
+        if None in filenames:
+            raise UserError("no checkpoint to load: give one with --path")
+        try:
+            return load_ensemble(filenames, *rest, **kw)
+        except OSError as error:
+            if "Model file not found" not in str(error):
+                raise
+            raise UserError(missing(str(error).partition(": ")[2])) from error
+        except RuntimeError as error:
+            if "loading state_dict" not in str(error):
+                raise
+            raise UserError(unfitting(", ".join(filenames), error)) from error
+
+    @functools.wraps(resume)
+    def load_checkpoint(cfg: Any, trainer: Trainer, **kw: Any) -> Any:
+        check_restore_file(cfg, trainer)
+        if trainer.data_parallel_rank == 0:
+            for leftover in remove_leftovers(cfg.save_dir):
+                logger.info(f"removed {leftover}, which an interrupted run left half-written")
+        return resume(cfg, trainer, **kw)
+
+    @functools.wraps(trainer_load)
+    def trainer_load_checkpoint(self: Trainer, filename: str, *rest: Any, **kw: Any) -> Any:
+        try:
+            return trainer_load(self, filename, *rest, **kw)
+        except Exception as error:
+            # fairseq hides the reason for which the parameters cannot be loaded
+            reason = error.__context__
+            if isinstance(reason, UserError):
+                raise reason from None
+            if isinstance(reason, RuntimeError) and "loading state_dict" in str(reason):
+                raise UserError(unfitting(filename, reason)) from error
+            raise
+
+    checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
+    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
+    checkpoint_utils.load_checkpoint = load_checkpoint
+    Trainer.load_checkpoint = trainer_load_checkpoint
+
+
+def check_restore_file(cfg: Any, trainer: Any) -> None:
+    """Refuse a ``--restore-file`` that does not exist (fairseq would train from scratch without a word), and warn if
+    the save-dir holds checkpoints but not the one that training resumes from.
+
+    Raises:
+        UserError: the file named by ``--restore-file`` is missing.
+    """
+    from fairseq.file_io import PathManager
+
+    suffix = trainer.checkpoint_suffix
+    if cfg.restore_file != _DEFAULT_RESTORE_FILE:
+        path = cfg.restore_file.replace(".pt", suffix + ".pt")
+        if not PathManager.exists(path):
+            raise UserError(missing(path))
+        return
+    last = Path(cfg.save_dir) / f"checkpoint_last{suffix}.pt"
+    if not cfg.no_last_checkpoints and not last.exists():
+        newest = newest_loadable(last)
+        if newest is not None:
+            logger.warning(f"{last} does not exist: starting from scratch. To go on from {newest}, use --restore-file")
+
+
+def missing(path: str) -> str:
+    """The sentence for a checkpoint that is not there, with what else its directory holds."""
+    directory = Path(path).parent
+    if not directory.is_dir():
+        return f"no checkpoint at {path}: there is no directory {directory}"
+    others = sorted(other.name for other in directory.glob("*.pt"))
+    holds = f"the directory holds {', '.join(others[:5])}" if others else "the directory holds no .pt file"
+    return f"no checkpoint at {path}: {holds}{', ...' if len(others) > 5 else ''}"
+
+
+def damaged(path: str, error: BaseException) -> str:
+    """The sentence for a file that is no complete checkpoint, with its size and a neighbour that can be loaded."""
+    size = Path(path).stat().st_size
+    newest = newest_loadable(Path(path))
+    if newest is not None:
+        remedy = f"{newest} can be loaded instead (--restore-file to train on, --path to evaluate)"
+    else:
+        remedy = f"no other checkpoint in {Path(path).parent} can be loaded"
+    reason = type(error).__name__
+    return f"{path} ({size:,} bytes) is truncated or is not a checkpoint ({reason} while reading it); {remedy}"
+
+
+def unfitting(path: str, error: RuntimeError) -> str:
+    """The sentence for a checkpoint of another model, from the first line of torch's report that says what differs."""
+    lines = [line.strip() for line in str(error).splitlines()[1:]]
+    sizes = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)")
+    for line in lines:
+        if match := sizes.search(line):
+            name, stored, built = match.groups()
+            what = f"{name} is {stored} in the file and {built} in this model"
+            return f"checkpoint {path} does not fit: {what}; the dictionary or the --arch settings differ"
+    return f"checkpoint {path} does not fit this model: {lines[0] if lines else error}"
+
+
+def newest_loadable(path: Path) -> Path | None:
+    """The newest other ``checkpoint*.pt`` beside ``path`` that can be read, or None."""
+    others = [other for other in path.parent.glob("checkpoint*.pt") if other != path]
+    for other in sorted(others, key=lambda file: file.stat().st_mtime, reverse=True):
+        try:
+            # Mapped into memory: this reads the table of contents, not the tensors.
+            torch.load(other, map_location="cpu", mmap=True)
+        except Exception:
+            continue
+        return other
+    return None
+
+
+def _is_refused_type(error: BaseException) -> bool:
+    """Whether torch read the file but refused a class in it, which is not damage: its own message says what to do."""
+    return isinstance(error, pickle.UnpicklingError) and bool(re.search(r"Unsupported (global|class)", str(error)))

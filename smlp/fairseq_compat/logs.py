@@ -1,0 +1,86 @@
+"""What the user sees: log lines that vanished, warnings that say nothing, errors without a traceback."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from types import TracebackType
+
+from smlp.errors import UserError
+
+# (category, start of the message, module that warns): all of them are about how fairseq calls its libraries, none is
+# about anything the user typed. Nothing is silenced by category alone.
+_NOISE: list[tuple[type[Warning], str, str]] = [
+    # fairseq drives hydra 1.3 through the interface of hydra 1.0
+    (UserWarning, r"hydra\.experimental\.(initialize|compose)\(\) is no longer experimental", r"hydra\.experimental\."),
+    (UserWarning, r"\s*The version_base parameter is not specified", r"hydra\.experimental\.initialize$"),
+    (UserWarning, r"In 'config': Usage of deprecated keyword in package header", r"hydra\.core\.default_element$"),
+    (UserWarning, r"\s*'config' is validated against ConfigStore schema", r""),  # names whichever module started it
+    (UserWarning, r"\s*The strict flag in the compose API is deprecated", r"hydra\.compose$"),
+    # old spellings inside fairseq and fairscale of what torch still does
+    (FutureWarning, r"`torch\.cuda\.amp\.custom_(fwd|bwd)", r"fairscale\.experimental\.nn\.offload$"),
+    (FutureWarning, r"`torch\.cuda\.amp\.autocast", r"fairseq\.tasks\.fairseq_task$"),
+    (FutureWarning, r"`torch\.cuda\.amp\.GradScaler", r"fairseq\.optim\.amp_optimizer$"),
+    (FutureWarning, r"`broadcast_buffers` is deprecated", r"smlp\.fairseq_compat\.processes$"),
+    (UserWarning, r"Support for mismatched key_padding_mask and attn_mask", r"torch\.nn\.functional$"),
+    # fairseq asks for pinned memory and CUDA helpers whether or not there is a GPU
+    (UserWarning, r"'pin_memory' argument is set as true but no accelerator", r"torch\.utils\.data\.dataloader$"),
+    # a block of one token: only the "past" target is affected, which no language model here reads
+    (RuntimeWarning, r"overflow encountered in scalar subtract", r"fairseq\.data\.token_block_dataset$"),
+]
+
+
+def apply() -> None:
+    quiet_known_warnings()
+    restore_log_output()
+    install_error_hook()
+
+
+def quiet_known_warnings() -> None:
+    """Ignore the warnings of the table above, each by its message and module. May be called before fairseq is
+    imported, which also spares the ones that its import prints."""
+    for category, message, module in _NOISE:
+        warnings.filterwarnings("ignore", message=message, category=category, module=module)
+
+
+def restore_log_output() -> None:
+    """Give the root logger fairseq's own handler where an import took its place.
+
+    ``fairseq.file_io`` calls ``logging.debug`` at import time when iopath is installed. That installs a bare handler
+    (standard error, warnings only), after which ``logging.basicConfig`` in eval-lm, preprocess, generate and
+    interactive does nothing, and their results are never shown. Only that bare handler is replaced.
+    """
+    from fairseq import utils
+
+    root = logging.getLogger()
+    if len(root.handlers) != 1:
+        return
+    (handler,) = root.handlers
+    bare = (
+        type(handler) is logging.StreamHandler
+        and handler.stream is sys.stderr
+        and (handler.formatter is None or handler.formatter._fmt == logging.BASIC_FORMAT)
+        and root.level == logging.WARNING
+    )
+    if bare:
+        utils.reset_logging()
+
+
+def install_error_hook() -> None:
+    """Print an uncaught ``UserError`` as one line; every other exception keeps its traceback."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, UserError):
+            print_user_error(error)
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def print_user_error(error: UserError) -> None:
+    """``smlp: error: ...`` on standard error, after what was printed before it."""
+    sys.stdout.flush()
+    print(f"smlp: error: {error}", file=sys.stderr, flush=True)

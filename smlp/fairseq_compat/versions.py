@@ -1,0 +1,38 @@
+"""Names and defaults that newer numpy and torch changed under fairseq."""
+
+from __future__ import annotations
+
+import argparse
+import types
+
+import numpy
+import torch
+
+
+def apply() -> None:
+    # numpy 2 removed `np.compat`; TokenBlockDataset uses `np.compat.long` for --sample-break-mode eos, and so does
+    # every data set that fairseq-interactive and fairseq-generate build.
+    if not hasattr(numpy, "compat"):
+        numpy.compat = types.SimpleNamespace(long=numpy.int64)  # noqa: NPY201  this is the removed name itself
+
+    # Since torch 2.6 torch.load admits tensors and plain values only. A checkpoint of a model or task that is
+    # registered without a dataclass also holds an argparse.Namespace, which is a plain record: admit it by name.
+    torch.serialization.add_safe_globals([argparse.Namespace])
+
+    from fairseq.distributed import utils as distributed_utils
+
+    distributed_utils._broadcast_object_slow = _broadcast_object
+
+
+def _broadcast_object(
+    obj: object, src_rank: int, group: torch.distributed.ProcessGroup, dist_device: torch.device
+) -> object:
+    """Send a Python object from one rank of a run to the others.
+
+    fairseq's own version reads it with torch.load, which since torch 2.6 rejects the configuration inside a checkpoint,
+    so that every run of several processes failed to resume. The bytes come from a process of the same run, never from
+    a file, so pickle is as safe here as it was before.
+    """
+    box = [obj]
+    torch.distributed.broadcast_object_list(box, src=src_rank, group=group, device=dist_device)
+    return box[0]

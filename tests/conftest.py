@@ -1,0 +1,97 @@
+"""Shared fixtures: a tiny corpus, and ways to run fairseq's own command-line tools."""
+
+from __future__ import annotations
+
+import json
+import random
+import select
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from running import TINY_LM, USER_DIR, Finished, run_python, start_python
+
+
+def tiny_sentences(count: int, seed: int) -> list[str]:
+    """Sentences with something to learn: the subject decides the verb and the object."""
+    draw = random.Random(seed)
+    sentences = []
+    for _ in range(count):
+        i = draw.randrange(30)
+        words = ["the", f"s{i}", f"v{i % 20}", "a", f"o{i * 3 % 40}", "and", f"o{draw.randrange(40)}"]
+        sentences.append(" ".join(words[: draw.randint(4, 7)]))
+    return sentences
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with train.txt, valid.txt and test.txt: a few hundred lines, about 100 different words."""
+    directory = tmp_path_factory.mktemp("tiny_text")
+    for seed, (split, count) in enumerate({"train": 300, "valid": 60, "test": 60}.items()):
+        (directory / f"{split}.txt").write_text("\n".join(tiny_sentences(count, seed)) + "\n", encoding="utf-8")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same text binarised by fairseq's preprocess (mmap format): dict.txt and train, valid, test."""
+    from fairseq import options
+    from fairseq_cli import preprocess
+
+    directory = tmp_path_factory.mktemp("tiny_data") / "bin"
+    prefixes = [f"--{split}pref={tiny_text / split}.txt" for split in ("train", "valid", "test")]
+    arguments = ["--only-source", *prefixes, "--destdir", str(directory)]
+    preprocess.main(options.get_preprocessing_parser().parse_args(arguments))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def run_fairseq() -> Callable[..., Finished]:
+    """``run_fairseq(tool, *args, timeout=120)`` runs ``python -m fairseq_cli.TOOL ARGS`` (4 to 5 s to start)."""
+
+    def run(tool: str, *args: object, timeout: float = 120) -> Finished:
+        return run_python("-m", f"fairseq_cli.{tool}", *map(str, args), timeout=timeout)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_fairseq_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Finished]]]:
+    """``run_fairseq_many(cases, timeout=120)`` runs fairseq tools that do not depend on each other, as many at a time
+    as there are cores; only the first call of the session pays for a start.
+
+    A case is ``{"tool": "train", "args": [...]}`` with, if wanted, ``ranks`` (processes, as torchrun would start them)
+    and their ``port``, ``file_size_limit`` (bytes the process may write to one file) and ``timeout`` in seconds.
+    """
+    log = tmp_path_factory.mktemp("forks") / "server.log"
+    with log.open("w") as errors, start_python(Path(__file__).with_name("fairseq_forks.py"), stderr=errors) as server:
+
+        def run(cases: list[dict], timeout: float = 120) -> list[Finished]:
+            cases = [{**case, "args": [str(argument) for argument in case["args"]]} for case in cases]
+            request = {"folder": str(tmp_path_factory.mktemp("runs")), "cases": cases}
+            server.stdin.write(json.dumps(request) + "\n")
+            server.stdin.flush()
+            ready, _, _ = select.select([server.stdout], [], [], timeout)
+            answer = server.stdout.readline() if ready else ""
+            assert answer, f"no answer within {timeout} s: {log.read_text()}"
+            return [Finished(**result) for result in json.loads(answer)]
+
+        try:
+            yield run
+        finally:
+            server.stdin.close()
+            try:
+                server.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, run_fairseq_many) -> tuple[Path, Finished]:
+    """A run of four updates of fairseq's own small model, with the plug-in loaded: its save-dir and what it printed."""
+    save_dir = tmp_path_factory.mktemp("tiny_run")
+    args = [tiny_data, "--user-dir", USER_DIR, *TINY_LM, "--max-update", "4", "--save-dir", save_dir]
+    (run,) = run_fairseq_many([{"tool": "train", "args": args}])
+    assert run.rc == 0, run.stderr
+    return save_dir, run

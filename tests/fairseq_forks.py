@@ -1,0 +1,104 @@
+"""Runs many of fairseq's command-line tools for the price of one start.
+
+Importing torch and fairseq takes seconds, running a tool on a tiny corpus a fraction of one. This script imports them
+once and forks a process for each run; the tool then starts in it exactly as ``python -m fairseq_cli.TOOL`` does. Used
+through the fixture ``run_fairseq_many``: reads one JSON list of cases from each line of its standard input, runs them
+side by side as the cores allow, and answers with one JSON list of results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+class Run:
+    """The processes of one case: one, or as many as it has ranks."""
+
+    def __init__(self, case: dict, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.limit = time.monotonic() + case.get("timeout", 60)
+        self.waiting = {_fork(case, rank, folder): rank for rank in range(case.get("ranks", 1))}
+        self.codes: dict[int, int] = {}
+
+    def finished(self) -> bool:
+        """Collect what has ended; kill what has run past the case's time limit."""
+        for pid in list(self.waiting):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                self.codes[self.waiting.pop(pid)] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > self.limit:
+                os.kill(pid, signal.SIGKILL)
+        return not self.waiting
+
+    def result(self) -> dict:
+        texts = [
+            "".join((self.folder / f"{rank}.{stream}").read_text() for rank in sorted(self.codes))
+            for stream in ("out", "err")
+        ]
+        return {"rc": max(self.codes.values(), key=abs), "stdout": texts[0], "stderr": texts[1]}
+
+
+def _fork(case: dict, rank: int, folder: Path) -> int:
+    """Start one process; returns its id. Its output goes to files in ``folder``."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        for stream, number in (("out", 1), ("err", 2)):
+            os.dup2(os.open(folder / f"{rank}.{stream}", os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if case.get("ranks", 1) > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["ranks"]))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))
+        if case.get("file_size_limit"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_size_limit"],) * 2)
+        sys.argv = [f"fairseq-{case['tool']}", *case["args"]]
+        runpy.run_module(f"fairseq_cli.{case['tool']}", run_name="__main__")
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        # what Python itself does with an exception that nobody catches, without leaving this function
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever fairseq prints while it is imported is not an answer
+    # The expensive part, once: what every tool and every optimiser imports. Not the tools themselves: they set up
+    # logging when they are imported, each in its own order.
+    import fairseq.trainer  # noqa: F401
+    import torch._dynamo  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        folder = Path(request["folder"])
+        todo = list(enumerate(request["cases"]))
+        running: dict[int, Run] = {}
+        results: dict[int, dict] = {}
+        while todo or running:
+            while todo and len(running) < len(os.sched_getaffinity(0)):
+                number, case = todo.pop(0)
+                running[number] = Run(case, folder / str(number))
+            for number, run in list(running.items()):
+                if run.finished():
+                    results[number] = running.pop(number).result()
+            time.sleep(0.01)
+        print(json.dumps([results[number] for number in sorted(results)]), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What a user may get wrong: each mistake is one clear sentence, exit status 1, and nothing already written is lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from running import TINY_LM, USER_DIR, Finished
+
+from smlp.errors import UserError
+from smlp.fairseq_compat.data import check_dictionary, check_split, check_text
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of everything a user may get wrong."""
+    root = tmp_path_factory.mktemp("broken")
+    whole = (tiny_run[0] / "checkpoint_best.pt").read_bytes()
+    (root / "truncated.pt").write_bytes(whole[: len(whole) // 3])
+    (root / "garbage.pt").write_text("this is not a checkpoint\n")
+    (root / "empty.pt").touch()
+    torch.save({"weights": torch.zeros(2)}, root / "other.pt")
+
+    last = root / "corrupted_last"
+    last.mkdir()
+    (last / "checkpoint_best.pt").write_bytes(whole)
+    (last / "checkpoint_last.pt").write_bytes(whole[:20000])
+
+    for name in ("no_train", "zero_tokens", "cut_bin", "cut_idx", "bad_dict", "small_dict"):
+        shutil.copytree(tiny_data, root / name)
+    for suffix in (".bin", ".idx"):
+        (root / "no_train" / f"train{suffix}").unlink()
+    index = (root / "zero_tokens" / "train.idx").read_bytes()
+    (root / "zero_tokens" / "train.idx").write_bytes(index[:18] + bytes(8))  # header, then "0 lines"
+    (root / "zero_tokens" / "train.bin").write_bytes(b"")
+    (root / "cut_bin" / "train.bin").write_bytes((tiny_data / "train.bin").read_bytes()[:1000])
+    (root / "cut_idx" / "train.idx").write_bytes((tiny_data / "train.idx").read_bytes()[:100])
+    (root / "bad_dict" / "dict.txt").write_text("the 12\nno-count\n")
+    words = (tiny_data / "dict.txt").read_text().splitlines()
+    (root / "small_dict" / "dict.txt").write_text("\n".join(words[:-8]) + "\n")
+
+    (root / "latin1.txt").write_bytes(b"first line\nna\xefve\n")
+    (root / "nothing.txt").touch()
+    return root
+
+
+# name: (tool, arguments after the data directory, data directory or None for the good one, what the sentence must say)
+TRAIN = ["--max-update", "2", "--save-dir", "{save}"]
+BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
+    "fp16 on a CPU": ("train", [*TRAIN, "--fp16"], None, ["--fp16", "GPU", "--bf16"]),
+    "restore missing": ("train", [*TRAIN, "--restore-file", "{root}/none.pt"], None, ["none.pt", "truncated.pt"]),
+    "restore truncated": ("train", [*TRAIN, "--restore-file", "{root}/truncated.pt"], None, ["truncated.pt", "bytes"]),
+    "last corrupted": (
+        "train",
+        ["--max-update", "9", "--save-dir", "{root}/corrupted_last"],
+        None,
+        ["corrupted_last/checkpoint_last.pt (20,000 bytes)", "corrupted_last/checkpoint_best.pt can be loaded"],
+    ),
+    "no data directory": ("train", TRAIN, "nowhere", ["nowhere", "fairseq-preprocess"]),
+    "no train.bin": ("train", TRAIN, "no_train", ["train.idx", "test, valid", "fairseq-preprocess"]),
+    "zero tokens": ("train", TRAIN, "zero_tokens", ["train.bin", "no tokens"]),
+    "dictionary of another model": (
+        "train",
+        [*TRAIN, "--restore-file", "{root}/corrupted_last/checkpoint_best.pt"],
+        "small_dict",
+        ["checkpoint_best.pt", "[96, 32]", "[88, 32]", "dictionary"],
+    ),
+    "two ranks, no GPU": ("train", [*TRAIN, "--distributed-world-size", "2"], None, ["2 GPUs", "torchrun"]),
+    "ranks that nobody starts": (
+        "train",
+        [*TRAIN, "--distributed-world-size", "2", "--distributed-init-method", "tcp://localhost:1"],
+        None,
+        ["--distributed-no-spawn"],
+    ),
+    "save-dir is a file": ("train", ["--save-dir", "{root}/garbage.pt"], None, ["--save-dir", "garbage.pt"]),
+    "unknown arch": ("train", [*TRAIN, "--arch", "smlp_tyni"], None, ["smlp_tyni", "did you mean 'smlp_tiny'"]),
+    "eval missing": ("eval_lm", ["--path", "{root}/none.pt"], None, ["none.pt", "directory holds"]),
+    "eval truncated": ("eval_lm", ["--path", "{root}/truncated.pt"], None, ["truncated.pt", "bytes"]),
+    "eval without path": ("eval_lm", [], None, ["--path"]),
+    "eval with another dictionary": (
+        "eval_lm",
+        ["--path", "{root}/corrupted_last/checkpoint_best.pt"],
+        "small_dict",
+        ["checkpoint_best.pt", "[96, 32]", "[88, 32]"],
+    ),
+    "text not UTF-8": ("preprocess", ["--trainpref", "{root}/latin1.txt"], "", ["latin1.txt", "0xef", "line 2"]),
+    "text empty": ("preprocess", ["--trainpref", "{root}/nothing.txt"], "", ["nothing.txt", "empty"]),
+    "text missing": ("preprocess", ["--trainpref", "{root}/none.txt"], "", ["none.txt"]),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(broken: Path, tiny_data: Path, run_fairseq_many) -> dict[str, Finished]:
+    cases = []
+    for name, (tool, args, data, _) in BAD_INPUT.items():
+        places = {"root": broken, "save": broken / "save" / name.replace(" ", "-")}
+        filled = [arg.format(**places) for arg in args]
+        if tool == "preprocess":
+            filled = ["--only-source", "--destdir", places["save"], *filled]
+        else:
+            filled = [broken / data if data else tiny_data, *(TINY_LM if tool == "train" else []), *filled]
+        cases.append({"tool": tool, "args": ["--user-dir", USER_DIR, *filled]})
+    return dict(zip(BAD_INPUT, run_fairseq_many(cases), strict=True))
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_clear_sentence(refused, name: str) -> None:
+    run = refused[name]
+    assert run.rc == 1, run.stdout + run.stderr
+    (sentence,) = run.errors
+    assert sentence.startswith("smlp: error: ")
+    for part in BAD_INPUT[name][3]:
+        assert part in sentence
+
+
+def test_bad_input_leaves_everything_in_place(refused, broken: Path) -> None:
+    assert (broken / "corrupted_last" / "checkpoint_last.pt").stat().st_size == 20000
+    torch.load(broken / "corrupted_last" / "checkpoint_best.pt")
+    assert not list((broken / "save").rglob("*.pt"))
+
+
+@pytest.mark.parametrize("name", ["truncated.pt", "garbage.pt", "empty.pt", "other.pt"])
+def test_no_file_passes_for_a_checkpoint(broken: Path, name: str) -> None:
+    from fairseq import checkpoint_utils
+
+    from smlp.fairseq_compat import apply
+
+    apply()
+    size = (broken / name).stat().st_size
+    with pytest.raises(UserError, match=rf"{name} \({size:,} bytes\)"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(broken / name))
+
+
+def test_a_whole_split_is_counted(tiny_data: Path, tiny_text: Path) -> None:
+    for split in ("train", "valid", "test"):
+        lines = (tiny_text / f"{split}.txt").read_text().splitlines()
+        assert check_split(tiny_data, split) == sum(len(line.split()) + 1 for line in lines)  # one </s> a line
+
+
+@pytest.mark.parametrize(
+    ("directory", "what"),
+    [
+        ("no_train", r"has no train\.idx .*splits test, valid\)"),
+        ("zero_tokens", r"train\.bin holds no tokens"),
+        ("cut_bin", r"train\.bin is truncated: 1,000 bytes where its index promises [\d,]+"),
+        ("cut_idx", r"train\.idx is damaged: 100 bytes where 300 lines need 3,626"),
+    ],
+)
+def test_a_damaged_split_is_named(broken: Path, directory: str, what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        check_split(broken / directory, "train")
+
+
+def test_a_malformed_dictionary_is_named(broken: Path, tiny_data: Path) -> None:
+    check_dictionary(tiny_data)
+    with pytest.raises(UserError, match=r"dict\.txt, line 2: .*'no-count'"):
+        check_dictionary(broken / "bad_dict")
+
+
+def test_text_is_checked_across_chunk_borders(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    # Each letter takes two bytes and the first one is not at an even place: one of them straddles the border.
+    text.write_bytes(b"x" + "ä".encode() * (1 << 19) + b"\nend\n")
+    check_text(text)
+    text.write_bytes(b"x" + "ä".encode() * (1 << 19) + b"\n\xe4\n")
+    with pytest.raises(UserError, match=rf"0xe4 at position {(1 << 20) + 2:,} \(line 2\)"):
+        check_text(text)

@@ -1,0 +1,181 @@
+"""What fairseq gets wrong on today's libraries, seen through its own commands with ``--user-dir``."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from running import TINY_LM, USER_DIR, Finished, free_port
+
+from smlp.errors import UserError
+
+pytestmark = pytest.mark.timeout(240)
+
+PLUGIN = ["--user-dir", USER_DIR]
+
+
+def test_a_plain_run_shows_its_log_and_no_noise(tiny_run) -> None:
+    save_dir, run = tiny_run
+    assert {path.name for path in save_dir.iterdir()} == {"checkpoint_best.pt", "checkpoint_last.pt"}
+    assert "| INFO | valid |" in run.stdout
+    assert run.errors == []
+
+
+def test_eval_lm_is_not_silent_and_agrees_with_validation(tiny_run, tiny_data: Path, run_fairseq) -> None:
+    """A real process: what silences eval-lm is the order of its imports."""
+    save_dir, training = tiny_run
+    args = ["--path", save_dir / "checkpoint_last.pt", "--gen-subset", "valid", "--tokens-per-sample", "32"]
+    run = run_fairseq("eval_lm", tiny_data, *PLUGIN, *args)
+    assert run.rc == 0, run.stderr
+    assert run.errors == []
+    perplexity = run.stdout.rpartition("Perplexity: ")[2].strip()
+    # Validation during training sees every block too: fairseq by itself drops the last ones.
+    validated = training.stdout.rpartition("valid on 'valid' subset")[2].split("| ppl ")[1].split()[0]
+    assert float(perplexity) == pytest.approx(float(validated), abs=0.011)
+
+
+def test_preprocess_writes_its_log(tiny_text: Path, tmp_path: Path, run_fairseq_many) -> None:
+    args = [*PLUGIN, "--only-source", "--trainpref", tiny_text / "train.txt", "--destdir", tmp_path / "bin"]
+    (run,) = run_fairseq_many([{"tool": "preprocess", "args": args}])
+    assert run.rc == 0, run.stderr
+    assert "Wrote preprocessed data" in run.stdout
+    assert "Dictionary: " in (tmp_path / "bin" / "preprocess.log").read_text()
+
+
+WORKING = {
+    "bf16": ["--bf16"],
+    "memory-efficient-bf16": ["--memory-efficient-bf16"],
+    "eos": ["--sample-break-mode", "eos"],
+    "complete": ["--sample-break-mode", "complete"],
+    "ranks": [],
+}
+
+
+@pytest.fixture(scope="module")
+def working(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, run_fairseq_many) -> dict[str, Finished]:
+    root = tmp_path_factory.mktemp("working")
+    always = [tiny_data, *PLUGIN, *TINY_LM, "--max-update", "2"]
+    first = {
+        name: {"tool": "train", "args": [*always, "--save-dir", root / name, *extra]} for name, extra in WORKING.items()
+    }
+    first["ranks"].update(ranks=2, port=free_port())
+    results = run_fairseq_many(list(first.values()))
+
+    again = {**first["ranks"], "args": [*first["ranks"]["args"], "--max-update", "4"], "port": free_port()}
+    model = [
+        "--task",
+        "language_modeling",
+        "--path",
+        root / "ranks" / "checkpoint_best.pt",
+        "--tokens-per-sample",
+        "32",
+    ]
+    generate = ["--sample-break-mode=eos", "--gen-subset=test", "--prefix-size=2", "--max-len-b=10", "--batch-size=8"]
+    generate.append("--skip-invalid-size-inputs-valid-test")
+    validate = ["--valid-subset", "valid", "--batch-size", "2"]
+    second = {
+        "ranks again": again,
+        "generate": {"tool": "generate", "args": [tiny_data, *PLUGIN, *model, *generate]},
+        # more than one rank gathers its logs as pickled objects
+        "validate": {"tool": "validate", "args": [tiny_data, *PLUGIN, *model, *validate]},
+    }
+    results += run_fairseq_many(list(second.values()))
+    return dict(zip([*first, *second], results, strict=True))
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_what_fairseq_refuses_by_mistake_trains(working, name: str) -> None:
+    run = working[name]
+    assert run.rc == 0, run.stderr
+    assert "num_updates 2" in run.stdout
+    assert run.errors == []
+
+
+def test_ranks_train_together_and_resume(working) -> None:
+    """torchrun without --distributed-world-size: one run of two ranks, not two runs into one directory."""
+    first, again = working["ranks"], working["ranks again"]
+    assert "distributed init (rank 0): env://" in first.stdout
+    assert "training on 2 devices" in first.stdout
+    assert again.rc == 0, again.stderr
+    assert "@ 2 updates)" in again.stdout.partition("Loaded checkpoint")[2]
+    assert "num_updates 4" in again.stdout
+
+
+def test_generate_and_validate_work(working) -> None:
+    assert working["generate"].rc == 0, working["generate"].stderr
+    assert "Generate test with beam" in working["generate"].stdout
+    assert working["validate"].rc == 0, working["validate"].stderr
+    assert "valid on 'valid' subset" in working["validate"].stdout
+
+
+@pytest.fixture
+def applied() -> None:
+    from smlp.fairseq_compat import apply
+
+    apply()
+
+
+def test_apply_twice_changes_nothing(applied) -> None:
+    from fairseq import checkpoint_utils, options
+    from fairseq.trainer import Trainer
+
+    from smlp.fairseq_compat import apply
+
+    def patched() -> list[Callable]:
+        return [checkpoint_utils.torch_persistent_save, options.parse_args_and_arch, Trainer.__init__, sys.excepthook]
+
+    before = patched()
+    apply()
+    assert patched() == before
+
+
+def test_only_the_known_warnings_are_quiet() -> None:
+    from smlp.fairseq_compat.logs import quiet_known_warnings
+
+    message = "'pin_memory' argument is set as true but no accelerator is found"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.resetwarnings()
+        warnings.simplefilter("always")
+        quiet_known_warnings()
+        warnings.warn_explicit(message, UserWarning, "x.py", 1, module="torch.utils.data.dataloader")
+        assert seen == []
+        warnings.warn_explicit(message, UserWarning, "x.py", 1, module="somebody.elses.module")
+        warnings.warn_explicit("another message", UserWarning, "x.py", 1, module="torch.utils.data.dataloader")
+        warnings.warn_explicit(message, RuntimeWarning, "x.py", 1, module="torch.utils.data.dataloader")
+    assert len(seen) == 3
+
+
+def test_other_exceptions_keep_their_traceback(applied, capsys) -> None:
+    for error, expected in ((UserError("wrong number"), "smlp: error: wrong number\n"), (KeyError("x"), "Traceback")):
+        try:
+            raise error
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+        assert capsys.readouterr().err.startswith(expected)
+
+
+def test_a_namespace_in_a_checkpoint_loads(applied) -> None:
+    """Checkpoints of models without a dataclass hold one (``lightconv_lm``, for instance)."""
+    file = io.BytesIO()
+    torch.save({"cfg": argparse.Namespace(data="x")}, file)
+    file.seek(0)
+    assert torch.load(file)["cfg"].data == "x"
+
+
+@pytest.mark.parametrize("count", [0, 3, 8, 20, 37])
+def test_no_sample_is_dropped(applied, count: int) -> None:
+    import numpy
+    from fairseq.data import data_utils
+
+    lengths = numpy.full(count, 5)
+    batches = data_utils.batch_by_size(
+        numpy.arange(count), lambda i: 5, num_tokens_vec=lengths, max_sentences=16, required_batch_size_multiple=8
+    )
+    assert [index for batch in batches for index in batch] == list(range(count))
+    assert all(len(batch) <= 16 for batch in batches)
