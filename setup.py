@@ -15,8 +15,7 @@ HAS_FAIRSEQ_WHEEL = (
     "and (python_version == '3.11' or python_version == '3.12')"
 )
 NO_FAIRSEQ_WHEEL = (
-    "sys_platform != 'linux' or platform_machine != 'x86_64' "
-    "or (python_version != '3.11' and python_version != '3.12')"
+    "sys_platform != 'linux' or platform_machine != 'x86_64' or (python_version != '3.11' and python_version != '3.12')"
 )
 
 setup(

@@ -195,7 +195,7 @@ def test_interactive_continues_lines(tools, tiny_data):
     run = run_python("-m", "fairseq_cli.interactive", *arguments, stdin="the s1\nthe s2 v2\n", timeout=100)
     assert run.rc == 0, run.stderr[-2000:]
     hypotheses = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", run.stdout, re.M))
-    assert hypotheses["0"].startswith("the s1 ") and hypotheses["1"].startswith("the s2 v2 ")
+    assert hypotheses["0"].startswith("the s1") and hypotheses["1"].startswith("the s2 v2")
 
 
 def test_a_longer_context_than_the_models_is_refused(tools):

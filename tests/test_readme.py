@@ -66,7 +66,8 @@ def test_shown_commands_work(reader):
 @pytest.mark.slow
 def test_quickstart_on_a_users_text_twice(tiny_text, tmp_path):
     text = tmp_path / "mine.txt"
-    text.write_text((tiny_text / "train.txt").read_text() * 3)
+    lines = (tiny_text / "train.txt").read_text().splitlines()
+    text.write_text("".join(f"{line} at {i // 20} and {i % 20}\n" for i, line in enumerate(lines * 3)))
     script = [sys.executable, str(REPOSITORY / "scripts" / "quickstart.py"), "--text", str(text)]
     script += ["--updates", "8", "--vocab-size", "80", "--out", str(tmp_path / "run"), "--prompt", "the s1"]
     first, second = (

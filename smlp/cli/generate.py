@@ -28,9 +28,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
     parser.add_argument("--temperature", type=float, default=1.0, help="below 1 safer, above wilder; 0 is --greedy")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens only (0: all)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens that make up p"
-    )
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that make up p")
     parser.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: %(default)s)")
     parser.add_argument("--slide", action="store_true", help="past the context, forget the earlier half and go on")
     parser.add_argument("--dict", help="dict.txt, if it is not found")
