@@ -46,7 +46,8 @@ def binarize(pieces: Path, destination: Path, log: Path) -> None:
             )
         for path in produced:
             os.replace(path, destination / path.name)
-    shutil.copyfile(pieces / MODEL_NAME, destination / MODEL_NAME)
+        shutil.copyfile(pieces / MODEL_NAME, Path(folder) / MODEL_NAME)
+        os.replace(Path(folder) / MODEL_NAME, destination / MODEL_NAME)  # last: its presence says that all are there
 
 
 def main(arguments: list[str] | None = None) -> None:

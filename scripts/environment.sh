@@ -3,11 +3,12 @@
 #   run_step NAME COMMAND...      runs a command with its output in $LOG_DIR/NAME.log; on failure says which step and log
 #   make_environment EXTRAS       .venv with this package and its pinned dependencies; skipped when it is up to date
 #
-# PYTHON=/path/to/python3.12 chooses an interpreter; TORCH_INDEX=URL an index to take torch from.
+# PYTHON=/path/to/python3.12 chooses an interpreter; TORCH_INDEX=URL an index that has torch's CPU build.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 LOG_DIR="$ROOT/runs/logs"
+VERSION_CHECK='import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 12)'
 
 fail() {
     echo "smlp: error: $1" >&2
@@ -27,7 +28,7 @@ find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3 python3.12 python3.11; do
         [ -n "$candidate" ] || continue
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+        if "$candidate" -c "$VERSION_CHECK; import venv, ensurepip" 2>/dev/null; then
             echo "$candidate"
             return
         fi
@@ -44,11 +45,17 @@ make_environment() {
         return
     fi
     python="$(find_python)"
-    echo "environment: installing into .venv ($("$python" --version)); about a minute, more where torch comes with CUDA"
-    [ -x "$VENV/bin/python" ] || run_step venv "$python" -m venv "$VENV"
+    if ! "$VENV/bin/python" -c "$VERSION_CHECK; import pip" 2>/dev/null; then
+        # none yet, one whose making was interrupted, or one of an unsupported Python
+        run_step venv "$python" -m venv --clear "$VENV"
+    fi
+    echo "environment: installing into .venv ($("$VENV/bin/python" --version)), about a minute"
+    if [ -z "${TORCH_INDEX:-}" ] && [ "$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
+        echo "environment: no NVIDIA GPU here; if torch comes with CUDA (gigabytes), TORCH_INDEX can avoid that, see README.md"
+    fi
     if [ -n "${TORCH_INDEX:-}" ]; then
-        run_step install-torch "$VENV/bin/python" -m pip install --index-url "$TORCH_INDEX" \
-            "$(grep '^torch==' "$ROOT/requirements/constraints.txt")"
+        run_step install-torch "$VENV/bin/python" -m pip install --extra-index-url "$TORCH_INDEX" \
+            -c "$ROOT/requirements/constraints.txt" "$(grep '^torch==' "$ROOT/requirements/constraints.txt")+cpu"
     fi
     run_step install-fairseq "$VENV/bin/python" -m pip install --no-deps --require-hashes -r "$ROOT/requirements/fairseq.txt"
     run_step install "$VENV/bin/python" -m pip install -c "$ROOT/requirements/constraints.txt" -e "$ROOT[$extras]"

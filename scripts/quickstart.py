@@ -7,11 +7,13 @@ was stopped goes on from its last checkpoint.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -24,7 +26,7 @@ from training_display import TrainingDisplay
 import smlp
 from data_prep.binarize import binarize
 from data_prep.corpus import MANIFEST, describe_splits
-from data_prep.tokenizer import MODEL_NAME, tokenize
+from data_prep.tokenizer import MODEL_NAME
 from smlp.errors import UserError
 from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.curves import draw_curves, read_training_log
@@ -68,9 +70,6 @@ def executable(name: str) -> str:
 def make_text(options: argparse.Namespace, text: Path) -> None:
     """Step 1: train.txt, valid.txt and test.txt."""
     if options.splits:
-        missing = [name for name in ("train.txt", "valid.txt", "test.txt") if not (text / name).is_file()]
-        if missing:
-            raise UserError(f"--splits {text} has no {', '.join(missing)}")
         return
     if (text / MANIFEST).is_file():
         print(f"      {text} is there, skipped")
@@ -87,7 +86,8 @@ def make_data(options: argparse.Namespace, text: Path, pieces: Path, data: Path)
     if (data / MODEL_NAME).is_file():
         print(f"      {data} is there, skipped")
     else:
-        tokenize(text, pieces, options.vocab_size)
+        prepare = [sys.executable, "-m", "data_prep.tokenizer", "--in", str(text), "--out", str(pieces)]
+        run_tool("vocabulary", [*prepare, "--vocab-size", str(options.vocab_size)], options.logs("vocabulary"))
         binarize(pieces, data, options.logs("binarize"))
     print(f"      {len(Vocabulary.load(data / 'dict.txt'))} symbols in {data / 'dict.txt'}")
 
@@ -110,12 +110,12 @@ def seconds_per_update(arch: str, vocab_size: int, num_updates: int = 4) -> floa
 
 def choose_num_updates(options: argparse.Namespace, data: Path, chosen: Path) -> int:
     """The updates for each model that fit the time; measured once, so that a stopped run goes on with the same."""
-    if options.updates:
-        return options.updates
     if not chosen.is_file():
-        vocab_size = len(Vocabulary.load(data / "dict.txt"))
-        seconds = sum(seconds_per_update(arch, vocab_size) for arch in MODELS)
-        updates = max(int(options.minutes * 60 / seconds / 10) * 10, 20)
+        updates = options.updates
+        if updates is None:
+            vocab_size = len(Vocabulary.load(data / "dict.txt"))
+            seconds = sum(seconds_per_update(arch, vocab_size) for arch in MODELS)
+            updates = max(int(options.minutes * 60 / seconds / 10) * 10, 20)
         chosen.write_text(f"{updates}\n")
     return int(chosen.read_text())
 
@@ -224,6 +224,13 @@ def sample(run: Path, prompts: tuple[str, ...]) -> None:
         print()
 
 
+def positive(text: str) -> int:
+    """An option's value, at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bash scripts/quickstart.sh", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group()
@@ -235,8 +242,8 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=5.5, help="training time of both models (default: %(default)s)"
     )
-    parser.add_argument("--updates", type=int, help="updates for each model, instead of --minutes")
-    parser.add_argument("--vocab-size", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument("--updates", type=positive, help="updates for each model, instead of --minutes")
+    parser.add_argument("--vocab-size", type=positive, default=8000, help="default: %(default)s")
     parser.add_argument("--prompt", action="append", help="text to continue; may be given more than once")
     options = parser.parse_args()
     options.out = options.out.resolve()
@@ -244,7 +251,7 @@ def main() -> None:
         options.text = [str(Path(name).resolve()) for name in options.text]
     options.logs = lambda name: options.out / "logs" / f"{name}.log"
     options.logs("x").parent.mkdir(parents=True, exist_ok=True)
-    check_same_text(options)
+    check_settings(options)
     text = options.splits.resolve() if options.splits else options.out / "text"
     pieces, data = options.out / "pieces", options.out / "data"
     runs = {arch: options.out / arch for arch in MODELS}
@@ -264,32 +271,46 @@ def main() -> None:
     print("\n[6/6] three continuations by smlp_tiny")
     sample(runs["smlp_tiny"], tuple(options.prompt or PROMPTS))
     minutes = (time.perf_counter() - start) / 60
-    best = os.path.relpath(runs["smlp_tiny"] / "checkpoint_best.pt", ROOT)
-    data_path = os.path.relpath(data, ROOT)
+    best = os.path.relpath(runs["smlp_tiny"] / "checkpoint_best.pt")
+    data_path = os.path.relpath(data)
     print(f"""
 done in {minutes:.1f} minutes. Checkpoints: {", ".join(os.path.relpath(run) for run in runs.values())}
-the next three commands to try (after: source .venv/bin/activate):
+the next three commands to try (after: source {os.path.relpath(ROOT / ".venv/bin/activate")}):
   smlp generate --path {best} --prompt "The module" --top-p 0.9
   smlp leak-test --path {best}
   smlp eval-lm {data_path} --path {best} --gen-subset test --batch-size 32""")
 
 
-def check_same_text(options: argparse.Namespace) -> None:
-    """A run folder belongs to one text and vocabulary: others would be mixed up with what is skipped."""
-    splits = str(options.splits.resolve()) if options.splits else None
-    settings = {"text": options.text, "splits": splits, "vocab_size": options.vocab_size}
-    path = options.out / "settings.json"
-    if path.is_file() and json.loads(path.read_text()) != settings:
+def settings_of(options: argparse.Namespace) -> dict:
+    """What a run folder belongs to: the text's content, the vocabulary and the training budget."""
+    sources = [Path(name) for name in options.text or []]
+    if options.splits:
+        sources = [options.splits / f"{name}.txt" for name in ("train", "valid", "test")]
+    missing = [str(path) for path in sources if not path.is_file()]
+    if missing:
+        raise UserError(f"there is no text file {', '.join(missing)}")
+    checksums = {str(path.resolve()): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources}
+    budget = {"updates": options.updates} if options.updates else {"minutes": options.minutes}
+    return {"text": checksums, "vocab_size": options.vocab_size, **budget}
+
+
+def check_settings(options: argparse.Namespace) -> None:
+    """Refuses a run folder that was made with other settings: its parts would be mixed up with new ones."""
+    settings, path = settings_of(options), options.out / "settings.json"
+    if not path.is_file() or not (options.out / "data" / MODEL_NAME).is_file():
+        shutil.rmtree(options.out / "text", ignore_errors=True)  # of a try that came no further than its text
+        path.write_text(json.dumps(settings, indent=2))
+    elif json.loads(path.read_text()) != settings:
+        names = [name for name, value in json.loads(path.read_text()).items() if settings.get(name) != value]
         raise UserError(
-            f"{options.out} was made with other settings ({path.read_text()}): choose another folder with --out"
+            f"{options.out} was made with another {', '.join(names)} (see {path}): choose another folder with --out"
         )
-    path.write_text(json.dumps(settings))
 
 
 if __name__ == "__main__":
     try:
         main()
-    except UserError as error:
+    except (UserError, OSError) as error:
         sys.exit(f"smlp: error: {error}")
     except KeyboardInterrupt:
         sys.exit("\nstopped; run the same command again to go on")

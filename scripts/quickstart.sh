@@ -4,13 +4,19 @@
 #
 #   bash scripts/quickstart.sh                           the English in this Python installation
 #   bash scripts/quickstart.sh --text FILE... --out DIR  your own text
-#   bash scripts/quickstart.sh --help                    all options
+#   bash scripts/quickstart.sh --minutes 30              train for longer
+#   bash scripts/quickstart.sh --help                    all options, once installed
 #
 # Safe to run twice: what is there is skipped. PYTHON=/path/to/python3.12 chooses an interpreter. Without an NVIDIA
 # GPU, TORCH_INDEX=<index with CPU builds of torch> saves gigabytes of download on Linux (see README.md).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-make_environment "plots"
-export PYTHONPATH="$ROOT/scripts${PYTHONPATH:+:$PYTHONPATH}"
+case " $* " in
+*" --help "* | *" -h "*)
+    sed -n '2,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    [ -x "$VENV/bin/python" ] || exit 0 # the options below need the installation
+    ;;
+*) make_environment "plots" ;;
+esac
 exec "$VENV/bin/python" "$ROOT/scripts/quickstart.py" "$@"

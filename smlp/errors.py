@@ -1,4 +1,4 @@
-"""The one exception for mistakes a user can correct."""
+"""Exceptions that reach a user as one line."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,7 @@ class UserError(ValueError):
 
     Commands print it as a single line and exit with status 1; Python callers catch it as a ``ValueError``.
     """
+
+
+class NaNError(UserError, FloatingPointError):
+    """Not-a-number where none may be: training has diverged, or the weights are damaged."""

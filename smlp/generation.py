@@ -5,6 +5,7 @@ Letters: ``V`` vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ class Sampling:
 
     #: 0 takes the likeliest token always (greedy)
     temperature: float = 1.0
-    #: only the k likeliest tokens are drawn; 0 for all
+    #: only the k likeliest tokens are drawn, and those that tie with the last of them; 0 for all
     top_k: int = 0
     #: only the likeliest tokens whose probabilities sum to at least p are drawn; 1 for all
     top_p: float = 1.0
@@ -36,8 +37,8 @@ class Sampling:
     slide: bool = False
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UserError(f"temperature must not be negative, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature must be a number of at least 0, got {self.temperature}")
         if self.top_k < 0:
             raise UserError(f"top_k must not be negative, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -8,9 +8,10 @@ large sMLP, but its 682.6 M + 277.1 M parameters and Table 5 need 22, with 8 spa
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
-from smlp.config import ModelConfig, unflatten
+from smlp.config import SETTINGS, ModelConfig, unflatten
 from smlp.errors import UserError
 
 # Tiny models are for a laptop and for tests. The two have the same forward FLOPs per token within 1 %.
@@ -29,6 +30,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+# Settings that follow from the data and from fairseq's task, not from options of the model; and the task's options.
+FROM_TASK = ("vocab_size", "max_tokens", "padding_idx")
+TASK_OPTIONS = ("tokens_per_sample", "max_target_positions", "add_bos_token")
+
+
 def preset(arch: str, **overrides: Any) -> ModelConfig:
     """The configuration of a named architecture, with single settings replaced.
 
@@ -44,3 +50,22 @@ def preset(arch: str, **overrides: Any) -> ModelConfig:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UserError(f"unknown architecture {arch!r}{hint} (known: {', '.join(sorted(PRESETS))})")
     return unflatten({**PRESETS[arch], **overrides})
+
+
+def from_training_options(arch: str, options: Mapping[str, Any], vocab_size: int, padding_idx: int) -> ModelConfig:
+    """The configuration that options of ``fairseq-train`` mean, in training and when a checkpoint is read.
+
+    Args:
+        arch: architecture whose preset fills what ``options`` leave out or have as None; another name fills nothing.
+        options: settings by name and :data:`TASK_OPTIONS`; names beside these are ignored.
+        vocab_size, padding_idx: of the dictionary.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+    settings = dict(PRESETS.get(arch, {}))
+    settings |= {name: options[name] for name in SETTINGS if name not in FROM_TASK and options.get(name) is not None}
+    # With --add-bos-token fairseq puts one token more in front of each sample.
+    context = options["tokens_per_sample"] + int(bool(options.get("add_bos_token")))
+    max_tokens = options.get("max_target_positions") or context
+    return unflatten(settings | {"vocab_size": vocab_size, "max_tokens": max_tokens, "padding_idx": padding_idx})

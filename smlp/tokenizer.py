@@ -56,12 +56,21 @@ class Tokenizer:
     Args:
         vocabulary: of the model.
         sentencepiece_model: path of the SentencePiece model that cut the training text, or None.
+
+    Raises:
+        UserError: the model is missing or is none, or it is not given and the dictionary's symbols are pieces.
     """
 
     def __init__(self, vocabulary: Vocabulary, sentencepiece_model: str | Path | None = None) -> None:
         self.vocabulary = vocabulary
         self._pieces = None
-        if sentencepiece_model is not None:
+        if sentencepiece_model is None:
+            if any(symbol.startswith(WORD_START) for symbol in vocabulary.symbols):
+                raise UserError(
+                    "the dictionary holds SentencePiece pieces but there is no sentencepiece.model beside it, beside "
+                    "the checkpoint or with the data: name it with --sentencepiece-model"
+                )
+        else:
             import sentencepiece
 
             if not Path(sentencepiece_model).is_file():

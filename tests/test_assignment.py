@@ -152,3 +152,26 @@ def test_the_fallback_beyond_the_repair_limit_is_a_partition_too(monkeypatch):
         for kind in KINDS:
             scores = make_scores(kind, num_tokens, 8, torch.Generator().manual_seed(1))
             assert_balanced(balanced_assignment(scores), num_tokens, 8)
+
+
+@pytest.mark.parametrize("offset", [30.0, 1000.0])
+def test_what_all_experts_share_does_not_matter(offset):
+    """A constant for each token changes no comparison between experts, however large it is."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(256, 8, generator=generator)
+    shifted = scores + offset * torch.randn(256, 1, generator=generator)
+    owner = balanced_assignment(shifted)
+    assert_balanced(owner, 256, 8)
+    got, best = scores.gather(1, owner.unsqueeze(1)).double().sum().item(), optimum(scores)
+    assert best - got <= 0.01 * abs(best), (got, best)
+
+
+def test_one_outlier_does_not_spoil_the_others():
+    scores = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    spoilt = scores.clone()
+    spoilt[17, 3] = 1e4
+    owner = balanced_assignment(spoilt)
+    assert owner[17] == 3
+    rest = torch.arange(256) != 17
+    got = scores[rest].gather(1, owner[rest].unsqueeze(1)).double().sum().item()
+    assert got >= 0.99 * (optimum(scores) - 4)

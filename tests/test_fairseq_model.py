@@ -1,5 +1,6 @@
 """The architectures through fairseq's own tools: train, resume, evaluate, validate, generate, and bad input."""
 
+import argparse
 import math
 import re
 
@@ -8,7 +9,7 @@ import torch
 from running import USER_DIR, run_python
 
 import smlp
-from smlp.presets import PRESETS
+from smlp.presets import PRESETS, from_training_options
 
 NARROW = [
     *("--embed-dim", "16", "--ffn-dim", "16", "--num-dense-layers", "1", "--num-sparse-layers", "1"),
@@ -234,13 +235,13 @@ def test_every_preset_is_an_architecture_with_its_settings():
     from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
     import smlp.models
-    from smlp.models.language_model import core_config
 
     for arch in PRESETS:
         assert ARCH_MODEL_REGISTRY[arch].__name__ == "SparseMLPLanguageModel"
-        args = type("Options", (), {"add_bos_token": False, "tokens_per_sample": 1024, "max_target_positions": None})()
+        args = argparse.Namespace(tokens_per_sample=1024)
         ARCH_CONFIG_REGISTRY[arch](args)
-        assert core_config(args, "", 51200, 1) == smlp.preset(arch, vocab_size=51200, max_tokens=1024)
+        config = from_training_options("", vars(args), 51200, 1)
+        assert config == smlp.preset(arch, vocab_size=51200, max_tokens=1024)
         args.num_experts = 2
         ARCH_CONFIG_REGISTRY[arch](args)
         assert args.num_experts == 2, "an option that is given stays"

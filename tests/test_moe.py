@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import smlp.errors
 from smlp.context import ForwardContext
 from smlp.moe.dispatch import LocalDispatcher, LocalFeatureDispatcher
 from smlp.moe.experts import FeedForwardExperts, SpatialExperts
@@ -79,10 +80,10 @@ def test_combine_sums_assignments_and_leaves_dropped_tokens_at_zero():
 
 
 def test_feature_chunks_go_out_and_back_in_place():
-    dispatcher, x = LocalFeatureDispatcher(3), torch.arange(12.0).view(1, 2, 6)
-    chunks = dispatcher.dispatch(x)
-    assert chunks[0, 1, 2].tolist() == [10, 11]
-    assert torch.equal(dispatcher.combine(chunks), x)
+    dispatcher, x = LocalFeatureDispatcher(), torch.arange(12.0).view(1, 2, 6)
+    chunks, record = dispatcher.dispatch(x, 3)
+    assert chunks[0, 1, 2].tolist() == [10, 11] and record.num_seqs == [1]
+    assert torch.equal(dispatcher.combine(chunks, record), x)
 
 
 def test_padding_is_not_routed_and_not_updated():
@@ -166,7 +167,7 @@ def test_nan_names_the_layer(training):
     layer = make_token_moe(4).train(training)
     x = torch.randn(1, 8, 8, dtype=torch.double)
     x[0, 3, 0] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"layer 5 \(tMoE\): 1 of 8 tokens"):
+    with pytest.raises(smlp.errors.NaNError, match=r"layer 5 \(tMoE\): 1 of 8 tokens"):
         layer(x, ForwardContext())
 
 
@@ -175,7 +176,7 @@ def test_feature_moe_against_the_reference(num_experts):
     """z_i * (tril(W_i) @ norm(z)_i + b_i), for each chunk and each position by itself (smlp.txt, 3.2.1)."""
     torch.manual_seed(0)
     width, max_tokens, num_tokens = 14 if num_experts == 7 else 16, 6, 5
-    layer = FeatureMoE(width, SpatialExperts(max_tokens, range(num_experts), 0.1, 0.0)).double()
+    layer = FeatureMoE(width, num_experts, SpatialExperts(max_tokens, range(num_experts), 0.1, 0.0)).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(3, num_tokens, width, dtype=torch.double, requires_grad=True)

@@ -171,3 +171,49 @@ def test_tokens_and_text_with_sentencepiece(tmp_path):
         Tokenizer(vocabulary, text)
     with pytest.raises(smlp.UserError, match="there is no SentencePiece model"):
         Tokenizer(vocabulary, tmp_path / "none.model")
+
+
+def test_pieces_without_their_model_are_refused(checkpoint, capsys):
+    path, _ = checkpoint
+    lines = [f"\u2581{word} 1\n" for word in WORDS]
+    (path.parent / "dict.txt").write_text("".join(lines), encoding="utf-8")
+    assert main(["generate", "--path", str(path), "--prompt", "the s1"]) == 1
+    assert "no sentencepiece.model" in capsys.readouterr().err
+
+
+def test_a_model_trained_with_a_start_symbol_is_prompted_with_it(checkpoint):
+    path, _ = checkpoint
+    assert load_pretrained(path).start_token == Vocabulary.eos
+    state = torch.load(path, weights_only=True)
+    state["cfg"]["model"].update(add_bos_token=True, tokens_per_sample=11)
+    torch.save(state, path)
+    model = load_pretrained(path)
+    assert model.start_token == Vocabulary.bos and model.decoder.config.max_tokens == 12
+
+
+def test_text_comes_piece_by_piece(checkpoint):
+    model = load_pretrained(checkpoint[0])
+    calls = []
+    model.decoder.norm.register_forward_hook(lambda *_: calls.append(1))
+    stream = model.stream("the s1", 5, Sampling(temperature=0))
+    assert len(calls) == 0
+    next(stream)
+    assert len(calls) == 1, "the first piece must not wait for the second"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_here_is_named(checkpoint, device, capsys):
+    assert main(["generate", "--path", str(checkpoint[0]), "--prompt", "the", "--device", device]) == 1
+    captured = capsys.readouterr()
+    assert f"--device {device}" in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+@pytest.mark.parametrize("options", [["--positions", "0"], ["--tokens", "1"], ["--tokens", "0"]])
+def test_a_leak_test_of_nothing_is_refused(options, capsys):
+    assert main(["leak-test", "--arch", "gmlp_lm_tiny", *options]) == 1
+    assert capsys.readouterr().err.startswith("smlp: error: ")
+
+
+def test_an_unwritable_report_is_named(checkpoint, capsys):
+    assert main(["leak-test", "--path", str(checkpoint[0]), "--json", "no/such/folder.json"]) == 1
+    assert "cannot write no/such/folder.json" in capsys.readouterr().err

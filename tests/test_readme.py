@@ -81,9 +81,17 @@ def test_quickstart_on_a_users_text_twice(tiny_text, tmp_path):
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
     assert "> the s1" in first.stdout and "smlp generate --path" in first.stdout
     assert second.returncode == 0 and second.stdout.count("skipped") == 4, (second.stdout, second.stderr[-3000:])
-    script[script.index("80")] = "70"
-    third = subprocess.run(script, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
-    assert third.returncode == 1 and "other settings" in third.stderr and "Traceback" not in third.stderr
+    for old, new, word in (("80", "70", "another vocab_size"), ("8", "9", "another updates")):
+        other = [new if part == old else part for part in script]
+        refused = subprocess.run(other, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
+        assert refused.returncode == 1 and word in refused.stderr and "Traceback" not in refused.stderr
+    text.write_text(text.read_text() + "one line more\n")
+    changed = subprocess.run(script, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
+    assert changed.returncode == 1 and "another text" in changed.stderr
+    mistyped = [*script[:2], "--text", "tpyo.txt", "--out", str(tmp_path / "new")]
+    refused = subprocess.run(mistyped, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
+    assert refused.returncode == 1 and re.search(r"there is no text file \S*tpyo\.txt", refused.stderr)
+    assert not (tmp_path / "new" / "settings.json").exists()
 
 
 def test_a_failed_step_names_step_and_log(tmp_path):
@@ -121,3 +129,43 @@ def test_a_test_run_in_which_nothing_ran_fails(tmp_path):
     assert skipped.returncode == 1 and "nothing ran" in skipped.stderr
     nothing = shell(f"{run} -k no_such_test", tmp_path)
     assert nothing.returncode == 1 and "tests failed" in nothing.stderr
+
+
+def test_help_needs_no_installation(tmp_path):
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    for name in ("quickstart.sh", "environment.sh"):
+        (scripts / name).write_text((REPOSITORY / "scripts" / name).read_text())
+    done = shell("bash scripts/quickstart.sh --help", tmp_path)
+    assert done.returncode == 0 and "bash scripts/quickstart.sh --text FILE" in done.stdout, done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_an_installation_that_is_up_to_date_is_skipped(tmp_path):
+    """make_environment with a python that only notes what it is asked to do."""
+    for name in ("setup.py", "pyproject.toml", "requirements", "scripts"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "environment.sh").write_text((REPOSITORY / "scripts" / "environment.sh").read_text())
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    python.chmod(0o755)
+    command = 'source copy/environment.sh; make_environment "plots"'
+    first = shell(command, tmp_path)
+    assert first.returncode == 0 and "installing into .venv" in first.stdout, first.stderr
+    asked = (tmp_path / "asked").read_text()
+    assert "--require-hashes" in asked and "constraints.txt" in asked and "[plots]" in asked
+    (tmp_path / "asked").unlink()
+    second = shell(command, tmp_path)
+    assert second.returncode == 0 and "up to date, skipped" in second.stdout
+    assert not (tmp_path / "asked").exists()
+
+
+def test_links_lead_somewhere_and_nothing_is_left_to_fill_in():
+    pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+        assert not re.search(r"\b(QUICKSTART|TEST|KJV)_[A-Z]+\b", text), page.name

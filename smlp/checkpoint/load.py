@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smlp.config import SETTINGS, unflatten
 from smlp.context import DecodingState
 from smlp.errors import UserError
 from smlp.generation import Sampling, generate
 from smlp.nn.decoder import Decoder, DecoderOutput
-from smlp.presets import PRESETS
+from smlp.presets import from_training_options
 from smlp.tokenizer import Tokenizer, Vocabulary
 
 _PREFIX = "decoder.core."
@@ -24,10 +23,12 @@ _PREFIX = "decoder.core."
 class LanguageModel(nn.Module):
     """A trained decoder with its dictionary and tokenizer."""
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer) -> None:
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, start_token: int = Vocabulary.eos) -> None:
         super().__init__()
         self.decoder = decoder
         self.tokenizer = tokenizer
+        #: what every training sample began with: ``</s>``, or ``<s>`` after training with --add-bos-token
+        self.start_token = start_token
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -39,13 +40,15 @@ class LanguageModel(nn.Module):
         return self.decoder(tokens_Bn, state)
 
     def stream(self, prompt: str, max_new_tokens: int, sampling: Sampling | None = None) -> Iterator[str]:
-        """The continuation of a prompt, piece by piece; see :func:`smlp.generation.generate`."""
-        tokens = [self.vocabulary.eos, *self.tokenizer.encode(prompt)]
+        """The continuation of a prompt, piece by piece; see :func:`smlp.generation.generate`.
+
+        A prompt that is too long is refused at once, before the first piece is asked for.
+        """
+        tokens = [self.start_token, *self.tokenizer.encode(prompt)]
         # never written: padding, <s>, unknown, and fairseq's filler symbols
         banned = [self.vocabulary.bos, self.vocabulary.pad, self.vocabulary.unk]
         banned += [token for symbol, token in self.vocabulary.index.items() if symbol.startswith("madeupword")]
-        for token in generate(self.decoder, tokens, max_new_tokens, sampling, banned=banned):
-            yield self.tokenizer.piece(token)
+        return map(self.tokenizer.piece, generate(self.decoder, tokens, max_new_tokens, sampling, banned=banned))
 
     def generate(self, prompt: str, max_new_tokens: int = 50, sampling: Sampling | None = None) -> str:
         """The continuation of a prompt as text."""
@@ -81,7 +84,7 @@ def load_pretrained(
     """A model from a checkpoint of ``fairseq-train --user-dir smlp``, in evaluation mode on the CPU.
 
     ``dict.txt`` and ``sentencepiece.model`` are looked for beside the checkpoint and then in the data directory that
-    it was trained on; the arguments name other places.
+    it was trained on, the latter also beside a dictionary that is named; the arguments name other places.
 
     Raises:
         UserError: a file is missing or damaged, or the dictionary does not fit the checkpoint.
@@ -101,19 +104,15 @@ def load_pretrained(
         raise UserError(
             f"dictionary {dictionary} has {len(vocabulary)} symbols but checkpoint {path} was trained with {num_rows}"
         )
-    settings = dict(PRESETS.get(options.get("_name"), {}))
-    settings |= {name: options[name] for name in SETTINGS if options.get(name) is not None}
-    max_tokens = options.get("max_target_positions") or (
-        options["tokens_per_sample"] + int(bool(options.get("add_bos_token")))
-    )
-    settings |= {"vocab_size": num_rows, "max_tokens": max_tokens, "padding_idx": vocabulary.pad}
-    decoder = Decoder(unflatten(settings))
+    decoder = Decoder(from_training_options(options.get("_name"), options, num_rows, vocabulary.pad))
     try:
         decoder.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(f"the weights in {path} do not fit its own configuration: {error}") from None
-    tokenizer = Tokenizer(vocabulary, sentencepiece_model or _find("sentencepiece.model", folders))
-    return LanguageModel(decoder.float(), tokenizer).eval()
+    sentencepiece_model = sentencepiece_model or _find("sentencepiece.model", [Path(dictionary).parent, *folders])
+    tokenizer = Tokenizer(vocabulary, sentencepiece_model)
+    start_token = vocabulary.bos if options.get("add_bos_token") else vocabulary.eos
+    return LanguageModel(decoder.float(), tokenizer, start_token).eval()
 
 
 def _find(name: str, folders: list[Path]) -> Path | None:

@@ -53,10 +53,16 @@ def run(args: argparse.Namespace) -> int:
         slide=args.slide,
     )
     prompts = [args.prompt] if args.prompt is not None else _read_prompts(args.file)
-    model = load_pretrained(args.path, args.dict, args.sentencepiece_model).to(args.device)
-    for prompt in prompts:
+    model = load_pretrained(args.path, args.dict, args.sentencepiece_model)
+    try:
+        model.to(args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from None
+    # All streams are made before the first is read, so that a prompt that is too long stops nothing half-way.
+    streams = [model.stream(prompt, args.tokens, sampling) for prompt in prompts]
+    for prompt, stream in zip(prompts, streams, strict=True):
         sys.stdout.write(prompt)
-        for piece in model.stream(prompt, args.tokens, sampling):
+        for piece in stream:
             # a file's prompts and their continuations stay on one line each
             sys.stdout.write(piece if args.file is None else piece.replace("\n", " / "))
             sys.stdout.flush()

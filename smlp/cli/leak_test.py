@@ -40,13 +40,14 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Runs the test; 1 if there is an unexpected leak."""
     from smlp.checkpoint.load import load_pretrained
+    from smlp.errors import UserError
     from smlp.evaluation.leak import default_positions, leak_test, randomise
     from smlp.nn.decoder import build
 
     if args.path:
         decoder = load_pretrained(args.path, args.dict).decoder
     else:
-        overrides = {"max_tokens": args.tokens} if args.tokens else {}
+        overrides = {"max_tokens": args.tokens} if args.tokens is not None else {}
         overrides |= {"embed_dim": args.width, "ffn_dim": args.width, "vocab_size": 1000}
         decoder = randomise(build(args.arch, **overrides), args.seed)
     positions = default_positions(decoder.config.max_tokens, args.positions)
@@ -66,5 +67,8 @@ def run(args: argparse.Namespace) -> int:
     print("no unexpected leak" if passed else "LEAK: a later token changes an earlier prediction")
     if args.json:
         rows = [{**asdict(r), "dtype": str(r.dtype), "leaks": r.leaks, "passed": r.passed} for r in reports]
-        Path(args.json).write_text(json.dumps({"model": args.path or args.arch, "passed": passed, "results": rows}))
+        try:
+            Path(args.json).write_text(json.dumps({"model": args.path or args.arch, "passed": passed, "results": rows}))
+        except OSError as error:
+            raise UserError(f"cannot write {args.json}: {error.strerror}") from None
     return 0 if passed else 1

@@ -103,14 +103,14 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
     figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.set_yscale("log")
-    for curve, colour, marker in zip(curves, _COLOURS, _MARKERS, strict=False):
+    for number, (curve, colour, marker) in enumerate(zip(curves, _COLOURS, _MARKERS, strict=False)):
         axes.plot(*_xy(curve.train), color=colour, linewidth=1, alpha=0.6, label=f"{curve.name}, training")
         axes.plot(
             *_xy(curve.valid),
             color=colour,
             linewidth=2.2,
             marker=marker,
-            markersize=6,
+            markersize=max(11 - 3 * number, 5),  # smaller on larger ones, so that equal curves stay visible
             label=f"{curve.name}, validation",
         )
     right = max(point.num_updates for curve in curves for point in curve.train + curve.valid)
@@ -119,13 +119,15 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
         axes.annotate(
             f"{name}: {perplexity:,.0f}",
             (right, perplexity),
-            xytext=(0, 3),
+            xytext=(0, -3),
             textcoords="offset points",
+            va="top",
             ha="right",
             fontsize=9,
             color=_BASELINE_COLOUR,
         )
     axes.set_xlim(0, right * 1.02)
+    axes.margins(y=0.08)  # room for the lowest baseline's name
     axes.set_xlabel("updates")
     axes.set_ylabel("perplexity per token (log scale)")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -135,7 +137,7 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
     loss_axis.set_yscale("linear")
     loss_axis.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper right")
     axes.set_title("Training and validation loss")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png")

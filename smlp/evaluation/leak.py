@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from smlp.context import ForwardContext
+from smlp.errors import UserError
 from smlp.moe.layer import TokenMoE
 from smlp.moe.routers import BalancedRouter
 from smlp.nn.decoder import Decoder
@@ -78,9 +79,17 @@ def leak_test(
         positions: values of t; by default nine from 1 to T-1.
         num_seqs: B; only the first sequence is changed, so that influence across sequences shows as well.
         seed: of the random tokens.
+
+    Raises:
+        UserError: there is no position to test, or one is outside the context.
     """
     config = decoder.config
     positions = default_positions(config.max_tokens) if positions is None else positions
+    if not positions or not all(0 < position < config.max_tokens for position in positions):
+        raise UserError(
+            f"a leak test needs positions between 1 and {config.max_tokens - 1} in a context of {config.max_tokens} "
+            f"tokens, got {list(positions)}"
+        )
     generator = torch.Generator().manual_seed(seed)
     shape = (num_seqs, config.max_tokens)
     allowed = torch.tensor([token for token in range(config.vocab_size) if token != config.padding_idx])

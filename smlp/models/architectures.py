@@ -7,8 +7,7 @@ from typing import Any
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, register_model_architecture
 
 from smlp.models import language_model  # noqa: F401  registers the model "smlp" first
-from smlp.models.language_model import FROM_TASK
-from smlp.presets import PRESETS
+from smlp.presets import FROM_TASK, PRESETS
 
 
 def _fill_in(args: Any, arch: str) -> None:

@@ -10,14 +10,12 @@ from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel, regi
 from omegaconf import II
 from torch import Tensor
 
-from smlp.config import SETTINGS, ModelConfig, unflatten
+from smlp.config import SETTINGS
 from smlp.context import DecodingState
 from smlp.errors import UserError
 from smlp.nn.decoder import Decoder
-from smlp.presets import PRESETS
+from smlp.presets import FROM_TASK, TASK_OPTIONS, from_training_options
 
-# These follow from the data and from the task's options, not from options of the model.
-FROM_TASK = ("vocab_size", "max_tokens", "padding_idx")
 _STATE_KEY = "smlp_decoding_state"
 _OPTION_TYPES = {"int": int, "float": float, "float | None": float, "str": str}
 
@@ -42,25 +40,6 @@ LanguageModelConfig = dataclasses.make_dataclass(
     bases=(FairseqDataclass,),
 )
 LanguageModelConfig.__module__ = __name__
-
-
-def core_config(args: Any, arch: str, vocab_size: int, padding_idx: int) -> ModelConfig:
-    """The core's configuration for parsed fairseq options.
-
-    Args:
-        args: namespace or config with the options of :class:`LanguageModelConfig`.
-        arch: architecture whose preset fills options that are None or absent.
-        vocab_size, padding_idx: of the dictionary.
-    """
-    settings = dict(PRESETS.get(arch, {}))
-    for name in SETTINGS:
-        value = getattr(args, name, None)
-        if name not in FROM_TASK and value is not None:
-            settings[name] = value
-    # With --add-bos-token fairseq puts one token more in front of each sample.
-    max_tokens = args.max_target_positions or args.tokens_per_sample + int(bool(args.add_bos_token))
-    settings.update(vocab_size=vocab_size, padding_idx=padding_idx, max_tokens=max_tokens)
-    return unflatten(settings)
 
 
 class LanguageModelDecoder(FairseqIncrementalDecoder):
@@ -118,7 +97,8 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
         """Builds the model for fairseq's options and the task's dictionary."""
         dictionary = task.target_dictionary
         arch = getattr(args, "_name", None) or getattr(args, "arch", "smlp")
-        config = core_config(args, arch, len(dictionary), dictionary.pad())
+        options = {name: getattr(args, name, None) for name in (*SETTINGS, *TASK_OPTIONS)}
+        config = from_training_options(arch, options, len(dictionary), dictionary.pad())
         return cls(LanguageModelDecoder(dictionary, Decoder(config)))
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):

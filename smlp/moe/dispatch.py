@@ -61,16 +61,25 @@ class LocalDispatcher:
         return y_AH.new_zeros(record.plan.num_tokens, y_AH.size(1)).index_add(0, record.plan.token_A, y_AH)
 
 
+@dataclass(frozen=True)
+class FeatureDispatchRecord:
+    """What it takes to bring the chunks back."""
+
+    #: sequences of each rank of the group, in the order in which they lie in the dispatched tensor
+    num_seqs: list[int]
+
+
 class LocalFeatureDispatcher:
-    """Cuts the features into one chunk for each expert, within one rank."""
+    """Cuts the features into one chunk for each expert, within one rank.
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+    A dispatcher that exchanges chunks by all-to-all has the same two signatures: it returns this rank's chunks of the
+    sequences of all ranks, and ``record.num_seqs`` says whose they are.
+    """
 
-    def dispatch(self, x_BnH: Tensor) -> Tensor:
-        """(B, n, H) to (B, n, E, H/E): chunk i is what expert i works on."""
-        return x_BnH.unflatten(2, (self.num_experts, -1))
+    def dispatch(self, x_BnH: Tensor, num_experts: int) -> tuple[Tensor, FeatureDispatchRecord]:
+        """(B, n, H) to (B, n, E, H/E), chunk i being what expert i works on, and the record for :meth:`combine`."""
+        return x_BnH.unflatten(2, (num_experts, -1)), FeatureDispatchRecord([x_BnH.size(0)])
 
-    def combine(self, y_BnEc: Tensor) -> Tensor:
+    def combine(self, y_BnEc: Tensor, record: FeatureDispatchRecord) -> Tensor:
         """(B, n, E, H/E) back to (B, n, H)."""
         return y_BnEc.flatten(2)

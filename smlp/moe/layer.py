@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from smlp.context import ForwardContext
+from smlp.errors import NaNError
 from smlp.moe.dispatch import LocalDispatcher, LocalFeatureDispatcher
 from smlp.moe.experts import FeedForwardExperts, SpatialExperts
 from smlp.moe.plan import RoutingPlan
@@ -23,6 +24,14 @@ class TokenDispatcher(Protocol):
     def dispatch(self, x_NH: Tensor, plan: RoutingPlan): ...
 
     def combine(self, y_AH: Tensor, weight_A: Tensor | None, record) -> Tensor: ...
+
+
+class FeatureDispatcher(Protocol):
+    """See :mod:`smlp.moe.dispatch`."""
+
+    def dispatch(self, x_BnH: Tensor, num_experts: int): ...
+
+    def combine(self, y: Tensor, record) -> Tensor: ...
 
 
 class TokenMoE(nn.Module):
@@ -54,7 +63,7 @@ class TokenMoE(nn.Module):
         """The update (B, n, H) to add to x, and the router's auxiliary losses.
 
         Raises:
-            FloatingPointError: routing scores are NaN; the message names the layer.
+            NaNError: routing scores are NaN; the message names the layer.
         """
         x_NH = x_BnH.flatten(0, 1)
         if context.valid_Bn is None:
@@ -69,7 +78,9 @@ class TokenMoE(nn.Module):
         try:
             routing = self.router(x_NH, context.plans.get(self))
         except FloatingPointError as error:
-            raise FloatingPointError(f"{self.name}: {error}") from None
+            raise NaNError(
+                f"{self.name}: {error}; if this is training, it has diverged: lower --lr or set --clip-norm"
+            ) from None
         context.plans[self] = routing.plan
         inputs, record = self.dispatcher.dispatch(x_NH, routing.plan)
         outputs = self.experts(inputs, record.counts)
@@ -83,20 +94,29 @@ class FeatureMoE(nn.Module):
     features before they are cut, so that the result does not depend on where an expert lives.
 
     Args:
-        embed_dim: H, a multiple of the number of experts.
+        embed_dim: H, a multiple of E.
+        num_experts: E, over all ranks.
         experts: the spatial experts of this rank.
+        dispatcher: moves chunks; the local one by default.
     """
 
-    def __init__(self, embed_dim: int, experts: SpatialExperts) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_experts: int,
+        experts: SpatialExperts,
+        dispatcher: FeatureDispatcher | None = None,
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(embed_dim)
         self.spatial_norm = nn.LayerNorm(embed_dim)
         self.experts = experts
-        self.dispatcher = LocalFeatureDispatcher(len(experts.expert_ids))
+        self.num_experts = num_experts
+        self.dispatcher = dispatcher or LocalFeatureDispatcher()
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
         """The update (B, n, H) to add to x."""
         z_BnH = self.norm(x_BnH)
         seen_BmH, start = context.remember(self, self.spatial_norm(z_BnH), self.experts.max_tokens)
-        gate_BnEc = self.experts(self.dispatcher.dispatch(seen_BmH), start)
-        return z_BnH * self.dispatcher.combine(gate_BnEc)
+        chunks, record = self.dispatcher.dispatch(seen_BmH, self.num_experts)
+        return z_BnH * self.dispatcher.combine(self.experts(chunks, start), record)

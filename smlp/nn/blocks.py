@@ -45,6 +45,7 @@ class SparseMLPBlock(nn.Module):
         expert_ids = range(moe.num_experts)
         self.feature_moe = FeatureMoE(
             config.embed_dim,
+            moe.num_experts,
             SpatialExperts(config.max_tokens, expert_ids, weight_bound(config), moe.spatial_bias_init),
         )
         self.token_moe = TokenMoE(

@@ -68,7 +68,7 @@ class Decoder(nn.Module):
 
         Raises:
             UserError: the sequence, with what ``state`` has seen, is longer than ``max_tokens``.
-            FloatingPointError: routing scores are NaN; the message names the layer.
+            NaNError: routing scores are NaN; the message names the layer.
         """
         x_BnH, aux_losses = self.features(tokens_Bn, state, context)
         return DecoderOutput(self.project(x_BnH), aux_losses)

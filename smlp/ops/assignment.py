@@ -6,8 +6,8 @@ BASE (Lewis et al., 2021, section 3.1) maximises the total score under equal loa
 the expert that maximises ``score - p``: that is optimal among all assignments with the same loads. Prices from a few
 Sinkhorn iterations give loads that are nearly equal. The rest is repaired one token at a time along the best path in
 the graph of experts, which keeps the assignment optimal for its loads, so that the end is the optimum (of scores that
-differ from the given ones by at most ``TIE_NOISE`` of their spread, which is what breaks ties). The number of repairs
-is bounded; beyond it tokens take the best free place, so that time is bounded for any input.
+differ from the given ones by at most ``TIE_NOISE`` of their usual spread, which is what breaks ties). The number of
+repairs is bounded; beyond it tokens take the best free place, so that time is bounded for any input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: ties are broken by fixed noise of this share of the spread of the scores
+#: ties are broken by fixed noise of this share of the scores' spread (the median token's largest minus smallest)
 TIE_NOISE = 1e-3
 #: temperatures of the Sinkhorn iterations, as shares of the spread, and iterations at each
 TEMPERATURES = (0.2, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005)
@@ -69,15 +69,21 @@ def check_no_nan(scores: Tensor) -> None:
 
 
 def _normalised(scores: Tensor) -> Tensor | None:
-    """Scores mapped to [0, 1] in at least float32, or None where all are equal."""
+    """Scores in at least float32 on a scale at which a token's largest and smallest differ by about 1; None if none do.
+
+    A constant added to all scores of a token has no influence on the assignment; it is taken away, so that a large one
+    cannot hide what the experts are worth. The unit is the median token's spread, which single outliers do not move.
+    """
     values = scores.to(torch.promote_types(scores.dtype, torch.float32)) / 8  # room for sums below
     finite = values.isfinite()
     if not finite.all():
         low, high = values[finite].aminmax() if finite.any() else (values.new_zeros(()), values.new_zeros(()))
         beyond = torch.where(high > low, high - low, 1.0)
         values = values.clamp(low - beyond, high + beyond)
-    low, high = values.aminmax()
-    return (values - low) / (high - low) if high > low else None
+    values = values - values.amax(dim=1, keepdim=True)
+    spread_N = -values.amin(dim=1)
+    spreads = spread_N[spread_N > 0]
+    return values / spreads.median() if spreads.numel() else None
 
 
 def _sinkhorn_prices(values_NE: Tensor) -> Tensor:
