@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -224,6 +225,15 @@ def sample(run: Path, prompts: tuple[str, ...]) -> None:
         print()
 
 
+def announce(step: int, text: str) -> None:
+    """Says which step begins; what goes wrong until the next one is reported under its number."""
+    announce.step = step
+    print(f"[{step}/6] {text}", flush=True)
+
+
+announce.step = 0
+
+
 def positive(text: str) -> int:
     """An option's value, at least 1."""
     if int(text) < 1:
@@ -258,17 +268,18 @@ def main() -> None:
     start = time.perf_counter()
 
     named = options.text or ([str(text)] if options.splits else ["the English in this Python installation"])
-    print(f"[1/6] text: {', '.join(named)}")
+    announce(1, f"text: {', '.join(named)}")
     make_text(options, text)
-    print(f"[2/6] vocabulary ({options.vocab_size} pieces, from train only) and binary files")
+    announce(2, f"vocabulary ({options.vocab_size} pieces, from train only) and binary files")
     make_data(options, text, pieces, data)
     num_updates = choose_num_updates(options, data, options.out / "num_updates")
     for step, arch in enumerate(MODELS, start=3):
-        print(f"[{step}/6] train {arch}: {num_updates} updates of {TOKENS_PER_UPDATE} tokens, through fairseq-train")
+        announce(step, f"train {arch}: {num_updates} updates of {TOKENS_PER_UPDATE} tokens, through fairseq-train")
         train(options, arch, data, runs[arch], num_updates)
-    print("[5/6] evaluate with fairseq-eval-lm, beside n-gram models of the same tokens\n")
+    announce(5, "evaluate with fairseq-eval-lm, beside n-gram models of the same tokens\n")
     report(options, text, data, runs, num_updates)
-    print("\n[6/6] three continuations by smlp_tiny")
+    print()
+    announce(6, "three continuations by smlp_tiny")
     sample(runs["smlp_tiny"], tuple(options.prompt or PROMPTS))
     minutes = (time.perf_counter() - start) / 60
     best = os.path.relpath(runs["smlp_tiny"] / "checkpoint_best.pt")
@@ -314,3 +325,8 @@ if __name__ == "__main__":
         sys.exit(f"smlp: error: {error}")
     except KeyboardInterrupt:
         sys.exit("\nstopped; run the same command again to go on")
+    except Exception as error:  # a defect of ours or of a library: the log has all of it
+        log = ROOT / "runs" / "logs" / "quickstart.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(traceback.format_exc())
+        sys.exit(f"smlp: error: step {announce.step} failed, see {log} ({type(error).__name__}: {error})")

@@ -81,6 +81,10 @@ def test_quickstart_on_a_users_text_twice(tiny_text, tmp_path):
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
     assert "> the s1" in first.stdout and "smlp generate --path" in first.stdout
     assert second.returncode == 0 and second.stdout.count("skipped") == 4, (second.stdout, second.stderr[-3000:])
+    (tmp_path / "run" / "num_updates").write_text("many")
+    broken = subprocess.run(script, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
+    assert broken.returncode == 1 and re.search(r"error: step 2 failed, see \S+quickstart\.log", broken.stderr)
+    assert "Traceback" not in broken.stderr
     for old, new, word in (("80", "70", "another vocab_size"), ("8", "9", "another updates")):
         other = [new if part == old else part for part in script]
         refused = subprocess.run(other, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
