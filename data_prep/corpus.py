@@ -68,15 +68,16 @@ def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[st
     (out / MANIFEST).unlink(missing_ok=True)  # its presence says that the corpus is complete
     for name in SPLITS:
         text = "\n\n".join("\n".join(document.paragraphs) for document in splits[name]) + "\n"
-        _write_whole(out / f"{name}.txt", text)
+        write_whole(out / f"{name}.txt", text.encode())
     manifest = {**manifest, "splits": {name: split_counts(splits[name]) for name in SPLITS}}
-    _write_whole(out / MANIFEST, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+    write_whole(out / MANIFEST, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
     return manifest
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that is either there with all its content or not there."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8", newline="\n")
+    partial.write_bytes(content)
     os.replace(partial, path)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import sentencepiece
 
 from data_prep.command import run
-from data_prep.corpus import SPLITS
+from data_prep.corpus import SPLITS, write_whole
 from smlp.errors import UserError
 
 MODEL_NAME = "sentencepiece.model"
@@ -86,8 +85,8 @@ def tokenize(source: Path, out: Path, vocab_size: int = DEFAULT_VOCAB_SIZE) -> T
     for name in SPLITS:
         pieces = processor.encode(lines[name], out_type=str, num_threads=NUM_THREADS)
         num_pieces[name] = sum(map(len, pieces))
-        _write_whole(out / f"{name}.spm", "".join(" ".join(line) + "\n" for line in pieces).encode())
-    _write_whole(out / MODEL_NAME, model)  # last: its presence says that the splits are complete
+        write_whole(out / f"{name}.spm", "".join(" ".join(line) + "\n" for line in pieces).encode())
+    write_whole(out / MODEL_NAME, model)  # last: its presence says that the splits are complete
     return TokenizedCorpus(vocab_size, processor.get_piece_size(), num_pieces)
 
 
@@ -99,12 +98,6 @@ def _read_lines(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise UserError(f"split {path} is not UTF-8 at byte offset {error.start}") from error
     return text.removesuffix("\n").split("\n")
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from comparing import assert_same
 
 from smlp.ops import ACTIVATION_FUNCTIONS, causal_spatial_projection, expert_feed_forward
-
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def spatial_reference(x, weight, bias):
@@ -29,12 +28,7 @@ def test_spatial_projection(num_heads, num_tokens):
     weight = torch.randn(num_heads, 7, 7, generator=generator, dtype=torch.double, requires_grad=True)
     bias = torch.randn(num_heads, 7, generator=generator, dtype=torch.double, requires_grad=True)
     out, expected = causal_spatial_projection(x, weight, bias), spatial_reference(x, weight, bias)
-    torch.testing.assert_close(out, expected, **EXACT)
-    coefficients = torch.randn(out.shape, generator=generator, dtype=torch.double)
-    ours = torch.autograd.grad((out * coefficients).sum(), (x, weight, bias))
-    theirs = torch.autograd.grad((expected * coefficients).sum(), (x, weight, bias))
-    for got, want in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(got, want, **EXACT)
+    ours = assert_same(out, expected, (x, weight, bias), tolerance=1e-10)
     above = ours[1].triu(1)
     assert torch.equal(above, torch.zeros_like(above)), "weights above the diagonal must get no gradient"
 
@@ -82,12 +76,7 @@ def test_expert_feed_forward(counts, activation):
     x, *weights = inputs
     out = expert_feed_forward(x, counts, *weights, activation)
     expected = feed_forward_reference(x, counts, *weights, activation)
-    torch.testing.assert_close(out, expected, **EXACT)
-    coefficients = torch.randn(out.shape, generator=generator, dtype=torch.double)
-    ours = torch.autograd.grad((out * coefficients).sum(), inputs)
-    theirs = torch.autograd.grad((expected * coefficients).sum(), inputs)
-    for got, want in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(got, want, **EXACT)
+    assert_same(out, expected, inputs, tolerance=1e-10)
 
 
 def test_no_token_at_all_gives_zero_gradients_not_none():
