@@ -1,6 +1,7 @@
 """What travels beside the activations through one forward pass.
 
-Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``T`` the model's context, ``C`` features.
+Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``T`` the model's context, ``C`` features,
+``N`` routed items (tokens, or features of a sequence), ``E`` experts.
 """
 
 from __future__ import annotations
@@ -20,35 +21,55 @@ class DecodingState:
     def __init__(self) -> None:
         #: positions seen so far, the same for all sequences of the batch
         self.length = 0
-        self._buffers: dict[nn.Module, Tensor] = {}
+        self._buffers: dict[Any, Tensor] = {}
 
-    def append(self, module: nn.Module, x_BnC: Tensor, max_tokens: int) -> Tensor:
-        """Keeps (B, n, C) as the module's next positions; returns all of them so far, (B, m, C)."""
+    def append(self, key: Any, x_BnC: Tensor, max_tokens: int) -> Tensor:
+        """Keeps (B, n, C) as the key's next positions; returns all of them so far, (B, m, C)."""
         end = self.length + x_BnC.size(1)
-        buffer_BTC = self._buffers.get(module)
+        buffer_BTC = self._buffers.get(key)
         if buffer_BTC is None:
             buffer_BTC = x_BnC.new_empty(x_BnC.size(0), max_tokens, x_BnC.size(2))
-            self._buffers[module] = buffer_BTC
+            self._buffers[key] = buffer_BTC
         buffer_BTC[:, self.length : end] = x_BnC
         return buffer_BTC[:, :end]
 
+    def keep(self, key: Any, value_B: Tensor) -> None:
+        """Keeps one value for each sequence, (B, ...), such as a decision that later positions must follow."""
+        self._buffers[key] = value_B
+
+    def kept(self, key: Any) -> Tensor | None:
+        """What :meth:`keep` was given, or None."""
+        return self._buffers.get(key)
+
     def reorder(self, index_B: Tensor) -> None:
         """Keeps the sequences at ``index_B`` (any length, repeats allowed), in that order."""
-        for module, buffer in self._buffers.items():
-            self._buffers[module] = buffer.index_select(0, index_B)
+        for key, buffer in self._buffers.items():
+            self._buffers[key] = buffer.index_select(0, index_B)
 
     def clone(self) -> DecodingState:
         """An independent copy, to continue one prompt in several ways."""
         copy = DecodingState()
         copy.length = self.length
-        copy._buffers = {module: buffer.clone() for module, buffer in self._buffers.items()}
+        copy._buffers = {key: buffer.clone() for key, buffer in self._buffers.items()}
         return copy
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a layer's router did in one forward pass, for reports."""
+
+    #: a smlp.moe.plan.RoutingPlan
+    plan: Any
+    #: routing scores (N, E), detached, or None where no scores are computed
+    logits_NE: Tensor | None
 
 
 @dataclass
 class ForwardContext:
     """Padding, decoding state and routing decisions of one forward pass."""
 
+    #: the input ids, (B, n)
+    tokens_Bn: Tensor | None = None
     #: True at real tokens, (B, n), or None where there is no padding
     valid_Bn: Tensor | None = None
     #: None outside incremental decoding
@@ -56,9 +77,33 @@ class ForwardContext:
     #: routing decisions by layer; a layer finding its own here keeps to it, so that a block that is computed again
     #: in the backward pass (activation checkpointing) routes as the first time
     plans: dict[nn.Module, Any] = field(default_factory=dict)
+    #: whether routers shall leave their observations below
+    observe: bool = False
+    #: by layer (which has a ``name``), so that a block that is computed again does not count twice
+    observations: dict[nn.Module, Observation] = field(default_factory=dict)
 
-    def remember(self, module: nn.Module, x_BnC: Tensor, max_tokens: int) -> tuple[Tensor, int]:
+    @property
+    def num_seqs(self) -> int:
+        """B."""
+        return self.tokens_Bn.size(0)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """n."""
+        return self.tokens_Bn.size(1)
+
+    @property
+    def start(self) -> int:
+        """Position of the first new token."""
+        return 0 if self.state is None else self.state.length
+
+    def remember(self, key: Any, x_BnC: Tensor, max_tokens: int) -> tuple[Tensor, int]:
         """All positions so far of a token-mixing module's input, and where the new ones start."""
         if self.state is None:
             return x_BnC, 0
-        return self.state.append(module, x_BnC, max_tokens), self.state.length
+        return self.state.append(key, x_BnC, max_tokens), self.state.length
+
+    def observed(self, layer: nn.Module, observation: Observation) -> None:
+        """Leaves an observation if they are wanted."""
+        if self.observe:
+            self.observations[layer] = observation

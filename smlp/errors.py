@@ -1,5 +1,7 @@
 """Exceptions that reach a user as one line."""
 
+from __future__ import annotations
+
 
 class UserError(ValueError):
     """Bad input: the message is one sentence that names the field or file and the numbers.
@@ -10,3 +12,8 @@ class UserError(ValueError):
 
 class NaNError(UserError, FloatingPointError):
     """Not-a-number where none may be: training has diverged, or the weights are damaged."""
+
+    @classmethod
+    def in_layer(cls, name: str, error: Exception) -> NaNError:
+        """The error of a layer, with what to do about it."""
+        return cls(f"{name}: {error}; if this is training, it has diverged: lower --lr or set --clip-norm")

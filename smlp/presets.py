@@ -14,19 +14,65 @@ from typing import Any
 from smlp.config import SETTINGS, ModelConfig, unflatten
 from smlp.errors import UserError
 
-# Tiny models are for a laptop and for tests. The two have the same forward FLOPs per token within 1 %.
+# Tiny models are for a laptop and for tests. All of them have the same forward FLOPs per token within 1 %.
 _TINY = {"vocab_size": 8192, "max_tokens": 128, "embed_dim": 256}
 _LARGE = {"embed_dim": 2048, "ffn_dim": 8192}
+_TRANSFORMER = {
+    "dense_block": "transformer",
+    "sparse_block": "transformer",
+    "num_heads": 16,
+    "positions": "sinusoidal",
+}
+_TINY_TRANSFORMER = {**_TRANSFORMER, **_TINY, "ffn_dim": 1248, "num_heads": 4, "num_experts": 8}
+# GShard and Switch: every other layer is sparse. BASE and Hash: sparse layers spread over the depth, as in sMLP.
+_GSHARD = {**_TRANSFORMER, "router": "gshard", "sparse_placement": "alternate", "num_experts": 64}
+_SWITCH = {**_TRANSFORMER, "router": "switch", "sparse_placement": "alternate", "num_experts": 32}
+_BASE = {**_TRANSFORMER, "router": "base", "num_experts": 32}
+_HASH = {**_TRANSFORMER, "router": "hash", "num_experts": 32}
+_SMLP = {"num_dense_layers": 28, "num_sparse_layers": 12, "num_experts": 32}
+_SMLP_TINY = {**_TINY, "ffn_dim": 1024, "num_dense_layers": 6, "num_sparse_layers": 2, "num_experts": 8}
+
+
+def _layers(num_dense: int, num_sparse: int) -> dict[str, int]:
+    return {"num_dense_layers": num_dense, "num_sparse_layers": num_sparse}
+
 
 PRESETS: dict[str, dict[str, Any]] = {
     # sMLP with deterministic routing of features (section 3.2.1)
-    "smlp": {"num_dense_layers": 28, "num_sparse_layers": 12, "num_experts": 32},
-    "smlp_tiny": {**_TINY, "ffn_dim": 1024, "num_dense_layers": 6, "num_sparse_layers": 2, "num_experts": 8},
-    "smlp_large": {**_LARGE, "num_dense_layers": 22, "num_sparse_layers": 8, "num_experts": 32},
+    "smlp": _SMLP,
+    "smlp_tiny": _SMLP_TINY,
+    "smlp_large": {**_LARGE, **_layers(22, 8), "num_experts": 32},
+    # sMLP whose features are routed by the first 20 % of the tokens (section 3.2.2)
+    "smlp_partial": {**_SMLP, "feature_routing": "partial"},
+    "smlp_partial_tiny": {**_SMLP_TINY, "feature_routing": "partial"},
+    # the same routed by all tokens: it sees what it predicts (appendix B)
+    "smlp_leaky": {**_SMLP, "feature_routing": "leaky"},
+    "smlp_leaky_tiny": {**_SMLP_TINY, "feature_routing": "leaky"},
     # gMLP (gmlp.txt, section 2), the dense counterpart
-    "gmlp_lm": {"num_dense_layers": 41, "num_sparse_layers": 0},
-    "gmlp_lm_tiny": {**_TINY, "ffn_dim": 960, "num_dense_layers": 9, "num_sparse_layers": 0},
-    "gmlp_lm_large": {**_LARGE, "num_dense_layers": 32, "num_sparse_layers": 0},
+    "gmlp_lm": _layers(41, 0),
+    "gmlp_lm_tiny": {**_TINY, "ffn_dim": 960, **_layers(9, 0)},
+    "gmlp_lm_large": {**_LARGE, **_layers(32, 0)},
+    # gMLP layers as experts over tokens (appendix A)
+    "gmlp_moe": {"sparse_block": "gmlp_moe", **_layers(32, 12), "num_experts": 32},
+    "gmlp_moe_tiny": {**_TINY, "sparse_block": "gmlp_moe", "ffn_dim": 1112, **_layers(6, 2), "num_experts": 8},
+    # dense Transformer
+    "dense_lm": {**_TRANSFORMER, **_layers(24, 0)},
+    "dense_lm_tiny": {**_TINY_TRANSFORMER, **_layers(4, 0)},
+    "dense_lm_large": {**_TRANSFORMER, **_LARGE, **_layers(17, 0)},
+    # sparse Transformers
+    "gshard_lm": {**_GSHARD, **_layers(9, 9)},
+    "gshard_lm_tiny": {**_GSHARD, **_TINY_TRANSFORMER, "ffn_dim": 832, "num_experts": 16, **_layers(2, 2)},
+    "gshard_lm_large": {**_GSHARD, **_LARGE, **_layers(7, 7)},
+    "switch_lm": {**_SWITCH, **_layers(12, 12)},
+    "switch_lm_tiny": {**_SWITCH, **_TINY_TRANSFORMER, **_layers(2, 2)},
+    "switch_lm_large": {**_SWITCH, **_LARGE, **_layers(7, 7)},
+    "switch_lm_enlarged": {**_SWITCH, **_LARGE, **_layers(8, 8)},
+    "base_lm": {**_BASE, **_layers(11, 12)},
+    "base_lm_tiny": {**_BASE, **_TINY_TRANSFORMER, **_layers(2, 2)},
+    "base_lm_large": {**_BASE, **_LARGE, **_layers(8, 8)},
+    "hash_lm": {**_HASH, **_layers(11, 12)},
+    "hash_lm_tiny": {**_HASH, **_TINY_TRANSFORMER, **_layers(2, 2)},
+    "hash_lm_large": {**_HASH, **_LARGE, **_layers(8, 8)},
 }
 
 

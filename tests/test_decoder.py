@@ -13,7 +13,7 @@ VARIANTS = {
     "smlp": {"num_dense_layers": 2, "num_sparse_layers": 2, "num_experts": 4},
     "smlp, one expert": {"num_dense_layers": 1, "num_sparse_layers": 1, "num_experts": 1},
     "smlp, positions": {
-        "num_dense_layers": 1, "num_sparse_layers": 1, "num_experts": 4, "sinusoidal_positions": True,
+        "num_dense_layers": 1, "num_sparse_layers": 1, "num_experts": 4, "positions": "sinusoidal",
     },
     "gmlp": {"num_dense_layers": 3, "num_sparse_layers": 0},
     "gmlp, 3 heads": {"num_dense_layers": 2, "num_sparse_layers": 0, "num_heads": 3},

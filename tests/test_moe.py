@@ -10,7 +10,8 @@ import smlp.errors
 from smlp.context import ForwardContext
 from smlp.moe.dispatch import LocalDispatcher, LocalFeatureDispatcher
 from smlp.moe.experts import FeedForwardExperts, SpatialExperts
-from smlp.moe.layer import FeatureMoE, TokenMoE
+from smlp.moe.feature_layer import FeatureMoE
+from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import BalancedRouter, Routing
 
@@ -25,7 +26,7 @@ class RoundRobinRouter(nn.Module):
         super().__init__()
         self.num_experts = num_experts
 
-    def forward(self, x_NH, plan=None):
+    def forward(self, x_NH, token_ids_N, plan=None):
         plan = plan or RoutingPlan.from_experts(torch.arange(x_NH.size(0)) % self.num_experts, self.num_experts)
         return Routing(plan, torch.ones(plan.token_A.numel()))
 
@@ -33,7 +34,7 @@ class RoundRobinRouter(nn.Module):
 class FixedRouter(RoundRobinRouter):
     """All tokens to one expert."""
 
-    def forward(self, x_NH, plan=None):
+    def forward(self, x_NH, token_ids_N, plan=None):
         everyone = torch.full((x_NH.size(0),), self.num_experts - 1)
         plan = plan or RoutingPlan.from_experts(everyone, self.num_experts)
         return Routing(plan, torch.ones(plan.token_A.numel()))

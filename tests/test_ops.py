@@ -47,13 +47,13 @@ def test_spatial_projection_in_bfloat16():
     torch.testing.assert_close(low.float(), causal_spatial_projection(x, weight, bias), rtol=0.05, atol=0.1)
 
 
-def feed_forward_reference(x, counts, gain, offset, w1, b1, w2, b2, activation):
+def feed_forward_reference(x, counts, norm, w1, b1, w2, b2, activation):
     """One token at a time."""
     act = ACTIVATION_FUNCTIONS[activation]
     rows, row = [], 0
     for expert, count in enumerate(counts):
         for _ in range(count):
-            normed = F.layer_norm(x[row], x[row].shape, gain[expert], offset[expert])
+            normed = x[row] if norm is None else F.layer_norm(x[row], x[row].shape, norm[0][expert], norm[1][expert])
             rows.append(w2[expert] @ act(w1[expert] @ normed + b1[expert]) + b2[expert])
             row += 1
     return torch.stack(rows) if rows else x.new_zeros(0, w2.size(1))
@@ -61,7 +61,8 @@ def feed_forward_reference(x, counts, gain, offset, w1, b1, w2, b2, activation):
 
 @pytest.mark.parametrize("counts", [[3, 3, 3], [4, 0, 5], [0, 9, 0], [9], [1] * 9, [2, 2, 2, 3]])
 @pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
-def test_expert_feed_forward(counts, activation):
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_expert_feed_forward(counts, activation, with_norm):
     generator = torch.Generator().manual_seed(0)
     num_experts, width, hidden = len(counts), 4, 6
 
@@ -73,17 +74,18 @@ def test_expert_feed_forward(counts, activation):
         tensor(num_experts, hidden, width), tensor(num_experts, hidden),
         tensor(num_experts, width, hidden), tensor(num_experts, width),
     )  # fmt: skip
-    x, *weights = inputs
-    out = expert_feed_forward(x, counts, *weights, activation)
-    expected = feed_forward_reference(x, counts, *weights, activation)
-    assert_same(out, expected, inputs, tolerance=1e-10)
+    x, gain, offset, *weights = inputs
+    norm = (gain, offset) if with_norm else None
+    out = expert_feed_forward(x, counts, norm, *weights, activation)
+    expected = feed_forward_reference(x, counts, norm, *weights, activation)
+    assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=1e-10)
 
 
 def test_no_token_at_all_gives_zero_gradients_not_none():
     shapes = ((2, 4), (2, 4), (2, 6, 4), (2, 6), (2, 4, 6), (2, 4))
     weights = [torch.randn(*shape, requires_grad=True) for shape in shapes]
     x = torch.randn(0, 4, requires_grad=True)
-    out = expert_feed_forward(x, [0, 0], *weights)
+    out = expert_feed_forward(x, [0, 0], tuple(weights[:2]), *weights[2:])
     assert out.shape == (0, 4)
     for gradient in torch.autograd.grad(out.sum(), [x, *weights]):
         assert torch.equal(gradient, torch.zeros_like(gradient))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smlp.ops import causal_spatial_projection, expert_feed_forward
 
 
-def _init_each_expert(
+def init_each_expert(
     weight: nn.Parameter, expert_ids: Sequence[int], init: Callable[[Tensor, torch.Generator], None]
 ) -> None:
     """Calls ``init(row, generator)`` on the row of each expert; draws one number from the global generator."""
@@ -28,40 +28,57 @@ def _init_each_expert(
             init(weight[row], generator)
 
 
-def _uniform_(weight: Tensor, bound: float, generator: torch.Generator) -> None:
-    """Fills ``weight`` with U(-bound, bound), drawn on the CPU so that the values are the same on every device."""
-    weight.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
+def uniform_experts(expert_ids: Sequence[int], *shape: int, bound: float) -> nn.Parameter:
+    """Weights (e, ...) from U(-bound, bound), drawn on the CPU so that the values are the same on every device."""
+    weight = nn.Parameter(torch.empty(len(expert_ids), *shape))
+    init_each_expert(
+        weight,
+        expert_ids,
+        lambda row, generator: row.copy_(torch.empty(row.shape).uniform_(-bound, bound, generator=generator)),
+    )
+    return weight
+
+
+def xavier_bound(fan_in: int, fan_out: int) -> float:
+    """Xavier's uniform bound, for one expert at a time."""
+    return math.sqrt(6.0 / (fan_in + fan_out))
 
 
 class FeedForwardExperts(nn.Module):
-    """The tMoE's experts: ``w2 act(w1 LN(x) + b1) + b2`` with a layer norm of its own for each expert.
+    """Feed-forward experts: ``w2 act(w1 x + b1) + b2``.
 
-    ``w2`` and ``b2`` start at zero, so that the layer starts as the identity (BASE, and smlp.txt section 3.1).
+    Those of BASE and of sMLP's tMoE have a layer norm of their own each, and ``w2`` starts at zero, so that the layer
+    starts as the identity (Lewis et al., 2021; smlp.txt section 3.1). Those of the other routers start with Xavier's
+    values, as a dense feed-forward network does.
 
     Args:
         embed_dim, ffn_dim: H, F.
         expert_ids: global ids of the experts on this rank.
         activation: "gelu", "relu" or "swish".
+        as_in_base: with own norms and ``w2 = 0``.
     """
 
-    def __init__(self, embed_dim: int, ffn_dim: int, expert_ids: Sequence[int], activation: str) -> None:
+    def __init__(
+        self, embed_dim: int, ffn_dim: int, expert_ids: Sequence[int], activation: str, as_in_base: bool = True
+    ) -> None:
         super().__init__()
-        num_local = len(expert_ids)
+        num_local, bound = len(expert_ids), xavier_bound(embed_dim, ffn_dim)
         self.expert_ids = tuple(expert_ids)
         self.activation = activation
-        self.norm_weight = nn.Parameter(torch.ones(num_local, embed_dim))
-        self.norm_bias = nn.Parameter(torch.zeros(num_local, embed_dim))
-        self.w1 = nn.Parameter(torch.empty(num_local, ffn_dim, embed_dim))
+        self.norm_weight = nn.Parameter(torch.ones(num_local, embed_dim)) if as_in_base else None
+        self.norm_bias = nn.Parameter(torch.zeros(num_local, embed_dim)) if as_in_base else None
+        self.w1 = uniform_experts(expert_ids, ffn_dim, embed_dim, bound=bound)
         self.b1 = nn.Parameter(torch.zeros(num_local, ffn_dim))
-        self.w2 = nn.Parameter(torch.zeros(num_local, embed_dim, ffn_dim))
+        if as_in_base:
+            self.w2 = nn.Parameter(torch.zeros(num_local, embed_dim, ffn_dim))
+        else:
+            self.w2 = uniform_experts(expert_ids, embed_dim, ffn_dim, bound=bound)
         self.b2 = nn.Parameter(torch.zeros(num_local, embed_dim))
-        bound = math.sqrt(6.0 / (embed_dim + ffn_dim))  # Xavier, one expert at a time
-        _init_each_expert(self.w1, expert_ids, lambda w1, generator: _uniform_(w1, bound, generator))
 
     def forward(self, x_AH: Tensor, counts: Sequence[int]) -> Tensor:
         """(A, H), sorted by expert with ``counts`` tokens each, to (A, H)."""
-        weights = (self.norm_weight, self.norm_bias, self.w1, self.b1, self.w2, self.b2)
-        return expert_feed_forward(x_AH, counts, *weights, self.activation)
+        norm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias)
+        return expert_feed_forward(x_AH, counts, norm, self.w1, self.b1, self.w2, self.b2, self.activation)
 
 
 class SpatialExperts(nn.Module):
@@ -78,9 +95,8 @@ class SpatialExperts(nn.Module):
         super().__init__()
         self.expert_ids = tuple(expert_ids)
         self.max_tokens = max_tokens
-        self.weight = nn.Parameter(torch.empty(len(expert_ids), max_tokens, max_tokens))
+        self.weight = uniform_experts(expert_ids, max_tokens, max_tokens, bound=weight_bound)
         self.bias = nn.Parameter(torch.full((len(expert_ids), max_tokens), float(bias_init)))
-        _init_each_expert(self.weight, expert_ids, lambda weight, generator: _uniform_(weight, weight_bound, generator))
 
     def forward(self, x_Bnec: Tensor, start: int = 0) -> Tensor:
         """(B, n, e, c) to (B, n - start, e, c): chunk i through expert i, at positions start .. n-1."""

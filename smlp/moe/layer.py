@@ -1,6 +1,6 @@
-"""Sparse layers: chains of router, dispatcher, experts and dispatcher again.
+"""tMoE: a chain of router, dispatcher, experts and dispatcher again.
 
-Letters: ``B`` sequences, ``n`` tokens (n <= T), ``H`` features, ``E`` experts, ``N`` routed tokens.
+Letters: ``B`` sequences, ``n`` tokens (n <= T), ``H`` features, ``N`` routed tokens, ``A`` assignments.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from smlp.context import ForwardContext
+from smlp.context import ForwardContext, Observation
 from smlp.errors import NaNError
-from smlp.moe.dispatch import LocalDispatcher, LocalFeatureDispatcher
-from smlp.moe.experts import FeedForwardExperts, SpatialExperts
+from smlp.moe.dispatch import LocalDispatcher
+from smlp.moe.experts import FeedForwardExperts
+from smlp.moe.gated_experts import GatedMLPExperts
 from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import Router
 
@@ -26,30 +27,22 @@ class TokenDispatcher(Protocol):
     def combine(self, y_AH: Tensor, weight_A: Tensor | None, record) -> Tensor: ...
 
 
-class FeatureDispatcher(Protocol):
-    """See :mod:`smlp.moe.dispatch`."""
-
-    def dispatch(self, x_BnH: Tensor, num_experts: int): ...
-
-    def combine(self, y: Tensor, record) -> Tensor: ...
-
-
 class TokenMoE(nn.Module):
-    """tMoE: feed-forward experts over tokens.
+    """Experts over tokens.
 
-    Padding is never routed and never counted: it gets a zero update.
+    Padding is never routed and never counted: it gets a zero update, and so does a token without an expert.
 
     Args:
         router: decides; see :mod:`smlp.moe.routers`.
-        experts: the feed-forward experts of this rank.
-        name: of the layer, for error messages.
+        experts: those of this rank.
+        name: of the layer, for error messages and reports.
         dispatcher: moves tokens; the local one by default.
     """
 
     def __init__(
         self,
         router: Router,
-        experts: FeedForwardExperts,
+        experts: FeedForwardExperts | GatedMLPExperts,
         name: str,
         dispatcher: TokenDispatcher | None = None,
     ) -> None:
@@ -66,57 +59,37 @@ class TokenMoE(nn.Module):
             NaNError: routing scores are NaN; the message names the layer.
         """
         x_NH = x_BnH.flatten(0, 1)
+        token_ids_N = None if context.tokens_Bn is None else context.tokens_Bn.flatten()
         if context.valid_Bn is None:
-            update_NH, aux_losses = self._route(x_NH, context)
+            update_NH, aux_losses = self._route(x_NH, token_ids_N, None, context)
         else:
-            rows = context.valid_Bn.flatten().nonzero().squeeze(1)
-            routed, aux_losses = self._route(x_NH.index_select(0, rows), context)
-            update_NH = torch.zeros_like(x_NH).index_copy(0, rows, routed.to(x_NH.dtype))
+            rows_N = context.valid_Bn.flatten().nonzero().squeeze(1)
+            token_ids_N = None if token_ids_N is None else token_ids_N.index_select(0, rows_N)
+            routed, aux_losses = self._route(x_NH.index_select(0, rows_N), token_ids_N, rows_N, context)
+            update_NH = torch.zeros_like(x_NH).index_copy(0, rows_N, routed.to(x_NH.dtype))
         return update_NH.view(x_BnH.shape), aux_losses
 
-    def _route(self, x_NH: Tensor, context: ForwardContext) -> tuple[Tensor, dict[str, Tensor]]:
+    def _route(
+        self, x_NH: Tensor, token_ids_N: Tensor | None, rows_N: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         try:
-            routing = self.router(x_NH, context.plans.get(self))
+            routing = self.router(x_NH, token_ids_N, context.plans.get(self))
         except FloatingPointError as error:
-            raise NaNError(
-                f"{self.name}: {error}; if this is training, it has diverged: lower --lr or set --clip-norm"
-            ) from None
+            raise NaNError.in_layer(self.name, error) from None
         context.plans[self] = routing.plan
+        context.observed(self, Observation(routing.plan, routing.logits_NE))
         inputs, record = self.dispatcher.dispatch(x_NH, routing.plan)
-        outputs = self.experts(inputs, record.counts)
+        if isinstance(self.experts, GatedMLPExperts):
+            if rows_N is None:
+                rows_N = torch.arange(x_NH.size(0), device=x_NH.device)
+            places, _ = self.dispatcher.dispatch(_places(rows_N, context), routing.plan)
+            outputs = self.experts(inputs, record.counts, places, context)
+        else:
+            outputs = self.experts(inputs, record.counts)
         return self.dispatcher.combine(outputs, routing.weight_A, record), routing.aux_losses
 
 
-class FeatureMoE(nn.Module):
-    """sMoE with deterministic routing: expert i gates the i-th chunk of the features (smlp.txt, section 3.2.1).
-
-    ``z = LN(x)``; chunk i of the update is ``z_i * (tril(W_i) @ norm(z)_i + b_i)``. ``norm`` is taken over all
-    features before they are cut, so that the result does not depend on where an expert lives.
-
-    Args:
-        embed_dim: H, a multiple of E.
-        num_experts: E, over all ranks.
-        experts: the spatial experts of this rank.
-        dispatcher: moves chunks; the local one by default.
-    """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_experts: int,
-        experts: SpatialExperts,
-        dispatcher: FeatureDispatcher | None = None,
-    ) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(embed_dim)
-        self.spatial_norm = nn.LayerNorm(embed_dim)
-        self.experts = experts
-        self.num_experts = num_experts
-        self.dispatcher = dispatcher or LocalFeatureDispatcher()
-
-    def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
-        """The update (B, n, H) to add to x."""
-        z_BnH = self.norm(x_BnH)
-        seen_BmH, start = context.remember(self, self.spatial_norm(z_BnH), self.experts.max_tokens)
-        chunks, record = self.dispatcher.dispatch(seen_BmH, self.num_experts)
-        return z_BnH * self.dispatcher.combine(self.experts(chunks, start), record)
+def _places(rows_N: Tensor, context: ForwardContext) -> Tensor:
+    """Sequence and absolute position of rows of the flattened (B, n) batch, (N, 2)."""
+    sequence_N = rows_N.div(context.num_new_tokens, rounding_mode="floor")
+    return torch.stack([sequence_N, rows_N % context.num_new_tokens + context.start], dim=1)

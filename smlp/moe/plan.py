@@ -1,11 +1,12 @@
 """What a router decides: which tokens go to which experts, as indices.
 
-Letters: ``N`` tokens, ``E`` experts, ``A`` assignments (N for top-1 routing without drops).
+Letters: ``N`` tokens, ``E`` experts, ``K`` choices of each token, ``A`` assignments (N for top-1 routing without drops).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ class RoutingPlan:
     counts_E: Tensor
     #: N
     num_tokens: int
+    #: experts that each token chose, best first, before any was dropped, (N, K); None where nothing is dropped
+    choice_NK: Tensor | None = None
+    #: which of its token's choices each assignment is, (A,); None where every token has one
+    rank_A: Tensor | None = None
+    #: choices without an assignment, by cause
+    dropped: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_experts(self) -> int:
@@ -35,3 +42,64 @@ class RoutingPlan:
         token_A = expert_N.argsort(stable=True)
         counts_E = torch.bincount(expert_N, minlength=num_experts)
         return cls(token_A, expert_N[token_A], counts_E, expert_N.numel())
+
+    @classmethod
+    def from_choices(
+        cls,
+        choice_NK: Tensor,
+        num_experts: int,
+        capacity: int | None = None,
+        priority_N: Tensor | None = None,
+        wanted_NK: Tensor | None = None,
+    ) -> RoutingPlan:
+        """The plan in which tokens go to the experts that they chose, as far as there are places.
+
+        All first choices take places before any second one. Among equals, earlier tokens come first, or those with
+        the higher ``priority_N``.
+
+        Args:
+            choice_NK: (N, K), best first, no expert twice for a token.
+            num_experts: E.
+            capacity: places at each expert; None for any number.
+            priority_N: (N,).
+            wanted_NK: False at choices that are given up beforehand and take no place, (N, K); None for none.
+        """
+        num_tokens, num_choices = choice_NK.shape
+        order_N = torch.arange(num_tokens, device=choice_NK.device)
+        if priority_N is not None:
+            order_N = priority_N.argsort(descending=True, stable=True)
+        # one queue: first choices of all tokens, then second choices
+        token_Q = order_N.repeat(num_choices)
+        rank_Q = torch.arange(num_choices, device=choice_NK.device).repeat_interleave(num_tokens)
+        if wanted_NK is not None:
+            kept_Q = wanted_NK[token_Q, rank_Q]
+            token_Q, rank_Q = token_Q[kept_Q], rank_Q[kept_Q]
+        num_wanted = token_Q.numel()
+        if capacity is not None:
+            kept_Q = slots(choice_NK[token_Q, rank_Q], num_experts) < capacity
+            token_Q, rank_Q = token_Q[kept_Q], rank_Q[kept_Q]
+        expert_Q = choice_NK[token_Q, rank_Q]
+        order_A = (expert_Q * num_tokens + token_Q).argsort()
+        token_A, expert_A = token_Q[order_A], expert_Q[order_A]
+        dropped = {"capacity": num_wanted - token_A.numel()}
+        if wanted_NK is not None:
+            dropped["second_expert"] = num_tokens * num_choices - num_wanted
+        counts_E = torch.bincount(expert_A, minlength=num_experts)
+        return cls(token_A, expert_A, counts_E, num_tokens, choice_NK, rank_Q[order_A], dropped)
+
+
+def slots(expert_Q: Tensor, num_experts: int) -> Tensor:
+    """The place of each item in the queue of its expert: how many before it go to the same expert, (Q,) to (Q,)."""
+    order_Q = expert_Q.argsort(stable=True)
+    counts_E = torch.bincount(expert_Q, minlength=num_experts)
+    first_E = counts_E.cumsum(0) - counts_E
+    place_Q = torch.empty_like(order_Q)
+    place_Q[order_Q] = torch.arange(expert_Q.numel(), device=expert_Q.device) - first_E[expert_Q[order_Q]]
+    return place_Q
+
+
+def expert_capacity(factor: float, num_choices: int, num_tokens: int, num_experts: int) -> int | None:
+    """Places at each expert: ``ceil(factor * K * N / E)``, at least 1; None (no limit) for a factor of 0."""
+    if factor == 0:
+        return None
+    return max(1, math.ceil(round(factor * num_choices * num_tokens / num_experts, 6)))

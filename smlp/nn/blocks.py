@@ -1,4 +1,4 @@
-"""Residual blocks: the dense one of gMLP and the sparse one of sMLP.
+"""Residual blocks, dense and sparse; every architecture is a stack of them.
 
 Letters: ``B`` sequences, ``n`` tokens, ``H`` embedding width, ``F`` feed-forward width. Every block maps
 ``(x_BnH, context)`` to the new ``x_BnH`` and its auxiliary losses.
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from smlp.config import ModelConfig
 from smlp.context import ForwardContext
-from smlp.moe.experts import FeedForwardExperts, SpatialExperts
-from smlp.moe.layer import FeatureMoE, TokenMoE
-from smlp.moe.routers import BalancedRouter
+from smlp.moe.layer import TokenMoE
+from smlp.nn.attention import CausalSelfAttention
+from smlp.nn.feed_forward import FeedForward
+from smlp.nn.linear import xavier_linear
+from smlp.nn.sparse_layers import feature_moe, feed_forward_moe, gated_mlp_moe, weight_bound
 from smlp.nn.spatial_gating import SpatialGatingUnit
 from smlp.ops import ACTIVATION_FUNCTIONS
 
@@ -25,10 +27,10 @@ class GatedMLPBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.embed_dim)
-        self.proj_in = _xavier_linear(config.embed_dim, config.ffn_dim)
+        self.proj_in = xavier_linear(config.embed_dim, config.ffn_dim)
         self.activation = ACTIVATION_FUNCTIONS[config.activation]
         self.gating = SpatialGatingUnit(config.ffn_dim, config.max_tokens, config.num_heads, weight_bound(config))
-        self.proj_out = _xavier_linear(config.ffn_dim // 2, config.embed_dim)
+        self.proj_out = xavier_linear(config.ffn_dim // 2, config.embed_dim)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
@@ -36,38 +38,86 @@ class GatedMLPBlock(nn.Module):
         return x_BnH + self.dropout(self.proj_out(self.gating(hidden_BnF, context))), {}
 
 
-class SparseMLPBlock(nn.Module):
-    """sMoE over feature chunks, then tMoE over tokens, each with a residual connection (smlp.txt, section 3.1)."""
+class AttentionSublayer(nn.Module):
+    """``x + attention(LN(x))``."""
 
-    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        moe = config.moe
-        expert_ids = range(moe.num_experts)
-        self.feature_moe = FeatureMoE(
-            config.embed_dim,
-            moe.num_experts,
-            SpatialExperts(config.max_tokens, expert_ids, weight_bound(config), moe.spatial_bias_init),
-        )
-        self.token_moe = TokenMoE(
-            BalancedRouter(config.embed_dim, moe.num_experts, moe.centroid_init_gain),
-            FeedForwardExperts(config.embed_dim, config.ffn_dim, expert_ids, config.activation),
-            name=f"layer {layer_index} (tMoE)",
-        )
+        self.norm = nn.LayerNorm(config.embed_dim)
+        self.attention = CausalSelfAttention(config.embed_dim, config.num_heads, config.max_tokens)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
+        return x_BnH + self.dropout(self.attention(self.norm(x_BnH), context))
+
+
+class TransformerBlock(nn.Module):
+    """Self-attention, then ``x + FFN(LN(x))``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.mixing = AttentionSublayer(config)
+        self.norm = nn.LayerNorm(config.embed_dim)
+        self.feed_forward = FeedForward(config.embed_dim, config.ffn_dim, config.activation)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
-        x_BnH = x_BnH + self.dropout(self.feature_moe(x_BnH, context))
-        update_BnH, aux_losses = self.token_moe(x_BnH, context)
+        x_BnH = self.mixing(x_BnH, context)
+        return x_BnH + self.dropout(self.feed_forward(self.norm(x_BnH))), {}
+
+
+class FeatureSublayer(nn.Module):
+    """``x + sMoE(x)`` (smlp.txt, section 3.2)."""
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        self.feature_moe = feature_moe(config, layer_index)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
+        return x_BnH + self.dropout(self.feature_moe(x_BnH, context))
+
+
+class SparseBlock(nn.Module):
+    """``x + tMoE(x)``, after what mixes the tokens: self-attention, the sMoE, or nothing.
+
+    BASE, and experts that are gMLP layers, route x itself and have a norm of their own in each expert; the others
+    route and transform ``LN(x)``.
+
+    Args:
+        mixing: the sublayer before, if there is one.
+        token_moe: the sparse layer.
+        norm: the layer norm before it, or the identity.
+        dropout: after it.
+    """
+
+    def __init__(self, mixing: nn.Module | None, token_moe: TokenMoE, norm: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.mixing = mixing
+        self.norm = norm
+        self.token_moe = token_moe
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
+        if self.mixing is not None:
+            x_BnH = self.mixing(x_BnH, context)
+        update_BnH, aux_losses = self.token_moe(self.norm(x_BnH), context)
         return x_BnH + self.dropout(update_BnH), aux_losses
 
 
-def weight_bound(config: ModelConfig) -> float:
-    """Spatial weights start as U(-bound, bound)."""
-    return config.spatial_init_scale / config.max_tokens
+def sparse_block(config: ModelConfig, layer_index: int) -> SparseBlock:
+    """The block at ``layer_index`` of the stack: sMLP's (smlp.txt, section 3.1), a sparse Transformer's, gMLP-MoE's."""
+    if config.sparse_block == "gmlp_moe":
+        return SparseBlock(None, gated_mlp_moe(config, layer_index), nn.Identity(), config.dropout)
+    mixing = FeatureSublayer(config, layer_index) if config.sparse_block == "smlp" else AttentionSublayer(config)
+    norm = nn.Identity() if config.moe.router == "base" else nn.LayerNorm(config.embed_dim)
+    return SparseBlock(mixing, feed_forward_moe(config, layer_index), norm, config.dropout)
 
 
-def _xavier_linear(in_features: int, out_features: int) -> nn.Linear:
-    linear = nn.Linear(in_features, out_features)
-    nn.init.xavier_uniform_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    return linear
+def build_blocks(config: ModelConfig) -> nn.ModuleList:
+    """The stack that a configuration describes."""
+    sparse = set(config.sparse_layer_indices())
+    dense_block = {"gmlp": GatedMLPBlock, "transformer": TransformerBlock}[config.dense_block]
+    return nn.ModuleList(
+        sparse_block(config, index) if index in sparse else dense_block(config) for index in range(config.num_layers)
+    )

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from smlp.config import ModelConfig
 from smlp.context import DecodingState, ForwardContext
 from smlp.errors import UserError
-from smlp.nn.blocks import AuxLosses, GatedMLPBlock, SparseMLPBlock
+from smlp.nn.blocks import AuxLosses, build_blocks
 from smlp.presets import preset
 
 
@@ -42,15 +42,15 @@ class Decoder(nn.Module):
         if not self.embedding.weight.is_meta:
             nn.init.normal_(self.embedding.weight, std=std)
             nn.init.zeros_(self.embedding.weight[config.padding_idx])
-        if config.sinusoidal_positions:
+        if config.positions == "sinusoidal":
             positions = sinusoidal_positions(config.max_tokens, config.embed_dim)
             self.register_buffer("positions", positions, persistent=False)
+        elif config.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(config.max_tokens, config.embed_dim))
+            if not self.positions.is_meta:
+                nn.init.normal_(self.positions, std=config.embed_dim**-0.5)
         self.dropout = nn.Dropout(config.dropout)
-        sparse = set(config.sparse_layer_indices())
-        self.blocks = nn.ModuleList(
-            SparseMLPBlock(config, index) if index in sparse else GatedMLPBlock(config)
-            for index in range(config.num_layers)
-        )
+        self.blocks = build_blocks(config)
         self.norm = nn.LayerNorm(config.embed_dim)
 
     def forward(
@@ -67,7 +67,8 @@ class Decoder(nn.Module):
             context: to read or to fix routing decisions; made anew by default.
 
         Raises:
-            UserError: the sequence, with what ``state`` has seen, is longer than ``max_tokens``.
+            UserError: the sequence, with what ``state`` has seen, is longer than ``max_tokens``; or, in training, no
+                longer than ``prefix_tokens``.
             NaNError: routing scores are NaN; the message names the layer.
         """
         x_BnH, aux_losses = self.features(tokens_Bn, state, context)
@@ -88,11 +89,17 @@ class Decoder(nn.Module):
             )
         context = context or ForwardContext()
         context.state = state
+        context.tokens_Bn = tokens_Bn
+        if self.training and tokens_Bn.size(1) <= self.config.prefix_tokens:
+            raise UserError(
+                f"a sequence of {tokens_Bn.size(1)} tokens has none to learn from: the first {self.config.prefix_tokens} "
+                "only choose experts (prefix_fraction of max_tokens)"
+            )
         if not tokens_Bn.is_meta:
             valid_Bn = tokens_Bn != self.config.padding_idx
             context.valid_Bn = None if valid_Bn.all() else valid_Bn
         x_BnH = self.embedding(tokens_Bn)
-        if self.config.sinusoidal_positions:
+        if self.config.positions != "none":
             x_BnH = x_BnH * math.sqrt(self.config.embed_dim) + self.positions[start:end].to(x_BnH.dtype)
         x_BnH = self.dropout(x_BnH)
         total: AuxLosses = {}

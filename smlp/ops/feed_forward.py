@@ -17,20 +17,19 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "
 def expert_feed_forward(
     x_AH: Tensor,
     counts: Sequence[int],
-    gain_eH: Tensor,
-    offset_eH: Tensor,
+    norm: tuple[Tensor, Tensor] | None,
     w1_eFH: Tensor,
     b1_eF: Tensor,
     w2_eHF: Tensor,
     b2_eH: Tensor,
     activation: str = "gelu",
 ) -> Tensor:
-    """``w2 @ act(w1 @ LN(x) + b1) + b2`` with each token's own expert.
+    """``w2 @ act(w1 @ LN(x) + b1) + b2`` with each token's own expert, the norm included.
 
     Args:
         x_AH: tokens sorted by expert, (A, H).
         counts: tokens of each expert, in order; their sum is A and zeros are allowed.
-        gain_eH, offset_eH: weight and bias of each expert's layer norm, (e, H).
+        norm: weight and bias of each expert's layer norm, each (e, H); None leaves out the norm.
         w1_eFH, b1_eF, w2_eHF, b2_eH: stacked weights, (e, F, H), (e, F), (e, H, F), (e, H).
         activation: a key of ``ACTIVATION_FUNCTIONS``.
 
@@ -40,15 +39,18 @@ def expert_feed_forward(
     act = ACTIVATION_FUNCTIONS[activation]
     num_experts = len(counts)
     if counts and all(count == counts[0] for count in counts):
-        normed_enH = F.layer_norm(x_AH, x_AH.shape[1:]).view(num_experts, counts[0], x_AH.size(1))
-        x_enH = torch.addcmul(offset_eH.unsqueeze(1), normed_enH, gain_eH.unsqueeze(1))
+        x_enH = x_AH.reshape(num_experts, counts[0], x_AH.size(1))
+        if norm is not None:
+            gain_eH, offset_eH = norm
+            x_enH = torch.addcmul(offset_eH.unsqueeze(1), F.layer_norm(x_enH, x_AH.shape[1:]), gain_eH.unsqueeze(1))
         hidden = act(torch.baddbmm(b1_eF.unsqueeze(1), x_enH, w1_eFH.transpose(1, 2)))
         return torch.baddbmm(b2_eH.unsqueeze(1), hidden, w2_eHF.transpose(1, 2)).reshape(x_AH.shape)
     # Unbound weights give one stacked gradient in the backward pass instead of one full-size gradient per expert.
-    stacked = (gain_eH, offset_eH, w1_eFH, b1_eF, w2_eHF, b2_eH)
-    weights = zip(*(weight.unbind() for weight in stacked), strict=True)
-    outputs = [
-        F.linear(act(F.linear(F.layer_norm(x, x.shape[1:], gain, offset), w1, b1)), w2, b2)
-        for x, (gain, offset, w1, b1, w2, b2) in zip(x_AH.split(list(counts)), weights, strict=True)
-    ]
+    weights = zip(*(weight.unbind() for weight in (w1_eFH, b1_eF, w2_eHF, b2_eH)), strict=True)
+    norms = zip(*(weight.unbind() for weight in norm), strict=True) if norm is not None else [None] * num_experts
+    outputs = []
+    for x, own_norm, (w1, b1, w2, b2) in zip(x_AH.split(list(counts)), norms, weights, strict=True):
+        if own_norm is not None:
+            x = F.layer_norm(x, x.shape[1:], *own_norm)
+        outputs.append(F.linear(act(F.linear(x, w1, b1)), w2, b2))
     return torch.cat(outputs)

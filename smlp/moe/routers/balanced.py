@@ -9,14 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from smlp.moe.plan import RoutingPlan
-from smlp.moe.routers.routing import Routing
+from smlp.moe.routers.routing import Routing, gate_logits
 from smlp.ops import balanced_assignment
 from smlp.ops.assignment import check_no_nan
 
 
-def balanced_plan(logits_NE: Tensor) -> RoutingPlan:
-    """Equal loads, for a nearly maximal sum of logits; looks at all tokens at once, so it is for training only."""
-    return RoutingPlan.from_experts(balanced_assignment(logits_NE), logits_NE.size(1))
+def balanced_plan(logits_NE: Tensor, order_N: Tensor | None = None) -> RoutingPlan:
+    """Equal loads, for a nearly maximal sum of logits; looks at all tokens at once, so it is for training only.
+
+    Args:
+        logits_NE: (N, E).
+        order_N: a permutation in which the tokens are handed to the assignment; it decides between equals only.
+    """
+    if order_N is None:
+        expert_N = balanced_assignment(logits_NE)
+    else:
+        expert_N = torch.empty_like(order_N)
+        expert_N[order_N] = balanced_assignment(logits_NE[order_N])
+    return RoutingPlan.from_experts(expert_N, logits_NE.size(1))
 
 
 def greedy_plan(logits_NE: Tensor) -> RoutingPlan:
@@ -32,19 +42,27 @@ class BalancedRouter(nn.Module):
         embed_dim: H.
         num_experts: E, over all ranks; every rank holds all centroids.
         init_gain: gain of the centroids' orthogonal initialisation.
+        shuffle: in training, assign the tokens in random order.
     """
 
-    def __init__(self, embed_dim: int, num_experts: int, init_gain: float) -> None:
+    def __init__(self, embed_dim: int, num_experts: int, init_gain: float, shuffle: bool = False) -> None:
         super().__init__()
+        self.shuffle = shuffle
         self.centroids = nn.Parameter(torch.empty(num_experts, embed_dim))
         if not self.centroids.is_meta:
             nn.init.orthogonal_(self.centroids, gain=init_gain)
 
-    def forward(self, x_NH: Tensor, plan: RoutingPlan | None = None) -> Routing:
+    def forward(self, x_NH: Tensor, token_ids_N: Tensor | None, plan: RoutingPlan | None = None) -> Routing:
         """Routes tokens (N, H); with ``plan`` given, only the weights are computed, for that plan."""
-        dtype = torch.promote_types(x_NH.dtype, torch.float32)
-        logits_NE = x_NH.to(dtype) @ self.centroids.to(dtype).t()
+        logits_NE = gate_logits(x_NH, self.centroids)
+        order_N = None
+        if self.shuffle and self.training:
+            order_N = torch.randperm(x_NH.size(0), device=x_NH.device)
         if plan is None:
             with torch.no_grad():
-                plan = balanced_plan(logits_NE) if self.training else greedy_plan(logits_NE)
-        return Routing(plan, logits_NE[plan.token_A, plan.expert_A].sigmoid())
+                plan = balanced_plan(logits_NE, order_N) if self.training else greedy_plan(logits_NE)
+        return Routing(plan, logits_NE[plan.token_A, plan.expert_A].sigmoid(), logits_NE=logits_NE.detach())
+
+    def looks_ahead(self) -> bool:
+        """In training: the assignment weighs all tokens of the batch."""
+        return self.training

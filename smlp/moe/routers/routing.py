@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from smlp.moe.plan import RoutingPlan
@@ -18,14 +19,30 @@ class Routing:
     """A plan with the weights, differentiable, of its assignments."""
 
     plan: RoutingPlan
-    #: weight of each assignment, (A,), float32
-    weight_A: Tensor
-    #: scalar losses to add to the training loss, by name
+    #: weight of each assignment, (A,), float32; None for ones
+    weight_A: Tensor | None
+    #: scalar losses to add to the training loss, by name, already weighted
     aux_losses: dict[str, Tensor] = field(default_factory=dict)
+    #: scores that the plan follows from, (N, E), detached; None where there are none
+    logits_NE: Tensor | None = None
 
 
 class Router(Protocol):
     """Chooses experts for tokens."""
 
-    def __call__(self, x_NH: Tensor, plan: RoutingPlan | None = None) -> Routing:
-        """Routes tokens (N, H); with ``plan`` given, only the weights are computed, for that plan."""
+    def __call__(self, x_NH: Tensor, token_ids_N: Tensor | None, plan: RoutingPlan | None = None) -> Routing:
+        """Routes tokens (N, H) with ids (N,).
+
+        With ``plan`` given, only weights and losses are computed, for that plan; random numbers are drawn all the
+        same, so that what comes after a block draws the same ones when the block is computed again.
+        """
+
+    def looks_ahead(self) -> bool:
+        """Whether, in its present mode, where a token goes depends on other tokens of the batch, later ones too."""
+
+
+def gate_logits(x_NH: Tensor, weight_EH: Tensor) -> Tensor:
+    """Scores ``x @ weight.T``, (N, E), in float32 at least, also under autocast."""
+    dtype = torch.promote_types(x_NH.dtype, torch.float32)
+    with torch.autocast(x_NH.device.type, enabled=False):
+        return x_NH.to(dtype) @ weight_EH.to(dtype).t()

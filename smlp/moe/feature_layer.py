@@ -1,0 +1,149 @@
+"""sMoE: experts that mix positions, each for its share of the features.
+
+Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``H`` features, ``E`` experts, ``P`` prefix.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smlp.context import ForwardContext, Observation
+from smlp.errors import NaNError, UserError
+from smlp.moe.dispatch import LocalFeatureDispatcher
+from smlp.moe.experts import SpatialExperts
+from smlp.moe.plan import RoutingPlan
+from smlp.moe.routers import FeatureRouter
+
+
+class FeatureDispatcher(Protocol):
+    """See :mod:`smlp.moe.dispatch`."""
+
+    def dispatch(self, x_BnH: Tensor, num_experts: int): ...
+
+    def combine(self, y: Tensor, record) -> Tensor: ...
+
+
+class FeatureMoE(nn.Module):
+    """sMoE with deterministic routing: expert i gates the i-th chunk of the features (smlp.txt, section 3.2.1).
+
+    ``z = LN(x)``; chunk i of the update is ``z_i * (tril(W_i) @ norm(z)_i + b_i)``. ``norm`` is taken over all
+    features before they are cut, so that the result does not depend on where an expert lives.
+
+    Args:
+        embed_dim: H, a multiple of E.
+        num_experts: E, over all ranks.
+        experts: the spatial experts of this rank.
+        dispatcher: moves chunks; the local one by default.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_experts: int,
+        experts: SpatialExperts,
+        dispatcher: FeatureDispatcher | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(embed_dim)
+        self.spatial_norm = nn.LayerNorm(embed_dim)
+        self.experts = experts
+        self.num_experts = num_experts
+        self.dispatcher = dispatcher or LocalFeatureDispatcher()
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
+        """The update (B, n, H) to add to x."""
+        z_BnH = self.norm(x_BnH)
+        seen_BmH, start = context.remember(self, self.spatial_norm(z_BnH), self.experts.max_tokens)
+        chunks, record = self.dispatcher.dispatch(seen_BmH, self.num_experts)
+        return z_BnH * self.dispatcher.combine(self.experts(chunks, start), record)
+
+
+class RoutedFeatureMoE(FeatureMoE):
+    """sMoE in which the features of each sequence choose their experts (smlp.txt, section 3.2.2 and appendix B).
+
+    Each feature, seen as a vector over positions, goes to one expert, each expert getting H/E of them; the update of
+    feature j is ``p_j * z_j * (tril(W) @ norm(z)_j + b)`` with its expert's W and b and the softmax probability p_j.
+    Experts are as wide as the positions after the prefix, on which alone they act; the prefix passes through.
+
+    Args:
+        embed_dim, num_experts, experts: as in :class:`FeatureMoE`; the experts' context is T - P.
+        router: reads the prefix (partial), or all T positions (leaky: it sees the tokens to be predicted).
+        prefix_tokens: P.
+        name: of the layer, for error messages and reports.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_experts: int,
+        experts: SpatialExperts,
+        router: FeatureRouter,
+        prefix_tokens: int,
+        name: str,
+    ) -> None:
+        super().__init__(embed_dim, num_experts, experts)
+        self.router = router
+        self.prefix_tokens = prefix_tokens
+        self.max_tokens = prefix_tokens + experts.max_tokens
+        self.name = name
+
+    @property
+    def is_leaky(self) -> bool:
+        """Whether positions after the prefix take part in the routing."""
+        return self.router.weight.size(1) > self.prefix_tokens
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
+        """The update (B, n, H) to add to x; zeros at the prefix.
+
+        Raises:
+            UserError: incremental decoding of the leaky kind, which needs the future.
+            NaNError: routing scores are NaN; the message names the layer.
+        """
+        if context.state is not None and self.is_leaky:
+            raise UserError(
+                f"{self.name}: leaky routing reads the whole sequence, so text cannot be written token by token with it"
+            )
+        z_BnH = self.norm(x_BnH)
+        u_BnH = self.spatial_norm(z_BnH)
+        if context.valid_Bn is not None:
+            u_BnH = u_BnH * context.valid_Bn.unsqueeze(2)
+        seen_BmH, start = context.remember(self, u_BnH, self.max_tokens)
+        num_outputs = seen_BmH.size(1) - max(start, self.prefix_tokens)
+        if num_outputs <= 0:
+            return z_BnH * 0
+        expert_BH, probability_BH = self._choose(seen_BmH, context)
+        order_BH = expert_BH.argsort(dim=1, stable=True)
+        sorted_BmH = _take_features(seen_BmH[:, self.prefix_tokens :], order_BH)
+        chunks, record = self.dispatcher.dispatch(sorted_BmH, self.num_experts)
+        first = max(start - self.prefix_tokens, 0)
+        mixed_BqH = _take_features(
+            self.dispatcher.combine(self.experts(chunks, first), record), order_BH.argsort(dim=1)
+        )
+        update_BqH = z_BnH[:, -num_outputs:] * mixed_BqH * probability_BH.to(z_BnH.dtype).unsqueeze(1)
+        return F.pad(update_BqH, (0, 0, z_BnH.size(1) - num_outputs, 0))
+
+    def _choose(self, seen_BmH: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Experts and their probabilities, (B, H) each; decided once for each sequence."""
+        if context.state is not None and (kept := context.state.kept((self, "experts"))) is not None:
+            return kept, context.state.kept((self, "probabilities"))
+        v_BHL = seen_BmH[:, : self.router.weight.size(1)].transpose(1, 2)
+        try:
+            expert_BH, probability_BH, logits_BHE = self.router(v_BHL, context.plans.get(self))
+        except FloatingPointError as error:
+            raise NaNError.in_layer(self.name, error) from None
+        context.plans[self] = expert_BH
+        if context.observe:
+            plan = RoutingPlan.from_experts(expert_BH.flatten(), self.num_experts)
+            context.observed(self, Observation(plan, logits_BHE.detach().flatten(0, 1)))
+        if context.state is not None:
+            context.state.keep((self, "experts"), expert_BH)
+            context.state.keep((self, "probabilities"), probability_BH)
+        return expert_BH, probability_BH
+
+
+def _take_features(x_BmH: Tensor, index_BH: Tensor) -> Tensor:
+    """Feature ``index_BH[b, j]`` of every position as feature j."""
+    return x_BmH.gather(2, index_BH.unsqueeze(1).expand(-1, x_BmH.size(1), -1))

@@ -1,0 +1,132 @@
+"""gMLP-MoE: whole gMLP layers as experts, an ablation (smlp.txt, appendix A).
+
+The spatial gating unit of an expert sees only the tokens of a sequence that were routed to it, in order. Spatial
+weights are indexed by absolute position, so that with one expert the layer is a gMLP layer.
+
+Letters: ``A`` routed tokens sorted by expert and position, ``e`` experts on this rank, ``S`` sequences, ``M`` most
+tokens of one sequence at one expert, ``Q`` queries, ``C`` = F/2 gating features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smlp.context import ForwardContext
+from smlp.moe.experts import SpatialExperts, uniform_experts, xavier_bound
+from smlp.moe.plan import slots
+from smlp.ops import ACTIVATION_FUNCTIONS
+
+
+def sparse_spatial_projection(
+    query_Q2: Tensor, key_A2: Tensor, x_AC: Tensor, weight_TT: Tensor, bias_T: Tensor, num_seqs: int
+) -> Tensor:
+    """``sum_j W[t_i, t_j] x_j + b[t_i]`` over the keys j of the same sequence with ``t_j <= t_i``.
+
+    Args:
+        query_Q2: sequence and position of each query, (Q, 2).
+        key_A2: the same of each key, (A, 2).
+        x_AC: features of the keys, (A, C).
+        weight_TT, bias_T: spatial weights of one expert.
+        num_seqs: S.
+
+    Returns:
+        (Q, C).
+    """
+    query_SM, is_query_SM = _by_sequence(query_Q2[:, 0], num_seqs)
+    key_SM, is_key_SM = _by_sequence(key_A2[:, 0], num_seqs)
+    row_SM1, column_S1M = query_Q2[query_SM, 1].unsqueeze(2), key_A2[key_SM, 1].unsqueeze(1)
+    seen_SMM = (column_S1M <= row_SM1) & is_key_SM.unsqueeze(1)
+    mixed_SMC = torch.bmm(weight_TT[row_SM1, column_S1M] * seen_SMM, x_AC[key_SM])
+    return mixed_SMC[is_query_SM] + bias_T[query_Q2[:, 1]].unsqueeze(1)
+
+
+def _by_sequence(sequence_A: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
+    """Items as a table with a row for each sequence: their indices (S, M), and where there are any."""
+    counts_S = torch.bincount(sequence_A, minlength=num_seqs)
+    index_SM = sequence_A.new_zeros(num_seqs, int(counts_S.max()) if num_seqs else 0)
+    index_SM[sequence_A, slots(sequence_A, num_seqs)] = torch.arange(sequence_A.numel(), device=sequence_A.device)
+    return index_SM, torch.arange(index_SM.size(1), device=sequence_A.device) < counts_S.unsqueeze(1)
+
+
+class GatedMLPExperts(nn.Module):
+    """gMLP layers ``V(s(act(U(LN(x)))))``, each over its own tokens (smlp.txt, appendix A, figure 6 right).
+
+    Args:
+        embed_dim, ffn_dim, max_tokens: H, F, T.
+        expert_ids: global ids of the experts on this rank.
+        activation: "gelu", "relu" or "swish".
+        weight_bound: spatial weights start as U(-bound, bound).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        ffn_dim: int,
+        max_tokens: int,
+        expert_ids: Sequence[int],
+        activation: str,
+        weight_bound: float,
+    ) -> None:
+        super().__init__()
+        num_local = len(expert_ids)
+        self.expert_ids = tuple(expert_ids)
+        self.activation = ACTIVATION_FUNCTIONS[activation]
+        self.norm_weight = nn.Parameter(torch.ones(num_local, embed_dim))
+        self.norm_bias = nn.Parameter(torch.zeros(num_local, embed_dim))
+        self.w_in = uniform_experts(expert_ids, ffn_dim, embed_dim, bound=xavier_bound(embed_dim, ffn_dim))
+        self.b_in = nn.Parameter(torch.zeros(num_local, ffn_dim))
+        self.gate_norm_weight = nn.Parameter(torch.ones(num_local, ffn_dim // 2))
+        self.gate_norm_bias = nn.Parameter(torch.zeros(num_local, ffn_dim // 2))
+        self.gating = SpatialExperts(max_tokens, expert_ids, weight_bound, bias_init=1.0)
+        self.w_out = uniform_experts(expert_ids, embed_dim, ffn_dim // 2, bound=xavier_bound(ffn_dim // 2, embed_dim))
+        self.b_out = nn.Parameter(torch.zeros(num_local, embed_dim))
+
+    def forward(self, x_AH: Tensor, counts: Sequence[int], place_A2: Tensor, context: ForwardContext) -> Tensor:
+        """Each token through its expert.
+
+        Args:
+            x_AH: tokens sorted by expert, (A, H).
+            counts: tokens of each expert.
+            place_A2: sequence and absolute position of each token, (A, 2).
+            context: for incremental decoding.
+
+        Returns:
+            (A, H).
+        """
+        counts = list(counts)
+        gated, keys = [], []
+        for e, x in enumerate(x_AH.split(counts)):
+            x = F.layer_norm(x, x.shape[1:], self.norm_weight[e], self.norm_bias[e])
+            z1, z2 = self.activation(F.linear(x, self.w_in[e], self.b_in[e])).chunk(2, dim=1)
+            gated.append(z1)
+            keys.append(F.layer_norm(z2, z2.shape[1:], self.gate_norm_weight[e], self.gate_norm_bias[e]))
+        places = place_A2.split(counts)
+        seen = list(zip(places, keys, strict=True))
+        if context.state is not None:
+            seen = self._remember(torch.cat(keys), place_A2, counts, context)
+        outputs = []
+        for e, (z1, place, (key_place, key)) in enumerate(zip(gated, places, seen, strict=True)):
+            gate = sparse_spatial_projection(
+                place, key_place, key, self.gating.weight[e], self.gating.bias[e], context.num_seqs
+            )
+            outputs.append(F.linear(z1 * gate, self.w_out[e], self.b_out[e]))
+        return torch.cat(outputs)
+
+    def _remember(
+        self, key_AC: Tensor, place_A2: Tensor, counts: list[int], context: ForwardContext
+    ) -> list[tuple[Tensor, Tensor]]:
+        """For each expert, places and gating features of all tokens up to now that it has had, in order."""
+        # one more feature says whose key it is: 1 + the expert's row, or 0 at tokens without an expert
+        owner_A = torch.arange(1, len(counts) + 1, device=key_AC.device).repeat_interleave(
+            torch.tensor(counts, device=key_AC.device)
+        )
+        new_BnC = key_AC.new_zeros(context.num_seqs, context.num_new_tokens, key_AC.size(1) + 1)
+        tagged_AC = torch.cat([key_AC, owner_A.to(key_AC.dtype).unsqueeze(1)], dim=1)
+        new_BnC[place_A2[:, 0], place_A2[:, 1] - context.start] = tagged_AC
+        seen_BmC = context.state.append(self, new_BnC, self.gating.max_tokens)
+        places = [(seen_BmC[..., -1] == owner).nonzero() for owner in range(1, len(counts) + 1)]
+        return [(place, seen_BmC[place[:, 0], place[:, 1], :-1]) for place in places]

@@ -1,0 +1,72 @@
+"""Hash routing: a fixed table from token id to expert.
+
+Source: Roller et al., 2021, section 3.1. The table is part of the checkpoint, so that a model always routes as it was
+trained, whatever data are at hand.
+
+Letters: ``N`` tokens, ``V`` vocabulary, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import torch
+from torch import Tensor, nn
+
+from smlp.errors import UserError
+from smlp.moe.plan import RoutingPlan
+from smlp.moe.routers.routing import Routing
+
+
+def random_table(vocab_size: int, num_experts: int, seed: int) -> Tensor:
+    """An expert for each id, (V,): a random permutation dealt out in turn, the same on every rank and in every run."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(vocab_size, generator=generator) % num_experts
+
+
+def balanced_table(frequencies_V: Tensor, num_experts: int) -> Tensor:
+    """An expert for each id, (V,), such that training tokens load the experts as equally as a greedy deal can.
+
+    Ids are dealt by falling frequency, each to the expert with the lowest load so far (Roller et al., 2021, "balanced
+    assignment"); ties by id. The most frequent id may outweigh an equal share: nothing can divide it.
+    """
+    table_V = torch.empty(frequencies_V.numel(), dtype=torch.long)
+    lightest = [(0, 0, expert) for expert in range(num_experts)]  # (tokens, ids, expert)
+    for token in frequencies_V.argsort(descending=True, stable=True).tolist():
+        load, num_ids, expert = lightest[0]
+        table_V[token] = expert
+        heapq.heapreplace(lightest, (load + int(frequencies_V[token]), num_ids + 1, expert))
+    return table_V
+
+
+class HashRouter(nn.Module):
+    """The expert that a table names for the token's id, with weight one; nothing is learnt.
+
+    Args:
+        vocab_size: V.
+        num_experts: E.
+        seed: of the random table that it starts with.
+    """
+
+    def __init__(self, vocab_size: int, num_experts: int, seed: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.register_buffer("table", random_table(vocab_size, num_experts, seed))
+
+    def balance(self, frequencies_V: Tensor) -> None:
+        """Replaces the table by one that is balanced for these counts of training tokens, (V,).
+
+        Raises:
+            UserError: there are not V counts.
+        """
+        if frequencies_V.numel() != self.table.numel():
+            raise UserError(f"{frequencies_V.numel()} token frequencies for a vocabulary of {self.table.numel()}")
+        self.table.copy_(balanced_table(frequencies_V, self.num_experts))
+
+    def forward(self, x_NH: Tensor, token_ids_N: Tensor, plan: RoutingPlan | None = None) -> Routing:
+        """Routes tokens with ids (N,); see :class:`smlp.moe.routers.Router`."""
+        return Routing(plan or RoutingPlan.from_experts(self.table[token_ids_N], self.num_experts), None)
+
+    def looks_ahead(self) -> bool:
+        """Never: a token's own id decides."""
+        return False

@@ -1,0 +1,49 @@
+"""Causal self-attention (Vaswani et al., 2017), through torch's scaled-dot-product attention.
+
+Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``H`` width, ``h`` heads, ``d`` = H/h.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smlp.context import ForwardContext
+from smlp.nn.linear import xavier_linear
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head self-attention in which no position sees a later one.
+
+    Padding stands on the right, so that no real token can see it.
+
+    Args:
+        embed_dim: H.
+        num_heads: h, divides H.
+        max_tokens: T, how many keys and values incremental decoding keeps.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, max_tokens: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.max_tokens = max_tokens
+        self.proj_in = xavier_linear(embed_dim, 3 * embed_dim)
+        self.proj_out = xavier_linear(embed_dim, embed_dim)
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
+        """(B, n, H) to (B, n, H)."""
+        query_BnH, key_value_Bn2H = self.proj_in(x_BnH).split([x_BnH.size(2), 2 * x_BnH.size(2)], dim=2)
+        key_value_Bm2H, start = context.remember(self, key_value_Bn2H, self.max_tokens)
+        query, key, value = map(self._by_head, (query_BnH, *key_value_Bm2H.chunk(2, dim=2)))
+        if start == 0:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            num_new, num_seen = query.size(2), key.size(2)
+            visible_nm = torch.ones(num_new, num_seen, dtype=torch.bool, device=x_BnH.device).tril(diagonal=start)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible_nm)
+        return self.proj_out(mixed.transpose(1, 2).flatten(2))
+
+    def _by_head(self, x_BmH: Tensor) -> Tensor:
+        """(B, m, H) to (B, h, m, d)."""
+        return x_BmH.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
