@@ -145,8 +145,8 @@ class ModelConfig:
         )
         _require(
             self.sparse_placement == "spread" or self.num_sparse_layers <= self.num_dense_layers,
-            f"sparse_placement=alternate starts with a dense block: num_sparse_layers={self.num_sparse_layers} must not "
-            f"exceed num_dense_layers={self.num_dense_layers}",
+            f"sparse_placement=alternate starts with a dense block: num_sparse_layers={self.num_sparse_layers} must "
+            f"not exceed num_dense_layers={self.num_dense_layers}",
         )
         if self.uses("gmlp", "gmlp_moe"):
             _require(self.ffn_dim % 2 == 0, f"ffn_dim must be even to be split in halves, got {self.ffn_dim}")
@@ -167,7 +167,7 @@ class ModelConfig:
             )
             _require(
                 self.prefix_tokens < self.max_tokens,
-                f"prefix_fraction={self.moe.prefix_fraction} of max_tokens={self.max_tokens} leaves no token to predict",
+                f"prefix_fraction={self.moe.prefix_fraction} of max_tokens={self.max_tokens} leaves nothing to predict",
             )
 
     def uses(self, *blocks: str) -> bool:
@@ -190,6 +190,11 @@ class ModelConfig:
             return 0
         return math.ceil(round(self.moe.prefix_fraction * self.max_tokens, 6))
 
+    @property
+    def is_leaky(self) -> bool:
+        """Whether the model sees what it is to predict (smlp.txt, appendix B)."""
+        return self.uses("smlp") and self.moe.feature_routing == "leaky"
+
     def sparse_layer_indices(self) -> tuple[int, ...]:
         """Positions of the sparse blocks in the stack, counted from 0.
 
@@ -201,6 +206,12 @@ class ModelConfig:
             return tuple(range(1, 2 * num_sparse, 2))
         return tuple(i * self.num_layers // (num_sparse + 1) for i in range(1, num_sparse + 1))
 
+
+#: what to tell whoever builds or loads a model with ``is_leaky``
+LEAKY_WARNING = (
+    "feature_routing=leaky routes features by the whole sequence, later tokens included: losses and scores of this "
+    "model look better than they are; it is an ablation (smlp.txt, appendix B)"
+)
 
 #: every setting by name: the fields of ModelConfig, then those of MoEConfig
 SETTINGS: dict[str, dataclasses.Field] = {

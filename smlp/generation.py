@@ -51,6 +51,7 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling | None = None,
     banned: Sequence[int] = (),
+    fill: int | None = None,
 ) -> Iterator[int]:
     """Continues one sequence of ids; yields each new id as it is chosen.
 
@@ -63,8 +64,11 @@ def generate(
         max_new_tokens: how many to yield.
         sampling: how to choose; by default from the full distribution.
         banned: ids that are never chosen.
+        fill: id to put before a prompt that ends within the prefix of a model with ``prefix_tokens``, as often as it
+            takes; such a prompt is an error by default, because the model has not learnt to go on from there.
 
     Raises:
+        UserError: the prompt ends within the prefix and ``fill`` is None, or the model's routing is leaky.
         UserError: prompt and new tokens need more than the model's T positions and ``sampling.slide`` is off; before
             anything is yielded.
     """
@@ -72,6 +76,16 @@ def generate(
     max_tokens = decoder.config.max_tokens
     if not prompt:
         raise UserError("the prompt must hold at least one token")
+    if decoder.config.is_leaky:
+        raise UserError("a model with feature_routing=leaky needs the tokens that it is to write, so it cannot write")
+    least = decoder.config.prefix_tokens + 1 if decoder.config.prefix_tokens else 0
+    if len(prompt) < least:
+        if fill is None:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens (start symbol included) and this model needs at least {least}: "
+                "its first ones only choose experts; fill the prefix or give a longer prompt"
+            )
+        prompt = [fill] * (least - len(prompt)) + list(prompt)
     # The last new token is never read, so it needs no position.
     needed = len(prompt) + max_new_tokens - 1
     if needed > max_tokens and not sampling.slide:
@@ -93,7 +107,7 @@ def _steps(
     unread = tokens[-max_tokens:]
     for _ in range(max_new_tokens):
         if state.length + len(unread) > max_tokens:
-            state, unread = DecodingState(), tokens[-max(max_tokens // 2, 1) :]
+            state, unread = DecodingState(), tokens[-max(max_tokens // 2, decoder.config.prefix_tokens + 1) :]
         features = decoder.features(torch.tensor([unread], device=device), state)[0]
         logits_V = decoder.project(features[:, -1])[0].float().cpu()
         logits_V[banned] = -torch.inf

@@ -10,11 +10,14 @@ from smlp.evaluation.leak import default_positions, leak_test, randomise
 NARROW = {"vocab_size": 64, "max_tokens": 24, "embed_dim": 64, "ffn_dim": 64}
 
 
-@pytest.mark.parametrize("arch", smlp.PRESETS)
+HONEST = [arch for arch in smlp.PRESETS if not arch.startswith("smlp_leaky")]
+
+
+@pytest.mark.parametrize("arch", HONEST)
 def test_no_preset_leaks(arch):
     model = randomise(smlp.build(arch, **NARROW))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    reports = leak_test(model)
+    reports = leak_test(model, positions=[1, 5, 6, 12, 23])  # 5 ends the prefix of sMLP-partial
     assert len(reports) == 6, "three modes in two precisions"
     for report in reports:
         assert report.passed, report
@@ -23,12 +26,35 @@ def test_no_preset_leaks(arch):
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_balanced_assignment_lets_later_tokens_act_in_training_only():
-    reports = {(r.mode, r.dtype): r for r in leak_test(randomise(smlp.build("smlp_tiny", **NARROW)))}
+@pytest.mark.parametrize("arch", ["smlp_leaky", "smlp_leaky_tiny"])
+def test_leaky_routing_leaks_in_every_mode(arch):
+    reports = leak_test(randomise(smlp.build(arch, **NARROW)), dtypes=(torch.float32,))
+    assert len(reports) == 3 and all(report.leaks for report in reports)
+    assert not any(report.passed for report in reports if report.mode != "training")
+
+
+@pytest.mark.parametrize("arch", ["smlp_tiny", "base_lm_tiny", "switch_lm_tiny", "gshard_lm_tiny", "gmlp_moe_tiny"])
+def test_routing_by_batch_lets_later_tokens_act_in_training_only(arch):
+    reports = {(r.mode, r.dtype): r for r in leak_test(randomise(smlp.build(arch, **NARROW)))}
     training = reports["training", torch.float32]
     assert training.expected and training.leaks and training.rerouted > 0
-    dense = leak_test(randomise(smlp.build("gmlp_lm_tiny", **NARROW)))
-    assert not any(report.expected or report.leaks for report in dense)
+
+
+@pytest.mark.parametrize("arch", ["gmlp_lm_tiny", "dense_lm_tiny", "hash_lm_tiny"])
+def test_where_no_token_routes_another_nothing_is_expected_to_leak(arch):
+    reports = leak_test(randomise(smlp.build(arch, **NARROW)))
+    assert not any(report.expected or report.leaks for report in reports)
+
+
+def test_unlimited_places_do_not_look_ahead():
+    reports = leak_test(randomise(smlp.build("switch_lm_tiny", capacity_factor=0.0, **NARROW)))
+    assert not any(report.expected or report.leaks for report in reports)
+
+
+def test_dropping_in_evaluation_is_a_leak_that_nobody_expects():
+    narrow = randomise(smlp.build("switch_lm_tiny", eval_capacity_factor=0.5, drop_order="gate", **NARROW))
+    report = leak_test(narrow, dtypes=(torch.float32,))[0]
+    assert report.mode == "evaluation" and report.leaks and not report.passed
 
 
 class LeakyBlock(nn.Module):

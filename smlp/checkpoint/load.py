@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smlp.config import LEAKY_WARNING
 from smlp.context import DecodingState
 from smlp.errors import UserError
 from smlp.generation import Sampling, generate
@@ -39,20 +41,26 @@ class LanguageModel(nn.Module):
         """Next-token logits (B, n, V); see :meth:`smlp.nn.decoder.Decoder.forward`."""
         return self.decoder(tokens_Bn, state)
 
-    def stream(self, prompt: str, max_new_tokens: int, sampling: Sampling | None = None) -> Iterator[str]:
+    def stream(
+        self, prompt: str, max_new_tokens: int, sampling: Sampling | None = None, fill_prefix: bool = False
+    ) -> Iterator[str]:
         """The continuation of a prompt, piece by piece; see :func:`smlp.generation.generate`.
 
-        A prompt that is too long is refused at once, before the first piece is asked for.
+        A prompt that is too long is refused at once, before the first piece is asked for. ``fill_prefix`` puts start
+        symbols before a prompt that is too short for a model with partial routing.
         """
         tokens = [self.start_token, *self.tokenizer.encode(prompt)]
         # never written: padding, <s>, unknown, and fairseq's filler symbols
         banned = [self.vocabulary.bos, self.vocabulary.pad, self.vocabulary.unk]
         banned += [token for symbol, token in self.vocabulary.index.items() if symbol.startswith("madeupword")]
-        return map(self.tokenizer.piece, generate(self.decoder, tokens, max_new_tokens, sampling, banned=banned))
+        fill = self.start_token if fill_prefix else None
+        return map(self.tokenizer.piece, generate(self.decoder, tokens, max_new_tokens, sampling, banned, fill))
 
-    def generate(self, prompt: str, max_new_tokens: int = 50, sampling: Sampling | None = None) -> str:
+    def generate(
+        self, prompt: str, max_new_tokens: int = 50, sampling: Sampling | None = None, fill_prefix: bool = False
+    ) -> str:
         """The continuation of a prompt as text."""
-        return "".join(self.stream(prompt, max_new_tokens, sampling))
+        return "".join(self.stream(prompt, max_new_tokens, sampling, fill_prefix))
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -104,7 +112,10 @@ def load_pretrained(
         raise UserError(
             f"dictionary {dictionary} has {len(vocabulary)} symbols but checkpoint {path} was trained with {num_rows}"
         )
-    decoder = Decoder(from_training_options(options.get("_name"), options, num_rows, vocabulary.pad))
+    config = from_training_options(options.get("_name"), options, num_rows, vocabulary.pad)
+    if config.is_leaky:
+        warnings.warn(LEAKY_WARNING, stacklevel=2)
+    decoder = Decoder(config)
     try:
         decoder.load_state_dict(weights)
     except RuntimeError as error:

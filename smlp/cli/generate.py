@@ -29,6 +29,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=1.0, help="below 1 safer, above wilder; 0 is --greedy")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens only (0: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that make up p")
+    parser.add_argument(
+        "--fill-prefix", action="store_true", help="sMLP-partial: put </s> before prompts shorter than its prefix"
+    )
     parser.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: %(default)s)")
     parser.add_argument("--slide", action="store_true", help="past the context, forget the earlier half and go on")
     parser.add_argument("--dict", help="dict.txt, if it is not found")
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from None
     # All streams are made before the first is read, so that a prompt that is too long stops nothing half-way.
-    streams = [model.stream(prompt, args.tokens, sampling) for prompt in prompts]
+    streams = [model.stream(prompt, args.tokens, sampling, args.fill_prefix) for prompt in prompts]
     for prompt, stream in zip(prompts, streams, strict=True):
         sys.stdout.write(prompt)
         for piece in stream:

@@ -13,8 +13,9 @@ EPILOG = """examples:
   smlp leak-test --path checkpoints/checkpoint_best.pt
 
 For positions t across the context the tokens from t on are replaced, and the largest change of any logit before t is
-shown, in evaluation and in training mode. In training, balanced assignment looks at the whole batch, so that there a
-change is expected; "training, routing fixed" shows that nothing else lets later tokens through.
+shown, in evaluation and in training mode. In training, balanced assignment (BASE, sMLP) and a limited capacity
+(Switch, GShard) look at the whole batch, so that there a change is expected; "training, routing fixed" shows that
+nothing else lets later tokens through. smlp_leaky routes features by what it is to predict, and fails.
 --arch builds all layers, experts and positions of the architecture, but narrow: width has no part in a leak.
 exit status: 0 no unexpected leak, 1 a leak.
 """
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     reports = leak_test(decoder, positions=positions, seed=args.seed)
     for report in reports:
         dtype = str(report.dtype).removeprefix("torch.")
-        verdict = "no leak" if not report.leaks else "expected: balanced assignment" if report.expected else "LEAK"
+        verdict = "no leak" if not report.leaks else "expected: routed by batch" if report.expected else "LEAK"
         print(
             f"{report.mode:<24}{dtype:<11}{report.largest_change:>15.2e}{report.position or '-':>7}"
             f"{report.rerouted:>10.2%}  {verdict}"

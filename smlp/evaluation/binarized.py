@@ -15,6 +15,7 @@ import numpy as np
 
 from smlp.errors import UserError
 
+_PIECE = 2**24  # tokens read at a time
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQ")  # version, type code, number of sentences
 _TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
@@ -48,6 +49,25 @@ def read_fairseq_tokens(path_prefix: str | Path) -> BinarizedTokens:
     if not np.array_equal(offsets, expected):
         raise UserError(f"{index_path} is damaged: its sentences do not follow each other in {data_path.name}")
     return BinarizedTokens(np.frombuffer(data, dtype).astype(np.int64), lengths)
+
+
+def count_tokens(path_prefix: str | Path, vocab_size: int) -> np.ndarray:
+    """How often each id occurs in ``path_prefix.bin``, (V,) int64; reads the file piece by piece.
+
+    Raises UserError naming the file if one is missing, damaged, or holds an id that is not below ``vocab_size``.
+    """
+    index_path, data_path = Path(f"{path_prefix}.idx"), Path(f"{path_prefix}.bin")
+    dtype, lengths, _ = _parse_index(_read(index_path), index_path)
+    if not data_path.is_file() or data_path.stat().st_size != int(lengths.sum(dtype=np.int64)) * dtype.itemsize:
+        raise UserError(f"data file {data_path} is missing, or not as long as {index_path.name} says")
+    tokens = np.memmap(data_path, dtype, mode="r")
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, tokens.size, _PIECE):
+        piece = np.bincount(tokens[start : start + _PIECE], minlength=vocab_size)
+        if piece.size > vocab_size:
+            raise UserError(f"{data_path} holds the id {piece.size - 1}, but the vocabulary has {vocab_size} symbols")
+        counts += piece
+    return counts
 
 
 def _read(path: Path) -> bytes:

@@ -4,8 +4,8 @@ Letters: ``B`` sequences, ``T`` tokens, ``V`` vocabulary.
 
 For positions t across the context, all tokens >= t are replaced by others, and the largest change of any logit before
 t is reported. In training mode this is done twice: with the routing of the unchanged input held fixed, and with
-routing decided anew. Balanced assignment looks at all tokens of a batch, so that in training, and only there, a later
-token can change where an earlier one goes; the second figure measures that.
+routing decided anew. Balanced assignment, and a limited capacity, look at all tokens of a batch, so that in training
+a later token can change where an earlier one goes, or whether it is dropped; the second figure measures that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from smlp.context import ForwardContext
 from smlp.errors import UserError
 from smlp.moe.layer import TokenMoE
-from smlp.moe.routers import BalancedRouter
+from smlp.moe.plan import RoutingPlan
 from smlp.nn.decoder import Decoder
 
 #: largest change that rounding explains, as a share of the largest logit: a matrix product may sum in another order
@@ -39,7 +39,7 @@ class LeakReport:
     largest_logit: float
     #: t at which it was found
     position: int
-    #: share of the tokens before the changed ones that went to another expert, over all layers and positions t
+    #: share of the tokens before the changed ones that went to other experts, over all token-routed layers and all t
     rerouted: float
     #: whether this mode is known to let later tokens act, by design of a router
     expected: bool
@@ -137,8 +137,9 @@ def _largest_change(
             largest, where = change, position
         same, total = _same_experts(reference_context, context, tokens, position)
         moved, compared = moved + total - same, compared + total
-    routed = [module for module in decoder.modules() if isinstance(module, TokenMoE)]
-    expected = mode == "training" and any(isinstance(module.router, BalancedRouter) for module in routed)
+    expected = mode == "training" and any(
+        module.router.looks_ahead() for module in decoder.modules() if isinstance(module, TokenMoE)
+    )
     return LeakReport(
         mode, dtype, largest, float(reference.abs().max()), where, moved / compared if compared else 0.0, expected
     )
@@ -152,16 +153,20 @@ def _logits(decoder: Decoder, tokens: Tensor, context: ForwardContext) -> tuple[
 
 
 def _same_experts(before: ForwardContext, after: ForwardContext, tokens: Tensor, position: int) -> tuple[int, int]:
-    """How many unchanged tokens kept their expert, and how many there are, over all layers."""
+    """How many unchanged tokens kept their experts, and how many there are, over all token-routed layers."""
     unchanged = torch.ones_like(tokens, dtype=torch.bool)
     unchanged[0, position:] = False
     same = total = 0
     for layer, plan in before.plans.items():
-        expert = torch.empty(plan.num_tokens, dtype=torch.long)
-        expert[plan.token_A.cpu()] = plan.expert_A.cpu()
-        other_plan = after.plans[layer]
-        other = torch.empty_like(expert)
-        other[other_plan.token_A.cpu()] = other_plan.expert_A.cpu()
-        same += int((expert == other)[unchanged.flatten()].sum())
-        total += int(unchanged.sum())
+        if isinstance(plan, RoutingPlan):
+            kept_N = (_assigned(plan) == _assigned(after.plans[layer])).all(dim=1)
+            same += int(kept_N[unchanged.flatten()].sum())
+            total += int(unchanged.sum())
     return same, total
+
+
+def _assigned(plan: RoutingPlan) -> Tensor:
+    """Which token has which expert, (N, E)."""
+    assigned_NE = torch.zeros(plan.num_tokens, plan.num_experts, dtype=torch.bool)
+    assigned_NE[plan.token_A.cpu(), plan.expert_A.cpu()] = True
+    return assigned_NE

@@ -12,6 +12,7 @@ every other user of the same library function alone.
     loading     missing, truncated and unfitting checkpoints
     data        missing, empty and unreadable text and datasets
     batches     the samples that fairseq leaves out
+    scoring     samples whose first tokens only choose experts
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def apply() -> None:
         return
     _applied = True
 
-    from smlp.fairseq_compat import batches, data, loading, logs, precision, processes, saving, versions
+    from smlp.fairseq_compat import batches, data, loading, logs, precision, processes, saving, scoring, versions
 
-    for group in (logs, versions, precision, processes, saving, loading, data, batches):
+    for group in (logs, versions, precision, processes, saving, loading, data, batches, scoring):
         group.apply()

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from pathlib import Path
 from typing import Any, Optional
 
+import torch
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel, register_model
+from fairseq.utils import split_paths
 from omegaconf import II
 from torch import Tensor
 
-from smlp.config import SETTINGS
+from smlp.config import LEAKY_WARNING, SETTINGS
 from smlp.context import DecodingState
 from smlp.errors import UserError
+from smlp.evaluation.binarized import count_tokens
+from smlp.moe.routers import HashRouter
 from smlp.nn.decoder import Decoder
 from smlp.presets import FROM_TASK, TASK_OPTIONS, from_training_options
 
+logger = logging.getLogger(__name__)
+
+#: endings of the names of spatial weights, whose last axis is the context
+SPATIAL_WEIGHTS = (".heads.weight", ".experts.weight", ".gating.weight")
 _STATE_KEY = "smlp_decoding_state"
 _OPTION_TYPES = {"int": int, "float": float, "float | None": float, "str": str}
 
@@ -40,6 +50,27 @@ LanguageModelConfig = dataclasses.make_dataclass(
     bases=(FairseqDataclass,),
 )
 LanguageModelConfig.__module__ = __name__
+
+
+def balance_hash_tables(core: Decoder, data: str) -> None:
+    """Builds the tables of ``hash_kind=balanced`` from the token counts of the training split of all shards.
+
+    Where there is no training split, as in evaluation, the tables are left alone: the checkpoint brings its own.
+
+    Raises:
+        UserError: the training data cannot be read.
+    """
+    config = core.config
+    if not config.num_sparse_layers or config.moe.router != "hash" or config.moe.hash_kind != "balanced":
+        return
+    prefixes = [Path(folder) / "train" for folder in split_paths(data)]
+    present = [prefix for prefix in prefixes if prefix.with_suffix(".idx").exists()]
+    if not present:
+        return
+    frequencies_V = sum(count_tokens(prefix, config.vocab_size) for prefix in present)
+    for module in core.modules():
+        if isinstance(module, HashRouter):
+            module.balance(torch.from_numpy(frequencies_V))
 
 
 class LanguageModelDecoder(FairseqIncrementalDecoder):
@@ -99,7 +130,11 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
         arch = getattr(args, "_name", None) or getattr(args, "arch", "smlp")
         options = {name: getattr(args, name, None) for name in (*SETTINGS, *TASK_OPTIONS)}
         config = from_training_options(arch, options, len(dictionary), dictionary.pad())
-        return cls(LanguageModelDecoder(dictionary, Decoder(config)))
+        if config.is_leaky:
+            logger.warning(LEAKY_WARNING)
+        core = Decoder(config)
+        balance_hash_tables(core, task.args.data)
+        return cls(LanguageModelDecoder(dictionary, core))
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         """Loads parameters; a checkpoint of another vocabulary, context or size is refused in one sentence."""
@@ -114,10 +149,11 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
                     f"the checkpoint has a vocabulary of {theirs[0]} symbols but the dictionary has {ours[0]}: "
                     "use the dict.txt that the checkpoint was trained with"
                 )
-            if name.endswith((".gating.heads.weight", ".experts.weight")) and theirs[-1] != ours[-1]:
+            if len(theirs) == len(ours) == 3 and name.endswith(SPATIAL_WEIGHTS) and theirs[-1] != ours[-1]:
+                prefix = f" after a prefix of {core.prefix_tokens}" if core.prefix_tokens else ""
                 raise UserError(
                     f"the checkpoint has a context of {theirs[-1]} tokens but --tokens-per-sample asks for a model of "
-                    f"{core.max_tokens}"
+                    f"{ours[-1]}{prefix}"
                 )
             raise UserError(f"the checkpoint does not fit the model: {name} has shape {theirs}, the model needs {ours}")
         return super().load_state_dict(state_dict, strict, model_cfg, args)

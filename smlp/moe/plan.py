@@ -1,6 +1,6 @@
 """What a router decides: which tokens go to which experts, as indices.
 
-Letters: ``N`` tokens, ``E`` experts, ``K`` choices of each token, ``A`` assignments (N for top-1 routing without drops).
+Letters: ``N`` tokens, ``E`` experts, ``K`` choices of each token, ``A`` assignments (N where each token has one).
 """
 
 from __future__ import annotations

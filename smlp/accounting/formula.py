@@ -1,0 +1,247 @@
+"""Parameters and FLOPs of every component of a model, by formula; needs no torch.
+
+The convention is fvcore's, with which the paper counts (smlp.txt, section 4.1): forward pass only; one multiply-add is
+1 and a layer norm 5 per element; attention and spatial projections are counted as the dense products that they are
+computed as, not as their causal half; biases, activations, softmax, gating and residuals are 0. "Nominal" means that
+every token reaches the k experts that it is due and that their loads are equal.
+
+Letters: ``T`` context, ``n`` tokens of an input (n <= T), ``H``, ``F``, ``V``, ``h`` heads, ``E`` experts, ``P`` prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from smlp.config import ModelConfig
+from smlp.errors import UserError
+
+LAYER_NORM_FLOPS = 5
+#: ranks (GPUs) that the paper trains every model on (smlp.txt, appendix C.2)
+PAPER_WORLD_SIZE = 32
+
+EMBEDDING = "embedding and head"
+ATTENTION = "self-attention"
+FEED_FORWARD = "feed-forward"
+GATED_MLP = "gMLP block"
+SPATIAL_GATING = "spatial gating"
+FEATURE_MOE = "sMoE"
+TOKEN_EXPERTS = "tMoE experts"
+GATED_MLP_EXPERTS = "gMLP experts"
+ROUTER = "router"
+
+
+@dataclass(frozen=True)
+class Component:
+    """One part of the model: its parameters, and its work for an input of n tokens in each sequence.
+
+    A component holds what its module holds beside the modules of other components, so that all components together
+    are the model.
+    """
+
+    #: path of its module in the decoder, such as ``blocks.3.mixing``; ``decoder`` for the decoder itself
+    name: str
+    #: index of its block in the stack; None for what belongs to no block
+    layer: int | None
+    #: one of the names above. A ``router`` chooses experts for tokens: padding, which is not routed, costs it nothing
+    kind: str
+    #: parameters of one expert (all experts of a layer are alike)
+    expert_params: int = 0
+    #: E, or 0 where there are no experts
+    num_experts: int = 0
+    #: parameters that every rank holds
+    other_params: int = 0
+    #: multiply-adds for each position of the batch, padding included; what is done once for each sequence is shared
+    #: among its n positions
+    flops_per_position: float = 0
+    #: multiply-adds for each (token, expert) pair; 0 where tokens are not routed
+    flops_per_assignment: float = 0
+    #: k, experts that each token is due; 0 where tokens are not routed
+    assignments_per_token: int = 0
+    #: gMLP-MoE: multiply-adds for each ordered (query, key) pair of tokens of one sequence at one expert, the token
+    #: with itself and later keys included; nominally each token has n/E keys
+    flops_per_pair: float = 0
+
+    def nominal_flops(self, num_tokens: int) -> float:
+        """Multiply-adds for each token, in sequences of n tokens without padding."""
+        pairs = num_tokens / self.num_experts if self.flops_per_pair else 0
+        routed = self.assignments_per_token * (self.flops_per_assignment + pairs * self.flops_per_pair)
+        return self.flops_per_position + routed
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters."""
+
+    #: of the experts that live on one rank
+    expert_per_rank: int
+    #: that every rank holds
+    other: int
+    #: of the whole model, every expert counted once
+    total: int
+
+
+def components(config: ModelConfig, num_tokens: int | None = None) -> list[Component]:
+    """All components in the order of the stack, for inputs of ``num_tokens`` (n, default T) tokens.
+
+    Raises:
+        UserError: ``num_tokens`` is not in 1 .. T.
+    """
+    n = config.max_tokens if num_tokens is None else num_tokens
+    if not 1 <= n <= config.max_tokens:
+        raise UserError(f"num_tokens={n} must be between 1 and max_tokens={config.max_tokens}")
+    sparse = set(config.sparse_layer_indices())
+    parts = [_embedding(config)]
+    for layer in range(config.num_layers):
+        parts += (_sparse_block if layer in sparse else _dense_block)(config, layer, n)
+    return parts
+
+
+def flops_per_token(config: ModelConfig, num_tokens: int | None = None) -> float:
+    """Nominal multiply-adds of the forward pass for each token, in sequences of n (default T) tokens."""
+    n = num_tokens or config.max_tokens
+    return sum(part.nominal_flops(n) for part in components(config, num_tokens))
+
+
+def forward_flops(config: ModelConfig, num_seqs: int = 1, num_tokens: int | None = None) -> int:
+    """Nominal multiply-adds of the forward pass of B sequences of n (default T) tokens."""
+    return round(num_seqs * (num_tokens or config.max_tokens) * flops_per_token(config, num_tokens))
+
+
+def default_world_size(config: ModelConfig) -> int:
+    """The paper's 32 ranks, but not more than experts: for the tiny presets a rank for each expert."""
+    return min(PAPER_WORLD_SIZE, config.moe.num_experts) if config.num_sparse_layers else PAPER_WORLD_SIZE
+
+
+def parameters(config: ModelConfig, world_size: int | None = None) -> Parameters:
+    """Numbers of parameters on W ranks (default: :func:`default_world_size`).
+
+    With no more ranks than experts each rank holds E/W of them; with more, groups of E ranks hold one each.
+
+    Raises:
+        UserError: neither number divides the other.
+    """
+    world_size = default_world_size(config) if world_size is None else world_size
+    if world_size < 1:
+        raise UserError(f"world_size must be at least 1, got {world_size}")
+    num_experts = config.moe.num_experts
+    if config.num_sparse_layers and num_experts % world_size and world_size % num_experts:
+        raise UserError(
+            f"{num_experts} experts cannot be shared out among {world_size} ranks: one number must divide the other"
+        )
+    parts = components(config)
+    expert, other = sum(part.expert_params for part in parts), sum(part.other_params for part in parts)
+    return Parameters(max(num_experts // world_size, 1) * expert, other, other + num_experts * expert)
+
+
+def _linear(inputs: int, outputs: int) -> int:
+    """Parameters of a linear layer; its multiply-adds are ``inputs * outputs``."""
+    return inputs * outputs + outputs
+
+
+def _embedding(config: ModelConfig) -> Component:
+    """The tied embedding, learnt positions and the final norm."""
+    H, V = config.embed_dim, config.vocab_size
+    positions = config.max_tokens * H if config.positions == "learned" else 0
+    return Component(
+        "decoder",
+        None,
+        EMBEDDING,
+        other_params=V * H + positions + 2 * H,
+        flops_per_position=V * H + LAYER_NORM_FLOPS * H,
+    )
+
+
+def _dense_block(config: ModelConfig, layer: int, n: int) -> Iterator[Component]:
+    H, F, T = config.embed_dim, config.ffn_dim, config.max_tokens
+    name = f"blocks.{layer}"
+    if config.dense_block == "transformer":
+        yield _attention(config, layer, n)
+        yield Component(
+            name,
+            layer,
+            FEED_FORWARD,
+            other_params=2 * H + _linear(H, F) + _linear(F, H),
+            flops_per_position=LAYER_NORM_FLOPS * H + 2 * H * F,
+        )
+        return
+    half = F // 2
+    yield Component(
+        name,
+        layer,
+        GATED_MLP,
+        other_params=2 * H + _linear(H, F) + _linear(half, H),
+        flops_per_position=LAYER_NORM_FLOPS * H + H * F + half * H,
+    )
+    yield Component(
+        f"{name}.gating",
+        layer,
+        SPATIAL_GATING,
+        other_params=2 * half + config.num_heads * (T * T + T),
+        flops_per_position=LAYER_NORM_FLOPS * half + n * half,
+    )
+
+
+def _sparse_block(config: ModelConfig, layer: int, n: int) -> Iterator[Component]:
+    H, F, T, moe = config.embed_dim, config.ffn_dim, config.max_tokens, config.moe
+    name, E, k = f"blocks.{layer}", moe.num_experts, min(moe.experts_per_token, moe.num_experts)
+    if moe.router != "hash":
+        router = Component(f"{name}.token_moe.router", layer, ROUTER, other_params=E * H, flops_per_position=E * H)
+        yield router
+    if config.sparse_block == "gmlp_moe":
+        half = F // 2
+        yield Component(
+            name,
+            layer,
+            GATED_MLP_EXPERTS,
+            expert_params=2 * H + _linear(H, F) + 2 * half + T * T + T + _linear(half, H),
+            num_experts=E,
+            flops_per_assignment=LAYER_NORM_FLOPS * (H + half) + H * F + half * H,
+            assignments_per_token=k,
+            flops_per_pair=half,
+        )
+        return
+    yield _feature_moe(config, layer, n) if config.sparse_block == "smlp" else _attention(config, layer, n)
+    # BASE's experts have a norm of their own each; the others share the block's.
+    own_norm = moe.router == "base"
+    yield Component(
+        name,
+        layer,
+        TOKEN_EXPERTS,
+        expert_params=own_norm * 2 * H + _linear(H, F) + _linear(F, H),
+        num_experts=E,
+        other_params=(not own_norm) * 2 * H,
+        flops_per_position=(not own_norm) * LAYER_NORM_FLOPS * H,
+        flops_per_assignment=own_norm * LAYER_NORM_FLOPS * H + 2 * H * F,
+        assignments_per_token=k,
+    )
+
+
+def _attention(config: ModelConfig, layer: int, n: int) -> Component:
+    """Projections of queries, keys, values and output; n scores and n values of width H for each query."""
+    H = config.embed_dim
+    return Component(
+        f"blocks.{layer}.mixing",
+        layer,
+        ATTENTION,
+        other_params=2 * H + _linear(H, 3 * H) + _linear(H, H),
+        flops_per_position=LAYER_NORM_FLOPS * H + 4 * H * H + 2 * n * H,
+    )
+
+
+def _feature_moe(config: ModelConfig, layer: int, n: int) -> Component:
+    """Two norms, the router's scores once for each sequence, and experts over the positions after the prefix."""
+    H, E, P = config.embed_dim, config.moe.num_experts, config.prefix_tokens
+    width = config.max_tokens - P
+    read = {"deterministic": 0, "partial": P, "leaky": config.max_tokens}[config.moe.feature_routing]
+    # a sequence that is all prefix passes through unrouted
+    routing = H * min(n, read) * E if n > P else 0
+    return Component(
+        f"blocks.{layer}.mixing",
+        layer,
+        FEATURE_MOE,
+        expert_params=width * width + width,
+        num_experts=E,
+        other_params=4 * H + read * E,
+        flops_per_position=2 * LAYER_NORM_FLOPS * H + (max(n - P, 0) ** 2 * H + routing) / n,
+    )

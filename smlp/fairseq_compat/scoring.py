@@ -1,0 +1,52 @@
+"""Scores of models whose first tokens only choose experts (``prefix_tokens``): those tokens are not scored."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from smlp.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+def apply() -> None:
+    """Let fairseq-eval-lm and every other user of ``SequenceScorer`` score positions after the prefix only, and say so.
+
+    The scorer can start later in a sample (``start_indices``, made for ``--context-window``), so nothing but that and
+    the number of tokens reported is changed.
+    """
+    from fairseq.sequence_scorer import SequenceScorer
+
+    generate = SequenceScorer.generate
+    told: set[int] = set()
+
+    @functools.wraps(generate)
+    def generate_after_prefix(self: Any, models: Any, sample: dict, **kw: Any) -> Any:
+        prefix = max(map(prefix_tokens, models), default=0)
+        if prefix == 0:
+            return generate(self, models, sample, **kw)
+        target = sample["target"]
+        if target.size(1) <= prefix:
+            raise UserError(
+                f"samples of at most {target.size(1)} tokens hold none that this model scores: its first {prefix} only "
+                "choose experts; give longer samples (--tokens-per-sample, --sample-break-mode none)"
+            )
+        if prefix not in told:
+            told.add(prefix)
+            logger.info("scoring positions from %d on: the first %d of each sample choose experts", prefix, prefix)
+        given = sample.get("start_indices") or [0] * target.size(0)
+        sample["start_indices"] = [max(int(start), prefix) for start in given]
+        sample["ntokens"] = sum(
+            int(row[start:].ne(self.pad).sum()) for row, start in zip(target, sample["start_indices"], strict=True)
+        )
+        return generate(self, models, sample, **kw)
+
+    SequenceScorer.generate = generate_after_prefix
+
+
+def prefix_tokens(model: Any) -> int:
+    """P of one of this package's models, 0 for any other."""
+    core = getattr(getattr(model, "decoder", None), "core", None)
+    return core.config.prefix_tokens if core is not None else 0
