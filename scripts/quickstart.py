@@ -9,12 +9,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
-import re
-import shlex
 import shutil
-import subprocess
 import sys
 import time
 import traceback
@@ -22,10 +18,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from training_display import TrainingDisplay
+import training_runs as tools
+from training_runs import BATCH_SIZE, ROOT, TOKENS_PER_SAMPLE, TOKENS_PER_UPDATE, run_tool
 
 import smlp
-from data_prep.binarize import binarize
 from data_prep.corpus import MANIFEST, describe_splits
 from data_prep.tokenizer import MODEL_NAME
 from smlp.errors import UserError
@@ -35,37 +31,11 @@ from smlp.evaluation.ngram import NGramModel
 from smlp.evaluation.perplexity import Perplexity, measure_text
 from smlp.tokenizer import Vocabulary
 
-ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("smlp_tiny", "gmlp_lm_tiny")
 NGRAMS = {1: "unigram", 2: "bigram", 3: "trigram", 5: "5-gram"}
 DRAWN = ("unigram", "bigram", "trigram")  # the 5-gram lies so near the trigram that their labels would overlap
-TOKENS_PER_SAMPLE = 128
-BATCH_SIZE = 8
-TOKENS_PER_UPDATE = TOKENS_PER_SAMPLE * BATCH_SIZE
 VALIDATIONS = 4
-RECIPE = shlex.split(
-    "--optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.1 --clip-norm 1.0 --lr 2e-3 --lr-scheduler cosine "
-    "--warmup-updates 50 --warmup-init-lr 1e-7 --dropout 0 --seed 1 --no-epoch-checkpoints --keep-interval-updates 1 "
-    "--log-format json --log-interval 10"
-)
 PROMPTS = ("This function returns", "The name of the", "If the argument is not")
-
-
-def run_tool(name: str, command: list[str], log: Path) -> str:
-    """Runs a command with its output in ``log``; returns the output. Raises UserError naming step and log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
-    text = log.read_text(errors="replace")
-    if status != 0:
-        last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
-        raise UserError(f"step '{name}' failed with status {status}, see {log} (last line: {last})")
-    return text
-
-
-def executable(name: str) -> str:
-    """A command of this Python's environment, such as fairseq-train."""
-    return str(Path(sys.executable).parent / name)
 
 
 def make_text(options: argparse.Namespace, text: Path) -> None:
@@ -84,12 +54,8 @@ def make_text(options: argparse.Namespace, text: Path) -> None:
 
 def make_data(options: argparse.Namespace, text: Path, pieces: Path, data: Path) -> None:
     """Step 2: a SentencePiece vocabulary of the training text, and fairseq's binary files."""
-    if (data / MODEL_NAME).is_file():
+    if not tools.make_data(text, pieces, data, options.vocab_size, options.logs("x").parent):
         print(f"      {data} is there, skipped")
-    else:
-        prepare = [sys.executable, "-m", "data_prep.tokenizer", "--in", str(text), "--out", str(pieces)]
-        run_tool("vocabulary", [*prepare, "--vocab-size", str(options.vocab_size)], options.logs("vocabulary"))
-        binarize(pieces, data, options.logs("binarize"))
     print(f"      {len(Vocabulary.load(data / 'dict.txt'))} symbols in {data / 'dict.txt'}")
 
 
@@ -123,49 +89,11 @@ def choose_num_updates(options: argparse.Namespace, data: Path, chosen: Path) ->
 
 def train(options: argparse.Namespace, arch: str, data: Path, run: Path, num_updates: int) -> None:
     """Steps 3 and 4: fairseq-train, with a live display; its whole output goes to a log."""
-    if (run / "done").is_file():
+    if not tools.train(arch, arch, data, run, num_updates, VALIDATIONS, options.logs(f"train-{arch}"), more=[]):
         print(f"      {run} is trained, skipped")
-        return
-    interval = max(num_updates // VALIDATIONS, 1)
-    command = [executable("fairseq-train"), str(data), "--user-dir", "smlp", "--task", "language_modeling"]
-    command += ["--arch", arch, "--tokens-per-sample", str(TOKENS_PER_SAMPLE), "--batch-size", str(BATCH_SIZE)]
-    command += ["--batch-size-valid", "32", "--max-update", str(num_updates), *RECIPE]
-    command += ["--validate-interval-updates", str(interval), "--save-interval-updates", str(interval)]
-    command += ["--save-dir", str(run), "--log-file", str(run / "train.log")]
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "command.txt").write_text(shlex.join(command) + "\n")
-    log, display = options.logs(f"train-{arch}"), TrainingDisplay(arch, num_updates)
-    with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        try:
-            for line in process.stdout:
-                output.write(line)
-                display.feed(line)
-        finally:
-            process.terminate()  # only still running if this loop was interrupted
-            status = process.wait()
-            display.close()
-    if status != 0:
-        last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "no output")
-        raise UserError(f"step 'train {arch}' failed with status {status}, see {log} (last line: {last})")
-    (run / "done").touch()
 
 
-def evaluate(options: argparse.Namespace, arch: str, data: Path, run: Path, size) -> Perplexity:
-    """fairseq-eval-lm on the validation text with the best checkpoint."""
-    command = [executable("fairseq-eval-lm"), str(data), "--user-dir", "smlp", "--gen-subset", "valid"]
-    command += ["--path", str(run / "checkpoint_best.pt"), "--batch-size", "32"]
-    command += ["--tokens-per-sample", str(TOKENS_PER_SAMPLE)]
-    text = run_tool(f"eval {arch}", command, options.logs(f"eval-{arch}"))
-    bits = re.search(r"Loss \(base 2\): ([\d.]+)", text)
-    tokens = re.search(r"Evaluated ([\d,]+) tokens", text)
-    if not bits or not tokens:
-        raise UserError(f"step 'eval {arch}' printed no result, see {options.logs(f'eval-{arch}')}")
-    num_tokens = int(tokens.group(1).replace(",", ""))
-    return Perplexity(float(bits.group(1)) * math.log(2) * num_tokens, num_tokens, size)
-
-
-def report(options: argparse.Namespace, text: Path, data: Path, runs: dict[str, Path], num_updates: int) -> None:
+def report(options: argparse.Namespace, text: Path, data: Path, folders: dict[str, Path], num_updates: int) -> None:
     """Step 5: the table and the picture of the loss curves."""
     size = measure_text(text / "valid.txt")
     vocab_size = len(Vocabulary.load(data / "dict.txt"))
@@ -176,15 +104,16 @@ def report(options: argparse.Namespace, text: Path, data: Path, runs: dict[str, 
         log_probs = NGramModel.fit(train_tokens, order, vocab_size).log_probs(valid_tokens)
         rows[name] = Perplexity.of(log_probs, size)
     baselines = {name: row.per_token for name, row in rows.items() if name in DRAWN}
-    for arch, run in runs.items():
-        rows[arch] = evaluate(options, arch, data, run, size)
+    for arch, run in folders.items():
+        scored = tools.eval_lm(arch, data, run, options.logs(f"eval-{arch}"))
+        rows[arch] = Perplexity(scored.total_nll, scored.num_tokens, size)
     lines = [
         "| model | valid perplexity per token | per word | per word or line end | seen in training |",
         "|---|---:|---:|---:|---|",
     ]
     seen = num_updates * TOKENS_PER_UPDATE
     for name, row in rows.items():
-        source = f"{seen:,} tokens ({seen / train_tokens.size:.2f} epochs)" if name in runs else "the whole text"
+        source = f"{seen:,} tokens ({seen / train_tokens.size:.2f} epochs)" if name in folders else "the whole text"
         lines.append(
             f"| {name} | {row.per_token:,.1f} | {row.per_word:,.0f} | {row.per_word_or_line_end:,.0f} | {source} |"
         )
@@ -205,7 +134,7 @@ def report(options: argparse.Namespace, text: Path, data: Path, runs: dict[str, 
         },
     }
     (options.out / "result.json").write_text(json.dumps(result, indent=2))
-    curves = [read_training_log(run / "train.log", arch) for arch, run in runs.items()]
+    curves = [read_training_log(run / "train.log", arch) for arch, run in folders.items()]
     draw_curves(curves, options.out / "curves.png", baselines)
     print(table)
     print(
@@ -264,7 +193,7 @@ def main() -> None:
     check_settings(options)
     text = options.splits.resolve() if options.splits else options.out / "text"
     pieces, data = options.out / "pieces", options.out / "data"
-    runs = {arch: options.out / arch for arch in MODELS}
+    folders = {arch: options.out / arch for arch in MODELS}
     start = time.perf_counter()
 
     named = options.text or ([str(text)] if options.splits else ["the English in this Python installation"])
@@ -275,17 +204,17 @@ def main() -> None:
     num_updates = choose_num_updates(options, data, options.out / "num_updates")
     for step, arch in enumerate(MODELS, start=3):
         announce(step, f"train {arch}: {num_updates} updates of {TOKENS_PER_UPDATE} tokens, through fairseq-train")
-        train(options, arch, data, runs[arch], num_updates)
+        train(options, arch, data, folders[arch], num_updates)
     announce(5, "evaluate with fairseq-eval-lm, beside n-gram models of the same tokens\n")
-    report(options, text, data, runs, num_updates)
+    report(options, text, data, folders, num_updates)
     print()
     announce(6, "three continuations by smlp_tiny")
-    sample(runs["smlp_tiny"], tuple(options.prompt or PROMPTS))
+    sample(folders["smlp_tiny"], tuple(options.prompt or PROMPTS))
     minutes = (time.perf_counter() - start) / 60
-    best = os.path.relpath(runs["smlp_tiny"] / "checkpoint_best.pt")
+    best = os.path.relpath(folders["smlp_tiny"] / "checkpoint_best.pt")
     data_path = os.path.relpath(data)
     print(f"""
-done in {minutes:.1f} minutes. Checkpoints: {", ".join(os.path.relpath(run) for run in runs.values())}
+done in {minutes:.1f} minutes. Checkpoints: {", ".join(os.path.relpath(run) for run in folders.values())}
 the next three commands to try (after: source {os.path.relpath(ROOT / ".venv/bin/activate")}):
   smlp generate --path {best} --prompt "The module" --top-p 0.9
   smlp leak-test --path {best}

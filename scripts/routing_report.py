@@ -14,42 +14,33 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 import smlp
 from smlp.context import ForwardContext
 from smlp.errors import UserError
 from smlp.evaluation.binarized import read_fairseq_tokens
+from smlp.evaluation.blocks import block_log_probs
+from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import BalancedRouter
 from smlp.nn.decoder import Decoder
 
-BATCH_SIZE = 16
 
-
-@torch.no_grad()
 def evaluate(
     decoder: Decoder, tokens: torch.Tensor, start: int, balanced: bool
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Perplexity per token of a stream (N,), in blocks of T, and the load of each expert by layer."""
+    loads: dict[str, torch.Tensor] = {}
+
+    def count(context: ForwardContext) -> None:
+        for layer, plan in context.plans.items():
+            if isinstance(plan, RoutingPlan):
+                loads[layer.name] = loads.get(layer.name, 0) + plan.counts_E
+
     for module in decoder.modules():
         if isinstance(module, BalancedRouter):
             module.training = balanced
-    width = decoder.config.max_tokens
-    inputs = torch.cat([torch.tensor([start]), tokens[:-1]])
-    total, loads = 0.0, {}
-    for begin in range(0, len(tokens), width * BATCH_SIZE):
-        end = min(begin + width * BATCH_SIZE, len(tokens))
-        whole = (end - begin) // width * width
-        for first, last, rows in ((begin, begin + whole, -1), (begin + whole, end, 1)):
-            if first == last:
-                continue
-            context = ForwardContext()
-            block = inputs[first:last].view(rows, width if rows == -1 else last - first)
-            logits = decoder(block, context=context).logits.flatten(0, 1)
-            total += float(F.cross_entropy(logits, tokens[first:last], reduction="sum"))
-            for layer, plan in context.plans.items():
-                loads[layer.name] = loads.get(layer.name, 0) + plan.counts_E
-    return math.exp(total / len(tokens)), loads
+    log_probs = block_log_probs(decoder, tokens, start, seen=count)
+    return math.exp(-float(log_probs.double().mean())), loads
 
 
 def main() -> None:

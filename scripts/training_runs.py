@@ -1,0 +1,127 @@
+"""What the scripts that train models share: tools with a log each, data, fairseq-train, fairseq-eval-lm."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from training_display import TrainingDisplay
+
+from data_prep.binarize import binarize
+from data_prep.tokenizer import MODEL_NAME
+from smlp.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENS_PER_SAMPLE = 128
+BATCH_SIZE = 8
+TOKENS_PER_UPDATE = TOKENS_PER_SAMPLE * BATCH_SIZE
+RECIPE = shlex.split(
+    "--optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.1 --clip-norm 1.0 --lr 2e-3 --lr-scheduler cosine "
+    "--warmup-updates 50 --warmup-init-lr 1e-7 --dropout 0 --seed 1 --no-epoch-checkpoints --keep-interval-updates 1 "
+    "--log-format json --log-interval 10"
+)
+
+
+def executable(name: str) -> str:
+    """A command of this Python's environment, such as fairseq-train."""
+    return str(Path(sys.executable).parent / name)
+
+
+def _failure(step: str, status: int, log: Path) -> UserError:
+    lines = log.read_text(errors="replace").splitlines()
+    last = next((line for line in reversed(lines) if line.strip()), "no output")
+    return UserError(f"step '{step}' failed with status {status}, see {log} (last line: {last})")
+
+
+def run_tool(name: str, command: list[str], log: Path) -> str:
+    """Runs a command with its output in ``log``; returns the output. Raises UserError naming step and log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    if status != 0:
+        raise _failure(name, status, log)
+    return log.read_text(errors="replace")
+
+
+def make_data(text: Path, pieces: Path, data: Path, vocab_size: int, logs: Path) -> bool:
+    """A SentencePiece vocabulary of the training text, and fairseq's binary files; False if they were there."""
+    if (data / MODEL_NAME).is_file():
+        return False
+    prepare = [sys.executable, "-m", "data_prep.tokenizer", "--in", str(text), "--out", str(pieces)]
+    run_tool("vocabulary", [*prepare, "--vocab-size", str(vocab_size)], logs / "vocabulary.log")
+    binarize(pieces, data, logs / "binarize.log")
+    return True
+
+
+def train(
+    name: str, arch: str, data: Path, run: Path, num_updates: int, validations: int, log: Path, more: list[str]
+) -> bool:
+    """fairseq-train with a live display and its whole output in ``log``; False if it was done before.
+
+    A run that was stopped goes on from its last checkpoint. ``run/usage.json`` holds the peak memory.
+    """
+    if (run / "done").is_file():
+        return False
+    interval = max(num_updates // validations, 1)
+    command = [executable("fairseq-train"), str(data), "--user-dir", "smlp", "--task", "language_modeling"]
+    command += ["--arch", arch, "--tokens-per-sample", str(TOKENS_PER_SAMPLE), "--batch-size", str(BATCH_SIZE)]
+    command += ["--batch-size-valid", "32", "--max-update", str(num_updates), *RECIPE, *more]
+    command += ["--validate-interval-updates", str(interval), "--save-interval-updates", str(interval)]
+    command += ["--save-dir", str(run), "--log-file", str(run / "train.log")]
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "command.txt").write_text(shlex.join(command) + "\n")
+    with log.open("w") as output:
+        status, peak_memory = _watch(command, TrainingDisplay(name, num_updates), output)
+    if status != 0:
+        raise _failure(f"train {name}", status, log)
+    (run / "usage.json").write_text(json.dumps({"peak_memory_mib": peak_memory}))
+    (run / "done").touch()
+    return True
+
+
+def _watch(command: list[str], display: TrainingDisplay, output: TextIO) -> tuple[int, float]:
+    """Runs a command, shows and writes down what it prints; returns its exit status and peak memory in MiB."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        for line in process.stdout:
+            output.write(line)
+            display.feed(line)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    finally:
+        if process.returncode is None:  # interrupted
+            process.terminate()
+            process.wait()
+        display.close()
+    return process.returncode, usage.ru_maxrss / 1024
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What fairseq-eval-lm reports."""
+
+    #: natural negative log-likelihood, summed
+    total_nll: float
+    num_tokens: int
+
+
+def eval_lm(name: str, data: Path, run: Path, log: Path) -> Evaluation:
+    """fairseq-eval-lm on the validation text with the best checkpoint."""
+    command = [executable("fairseq-eval-lm"), str(data), "--user-dir", "smlp", "--gen-subset", "valid"]
+    command += ["--path", str(run / "checkpoint_best.pt"), "--batch-size", "32"]
+    command += ["--tokens-per-sample", str(TOKENS_PER_SAMPLE)]
+    text = run_tool(f"eval {name}", command, log)
+    bits = re.search(r"Loss \(base 2\): ([\d.]+)", text)
+    tokens = re.search(r"Evaluated ([\d,]+) tokens", text)
+    if not bits or not tokens:
+        raise UserError(f"step 'eval {name}' printed no result, see {log}")
+    num_tokens = int(tokens.group(1).replace(",", ""))
+    return Evaluation(float(bits.group(1)) * math.log(2) * num_tokens, num_tokens)
