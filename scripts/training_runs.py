@@ -62,11 +62,20 @@ def make_data(text: Path, pieces: Path, data: Path, vocab_size: int, logs: Path)
 
 
 def train(
-    name: str, arch: str, data: Path, run: Path, num_updates: int, validations: int, log: Path, more: list[str]
+    name: str,
+    arch: str,
+    data: Path,
+    run: Path,
+    num_updates: int,
+    validations: int,
+    log: Path,
+    more: list[str],
+    alone: bool = True,
 ) -> bool:
     """fairseq-train with a live display and its whole output in ``log``; False if it was done before.
 
-    A run that was stopped goes on from its last checkpoint. ``run/usage.json`` holds the peak memory.
+    ``more`` are further options; without ``alone``, others are shown at the same time. A run that was stopped goes on
+    from its last checkpoint. ``run/usage.json`` holds the peak memory.
     """
     if (run / "done").is_file():
         return False
@@ -79,7 +88,7 @@ def train(
     run.mkdir(parents=True, exist_ok=True)
     (run / "command.txt").write_text(shlex.join(command) + "\n")
     with log.open("w") as output:
-        status, peak_memory = _watch(command, TrainingDisplay(name, num_updates), output)
+        status, peak_memory = _watch(command, TrainingDisplay(name, num_updates, alone), output)
     if status != 0:
         raise _failure(f"train {name}", status, log)
     (run / "usage.json").write_text(json.dumps({"peak_memory_mib": peak_memory}))

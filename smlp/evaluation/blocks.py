@@ -52,3 +52,22 @@ def block_log_probs(
         if seen is not None:
             seen(context)
     return torch.cat(log_probs) if log_probs else torch.zeros(0)
+
+
+@torch.no_grad()
+def stepwise_log_probs(decoder: Decoder, source_Bn: Tensor, target_Bn: Tensor, first: int = 0) -> Tensor:
+    """Log-probability of each target from ``first`` on, with no later token in sight, (B, n - first) float32.
+
+    Every position takes a forward pass of its own, on the input cut off behind it. For a model that does not leak this
+    is what one pass over the whole input gives; for one that does, it is what the model can really do.
+
+    Args:
+        decoder: in evaluation mode.
+        source_Bn, target_Bn: ids of inputs and of what follows each, (B, n).
+        first: first position that is scored.
+    """
+    columns = []
+    for position in range(first, source_Bn.size(1)):
+        logits_BV = decoder(source_Bn[:, : position + 1]).logits[:, -1].float()
+        columns.append(logits_BV.log_softmax(dim=1).gather(1, target_Bn[:, position, None]))
+    return torch.cat(columns, dim=1)

@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# Hash layers: 11 dense and 12 sparse layers, 32 experts, with the recipe of Table 8
+source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
+small_sparse hash_lm "$@"

@@ -1,0 +1,70 @@
+# Sourced by the command files beside it: the training recipes of the paper (smlp.txt, Tables 8 to 10).
+#
+#   bash examples/smlp.sh DATA SAVE_DIR [any option of fairseq-train]
+#
+# The paper trained on 32 GPUs. GPUS=N (default 1) keeps its tokens per update on N of them by accumulating gradients
+# over more batches; it does not choose the devices, which are fairseq-train's or your launcher's to find. Options that
+# are given last win, such as --update-freq 1 or --max-update 100.
+# TRAIN_COMMAND replaces "fairseq-train", for example TRAIN_COMMAND="smlp train" or TRAIN_COMMAND=echo to look first.
+set -euo pipefail
+
+EXAMPLES="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+PAPER_GPUS=32
+
+# recipe ARCH CONTEXT BATCH_SIZE ACCUMULATE OPTIONS... -- DATA SAVE_DIR MORE...
+#   ACCUMULATE: batches on each of the paper's 32 GPUs before an update
+recipe() {
+    local arch="$1" context="$2" batch_size="$3" accumulate="$4" gpus="${GPUS:-1}"
+    shift 4
+    local options=()
+    while [ "$1" != "--" ]; do
+        options+=("$1")
+        shift
+    done
+    shift
+    if [ "$#" -lt 2 ]; then
+        echo "usage: bash examples/$arch.sh DATA SAVE_DIR [any option of fairseq-train]" >&2
+        exit 2
+    fi
+    local data="$1" save_dir="$2"
+    shift 2
+    if ! [[ "$gpus" =~ ^[1-9][0-9]*$ ]] || [ $((PAPER_GPUS * accumulate % gpus)) -ne 0 ]; then
+        echo "smlp: error: GPUS=$gpus does not divide the $((PAPER_GPUS * accumulate)) batches of an update" >&2
+        exit 1
+    fi
+    ${TRAIN_COMMAND:-fairseq-train} "$data" --user-dir "$EXAMPLES/../smlp" --task language_modeling --arch "$arch" \
+        --tokens-per-sample "$context" --batch-size "$batch_size" --update-freq $((PAPER_GPUS * accumulate / gpus)) \
+        --optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.1 --ddp-backend legacy_ddp \
+        --save-dir "$save_dir" "${options[@]}" "$@"
+}
+
+SCHEDULE=(--lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-7 --dropout 0.1)
+
+# Table 8: 4 x 1024 tokens a GPU, 4 batches an update, 25k updates (Table 4)
+small_sparse() {
+    local arch="$1"
+    shift
+    recipe "$arch" 1024 4 4 --lr 5e-4 "${SCHEDULE[@]}" --max-update 25000 -- "$@"
+}
+
+# Table 9: 2 x 1024 tokens a GPU, 4 batches an update
+small_dense() {
+    local arch="$1"
+    shift
+    recipe "$arch" 1024 2 4 --lr 5e-4 "${SCHEDULE[@]}" --max-update 25000 -- "$@"
+}
+
+# Table 10: 2 x 1024 tokens a GPU, 8 batches an update, 100k updates (Table 4)
+large() {
+    local arch="$1"
+    shift
+    recipe "$arch" 1024 2 8 --lr 1e-3 "${SCHEDULE[@]}" --max-update 100000 -- "$@"
+}
+
+# For a laptop; not the paper's: 8 x 128 tokens an update, as in docs/results.md
+tiny() {
+    local arch="$1"
+    shift
+    PAPER_GPUS=1 recipe "$arch" 128 8 1 --lr 2e-3 --lr-scheduler cosine --warmup-updates 50 --warmup-init-lr 1e-7 \
+        --clip-norm 1.0 --dropout 0 --no-epoch-checkpoints --max-update 1000 -- "$@"
+}

@@ -1,0 +1,153 @@
+"""Every architecture of the comparison through fairseq's own tools: train, evaluate, validate, write."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from running import USER_DIR
+
+import smlp
+from smlp.evaluation.binarized import count_tokens, read_fairseq_tokens
+from smlp.evaluation.blocks import block_log_probs
+from smlp.moe.routers.hashed import balanced_table
+
+TOKENS = 24
+NARROW = [
+    *("--embed-dim", "16", "--ffn-dim", "16", "--num-dense-layers", "1", "--num-sparse-layers", "1"),
+    *("--num-experts", "4", "--tokens-per-sample", str(TOKENS), "--batch-size", "4", "--dropout", "0"),
+]
+COMMON = [
+    *("--user-dir", USER_DIR, "--task", "language_modeling", "--optimizer", "adam", "--lr", "2e-3"),
+    *("--num-workers", "0", "--log-format", "json", "--log-interval", "2", "--no-epoch-checkpoints", "--seed", "3"),
+]
+ARCHS = {
+    "dense_lm_tiny": ["--num-sparse-layers", "0"],
+    "gmlp_lm_tiny": ["--num-sparse-layers", "0"],
+    "smlp_tiny": [],
+    "smlp_partial_tiny": [],
+    "smlp_leaky_tiny": [],
+    "gmlp_moe_tiny": [],
+    "gshard_lm_tiny": [],
+    "switch_lm_tiny": ["--router-z-weight", "1e-3", "--router-jitter", "0.01"],
+    "base_lm_tiny": ["--base-shuffle"],
+    "hash_lm_tiny": ["--hash-kind", "balanced"],
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_data, tmp_path_factory, run_fairseq_many):
+    """A few updates of each architecture, then eval-lm of its last checkpoint: save-dir, training, evaluation."""
+    folder = tmp_path_factory.mktemp("archs")
+    cases = [
+        {
+            "tool": "train",
+            "args": [
+                tiny_data,
+                *COMMON,
+                "--arch",
+                arch,
+                *NARROW,
+                *more,
+                "--max-update",
+                6,
+                "--save-dir",
+                folder / arch,
+            ],
+        }
+        for arch, more in ARCHS.items()
+    ]
+    training = run_fairseq_many(cases, timeout=240)
+    cases = [
+        {
+            "tool": "eval_lm",
+            "args": [
+                *(tiny_data, "--user-dir", USER_DIR, "--path", folder / arch / "checkpoint_last.pt", "--batch-size", 4),
+                *("--gen-subset", "valid", "--tokens-per-sample", TOKENS),
+            ],
+        }
+        for arch in ARCHS
+    ]
+    evaluation = run_fairseq_many(cases, timeout=240)
+    return {arch: (folder / arch, train, test) for arch, train, test in zip(ARCHS, training, evaluation, strict=True)}
+
+
+def records(run, key):
+    """The records of fairseq's log that have a key."""
+    found = [json.loads(line[line.index("{") :]) for line in (run.stdout + run.stderr).splitlines() if '{"' in line]
+    return [record for record in found if key in record]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_it_trains_and_validates(trained, arch):
+    _, train, _ = trained[arch]
+    assert train.rc == 0, train.stderr[-2000:]
+    assert len(records(train, "loss")) >= 3
+    assert all(math.isfinite(float(record["loss"])) for record in records(train, "loss"))
+    assert math.isfinite(float(records(train, "valid_loss")[-1]["valid_loss"]))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_evaluation_agrees_with_validation_and_with_the_core(trained, tiny_data, arch):
+    folder, train, test = trained[arch]
+    assert test.rc == 0, test.stderr[-2000:]
+    bits = float(re.search(r"Loss \(base 2\): ([\d.]+)", test.stdout + test.stderr).group(1))
+    assert bits == pytest.approx(float(records(train, "valid_loss")[-1]["valid_loss"]), abs=2e-3)
+
+    model = smlp.load_pretrained(folder / "checkpoint_last.pt")
+    tokens = torch.from_numpy(read_fairseq_tokens(tiny_data / "valid").tokens)
+    prefix = model.decoder.config.prefix_tokens
+    counted = torch.arange(len(tokens)) % TOKENS >= prefix
+    log_probs = block_log_probs(model.decoder, tokens, model.vocabulary.eos, batch_size=4)[counted]
+    assert -float(log_probs.double().mean()) / math.log(2) == pytest.approx(bits, abs=2e-3)
+    reported = re.search(r"Evaluated ([\d,]+) tokens", test.stdout + test.stderr).group(1)
+    assert int(reported.replace(",", "")) == int(counted.sum())
+    assert (prefix > 0) == ("partial" in arch or "leaky" in arch)
+
+
+@pytest.mark.parametrize("arch", ["smlp_partial_tiny", "smlp_leaky_tiny"])
+def test_evaluation_says_which_tokens_it_counts(trained, arch):
+    _, _, test = trained[arch]
+    assert "scoring positions from 5 on: the first 5 of each sample choose experts" in test.stdout + test.stderr
+
+
+def test_leaky_warns_at_start_and_at_evaluation_and_others_do_not(trained):
+    for arch, (_, train, test) in trained.items():
+        for run in (train, test):
+            assert ("look better than they are" in run.stdout + run.stderr) == (arch == "smlp_leaky_tiny"), arch
+
+
+def test_the_checkpoint_records_the_balanced_hash(trained, tiny_data):
+    folder, _, _ = trained["hash_lm_tiny"]
+    model = smlp.load_pretrained(folder / "checkpoint_last.pt")
+    (table,) = [value for name, value in model.state_dict().items() if name.endswith("router.table")]
+    frequencies = count_tokens(tiny_data / "train", len(model.vocabulary))
+    assert torch.equal(table, balanced_table(torch.from_numpy(frequencies), 4))
+    loads = torch.zeros(4, dtype=torch.long).index_add(0, table, torch.from_numpy(frequencies))
+    assert loads.max() - loads.min() <= frequencies.max()
+    random = smlp.build("hash_lm_tiny", vocab_size=len(model.vocabulary), embed_dim=16, num_experts=4)
+    assert not torch.equal(table, next(v for k, v in random.state_dict().items() if k.endswith("router.table")))
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if "leaky" not in arch])
+def test_it_writes(trained, arch):
+    folder, _, _ = trained[arch]
+    model = smlp.load_pretrained(folder / "checkpoint_last.pt")
+    assert len(model.generate("the s1 v1 a", max_new_tokens=4, fill_prefix=True).split()) >= 1
+
+
+def test_partial_routing_wants_a_prompt_beyond_its_prefix(trained):
+    folder, _, _ = trained["smlp_partial_tiny"]
+    model = smlp.load_pretrained(folder / "checkpoint_last.pt")
+    with pytest.raises(smlp.UserError, match=r"3 tokens \(start symbol included\).*at least 6"):
+        model.generate("the s1", max_new_tokens=2)
+    assert model.generate("the s1 v1 a o3 and", max_new_tokens=2)
+
+
+def test_leaky_routing_does_not_write(trained):
+    folder, _, _ = trained["smlp_leaky_tiny"]
+    with pytest.warns(UserWarning, match="look better than they are"):
+        model = smlp.load_pretrained(folder / "checkpoint_last.pt")
+    with pytest.raises(smlp.UserError, match="cannot write"):
+        model.generate("the s1 v1 a o3 and", max_new_tokens=2)
