@@ -47,12 +47,12 @@ ARCHS = (
 MAX_SPREAD = 0.01
 VALIDATIONS = 4
 TIMED_UPDATES = 9
-STEPWISE_BLOCKS = 32
+STEPWISE_BLOCKS = 16
 
 
 COLUMNS = (
     "model", "per token, all positions", "per token, after the prefix", "per word, after the prefix",
-    "forward MFLOPs per token, nominal", "realised / nominal", "dropped", "words per second", "peak memory (MiB)",
+    "forward MFLOPs per token, nominal", "realised / nominal", "dropped for want of a place", "words per second", "peak memory (MiB)",
     "parameters (M)",
 )  # fmt: skip
 
@@ -144,11 +144,11 @@ def time_updates(vocab_size: int) -> dict[str, float]:
 
 
 def routing_work(run: Path) -> dict[str, float]:
-    """Means over the logged updates: work really done beside the nominal, and the share of choices dropped."""
+    """Means over the logged updates: work really done beside the nominal, and the share of choices that found no place."""
     lines = [json.loads(line) for line in (run / "router_health.jsonl").read_text().splitlines()]
     return {
-        "realised": statistics.mean(line["work"]["realised_over_nominal"] for line in lines),
-        "dropped": statistics.mean(line["pooled"].get("dropped", 0.0) for line in lines),
+        "realised": statistics.mean(line["work"]["ratio"] for line in lines),
+        "dropped": statistics.mean(line["pooled"].get("drop_share_capacity", 0.0) for line in lines),
     }
 
 

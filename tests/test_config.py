@@ -6,79 +6,58 @@ import pytest
 import torch
 
 import smlp
+from smlp.accounting.formula import parameters
 from smlp.config import SETTINGS, ModelConfig, MoEConfig, flatten, unflatten
 from smlp.presets import PRESETS
 
-# Parameters (expert per rank at E ranks, other), by formula; see test_parameter_counts_follow_the_formula.
-# And, where the paper prints them, in millions: smlp.txt, Tables 8, 9 and 10 (9 and 10 swap the labels).
-PAPER_MILLIONS = {
-    "smlp": (113.44, 258.73),
-    "smlp_large": (277.1, 682.6),
-    "gmlp_lm": (0.0, 353.87),
+# Parameters: of one expert of every sparse layer, and all that are not experts'. docs/presets.md has the paper's.
+PINNED = {
+    "smlp": (113_344_512, 258_738_176),
+    "smlp_tiny": (1_085_184, 4_579_072),
+    "smlp_large": (276_946_944, 682_686_464),
+    "smlp_partial": (108_808_272, 258_816_896),
+    "smlp_partial_tiny": (1_073_172, 4_579_488),
+    "smlp_leaky": (108_808_272, 259_131_392),
+    "smlp_leaky_tiny": (1_073_172, 4_581_120),
+    "gmlp_lm": (0, 353_875_968),
+    "gmlp_lm_tiny": (0, 5_588_224),
+    "gmlp_lm_large": (0, 944_476_160),
+    "gmlp_moe": (88_227_840, 288_098_304),
+    "gmlp_moe_tiny": (893_024, 4_780_832),
+    "dense_lm": (0, 354_740_224),
+    "dense_lm_tiny": (0, 5_716_352),
+    "dense_lm_large": (0, 960_952_320),
+    "gshard_lm": (75_543_552, 204_209_152),
+    "gshard_lm_tiny": (854_144, 4_016_768),
+    "gshard_lm_large": (234_952_704, 575_842_304),
+    "switch_lm": (100_724_736, 254_408_704),
+    "switch_lm_tiny": (1_280_960, 4_439_488),
+    "switch_lm_large": (234_952_704, 575_383_552),
+    "switch_lm_enlarged": (268_517_376, 642_600_960),
+    "base_lm": (100_749_312, 241_787_904),
+    "base_lm_tiny": (1_281_984, 4_438_464),
+    "base_lm_large": (268_550_144, 642_568_192),
+    "hash_lm": (100_724_736, 241_419_264),
+    "hash_lm_tiny": (1_280_960, 4_435_392),
+    "hash_lm_large": (268_517_376, 642_076_672),
 }
 
 
-def formula(config: ModelConfig) -> tuple[int, int]:
-    """(parameters of one expert of every sparse layer, all other parameters)."""
-    T, H, F, V = config.max_tokens, config.embed_dim, config.ffn_dim, config.vocab_size
-    layer_norm = 2 * H
-    gating = config.num_heads * (T * T + T) + 2 * (F // 2)
-    dense = layer_norm + (H * F + F) + gating + (F // 2 * H + H)
-    feed_forward_expert = layer_norm + (H * F + F) + (F * H + H)
-    spatial_expert = T * T + T
-    centroids_and_norms = config.moe.num_experts * H + 2 * layer_norm
-    expert = config.num_sparse_layers * (feed_forward_expert + spatial_expert)
-    other = V * H + layer_norm + config.num_dense_layers * dense + config.num_sparse_layers * centroids_and_norms
-    return expert, other
-
-
-def count(arch: str) -> tuple[int, int, ModelConfig]:
+@pytest.mark.parametrize("arch", PRESETS)
+def test_modules_have_as_many_parameters_as_the_formula_says(arch):
     with torch.device("meta"):
         model = smlp.build(arch)
     num_experts = model.config.moe.num_experts
-    expert = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    total = sum(p.numel() for p in model.parameters())
-    assert expert % num_experts == 0
-    return expert // num_experts, total - expert, model.config
-
-
-@pytest.mark.parametrize("arch", PRESETS)
-def test_parameter_counts_follow_the_formula(arch):
-    expert, other, config = count(arch)
-    assert (expert, other) == formula(config)
-
-
-@pytest.mark.parametrize("arch", PAPER_MILLIONS)
-def test_parameter_counts_are_the_papers(arch):
-    expert, other, _ = count(arch)
-    paper_expert, paper_other = PAPER_MILLIONS[arch]
-    assert expert / 1e6 == pytest.approx(paper_expert, rel=1e-3)
-    assert other / 1e6 == pytest.approx(paper_other, rel=1e-3)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    other = sum(p.numel() for p in model.parameters()) - experts
+    counts = parameters(model.config, world_size=num_experts)
+    assert (counts.expert_per_rank * num_experts, counts.other) == (experts, other)
+    assert counts.total == experts + other
+    assert (counts.expert_per_rank, counts.other) == PINNED[arch]
 
 
 def test_every_preset_has_a_pinned_count():
-    pinned = {
-        "smlp": (113_344_512, 258_738_176),
-        "smlp_tiny": (1_085_184, 4_579_072),
-        "smlp_large": (276_946_944, 682_686_464),
-        "gmlp_lm": (0, 353_875_968),
-        "gmlp_lm_tiny": (0, 5_588_224),
-        "gmlp_lm_large": (0, 944_476_160),
-    }
-    assert {arch: count(arch)[:2] for arch in PRESETS} == pinned
-
-
-@pytest.mark.parametrize("pair", [("smlp", "gmlp_lm"), ("smlp_tiny", "gmlp_lm_tiny"), ("smlp_large", "gmlp_lm_large")])
-def test_sizes_of_a_kind_have_the_same_flops(pair):
-    def multiply_adds_per_token(config):
-        T, H, F, V = config.max_tokens, config.embed_dim, config.ffn_dim, config.vocab_size
-        dense = H * F + F // 2 * H + T * F // 2
-        sparse = 2 * H * F + T * H + config.moe.num_experts * H
-        return V * H + config.num_dense_layers * dense + config.num_sparse_layers * sparse
-
-    sparse_mlp, dense_mlp = (multiply_adds_per_token(smlp.preset(arch)) for arch in pair)
-    # the paper's own small pair (28 + 12 against 41 layers) differs by 1.2 %
-    assert sparse_mlp == pytest.approx(dense_mlp, rel=0.012 if pair[0] == "smlp" else 0.01)
+    assert list(PINNED) == list(PRESETS)
 
 
 def test_sparse_layers_stand_where_the_paper_says():

@@ -15,6 +15,7 @@ ORDER = [
     "ops",
     "moe",
     "nn",
+    "accounting",
     "tokenizer",
     "generation",
     "checkpoint",

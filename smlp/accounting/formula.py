@@ -5,7 +5,8 @@ The convention is fvcore's, with which the paper counts (smlp.txt, section 4.1):
 computed as, not as their causal half; biases, activations, softmax, gating and residuals are 0. "Nominal" means that
 every token reaches the k experts that it is due and that their loads are equal.
 
-Letters: ``T`` context, ``n`` tokens of an input (n <= T), ``H``, ``F``, ``V``, ``h`` heads, ``E`` experts, ``P`` prefix.
+Letters: ``T`` context, ``n`` tokens of an input (n <= T), ``H``, ``F``, ``V``, ``E`` experts of which each token is due
+``k``, ``P`` prefix, ``W`` ranks.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ class Component:
     #: k, experts that each token is due; 0 where tokens are not routed
     assignments_per_token: int = 0
     #: gMLP-MoE: multiply-adds for each ordered (query, key) pair of tokens of one sequence at one expert, the token
-    #: with itself and later keys included; nominally each token has n/E keys
+    #: with itself and later keys included; nominally a token has k*n/E keys at each of its experts
     flops_per_pair: float = 0
 
     def nominal_flops(self, num_tokens: int) -> float:
         """Multiply-adds for each token, in sequences of n tokens without padding."""
-        pairs = num_tokens / self.num_experts if self.flops_per_pair else 0
-        routed = self.assignments_per_token * (self.flops_per_assignment + pairs * self.flops_per_pair)
-        return self.flops_per_position + routed
+        k = self.assignments_per_token
+        keys = k * num_tokens / self.num_experts if self.flops_per_pair else 0
+        return self.flops_per_position + k * (self.flops_per_assignment + keys * self.flops_per_pair)
 
 
 @dataclass(frozen=True)
@@ -109,14 +110,16 @@ def forward_flops(config: ModelConfig, num_seqs: int = 1, num_tokens: int | None
 
 
 def default_world_size(config: ModelConfig) -> int:
-    """The paper's 32 ranks, but not more than experts: for the tiny presets a rank for each expert."""
-    return min(PAPER_WORLD_SIZE, config.moe.num_experts) if config.num_sparse_layers else PAPER_WORLD_SIZE
+    """The paper's 32 ranks, where as many experts or a multiple can be shared out among them; else, as for the tiny
+    presets, a rank for each expert."""
+    num_experts = config.moe.num_experts
+    return num_experts if config.num_sparse_layers and num_experts % PAPER_WORLD_SIZE else PAPER_WORLD_SIZE
 
 
-def parameters(config: ModelConfig, world_size: int | None = None) -> Parameters:
-    """Numbers of parameters on W ranks (default: :func:`default_world_size`).
+def experts_per_rank(config: ModelConfig, world_size: int | None = None) -> int:
+    """Experts of each layer that live on one of W ranks (default: :func:`default_world_size`).
 
-    With no more ranks than experts each rank holds E/W of them; with more, groups of E ranks hold one each.
+    With no more ranks than experts that is E/W; with more, groups of E ranks hold one expert each. 0 without experts.
 
     Raises:
         UserError: neither number divides the other.
@@ -124,14 +127,23 @@ def parameters(config: ModelConfig, world_size: int | None = None) -> Parameters
     world_size = default_world_size(config) if world_size is None else world_size
     if world_size < 1:
         raise UserError(f"world_size must be at least 1, got {world_size}")
+    if not config.num_sparse_layers:
+        return 0
     num_experts = config.moe.num_experts
-    if config.num_sparse_layers and num_experts % world_size and world_size % num_experts:
+    if num_experts % world_size and world_size % num_experts:
         raise UserError(
-            f"{num_experts} experts cannot be shared out among {world_size} ranks: one number must divide the other"
+            f"{num_experts} experts cannot be shared out among world_size={world_size} ranks: "
+            "one number must divide the other"
         )
+    return max(num_experts // world_size, 1)
+
+
+def parameters(config: ModelConfig, world_size: int | None = None) -> Parameters:
+    """Numbers of parameters, on W ranks; arguments and errors as in :func:`experts_per_rank`."""
     parts = components(config)
     expert, other = sum(part.expert_params for part in parts), sum(part.other_params for part in parts)
-    return Parameters(max(num_experts // world_size, 1) * expert, other, other + num_experts * expert)
+    per_rank = experts_per_rank(config, world_size) * expert
+    return Parameters(per_rank, other, other + config.moe.num_experts * expert)
 
 
 def _linear(inputs: int, outputs: int) -> int:
@@ -186,8 +198,7 @@ def _sparse_block(config: ModelConfig, layer: int, n: int) -> Iterator[Component
     H, F, T, moe = config.embed_dim, config.ffn_dim, config.max_tokens, config.moe
     name, E, k = f"blocks.{layer}", moe.num_experts, min(moe.experts_per_token, moe.num_experts)
     if moe.router != "hash":
-        router = Component(f"{name}.token_moe.router", layer, ROUTER, other_params=E * H, flops_per_position=E * H)
-        yield router
+        yield Component(f"{name}.token_moe.router", layer, ROUTER, other_params=E * H, flops_per_position=E * H)
     if config.sparse_block == "gmlp_moe":
         half = F // 2
         yield Component(

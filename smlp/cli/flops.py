@@ -1,0 +1,168 @@
+"""``smlp flops``: parameters and FLOPs of a model, component by component."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from smlp.config import ModelConfig
+
+HELP = "parameters and forward FLOPs of a model, by formula and counted by fvcore"
+EPILOG = """examples:
+  smlp flops --arch smlp
+  smlp flops --arch gshard_lm_tiny --tokens 64 --batch 8 --experts 4 --world-size 2 --json flops.json
+  smlp flops --path checkpoints/checkpoint_best.pt
+
+FLOPs are counted as the paper does, in fvcore's convention: forward pass; one multiply-add is 1, a layer norm 5 per
+element, activations, softmax and residuals 0; attention and spatial products in full, not their causal half. They are
+nominal: loads are equal, nothing is padded or dropped, and each token costs the work of its k experts (no dense
+dispatch masks are built, here or in training). "counted" is fvcore on the real modules, without weights; blocks that
+are alike are traced once.
+Expert parameters are those of one of --world-size ranks (default: the paper's 32; for other numbers of experts than its
+own, as in the tiny presets, a rank for each expert).
+exit status: 0 formula and count agree within 0.5 % and the parameters exactly, 1 they do not.
+"""
+
+TOLERANCE = 0.005
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "flops", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--arch", help="architecture")
+    model.add_argument("--path", help="checkpoint; needs neither its dictionary nor its data")
+    parser.add_argument(
+        "--tokens", type=int, help="T, the context to build --arch with; for --path, the length of the inputs"
+    )
+    parser.add_argument("--batch", type=int, default=2, help="B, sequences (default: %(default)s, as in the paper)")
+    parser.add_argument("--experts", type=int, help="E to build --arch with (default: the architecture's)")
+    parser.add_argument("--world-size", type=int, help="W, ranks that share the experts out")
+    parser.add_argument("--json", metavar="FILE", help="also write the result here")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table; 1 if formula and count disagree."""
+    from smlp.cli.json_file import write_json
+    from smlp.errors import UserError
+    from smlp.presets import preset
+
+    if args.batch < 1:
+        raise UserError(f"--batch must be at least 1, got {args.batch}")
+    if args.path:
+        if args.experts is not None:
+            raise UserError("--experts is for --arch: a checkpoint has the experts that it was trained with")
+        config, num_tokens = checkpoint_config(args.path), args.tokens
+    else:
+        given = {"max_tokens": args.tokens, "num_experts": args.experts}
+        config = preset(args.arch, **{name: value for name, value in given.items() if value is not None})
+        if args.experts is not None and not config.num_sparse_layers:
+            raise UserError(f"--experts means nothing for {args.arch}, which has no sparse blocks")
+        num_tokens = None
+    report = account(config, args.batch, num_tokens, args.world_size)
+    report = {"arch": args.path or args.arch, **report}
+    _print(report, config)
+    if args.json:
+        write_json(args.json, report)
+    return 0 if report["agrees"] else 1
+
+
+def account(config: ModelConfig, num_seqs: int, num_tokens: int | None, world_size: int | None) -> dict[str, Any]:
+    """Parameters and FLOPs of a model and of its components, as plain values.
+
+    Args:
+        config: the model.
+        num_seqs, num_tokens: B, n (default T).
+        world_size: W (default: see :func:`smlp.accounting.formula.default_world_size`).
+
+    Raises:
+        UserError: a number does not fit the model, or an operator has unknown cost.
+    """
+    from dataclasses import asdict
+
+    from smlp.accounting.counted import build_without_weights, counted_flops, counted_parameters
+    from smlp.accounting.formula import components, default_world_size, experts_per_rank, forward_flops, parameters
+
+    parts, local = components(config, num_tokens), experts_per_rank(config, world_size)
+    num_tokens = config.max_tokens if num_tokens is None else num_tokens
+    params = parameters(config, world_size)
+    decoder = build_without_weights(config)
+    flops, sizes = counted_flops(decoder, num_seqs, num_tokens), counted_parameters(decoder)
+    formula, counted = forward_flops(config, num_seqs, num_tokens), sum(flops.values())
+    rows = [
+        {
+            "name": part.name,
+            "layer": part.layer,
+            "kind": part.kind,
+            "params": {"expert_per_rank": local * part.expert_params, "other": part.other_params},
+            "flops": {
+                "formula": round(num_seqs * num_tokens * part.nominal_flops(num_tokens)),
+                "fvcore": flops[part.name],
+            },
+        }
+        for part in parts
+    ]
+    same_sizes = all(sizes[part.name] == (part.num_experts * part.expert_params, part.other_params) for part in parts)
+    return {
+        "params": asdict(params),
+        "flops": {"formula": formula, "fvcore": counted},
+        "flops_per_token": formula / (num_seqs * num_tokens),
+        "agrees": same_sizes and abs(counted - formula) <= TOLERANCE * formula,
+        "tokens": num_tokens,
+        "batch": num_seqs,
+        "experts": config.moe.num_experts if config.num_sparse_layers else 0,
+        "world_size": default_world_size(config) if world_size is None else world_size,
+        "components": rows,
+    }
+
+
+def checkpoint_config(path: str) -> ModelConfig:
+    """The configuration of a checkpoint.
+
+    Raises:
+        UserError: the file is missing, damaged, or holds another kind of model.
+    """
+    from smlp.checkpoint.load import read_checkpoint
+    from smlp.errors import UserError
+    from smlp.presets import from_training_options
+    from smlp.tokenizer import Vocabulary
+
+    state = read_checkpoint(path)
+    options, embedding = state["cfg"]["model"], state["model"].get("decoder.core.embedding.weight")
+    if embedding is None:
+        raise UserError(f"{path} holds another kind of model ({options.get('_name')}), not one of smlp's")
+    return from_training_options(options.get("_name"), options, embedding.size(0), Vocabulary.pad)
+
+
+def _print(report: dict[str, Any], config: ModelConfig) -> None:
+    size = f"T={config.max_tokens}, H={config.embed_dim}, F={config.ffn_dim}, V={config.vocab_size}"
+    layers = f"{config.num_dense_layers} dense + {config.num_sparse_layers} sparse blocks"
+    experts = f", {report['experts']} experts on {report['world_size']} ranks" if report["experts"] else ""
+    print(f"{report['arch']}: {size}, {layers}{experts}; batch {report['batch']} x {report['tokens']}")
+    print(f"{'':<20}{'':>5}  {'parameters (M)':^25}  {'multiply-adds (G)':^25}")
+    print(f"{'component':<20}{'times':>5}  {'expert/rank':>12} {'other':>12}  {'formula':>12} {'counted':>12}")
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for row in report["components"]:
+        by_kind.setdefault(row["kind"], []).append(row)
+    for kind, rows in by_kind.items():
+        _print_row(kind, str(len(rows)), _sum(rows, "params"), _sum(rows, "flops"))
+    _print_row("total", "", report["params"], report["flops"])
+    formula, counted = report["flops"].values()
+    print(f"whole model: {report['params']['total'] / 1e6:.3f} M parameters")
+    print(f"per token: {report['flops_per_token'] / 1e6:.3f} M multiply-adds")
+    verdict = "agree" if report["agrees"] else "DISAGREE (the multiply-adds, or the parameters of the real modules)"
+    print(f"counted / formula - 1 = {counted / formula - 1:+.4%}: formula and count {verdict}")
+
+
+def _sum(rows: list[dict[str, Any]], key: str) -> dict[str, int]:
+    return {name: sum(row[key][name] for row in rows) for name in rows[0][key]}
+
+
+def _print_row(name: str, times: str, params: dict[str, int], flops: dict[str, int]) -> None:
+    expert, other = params["expert_per_rank"] / 1e6, params["other"] / 1e6
+    formula, counted = flops["formula"] / 1e9, flops["fvcore"] / 1e9
+    print(f"{name:<20}{times:>5}  {expert:>12.3f} {other:>12.3f}  {formula:>12.3f} {counted:>12.3f}")
