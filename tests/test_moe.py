@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_same
+from sparse_references import FixedRouter, RoundRobinRouter, ScalingExperts
 from torch import nn
 
 import smlp.errors
@@ -13,39 +14,10 @@ from smlp.moe.experts import FeedForwardExperts, SpatialExperts
 from smlp.moe.feature_layer import FeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
-from smlp.moe.routers import BalancedRouter, Routing
+from smlp.moe.routers import BalancedRouter
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 NUM_EXPERTS = (1, 2, 7, 8, 32)
-
-
-class RoundRobinRouter(nn.Module):
-    """Token i to expert i mod E with weight one."""
-
-    def __init__(self, num_experts):
-        super().__init__()
-        self.num_experts = num_experts
-
-    def forward(self, x_NH, token_ids_N, plan=None):
-        plan = plan or RoutingPlan.from_experts(torch.arange(x_NH.size(0)) % self.num_experts, self.num_experts)
-        return Routing(plan, torch.ones(plan.token_A.numel()))
-
-
-class FixedRouter(RoundRobinRouter):
-    """All tokens to one expert."""
-
-    def forward(self, x_NH, token_ids_N, plan=None):
-        everyone = torch.full((x_NH.size(0),), self.num_experts - 1)
-        plan = plan or RoutingPlan.from_experts(everyone, self.num_experts)
-        return Routing(plan, torch.ones(plan.token_A.numel()))
-
-
-class ScalingExperts(nn.Module):
-    """Expert i multiplies by i + 1."""
-
-    def forward(self, x_AH, counts):
-        scale = torch.repeat_interleave(torch.arange(1, len(counts) + 1), torch.tensor(counts))
-        return x_AH * scale.unsqueeze(1)
 
 
 def test_a_plan_is_sorted_by_expert_then_token():

@@ -128,7 +128,7 @@ def test_leak_test_passes_on_a_checkpoint_and_an_architecture(checkpoint, tmp_pa
     assert main(["leak-test", "--path", str(path), "--json", str(result)]) == 0
     report = json.loads(result.read_text())
     assert report["passed"] and len(report["results"]) == 6
-    assert "expected: balanced assignment" in capsys.readouterr().out
+    assert "expected: routed by batch" in capsys.readouterr().out
     assert main(["leak-test", "--arch", "gmlp_lm_tiny", "--tokens", "16"]) == 0
     assert "H=64, 9 + 0 blocks" in capsys.readouterr().out
 

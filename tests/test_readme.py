@@ -33,16 +33,17 @@ def blocks(language):
 
 @pytest.fixture(scope="module")
 def reader(tiny_data, tmp_path_factory):
-    """A folder as a reader has it: the repository's smlp/ and a data-bin/."""
+    """A folder as a reader has it: the repository's smlp/ and examples/, and a data-bin/."""
     folder = tmp_path_factory.mktemp("reader")
-    (folder / "smlp").symlink_to(REPOSITORY / "smlp")
+    for name in ("smlp", "examples"):
+        (folder / name).symlink_to(REPOSITORY / name)
     (folder / "data-bin").symlink_to(tiny_data)
     return folder
 
 
 def test_the_mark_is_on_every_kind_of_block():
-    assert len(blocks("bash")) == 2 and len(blocks("python")) == 1
-    assert README.count(MARK) == 3
+    assert len(blocks("bash")) == 3 and len(blocks("python")) == 1
+    assert README.count(MARK) == 4
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from smlp.fairseq_compat import apply
 
 apply()
 
+from smlp.criterions import moe_cross_entropy  # noqa: E402  fairseq does not look into criterions/ itself
 from smlp.models import architectures  # noqa: E402
 
-__all__ = ["architectures"]
+__all__ = ["architectures", "moe_cross_entropy"]

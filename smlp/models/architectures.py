@@ -6,15 +6,17 @@ from typing import Any
 
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, register_model_architecture
 
+from smlp.criterions.choice import settle_criterion
 from smlp.models import language_model  # noqa: F401  registers the model "smlp" first
 from smlp.presets import FROM_TASK, PRESETS
 
 
 def _fill_in(args: Any, arch: str) -> None:
-    """Sets the architecture's settings where the command line is silent."""
+    """Sets the architecture's settings where the command line is silent, and the criterion that it needs."""
     for name, value in PRESETS[arch].items():
         if name not in FROM_TASK and getattr(args, name, None) is None:
             setattr(args, name, value)
+    settle_criterion(args, arch)
 
 
 def _register(arch: str) -> None:

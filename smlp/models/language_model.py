@@ -15,7 +15,7 @@ from omegaconf import II
 from torch import Tensor
 
 from smlp.config import LEAKY_WARNING, SETTINGS
-from smlp.context import DecodingState
+from smlp.context import DecodingState, ForwardContext
 from smlp.errors import UserError
 from smlp.evaluation.binarized import count_tokens
 from smlp.moe.routers import HashRouter
@@ -86,18 +86,19 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         encoder_out=None,
         incremental_state: dict | None = None,
         features_only: bool = False,
+        context: ForwardContext | None = None,
         **unused,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Logits (B, n, V), or features (B, n, H), and a dictionary with ``"aux_losses"`` (and no attention).
 
         With ``incremental_state``, ``prev_output_tokens`` is the whole sequence so far, and the result is for the
-        tokens that were not seen before.
+        tokens that were not seen before. With ``context``, routing is observed (or fixed) there.
         """
         state = None
         if incremental_state is not None:
             state = incremental_state.setdefault(_STATE_KEY, DecodingState())
             prev_output_tokens = prev_output_tokens[:, state.length :]
-        x_BnH, aux_losses = self.core.features(prev_output_tokens, state)
+        x_BnH, aux_losses = self.core.features(prev_output_tokens, state, context)
         return (x_BnH if features_only else self.core.project(x_BnH)), {"aux_losses": aux_losses, "attn": None}
 
     def extract_features(self, prev_output_tokens: Tensor, **kwargs) -> tuple[Tensor, dict[str, Any]]:
@@ -122,6 +123,14 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
 @register_model("smlp", dataclass=LanguageModelConfig)
 class SparseMLPLanguageModel(FairseqLanguageModel):
     """Every architecture of this package, as a fairseq language model."""
+
+    #: updates of the weights done so far; fairseq says so before each forward pass in training
+    num_updates = 0
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Called by fairseq."""
+        super().set_num_updates(num_updates)
+        self.num_updates = num_updates
 
     @classmethod
     def build_model(cls, args, task) -> SparseMLPLanguageModel:

@@ -4,7 +4,7 @@ The spatial gating unit of an expert sees only the tokens of a sequence that wer
 weights are indexed by absolute position, so that with one expert the layer is a gMLP layer.
 
 Letters: ``A`` routed tokens sorted by expert and position, ``e`` experts on this rank, ``S`` sequences, ``M`` most
-tokens of one sequence at one expert, ``Q`` queries, ``C`` = F/2 gating features.
+tokens of one sequence at one expert, ``Q`` queries, ``K`` experts of a token, ``C`` = F/2 gating features.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class GatedMLPExperts(nn.Module):
         expert_ids: global ids of the experts on this rank.
         activation: "gelu", "relu" or "swish".
         weight_bound: spatial weights start as U(-bound, bound).
+        experts_per_token: k, most experts that a token goes to.
     """
 
     def __init__(
@@ -70,10 +71,12 @@ class GatedMLPExperts(nn.Module):
         expert_ids: Sequence[int],
         activation: str,
         weight_bound: float,
+        experts_per_token: int = 1,
     ) -> None:
         super().__init__()
         num_local = len(expert_ids)
         self.expert_ids = tuple(expert_ids)
+        self.experts_per_token = experts_per_token
         self.activation = ACTIVATION_FUNCTIONS[activation]
         self.norm_weight = nn.Parameter(torch.ones(num_local, embed_dim))
         self.norm_bias = nn.Parameter(torch.zeros(num_local, embed_dim))
@@ -99,34 +102,44 @@ class GatedMLPExperts(nn.Module):
         """
         counts = list(counts)
         gated, keys = [], []
-        for e, x in enumerate(x_AH.split(counts)):
-            x = F.layer_norm(x, x.shape[1:], self.norm_weight[e], self.norm_bias[e])
-            z1, z2 = self.activation(F.linear(x, self.w_in[e], self.b_in[e])).chunk(2, dim=1)
+        # Unbound weights give one stacked gradient in the backward pass instead of one full-size gradient per expert.
+        norms = zip(self.norm_weight.unbind(), self.norm_bias.unbind(), strict=True)
+        inner = zip(self.w_in.unbind(), self.b_in.unbind(), strict=True)
+        gate_norms = zip(self.gate_norm_weight.unbind(), self.gate_norm_bias.unbind(), strict=True)
+        for x, norm, proj_in, gate_norm in zip(x_AH.split(counts), norms, inner, gate_norms, strict=True):
+            x = F.layer_norm(x, x.shape[1:], *norm)
+            z1, z2 = self.activation(F.linear(x, *proj_in)).chunk(2, dim=1)
             gated.append(z1)
-            keys.append(F.layer_norm(z2, z2.shape[1:], self.gate_norm_weight[e], self.gate_norm_bias[e]))
+            keys.append(F.layer_norm(z2, z2.shape[1:], *gate_norm))
         places = place_A2.split(counts)
         seen = list(zip(places, keys, strict=True))
         if context.state is not None:
             seen = self._remember(torch.cat(keys), place_A2, counts, context)
         outputs = []
-        for e, (z1, place, (key_place, key)) in enumerate(zip(gated, places, seen, strict=True)):
-            gate = sparse_spatial_projection(
-                place, key_place, key, self.gating.weight[e], self.gating.bias[e], context.num_seqs
-            )
-            outputs.append(F.linear(z1 * gate, self.w_out[e], self.b_out[e]))
+        spatial = zip(self.gating.weight.unbind(), self.gating.bias.unbind(), strict=True)
+        outer = zip(self.w_out.unbind(), self.b_out.unbind(), strict=True)
+        for z1, place, own, weights, proj_out in zip(gated, places, seen, spatial, outer, strict=True):
+            gate = sparse_spatial_projection(place, *own, *weights, context.num_seqs)
+            outputs.append(F.linear(z1 * gate, *proj_out))
         return torch.cat(outputs)
 
     def _remember(
         self, key_AC: Tensor, place_A2: Tensor, counts: list[int], context: ForwardContext
     ) -> list[tuple[Tensor, Tensor]]:
         """For each expert, places and gating features of all tokens up to now that it has had, in order."""
-        # one more feature says whose key it is: 1 + the expert's row, or 0 at tokens without an expert
+        sequence_A, step_A = place_A2[:, 0], place_A2[:, 1] - context.start
+        num_seqs, num_new, num_each = context.num_seqs, context.num_new_tokens, self.experts_per_token
+        # which of its token's experts, and whose key: 1 + the expert's row, or 0 where there is none
+        rank_A = slots(sequence_A * num_new + step_A, num_seqs * num_new)
         owner_A = torch.arange(1, len(counts) + 1, device=key_AC.device).repeat_interleave(
             torch.tensor(counts, device=key_AC.device)
         )
-        new_BnC = key_AC.new_zeros(context.num_seqs, context.num_new_tokens, key_AC.size(1) + 1)
-        tagged_AC = torch.cat([key_AC, owner_A.to(key_AC.dtype).unsqueeze(1)], dim=1)
-        new_BnC[place_A2[:, 0], place_A2[:, 1] - context.start] = tagged_AC
-        seen_BmC = context.state.append(self, new_BnC, self.gating.max_tokens)
-        places = [(seen_BmC[..., -1] == owner).nonzero() for owner in range(1, len(counts) + 1)]
-        return [(place, seen_BmC[place[:, 0], place[:, 1], :-1]) for place in places]
+        key_BnKC = key_AC.new_zeros(num_seqs, num_new, num_each, key_AC.size(1))
+        key_BnKC[sequence_A, step_A, rank_A] = key_AC
+        owner_BnK = owner_A.new_zeros(num_seqs, num_new, num_each)
+        owner_BnK[sequence_A, step_A, rank_A] = owner_A
+        max_tokens = self.gating.max_tokens
+        key_BmKC = context.state.append((self, "keys"), key_BnKC.flatten(2), max_tokens).unflatten(2, (num_each, -1))
+        owner_BmK = context.state.append((self, "owners"), owner_BnK, max_tokens)
+        found = [(owner_BmK == owner).nonzero() for owner in range(1, len(counts) + 1)]
+        return [(place[:, :2], key_BmKC[place[:, 0], place[:, 1], place[:, 2]]) for place in found]

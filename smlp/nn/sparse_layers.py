@@ -46,6 +46,7 @@ def gated_mlp_moe(config: ModelConfig, layer_index: int) -> TokenMoE:
         range(config.moe.num_experts),
         config.activation,
         weight_bound(config),
+        config.moe.experts_per_token,
     )
     return TokenMoE(token_router(config), experts, f"layer {layer_index} (gMLP-MoE)")
 

@@ -28,14 +28,17 @@ def balanced_table(frequencies_V: Tensor, num_experts: int) -> Tensor:
     """An expert for each id, (V,), such that training tokens load the experts as equally as a greedy deal can.
 
     Ids are dealt by falling frequency, each to the expert with the lowest load so far (Roller et al., 2021, "balanced
-    assignment"); ties by id. The most frequent id may outweigh an equal share: nothing can divide it.
+    assignment"); ties by id. Ids that never occur are dealt by numbers of ids. The most frequent id may outweigh an equal
+    share: nothing can divide it.
     """
-    table_V = torch.empty(frequencies_V.numel(), dtype=torch.long)
-    lightest = [(0, 0, expert) for expert in range(num_experts)]  # (tokens, ids, expert)
+    vocab_size = frequencies_V.numel()
+    table_V = torch.empty(vocab_size, dtype=torch.long)
+    lightest = [(0, expert) for expert in range(num_experts)]
     for token in frequencies_V.argsort(descending=True, stable=True).tolist():
-        load, num_ids, expert = lightest[0]
+        load, expert = lightest[0]
         table_V[token] = expert
-        heapq.heapreplace(lightest, (load + int(frequencies_V[token]), num_ids + 1, expert))
+        # All ids together weigh less than one occurrence: they decide between equal loads.
+        heapq.heapreplace(lightest, (load + int(frequencies_V[token]) * (vocab_size + 1) + 1, expert))
     return table_V
 
 

@@ -44,5 +44,7 @@ class Router(Protocol):
 def gate_logits(x_NH: Tensor, weight_EH: Tensor) -> Tensor:
     """Scores ``x @ weight.T``, (N, E), in float32 at least, also under autocast."""
     dtype = torch.promote_types(x_NH.dtype, torch.float32)
-    with torch.autocast(x_NH.device.type, enabled=False):
+    # autocast knows no meta device, on which costs are counted
+    device = "cpu" if x_NH.is_meta else x_NH.device.type
+    with torch.autocast(device, enabled=False):
         return x_NH.to(dtype) @ weight_EH.to(dtype).t()

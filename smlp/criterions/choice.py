@@ -1,0 +1,44 @@
+"""Which criterion a fairseq command line gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smlp.config import ModelConfig
+from smlp.errors import UserError
+from smlp.presets import from_training_options
+
+OURS = "moe_cross_entropy"
+_DEFAULT = "cross_entropy"  # fairseq's
+
+
+def settle_criterion(args: Any, arch: str) -> None:
+    """Puts our criterion in the place of fairseq's ``cross_entropy``, which knows no auxiliary loss and no prefix.
+
+    Where a model has neither, ours computes the same. ``args`` are fairseq's parsed options, those of the architecture
+    filled in; without a criterion among them (tools that only evaluate) nothing is done.
+
+    Raises:
+        UserError: another criterion is asked for that would leave out a part of the model's loss, or count too much.
+    """
+    asked = getattr(args, "criterion", None)
+    if asked == _DEFAULT:
+        args.criterion = OURS
+    elif asked not in (None, OURS):
+        # the dictionary, which is not loaded yet, plays no part in it
+        reason = needs_ours(from_training_options(arch, vars(args), vocab_size=2, padding_idx=1))
+        if reason:
+            raise UserError(f"--criterion {asked} cannot train --arch {arch}: {reason}; leave --criterion out")
+
+
+def needs_ours(config: ModelConfig) -> str | None:
+    """Why a model must be trained with our criterion, as a clause; None if any will do."""
+    prefix = config.prefix_tokens
+    if prefix:
+        return f"it would count the first {prefix} of {config.max_tokens} positions, which only choose experts"
+    moe = config.moe
+    if config.num_sparse_layers and moe.router in ("switch", "gshard"):
+        for name in ("load_balance_weight", "router_z_weight"):
+            if getattr(moe, name) > 0:
+                return f"it would leave out the auxiliary loss of {name}={getattr(moe, name)}"
+    return None

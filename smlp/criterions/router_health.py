@@ -1,0 +1,131 @@
+"""The router-health record of a training run; docs/router_health.md describes its fields.
+
+Letters: ``B`` sequences, ``n`` tokens, ``E`` experts, ``M`` items of the probe set in a layer, ``S`` sums of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smlp.accounting.realised import Work, realised_work
+from smlp.context import ForwardContext
+from smlp.criterions.journal import Journal
+from smlp.moe.balance import first_choices, layer_record, num_sums, pooled_record, routing_sums
+from smlp.moe.feature_layer import RoutedFeatureMoE
+from smlp.moe.layer import TokenMoE
+from smlp.nn.decoder import Decoder
+
+#: what fairseq's logs get, however many layers and experts there are: names there, and in the pooled record
+LOGGED = {
+    "router_load_cv": "load_cv",
+    "router_min_over_mean": "min_over_mean",
+    "router_max_over_mean": "max_over_mean",
+    "router_dead": "dead_experts",
+    "router_load_entropy": "load_entropy",
+    "router_gate_entropy": "gate_entropy",
+    "router_margin": "margin",
+    "router_drop": "drop_share",
+    "router_churn": "churn",
+}
+REALISED = "router_realised"
+
+_PROBE_TOKENS = 1024
+
+
+class HealthRecorder:
+    """Watches the routers of one process's model.
+
+    For an update that is to be reported: :meth:`start`, a forward pass with an observing context and :meth:`sums` for
+    each micro-batch, then :meth:`report` with the sums of all micro-batches and ranks.
+
+    Args:
+        decoder: the model.
+        tokens_Bn: input ids of the first batch; its first rows are the probe set.
+        journal: where to write; None on all ranks but the first.
+    """
+
+    def __init__(self, decoder: Decoder, tokens_Bn: Tensor, journal: Journal | None) -> None:
+        self.decoder = decoder
+        self.journal = journal
+        self.layers = [module for module in decoder.modules() if isinstance(module, TokenMoE | RoutedFeatureMoE)]
+        self.probe_Bn = tokens_Bn[: max(1, _PROBE_TOKENS // tokens_Bn.size(1))].clone()
+        self._update: int | None = None
+        # first choices of the probe set's items, (M,) for each layer: at the update reported before, and at this one
+        self._before: list[Tensor] | None = None
+        self._now: list[Tensor] | None = None
+
+    def start(self, update: int) -> None:
+        """Routes the probe set with the model as it is before the update; once, also if the update is tried again."""
+        if self._update != update:
+            self._update, self._before = update, self._now
+            self._now = probe_choices(self.decoder, self.layers, self.probe_Bn) if self.layers else []
+
+    def sums(self, context: ForwardContext) -> Tensor:
+        """What a forward pass did, as one float64 vector of the same length on every rank: the work, then (S,) for
+        each layer."""
+        num_experts = self.decoder.config.moe.num_experts
+        device = context.tokens_Bn.device
+        parts = [realised_work(self.decoder, context).to_tensor().to(device)]
+        for index, layer in enumerate(self.layers):
+            observation = context.observations.get(layer)
+            if observation is None:  # a layer that passed everything through
+                parts.append(torch.zeros(num_sums(num_experts), dtype=torch.double, device=device))
+                continue
+            probe = None if self._before is None else (self._before[index], self._now[index])
+            parts.append(routing_sums(observation, probe))
+        return torch.cat(parts)
+
+    def report(self, sums: Tensor) -> dict[str, float]:
+        """Writes the record of an update; returns the figures for fairseq's logs."""
+        record = self._record(sums.cpu())
+        if self.journal is not None:
+            self.journal.append(record)
+        figures = {key: record["pooled"][name] for key, name in LOGGED.items() if name in record["pooled"]}
+        if record["work"]["ratio"] is not None:
+            figures[REALISED] = record["work"]["ratio"]
+        return figures
+
+    def _record(self, sums: Tensor) -> dict[str, Any]:
+        moe = self.decoder.config.moe
+        work, routing = Work.from_tensor(sums[: Work.size()]), sums[Work.size() :]
+        figures = [layer_record(sums_S) for sums_S in routing.view(len(self.layers), -1)] if self.layers else []
+        layers = {}
+        for layer, of_layer in zip(self.layers, figures, strict=True):
+            over_tokens = isinstance(layer, TokenMoE)
+            router, items = (moe.router, "tokens") if over_tokens else (moe.feature_routing, "features")
+            layers[layer.name] = {"router": router, "items": items, **of_layer}
+        flops = asdict(work)
+        return {
+            "update": self._update,
+            "tokens": int(flops.pop("tokens")),
+            "positions": int(flops.pop("positions")),
+            "padded_share": work.padded_share,
+            "work": {**flops, "ratio": work.ratio},
+            "pooled": pooled_record(figures),
+            "layers": layers,
+        }
+
+
+def probe_choices(decoder: Decoder, layers: list[TokenMoE | RoutedFeatureMoE], tokens_Bn: Tensor) -> list[Tensor]:
+    """The expert that each item of a batch chooses first in evaluation, (M,) for each layer.
+
+    Draws no random numbers and leaves every module in its mode.
+    """
+    modes = [(module, module.training) for module in decoder.modules()]
+    context = ForwardContext(observe=True)
+    decoder.eval()
+    try:
+        with torch.no_grad():
+            decoder.features(tokens_Bn, context=context)
+    finally:
+        for module, training in modes:
+            module.training = training
+        # Before torch 2.10 autocast keeps weights that were converted without a gradient for the next forward pass.
+        torch.clear_autocast_cache()
+    seen = [context.observations.get(layer) for layer in layers]
+    nothing_M = tokens_Bn.new_empty(0)
+    return [nothing_M if observation is None else first_choices(observation.plan) for observation in seen]
