@@ -52,8 +52,8 @@ STEPWISE_BLOCKS = 16
 
 COLUMNS = (
     "model", "per token, all positions", "per token, after the prefix", "per word, after the prefix",
-    "forward MFLOPs per token, nominal", "realised / nominal", "dropped for want of a place", "words per second", "peak memory (MiB)",
-    "parameters (M)",
+    "forward MFLOPs per token, nominal", "realised / nominal", "dropped for want of a place", "words per second",
+    "peak memory (MiB)", "parameters (M)",
 )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def time_updates(vocab_size: int) -> dict[str, float]:
 
 
 def routing_work(run: Path) -> dict[str, float]:
-    """Means over the logged updates: work really done beside the nominal, and the share of choices that found no place."""
+    """Means over the logged updates: work done beside the nominal, and the share of choices without a place."""
     lines = [json.loads(line) for line in (run / "router_health.jsonl").read_text().splitlines()]
     return {
         "realised": statistics.mean(line["work"]["ratio"] for line in lines),
