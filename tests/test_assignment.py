@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from smlp.ops import balanced_assignment
+from smlp.ops import balanced_assignment, balanced_assignments
 
 
 def optimum(scores: torch.Tensor) -> float:
@@ -175,3 +175,15 @@ def test_one_outlier_does_not_spoil_the_others():
     rest = torch.arange(256) != 17
     got = scores[rest].gather(1, owner[rest].unsqueeze(1)).double().sum().item()
     assert got >= 0.99 * (optimum(scores) - 4)
+
+
+def test_problems_of_a_batch_are_solved_each_by_itself():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(5, 24, 4, generator=generator) * torch.tensor([1.0, 100.0, 1e-6, 0.0, 3.0]).view(5, 1, 1)
+    together = balanced_assignments(scores)
+    assert torch.equal(together, torch.stack([balanced_assignment(one) for one in scores]))
+    assert balanced_assignments(torch.zeros(0, 24, 4)).shape == (0, 24)
+    assert balanced_assignments(torch.zeros(3, 0, 4)).shape == (3, 0)
+    scores[2, 7, 1] = float("nan")
+    with pytest.raises(FloatingPointError, match="1 of 120 tokens"):
+        balanced_assignments(scores)

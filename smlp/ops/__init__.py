@@ -1,7 +1,13 @@
 """Functions on tensors, each with a slow and obvious reference in the tests; no parameters, no state."""
 
-from smlp.ops.assignment import balanced_assignment
+from smlp.ops.assignment import balanced_assignment, balanced_assignments
 from smlp.ops.feed_forward import ACTIVATION_FUNCTIONS, expert_feed_forward
 from smlp.ops.spatial import causal_spatial_projection
 
-__all__ = ["ACTIVATION_FUNCTIONS", "balanced_assignment", "causal_spatial_projection", "expert_feed_forward"]
+__all__ = [
+    "ACTIVATION_FUNCTIONS",
+    "balanced_assignment",
+    "balanced_assignments",
+    "causal_spatial_projection",
+    "expert_feed_forward",
+]

@@ -45,20 +45,34 @@ def balanced_assignment(scores: Tensor) -> Tensor:
     """
     if scores.dim() != 2 or scores.size(1) == 0:
         raise ValueError(f"scores must have shape (N, E) with E >= 1, got {tuple(scores.shape)}")
-    num_tokens, num_experts = scores.shape
-    check_no_nan(scores)
-    if num_tokens == 0 or num_experts == 1:
-        return torch.zeros(num_tokens, dtype=torch.long, device=scores.device)
-    values_NE = _normalised(scores.detach())
-    if values_NE is None:
-        return torch.arange(num_tokens, device=scores.device) % num_experts
+    return balanced_assignments(scores.unsqueeze(0))[0]
+
+
+def balanced_assignments(scores: Tensor) -> Tensor:
+    """:func:`balanced_assignment` of several problems of one size, each by itself, in one go.
+
+    Args:
+        scores: affinities (B, N, E).
+
+    Returns:
+        Experts (B, N), int64.
+
+    Raises:
+        FloatingPointError: a score is NaN.
+    """
+    num_problems, num_tokens, num_experts = scores.shape
+    check_no_nan(scores.flatten(0, 1))
+    if num_problems == 0 or num_tokens == 0 or num_experts == 1:
+        return torch.zeros(num_problems, num_tokens, dtype=torch.long, device=scores.device)
+    values_BNE = torch.stack([_normalised(problem) for problem in scores.detach()])
     noise_generator = torch.Generator().manual_seed(num_tokens * 1_000_003 + num_experts)
-    noise = torch.rand(num_tokens, num_experts, generator=noise_generator, dtype=values_NE.dtype)
-    values_NE = values_NE.add(noise.to(values_NE.device), alpha=TIE_NOISE)
-    price_E = _sinkhorn_prices(values_NE)
-    owner_N = (values_NE - price_E).argmax(dim=1)
-    repaired = _Repair(values_NE.cpu().numpy(), price_E.cpu().numpy(), owner_N.cpu().numpy()).run()
-    return torch.from_numpy(repaired).to(scores.device)
+    noise_NE = torch.rand(num_tokens, num_experts, generator=noise_generator, dtype=values_BNE.dtype)
+    values_BNE = values_BNE.add(noise_NE.to(values_BNE.device), alpha=TIE_NOISE)
+    price_BE = _sinkhorn_prices(values_BNE)
+    owner_BN = (values_BNE - price_BE.unsqueeze(1)).argmax(dim=2)
+    problems = zip(*(tensor.cpu().numpy() for tensor in (values_BNE, price_BE, owner_BN)), strict=True)
+    repaired = [torch.from_numpy(_Repair(*problem).run()) for problem in problems]
+    return torch.stack(repaired).to(scores.device)
 
 
 def check_no_nan(scores: Tensor) -> None:
@@ -68,8 +82,8 @@ def check_no_nan(scores: Tensor) -> None:
         raise FloatingPointError(f"{int(bad.sum())} of {scores.size(0)} tokens have NaN routing scores")
 
 
-def _normalised(scores: Tensor) -> Tensor | None:
-    """Scores in at least float32 on a scale at which a token's largest and smallest differ by about 1; None if none do.
+def _normalised(scores: Tensor) -> Tensor:
+    """Scores in at least float32 on a scale at which a token's largest and smallest differ by about 1, if any differ.
 
     A constant added to all scores of a token has no influence on the assignment; it is taken away, so that a large one
     cannot hide what the experts are worth. The unit is the median token's spread, which single outliers do not move.
@@ -83,19 +97,19 @@ def _normalised(scores: Tensor) -> Tensor | None:
     values = values - values.amax(dim=1, keepdim=True)
     spread_N = -values.amin(dim=1)
     spreads = spread_N[spread_N > 0]
-    return values / spreads.median() if spreads.numel() else None
+    return values / spreads.median() if spreads.numel() else values
 
 
-def _sinkhorn_prices(values_NE: Tensor) -> Tensor:
-    """Prices (E,) at which softly assigned tokens load the experts equally (Sinkhorn's iterations in log space)."""
-    num_tokens, num_experts = values_NE.shape
+def _sinkhorn_prices(values_BNE: Tensor) -> Tensor:
+    """Prices (B, E) at which softly assigned tokens load the experts equally (Sinkhorn's iterations in log space)."""
+    num_problems, num_tokens, num_experts = values_BNE.shape
     log_load = float(np.log(num_tokens / num_experts))
-    price_E = values_NE.new_zeros(num_experts)
+    price_BE = values_BNE.new_zeros(num_problems, num_experts)
     for temperature in TEMPERATURES:
         for _ in range(ITERATIONS):
-            log_share_NE = torch.log_softmax((values_NE - price_E) / temperature, dim=1)
-            price_E = price_E + temperature * (log_share_NE.logsumexp(dim=0) - log_load)
-    return price_E
+            log_share_BNE = torch.log_softmax((values_BNE - price_BE.unsqueeze(1)) / temperature, dim=2)
+            price_BE = price_BE + temperature * (log_share_BNE.logsumexp(dim=1) - log_load)
+    return price_BE
 
 
 class _Repair:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from smlp.moe.routers.routing import gate_logits
-from smlp.ops import balanced_assignment
+from smlp.ops import balanced_assignments
 
 
 def balanced_features(logits_BHE: Tensor) -> Tensor:
@@ -19,8 +19,7 @@ def balanced_features(logits_BHE: Tensor) -> Tensor:
 
     Sequences do not see each other.
     """
-    experts = [balanced_assignment(logits_HE) for logits_HE in logits_BHE.unbind()]
-    return torch.stack(experts) if experts else logits_BHE.new_zeros(logits_BHE.shape[:2], dtype=torch.long)
+    return balanced_assignments(logits_BHE)
 
 
 class FeatureRouter(nn.Module):
