@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import training_runs as tools
-from training_runs import BATCH_SIZE, TOKENS_PER_SAMPLE, TOKENS_PER_UPDATE
+from training_runs import BATCH_SIZE, LOG_INTERVAL, TOKENS_PER_SAMPLE, TOKENS_PER_UPDATE
 
 import smlp
 from smlp.accounting.formula import flops_per_token, parameters
@@ -37,6 +37,7 @@ from smlp.errors import UserError
 from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.blocks import block_log_probs, stepwise_log_probs
 from smlp.evaluation.perplexity import measure_text
+from smlp.nn.decoder import Decoder
 from smlp.tokenizer import Vocabulary
 
 HELD_OUT = 20
@@ -91,6 +92,14 @@ def split_text(text: Path, folder: Path) -> None:
         (folder / f"{name}.txt").write_text("".join(part), encoding="utf-8")
 
 
+def check_settings(out: Path, settings: dict) -> None:
+    """Refuses a folder that was made with other settings: old runs would stand beside new ones."""
+    path = out / "settings.json"
+    if path.is_file() and json.loads(path.read_text()) != settings:
+        raise UserError(f"{out} was made with other settings ({path.read_text()}): choose another folder with --out")
+    path.write_text(json.dumps(settings))
+
+
 def check_flops(vocab_size: int) -> dict[str, float]:
     """Forward FLOPs per token of each model; those of the comparison must agree."""
     flops = {run.name: flops_per_token(run.config(vocab_size)) for run in RUNS}
@@ -122,19 +131,17 @@ def stepwise_nll(model: LanguageModel, tokens: torch.Tensor) -> dict[str, float]
     return {"one_pass": -float(one_pass.double().mean()), "stepwise": -float(stepwise.double().mean())}
 
 
-def time_updates(vocab_size: int) -> dict[str, float]:
-    """Median seconds of an update (forward, backward, Adam) of each model, interleaved: all see the same load."""
-    models = {run.name: smlp.nn.decoder.Decoder(run.config(vocab_size)).train() for run in RUNS}
-    optimizers = {name: torch.optim.Adam(model.parameters(), lr=1e-4) for name, model in models.items()}
+def time_updates(models: dict[str, Decoder], tokens: torch.Tensor) -> dict[str, float]:
+    """Median seconds of an update (forward, backward, Adam) of each trained model on training text, interleaved."""
+    optimizers = {name: torch.optim.Adam(model.train().parameters(), lr=1e-5) for name, model in models.items()}
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for number in range(TIMED_UPDATES + 1):
-        tokens = torch.randint(4, vocab_size, (BATCH_SIZE, TOKENS_PER_SAMPLE + 1))
+        rows = tokens[number * TOKENS_PER_UPDATE :][: TOKENS_PER_UPDATE + 1]
+        source, target = rows[:-1].view(BATCH_SIZE, -1), rows[1:]
         for name, model in models.items():
             start = time.perf_counter()
-            output = model(tokens[:, :-1])
-            loss = F.cross_entropy(output.logits.flatten(0, 1), tokens[:, 1:].flatten()) + sum(
-                output.aux_losses.values()
-            )
+            output = model(source)
+            loss = F.cross_entropy(output.logits.flatten(0, 1), target) + sum(output.aux_losses.values())
             loss.backward()
             optimizers[name].step()
             optimizers[name].zero_grad()
@@ -178,11 +185,14 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=4096, help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=1, help="models trained at a time, sharing the cores")
     options = parser.parse_args()
-    if options.updates < 1 or options.jobs < 1:
-        raise UserError(f"--updates and --jobs must be at least 1, got {options.updates} and {options.jobs}")
+    if options.updates < LOG_INTERVAL or options.jobs < 1:
+        raise UserError(
+            f"--updates must be at least {LOG_INTERVAL}, and --jobs 1, not {options.updates}, {options.jobs}"
+        )
     out = options.out.resolve()
     text, data, logs = out / "text", out / "data", out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    check_settings(out, {"text": str(options.text), "updates": options.updates, "vocab_size": options.vocab_size})
 
     print("[1/5] text, vocabulary, binary files", flush=True)
     if not (data / "dict.txt").is_file():
@@ -209,10 +219,11 @@ def main() -> None:
     print("[4/5] evaluation", flush=True)
     tokens = torch.from_numpy(read_fairseq_tokens(data / "valid").tokens)
     words_per_token = measure_text(text / "valid.txt").num_words / len(tokens)
-    results = []
+    results, decoders = [], {}
     for run in RUNS:
         folder = out / run.name.replace(", ", "_")
         model = smlp.load_pretrained(folder / "checkpoint_best.pt")
+        decoders[run.name] = model.decoder
         nll = log_perplexities(model, tokens)
         prefix = model.decoder.config.prefix_tokens
         official = tools.eval_lm(run.name, data, folder, logs / f"eval-{run.name}.log")
@@ -229,7 +240,8 @@ def main() -> None:
         results.append(row)
 
     print("[5/5] timing, with nothing else running", flush=True)
-    seconds = time_updates(vocab_size)
+    train_tokens = torch.from_numpy(read_fairseq_tokens(data / "train").tokens)
+    seconds = time_updates(decoders, train_tokens)
     for row in results:
         row["words_per_second"] = TOKENS_PER_UPDATE * words_per_token / seconds[row["name"]]
     report = {
@@ -237,7 +249,7 @@ def main() -> None:
         "tokens": options.updates * TOKENS_PER_UPDATE,
         "words_per_token": words_per_token,
     }
-    report |= {"train_tokens": len(read_fairseq_tokens(data / "train").tokens), "valid_tokens": len(tokens)}
+    report |= {"train_tokens": len(train_tokens), "valid_tokens": len(tokens)}
     (out / "result.json").write_text(json.dumps({**report, "results": results}, indent=2) + "\n")
     (out / "result.md").write_text(table(results, words_per_token) + "\n")
     print(f"\n{table(results, words_per_token)}\n")

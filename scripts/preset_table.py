@@ -45,7 +45,7 @@ PAPER = [
     ("gshard_lm_large", "total", "9.03", "Tables 4, 5", "9.03 B"),
     ("gshard_lm_large", "FLOPs", "2.0", "Table 5", "masks"),
     ("switch_lm", "total", "3.48", "Table 4", "switch_lm"),
-    ("switch_lm", "FLOPs", "0.8", "Table 4", "masks"),
+    ("switch_lm", "FLOPs", "0.8", "Table 4", "switch_lm"),
     ("switch_lm_large", "total", "9.03", "Tables 4, 5", "9.03 B"),
     ("switch_lm_large", "FLOPs", "2.0", "Table 5", "masks"),
     ("switch_lm_enlarged", "total", "10.31", "Tables 4, 5", "10.31 B"),
@@ -130,7 +130,8 @@ def remarks() -> dict[str, str]:
         "masks": "We count the experts' work only, k experts for each token. The paper measures with fvcore and says "
         "that GShard and Switch have larger FLOPs for the same structure (section 4.1): an implementation with dense "
         "dispatch masks (tokens x experts x places) multiplies with them to dispatch and to combine. At a capacity of "
-        f"k*N/E places that would make it {masks}. Nothing here builds such masks.",
+        f"k*N/E places that would make it {masks}. Nothing here builds such masks. Table 5's 2.0 T and 2.3 T "
+        "follow from neither count.",
         "base_lm": "Table 8 prints 12 dense layers. Its parameters need 11; its FLOPs need 12 "
         f"({ours('base_lm', 'FLOPs', 3, num_dense_layers=12)}, with {ours('base_lm', 'other', num_dense_layers=12)} "
         "of other parameters).",

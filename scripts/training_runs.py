@@ -23,10 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TOKENS_PER_SAMPLE = 128
 BATCH_SIZE = 8
 TOKENS_PER_UPDATE = TOKENS_PER_SAMPLE * BATCH_SIZE
+LOG_INTERVAL = 10  # updates
 RECIPE = shlex.split(
     "--optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.1 --clip-norm 1.0 --lr 2e-3 --lr-scheduler cosine "
     "--warmup-updates 50 --warmup-init-lr 1e-7 --dropout 0 --seed 1 --no-epoch-checkpoints --keep-interval-updates 1 "
-    "--log-format json --log-interval 10"
+    f"--log-format json --log-interval {LOG_INTERVAL}"
 )
 
 

@@ -64,10 +64,14 @@ class MoEConfig:
     centroid_init_gain: float = _setting(0.1, "BASE: gain of the orthogonal initialisation of the experts' centroids")
     base_shuffle: bool = _setting(False, "BASE: shuffle the tokens before they are assigned, in training")
     capacity_factor: float = _setting(
-        1.0, "Switch, GShard: places at each expert in training, in units of k*N/E; 0 drops nothing"
+        1.0, "Switch, GShard: capacity of an expert in training, in units of k*N/E; 0 drops nothing"
     )
     eval_capacity_factor: float = _setting(0.0, "Switch, GShard: the same in evaluation")
-    drop_order: str = _setting("position", "Switch, GShard: who keeps a place at a full expert, first by", DROP_ORDERS)
+    drop_order: str = _setting(
+        "position",
+        "Switch, GShard: who stays at an expert over its capacity: earlier tokens, or those with the higher first gate",
+        DROP_ORDERS,
+    )
     load_balance_weight: float = _setting(0.01, "Switch, GShard: weight of the load-balance loss")
     router_z_weight: float = _setting(0.0, "Switch, GShard: weight of the z-loss, the mean squared logsumexp of logits")
     router_jitter: float = _setting(0.0, "Switch, GShard: training inputs of the gate are scaled by U(1-j, 1+j)")
@@ -77,9 +81,13 @@ class MoEConfig:
         SECOND_EXPERTS,
     )
     gate_normalisation: str = _setting(
-        "before_drop", "GShard: whether the two gates are made to sum to one", GATE_NORMALISATIONS
+        "before_drop", "GShard: when the two gates are made to sum to one", GATE_NORMALISATIONS
     )
-    hash_kind: str = _setting("random", "Hash: experts of token ids, drawn, or balanced by training frequency", HASHES)
+    hash_kind: str = _setting(
+        "random",
+        "Hash: experts of token ids, drawn, or balanced by their frequency in training data in mmap format",
+        HASHES,
+    )
     hash_seed: int = _setting(1, "Hash: seed of the random table")
 
     def __post_init__(self) -> None:
@@ -205,6 +213,45 @@ class ModelConfig:
         if self.sparse_placement == "alternate":
             return tuple(range(1, 2 * num_sparse, 2))
         return tuple(i * self.num_layers // (num_sparse + 1) for i in range(1, num_sparse + 1))
+
+
+def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
+    """For settings that only some models use: whether this one does, and if not, why."""
+    moe, sparse = config.moe, config.num_sparse_layers > 0
+
+    def of(names: str, condition: bool, reason: str) -> dict[str, tuple[bool, str]]:
+        return {name: (condition, reason) for name in names.split()}
+
+    gate = sparse and moe.router in ("switch", "gshard")
+    return {
+        **of("num_experts router sparse_block sparse_placement", sparse, "the model has no sparse layers"),
+        **of("feature_routing spatial_bias_init", config.uses("smlp"), "the model has no sMoE"),
+        **of("prefix_fraction", config.prefix_tokens > 0, "no features are routed by a prefix"),
+        **of("centroid_init_gain base_shuffle", sparse and moe.router == "base", "the router is not base"),
+        **of(
+            "capacity_factor eval_capacity_factor drop_order load_balance_weight router_z_weight router_jitter",
+            gate,
+            "the router is neither switch nor gshard",
+        ),
+        **of("second_expert gate_normalisation", gate and moe.router == "gshard", "the router is not gshard"),
+        **of("hash_kind hash_seed", sparse and moe.router == "hash", "the router is not hash"),
+        **of("spatial_init_scale", config.uses("gmlp", "smlp", "gmlp_moe"), "the model has no spatial weights"),
+    }
+
+
+def ignored_settings(config: ModelConfig, usual: dict[str, Any]) -> dict[str, str]:
+    """Settings that somebody changed although this model does not use them, each with the reason.
+
+    Args:
+        config: of the model.
+        usual: values that do not count as changed, by name; the defaults where it is silent.
+    """
+    values = flatten(config)
+    return {
+        name: reason
+        for name, (used, reason) in _takes_part(config).items()
+        if not used and values[name] != usual.get(name, SETTINGS[name].default)
+    }
 
 
 #: what to tell whoever builds or loads a model with ``is_leaky``

@@ -1,7 +1,7 @@
 """One table of named architectures: settings as data.
 
 Sources: smlp.txt, Tables 5 and 8 to 10. Where the paper's tables disagree with each other, the numbers here are
-those that its parameter counts follow from (docs/models.md lists them): Table 10 prints 20 dense layers for the
+those that its parameter counts follow from (docs/presets.md lists them): Table 10 prints 20 dense layers for the
 large sMLP, but its 682.6 M + 277.1 M parameters and Table 5 need 22, with 8 sparse ones.
 """
 

@@ -24,6 +24,7 @@ FAMILIES = (
     "gmlp_lm",
     "smlp",
     "smlp_partial",
+    "smlp_leaky",
     "gmlp_moe",
     "gshard_lm",
     "switch_lm",
@@ -142,13 +143,17 @@ def check_target(target: float) -> None:
         raise UserError(f"the target must be a positive number of FLOPs per token, got {target}")
 
 
-def like(arch: str) -> tuple[float, str, dict[str, Any]]:
+def like(arch: str, overrides: dict[str, Any] | None = None) -> tuple[float, str, dict[str, Any]]:
     """Target, size and shared settings for matching an architecture: the arguments of :func:`match`.
 
+    Args:
+        arch: the architecture.
+        overrides: settings that all families share, this one too.
+
     Raises:
-        UserError: it is unknown.
+        UserError: it is unknown, or cannot be built with these settings.
     """
-    config = preset(arch)
+    config = _start(arch, overrides or {})
     size = next((size for size in _SIZES if size and arch.endswith(size)), "_large" if "enlarged" in arch else "")
     shared = {"vocab_size": config.vocab_size, "max_tokens": config.max_tokens, "embed_dim": config.embed_dim}
     return flops_per_token(config), size, shared

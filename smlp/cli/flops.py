@@ -19,8 +19,8 @@ element, activations, softmax and residuals 0; attention and spatial products in
 nominal: loads are equal, nothing is padded or dropped, and each token costs the work of its k experts (no dense
 dispatch masks are built, here or in training). "counted" is fvcore on the real modules, without weights; blocks that
 are alike are traced once.
-Expert parameters are those of one of --world-size ranks (default: the paper's 32; for other numbers of experts than its
-own, as in the tiny presets, a rank for each expert).
+Expert parameters are those of one of --world-size ranks (default: the paper's 32; for numbers of experts that
+32 does not divide, as in the tiny presets, a rank for each expert).
 exit status: 0 formula and count agree within 0.5 % and the parameters exactly, 1 they do not.
 """
 

@@ -44,13 +44,13 @@ def run(args: argparse.Namespace) -> int:
     from smlp.cli.json_file import write_json
     from smlp.presets import preset
 
-    if args.like:
-        target, size, shared = like(args.like)
-    else:
-        target, size, shared = args.flops_per_token, "", {}
-        check_target(target)
     given = {"max_tokens": args.tokens, "vocab_size": args.vocab_size, "embed_dim": args.embed_dim}
-    shared |= {name: value for name, value in given.items() if value is not None}
+    shared = {name: value for name, value in given.items() if value is not None}
+    if args.like:
+        target, size, shared = like(args.like, shared)
+    else:
+        target, size = args.flops_per_token, ""
+        check_target(target)
     common = preset("dense_lm", **shared, num_heads=1)
     if args.experts is not None:
         shared["num_experts"] = args.experts

@@ -6,8 +6,6 @@ import functools
 import logging
 from typing import Any
 
-from smlp.errors import UserError
-
 logger = logging.getLogger(__name__)
 
 
@@ -29,9 +27,9 @@ def apply() -> None:
             return generate(self, models, sample, **kw)
         target = sample["target"]
         if target.size(1) <= prefix:
-            raise UserError(
-                f"samples of at most {target.size(1)} tokens hold none that this model scores: its first {prefix} only "
-                "choose experts; give longer samples (--tokens-per-sample, --sample-break-mode none)"
+            logger.warning(
+                "%d samples of at most %d tokens are not scored: the first %d only choose experts",
+                *(*target.shape, prefix),
             )
         if prefix not in told:
             told.add(prefix)

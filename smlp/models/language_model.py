@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from pathlib import Path
 from typing import Any, Optional
@@ -14,13 +15,13 @@ from fairseq.utils import split_paths
 from omegaconf import II
 from torch import Tensor
 
-from smlp.config import LEAKY_WARNING, SETTINGS
+from smlp.config import LEAKY_WARNING, SETTINGS, ignored_settings
 from smlp.context import DecodingState, ForwardContext
 from smlp.errors import UserError
 from smlp.evaluation.binarized import count_tokens
 from smlp.moe.routers import HashRouter
 from smlp.nn.decoder import Decoder
-from smlp.presets import FROM_TASK, TASK_OPTIONS, from_training_options
+from smlp.presets import FROM_TASK, PRESETS, TASK_OPTIONS, from_training_options
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ LanguageModelConfig = dataclasses.make_dataclass(
     + [
         ("add_bos_token", bool, II("task.add_bos_token")),
         ("tokens_per_sample", int, II("task.tokens_per_sample")),
+        ("train_subset", str, II("dataset.train_subset")),
         ("max_target_positions", Optional[int], II("task.max_target_positions")),  # noqa: UP045
     ],
     bases=(FairseqDataclass,),
@@ -52,10 +54,11 @@ LanguageModelConfig = dataclasses.make_dataclass(
 LanguageModelConfig.__module__ = __name__
 
 
-def balance_hash_tables(core: Decoder, data: str) -> None:
+def balance_hash_tables(core: Decoder, data: str, subset: str) -> None:
     """Builds the tables of ``hash_kind=balanced`` from the token counts of the training split of all shards.
 
-    Where there is no training split, as in evaluation, the tables are left alone: the checkpoint brings its own.
+    Where there is no training split in mmap format, as in evaluation, the tables are left empty: a checkpoint brings
+    its own, and without one the first forward pass is refused.
 
     Raises:
         UserError: the training data cannot be read.
@@ -63,8 +66,14 @@ def balance_hash_tables(core: Decoder, data: str) -> None:
     config = core.config
     if not config.num_sparse_layers or config.moe.router != "hash" or config.moe.hash_kind != "balanced":
         return
-    prefixes = [Path(folder) / "train" for folder in split_paths(data)]
-    present = [prefix for prefix in prefixes if prefix.with_suffix(".idx").exists()]
+    present = []
+    for folder in split_paths(data):
+        # fairseq reads SUBSET, SUBSET1, SUBSET2, ... as one
+        for number in itertools.count():
+            prefix = Path(folder) / f"{subset}{number or ''}"
+            if not Path(f"{prefix}.idx").exists():
+                break
+            present.append(prefix)
     if not present:
         return
     frequencies_V = sum(count_tokens(prefix, config.vocab_size) for prefix in present)
@@ -141,14 +150,23 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
         config = from_training_options(arch, options, len(dictionary), dictionary.pad())
         if config.is_leaky:
             logger.warning(LEAKY_WARNING)
+        for name, reason in ignored_settings(config, PRESETS.get(arch, {})).items():
+            logger.warning("--%s has no effect: %s", name.replace("_", "-"), reason)
         core = Decoder(config)
-        balance_hash_tables(core, task.args.data)
+        balance_hash_tables(core, task.args.data, getattr(args, "train_subset", None) or "train")
         return cls(LanguageModelDecoder(dictionary, core))
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         """Loads parameters; a checkpoint of another vocabulary, context or size is refused in one sentence."""
         own = self.state_dict()
         core = self.decoder.core.config
+        different = sorted(own.keys() ^ state_dict.keys())
+        if strict and different:
+            raise UserError(
+                f"the checkpoint is of another architecture: {len(different)} parameters are in one of the two only, "
+                f"the first being {different[0]}; give the --arch, --router, --feature-routing, --positions and "
+                "numbers of layers that it was trained with"
+            )
         for name, tensor in state_dict.items():
             if name not in own or own[name].shape == tensor.shape:
                 continue
@@ -163,6 +181,10 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
                 raise UserError(
                     f"the checkpoint has a context of {theirs[-1]} tokens but --tokens-per-sample asks for a model of "
                     f"{ours[-1]}{prefix}"
+                )
+            if name.endswith((".router.centroids", ".router.weight")) and theirs[0] != ours[0]:
+                raise UserError(
+                    f"the checkpoint has {theirs[0]} experts in a layer but --num-experts asks for {ours[0]}"
                 )
             raise UserError(f"the checkpoint does not fit the model: {name} has shape {theirs}, the model needs {ours}")
         return super().load_state_dict(state_dict, strict, model_cfg, args)

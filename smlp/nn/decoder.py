@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         if self.training and tokens_Bn.size(1) <= self.config.prefix_tokens:
             raise UserError(
                 f"a sequence of {tokens_Bn.size(1)} tokens has none to learn from: the first "
-                f"{self.config.prefix_tokens} only choose experts (prefix_fraction of max_tokens)"
+                f"{self.config.prefix_tokens} only choose experts; give batches with longer sequences"
             )
         if not tokens_Bn.is_meta:
             valid_Bn = tokens_Bn != self.config.padding_idx

@@ -23,7 +23,7 @@ def token_router(config: ModelConfig) -> Router:
     if moe.router == "base":
         return BalancedRouter(width, moe.num_experts, moe.centroid_init_gain, moe.base_shuffle)
     if moe.router == "hash":
-        return HashRouter(config.vocab_size, moe.num_experts, moe.hash_seed)
+        return HashRouter(config.vocab_size, moe.num_experts, moe.hash_seed if moe.hash_kind == "random" else None)
     same_name = {field.name: getattr(moe, field.name) for field in fields(TopKSettings) if field.name != "num_choices"}
     return TopKRouter(width, moe.num_experts, TopKSettings(num_choices=moe.experts_per_token, **same_name))
 

@@ -48,13 +48,15 @@ class HashRouter(nn.Module):
     Args:
         vocab_size: V.
         num_experts: E.
-        seed: of the random table that it starts with.
+        seed: of the random table; None for a table that is still to come, by :meth:`balance` or from a checkpoint.
     """
 
-    def __init__(self, vocab_size: int, num_experts: int, seed: int) -> None:
+    def __init__(self, vocab_size: int, num_experts: int, seed: int | None) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.register_buffer("table", random_table(vocab_size, num_experts, seed))
+        table_V = torch.full((vocab_size,), -1) if seed is None else random_table(vocab_size, num_experts, seed)
+        self.register_buffer("table", table_V)
+        self._is_complete = seed is not None
 
     def balance(self, frequencies_V: Tensor) -> None:
         """Replaces the table by one that is balanced for these counts of training tokens, (V,).
@@ -67,7 +69,18 @@ class HashRouter(nn.Module):
         self.table.copy_(balanced_table(frequencies_V, self.num_experts))
 
     def forward(self, x_NH: Tensor, token_ids_N: Tensor, plan: RoutingPlan | None = None) -> Routing:
-        """Routes tokens with ids (N,); see :class:`smlp.moe.routers.Router`."""
+        """Routes tokens with ids (N,); see :class:`smlp.moe.routers.Router`.
+
+        Raises:
+            UserError: the table is still to come.
+        """
+        if not self._is_complete:
+            if not self.table.is_meta and (self.table < 0).any():
+                raise UserError(
+                    "hash_kind=balanced has no table: it is made from the training split (mmap format) when training "
+                    "starts, or comes with a checkpoint"
+                )
+            self._is_complete = True
         return Routing(plan or RoutingPlan.from_experts(self.table[token_ids_N], self.num_experts), None)
 
     def looks_ahead(self) -> bool:
