@@ -7,7 +7,7 @@ import torch
 
 import smlp
 from smlp.accounting.formula import parameters
-from smlp.config import SETTINGS, ModelConfig, MoEConfig, flatten, unflatten
+from smlp.config import SETTINGS, ModelConfig, MoEConfig, flatten, ignored_settings, unflatten
 from smlp.presets import PRESETS
 
 # Parameters: of one expert of every sparse layer, and all that are not experts'. docs/presets.md has the paper's.
@@ -88,12 +88,50 @@ def test_sparse_positions_are_distinct_layers(num_dense, num_sparse):
         ({"activation": "tanh"}, ["activation", "tanh", "gelu"]),
         ({"padding_idx": 60000}, ["padding_idx", "60000", "51200"]),
         ({"num_expert": 4}, ["num_expert", "num_experts"]),
+        ({"capacity_factor": -1.0}, ["capacity_factor", "-1.0"]),
+        ({"eval_capacity_factor": float("nan")}, ["eval_capacity_factor", "nan"]),
+        ({"load_balance_weight": -0.1}, ["load_balance_weight", "-0.1"]),
+        ({"router_jitter": 1.0}, ["router_jitter", "1.0"]),
+        ({"prefix_fraction": 1.0}, ["prefix_fraction", "1.0"]),
+        ({"feature_routing": "partial", "max_tokens": 1}, ["prefix_fraction=0.2", "max_tokens=1"]),
+        ({"hash_seed": -1}, ["hash_seed", "-1"]),
+        ({"centroid_init_gain": 0.0}, ["centroid_init_gain", "0.0"]),
+        ({"router": "top1"}, ["router", "top1", "base, switch, gshard, hash"]),
+        ({"feature_routing": "learned"}, ["feature_routing", "learned", "partial"]),
+        ({"sparse_placement": "alternate", "num_dense_layers": 1}, ["num_sparse_layers=12", "num_dense_layers=1"]),
+        ({"positions": "sinusoidal", "embed_dim": 33, "num_experts": 3}, ["sinusoidal", "33"]),
+        ({"dense_block": "transformer", "num_heads": 5}, ["num_heads=5", "embed_dim=1024"]),
     ],
 )
 def test_bad_settings_are_named(settings, words):
     with pytest.raises(smlp.UserError) as error:
         unflatten(settings)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changed", "ignored"),
+    [
+        ("dense_lm_tiny", {"num_experts": 9}, {"num_experts": "the model has no sparse layers"}),
+        ("gmlp_lm_tiny", {"router": "switch"}, {"router": "the model has no sparse layers"}),
+        ("base_lm_tiny", {"feature_routing": "leaky"}, {"feature_routing": "the model has no sMoE"}),
+        ("hash_lm_tiny", {"capacity_factor": 2.0}, {"capacity_factor": "the router is neither switch nor gshard"}),
+        ("switch_lm_tiny", {"second_expert": "all"}, {"second_expert": "the router is not gshard"}),
+        ("smlp_tiny", {"hash_kind": "balanced"}, {"hash_kind": "the router is not hash"}),
+        ("smlp_tiny", {"prefix_fraction": 0.3}, {"prefix_fraction": "no features are routed by a prefix"}),
+        ("switch_lm_tiny", {"base_shuffle": True}, {"base_shuffle": "the router is not base"}),
+        ("dense_lm_tiny", {"spatial_init_scale": 1.0}, {"spatial_init_scale": "the model has no spatial weights"}),
+        ("gshard_lm_tiny", {"capacity_factor": 2.0, "second_expert": "all", "num_experts": 4}, {}),
+        ("smlp_partial_tiny", {"prefix_fraction": 0.3, "base_shuffle": True}, {}),
+    ],
+)
+def test_settings_without_effect_are_found(arch, changed, ignored):
+    assert ignored_settings(smlp.preset(arch, **changed), PRESETS[arch]) == ignored
+
+
+@pytest.mark.parametrize("arch", PRESETS)
+def test_no_preset_has_a_setting_without_effect_beyond_its_own(arch):
+    assert ignored_settings(smlp.preset(arch), PRESETS[arch]) == {}
 
 
 def test_unknown_architecture_names_the_closest():

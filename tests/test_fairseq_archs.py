@@ -106,6 +106,86 @@ def test_evaluation_agrees_with_validation_and_with_the_core(trained, tiny_data,
     assert (prefix > 0) == ("partial" in arch or "leaky" in arch)
 
 
+@pytest.fixture(scope="module")
+def odd_runs(trained, tiny_data, tmp_path_factory, run_fairseq_many):
+    """Runs that must be refused, and some that are odd but right."""
+    folder = tmp_path_factory.mktemp("odd")
+
+    def train(arch, *more, data=tiny_data, save_dir=folder / "new"):
+        arguments = [data, *COMMON, "--arch", arch, *NARROW, *more, "--max-update", 8, "--save-dir", save_dir]
+        return {"tool": "train", "args": arguments}
+
+    path = trained["smlp_partial_tiny"][0] / "checkpoint_last.pt"
+    evaluate = [
+        tiny_data,
+        "--user-dir",
+        USER_DIR,
+        "--path",
+        path,
+        "--gen-subset",
+        "valid",
+        "--tokens-per-sample",
+        TOKENS,
+    ]
+    last = {arch: trained[arch][0] / "checkpoint_last.pt" for arch in ARCHS}
+    cases = {
+        "one at a time": {"tool": "eval_lm", "args": [*evaluate, "--batch-size", 1]},
+        "all together": {"tool": "eval_lm", "args": [*evaluate, "--batch-size", 8]},
+        "no effect": train(
+            "dense_lm_tiny", "--num-sparse-layers", "0", "--router", "switch", save_dir=folder / "dense"
+        ),
+        "counted elsewhere": train(
+            "hash_lm_tiny", "--hash-kind", "balanced", "--train-subset", "valid", save_dir=folder / "hash"
+        ),
+        "another router": train("switch_lm_tiny", "--restore-file", last["base_lm_tiny"]),
+        "another routing of features": train(
+            "smlp_tiny", "--feature-routing", "partial", "--restore-file", last["smlp_tiny"]
+        ),
+        "other experts": train("switch_lm_tiny", "--num-experts", "8", "--restore-file", last["switch_lm_tiny"]),
+    }
+    return folder, dict(zip(cases, run_fairseq_many(list(cases.values()), timeout=240), strict=True))
+
+
+def test_short_last_blocks_are_left_out_whatever_the_batch(odd_runs):
+    _, runs = odd_runs
+    one, all_ = (runs[name].stdout + runs[name].stderr for name in ("one at a time", "all together"))
+    assert runs["one at a time"].rc == runs["all together"].rc == 0
+    found = [re.search(r"Evaluated ([\d,]+) tokens.*?Loss \(base 2\): ([\d.]+)", text, re.S) for text in (one, all_)]
+    assert found[0].group(1) == found[1].group(1)
+    assert float(found[0].group(2)) == pytest.approx(float(found[1].group(2)), abs=1e-3)
+
+
+def test_settings_without_effect_are_said(odd_runs):
+    _, runs = odd_runs
+    assert runs["no effect"].rc == 0
+    assert (
+        "--router has no effect: the model has no sparse layers" in runs["no effect"].stdout + runs["no effect"].stderr
+    )
+
+
+def test_a_balanced_hash_counts_the_split_it_trains_on(odd_runs, tiny_data):
+    folder, runs = odd_runs
+    assert runs["counted elsewhere"].rc == 0, runs["counted elsewhere"].stderr[-2000:]
+    state = torch.load(folder / "hash" / "checkpoint_last.pt", weights_only=True)["model"]
+    (table,) = [value for name, value in state.items() if name.endswith("router.table")]
+    frequencies = torch.from_numpy(count_tokens(tiny_data / "valid", len(table)))
+    assert torch.equal(table, balanced_table(frequencies, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("another router", "the checkpoint is of another architecture"),
+        ("another routing of features", "the checkpoint is of another architecture"),
+        ("other experts", "the checkpoint has 4 experts in a layer but --num-experts asks for 8"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(odd_runs, name, words):
+    _, runs = odd_runs
+    assert runs[name].rc == 1 and words in runs[name].stderr, runs[name].stderr[-2000:]
+    assert "Traceback" not in runs[name].stderr
+
+
 @pytest.mark.parametrize("arch", ["smlp_partial_tiny", "smlp_leaky_tiny"])
 def test_evaluation_says_which_tokens_it_counts(trained, arch):
     _, _, test = trained[arch]
@@ -134,7 +214,8 @@ def test_the_checkpoint_records_the_balanced_hash(trained, tiny_data):
 def test_it_writes(trained, arch):
     folder, _, _ = trained[arch]
     model = smlp.load_pretrained(folder / "checkpoint_last.pt")
-    assert len(model.generate("the s1 v1 a", max_new_tokens=4, fill_prefix=True).split()) >= 1
+    pieces = list(model.stream("the s1 v1 a", 4, fill_prefix=True))
+    assert len(pieces) == 4 and all(piece.strip() for piece in pieces)
 
 
 def test_partial_routing_wants_a_prompt_beyond_its_prefix(trained):

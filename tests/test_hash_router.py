@@ -92,3 +92,12 @@ def test_tables_are_kept_in_checkpoints():
 def test_frequencies_of_another_vocabulary_are_refused_with_both_numbers():
     with pytest.raises(smlp.UserError, match=r"\b5\b.*\b6\b"):
         HashRouter(6, 3, seed=1).balance(torch.ones(5))
+
+
+def test_a_balanced_table_that_never_came_is_refused():
+    model = smlp.build("hash_lm_tiny", hash_kind="balanced", vocab_size=20, max_tokens=8, embed_dim=16, ffn_dim=16)
+    with pytest.raises(smlp.UserError, match="hash_kind=balanced has no table"):
+        model(torch.randint(2, 20, (1, 8)))
+    whole = smlp.build("hash_lm_tiny", vocab_size=20, max_tokens=8, embed_dim=16, ffn_dim=16)
+    model.load_state_dict(whole.state_dict())
+    assert model(torch.randint(2, 20, (1, 8))).logits.isfinite().all()

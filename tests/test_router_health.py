@@ -121,9 +121,9 @@ def test_fairseq_logs_a_bounded_number_of_keys(runs):
     for name in ("gshard_lm", "wide"):
         last = [record for record in logged(printed[name]) if "loss" in record][-1]
         keys = {key for key in last if key.startswith("router_")}
-        assert keys == {*LOGGED, REALISED} and len(keys) == 10
+        assert keys == {*LOGGED, REALISED} and len(keys) == 11
     hashed = [record for record in logged(printed["hash_lm"]) if "loss" in record][-1]
-    absent = {"router_gate_entropy", "router_margin", "router_drop"}
+    absent = {"router_gate_entropy", "router_margin", "router_drop", "router_skip"}
     assert {key for key in hashed if key.startswith("router_")} == {*LOGGED, REALISED} - absent
 
 
