@@ -88,6 +88,7 @@ def test_it_trains_and_validates(trained, arch):
     assert math.isfinite(float(records(train, "valid_loss")[-1]["valid_loss"]))
 
 
+@pytest.mark.filterwarnings("ignore:feature_routing=leaky")
 @pytest.mark.parametrize("arch", ARCHS)
 def test_evaluation_agrees_with_validation_and_with_the_core(trained, tiny_data, arch):
     folder, train, test = trained[arch]

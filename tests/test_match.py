@@ -112,7 +112,7 @@ def test_match_command(words, capsys, tmp_path):
 def test_a_family_that_cannot_be_built_is_named(capsys):
     assert main.main(["match", "--like", "smlp_tiny", "--experts", "7"]) == 1
     shown = capsys.readouterr().out
-    assert "num_experts=7 must divide embed_dim=256" in shown and "no match: smlp, smlp_partial\n" in shown
+    assert "num_experts=7 must divide embed_dim=256" in shown and "no match: smlp, smlp_partial, smlp_leaky\n" in shown
 
 
 @pytest.mark.parametrize(
