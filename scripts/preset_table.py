@@ -45,7 +45,7 @@ PAPER = [
     ("gshard_lm_large", "total", "9.03", "Tables 4, 5", "9.03 B"),
     ("gshard_lm_large", "FLOPs", "2.0", "Table 5", "masks"),
     ("switch_lm", "total", "3.48", "Table 4", "switch_lm"),
-    ("switch_lm", "FLOPs", "0.8", "Table 4", "switch_lm"),
+    ("switch_lm", "FLOPs", "0.8", "Table 4", "0.8 T"),
     ("switch_lm_large", "total", "9.03", "Tables 4, 5", "9.03 B"),
     ("switch_lm_large", "FLOPs", "2.0", "Table 5", "masks"),
     ("switch_lm_enlarged", "total", "10.31", "Tables 4, 5", "10.31 B"),
@@ -120,6 +120,7 @@ def remarks() -> dict[str, str]:
         f"({ours('gmlp_lm', 'FLOPs', 3, num_dense_layers=42)}, {ours('gmlp_lm', 'other', num_dense_layers=42)}).",
         "switch_lm": "The paper does not print the layers of the small model; 12 + 12 with 32 experts give its size "
         "and the 0.83 T of Tables 8 and 9.",
+        "0.8 T": "Tables 2 and 4 say 0.8 T where Tables 8 and 9 have 0.83 T.",
         "gshard_lm": "The paper does not print the layers of the small model; 9 + 9 give its FLOPs. The size is that "
         "of Switch, and does not follow from Table 5's 64 experts at any depth with these FLOPs: 6 + 6 layers would "
         f"have {ours('gshard_lm', 'total', **fewer)} and {ours('gshard_lm', 'FLOPs', **fewer)}.",
