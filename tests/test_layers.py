@@ -13,6 +13,7 @@ ORDER = [
     "presets",
     "context",
     "ops",
+    "parallel",
     "moe",
     "nn",
     "accounting",

@@ -6,8 +6,8 @@ A dispatcher has two twin methods. What ``combine`` needs travels in a frozen re
     outputs = experts(inputs, record.counts)
     y_NH = dispatcher.combine(outputs, weight_A, record)
 
-:class:`LocalDispatcher` keeps everything on one rank. A dispatcher that exchanges tokens by all-to-all has the same
-two signatures: ``record.counts`` then counts the tokens that this rank's experts received.
+:class:`LocalDispatcher` keeps everything on one rank. Those of :mod:`smlp.moe.exchange`, which send tokens to the ranks
+of their experts, have the same signatures: ``record.counts`` then counts the tokens that this rank's experts received.
 
 The sMoE cuts features, not tokens; :class:`LocalFeatureDispatcher` is the same idea for chunks of the features.
 """
@@ -15,10 +15,29 @@ The sMoE cuts features, not tokens; :class:`LocalFeatureDispatcher` is the same 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from smlp.moe.plan import RoutingPlan
+
+
+class TokenDispatcher(Protocol):
+    """Moves tokens; see :class:`LocalDispatcher` for what the methods do."""
+
+    def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, Any]: ...
+
+    def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: Any) -> tuple[Tensor, int]: ...
+
+    def combine(self, y_AH: Tensor, weight_A: Tensor | None, record: Any) -> Tensor: ...
+
+
+class FeatureDispatcher(Protocol):
+    """Moves chunks of the features; see :class:`LocalFeatureDispatcher`."""
+
+    def dispatch(self, x_BmH: Tensor, num_experts: int, start: int = 0) -> tuple[Tensor, Any]: ...
+
+    def combine(self, y: Tensor, record: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,19 @@ class LocalDispatcher:
         """
         return x_NH.index_select(0, plan.token_A), DispatchRecord(plan, plan.counts_E.tolist())
 
+    def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: DispatchRecord) -> tuple[Tensor, int]:
+        """Where the dispatched tokens stand.
+
+        Args:
+            place_N2: sequence and position of each token, (N, 2).
+            num_seqs: sequences of this rank's batch.
+            record: from :meth:`dispatch`.
+
+        Returns:
+            (A, 2) in the order of the dispatched tokens, and the number of sequences among which they are.
+        """
+        return place_N2.index_select(0, record.plan.token_A), num_seqs
+
     def combine(self, y_AH: Tensor, weight_A: Tensor | None, record: DispatchRecord) -> Tensor:
         """Expert outputs times their weights, summed for each token; tokens without an expert get zeros.
 
@@ -67,19 +99,24 @@ class FeatureDispatchRecord:
 
     #: sequences of each rank of the group, in the order in which they lie in the dispatched tensor
     num_seqs: list[int]
+    #: first position whose output some rank wants: where the experts are to start
+    start: int
 
 
 class LocalFeatureDispatcher:
     """Cuts the features into one chunk for each expert, within one rank.
 
-    A dispatcher that exchanges chunks by all-to-all has the same two signatures: it returns this rank's chunks of the
-    sequences of all ranks, and ``record.num_seqs`` says whose they are.
+    One that exchanges chunks by all-to-all has the same two signatures: it returns this rank's chunks of the sequences
+    of all ranks, and ``record.num_seqs`` says whose they are.
     """
 
-    def dispatch(self, x_BnH: Tensor, num_experts: int) -> tuple[Tensor, FeatureDispatchRecord]:
-        """(B, n, H) to (B, n, E, H/E), chunk i being what expert i works on, and the record for :meth:`combine`."""
-        return x_BnH.unflatten(2, (num_experts, -1)), FeatureDispatchRecord([x_BnH.size(0)])
+    def dispatch(self, x_BmH: Tensor, num_experts: int, start: int = 0) -> tuple[Tensor, FeatureDispatchRecord]:
+        """(B, m, H) to (B, m, E, H/E), chunk i being what expert i works on, and the record for :meth:`combine`.
 
-    def combine(self, y_BnEc: Tensor, record: FeatureDispatchRecord) -> Tensor:
-        """(B, n, E, H/E) back to (B, n, H)."""
-        return y_BnEc.flatten(2)
+        ``start`` is the first position whose output is wanted.
+        """
+        return x_BmH.unflatten(2, (num_experts, -1)), FeatureDispatchRecord([x_BmH.size(0)], start)
+
+    def combine(self, y_BqEc: Tensor, record: FeatureDispatchRecord) -> Tensor:
+        """Outputs at positions ``record.start`` .. m-1, (B, q, E, H/E), back to (B, q, H)."""
+        return y_BqEc.flatten(2)

@@ -5,25 +5,15 @@ Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``H`` fe
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smlp.context import ForwardContext, Observation
 from smlp.errors import NaNError, UserError
-from smlp.moe.dispatch import LocalFeatureDispatcher
+from smlp.moe.dispatch import FeatureDispatcher, LocalFeatureDispatcher
 from smlp.moe.experts import SpatialExperts
 from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import FeatureRouter
-
-
-class FeatureDispatcher(Protocol):
-    """See :mod:`smlp.moe.dispatch`."""
-
-    def dispatch(self, x_BnH: Tensor, num_experts: int): ...
-
-    def combine(self, y: Tensor, record) -> Tensor: ...
 
 
 class FeatureMoE(nn.Module):
@@ -57,8 +47,12 @@ class FeatureMoE(nn.Module):
         """The update (B, n, H) to add to x."""
         z_BnH = self.norm(x_BnH)
         seen_BmH, start = context.remember(self, self.spatial_norm(z_BnH), self.experts.max_tokens)
-        chunks, record = self.dispatcher.dispatch(seen_BmH, self.num_experts)
-        return z_BnH * self.dispatcher.combine(self.experts(chunks, start), record)
+        return z_BnH * self._mix(seen_BmH, start)
+
+    def _mix(self, seen_BmH: Tensor, start: int) -> Tensor:
+        """Each chunk of the features through its expert: (B, m, H) to (B, m - start, H)."""
+        chunks, record = self.dispatcher.dispatch(seen_BmH, self.num_experts, start)
+        return self.dispatcher.combine(self.experts(chunks, record.start), record)
 
 
 class RoutedFeatureMoE(FeatureMoE):
@@ -73,6 +67,7 @@ class RoutedFeatureMoE(FeatureMoE):
         router: reads the prefix (partial), or all T positions (leaky: it sees the tokens to be predicted).
         prefix_tokens: P.
         name: of the layer, for error messages and reports.
+        dispatcher: moves chunks; the local one by default.
     """
 
     def __init__(
@@ -83,8 +78,9 @@ class RoutedFeatureMoE(FeatureMoE):
         router: FeatureRouter,
         prefix_tokens: int,
         name: str,
+        dispatcher: FeatureDispatcher | None = None,
     ) -> None:
-        super().__init__(embed_dim, num_experts, experts)
+        super().__init__(embed_dim, num_experts, experts, dispatcher)
         self.router = router
         self.prefix_tokens = prefix_tokens
         self.max_tokens = prefix_tokens + experts.max_tokens
@@ -111,19 +107,18 @@ class RoutedFeatureMoE(FeatureMoE):
         if context.valid_Bn is not None:
             u_BnH = u_BnH * context.valid_Bn.unsqueeze(2)
         seen_BmH, start = context.remember(self, u_BnH, self.max_tokens)
-        num_outputs = seen_BmH.size(1) - max(start, self.prefix_tokens)
-        if num_outputs <= 0:
-            return z_BnH * 0
+        after_BmH = seen_BmH[:, self.prefix_tokens :]
+        first = max(start - self.prefix_tokens, 0)
+        num_outputs = after_BmH.size(1) - first
+        if num_outputs == 0:
+            # Nothing to do here, but maybe for the other ranks' sequences.
+            return z_BnH * 0 + F.pad(self._mix(after_BmH, first), (0, 0, z_BnH.size(1), 0))
         expert_BH, probability_BH = self._choose(seen_BmH, context)
         order_BH = expert_BH.argsort(dim=1, stable=True)
-        sorted_BmH = _take_features(seen_BmH[:, self.prefix_tokens :], order_BH)
-        chunks, record = self.dispatcher.dispatch(sorted_BmH, self.num_experts)
-        first = max(start - self.prefix_tokens, 0)
-        mixed_BqH = _take_features(
-            self.dispatcher.combine(self.experts(chunks, first), record), order_BH.argsort(dim=1)
-        )
-        update_BqH = z_BnH[:, -num_outputs:] * mixed_BqH * probability_BH.to(z_BnH.dtype).unsqueeze(1)
-        return F.pad(update_BqH, (0, 0, z_BnH.size(1) - num_outputs, 0))
+        mixed_BqH = _take_features(self._mix(_take_features(after_BmH, order_BH), first), order_BH.argsort(dim=1))
+        num_before = z_BnH.size(1) - num_outputs
+        update_BqH = z_BnH[:, num_before:] * mixed_BqH * probability_BH.to(z_BnH.dtype).unsqueeze(1)
+        return F.pad(update_BqH, (0, 0, num_before, 0))
 
     def _choose(self, seen_BmH: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Experts and their probabilities, (B, H) each; decided once for each sequence."""

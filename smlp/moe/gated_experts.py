@@ -88,13 +88,16 @@ class GatedMLPExperts(nn.Module):
         self.w_out = uniform_experts(expert_ids, embed_dim, ffn_dim // 2, bound=xavier_bound(ffn_dim // 2, embed_dim))
         self.b_out = nn.Parameter(torch.zeros(num_local, embed_dim))
 
-    def forward(self, x_AH: Tensor, counts: Sequence[int], place_A2: Tensor, context: ForwardContext) -> Tensor:
+    def forward(
+        self, x_AH: Tensor, counts: Sequence[int], place_A2: Tensor, num_seqs: int, context: ForwardContext
+    ) -> Tensor:
         """Each token through its expert.
 
         Args:
             x_AH: tokens sorted by expert, (A, H).
             counts: tokens of each expert.
             place_A2: sequence and absolute position of each token, (A, 2).
+            num_seqs: S, sequences among which the tokens are, those of other ranks included.
             context: for incremental decoding.
 
         Returns:
@@ -119,7 +122,7 @@ class GatedMLPExperts(nn.Module):
         spatial = zip(self.gating.weight.unbind(), self.gating.bias.unbind(), strict=True)
         outer = zip(self.w_out.unbind(), self.b_out.unbind(), strict=True)
         for z1, place, own, weights, proj_out in zip(gated, places, seen, spatial, outer, strict=True):
-            gate = sparse_spatial_projection(place, *own, *weights, context.num_seqs)
+            gate = sparse_spatial_projection(place, *own, *weights, num_seqs)
             outputs.append(F.linear(z1 * gate, *proj_out))
         return torch.cat(outputs)
 

@@ -5,26 +5,15 @@ Letters: ``B`` sequences, ``n`` tokens (n <= T), ``H`` features, ``N`` routed to
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 from smlp.context import ForwardContext, Observation
-from smlp.errors import NaNError
-from smlp.moe.dispatch import LocalDispatcher
+from smlp.errors import NaNError, UserError
+from smlp.moe.dispatch import LocalDispatcher, TokenDispatcher
 from smlp.moe.experts import FeedForwardExperts
 from smlp.moe.gated_experts import GatedMLPExperts
-from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import Router
-
-
-class TokenDispatcher(Protocol):
-    """See :mod:`smlp.moe.dispatch`."""
-
-    def dispatch(self, x_NH: Tensor, plan: RoutingPlan): ...
-
-    def combine(self, y_AH: Tensor, weight_A: Tensor | None, record) -> Tensor: ...
 
 
 class TokenMoE(nn.Module):
@@ -57,6 +46,7 @@ class TokenMoE(nn.Module):
 
         Raises:
             NaNError: routing scores are NaN; the message names the layer.
+            UserError: incremental decoding with gMLP experts that are spread over ranks.
         """
         x_NH = x_BnH.flatten(0, 1)
         token_ids_N = None if context.tokens_Bn is None else context.tokens_Bn.flatten()
@@ -80,10 +70,16 @@ class TokenMoE(nn.Module):
         context.observed(self, Observation(routing.plan, routing.logits_NE))
         inputs, record = self.dispatcher.dispatch(x_NH, routing.plan)
         if isinstance(self.experts, GatedMLPExperts):
+            if context.state is not None and not isinstance(self.dispatcher, LocalDispatcher):
+                raise UserError(
+                    f"{self.name}: text is written token by token only where each rank holds all experts: load the "
+                    "model with an expert-parallel size of 1"
+                )
             if rows_N is None:
                 rows_N = torch.arange(x_NH.size(0), device=x_NH.device)
-            places, _ = self.dispatcher.dispatch(_places(rows_N, context), routing.plan)
-            outputs = self.experts(inputs, record.counts, places, context)
+            place_N2 = _places(rows_N, context)
+            places, num_seqs = self.dispatcher.dispatch_places(place_N2, context.num_seqs, record)
+            outputs = self.experts(inputs, record.counts, places, num_seqs, context)
         else:
             outputs = self.experts(inputs, record.counts)
         return self.dispatcher.combine(outputs, routing.weight_A, record), routing.aux_losses

@@ -17,6 +17,7 @@ from smlp.nn.linear import xavier_linear
 from smlp.nn.sparse_layers import feature_moe, feed_forward_moe, gated_mlp_moe, weight_bound
 from smlp.nn.spatial_gating import SpatialGatingUnit
 from smlp.ops import ACTIVATION_FUNCTIONS
+from smlp.parallel import Ranks
 
 AuxLosses = dict[str, Tensor]
 
@@ -69,9 +70,9 @@ class TransformerBlock(nn.Module):
 class FeatureSublayer(nn.Module):
     """``x + sMoE(x)`` (smlp.txt, section 3.2)."""
 
-    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+    def __init__(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> None:
         super().__init__()
-        self.feature_moe = feature_moe(config, layer_index)
+        self.feature_moe = feature_moe(config, layer_index, ranks)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
@@ -105,19 +106,23 @@ class SparseBlock(nn.Module):
         return x_BnH + self.dropout(update_BnH), aux_losses
 
 
-def sparse_block(config: ModelConfig, layer_index: int) -> SparseBlock:
+def sparse_block(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> SparseBlock:
     """The block at ``layer_index`` of the stack: sMLP's (smlp.txt, section 3.1), a sparse Transformer's, gMLP-MoE's."""
     if config.sparse_block == "gmlp_moe":
-        return SparseBlock(None, gated_mlp_moe(config, layer_index), nn.Identity(), config.dropout)
-    mixing = FeatureSublayer(config, layer_index) if config.sparse_block == "smlp" else AttentionSublayer(config)
+        return SparseBlock(None, gated_mlp_moe(config, layer_index, ranks), nn.Identity(), config.dropout)
+    if config.sparse_block == "smlp":
+        mixing = FeatureSublayer(config, layer_index, ranks)
+    else:
+        mixing = AttentionSublayer(config)
     norm = nn.Identity() if config.moe.router == "base" else nn.LayerNorm(config.embed_dim)
-    return SparseBlock(mixing, feed_forward_moe(config, layer_index), norm, config.dropout)
+    return SparseBlock(mixing, feed_forward_moe(config, layer_index, ranks), norm, config.dropout)
 
 
-def build_blocks(config: ModelConfig) -> nn.ModuleList:
-    """The stack that a configuration describes."""
+def build_blocks(config: ModelConfig, ranks: Ranks | None = None) -> nn.ModuleList:
+    """The stack that a configuration describes, with the experts of this rank; with all of them by default."""
     sparse = set(config.sparse_layer_indices())
     dense_block = {"gmlp": GatedMLPBlock, "transformer": TransformerBlock}[config.dense_block]
     return nn.ModuleList(
-        sparse_block(config, index) if index in sparse else dense_block(config) for index in range(config.num_layers)
+        sparse_block(config, index, ranks) if index in sparse else dense_block(config)
+        for index in range(config.num_layers)
     )

@@ -18,6 +18,7 @@ from smlp.config import ModelConfig
 from smlp.context import DecodingState, ForwardContext
 from smlp.errors import UserError
 from smlp.nn.blocks import AuxLosses, build_blocks
+from smlp.parallel import Ranks
 from smlp.presets import preset
 
 
@@ -32,10 +33,26 @@ class DecoderOutput:
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model; every architecture is a choice of blocks."""
+    """A decoder-only language model; every architecture is a choice of blocks.
 
-    def __init__(self, config: ModelConfig) -> None:
+    With the same random state, every rank of any layout starts from the same dense weights, and every expert from the
+    same values wherever it lives.
+
+    Args:
+        config: of the whole model.
+        ranks: who holds which experts; one process with all of them by default.
+
+    Raises:
+        UserError: ``ranks`` is for another number of experts.
+    """
+
+    def __init__(self, config: ModelConfig, ranks: Ranks | None = None) -> None:
         super().__init__()
+        if ranks is not None and config.num_sparse_layers and ranks.layout.num_experts != config.moe.num_experts:
+            raise UserError(
+                f"the ranks are laid out for {ranks.layout.num_experts} experts, but num_experts is "
+                f"{config.moe.num_experts}"
+            )
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, padding_idx=config.padding_idx)
         std = config.embed_dim**-0.5 if config.embed_init_std is None else config.embed_init_std
@@ -50,7 +67,7 @@ class Decoder(nn.Module):
             if not self.positions.is_meta:
                 nn.init.normal_(self.positions, std=config.embed_dim**-0.5)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = build_blocks(config)
+        self.blocks = build_blocks(config, ranks)
         self.norm = nn.LayerNorm(config.embed_dim)
 
     def forward(
@@ -63,6 +80,7 @@ class Decoder(nn.Module):
 
         Args:
             tokens_Bn: ids (B, n). Padding may stand on the right only; it is never routed and changes no other logit.
+                B may be 0, on a rank that has no batch but experts that the others' tokens need.
             state: for incremental decoding; ``tokens_Bn`` are then the tokens after those it has seen.
             context: to read or to fix routing decisions; made anew by default.
 
@@ -90,7 +108,7 @@ class Decoder(nn.Module):
         context = context or ForwardContext()
         context.state = state
         context.tokens_Bn = tokens_Bn
-        if self.training and tokens_Bn.size(1) <= self.config.prefix_tokens:
+        if self.training and tokens_Bn.size(0) and tokens_Bn.size(1) <= self.config.prefix_tokens:
             raise UserError(
                 f"a sequence of {tokens_Bn.size(1)} tokens has none to learn from: the first "
                 f"{self.config.prefix_tokens} only choose experts; give batches with longer sequences"

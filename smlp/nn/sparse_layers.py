@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 
 from smlp.config import ModelConfig
+from smlp.moe.dispatch import FeatureDispatcher, LocalDispatcher, LocalFeatureDispatcher, TokenDispatcher
+from smlp.moe.exchange import FeatureExchange, TokenExchange
 from smlp.moe.experts import FeedForwardExperts, SpatialExperts
 from smlp.moe.feature_layer import FeatureMoE, RoutedFeatureMoE
 from smlp.moe.gated_experts import GatedMLPExperts
 from smlp.moe.layer import TokenMoE
 from smlp.moe.routers import BalancedRouter, FeatureRouter, HashRouter, Router, TopKRouter, TopKSettings
+from smlp.parallel import Ranks, one_process
 
 
 def weight_bound(config: ModelConfig) -> float:
@@ -28,37 +31,55 @@ def token_router(config: ModelConfig) -> Router:
     return TopKRouter(width, moe.num_experts, TopKSettings(num_choices=moe.experts_per_token, **same_name))
 
 
-def feed_forward_moe(config: ModelConfig, layer_index: int) -> TokenMoE:
-    """Feed-forward experts over tokens."""
-    moe = config.moe
+def token_dispatcher(ranks: Ranks, name: str) -> TokenDispatcher:
+    """What moves the tokens of a layer: nothing leaves the rank where it holds all experts."""
+    return LocalDispatcher() if ranks.experts.size == 1 else TokenExchange(ranks.experts, ranks.layout, name)
+
+
+def feature_dispatcher(ranks: Ranks, name: str) -> FeatureDispatcher:
+    """The same for chunks of the features."""
+    return LocalFeatureDispatcher() if ranks.experts.size == 1 else FeatureExchange(ranks.experts, ranks.layout, name)
+
+
+def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
+    """Feed-forward experts over tokens, those of this rank; of all in one process by default."""
+    moe, name = config.moe, f"layer {layer_index} (tMoE)"
+    ranks = ranks or one_process(moe.num_experts)
     experts = FeedForwardExperts(
-        config.embed_dim, config.ffn_dim, range(moe.num_experts), config.activation, as_in_base=moe.router == "base"
+        config.embed_dim,
+        config.ffn_dim,
+        ranks.layout.expert_ids,
+        config.activation,
+        as_in_base=moe.router == "base",
     )
-    return TokenMoE(token_router(config), experts, f"layer {layer_index} (tMoE)")
+    return TokenMoE(token_router(config), experts, name, token_dispatcher(ranks, name))
 
 
-def gated_mlp_moe(config: ModelConfig, layer_index: int) -> TokenMoE:
+def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
     """gMLP layers as experts over tokens (smlp.txt, appendix A)."""
+    ranks, name = ranks or one_process(config.moe.num_experts), f"layer {layer_index} (gMLP-MoE)"
     experts = GatedMLPExperts(
         config.embed_dim,
         config.ffn_dim,
         config.max_tokens,
-        range(config.moe.num_experts),
+        ranks.layout.expert_ids,
         config.activation,
         weight_bound(config),
         config.moe.experts_per_token,
     )
-    return TokenMoE(token_router(config), experts, f"layer {layer_index} (gMLP-MoE)")
+    return TokenMoE(token_router(config), experts, name, token_dispatcher(ranks, name))
 
 
-def feature_moe(config: ModelConfig, layer_index: int) -> FeatureMoE:
+def feature_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> FeatureMoE:
     """The sMoE (smlp.txt, section 3.2)."""
     moe, prefix = config.moe, config.prefix_tokens
     width, num_experts = config.embed_dim, moe.num_experts
+    ranks, name = ranks or one_process(num_experts), f"layer {layer_index} (sMoE)"
     experts = SpatialExperts(
-        config.max_tokens - prefix, range(num_experts), weight_bound(config), moe.spatial_bias_init
+        config.max_tokens - prefix, ranks.layout.expert_ids, weight_bound(config), moe.spatial_bias_init
     )
+    dispatcher = feature_dispatcher(ranks, name)
     if moe.feature_routing == "deterministic":
-        return FeatureMoE(width, num_experts, experts)
+        return FeatureMoE(width, num_experts, experts, dispatcher)
     router = FeatureRouter(prefix if moe.feature_routing == "partial" else config.max_tokens, num_experts)
-    return RoutedFeatureMoE(width, num_experts, experts, router, prefix, f"layer {layer_index} (sMoE)")
+    return RoutedFeatureMoE(width, num_experts, experts, router, prefix, name, dispatcher)

@@ -1,0 +1,169 @@
+"""Dispatchers that move tokens, or chunks of the features, to the ranks of their experts and back.
+
+Every call runs the same collectives on every rank of the expert group, whatever is in its batch: sizes are exchanged
+first, and nothing is skipped because it is empty. The signatures are those of :mod:`smlp.moe.dispatch`.
+
+Letters: ``P`` ranks of the group, ``e`` experts on each, ``N`` this rank's tokens, ``A`` its assignments, ``R`` tokens
+received for its experts, ``S`` sequences of all ranks, ``m`` positions up to now, ``q`` those whose output is wanted,
+``c`` = H/E features of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smlp.moe.dispatch import DispatchRecord, FeatureDispatchRecord, LocalDispatcher
+from smlp.moe.plan import RoutingPlan
+from smlp.parallel.group import Group
+from smlp.parallel.layout import ExpertLayout
+from smlp.parallel.sizes import agree_on_sizes
+
+#: numbers that the ranks of an sMoE tell each other: sequences, positions, first position wanted
+_FEATURE_SIZES = 3
+
+
+@dataclass(frozen=True)
+class TokenExchangeRecord(DispatchRecord):
+    """What it takes to bring expert outputs back to other ranks."""
+
+    #: tokens sent to each rank, and received from each
+    send_splits: list[int]
+    receive_splits: list[int]
+    #: received row of each token that an expert of this rank gets, (R,): by expert, then source rank, then token;
+    #: None where they lie like that already
+    row_R: Tensor | None
+
+
+class TokenExchange:
+    """Sends each token to the rank of its expert.
+
+    Tokens travel sorted by expert, which is by rank too. They arrive as [source rank][expert][token] and are handed to
+    the experts as [expert][source rank][token].
+
+    Args:
+        group: the expert group.
+        layout: E/P experts on each of its ranks.
+        name: of the layer, for error messages.
+    """
+
+    def __init__(self, group: Group, layout: ExpertLayout, name: str) -> None:
+        self.group, self.num_local, self.name = group, layout.num_local, name
+        self.local = LocalDispatcher()
+
+    def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, TokenExchangeRecord]:
+        """Tokens (N, H) of all ranks to this rank's experts, (R, H), and the record for :meth:`combine`."""
+        x_AH, record = self.local.dispatch(x_NH, plan)
+        sent_Pe = plan.counts_E.view(self.group.size, self.num_local)
+        # padded to what feature layers exchange: a rank in another layer is noticed, not waited for
+        padding = max(0, _FEATURE_SIZES - self.num_local)
+        received = agree_on_sizes(self.group, self.name, x_NH, F.pad(sent_Pe, (0, padding)))
+        received_Pe = torch.tensor([row[: self.num_local] for row in received])
+        send_splits = [
+            sum(record.counts[first : first + self.num_local]) for first in range(0, len(record.counts), self.num_local)
+        ]
+        record = TokenExchangeRecord(
+            plan,
+            counts=received_Pe.sum(dim=0).tolist(),
+            send_splits=send_splits,
+            receive_splits=received_Pe.sum(dim=1).tolist(),
+            row_R=_rows_by_expert(received_Pe.to(x_NH.device)) if self.num_local > 1 else None,
+        )
+        return self._by_expert(self._send(x_AH, record), record), record
+
+    def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: TokenExchangeRecord) -> tuple[Tensor, int]:
+        """Sequence and position of the tokens at this rank's experts, (R, 2); no two ranks share a sequence."""
+        place_A2, _ = self.local.dispatch_places(place_N2, num_seqs, record)
+        sources = self._send(place_A2, record).split(record.receive_splits)
+        renumbered, num_before = [], 0
+        for place_R2 in sources:
+            renumbered.append(place_R2 + place_R2.new_tensor([num_before, 0]))
+            num_before += int(place_R2[:, 0].max()) + 1 if place_R2.size(0) else 0
+        return self._by_expert(torch.cat(renumbered), record), num_before
+
+    def combine(self, y_RH: Tensor, weight_A: Tensor | None, record: TokenExchangeRecord) -> Tensor:
+        """Expert outputs (R, H) back to their ranks, weighted and summed there for each token, (N, H)."""
+        if record.row_R is not None:
+            y_RH = torch.empty_like(y_RH).index_copy(0, record.row_R, y_RH)
+        y_AH = self.group.all_to_all(y_RH, record.receive_splits, record.send_splits, f"{self.name}, combine")
+        return self.local.combine(y_AH, weight_A, record)
+
+    def _send(self, x_A: Tensor, record: TokenExchangeRecord) -> Tensor:
+        return self.group.all_to_all(x_A, record.send_splits, record.receive_splits, f"{self.name}, dispatch")
+
+    def _by_expert(self, x_R: Tensor, record: TokenExchangeRecord) -> Tensor:
+        return x_R if record.row_R is None else x_R.index_select(0, record.row_R)
+
+
+def _rows_by_expert(received_Pe: Tensor) -> Tensor:
+    """Rows that lie as [source][expert][token], in the order [expert][source][token], (R,)."""
+    num_sources, num_local = received_Pe.shape
+    local_e = torch.arange(num_local, device=received_Pe.device)
+    expert_R = local_e.repeat(num_sources).repeat_interleave(received_Pe.flatten())
+    return expert_R.argsort(stable=True)
+
+
+@dataclass(frozen=True)
+class FeatureExchangeRecord(FeatureDispatchRecord):
+    """What it takes to bring the chunks back to other ranks."""
+
+    #: for each rank the positions whose outputs it wants: first one, and one after the last
+    wanted: list[tuple[int, int]]
+
+
+class FeatureExchange:
+    """Sends each rank the chunks of the features that its experts work on.
+
+    Sequences of different lengths are padded on the right for the experts, which are causal; nothing but data travels:
+    B*m*H*(P-1)/P numbers leave a rank.
+
+    Args: as for :class:`TokenExchange`.
+    """
+
+    def __init__(self, group: Group, layout: ExpertLayout, name: str) -> None:
+        self.group, self.num_local, self.name = group, layout.num_local, name
+
+    def dispatch(self, x_BmH: Tensor, num_experts: int, start: int = 0) -> tuple[Tensor, FeatureExchangeRecord]:
+        """(B, m, H) of all ranks to (S, longest m, e, c), the chunks of this rank's experts, and the record."""
+        num_ranks = self.group.size
+        num_seqs, num_tokens, width = x_BmH.shape
+        own = torch.zeros(max(self.num_local, _FEATURE_SIZES), dtype=torch.long, device=x_BmH.device)
+        own[:_FEATURE_SIZES] = torch.tensor([num_seqs, num_tokens, start])
+        received = agree_on_sizes(self.group, self.name, x_BmH, own.expand(num_ranks, -1))
+        sizes = [tuple(row[:_FEATURE_SIZES]) for row in received]
+        rows = x_BmH.reshape(num_seqs * num_tokens, num_ranks, width // num_ranks).transpose(0, 1).flatten(0, 1)
+        splits = [count * length for count, length, _ in sizes]
+        rows = self.group.all_to_all(rows, [num_seqs * num_tokens] * num_ranks, splits, f"{self.name}, dispatch")
+        longest = max(length for _, length, _ in sizes)
+        if all(length == longest for _, length, _ in sizes):
+            chunks = rows.view(sum(count for count, _, _ in sizes), longest, rows.size(1))
+        else:
+            parts = [
+                F.pad(part.view(count, length, part.size(1)), (0, 0, 0, longest - length))
+                for part, (count, length, _) in zip(rows.split(splits), sizes, strict=True)
+            ]
+            chunks = torch.cat(parts)
+        record = FeatureExchangeRecord(
+            num_seqs=[count for count, _, _ in sizes],
+            start=min((first for count, _, first in sizes if count), default=0),
+            wanted=[(first, length) for _, length, first in sizes],
+        )
+        return chunks.unflatten(2, (self.num_local, -1)), record
+
+    def combine(self, y_SqEc: Tensor, record: FeatureExchangeRecord) -> Tensor:
+        """Outputs at positions ``record.start`` and on, (S, q, e, c), back to their ranks, (B, q, H)."""
+        num_ranks = self.group.size
+        parts = [
+            part[:, first - record.start : end - record.start].flatten(2).flatten(0, 1)
+            for part, (first, end) in zip(y_SqEc.split(record.num_seqs), record.wanted, strict=True)
+        ]
+        num_seqs, (first, end) = record.num_seqs[self.group.rank], record.wanted[self.group.rank]
+        own = num_seqs * (end - first)
+        rows = self.group.all_to_all(
+            torch.cat(parts), [part.size(0) for part in parts], [own] * num_ranks, f"{self.name}, combine"
+        )
+        rows = rows.unflatten(0, (num_ranks, own)).transpose(0, 1).flatten(1)
+        return rows.unflatten(0, (num_seqs, end - first))

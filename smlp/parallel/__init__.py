@@ -1,0 +1,25 @@
+"""Where experts live and how ranks talk: layout, groups, the one all-to-all, gradients, whole and cut state.
+
+Letters: ``W`` ranks, ``P`` ranks that share one set of experts, ``E`` experts, ``e`` = E/P experts on a rank.
+"""
+
+from smlp.parallel.gradients import global_grad_norm, reduce_expert_gradients
+from smlp.parallel.group import DistributedGroup, Group, LocalGroup, ParallelError
+from smlp.parallel.layout import ExpertLayout
+from smlp.parallel.ranks import Ranks, connect, one_process
+from smlp.parallel.state import cut_state, whole_state
+
+__all__ = [
+    "DistributedGroup",
+    "ExpertLayout",
+    "Group",
+    "LocalGroup",
+    "ParallelError",
+    "Ranks",
+    "connect",
+    "cut_state",
+    "global_grad_norm",
+    "one_process",
+    "reduce_expert_gradients",
+    "whole_state",
+]

@@ -1,0 +1,153 @@
+"""Groups of ranks that modules are given, so that none asks whether torch.distributed is up.
+
+:class:`LocalGroup` is the stand-in for one process: a group of one, with which everything is the identity.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smlp.parallel.all_to_all import AllToAll
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class ParallelError(RuntimeError):
+    """Ranks that do not fit together, or one that is gone: the message names rank, place and shapes."""
+
+
+class Group(Protocol):
+    """Ranks that communicate; every call is a collective, which all of them make in the same order.
+
+    ``name`` says where in the model a call is, for error messages.
+    """
+
+    #: ranks in the group
+    size: int
+    #: this process' position among them
+    rank: int
+
+    def all_to_all(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
+        """Sends consecutive rows of x (R, ...) to the ranks in turn; returns theirs (sum(receive_splits), ...).
+
+        Differentiable; the splits (numbers of rows, zeros allowed) must have been agreed on before.
+        """
+
+    def exchange_counts(self, counts_Pk: Tensor, name: str) -> Tensor:
+        """Row p of an int64 matrix to rank p; returns the rows that the ranks sent here, (P, k)."""
+
+    def all_reduce(self, x: Tensor, name: str, operation: str = "sum") -> Tensor:
+        """The sum or "max" over the group, in place; returns x."""
+
+    def gather(self, x: Tensor, name: str, destination: int | None = None) -> list[Tensor] | None:
+        """The tensors, of the same shape, of all ranks in order, on every rank or on one; None on the others."""
+
+
+class LocalGroup:
+    """A group of one."""
+
+    size, rank = 1, 0
+
+    def all_to_all(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
+        """x itself."""
+        assert list(send_splits) == list(receive_splits) == [x.size(0)], name
+        return x
+
+    def exchange_counts(self, counts_Pk: Tensor, name: str) -> Tensor:
+        """The counts themselves."""
+        return counts_Pk
+
+    def all_reduce(self, x: Tensor, name: str, operation: str = "sum") -> Tensor:
+        """x itself."""
+        return x
+
+    def gather(self, x: Tensor, name: str, destination: int | None = None) -> list[Tensor] | None:
+        """x alone."""
+        return [x]
+
+
+class DistributedGroup:
+    """The ranks of a torch.distributed process group (gloo on CPU, NCCL on GPU).
+
+    Raises (every method):
+        ParallelError: a rank is gone, failed, or took longer than the process group's timeout.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+        self.size = dist.get_world_size(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.members = dist.get_process_group_ranks(process_group)
+        self.only_cuda = dist.get_backend(process_group) == dist.Backend.NCCL
+
+    def __deepcopy__(self, memo: dict) -> DistributedGroup:
+        return self  # copies of a model talk through the same connections
+
+    def all_to_all(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
+        """See :class:`Group`."""
+        return AllToAll.apply(x, self, send_splits, receive_splits, name)
+
+    def exchange(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
+        """:meth:`all_to_all` without gradients."""
+        if len(send_splits) != self.size or len(receive_splits) != self.size or sum(send_splits) != x.size(0):
+            raise ParallelError(
+                f"{self._here(name)}: rows of {tuple(x.shape)} cannot be sent in parts of {list(send_splits)} to, with "
+                f"{list(receive_splits)} from, {self.size} ranks"
+            )
+        received = x.new_empty(sum(receive_splits), *x.shape[1:])
+        self._run(
+            lambda: dist.all_to_all_single(
+                received, x.contiguous(), list(receive_splits), list(send_splits), group=self.process_group
+            ),
+            name,
+            f"all-to-all of {tuple(x.shape)} {x.dtype}, parts {list(send_splits)} out and {list(receive_splits)} in",
+        )
+        return received
+
+    def exchange_counts(self, counts_Pk: Tensor, name: str) -> Tensor:
+        """See :class:`Group`."""
+        return self.exchange(counts_Pk, [1] * self.size, [1] * self.size, name)
+
+    def all_reduce(self, x: Tensor, name: str, operation: str = "sum") -> Tensor:
+        """See :class:`Group`."""
+        self._run(
+            lambda: dist.all_reduce(x, _OPERATIONS[operation], group=self.process_group),
+            name,
+            f"all-reduce of {tuple(x.shape)} {x.dtype}",
+        )
+        return x
+
+    def gather(self, x: Tensor, name: str, destination: int | None = None) -> list[Tensor] | None:
+        """See :class:`Group`."""
+        device = x.device
+        x = x.contiguous().cuda() if self.only_cuda else x.contiguous()
+        here = destination is None or destination == self.rank
+        parts = [torch.empty_like(x) for _ in range(self.size)] if here else None
+
+        def run() -> None:
+            if destination is None:
+                dist.all_gather(parts, x, group=self.process_group)
+            else:
+                dist.gather(x, parts, dst=self.members[destination], group=self.process_group)
+
+        self._run(run, name, f"gather of {tuple(x.shape)} {x.dtype}")
+        return None if parts is None else [part.to(device) for part in parts]
+
+    def _here(self, name: str) -> str:
+        return f"{name}: rank {self.members[self.rank]} (ranks {self.members})"
+
+    def _run(self, collective: Callable[[], Any], name: str, what: str) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            # without the place in the library's source, and without its advice
+            reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).strip()).split(". ")[0].splitlines()[0]
+            raise ParallelError(
+                f"{self._here(name)}: {what} failed ({reason}): look for the rank that stopped first"
+            ) from error
