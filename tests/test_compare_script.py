@@ -52,3 +52,13 @@ def test_the_table_leaves_out_what_a_model_does_not_predict(script):
     whole, partial = script.table([row, {**row, "counts_prefix": False}], words_per_token=0.5).splitlines()[2:]
     assert whole == "| m | 20.09 | 7.39 | 54.6 | 5.000 | 0.990 | 25.0% | 1,234 | 800 | 13.0 |"
     assert partial == "| m |  | 7.39 | 54.6 | 5.000 | 0.990 | 25.0% | 1,234 | 800 | 13.0 |"
+
+
+def test_only_leaky_routing_predicts_noise(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    import leak_on_noise
+
+    leaky = leak_on_noise.train_and_score("smlp_leaky_tiny", num_updates=120)
+    partial = leak_on_noise.train_and_score("smlp_partial_tiny", num_updates=30)
+    assert leaky.one_pass < 7.7 and leaky.stepwise > 8, leaky
+    assert partial.one_pass > 7.9 and partial.stepwise == pytest.approx(partial.one_pass, rel=1e-4), partial
