@@ -53,7 +53,7 @@ STEPWISE_BLOCKS = 16
 
 COLUMNS = (
     "model", "per token, all positions", "per token, after the prefix", "per word, after the prefix",
-    "forward MFLOPs per token, nominal", "realised / nominal", "dropped for want of a place", "words per second",
+    "forward MFLOPs per token, nominal", "realised / nominal", "dropped (over capacity)", "words per second",
     "peak memory (MiB)", "parameters (M)",
 )  # fmt: skip
 

@@ -216,4 +216,4 @@ def test_a_leak_test_of_nothing_is_refused(options, capsys):
 
 def test_an_unwritable_report_is_named(checkpoint, capsys):
     assert main(["leak-test", "--path", str(checkpoint[0]), "--json", "no/such/folder.json"]) == 1
-    assert "cannot write no/such/folder.json" in capsys.readouterr().err
+    assert "cannot write --json no/such/folder.json" in capsys.readouterr().err

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
-from pathlib import Path
 
 HELP = "check that no later token changes an earlier prediction"
 EPILOG = """examples:
@@ -41,7 +39,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Runs the test; 1 if there is an unexpected leak."""
     from smlp.checkpoint.load import load_pretrained
-    from smlp.errors import UserError
+    from smlp.cli.json_file import write_json
     from smlp.evaluation.leak import default_positions, leak_test, randomise
     from smlp.nn.decoder import build
 
@@ -68,8 +66,5 @@ def run(args: argparse.Namespace) -> int:
     print("no unexpected leak" if passed else "LEAK: a later token changes an earlier prediction")
     if args.json:
         rows = [{**asdict(r), "dtype": str(r.dtype), "leaks": r.leaks, "passed": r.passed} for r in reports]
-        try:
-            Path(args.json).write_text(json.dumps({"model": args.path or args.arch, "passed": passed, "results": rows}))
-        except OSError as error:
-            raise UserError(f"cannot write {args.json}: {error.strerror}") from None
+        write_json(args.json, {"model": args.path or args.arch, "passed": passed, "results": rows})
     return 0 if passed else 1

@@ -130,7 +130,7 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
             is_first = distributed_utils.get_global_rank() == 0
             journal = Journal(self.health_path, done) if self.health_path and is_first else None
             self._recorder = HealthRecorder(decoder, sample["net_input"]["src_tokens"], journal)
-        if (done + 1) % self.log_interval:
+        if self.log_interval < 1 or (done + 1) % self.log_interval:
             return None
         self._recorder.start(done + 1)
         return ForwardContext(observe=True)
