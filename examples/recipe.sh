@@ -40,31 +40,22 @@ recipe() {
 
 SCHEDULE=(--lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-7 --dropout 0.1)
 
-# Table 8: 4 x 1024 tokens a GPU, 4 batches an update, 25k updates (Table 4)
-small_sparse() {
-    local arch="$1"
-    shift
-    recipe "$arch" 1024 4 4 --lr 5e-4 "${SCHEDULE[@]}" --max-update 25000 -- "$@"
+# paper ARCH BATCH_SIZE ACCUMULATE LR UPDATES DATA SAVE_DIR MORE...
+paper() {
+    recipe "$1" 1024 "$2" "$3" --lr "$4" "${SCHEDULE[@]}" --max-update "$5" -- "${@:6}"
 }
+
+# Table 8: 4 x 1024 tokens a GPU, 4 batches an update, 25k updates (Table 4)
+small_sparse() { paper "$1" 4 4 5e-4 25000 "${@:2}"; }
 
 # Table 9: 2 x 1024 tokens a GPU, 4 batches an update
-small_dense() {
-    local arch="$1"
-    shift
-    recipe "$arch" 1024 2 4 --lr 5e-4 "${SCHEDULE[@]}" --max-update 25000 -- "$@"
-}
+small_dense() { paper "$1" 2 4 5e-4 25000 "${@:2}"; }
 
 # Table 10: 2 x 1024 tokens a GPU, 8 batches an update, 100k updates (Table 4)
-large() {
-    local arch="$1"
-    shift
-    recipe "$arch" 1024 2 8 --lr 1e-3 "${SCHEDULE[@]}" --max-update 100000 -- "$@"
-}
+large() { paper "$1" 2 8 1e-3 100000 "${@:2}"; }
 
 # For a laptop; not the paper's: 8 x 128 tokens an update, as in docs/results.md
 tiny() {
-    local arch="$1"
-    shift
-    PAPER_GPUS=1 recipe "$arch" 128 8 1 --lr 2e-3 --lr-scheduler cosine --warmup-updates 50 --warmup-init-lr 1e-7 \
-        --clip-norm 1.0 --dropout 0 --no-epoch-checkpoints --max-update 1000 -- "$@"
+    PAPER_GPUS=1 recipe "$1" 128 8 1 --lr 2e-3 --lr-scheduler cosine --warmup-updates 50 --warmup-init-lr 1e-7 \
+        --clip-norm 1.0 --dropout 0 --no-epoch-checkpoints --max-update 1000 -- "${@:2}"
 }

@@ -92,14 +92,6 @@ def split_text(text: Path, folder: Path) -> None:
         (folder / f"{name}.txt").write_text("".join(part), encoding="utf-8")
 
 
-def check_settings(out: Path, settings: dict) -> None:
-    """Refuses a folder that was made with other settings: old runs would stand beside new ones."""
-    path = out / "settings.json"
-    if path.is_file() and json.loads(path.read_text()) != settings:
-        raise UserError(f"{out} was made with other settings ({path.read_text()}): choose another folder with --out")
-    path.write_text(json.dumps(settings))
-
-
 def check_flops(vocab_size: int) -> dict[str, float]:
     """Forward FLOPs per token of each model; those of the comparison must agree."""
     flops = {run.name: flops_per_token(run.config(vocab_size)) for run in RUNS}
@@ -192,7 +184,8 @@ def main() -> None:
     out = options.out.resolve()
     text, data, logs = out / "text", out / "data", out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    check_settings(out, {"text": str(options.text), "updates": options.updates, "vocab_size": options.vocab_size})
+    settings = {"text": str(options.text), "updates": options.updates, "vocab_size": options.vocab_size}
+    tools.settle(out, settings, is_fresh=False)
 
     print("[1/5] text, vocabulary, binary files", flush=True)
     if not (data / "dict.txt").is_file():

@@ -236,15 +236,11 @@ def settings_of(options: argparse.Namespace) -> dict:
 
 def check_settings(options: argparse.Namespace) -> None:
     """Refuses a run folder that was made with other settings: its parts would be mixed up with new ones."""
-    settings, path = settings_of(options), options.out / "settings.json"
-    if not path.is_file() or not (options.out / "data" / MODEL_NAME).is_file():
+    settings, data = settings_of(options), options.out / "data" / MODEL_NAME
+    is_fresh = not data.is_file() or not (options.out / "settings.json").is_file()
+    if is_fresh:
         shutil.rmtree(options.out / "text", ignore_errors=True)  # of a try that came no further than its text
-        path.write_text(json.dumps(settings, indent=2))
-    elif json.loads(path.read_text()) != settings:
-        names = [name for name, value in json.loads(path.read_text()).items() if settings.get(name) != value]
-        raise UserError(
-            f"{options.out} was made with another {', '.join(names)} (see {path}): choose another folder with --out"
-        )
+    tools.settle(options.out, settings, is_fresh)
 
 
 if __name__ == "__main__":

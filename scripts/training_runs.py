@@ -52,6 +52,21 @@ def run_tool(name: str, command: list[str], log: Path) -> str:
     return log.read_text(errors="replace")
 
 
+def settle(out: Path, settings: dict, is_fresh: bool) -> None:
+    """Writes down what a run folder is made with, and refuses one that was made with other settings, whose parts would
+    be mixed up with new ones; ``is_fresh`` if it holds nothing yet that could be."""
+    path = out / "settings.json"
+    if is_fresh or not path.is_file():
+        path.write_text(json.dumps(settings, indent=2))
+        return
+    made_with = json.loads(path.read_text())
+    if made_with != settings:
+        names = [name for name, value in made_with.items() if settings.get(name) != value]
+        raise UserError(
+            f"{out} was made with another {', '.join(names)} (see {path}): choose another folder with --out"
+        )
+
+
 def make_data(text: Path, pieces: Path, data: Path, vocab_size: int, logs: Path) -> bool:
     """A SentencePiece vocabulary of the training text, and fairseq's binary files; False if they were there."""
     if (data / MODEL_NAME).is_file():

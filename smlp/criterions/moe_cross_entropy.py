@@ -20,6 +20,7 @@ from smlp.context import ForwardContext
 from smlp.criterions.choice import OURS
 from smlp.criterions.journal import Journal
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder
+from smlp.fairseq_compat.core import core_of, prefix_of
 from smlp.nn.decoder import Decoder
 
 logger = logging.getLogger(__name__)
@@ -80,10 +81,10 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
         """Loss (a sum), sample size and logging output; ``reduce=False`` gives the likelihoods of the single tokens."""
-        decoder = _core(model)
+        decoder = core_of(model)
         context = self._observing_context(model, decoder, sample) if self.training and decoder is not None else None
         net_output = model(**sample["net_input"], **({} if context is None else {"context": context}))
-        loss, sample_size, logging_output = self._likelihood(model, net_output, sample, reduce, _prefix(decoder))
+        loss, sample_size, logging_output = self._likelihood(model, net_output, sample, reduce, prefix_of(model))
 
         aux_losses = _aux_losses(net_output) if self.training and reduce else {}
         if aux_losses:
@@ -176,16 +177,6 @@ def _repeat_health() -> None:
     for key in (*LOGGED, REALISED):
         if key in everything and everything[key].val is not None:
             metrics.log_scalar(key, everything[key].val, weight=0, priority=600, round=3)
-
-
-def _core(model: nn.Module) -> Decoder | None:
-    """The plain decoder inside a fairseq model of ours, wrapped or not; None for other models."""
-    core = getattr(getattr(model, "decoder", None), "core", None)
-    return core if isinstance(core, Decoder) else None
-
-
-def _prefix(decoder: Decoder | None) -> int:
-    return 0 if decoder is None else decoder.config.prefix_tokens
 
 
 def _aux_losses(net_output: tuple[Tensor, Any]) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ import functools
 import logging
 from typing import Any
 
+from smlp.fairseq_compat.core import prefix_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -22,7 +24,7 @@ def apply() -> None:
 
     @functools.wraps(generate)
     def generate_after_prefix(self: Any, models: Any, sample: dict, **kw: Any) -> Any:
-        prefix = max(map(prefix_tokens, models), default=0)
+        prefix = max(map(prefix_of, models), default=0)
         if prefix == 0:
             return generate(self, models, sample, **kw)
         target = sample["target"]
@@ -42,9 +44,3 @@ def apply() -> None:
         return generate(self, models, sample, **kw)
 
     SequenceScorer.generate = generate_after_prefix
-
-
-def prefix_tokens(model: Any) -> int:
-    """P of one of this package's models, 0 for any other."""
-    core = getattr(getattr(model, "decoder", None), "core", None)
-    return core.config.prefix_tokens if core is not None else 0
