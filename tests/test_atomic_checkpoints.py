@@ -11,6 +11,7 @@ import pytest
 import torch
 from running import TINY_LM, USER_DIR, run_python
 
+from smlp.checkpoint import files
 from smlp.errors import UserError
 from smlp.fairseq_compat import saving
 
@@ -114,7 +115,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(UserError, match=r"checkpoint_last\.pt: No space left on device \([\d,]+ bytes free"):
-        saving.write_whole(target, half)
+        files.write_whole(target, half)
     assert torch.load(target) == {"step": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_last.pt"]
 
@@ -124,15 +125,15 @@ def test_the_copy_is_never_seen_half_done(tmp_path: Path, monkeypatch) -> None:
     source, target = tmp_path / "checkpoint_best.pt", tmp_path / "checkpoint_last.pt"
     source.write_bytes(b"new" * 1000)
     target.write_bytes(b"old")
-    copy, seen = saving.shutil.copyfileobj, []
+    copy, seen = files.shutil.copyfileobj, []
 
     def watched(*arguments) -> None:
         seen.append(target.read_bytes())
         copy(*arguments)
         seen.append(target.read_bytes())
 
-    monkeypatch.setattr(saving.shutil, "copyfileobj", watched)
-    saving.copy_whole(source, target)
+    monkeypatch.setattr(files.shutil, "copyfileobj", watched)
+    files.copy_whole(source, target)
     assert seen == [b"old", b"old"]
     assert target.read_bytes() == source.read_bytes()
 
@@ -164,7 +165,7 @@ def test_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch) -> None
 
 def test_only_errors_that_may_pass_are_tried_again(tmp_path: Path, monkeypatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(saving.time, "sleep", pauses.append)
+    monkeypatch.setattr(files.time, "sleep", pauses.append)
 
     def attempts(code: int) -> int:
         calls = []
@@ -174,7 +175,7 @@ def test_only_errors_that_may_pass_are_tried_again(tmp_path: Path, monkeypatch) 
             raise OSError(code, os.strerror(code))
 
         with pytest.raises(UserError):
-            saving.write_whole(tmp_path / "x.pt", fail)
+            files.write_whole(tmp_path / "x.pt", fail)
         return len(calls)
 
     assert attempts(errno.ENOSPC) == 1
