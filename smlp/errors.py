@@ -17,3 +17,7 @@ class NaNError(UserError, FloatingPointError):
     def in_layer(cls, name: str, error: Exception) -> NaNError:
         """The error of a layer, with what to do about it."""
         return cls(f"{name}: {error}; if this is training, it has diverged: lower --lr or set --clip-norm")
+
+
+class ParallelError(RuntimeError):
+    """Ranks that do not fit together, or one that is gone: the message names rank, place and shapes."""

@@ -8,6 +8,7 @@ side by side as the cores allow, and answers with one JSON list of results.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
@@ -16,6 +17,8 @@ import signal
 import sys
 import time
 from pathlib import Path
+
+import recording
 
 
 class Run:
@@ -59,6 +62,8 @@ def _fork(case: dict, rank: int, folder: Path) -> int:
         if case.get("ranks", 1) > 1:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["ranks"]))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))
+        if case.get("record"):
+            recording.record(Path(case["record"]) / f"{rank}.pt")
         if case.get("file_size_limit"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_size_limit"],) * 2)
         sys.argv = [f"fairseq-{case['tool']}", *case["args"]]
@@ -70,6 +75,7 @@ def _fork(case: dict, rank: int, folder: Path) -> int:
         # what Python itself does with an exception that nobody catches, without leaving this function
         sys.excepthook(*sys.exc_info())
     finally:
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

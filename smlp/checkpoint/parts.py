@@ -273,6 +273,8 @@ def attach(state: dict[str, Any], path: str | Path) -> ExpertIndex | None:
 def detach(state: dict[str, Any], expert_names: Sequence[str], positions: Mapping[str, int]) -> dict[str, Tensor]:
     """Takes expert tensors out of a rank's state, in place, and returns them by key.
 
+    The dictionaries of single parameters, which may be the optimizer's own, are replaced and not changed.
+
     Args:
         state: a checkpoint's, with ``"model"`` and perhaps ``"last_optimizer_state"``.
         expert_names: of expert parameters in the model.
@@ -281,9 +283,12 @@ def detach(state: dict[str, Any], expert_names: Sequence[str], positions: Mappin
     tensors = {f"model/{name}": state["model"].pop(name) for name in expert_names}
     optimizer = (state.get("last_optimizer_state") or {}).get("state", {})
     for name in expert_names:
-        kept = optimizer.get(positions[name], {})
-        for moment in [key for key, value in kept.items() if isinstance(value, Tensor) and value.dim() > 0]:
-            tensors[f"optimizer/{name}/{moment}"] = kept.pop(moment)
+        if positions.get(name) not in optimizer:
+            continue
+        of_parameter = optimizer[positions[name]]  # the optimizer's own: not to be changed
+        moments = {key for key, value in of_parameter.items() if isinstance(value, Tensor) and value.dim() > 0}
+        tensors |= {f"optimizer/{name}/{moment}": of_parameter[moment] for moment in sorted(moments)}
+        optimizer[positions[name]] = {key: value for key, value in of_parameter.items() if key not in moments}
     return tensors
 
 

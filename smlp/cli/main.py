@@ -19,7 +19,7 @@ import os
 import sys
 
 from smlp import __version__
-from smlp.errors import UserError
+from smlp.errors import ParallelError, UserError
 
 # name: (module, one line for `smlp --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         status = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
         return status
-    except UserError as error:
+    except (UserError, ParallelError) as error:
         _flush_quietly()
         print(f"smlp: error: {error}", file=sys.stderr)
         return EXIT_FAILURE

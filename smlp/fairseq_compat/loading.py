@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from smlp.checkpoint.parts import attach
 from smlp.errors import UserError
 from smlp.fairseq_compat.saving import remove_leftovers
 
@@ -38,6 +39,7 @@ def apply() -> None:
             raise UserError(damaged(path, error)) from error
         if not isinstance(state.get("model"), dict):
             raise UserError(f"{path} is not a fairseq checkpoint: it has no 'model' among its {len(state)} entries")
+        attach(state, path)
         return state
 
     @functools.wraps(load_ensemble)

@@ -7,7 +7,7 @@ import sys
 import warnings
 from types import TracebackType
 
-from smlp.errors import UserError
+from smlp.errors import ParallelError, UserError
 
 # (category, start of the message, module that warns): all of them are about how fairseq calls its libraries, none is
 # about anything the user typed. Nothing is silenced by category alone.
@@ -68,11 +68,12 @@ def restore_log_output() -> None:
 
 
 def install_error_hook() -> None:
-    """Print an uncaught ``UserError`` as one line; every other exception keeps its traceback."""
+    """Print an uncaught ``UserError``, or what befell other ranks, as one line; every other exception keeps its
+    traceback."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, UserError):
+        if isinstance(error, (UserError, ParallelError)):
             print_user_error(error)
         else:
             previous(kind, error, trace)
@@ -80,7 +81,7 @@ def install_error_hook() -> None:
     sys.excepthook = hook
 
 
-def print_user_error(error: UserError) -> None:
+def print_user_error(error: Exception) -> None:
     """``smlp: error: ...`` on standard error, after what was printed before it."""
     sys.stdout.flush()
     print(f"smlp: error: {error}", file=sys.stderr, flush=True)

@@ -8,6 +8,8 @@ import types
 import numpy
 import torch
 
+from smlp.errors import ParallelError
+
 
 def apply() -> None:
     # numpy 2 removed `np.compat`; TokenBlockDataset uses `np.compat.long` for --sample-break-mode eos, and so does
@@ -34,5 +36,9 @@ def _broadcast_object(
     a file, so pickle is as safe here as it was before.
     """
     box = [obj]
-    torch.distributed.broadcast_object_list(box, src=src_rank, group=group, device=dist_device)
+    try:
+        torch.distributed.broadcast_object_list(box, src=src_rank, group=group, device=dist_device)
+    except RuntimeError as error:
+        rank = torch.distributed.get_rank()
+        raise ParallelError(f"rank {rank}: nothing came from rank {src_rank}, which stopped first ({error})") from error
     return box[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,16 +18,16 @@ from torch import Tensor
 
 from smlp.config import LEAKY_WARNING, SETTINGS, ignored_settings
 from smlp.context import DecodingState, ForwardContext
-from smlp.errors import UserError
 from smlp.evaluation.binarized import count_tokens
+from smlp.models.fitting import check_fit
 from smlp.moe.routers import HashRouter
 from smlp.nn.decoder import Decoder
+from smlp.parallel import Ranks, connect, one_process
 from smlp.presets import FROM_TASK, PRESETS, TASK_OPTIONS, from_training_options
+from smlp.trainer.spread import SpreadExperts
 
 logger = logging.getLogger(__name__)
 
-#: endings of the names of spatial weights, whose last axis is the context
-SPATIAL_WEIGHTS = (".heads.weight", ".experts.weight", ".gating.weight")
 _STATE_KEY = "smlp_decoding_state"
 _OPTION_TYPES = {"int": int, "float": float, "float | None": float, "str": str}
 
@@ -40,6 +41,17 @@ def _option(setting: dataclasses.Field) -> tuple[str, Any, Any]:
     return setting.name, option_type, dataclasses.field(default=None, metadata=dict(setting.metadata))
 
 
+_EXPERT_PARALLEL_SIZE = (
+    "expert_parallel_size",
+    Optional[int],  # noqa: UP045
+    dataclasses.field(
+        default=None,
+        metadata={
+            "help": "ranks that share one set of experts: 1 puts all experts on every rank (default: the largest "
+            "number that divides both the ranks and the experts)"
+        },
+    ),
+)
 LanguageModelConfig = dataclasses.make_dataclass(
     "LanguageModelConfig",
     [_option(setting) for name, setting in SETTINGS.items() if name not in FROM_TASK]
@@ -48,6 +60,8 @@ LanguageModelConfig = dataclasses.make_dataclass(
         ("tokens_per_sample", int, II("task.tokens_per_sample")),
         ("train_subset", str, II("dataset.train_subset")),
         ("max_target_positions", Optional[int], II("task.max_target_positions")),  # noqa: UP045
+        _EXPERT_PARALLEL_SIZE,
+        ("heartbeat_timeout", int, II("distributed_training.heartbeat_timeout")),
     ],
     bases=(FairseqDataclass,),
 )
@@ -135,6 +149,8 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
 
     #: updates of the weights done so far; fairseq says so before each forward pass in training
     num_updates = 0
+    #: which of its parameters are of experts, and where they live
+    experts: SpreadExperts
 
     def set_num_updates(self, num_updates: int) -> None:
         """Called by fairseq."""
@@ -152,39 +168,28 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
             logger.warning(LEAKY_WARNING)
         for name, reason in ignored_settings(config, PRESETS.get(arch, {})).items():
             logger.warning("--%s has no effect: %s", name.replace("_", "-"), reason)
-        core = Decoder(config)
+        ranks = _ranks_for(config.moe.num_experts if config.num_sparse_layers else 1, args)
+        core = Decoder(config, ranks)
         balance_hash_tables(core, task.args.data, getattr(args, "train_subset", None) or "train")
-        return cls(LanguageModelDecoder(dictionary, core))
+        model = cls(LanguageModelDecoder(dictionary, core))
+        model.experts = SpreadExperts.of(model, ranks)
+        return model
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
-        """Loads parameters; a checkpoint of another vocabulary, context or size is refused in one sentence."""
+        """Loads parameters, of the experts on this rank; the state has all of them.
+
+        Raises:
+            UserError: the state is of another vocabulary, context or size; one sentence says which.
+        """
         own = self.state_dict()
-        core = self.decoder.core.config
-        different = sorted(own.keys() ^ state_dict.keys())
-        if strict and different:
-            raise UserError(
-                f"the checkpoint is of another architecture: {len(different)} parameters are in one of the two only, "
-                f"the first being {different[0]}; give the --arch, --router, --feature-routing, --positions and "
-                "numbers of layers that it was trained with"
-            )
-        for name, tensor in state_dict.items():
-            if name not in own or own[name].shape == tensor.shape:
-                continue
-            theirs, ours = tuple(tensor.shape), tuple(own[name].shape)
-            if name == "decoder.core.embedding.weight" and theirs[0] != ours[0]:
-                raise UserError(
-                    f"the checkpoint has a vocabulary of {theirs[0]} symbols but the dictionary has {ours[0]}: "
-                    "use the dict.txt that the checkpoint was trained with"
-                )
-            if len(theirs) == len(ours) == 3 and name.endswith(SPATIAL_WEIGHTS) and theirs[-1] != ours[-1]:
-                prefix = f" after a prefix of {core.prefix_tokens}" if core.prefix_tokens else ""
-                raise UserError(
-                    f"the checkpoint has a context of {theirs[-1]} tokens but --tokens-per-sample asks for a model of "
-                    f"{ours[-1]}{prefix}"
-                )
-            if name.endswith((".router.centroids", ".router.weight")) and theirs[0] != ours[0]:
-                raise UserError(
-                    f"the checkpoint has {theirs[0]} experts in a layer but --num-experts asks for {ours[0]}"
-                )
-            raise UserError(f"the checkpoint does not fit the model: {name} has shape {theirs}, the model needs {ours}")
-        return super().load_state_dict(state_dict, strict, model_cfg, args)
+        check_fit(state_dict, self.experts.whole_shapes(own), self.decoder.core.config, strict)
+        return super().load_state_dict(self.experts.cut(state_dict), strict, model_cfg, args)
+
+
+def _ranks_for(num_experts: int, args: Any) -> Ranks:
+    """The ranks of this run. Models without experts need none: fairseq keeps their parameters equal."""
+    if num_experts == 1:
+        return one_process(1)
+    seconds = getattr(args, "heartbeat_timeout", None) or -1
+    timeout = timedelta(seconds=seconds) if seconds > 0 else None
+    return connect(num_experts, getattr(args, "expert_parallel_size", None), timeout)

@@ -3,8 +3,9 @@
 Letters: ``W`` ranks, ``P`` ranks that share one set of experts, ``E`` experts, ``e`` = E/P experts on a rank.
 """
 
+from smlp.errors import ParallelError
 from smlp.parallel.gradients import global_grad_norm, reduce_expert_gradients
-from smlp.parallel.group import DistributedGroup, Group, LocalGroup, ParallelError
+from smlp.parallel.group import DistributedGroup, Group, LocalGroup
 from smlp.parallel.layout import ExpertLayout
 from smlp.parallel.ranks import Ranks, connect, one_process
 from smlp.parallel.state import cut_state, whole_state

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smlp.errors import ParallelError
 from smlp.parallel.all_to_all import AllToAll
 
+#: what :meth:`DistributedGroup.begin` returns: waits for the rows that come, and returns them
+Wait = Callable[[], Tensor]
+
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-
-class ParallelError(RuntimeError):
-    """Ranks that do not fit together, or one that is gone: the message names rank, place and shapes."""
 
 
 class Group(Protocol):
@@ -95,20 +96,56 @@ class DistributedGroup:
 
     def exchange(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
         """:meth:`all_to_all` without gradients."""
-        if len(send_splits) != self.size or len(receive_splits) != self.size or sum(send_splits) != x.size(0):
-            raise ParallelError(
-                f"{self._here(name)}: rows of {tuple(x.shape)} cannot be sent in parts of {list(send_splits)} to, with "
-                f"{list(receive_splits)} from, {self.size} ranks"
-            )
-        received = x.new_empty(sum(receive_splits), *x.shape[1:])
+        received = self._room(x, send_splits, receive_splits, name)
         self._run(
             lambda: dist.all_to_all_single(
                 received, x.contiguous(), list(receive_splits), list(send_splits), group=self.process_group
             ),
             name,
-            f"all-to-all of {tuple(x.shape)} {x.dtype}, parts {list(send_splits)} out and {list(receive_splits)} in",
+            _exchange_of(x, send_splits, receive_splits),
         )
         return received
+
+    def begin(
+        self,
+        x: Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        name: str,
+        into: Tensor | None = None,
+    ) -> Wait:
+        """:meth:`exchange` in two steps: rows are on their way when this returns.
+
+        Several may be on their way at a time; all ranks begin them in the same order, and may wait in any. Until then
+        x must not be changed, and both x and the room for the rows to come are kept.
+
+        Args:
+            into: contiguous room for the rows; new by default.
+        """
+        received = self._room(x, send_splits, receive_splits, name) if into is None else into
+        x, what = x.contiguous(), _exchange_of(x, send_splits, receive_splits)
+        work = self._run(
+            lambda: dist.all_to_all_single(
+                received, x, list(receive_splits), list(send_splits), group=self.process_group, async_op=True
+            ),
+            name,
+            what,
+        )
+        return functools.partial(self._end, work, x, received, name, what)
+
+    def _end(self, work: Any, sent: Tensor, received: Tensor, name: str, what: str) -> Tensor:
+        """Waits; ``sent`` is only held until then."""
+        self._run(work.wait, name, what)
+        return received
+
+    def _room(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
+        """An empty tensor for the rows to come."""
+        if len(send_splits) != self.size or len(receive_splits) != self.size or sum(send_splits) != x.size(0):
+            raise ParallelError(
+                f"{self._here(name)}: rows of {tuple(x.shape)} cannot be sent in parts of {list(send_splits)} to, with "
+                f"{list(receive_splits)} from, {self.size} ranks"
+            )
+        return x.new_empty(sum(receive_splits), *x.shape[1:])
 
     def exchange_counts(self, counts_Pk: Tensor, name: str) -> Tensor:
         """See :class:`Group`."""
@@ -142,12 +179,16 @@ class DistributedGroup:
     def _here(self, name: str) -> str:
         return f"{name}: rank {self.members[self.rank]} (ranks {self.members})"
 
-    def _run(self, collective: Callable[[], Any], name: str, what: str) -> None:
+    def _run(self, collective: Callable[[], Any], name: str, what: str) -> Any:
         try:
-            collective()
+            return collective()
         except RuntimeError as error:
             # without the place in the library's source, and without its advice
             reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).strip()).split(". ")[0].splitlines()[0]
             raise ParallelError(
                 f"{self._here(name)}: {what} failed ({reason}): look for the rank that stopped first"
             ) from error
+
+
+def _exchange_of(x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> str:
+    return f"all-to-all of {tuple(x.shape)} {x.dtype}, parts {list(send_splits)} out and {list(receive_splits)} in"

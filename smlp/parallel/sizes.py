@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from smlp.parallel.group import Group, ParallelError
+from smlp.errors import ParallelError
+from smlp.parallel.group import Group
+from smlp.parallel.spans import SKEW, stage_of
 
 #: a name travels as so many 8-byte words; longer ones are cut
 _NAME_WORDS = 8
@@ -38,7 +40,8 @@ def agree_on_sizes(group: Group, name: str, x: Tensor, sizes_Pk: Tensor) -> list
     head += [x.size(-1), _DTYPES.index(x.dtype)]
     head_Pk = torch.tensor(head, device=sizes_Pk.device).expand(group.size, -1)
     where = f"{name}, before sending {tuple(x.shape)} {x.dtype}"
-    received = group.exchange_counts(torch.cat([head_Pk, sizes_Pk], dim=1), where).tolist()
+    with stage_of(name, SKEW):
+        received = group.exchange_counts(torch.cat([head_Pk, sizes_Pk], dim=1), where).tolist()
     for rank, row in enumerate(received):
         if row[:_HEAD] != head:
             members = getattr(group, "members", range(group.size))

@@ -1,0 +1,26 @@
+"""What fairseq's trainer does differently where experts are spread over ranks.
+
+spread      which parameters are of experts, and where they live
+gradients   expert gradients, the norm of all gradients
+updates     random numbers, batches that only keep ranks together, running out of memory
+settings    options that cannot work with spread experts
+saving      checkpoints whose experts are written by the ranks that have them
+loading     any checkpoint on any layout
+"""
+
+from __future__ import annotations
+
+_applied = False
+
+
+def apply() -> None:
+    """Put everything in place in this process; later calls do nothing."""
+    global _applied
+    if _applied:
+        return
+    _applied = True
+
+    from smlp.trainer import gradients, loading, saving, settings, updates
+
+    for group in (settings, gradients, updates, saving, loading):
+        group.apply()

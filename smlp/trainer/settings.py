@@ -1,0 +1,82 @@
+"""Options of fairseq that cannot work with spread experts: refused at the start, with the remedy."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from typing import Any
+
+import torch
+
+from smlp.errors import UserError
+from smlp.fairseq_compat.core import core_of
+from smlp.trainer.spread import experts_of
+
+#: optimizers that treat every number of a parameter alike, so that it does not matter where an expert lives
+_POINTWISE = ("adam", "adamax", "adadelta", "adagrad", "nag", "sgd", "cpu_adam")
+_BACKENDS = ("legacy_ddp", "no_c10d", "pytorch_ddp", "c10d")
+
+
+def apply() -> None:
+    from fairseq.trainer import Trainer
+
+    build_trainer = Trainer.__init__
+
+    @functools.wraps(build_trainer)
+    def trainer_init(self: Trainer, cfg: Any, task: Any, model: Any, *rest: Any, **kw: Any) -> None:
+        if not isinstance(cfg, Namespace):
+            check_backend(cfg)
+            if experts_of(model) is not None:
+                check_settings(cfg)
+            if core_of(model) is not None and model.experts.names:
+                # One flat copy of all parameters knows no experts, and its moments would fit no other layout.
+                cfg.common.fp16_no_flatten_grads = True
+        build_trainer(self, cfg, task, model, *rest, **kw)
+
+    Trainer.__init__ = trainer_init
+
+
+def check_backend(cfg: Any) -> None:
+    """Refuses what needs GPUs where there are none.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    backend = cfg.distributed_training.ddp_backend
+    has_cuda = torch.cuda.is_available() and not cfg.common.cpu
+    if backend in ("fully_sharded", "slowmo") and not has_cuda:
+        raise UserError(f"--ddp-backend {backend} needs GPUs, and this run uses none: give --ddp-backend legacy_ddp")
+
+
+def check_settings(cfg: Any) -> None:
+    """Refuses what would let experts diverge or be lost.
+
+    Raises:
+        UserError: the message names the option and what to give instead.
+    """
+    distributed, remedy = cfg.distributed_training, "or give --expert-parallel-size 1"
+    optimizer = getattr(cfg.optimizer, "_name", None)
+    if distributed.ddp_backend not in _BACKENDS:
+        raise UserError(
+            f"--ddp-backend {distributed.ddp_backend} treats the experts of different ranks as copies of each other: "
+            f"give --ddp-backend legacy_ddp, {remedy}"
+        )
+    if optimizer is not None and optimizer not in _POINTWISE:
+        raise UserError(
+            f"--optimizer {optimizer} computes something over a whole parameter, which for experts would depend on "
+            f"where they live: give --optimizer adam, {remedy}"
+        )
+    refused = {
+        "--amp": (cfg.common.amp, "skips updates on single ranks", "--bf16"),
+        "--zero-sharding": (distributed.zero_sharding != "none", "takes the ranks' experts for copies", "none of it"),
+        "--use-bmuf": (cfg.optimization.use_bmuf, "averages the experts of different ranks", "none of it"),
+        "--store-ema": (cfg.ema.store_ema, "would save the averages of one rank's experts", "none of it"),
+        "--write-checkpoints-asynchronously": (
+            cfg.checkpoint.write_checkpoints_asynchronously,
+            "cannot tell when the files of all ranks are complete",
+            "none of it",
+        ),
+    }
+    for option, (is_given, reason, instead) in refused.items():
+        if is_given:
+            raise UserError(f"{option} {reason}, and experts are spread over ranks here: give {instead}, {remedy}")

@@ -1,0 +1,84 @@
+"""Updates over several ranks: random numbers, batches that only keep the ranks together, running out of memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy
+
+from smlp.fairseq_compat.core import core_of
+from smlp.trainer.spread import experts_of
+
+
+def apply() -> None:
+    from fairseq import utils
+    from fairseq.data.iterators import EpochBatchIterator
+    from fairseq.tasks.fairseq_task import FairseqTask
+    from fairseq.trainer import Trainer
+
+    set_seed = Trainer._set_seed
+    update = Trainer.train_step
+    micro_batch = FairseqTask.train_step
+    iterator_state = EpochBatchIterator.state_dict
+    load_iterator_state = EpochBatchIterator.load_state_dict
+
+    @functools.wraps(set_seed)
+    def seed_of_rank(self: Trainer) -> None:
+        set_seed(self)
+        rank = self.data_parallel_rank
+        if rank > 0 and core_of(self.model) is not None:
+            utils.set_torch_seed(rank_seed(self.cfg.common.seed, self.get_num_updates(), rank))
+
+    @functools.wraps(update)
+    def train_step(self: Trainer, samples: list, raise_oom: bool = False) -> Any:
+        # A rank that goes on alone after running out of memory would leave the others waiting for its tokens.
+        raise_oom = raise_oom or experts_of(self.model) is not None
+        return update(self, real_batches_last(samples), raise_oom)
+
+    @functools.wraps(micro_batch)
+    def train_micro_batch(self: FairseqTask, *args: Any, ignore_grad: bool = False, **kw: Any) -> Any:
+        loss, sample_size, logging_output = micro_batch(self, *args, ignore_grad=ignore_grad, **kw)
+        if ignore_grad:
+            sample_size = sample_size * 0
+            logging_output = {key: value * 0 for key, value in logging_output.items()}
+        return loss, sample_size, logging_output
+
+    @functools.wraps(iterator_state)
+    def state_dict(self: EpochBatchIterator) -> dict[str, Any]:
+        return {**iterator_state(self), "num_shards": self.num_shards}
+
+    @functools.wraps(load_iterator_state)
+    def load_state_dict(self: EpochBatchIterator, state: dict[str, Any]) -> None:
+        load_iterator_state(self, for_other_ranks(state, self.num_shards))
+
+    Trainer._set_seed = seed_of_rank
+    Trainer.train_step = train_step
+    FairseqTask.train_step = train_micro_batch
+    EpochBatchIterator.state_dict = state_dict
+    EpochBatchIterator.load_state_dict = load_state_dict
+
+
+def rank_seed(seed: int, num_updates: int, rank: int) -> int:
+    """A seed of the rank's own: fairseq gives all ranks the same one, with which they would drop the same units."""
+    return int(numpy.random.SeedSequence((seed, num_updates, rank)).generate_state(1, numpy.uint64)[0] >> 1)
+
+
+def real_batches_last(samples: list) -> list:
+    """The micro-batches of an update, those without data first.
+
+    A rank that has fewer batches than others gets empty ones, on which it computes something that counts for nothing.
+    fairseq decides by the last one of an update whether all of the update counts.
+    """
+    if not samples or samples[-1]:
+        return samples
+    return sorted(samples, key=bool)
+
+
+def for_other_ranks(state: dict[str, Any], num_shards: int) -> dict[str, Any]:
+    """The position in an epoch, in batches of one rank, for another number of ranks than the one it was saved by.
+
+    Rounded down: at most W - 1 batches are seen twice.
+    """
+    written_by, position = state.get("num_shards", num_shards), state.get("iterations_in_epoch", 0)
+    return {**state, "iterations_in_epoch": position * written_by // num_shards}

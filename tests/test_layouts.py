@@ -1,0 +1,100 @@
+"""Training with fairseq on any number of ranks is the same training: invariant 2.
+
+One rank with --update-freq 4, two with 2 and four with 1, with all experts on every rank (P = 1) or spread over all
+(P = W) and over half of them: the same losses, gradients, gradient norms, parameters and moments, for every
+architecture. The corpus has 21 batches, so that the last update of an epoch has one: the other ranks get none.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recording import updates_of
+from running import USER_DIR, free_port
+
+from smlp.checkpoint.parts import attach, read_all
+
+pytestmark = pytest.mark.timeout(240)
+
+UPDATES = 7
+TOLERANCE = 1e-5
+SIZES = [
+    *("--embed-dim", 16, "--ffn-dim", 16, "--num-heads", 2, "--tokens-per-sample", 16, "--batch-size", 6),
+    *("--dropout", 0, "--clip-norm", 0.5, "--optimizer", "adam", "--adam-eps", 1e-4, "--lr", 0.01, "--num-workers", 0),
+    *("--max-update", UPDATES, "--no-epoch-checkpoints", "--disable-validation", "--log-interval", 1),
+    *("--log-format", "none", "--task", "language_modeling", "--ddp-backend", "legacy_ddp"),
+]
+SPARSE = ["--num-dense-layers", 2, "--num-sparse-layers", 2, "--num-experts", 4]
+DENSE = ["--num-dense-layers", 2]
+ARCHS = {
+    "dense_lm": DENSE,
+    "gmlp_lm": DENSE,
+    "smlp": SPARSE,
+    "smlp_partial": SPARSE,
+    "gshard_lm": [*SPARSE, "--capacity-factor", 0.7, "--second-expert", "all"],
+    "switch_lm": [*SPARSE, "--capacity-factor", 0.7],
+    "base_lm": SPARSE,
+    "hash_lm": SPARSE,
+}
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+
+
+def command(data, arch: str, world: int, group_size: int, *more) -> dict:
+    """A case for ``run_fairseq_many``."""
+    args = [data, "--user-dir", USER_DIR, "--arch", f"{arch}_tiny", *ARCHS[arch], *SIZES]
+    spread = ["--expert-parallel-size", group_size] if ARCHS[arch][-1] != DENSE[-1] else []
+    args += [*spread, "--update-freq", 4 // world, *more]
+    return {"tool": "train", "args": args, "ranks": world, "port": free_port(), "timeout": 60}
+
+
+def saved(folder) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and moments of the last checkpoint, with all experts."""
+    state = torch.load(folder / "checkpoint_last.pt")
+    attach(state, folder / "checkpoint_last.pt")
+    tensors = read_all(state["model"])
+    for number, moments in state["last_optimizer_state"]["state"].items():
+        tensors |= {f"{number}/{name}": m for name, m in read_all(moments).items() if torch.is_tensor(m)}
+    return tensors
+
+
+def same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    """Equal up to rounding, relative to the largest number of the tensor."""
+    assert got.shape == want.shape, what
+    if want.is_floating_point():
+        scale = max(1.0, float(want.abs().max()))
+        assert float((got - want).abs().max()) <= TOLERANCE * scale, (what, float((got - want).abs().max()), scale)
+    else:
+        assert torch.equal(got, want), what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_layout_trains_the_same_model(arch, tiny_data, tmp_path, run_fairseq_many):
+    layouts = LAYOUTS if ARCHS[arch] != DENSE else [(1, 1), (2, 1), (4, 1)]
+    folders = {layout: tmp_path / f"W{layout[0]}P{layout[1]}" for layout in layouts}
+    cases = []
+    for (world, group_size), folder in folders.items():
+        folder.mkdir()
+        case = command(tiny_data, arch, world, group_size, "--save-dir", folder)
+        cases.append({**case, "record": str(folder)})
+    for layout, run in zip(layouts, run_fairseq_many(cases), strict=True):
+        assert run.rc == 0, (layout, run.stderr)
+    one_rank = folders.pop(layouts[0])
+    want, want_saved = updates_of(one_rank, 1), saved(one_rank)
+    sizes = [update["sample_size"] for update in want]
+    assert len(sizes) == UPDATES and max(sizes[:5]) > 3 * sizes[5] and sizes[6] > 3 * sizes[5]
+    for (world, group_size), folder in folders.items():
+        what = f"{arch}, W={world}, P={group_size}"
+        assert (folder / "experts").exists() == (group_size > 1)
+        for number, (ours, theirs) in enumerate(zip(updates_of(folder, world), want, strict=True), 1):
+            where = f"{what}, update {number}"
+            assert ours["sample_size"] == theirs["sample_size"], where
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=TOLERANCE), where
+            assert ours["norm"] == pytest.approx(theirs["norm"], rel=TOLERANCE), where
+            assert ours["grads"].keys() == theirs["grads"].keys(), where
+            for name, grad in theirs["grads"].items():
+                same(ours["grads"][name], grad, f"{where}, gradient of {name}")
+        got = saved(folder)
+        assert got.keys() == want_saved.keys()
+        for name, tensor in want_saved.items():
+            same(got[name], tensor, f"{what}, {name} at the end")
