@@ -24,10 +24,12 @@ def record(path: Path) -> None:
         model = self.get_model()
         experts = getattr(model, "experts", None)
         spread = experts is not None and experts.are_spread
+        # half-precision optimizers scale gradients only when they use them
+        factor = float(getattr(self.optimizer, "_multiply_factor", 1))
         updates.append(
             {
                 "norm": float(grad_norm),
-                "grads": {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+                "grads": {n: p.grad * factor for n, p in model.named_parameters() if p.grad is not None},
                 "expert_names": experts.names if spread else (),
                 "expert_ids": list(experts.ranks.layout.expert_ids) if spread else [],
             }
@@ -38,6 +40,7 @@ def record(path: Path) -> None:
         if grad_norm is not None:
             total = sum(float(log["loss"]) for log in logging_outputs)
             updates[-1] |= {"loss": total / float(sample_size), "sample_size": float(sample_size)}
+            updates[-1] |= {"num_tokens": sum(int(log["ntokens"]) for log in logging_outputs)}
         return log_stats(self, logging_outputs, sample_size, grad_norm)
 
     Trainer._check_grad_norms, Trainer._reduce_and_log_stats = after_clipping, after_update
@@ -59,7 +62,7 @@ def updates_of(folder: Path, ranks: int) -> list[dict[str, Any]]:
             else:
                 assert all(torch.equal(other["grads"][name], grad) for other in of_ranks), name
             grads[name] = grad
-        for key in ("norm", "loss", "sample_size"):
+        for key in ("norm", "loss", "sample_size", "num_tokens"):
             assert all(other[key] == first[key] for other in of_ranks), (key, [other[key] for other in of_ranks])
         merged.append({**first, "grads": grads})
     return merged
