@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+import faults
 import recording
 
 
@@ -27,26 +28,33 @@ class Run:
     def __init__(self, case: dict, folder: Path) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
-        self.limit = time.monotonic() + case.get("timeout", 60)
+        self.started = time.monotonic()
+        self.limit = self.started + case.get("timeout", 60)
         self.waiting = {_fork(case, rank, folder): rank for rank in range(case.get("ranks", 1))}
         self.codes: dict[int, int] = {}
+        self.seconds: dict[int, float] = {}
 
     def finished(self) -> bool:
         """Collect what has ended; kill what has run past the case's time limit."""
         for pid in list(self.waiting):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                self.codes[self.waiting.pop(pid)] = os.waitstatus_to_exitcode(status)
+                rank = self.waiting.pop(pid)
+                self.codes[rank] = os.waitstatus_to_exitcode(status)
+                self.seconds[rank] = time.monotonic() - self.started
             elif time.monotonic() > self.limit:
                 os.kill(pid, signal.SIGKILL)
         return not self.waiting
 
     def result(self) -> dict:
-        texts = [
-            "".join((self.folder / f"{rank}.{stream}").read_text() for rank in sorted(self.codes))
-            for stream in ("out", "err")
-        ]
-        return {"rc": max(self.codes.values(), key=abs), "stdout": texts[0], "stderr": texts[1]}
+        ranks = sorted(self.codes)
+        out, err = ([(self.folder / f"{r}.{stream}").read_text() for r in ranks] for stream in ("out", "err"))
+        return {
+            "rc": max(self.codes.values(), key=abs),
+            "stdout": "".join(out),
+            "stderr": "".join(err),
+            "ranks": [(self.codes[r], self.seconds[r], err[r]) for r in ranks],
+        }
 
 
 def _fork(case: dict, rank: int, folder: Path) -> int:
@@ -64,6 +72,8 @@ def _fork(case: dict, rank: int, folder: Path) -> int:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))
         if case.get("record"):
             recording.record(Path(case["record"]) / f"{rank}.pt")
+        if case.get("fault"):
+            faults.prepare(case["fault"], rank)
         if case.get("file_size_limit"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_size_limit"],) * 2)
         sys.argv = [f"fairseq-{case['tool']}", *case["args"]]

@@ -30,6 +30,8 @@ class Finished:
     rc: int
     stdout: str
     stderr: str
+    #: of a run of several processes: exit code, seconds and standard error of each
+    ranks: list = dataclasses.field(default_factory=list)
 
     @property
     def errors(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Samples that fairseq leaves out without saying so, or with a warning that nobody reads."""
+"""Samples that fairseq leaves out without saying so, and batches that another start would make of other samples."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ def apply() -> None:
 
     fairseq-eval-lm leaves out every sample that is longer than the model's context: with too large a
     ``--tokens-per-sample`` it reports the perplexity of the last, short block alone. That is refused.
+
+    A run keeps the batches that it has made for its first epoch, and draws only their order anew for each epoch; but a
+    run that is resumed in a later epoch made others, drawn with that epoch's number. It now makes those of the first.
     """
     from fairseq.data import data_utils
+    from fairseq.tasks.fairseq_task import FairseqTask
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
     cut = data_utils.batch_by_size
     load = LanguageModelingTask.eval_lm_dataloader
+    iterate = FairseqTask.get_batch_iterator
 
     @functools.wraps(cut)
     def batch_by_size(indices: Any, *rest: Any, fixed_shapes: Any = None, **kw: Any) -> Any:
@@ -50,5 +55,16 @@ def apply() -> None:
             )
         return load(self, *rest, max_positions=max_positions, **kw)
 
+    @functools.wraps(iterate)
+    def get_batch_iterator(self: FairseqTask, dataset: Any, *rest: Any, epoch: int = 1, **kw: Any) -> Any:
+        kept = not (kw.get("disable_iterator_cache") or kw.get("update_epoch_batch_itr"))
+        if epoch <= 1 or not kept or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
+            return iterate(self, dataset, *rest, epoch=epoch, **kw)
+        iterator = iterate(self, dataset, *rest, epoch=1, **kw)
+        iterator.epoch = epoch
+        dataset.set_epoch(epoch)
+        return iterator
+
     data_utils.batch_by_size = batch_by_size
+    FairseqTask.get_batch_iterator = get_batch_iterator
     LanguageModelingTask.eval_lm_dataloader = eval_lm_dataloader

@@ -191,5 +191,6 @@ def _ranks_for(num_experts: int, args: Any) -> Ranks:
     if num_experts == 1:
         return one_process(1)
     seconds = getattr(args, "heartbeat_timeout", None) or -1
-    timeout = timedelta(seconds=seconds) if seconds > 0 else None
+    # before fairseq interrupts the process, so that the message can say where ranks waited for each other
+    timeout = timedelta(seconds=0.75 * seconds) if seconds > 0 else None
     return connect(num_experts, getattr(args, "expert_parallel_size", None), timeout)
