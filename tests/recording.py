@@ -29,6 +29,7 @@ def record(path: Path) -> None:
         updates.append(
             {
                 "norm": float(grad_norm),
+                "seed": torch.initial_seed(),
                 "grads": {n: p.grad * factor for n, p in model.named_parameters() if p.grad is not None},
                 "expert_names": experts.names if spread else (),
                 "expert_ids": list(experts.ranks.layout.expert_ids) if spread else [],

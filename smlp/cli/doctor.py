@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -16,9 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from smlp.cli.check_report import OK, PROBLEM, WARNING, Check, report
 from smlp.errors import UserError
-
-OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 # Package: (oldest version that can work, newest one the tests ran with). The same twice: exactly this one.
 TESTED = {
@@ -39,45 +36,41 @@ LITTLE_DISK = 2 << 30  # bytes; three copies of a small model with its optimiser
 SLOW_BF16 = 2.0  # times slower than fp32 from which on bf16 is not worth its name
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One line of the report; ``remedy`` is empty when there is nothing to do."""
-
-    name: str
-    status: str
-    detail: str
-    remedy: str = ""
-
-
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "doctor",
         help="what works here and what does not",
-        description="Checks versions, devices, speed, fairseq and this plug-in. Exit status 1 if there is a problem.",
-        epilog="example:\n  smlp doctor --json doctor.json",
+        description="Checks versions, devices, speed, fairseq and this plug-in; with --parallel whether several ranks "
+        "work together: collectives, experts spread over ranks against one process, a checkpoint's way to the disk and "
+        "back. Exit status 1 if there is a problem.",
+        epilog="examples:\n"
+        "  smlp doctor --json doctor.json\n"
+        "  smlp doctor --parallel --nproc 2\n"
+        "  srun --ntasks-per-node=8 smlp doctor --parallel --dir /shared/scratch",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", metavar="FILE", help="also write the report to a file")
+    parser.add_argument("--parallel", action="store_true", help="check the ranks that torchrun, srun or --nproc start")
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="with --parallel: ranks on this machine (default: one for each GPU, or 2)",
+    )
+    parser.add_argument(
+        "--dir", default=".", metavar="DIR", help="with --parallel: a folder that all ranks share (default: this one)"
+    )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    checks = []
-    for check in all_checks():
-        checks.append(check)
-        print(f"{check.status:>7}  {check.name}: {check.detail}", flush=True)
-        if check.remedy:
-            print(f"{'':>7}  -> {check.remedy}", flush=True)
-    problems = sum(check.status == PROBLEM for check in checks)
-    warnings = sum(check.status == WARNING for check in checks)
-    print(f"{len(checks)} checks, {warnings} warnings, {problems} problems")
-    if args.json:
-        report = {"ok": problems == 0, "checks": [dataclasses.asdict(check) for check in checks]}
-        try:
-            Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write --json {args.json}: {error.strerror}") from error
-    return 1 if problems else 0
+    if args.parallel:
+        from smlp.cli import parallel_check
+
+        return parallel_check.run(args)
+    if args.nproc is not None:
+        raise UserError("--nproc is for smlp doctor --parallel")
+    return report(all_checks(), args.json)
 
 
 def all_checks() -> Iterator[Check]:

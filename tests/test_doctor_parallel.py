@@ -1,0 +1,48 @@
+"""``smlp doctor --parallel``: it passes here, and fails where something is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rank_running import run_ranks
+from running import run_python
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_two_ranks_of_this_machine_pass_all_checks(tmp_path):
+    file = tmp_path / "report.json"
+    run = run_python(
+        "-m", "smlp", "doctor", "--parallel", "--nproc", "2", "--dir", tmp_path, "--json", file, timeout=150
+    )
+    assert run.rc == 0, run.stdout + run.stderr
+    report = json.loads(file.read_text())
+    checks = {check["name"]: check for check in report["checks"]}
+    assert report["ok"] and len(checks) == 10 and "2 on" in checks["ranks"]["detail"]
+    assert "4 over 2 ranks" in checks["experts of smlp_tiny"]["detail"]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path):
+    (tmp_path / "file").write_text("")
+    run = run_python("-m", "smlp", "doctor", "--parallel", "--nproc", "2", "--dir", tmp_path / "file", timeout=150)
+    assert run.rc == 1
+    assert "problem  checkpoint: all ranks: cannot make" in run.stdout and "1 problems" in run.stdout
+
+
+@pytest.mark.parametrize("options", [["--parallel", "--nproc", "1"], ["--nproc", "2"]])
+def test_bad_numbers_of_ranks(options):
+    run = run_python("-m", "smlp", "doctor", *options)
+    assert run.rc == 1 and run.stderr.startswith("smlp: error: --nproc") and run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("place", ["reduce_expert_gradients", "global_grad_norm"])
+def test_a_wrong_gradient_is_seen(place):
+    found = run_ranks("sabotaged_layout", 2, place=place)
+    assert "is wrong on rank 1" in found[1] and "gradient" in found[1]
+
+
+def test_disks_of_their_own_are_seen(tmp_path):
+    for rank, found in enumerate(run_ranks("checkpoint_in_own_folder", 2, folder=str(tmp_path))):
+        assert found.startswith(f"rank {rank} does not see 1 of the 2 files") and "--dir" in found
