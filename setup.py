@@ -39,8 +39,12 @@ setup(
         "numpy>=1.26",
     ],
     extras_require={
+        "export": ["safetensors>=0.4.3"],
         "plots": ["matplotlib>=3.8"],
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "scipy>=1.11", "matplotlib>=3.8", "ruff>=0.9"],
+        "test": [
+            *("pytest>=8", "pytest-timeout>=2.3", "scipy>=1.11", "matplotlib>=3.8", "ruff>=0.9"),
+            "safetensors>=0.4.3",
+        ],
     },
     entry_points={"console_scripts": ["smlp = smlp.cli.main:main"]},
     classifiers=[

@@ -62,7 +62,7 @@ class MoEConfig:
     prefix_fraction: float = _setting(0.2, "share of the context that chooses experts for features (partial, leaky)")
     spatial_bias_init: float = _setting(0.0, "initial value of the sMoE's spatial bias")
     centroid_init_gain: float = _setting(0.1, "BASE: gain of the orthogonal initialisation of the experts' centroids")
-    base_shuffle: bool = _setting(False, "BASE: shuffle the tokens before they are assigned, in training")
+    base_shuffle: bool = _setting(False, "BASE: mix the tokens of all ranks of an expert group before they are assigned, in training")
     capacity_factor: float = _setting(
         1.0, "Switch, GShard: capacity of an expert in training, in units of k*N/E; 0 drops nothing"
     )
@@ -89,6 +89,11 @@ class MoEConfig:
         HASHES,
     )
     hash_seed: int = _setting(1, "Hash: seed of the random table")
+    overlap_chunks: int = _setting(
+        1,
+        "cut the experts of each rank into so many chunks, at most as many as there are, so that one travels while "
+        "another is computed; for experts spread over ranks; 1 is off; see smlp costs (nothing was gained on CPUs)",
+    )
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -99,6 +104,7 @@ class MoEConfig:
         _require(0 <= self.router_jitter < 1, f"router_jitter must be in [0, 1), got {self.router_jitter}")
         _require(0 < self.prefix_fraction < 1, f"prefix_fraction must be in (0, 1), got {self.prefix_fraction}")
         _require(self.hash_seed >= 0, f"hash_seed must be at least 0, got {self.hash_seed}")
+        _require(self.overlap_chunks >= 1, f"overlap_chunks must be at least 1, got {self.overlap_chunks}")
 
     @property
     def experts_per_token(self) -> int:
@@ -224,7 +230,9 @@ def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
 
     gate = sparse and moe.router in ("switch", "gshard")
     return {
-        **of("num_experts router sparse_block sparse_placement", sparse, "the model has no sparse layers"),
+        **of(
+            "num_experts router sparse_block sparse_placement overlap_chunks", sparse, "the model has no sparse layers"
+        ),
         **of("feature_routing spatial_bias_init", config.uses("smlp"), "the model has no sMoE"),
         **of("prefix_fraction", config.prefix_tokens > 0, "no features are routed by a prefix"),
         **of("centroid_init_gain base_shuffle", sparse and moe.router == "base", "the router is not base"),

@@ -17,13 +17,22 @@ from datetime import timedelta
 from pathlib import Path
 
 import rank_cases
+import rank_check_cases
 import rank_group_cases
+import rank_overlap_cases
+import rank_shuffle_cases
 import torch
 import torch._dynamo  # what every optimiser imports when it is first used
 import torch.distributed as dist
 
 #: functions by name
-CASES = {**vars(rank_cases), **vars(rank_group_cases)}
+CASES = {
+    **vars(rank_cases),
+    **vars(rank_check_cases),
+    **vars(rank_group_cases),
+    **vars(rank_overlap_cases),
+    **vars(rank_shuffle_cases),
+}
 
 
 def _rank(case: dict, rank: int, folder: Path) -> None:

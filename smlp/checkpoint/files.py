@@ -77,7 +77,7 @@ def _write_and_rename(temporary: Path, target: Path, write: Callable[[BinaryIO],
 
 def _os_error(error: BaseException | None) -> OSError | None:
     """The operating system's error behind one of torch, whose file writer raises its own while it closes."""
-    while error is not None:
+    while error is not None and not isinstance(error, UserError):
         if isinstance(error, OSError):
             return error
         error = error.__cause__ or error.__context__

@@ -16,10 +16,8 @@ with the parameter's name in the state dict.
 from __future__ import annotations
 
 import hashlib
-import itertools
-import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,71 +25,36 @@ import torch
 from torch import Tensor
 
 from smlp.checkpoint.files import write_whole
+from smlp.checkpoint.index import (
+    FORMAT,
+    INDEX_KEY,
+    PARTS_FOLDER,
+    ExpertIndex,
+    Part,
+    describe_tensors,
+    id_range,
+    new_token,
+    part_file,
+)
+from smlp.checkpoint.lazy import LazyTensor
+from smlp.checkpoint.torch_file import write_torch_file
 from smlp.errors import UserError
 
-#: of the index in a checkpoint
-INDEX_KEY = "smlp_experts"
-#: beside the checkpoints
-PARTS_FOLDER = "experts"
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Part:
-    """One file of experts."""
-
-    #: relative to the folder of the checkpoint
-    file: str
-    expert_ids: tuple[int, ...]
-    num_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class ExpertIndex:
-    """What a checkpoint says about its experts."""
-
-    token: str
-    num_experts: int
-    #: W and P of the run that wrote it; any other can read it
-    world_size: int
-    group_size: int
-    parts: tuple[Part, ...]
-    #: by key: shape of one expert's tensor, and dtype such as "float32"
-    tensors: Mapping[str, tuple[tuple[int, ...], str]]
-    #: parameter's position in the optimizer's state, by name
-    positions: Mapping[str, int]
-
-    def to_plain(self) -> dict[str, Any]:
-        """As a dictionary of plain values."""
-        return {"format": _FORMAT, **asdict(self)}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any], path: str | Path) -> ExpertIndex:
-        """The inverse of :meth:`to_plain`.
-
-        Raises:
-            UserError: it was written by a newer version, or parts do not hold every expert once.
-        """
-        values = dict(plain)
-        if values.pop("format", None) != _FORMAT:
-            raise UserError(f"{path} has an index of experts in format {plain.get('format')}, known is {_FORMAT}")
-        parts = tuple(Part(**{**part, "expert_ids": tuple(part["expert_ids"])}) for part in values.pop("parts"))
-        tensors = {key: (tuple(shape), dtype) for key, (shape, dtype) in values.pop("tensors").items()}
-        held = sorted(itertools.chain.from_iterable(part.expert_ids for part in parts))
-        if held != list(range(values["num_experts"])):
-            raise UserError(f"the index of {path} lists experts {held} where there are {values['num_experts']}")
-        return cls(parts=parts, tensors=tensors, **values)
-
-
-def new_token() -> str:
-    """Random, for a state that is about to be saved."""
-    return secrets.token_hex(4)
-
-
-def part_file(num_updates: int, token: str, expert_ids: Sequence[int]) -> str:
-    """Where experts of a state are written, relative to the folder of the checkpoint."""
-    return f"{PARTS_FOLDER}/update_{num_updates}_{token}/experts_{expert_ids[0]}-{expert_ids[-1]}.pt"
+__all__ = [
+    "INDEX_KEY",
+    "PARTS_FOLDER",
+    "ExpertIndex",
+    "ExpertRows",
+    "Part",
+    "PartReader",
+    "attach",
+    "describe_tensors",
+    "detach",
+    "new_token",
+    "part_file",
+    "read_all",
+    "write_part",
+]
 
 
 class _Hashing:
@@ -105,32 +68,35 @@ class _Hashing:
         self.num_bytes += len(data)
         return self.file.write(data)
 
+    def tell(self) -> int:
+        return self.num_bytes
+
     def flush(self) -> None:
         self.file.flush()
 
 
 def write_part(
-    folder: str | Path, file: str, token: str, expert_ids: Sequence[int], tensors: Mapping[str, Tensor]
+    folder: str | Path, file: str, token: str, expert_ids: Sequence[int], tensors: Mapping[str, Tensor | LazyTensor]
 ) -> Part:
-    """Writes a part, whole or not at all.
+    """Writes a part, whole or not at all, piece by piece.
 
     Args:
         folder: of the checkpoint.
         file: from :func:`part_file`.
         token: of the state.
         expert_ids: e of them.
-        tensors: by key, (e, ...).
+        tensors: by key, (e, ...), on any device.
 
     Raises:
         UserError: it cannot be written; the message names the file.
     """
     target = Path(folder) / file
-    content = {"format": _FORMAT, "token": token, "expert_ids": list(expert_ids), "tensors": dict(tensors)}
+    content = {"format": FORMAT, "token": token, "expert_ids": list(expert_ids), "tensors": dict(tensors)}
     written = []
 
     def write(out: BinaryIO) -> None:
         hashing = _Hashing(out)
-        torch.save(content, hashing)
+        write_torch_file(hashing, content)
         written.append(hashing)
 
     try:
@@ -141,70 +107,43 @@ def write_part(
     return Part(file, tuple(expert_ids), written[-1].num_bytes, written[-1].hash.hexdigest())
 
 
-def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shapes of one expert's tensors and dtypes, for the index."""
-    return {key: (tuple(t.shape[1:]), str(t.dtype).removeprefix("torch.")) for key, t in tensors.items()}
+def _load_mapped(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 class PartReader:
-    """Reads experts of one saved state; what it has opened it keeps mapped into memory.
+    """Reads experts of one saved state; what it has opened it keeps.
 
     Can be sent to another process, which then opens the files itself.
 
     Args:
         path: of the checkpoint.
         index: of its experts.
+        load: the content of a file; with its tensors mapped into memory by default.
 
     Raises:
         UserError: a part is missing, or has another size than the index says.
     """
 
-    def __init__(self, path: str | Path, index: ExpertIndex) -> None:
-        self.path, self.index = Path(path), index
+    def __init__(self, path: str | Path, index: ExpertIndex, load: Callable[[Path], Any] = _load_mapped) -> None:
+        self.path, self.index, self._load = Path(path), index, load
         self._opened: dict[str, dict[str, Any]] = {}
         for part in index.parts:
-            self._check(part)
+            problem = size_problem(self.path, part)
+            if problem:
+                raise UserError(problem)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": {}}
 
-    def file(self, part: Part) -> Path:
-        """Where a part is."""
-        return self.path.parent / part.file
-
-    def _check(self, part: Part) -> None:
-        file = self.file(part)
-        if not file.is_file():
-            raise UserError(
-                f"{file}, with experts {_range(part.expert_ids)} of {self.path}, is missing: a checkpoint of several "
-                f"ranks moves together with its {PARTS_FOLDER}/ (smlp checkpoint merge makes one file of it)"
-            )
-        num_bytes = file.stat().st_size
-        if num_bytes != part.num_bytes:
-            raise UserError(
-                f"{file}, with experts {_range(part.expert_ids)} of {self.path}, has {num_bytes:,} bytes where the "
-                f"index says {part.num_bytes:,}: it is truncated, or of another checkpoint"
-            )
-
-    def open(self, part: Part) -> Mapping[str, Tensor]:
-        """The tensors of a part, mapped into memory.
+    def open(self, part: Part) -> Mapping[str, Any]:
+        """The tensors of a part.
 
         Raises:
             UserError: it is damaged, or belongs to another state.
         """
         if part.file not in self._opened:
-            file = self.file(part)
-            try:
-                content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-                found = (content["token"], tuple(content["expert_ids"]))
-            except Exception as error:  # unpickling arbitrary bytes can raise anything
-                raise UserError(f"{file}, of {self.path}, cannot be read ({type(error).__name__})") from error
-            if found != (self.index.token, part.expert_ids):
-                raise UserError(
-                    f"{file} is no part of {self.path}: it holds experts {_range(found[1])} of state {found[0]}, not "
-                    f"{_range(part.expert_ids)} of state {self.index.token}"
-                )
-            self._opened[part.file] = content["tensors"]
+            self._opened[part.file] = open_part(self.path, self.index, part, self._load)
         return self._opened[part.file]
 
     def read(self, key: str, expert_ids: Iterable[int] | None = None) -> Tensor:
@@ -245,9 +184,14 @@ def read_all(state: Mapping[str, Any], expert_ids: Iterable[int] | None = None) 
     return {name: value.read(wanted) if isinstance(value, ExpertRows) else value for name, value in state.items()}
 
 
-def attach(state: dict[str, Any], path: str | Path) -> ExpertIndex | None:
+def attach(state: dict[str, Any], path: str | Path, load: Callable[[Path], Any] = _load_mapped) -> ExpertIndex | None:
     """Puts :class:`ExpertRows` into a checkpoint's state, in place: into ``state["model"]`` and, if it has one, into
     ``state["last_optimizer_state"]["state"]``.
+
+    Args:
+        state: the content of the file.
+        path: of the checkpoint.
+        load: for the parts, see :class:`PartReader`.
 
     Returns:
         The index, which is taken out of the state; None for a checkpoint in one file.
@@ -258,7 +202,7 @@ def attach(state: dict[str, Any], path: str | Path) -> ExpertIndex | None:
     if INDEX_KEY not in state:
         return None
     index = ExpertIndex.from_plain(state.pop(INDEX_KEY), path)
-    reader = PartReader(path, index)
+    reader = PartReader(path, index, load)
     optimizer = (state.get("last_optimizer_state") or {}).get("state")
     for key in index.tensors:
         kind, _, name = key.partition("/")
@@ -286,11 +230,68 @@ def detach(state: dict[str, Any], expert_names: Sequence[str], positions: Mappin
         if positions.get(name) not in optimizer:
             continue
         of_parameter = optimizer[positions[name]]  # the optimizer's own: not to be changed
-        moments = {key for key, value in of_parameter.items() if isinstance(value, Tensor) and value.dim() > 0}
+        moments = {key for key, value in of_parameter.items() if len(getattr(value, "shape", ())) > 0}
         tensors |= {f"optimizer/{name}/{moment}": of_parameter[moment] for moment in sorted(moments)}
         optimizer[positions[name]] = {key: value for key, value in of_parameter.items() if key not in moments}
     return tensors
 
 
-def _range(expert_ids: Sequence[int]) -> str:
-    return f"{expert_ids[0]} to {expert_ids[-1]}" if len(expert_ids) > 1 else str(expert_ids[0])
+def open_part(
+    path: str | Path, index: ExpertIndex, part: Part, load: Callable[[Path], Any] = _load_mapped
+) -> dict[str, Any]:
+    """The tensors of a part.
+
+    Args:
+        path: of the checkpoint.
+        index: of its experts.
+        part: which one.
+        load: the content of a file.
+
+    Raises:
+        UserError: it is damaged, belongs to another state, or lacks a tensor.
+    """
+    file = Path(path).parent / part.file
+    try:
+        content = load(file)
+        found = (content["token"], tuple(content["expert_ids"]))
+        tensors = content["tensors"]
+        here = {key: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in tensors.items()}
+    except UserError:
+        raise
+    except Exception as error:  # unpickling arbitrary bytes can raise anything
+        raise UserError(f"{file}, of {path}, cannot be read ({type(error).__name__})") from error
+    if found != (index.token, part.expert_ids):
+        raise UserError(
+            f"{file} is no part of {path}: it holds experts {id_range(found[1])} of state {found[0]}, not "
+            f"{part.experts()} of state {index.token}"
+        )
+    rows = (len(part.expert_ids),)
+    wanted = {key: ((*rows, *shape), dtype) for key, (shape, dtype) in index.tensors.items()}
+    for key in sorted(here.keys() | wanted.keys()):
+        if here.get(key) != wanted.get(key):
+            raise UserError(
+                f"{file}, of {path}, has {_describe(here.get(key))} as {key} where the index says "
+                f"{_describe(wanted.get(key))}"
+            )
+    return tensors
+
+
+def size_problem(path: str | Path, part: Part) -> str | None:
+    """The sentence for a part of a checkpoint that is missing or has another size than the index says; else None."""
+    file = Path(path).parent / part.file
+    if not file.is_file():
+        return (
+            f"{file}, with experts {part.experts()} of {path}, is missing: a checkpoint of several ranks moves "
+            f"together with its {PARTS_FOLDER}/ (smlp checkpoint merge makes one file of it)"
+        )
+    num_bytes = file.stat().st_size
+    if num_bytes != part.num_bytes:
+        return (
+            f"{file}, with experts {part.experts()} of {path}, has {num_bytes:,} bytes where the index says "
+            f"{part.num_bytes:,}: it is truncated, or of another checkpoint"
+        )
+    return None
+
+
+def _describe(tensor: tuple[tuple[int, ...], str] | None) -> str:
+    return "nothing" if tensor is None else f"{tensor[1]} {tensor[0]}"

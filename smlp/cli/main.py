@@ -26,9 +26,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("smlp.cli.train", "train a model: fairseq-train with this package loaded"),
     "eval-lm": ("smlp.cli.eval_lm", "perplexity of a checkpoint: fairseq-eval-lm with this package loaded"),
     "generate": ("smlp.cli.generate", "continue a prompt"),
+    "checkpoint": ("smlp.cli.checkpoint", "look at checkpoints, check them, merge, split, average, upcycle"),
     "leak-test": ("smlp.cli.leak_test", "check that no later token changes an earlier prediction"),
     "flops": ("smlp.cli.flops", "parameters and FLOPs of a model, by formula and counted"),
     "match": ("smlp.cli.match", "settings of every model family for the same FLOPs per token"),
+    "costs": ("smlp.cli.costs", "where the time of an update goes, layer by layer"),
     "doctor": ("smlp.cli.doctor", "versions, devices, speed: what works here and what does not"),
     "user-dir": ("smlp.cli.user_dir", "print the directory to give to fairseq's --user-dir"),
 }

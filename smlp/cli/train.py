@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from smlp.cli.fairseq_tool import run_tool
+from smlp.cli.local_ranks import read_launch_options, train_on_ranks
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option, option_value
+from smlp.launch.stop_signals import EXIT_STOPPED
 
 PASS_THROUGH = True
 
@@ -21,20 +23,37 @@ TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (
 DICTIONARY = "dict.txt"
 COMPANIONS = (DICTIONARY, "sentencepiece.model")
 
+_LAUNCH_OPTIONS = """options of its own:
+  --nproc N            N ranks on this machine, one on each GPU, or on CPUs; the lines
+                       of ranks 1 to N-1 begin with [rank 1] ...; if one fails, all end
+  --dry-run            train nothing; print every rank's host, device and experts, and
+                       the full command
+  --nodes M --gpus-per-node G
+                       with --dry-run: of M machines with G GPUs each
+
+"""
+
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     return subparsers.add_parser(
         "train",
-        usage="smlp train DATA [any option of fairseq-train]",
+        usage="smlp train [--nproc N] [--dry-run] DATA [any option of fairseq-train]",
         help="train a model",
         description=textwrap.fill(
             "fairseq-train with this package loaded. All arguments are handed on untouched; what is not given "
             f"defaults to --task language_modeling, --arch {DEFAULT_ARCH}, --tokens-per-sample as the architecture was "
             f"designed for, batches of {TOKENS_PER_BATCH} tokens and Adam at a learning rate of 5e-4. The save-dir "
             f"also gets {' and '.join(COMPANIONS)} from DATA."
+        )
+        + "\n\n"
+        + textwrap.fill(
+            f"SIGUSR1 or SIGTERM stops a run after the update that it is in: it saves and leaves with exit status "
+            f"{EXIT_STOPPED}; the same command goes on from there."
         ),
-        epilog="example:\n"
-        "  smlp train data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/first\n\n"
+        epilog=_LAUNCH_OPTIONS + "examples:\n"
+        "  smlp train data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/first\n"
+        "  smlp train --nproc 2 data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/second\n"
+        "  smlp train --dry-run --nodes 4 --gpus-per-node 8 data-bin --arch smlp\n\n"
         "all options of fairseq-train:\n"
         "  fairseq-train --user-dir $(smlp user-dir) --task language_modeling --arch smlp_tiny --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -42,14 +61,26 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    added = default_arguments(args.arguments)
+    options = read_launch_options(args.arguments)
+    if options.dry_run:
+        from smlp.cli.dry_run import dry_run  # imports torch, which --help and a launcher do without
+
+        return dry_run(options, default_arguments(options.rest))
+    if options.nproc is not None and options.nproc > 1:
+        return train_on_ranks(options)
+    return train(options.rest)
+
+
+def train(arguments: list[str]) -> int:
+    """Run fairseq-train in this process, which may be one of several ranks, with defaults for what is not given."""
+    added = default_arguments(arguments)
 
     def before(cfg: Any) -> None:
         if added and cfg.distributed_training.distributed_rank == 0:
             print(f"smlp train: using {' '.join(added)}", file=sys.stderr)
         prepare(cfg)
 
-    return run_tool("train", [*added, *args.arguments], before=before)
+    return run_tool("train", [*added, *arguments], before=before)
 
 
 def default_arguments(given: list[str]) -> list[str]:

@@ -7,7 +7,8 @@ every other user of the same library function alone.
     logs        silent tools, warning floods, one-line errors
     versions    names that numpy and torch took away
     precision   --bf16 without a TPU, --fp16 without a GPU, unknown --arch
-    processes   torchrun and explicit ranks without a GPU
+    stopping    signals that ask a run to save and leave
+    processes   torchrun, srun and explicit ranks, with and without a GPU
     saving      checkpoints that are whole or absent, a full disk
     loading     missing, truncated and unfitting checkpoints
     data        missing, empty and unreadable text and datasets
@@ -27,7 +28,19 @@ def apply() -> None:
         return
     _applied = True
 
-    from smlp.fairseq_compat import batches, data, loading, logs, precision, processes, saving, scoring, versions
+    from smlp.fairseq_compat import (
+        batches,
+        data,
+        loading,
+        logs,
+        precision,
+        processes,
+        saving,
+        scoring,
+        stopping,
+        versions,
+    )
 
-    for group in (logs, versions, precision, processes, saving, loading, data, batches, scoring):
+    # stopping before processes, which settles the ranks that it looks at
+    for group in (logs, versions, precision, stopping, processes, saving, loading, data, batches, scoring):
         group.apply()

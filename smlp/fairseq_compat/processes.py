@@ -1,17 +1,25 @@
-"""Several processes without a GPU per process: run as asked, or say what to type. Nothing trains alone unnoticed."""
+"""Ranks as torchrun, srun or explicit options ask for them, on GPUs and without, or a sentence that says what to type.
+Nothing trains alone unnoticed."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from smlp.errors import UserError
+from smlp.fairseq_compat.arguments import has_option
+from smlp.launch.ranks import Place, device_index, has_terminal, place_of
+from smlp.launch.slurm import tasks_of_job
 
-_LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+logger = logging.getLogger(__name__)
+
+_WORLD_SIZE = "--distributed-world-size"
 
 
 def apply() -> None:
@@ -24,6 +32,7 @@ def apply() -> None:
     @functools.wraps(call_main)
     def checked_call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
         settle_ranks(cfg)
+        _warn_of_idle_tasks(cfg)
         call_main(cfg, main, **kwargs)
 
     @functools.wraps(wrapper, updated=())
@@ -33,40 +42,49 @@ def apply() -> None:
             kwargs.update(device_ids=None, output_device=None)
         return wrapper(module=module, **kwargs)
 
+    def one_machine(distributed: Any, unused: Any) -> bool:
+        # fairseq looks at Slurm's variables in batch scripts too, where no other process would ever come, and divides
+        # by the number of GPUs. Tasks of srun have their ranks already when it gets here.
+        distributed_utils._infer_single_node_init(distributed)
+        return True
+
     distributed_utils.call_main = checked_call_main
+    distributed_utils._infer_slurm_init = one_machine
     distributed_fairseq_model.DistributedDataParallel = data_parallel
     distributed_utils.all_gather_list = _all_gather_list_without_cuda(distributed_utils)
 
 
 def settle_ranks(cfg: Any) -> None:
-    """Fill in ``cfg.distributed_training`` from torchrun, and refuse what fairseq would start wrongly.
+    """Fill in ``cfg.distributed_training`` from torchrun or srun, and refuse what fairseq would start wrongly.
+
+    Explicit options (``--distributed-init-method``) come first. What is settled stays as it is in a second call.
 
     Raises:
-        UserError: several ranks are asked for in a way that cannot start them without a GPU each.
+        UserError: several ranks are asked for in a way that cannot start them, or does not say how many.
     """
     distributed = cfg.distributed_training
     has_cuda = torch.cuda.is_available() and not cfg.common.cpu
-    training = cfg.common_eval.path is None
-    launched = all(name in os.environ for name in _LAUNCHER_VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
-
-    wanted = training or distributed.distributed_world_size > 1
-    if launched and wanted and distributed.distributed_init_method is None:
-        # fairseq looks at torchrun's variables only if --distributed-world-size is above 1 (else every process trains
-        # alone, into one directory), and divides by the number of GPUs.
-        distributed.distributed_init_method = "env://"
-        distributed.distributed_world_size = int(os.environ["WORLD_SIZE"])
-        distributed.distributed_rank = int(os.environ["RANK"])
-        distributed.device_id = int(os.environ.get("LOCAL_RANK", 0)) if has_cuda else 0
-        distributed.distributed_no_spawn = True
-    if has_cuda or cfg.common.tpu:
+    if cfg.common.tpu:
         return
+    if distributed.distributed_init_method is None:
+        is_given = _is_given(distributed)
+        if cfg.common.cpu and not is_given:
+            distributed.distributed_world_size = 1  # the default is the number of GPUs, which --cpu leaves alone
+        place = place_of(os.environ, distributed.distributed_port, has_terminal())
+        training = cfg.common_eval.path is None
+        if place is not None and (training or distributed.distributed_world_size > 1):
+            asked = distributed.distributed_world_size if is_given else None
+            _take(distributed, place, asked, torch.cuda.device_count() if has_cuda else 0)
 
+    if has_cuda:
+        _check_spawning(distributed)
+        return
     world_size = distributed.distributed_world_size
     if distributed.distributed_init_method is None and world_size > 1:
         raise UserError(
-            f"--distributed-world-size {world_size} needs {world_size} GPUs and there are none: on CPUs start the "
-            f"ranks with torchrun --nproc-per-node {world_size}, or start each one with --distributed-init-method, "
-            "--distributed-rank and --distributed-no-spawn"
+            f"{_WORLD_SIZE} {world_size} needs {world_size} GPUs and there are none: on CPUs start the ranks with "
+            f"smlp train --nproc {world_size} or torchrun --nproc-per-node {world_size}, or start each one with "
+            "--distributed-init-method, --distributed-rank and --distributed-no-spawn"
         )
     if distributed.distributed_init_method is not None and not distributed.distributed_no_spawn:
         # fairseq would spawn one process per GPU, that is none, and exit with status 0.
@@ -76,6 +94,61 @@ def settle_ranks(cfg: Any) -> None:
         )
     if distributed.distributed_init_method is not None and distributed.distributed_backend == "nccl":
         distributed.distributed_backend = "gloo"  # fairseq's default, nccl, exists for GPUs only
+
+
+def _take(distributed: Any, place: Place, asked: int | None, visible: int) -> None:
+    """Enter a place among ranks that a launcher started.
+
+    Args:
+        distributed: fairseq's settings.
+        place: of this process.
+        asked: number of ranks that options ask for, None if they do not say.
+        visible: GPUs to use, 0 on CPUs.
+
+    Raises:
+        UserError: another number of ranks was asked for, or ranks would share a GPU.
+    """
+    # As fairseq does it where srun starts one task on each machine: that task spawns a process for each of its GPUs.
+    spawns = place.nodes_of_one_rank is not None and visible > 1 and not distributed.distributed_no_spawn
+    world_size = place.world_size * visible if spawns else place.world_size
+    if asked not in (None, world_size):
+        gpus = f" with {visible} GPUs each" if spawns else ""
+        raise UserError(
+            f"{place.launcher} started {place.world_size} ranks{gpus}, but {_WORLD_SIZE} says {asked}: leave it out"
+        )
+    distributed.distributed_init_method = place.init_method
+    distributed.distributed_world_size = world_size
+    distributed.distributed_no_spawn = not spawns
+    if spawns:
+        distributed.distributed_rank = place.node * visible  # of the first process to spawn
+        distributed.distributed_num_procs = visible
+    else:
+        distributed.distributed_rank = place.rank
+        distributed.device_id = device_index(place, visible) if visible else 0
+
+
+def _check_spawning(distributed: Any) -> None:
+    """Raises UserError where fairseq would spawn more processes than there are GPUs."""
+    wanted, present = distributed.distributed_world_size, torch.cuda.device_count()
+    if distributed.distributed_init_method is None and wanted > present:
+        raise UserError(
+            f"{_WORLD_SIZE} {wanted}, but {present} GPUs are visible here: start one process for each GPU of all "
+            "machines with srun or torchrun"
+        )
+
+
+def _is_given(distributed: Any) -> bool:
+    """Whether the number of ranks was asked for; by default it is the number of GPUs."""
+    default = max(1, torch.cuda.device_count())
+    return distributed.distributed_world_size != default or has_option(sys.argv, _WORLD_SIZE)
+
+
+def _warn_of_idle_tasks(cfg: Any) -> None:
+    tasks = tasks_of_job(os.environ)
+    if tasks is None or tasks.world_size == 1 or cfg.distributed_training.distributed_world_size > 1:
+        return
+    if cfg.common_eval.path is None:
+        logger.warning(f"one process in a Slurm job of {tasks.world_size} tasks: start it with srun to use all of them")
 
 
 def _all_gather_list_without_cuda(distributed_utils: Any) -> Callable[..., list[Any]]:

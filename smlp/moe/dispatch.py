@@ -88,9 +88,14 @@ class LocalDispatcher:
         Returns:
             (N, H).
         """
-        if weight_A is not None:
-            y_AH = y_AH * weight_A.to(y_AH.dtype).unsqueeze(1)
-        return y_AH.new_zeros(record.plan.num_tokens, y_AH.size(1)).index_add(0, record.plan.token_A, y_AH)
+        return add_up(y_AH, weight_A, record.plan.token_A, record.plan.num_tokens)
+
+
+def add_up(y_AH: Tensor, weight_A: Tensor | None, token_A: Tensor, num_tokens: int) -> Tensor:
+    """Rows times their weights, summed for each token: (A, H) to (N, H)."""
+    if weight_A is not None:
+        y_AH = y_AH * weight_A.to(y_AH.dtype).unsqueeze(1)
+    return y_AH.new_zeros(num_tokens, y_AH.size(1)).index_add(0, token_A, y_AH)
 
 
 @dataclass(frozen=True)

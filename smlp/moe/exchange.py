@@ -21,9 +21,16 @@ from smlp.moe.plan import RoutingPlan
 from smlp.parallel.group import Group
 from smlp.parallel.layout import ExpertLayout
 from smlp.parallel.sizes import agree_on_sizes
+from smlp.parallel.spans import BACK, OUT, stage_of
 
 #: numbers that the ranks of an sMoE tell each other: sequences, positions, first position wanted
 _FEATURE_SIZES = 3
+
+
+def num_sizes(num_local: int) -> int:
+    """How many numbers the ranks of an expert group tell each other before data move, the same in every layer: a rank
+    in another layer is noticed, not waited for."""
+    return max(num_local, _FEATURE_SIZES)
 
 
 @dataclass(frozen=True)
@@ -56,23 +63,29 @@ class TokenExchange:
 
     def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, TokenExchangeRecord]:
         """Tokens (N, H) of all ranks to this rank's experts, (R, H), and the record for :meth:`combine`."""
-        x_AH, record = self.local.dispatch(x_NH, plan)
+        x_AH, _ = self.local.dispatch(x_NH, plan)
+        record = self.record(plan, *self.agree(x_NH, plan), x_NH.device)
+        return self.by_expert(self._send(x_AH, record), record), record
+
+    def agree(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
+        """Tells the ranks how many tokens each of their experts will get: those numbers, and theirs for this rank's
+        experts, (P, e) each, on the CPU."""
         sent_Pe = plan.counts_E.view(self.group.size, self.num_local)
-        # padded to what feature layers exchange: a rank in another layer is noticed, not waited for
-        padding = max(0, _FEATURE_SIZES - self.num_local)
+        padding = num_sizes(self.num_local) - self.num_local
         received = agree_on_sizes(self.group, self.name, x_NH, F.pad(sent_Pe, (0, padding)))
-        received_Pe = torch.tensor([row[: self.num_local] for row in received])
-        send_splits = [
-            sum(record.counts[first : first + self.num_local]) for first in range(0, len(record.counts), self.num_local)
-        ]
-        record = TokenExchangeRecord(
+        return sent_Pe.cpu(), torch.tensor([row[: self.num_local] for row in received])
+
+    def record(
+        self, plan: RoutingPlan, sent_Pe: Tensor, received_Pe: Tensor, device: torch.device
+    ) -> TokenExchangeRecord:
+        """What these numbers of tokens mean, for tokens that live on ``device``."""
+        return TokenExchangeRecord(
             plan,
             counts=received_Pe.sum(dim=0).tolist(),
-            send_splits=send_splits,
+            send_splits=sent_Pe.sum(dim=1).tolist(),
             receive_splits=received_Pe.sum(dim=1).tolist(),
-            row_R=_rows_by_expert(received_Pe.to(x_NH.device)) if self.num_local > 1 else None,
+            row_R=_rows_by_expert(received_Pe.to(device)) if received_Pe.size(1) > 1 else None,
         )
-        return self._by_expert(self._send(x_AH, record), record), record
 
     def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: TokenExchangeRecord) -> tuple[Tensor, int]:
         """Sequence and position of the tokens at this rank's experts, (R, 2); no two ranks share a sequence."""
@@ -82,20 +95,26 @@ class TokenExchange:
         for place_R2 in sources:
             renumbered.append(place_R2 + place_R2.new_tensor([num_before, 0]))
             num_before += int(place_R2[:, 0].max()) + 1 if place_R2.size(0) else 0
-        return self._by_expert(torch.cat(renumbered), record), num_before
+        return self.by_expert(torch.cat(renumbered), record), num_before
 
     def combine(self, y_RH: Tensor, weight_A: Tensor | None, record: TokenExchangeRecord) -> Tensor:
         """Expert outputs (R, H) back to their ranks, weighted and summed there for each token, (N, H)."""
-        if record.row_R is not None:
-            y_RH = torch.empty_like(y_RH).index_copy(0, record.row_R, y_RH)
-        y_AH = self.group.all_to_all(y_RH, record.receive_splits, record.send_splits, f"{self.name}, combine")
+        y_RH = self.by_source(y_RH, record)
+        with stage_of(self.name, BACK):
+            y_AH = self.group.all_to_all(y_RH, record.receive_splits, record.send_splits, f"{self.name}, combine")
         return self.local.combine(y_AH, weight_A, record)
 
     def _send(self, x_A: Tensor, record: TokenExchangeRecord) -> Tensor:
-        return self.group.all_to_all(x_A, record.send_splits, record.receive_splits, f"{self.name}, dispatch")
+        with stage_of(self.name, OUT):
+            return self.group.all_to_all(x_A, record.send_splits, record.receive_splits, f"{self.name}, dispatch")
 
-    def _by_expert(self, x_R: Tensor, record: TokenExchangeRecord) -> Tensor:
+    def by_expert(self, x_R: Tensor, record: TokenExchangeRecord) -> Tensor:
+        """Rows as they arrive, (R, ...), in the order in which the experts take them."""
         return x_R if record.row_R is None else x_R.index_select(0, record.row_R)
+
+    def by_source(self, y_R: Tensor, record: TokenExchangeRecord) -> Tensor:
+        """The inverse of :meth:`by_expert`."""
+        return y_R if record.row_R is None else torch.empty_like(y_R).index_copy(0, record.row_R, y_R)
 
 
 def _rows_by_expert(received_Pe: Tensor) -> Tensor:
@@ -130,13 +149,11 @@ class FeatureExchange:
         """(B, m, H) of all ranks to (S, longest m, e, c), the chunks of this rank's experts, and the record."""
         num_ranks = self.group.size
         num_seqs, num_tokens, width = x_BmH.shape
-        own = torch.zeros(max(self.num_local, _FEATURE_SIZES), dtype=torch.long, device=x_BmH.device)
-        own[:_FEATURE_SIZES] = torch.tensor([num_seqs, num_tokens, start])
-        received = agree_on_sizes(self.group, self.name, x_BmH, own.expand(num_ranks, -1))
-        sizes = [tuple(row[:_FEATURE_SIZES]) for row in received]
+        sizes = self.agree(x_BmH, start)
         rows = x_BmH.reshape(num_seqs * num_tokens, num_ranks, width // num_ranks).transpose(0, 1).flatten(0, 1)
         splits = [count * length for count, length, _ in sizes]
-        rows = self.group.all_to_all(rows, [num_seqs * num_tokens] * num_ranks, splits, f"{self.name}, dispatch")
+        with stage_of(self.name, OUT):
+            rows = self.group.all_to_all(rows, [num_seqs * num_tokens] * num_ranks, splits, f"{self.name}, dispatch")
         longest = max(length for _, length, _ in sizes)
         if all(length == longest for _, length, _ in sizes):
             chunks = rows.view(sum(count for count, _, _ in sizes), longest, rows.size(1))
@@ -146,12 +163,22 @@ class FeatureExchange:
                 for part, (count, length, _) in zip(rows.split(splits), sizes, strict=True)
             ]
             chunks = torch.cat(parts)
-        record = FeatureExchangeRecord(
+        return chunks.unflatten(2, (self.num_local, -1)), self.record(sizes)
+
+    def agree(self, x_BmH: Tensor, start: int) -> list[tuple[int, int, int]]:
+        """Sequences, positions, and the first position whose output is wanted, of every rank."""
+        own = torch.zeros(num_sizes(self.num_local), dtype=torch.long, device=x_BmH.device)
+        own[:_FEATURE_SIZES] = torch.tensor([x_BmH.size(0), x_BmH.size(1), start])
+        received = agree_on_sizes(self.group, self.name, x_BmH, own.expand(self.group.size, -1))
+        return [tuple(row[:_FEATURE_SIZES]) for row in received]
+
+    def record(self, sizes: list[tuple[int, int, int]]) -> FeatureExchangeRecord:
+        """What these sizes mean."""
+        return FeatureExchangeRecord(
             num_seqs=[count for count, _, _ in sizes],
             start=min((first for count, _, first in sizes if count), default=0),
             wanted=[(first, length) for _, length, first in sizes],
         )
-        return chunks.unflatten(2, (self.num_local, -1)), record
 
     def combine(self, y_SqEc: Tensor, record: FeatureExchangeRecord) -> Tensor:
         """Outputs at positions ``record.start`` and on, (S, q, e, c), back to their ranks, (B, q, H)."""
@@ -162,8 +189,8 @@ class FeatureExchange:
         ]
         num_seqs, (first, end) = record.num_seqs[self.group.rank], record.wanted[self.group.rank]
         own = num_seqs * (end - first)
-        rows = self.group.all_to_all(
-            torch.cat(parts), [part.size(0) for part in parts], [own] * num_ranks, f"{self.name}, combine"
-        )
+        sent, splits = torch.cat(parts), [part.size(0) for part in parts]
+        with stage_of(self.name, BACK):
+            rows = self.group.all_to_all(sent, splits, [own] * num_ranks, f"{self.name}, combine")
         rows = rows.unflatten(0, (num_ranks, own)).transpose(0, 1).flatten(1)
         return rows.unflatten(0, (num_seqs, end - first))

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from smlp.context import ForwardContext, Observation
 from smlp.errors import NaNError, UserError
+from smlp.moe.chunked_exchange import ChunkedFeatureExchange
 from smlp.moe.dispatch import FeatureDispatcher, LocalFeatureDispatcher
 from smlp.moe.experts import SpatialExperts
 from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import FeatureRouter
+from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 
 
 class FeatureMoE(nn.Module):
@@ -27,6 +29,7 @@ class FeatureMoE(nn.Module):
         num_experts: E, over all ranks.
         experts: the spatial experts of this rank.
         dispatcher: moves chunks; the local one by default.
+        name: of the layer, for error messages and reports.
     """
 
     def __init__(
@@ -35,8 +38,10 @@ class FeatureMoE(nn.Module):
         num_experts: int,
         experts: SpatialExperts,
         dispatcher: FeatureDispatcher | None = None,
+        name: str = "sMoE",
     ) -> None:
         super().__init__()
+        self.name = name
         self.norm = nn.LayerNorm(embed_dim)
         self.spatial_norm = nn.LayerNorm(embed_dim)
         self.experts = experts
@@ -51,8 +56,14 @@ class FeatureMoE(nn.Module):
 
     def _mix(self, seen_BmH: Tensor, start: int) -> Tensor:
         """Each chunk of the features through its expert: (B, m, H) to (B, m - start, H)."""
-        chunks, record = self.dispatcher.dispatch(seen_BmH, self.num_experts, start)
-        return self.dispatcher.combine(self.experts(chunks, record.start), record)
+        if isinstance(self.dispatcher, ChunkedFeatureExchange):
+            return self.dispatcher.through(self.experts, seen_BmH, self.num_experts, start)
+        with stage_of(self.name, PERMUTE):
+            chunks, record = self.dispatcher.dispatch(seen_BmH, self.num_experts, start)
+        with stage_of(self.name, EXPERTS):
+            outputs = self.experts(chunks, record.start)
+        with stage_of(self.name, PERMUTE):
+            return self.dispatcher.combine(outputs, record)
 
 
 class RoutedFeatureMoE(FeatureMoE):
@@ -80,11 +91,10 @@ class RoutedFeatureMoE(FeatureMoE):
         name: str,
         dispatcher: FeatureDispatcher | None = None,
     ) -> None:
-        super().__init__(embed_dim, num_experts, experts, dispatcher)
+        super().__init__(embed_dim, num_experts, experts, dispatcher, name)
         self.router = router
         self.prefix_tokens = prefix_tokens
         self.max_tokens = prefix_tokens + experts.max_tokens
-        self.name = name
 
     @property
     def is_leaky(self) -> bool:
@@ -114,8 +124,12 @@ class RoutedFeatureMoE(FeatureMoE):
             # Nothing to do here, but maybe for the other ranks' sequences.
             return z_BnH * 0 + F.pad(self._mix(after_BmH, first), (0, 0, z_BnH.size(1), 0))
         expert_BH, probability_BH = self._choose(seen_BmH, context)
-        order_BH = expert_BH.argsort(dim=1, stable=True)
-        mixed_BqH = _take_features(self._mix(_take_features(after_BmH, order_BH), first), order_BH.argsort(dim=1))
+        with stage_of(self.name, PERMUTE):
+            order_BH = expert_BH.argsort(dim=1, stable=True)
+            sorted_BmH = _take_features(after_BmH, order_BH)
+        mixed_BqH = self._mix(sorted_BmH, first)
+        with stage_of(self.name, PERMUTE):
+            mixed_BqH = _take_features(mixed_BqH, order_BH.argsort(dim=1))
         num_before = z_BnH.size(1) - num_outputs
         update_BqH = z_BnH[:, num_before:] * mixed_BqH * probability_BH.to(z_BnH.dtype).unsqueeze(1)
         return F.pad(update_BqH, (0, 0, num_before, 0))
@@ -126,7 +140,8 @@ class RoutedFeatureMoE(FeatureMoE):
             return kept, context.state.kept((self, "probabilities"))
         v_BHL = seen_BmH[:, : self.router.weight.size(1)].transpose(1, 2)
         try:
-            expert_BH, probability_BH, logits_BHE = self.router(v_BHL, context.plans.get(self))
+            with stage_of(self.name, GATE):
+                expert_BH, probability_BH, logits_BHE = self.router(v_BHL, context.plans.get(self))
         except FloatingPointError as error:
             raise NaNError.in_layer(self.name, error) from None
         context.plans[self] = expert_BH

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from smlp.config import ModelConfig
+from smlp.moe.chunked_exchange import ChunkedFeatureExchange, ChunkedTokenExchange
 from smlp.moe.dispatch import FeatureDispatcher, LocalDispatcher, LocalFeatureDispatcher, TokenDispatcher
 from smlp.moe.exchange import FeatureExchange, TokenExchange
 from smlp.moe.experts import FeedForwardExperts, SpatialExperts
@@ -12,7 +13,8 @@ from smlp.moe.feature_layer import FeatureMoE, RoutedFeatureMoE
 from smlp.moe.gated_experts import GatedMLPExperts
 from smlp.moe.layer import TokenMoE
 from smlp.moe.routers import BalancedRouter, FeatureRouter, HashRouter, Router, TopKRouter, TopKSettings
-from smlp.parallel import Ranks, one_process
+from smlp.moe.shuffle import TokenShuffle
+from smlp.parallel import ExpertLayout, Ranks, one_process
 
 
 def weight_bound(config: ModelConfig) -> float:
@@ -31,14 +33,33 @@ def token_router(config: ModelConfig) -> Router:
     return TopKRouter(width, moe.num_experts, TopKSettings(num_choices=moe.experts_per_token, **same_name))
 
 
-def token_dispatcher(ranks: Ranks, name: str) -> TokenDispatcher:
+def num_chunks(config: ModelConfig, layout: ExpertLayout) -> int:
+    """Chunks in which a rank's experts compute while others are on their way.
+
+    No more than there are experts on the rank, whatever the configuration asks for, so that a run can go on in another
+    layout; one (no overlap) where nothing travels.
+    """
+    return min(config.moe.overlap_chunks, layout.num_local) if layout.group_size > 1 else 1
+
+
+def token_dispatcher(config: ModelConfig, ranks: Ranks, name: str) -> TokenDispatcher:
     """What moves the tokens of a layer: nothing leaves the rank where it holds all experts."""
-    return LocalDispatcher() if ranks.experts.size == 1 else TokenExchange(ranks.experts, ranks.layout, name)
+    if ranks.experts.size == 1:
+        return LocalDispatcher()
+    chunks = num_chunks(config, ranks.layout)
+    if chunks == 1:
+        return TokenExchange(ranks.experts, ranks.layout, name)
+    return ChunkedTokenExchange(ranks.experts, ranks.layout, name, chunks)
 
 
-def feature_dispatcher(ranks: Ranks, name: str) -> FeatureDispatcher:
+def feature_dispatcher(config: ModelConfig, ranks: Ranks, name: str) -> FeatureDispatcher:
     """The same for chunks of the features."""
-    return LocalFeatureDispatcher() if ranks.experts.size == 1 else FeatureExchange(ranks.experts, ranks.layout, name)
+    if ranks.experts.size == 1:
+        return LocalFeatureDispatcher()
+    chunks = num_chunks(config, ranks.layout)
+    if chunks == 1:
+        return FeatureExchange(ranks.experts, ranks.layout, name)
+    return ChunkedFeatureExchange(ranks.experts, ranks.layout, name, chunks)
 
 
 def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
@@ -52,7 +73,10 @@ def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None 
         config.activation,
         as_in_base=moe.router == "base",
     )
-    return TokenMoE(token_router(config), experts, name, token_dispatcher(ranks, name))
+    shuffle = None
+    if moe.router == "base" and moe.base_shuffle and ranks.experts.size > 1:
+        shuffle = TokenShuffle(ranks.experts, ranks.layout, name)
+    return TokenMoE(token_router(config), experts, name, token_dispatcher(config, ranks, name), shuffle)
 
 
 def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
@@ -67,7 +91,7 @@ def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = N
         weight_bound(config),
         config.moe.experts_per_token,
     )
-    return TokenMoE(token_router(config), experts, name, token_dispatcher(ranks, name))
+    return TokenMoE(token_router(config), experts, name, token_dispatcher(config, ranks, name))
 
 
 def feature_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> FeatureMoE:
@@ -78,8 +102,8 @@ def feature_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = Non
     experts = SpatialExperts(
         config.max_tokens - prefix, ranks.layout.expert_ids, weight_bound(config), moe.spatial_bias_init
     )
-    dispatcher = feature_dispatcher(ranks, name)
+    dispatcher = feature_dispatcher(config, ranks, name)
     if moe.feature_routing == "deterministic":
-        return FeatureMoE(width, num_experts, experts, dispatcher)
+        return FeatureMoE(width, num_experts, experts, dispatcher, name)
     router = FeatureRouter(prefix if moe.feature_routing == "partial" else config.max_tokens, num_experts)
     return RoutedFeatureMoE(width, num_experts, experts, router, prefix, name, dispatcher)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smlp.parallel.spans import backward_of, current_span
+
 
 class AllToAll(torch.autograd.Function):
     """Rows to other ranks and rows from them; gradients go back the way the rows came.
@@ -21,6 +23,7 @@ class AllToAll(torch.autograd.Function):
         ctx: Any, x: Tensor, group: Any, send_splits: Sequence[int], receive_splits: Sequence[int], name: str
     ) -> Tensor:
         ctx.way_back = (group, receive_splits, send_splits, f"{name}, backward")
+        ctx.span = current_span()
         # Reading a saved tensor in the backward pass makes activation checkpointing compute the block again, with its
         # collectives, before this node's collective: on every rank, whatever else the block has saved there.
         ctx.save_for_backward(x.new_empty(0))
@@ -30,4 +33,5 @@ class AllToAll(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         _ = ctx.saved_tensors
         group, send_splits, receive_splits, name = ctx.way_back
-        return group.exchange(grad, send_splits, receive_splits, name), None, None, None, None
+        with backward_of(ctx.span):
+            return group.exchange(grad, send_splits, receive_splits, name), None, None, None, None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from smlp.parallel.group import Group
 from smlp.parallel.ranks import Ranks
+from smlp.parallel.spans import REDUCTION, span
 
 #: gradients are reduced in pieces of about this size
 _BUCKET_BYTES = 2**25
@@ -35,7 +36,7 @@ def reduce_expert_gradients(parameters: Iterable[nn.Parameter], replicas: Group)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    with torch.no_grad():
+    with torch.no_grad(), span(REDUCTION):
         for bucket in _buckets([parameter.grad for parameter in parameters]):
             flat = torch.cat([grad.flatten() for grad in bucket])
             replicas.all_reduce(flat, "expert gradients")
@@ -71,8 +72,9 @@ def global_grad_norm(
     """
     dense, experts = list(dense_parameters), list(expert_parameters)
     device = next((parameter.device for parameter in (*dense, *experts)), torch.device("cpu"))
-    square = _square_norm(dense, device) / ranks.world.size + _square_norm(experts, device) / ranks.replicas.size
-    return ranks.world.all_reduce(square, "gradient norm").sqrt()
+    with span(REDUCTION):
+        square = _square_norm(dense, device) / ranks.world.size + _square_norm(experts, device) / ranks.replicas.size
+        return ranks.world.all_reduce(square, "gradient norm").sqrt()
 
 
 def _square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers.routing import Routing, gate_logits
 from smlp.ops import balanced_assignment
 from smlp.ops.assignment import check_no_nan
+from smlp.parallel.spans import ASSIGNMENT, stage
 
 
 def balanced_plan(logits_NE: Tensor, order_N: Tensor | None = None) -> RoutingPlan:
@@ -59,7 +60,7 @@ class BalancedRouter(nn.Module):
         if self.shuffle and self.training:
             order_N = torch.randperm(x_NH.size(0), device=x_NH.device)
         if plan is None:
-            with torch.no_grad():
+            with torch.no_grad(), stage(ASSIGNMENT):
                 plan = balanced_plan(logits_NE, order_N) if self.training else greedy_plan(logits_NE)
         return Routing(plan, logits_NE[plan.token_A, plan.expert_A].sigmoid(), logits_NE=logits_NE.detach())
 

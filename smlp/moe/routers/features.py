@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from smlp.moe.routers.routing import gate_logits
 from smlp.ops import balanced_assignments
+from smlp.parallel.spans import ASSIGNMENT, stage
 
 
 def balanced_features(logits_BHE: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ class FeatureRouter(nn.Module):
         """
         logits_BHE = gate_logits(v_BHL, self.weight[:, : v_BHL.size(2)])
         if expert_BH is None:
-            with torch.no_grad():
+            with torch.no_grad(), stage(ASSIGNMENT):
                 expert_BH = balanced_features(logits_BHE)
         probability_BH = logits_BHE.softmax(dim=2).gather(2, expert_BH.unsqueeze(2)).squeeze(2)
         return expert_BH, probability_BH, logits_BHE

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from smlp.errors import UserError
 from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers.routing import Routing
+from smlp.parallel.spans import ASSIGNMENT, stage
 
 
 def random_table(vocab_size: int, num_experts: int, seed: int) -> Tensor:
@@ -81,7 +82,10 @@ class HashRouter(nn.Module):
                     "starts, or comes with a checkpoint"
                 )
             self._is_complete = True
-        return Routing(plan or RoutingPlan.from_experts(self.table[token_ids_N], self.num_experts), None)
+        if plan is None:
+            with stage(ASSIGNMENT):
+                plan = RoutingPlan.from_experts(self.table[token_ids_N], self.num_experts)
+        return Routing(plan, None)
 
     def looks_ahead(self) -> bool:
         """Never: a token's own id decides."""

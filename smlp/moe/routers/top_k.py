@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from smlp.moe.plan import RoutingPlan, expert_capacity
 from smlp.moe.routers.routing import Routing, gate_logits
 from smlp.ops.assignment import check_no_nan
+from smlp.parallel.spans import ASSIGNMENT, stage
 
 
 def top_k_choices(logits_NE: Tensor, num_choices: int, noise_NE: Tensor | None = None) -> Tensor:
@@ -113,7 +114,7 @@ class TopKRouter(nn.Module):
         gate_NE = logits_NE.softmax(dim=1)
         noise = self._draw(logits_NE)
         if plan is None:
-            with torch.no_grad():
+            with torch.no_grad(), stage(ASSIGNMENT):
                 plan = self._decide(logits_NE, gate_NE, noise)
         aux_losses = {}
         if self.training and settings.load_balance_weight > 0:

@@ -1,0 +1,74 @@
+# shellcheck shell=bash
+# Sourced by the .sbatch files, inside of a job, after SMLP_ROOT is set.
+#
+#   begin_job            environment, folder for the logs
+#   recall_arguments     ARGUMENTS of the first start of this job; fails in the first start
+#   run_ranks            `smlp train ARGUMENTS` on all tasks; afterwards ends the job or sends it back to the queue
+#
+# SMLP_LOGS           a folder per job is made in here; default: slurm-logs where the job was submitted
+# SMLP_MAX_RESTARTS   how often a job may begin again, default 100; 0 for never
+
+source "$SMLP_ROOT/scripts/slurm/common.sh"
+
+readonly EXIT_STOPPED=75 # of smlp train after a signal: saved, and the same command goes on from there
+
+say() { echo "$(date '+%F %T') | $JOB | $1"; }
+
+begin_job() {
+    [ -n "${SLURM_JOB_ID:-}" ] || fail "this is not a job: start it with sbatch"
+    JOB="$SLURM_JOB_ID"
+    [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || JOB="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    RESTARTS="${SLURM_RESTART_COUNT:-0}"
+    MAX_RESTARTS="${SMLP_MAX_RESTARTS:-100}"
+    [[ "$MAX_RESTARTS" =~ ^[0-9]+$ ]] || fail "SMLP_MAX_RESTARTS is '$MAX_RESTARTS', not a number"
+    [ -n "${SLURM_NTASKS:-}" ] || fail "the number of ranks is not known: give sbatch --ntasks-per-node"
+    LOGS="${SMLP_LOGS:-$SLURM_SUBMIT_DIR/slurm-logs}/$JOB"
+    mkdir -p "$LOGS" || fail "cannot make the folder $LOGS for the logs"
+    source "$SMLP_ROOT/scripts/slurm/site.sh"
+    trap : USR1 TERM # meant for the ranks
+}
+
+# A restart runs what the first start ran, whatever has become of files since then.
+recall_arguments() {
+    [ "$RESTARTS" -gt 0 ] && [ -s "$LOGS/arguments" ] && mapfile -d '' -t ARGUMENTS <"$LOGS/arguments"
+}
+
+run_ranks() {
+    local status
+    check_arguments
+    printf '%s\0' "${ARGUMENTS[@]}" >"$LOGS/arguments"
+    rm -f "$LOGS/stopped"
+    export PYTHONUNBUFFERED=1
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+    # Since Slurm 22.05 srun does not take it over from the job.
+    [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+    say "start $((RESTARTS + 1)): $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST, logs in $LOGS"
+    say "smlp train$(printf ' %q' "${ARGUMENTS[@]}")"
+    srun --kill-on-bad-exit=1 --distribution=block --open-mode=append --output="$LOGS/rank-%t.log" \
+        bash "$SMLP_ROOT/scripts/slurm/task.sh" "$LOGS/stopped" smlp train "${ARGUMENTS[@]}"
+    status=$?
+    if [ $status -ne 0 ]; then
+        say "failed with exit status $status: see the tasks that srun names, rank-N.log in $LOGS"
+        exit $status
+    elif [ -e "$LOGS/stopped" ]; then
+        requeue
+    fi
+    say "done"
+}
+
+requeue() {
+    local state
+    state="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)"
+    if [ "$state" != RUNNING ]; then
+        # cancelled, or Slurm sends it back to the queue itself
+        say "stopped; the job is ${state:-gone}, so it is left alone"
+    elif [ "$RESTARTS" -ge "$MAX_RESTARTS" ]; then
+        say "stopped; not restarted, for that happened $RESTARTS times already (SMLP_MAX_RESTARTS): submit again to go on"
+    elif scontrol requeue "$SLURM_JOB_ID"; then
+        say "stopped; back in the queue"
+        exit 0
+    else
+        say "stopped; scontrol cannot requeue the job: submit again to go on"
+    fi
+    exit $EXIT_STOPPED
+}

@@ -1,0 +1,161 @@
+#!/usr/bin/env bash
+# Checks a training run, or a sweep of them, and submits it to Slurm.
+#
+#   bash scripts/slurm/submit.sh --nodes 4 --gpus-per-node 8 -- examples/smlp.sh DATA SAVE_DIR [any option of fairseq-train]
+#   bash scripts/slurm/submit.sh --nodes 4 --gpus-per-node 8 -- DATA --arch smlp --save-dir SAVE_DIR [...]
+#   bash scripts/slurm/submit.sh --nodes 1 --gpus-per-node 8 --sweep scripts/slurm/sweep.txt -- DATA SAVE_ROOT [...]
+#
+#   --nodes N            machines
+#   --gpus-per-node G    GPUs of each, one rank on each GPU
+#   --tasks-per-node R   instead: R ranks on the CPUs of each
+#   --sweep LIST         each line of LIST is a run (scripts/slurm/sweep.txt); --array=3,7 for some of them only,
+#                        --array=1-10%2 for two at a time
+#   --logs DIR           of all jobs, a folder for each; default: slurm-logs
+#   --dry-run            submit nothing; print every rank's host, device and experts, and the commands
+#   --OPTION=VALUE       any other option of sbatch: --time=8:00:00 --partition=gpu --account=me --gres=gpu:a100:8
+#
+# Command files keep the tokens of an update on any number of GPUs that divides its batches (examples/recipe.sh).
+set -uo pipefail
+SMLP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+export SMLP_ROOT
+source "$SMLP_ROOT/scripts/slurm/common.sh"
+
+NODES="" GPUS_PER_NODE="" TASKS_PER_NODE="" SWEEP="" LOGS="slurm-logs" DRY_RUN=""
+SBATCH_OPTIONS=()
+
+read_options() {
+    while [ $# -gt 0 ] && [ "$1" != -- ]; do
+        case "$1" in
+        -h | --help)
+            sed -n '2,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+            exit 0
+            ;;
+        --dry-run) DRY_RUN=1 ;;
+        --nodes | --gpus-per-node | --tasks-per-node | --sweep | --logs | --time | --partition | --account)
+            if [ $# -eq 1 ] || [ "$2" = -- ]; then fail "$1 needs a value"; fi
+            set_option "$1" "$2"
+            shift
+            ;;
+        --*=*) set_option "${1%%=*}" "${1#*=}" ;;
+        *) fail "unknown option '$1': options of sbatch are written --OPTION=VALUE, and what to train follows after --" ;;
+        esac
+        shift
+    done
+    [ $# -gt 0 ] || fail "nothing to train: it follows after --, for example -- examples/smlp.sh DATA SAVE_DIR"
+    WORDS=("${@:2}")
+}
+
+set_option() {
+    case "$1" in
+    --nodes) NODES="$2" ;;
+    --gpus-per-node) GPUS_PER_NODE="$2" ;;
+    --tasks-per-node | --ntasks-per-node) TASKS_PER_NODE="$2" ;;
+    --sweep) SWEEP="$2" ;;
+    --logs) LOGS="$2" ;;
+    *) SBATCH_OPTIONS+=("$1=$2") ;;
+    esac
+}
+
+has_sbatch_option() { [[ " ${SBATCH_OPTIONS[*]%%=*} " == *" $1 "* ]]; }
+
+set_ranks() {
+    [ -n "$NODES" ] || fail "--nodes is missing"
+    check_number --nodes "$NODES"
+    if [ -n "$GPUS_PER_NODE" ]; then
+        check_number --gpus-per-node "$GPUS_PER_NODE"
+        [ "${TASKS_PER_NODE:-$GPUS_PER_NODE}" = "$GPUS_PER_NODE" ] ||
+            fail "--gpus-per-node $GPUS_PER_NODE means $GPUS_PER_NODE ranks on a node, not $TASKS_PER_NODE"
+        TASKS_PER_NODE="$GPUS_PER_NODE"
+        if has_sbatch_option --gres; then
+            SBATCH_OPTIONS+=(--gpus-per-node=0) # of the .sbatch file; --gres says it
+        else
+            SBATCH_OPTIONS+=("--gpus-per-node=$GPUS_PER_NODE")
+        fi
+    else
+        [ -n "$TASKS_PER_NODE" ] || fail "--gpus-per-node is missing (on CPUs: --tasks-per-node)"
+        check_number --tasks-per-node "$TASKS_PER_NODE"
+        SBATCH_OPTIONS+=(--gpus-per-node=0)
+        has_sbatch_option --cpus-per-task || SBATCH_OPTIONS+=(--cpus-per-task=1)
+    fi
+    RANKS=$((NODES * TASKS_PER_NODE))
+    SBATCH_OPTIONS=("--nodes=$NODES" "--ntasks-per-node=$TASKS_PER_NODE" "${SBATCH_OPTIONS[@]}")
+}
+
+# What is wrong with ARGUMENTS is said now, not after hours in the queue.
+check_run() {
+    check_arguments
+    local data="${ARGUMENTS[0]:-}"
+    data="${data%%:*}"
+    [[ "$data" == -* ]] || [ -f "$data/dict.txt" ] ||
+        fail "there is no dict.txt in '$data': DATA is a folder that fairseq-preprocess writes"
+}
+
+rank_table() {
+    smlp train --dry-run --nodes "$NODES" --gpus-per-node "$TASKS_PER_NODE" "${ARGUMENTS[@]}"
+}
+
+add_cpu() {
+    [ -n "$GPUS_PER_NODE" ] || [[ " $* " == *" --cpu "* ]] || echo --cpu
+}
+
+plan_run() {
+    # shellcheck disable=SC2046  # one word or none
+    set_arguments "$RANKS" "${WORDS[@]}" $(add_cpu "${WORDS[@]}")
+    local plan save_dir
+    check_run
+    plan="$(rank_table)" || exit 1
+    [ -z "$DRY_RUN" ] || echo "$plan"
+    save_dir="$(value_of --save-dir checkpoints)"
+    # The name stands for the folder: two jobs with one name do not run at the same time, and so do not overwrite each
+    # other's checkpoints.
+    NAME="smlp-$(basename "$save_dir")-$(realpath -m "$save_dir" | cksum | cut -d ' ' -f 1)"
+    has_sbatch_option --job-name || SBATCH_OPTIONS+=("--job-name=$NAME")
+    has_sbatch_option --dependency || SBATCH_OPTIONS+=(--dependency=singleton)
+    SBATCH_OPTIONS+=("--output=$LOGS/%j.out")
+    JOB_COMMAND=("$SMLP_ROOT/scripts/slurm/train.sbatch" "${ARGUMENTS[@]}")
+}
+
+plan_sweep() {
+    [ ${#WORDS[@]} -ge 2 ] || fail "a sweep needs DATA and the folder for all its runs after --"
+    read_sweep "$SWEEP"
+    local index plan options copy
+    mapfile -t options < <(add_cpu "${WORDS[@]}")
+    for index in "${!RUN_NAMES[@]}"; do
+        set_run_arguments "$RANKS" "$index" "${WORDS[@]}" "${options[@]}"
+        check_run
+        [ -n "$DRY_RUN" ] || continue
+        echo "run $((index + 1)), ${RUN_NAMES[index]}:"
+        plan="$(rank_table)" || exit 1
+        tail -n 2 <<<"$plan"
+    done
+    copy="$LOGS/sweep-$(date +%Y%m%d-%H%M%S).txt" # tasks that wait would notice changes of the list
+    [ -n "$DRY_RUN" ] || cp "$SWEEP" "$copy" || exit 1
+    has_sbatch_option --array || SBATCH_OPTIONS+=("--array=1-${#RUN_NAMES[@]}")
+    SBATCH_OPTIONS+=("--output=$LOGS/%A_%a.out")
+    JOB_COMMAND=("$SMLP_ROOT/scripts/slurm/sweep.sbatch" "$copy" "${WORDS[@]}" "${options[@]}")
+}
+
+read_options "$@"
+set_ranks
+source "$SMLP_ROOT/scripts/slurm/site.sh"
+export SMLP_LOGS
+SMLP_LOGS="$(realpath -m "$LOGS")"
+[ -n "$DRY_RUN" ] || mkdir -p "$LOGS" || fail "cannot make the folder $LOGS"
+if [ -n "$SWEEP" ]; then
+    plan_sweep
+else
+    plan_run
+fi
+if [ -n "$DRY_RUN" ]; then
+    echo "nothing is submitted; without --dry-run:"
+    printf 'sbatch%s\n' "$(printf ' %q' "${SBATCH_OPTIONS[@]}" "${JOB_COMMAND[@]}")"
+    exit 0
+fi
+command -v sbatch >/dev/null || fail "there is no sbatch here: submit from a login node of the cluster"
+id="$(sbatch --parsable "${SBATCH_OPTIONS[@]}" "${JOB_COMMAND[@]}")" || exit 1
+id="${id%%;*}"
+suffix="${SWEEP:+_N}"
+echo "job $id: $RANKS ranks on $NODES nodes${SWEEP:+ for each run}"
+echo "  training   $LOGS/$id$suffix/rank-0.log"
+echo "  the job    $LOGS/$id$suffix.out"
+echo "  scancel $id ends it; scancel --signal=USR1 $id makes it save and start again"

@@ -1,0 +1,244 @@
+"""Exports: the weights, the configuration, the dictionary and the tokenizer of a model in one file.
+
+``NAME.pt`` is read by ``torch.load(path, weights_only=True)``::
+
+    smlp_export   1, the format
+    arch          name of the architecture
+    settings      every field of smlp.config.ModelConfig and MoEConfig, resolved: Decoder(unflatten(settings))
+    num_updates   of the training
+    cfg           the configuration of the training run, as fairseq keeps it
+    weights       by name: the decoder's state dict
+    files         dict.txt and, if there is one, sentencepiece.model: bytes as uint8 tensors
+
+``NAME.safetensors`` holds the weights under their names, the files as ``files/NAME``, and the rest as JSON in the
+metadata entry ``smlp``; the entry ``sha256`` is of the file with 64 zeros in the place of that entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+import torch
+
+from smlp.checkpoint.lazy import FileVersion, LazyTensor, StoredTensor, as_bytes
+from smlp.checkpoint.torch_file import write_torch_file
+from smlp.config import ModelConfig, flatten
+from smlp.errors import UserError
+from smlp.presets import FROM_TASK
+
+FORMAT_KEY = "smlp_export"
+FORMAT = 1
+#: of the decoder's names in the ``model`` of a fairseq checkpoint
+PREFIX = "decoder.core."
+_FILES = "files/"
+_HEADER = struct.Struct("<Q")
+_NO_DIGEST = "0" * 64
+_SAFETENSORS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _SAFETENSORS.items()}
+
+
+def export_of(
+    state: Mapping[str, Any], config: ModelConfig, num_updates: int, files: Mapping[str, LazyTensor]
+) -> dict[str, Any]:
+    """What an export holds.
+
+    Args:
+        state: of a checkpoint, with ``cfg`` and all of ``model``.
+        config: of the model.
+        num_updates: of the training.
+        files: by name.
+    """
+    settings, cfg = flatten(config), state["cfg"]
+    # The options of the training run, with what they left to the architecture filled in: presets may change.
+    resolved = {name: value for name, value in settings.items() if name not in FROM_TASK}
+    return {
+        FORMAT_KEY: FORMAT,
+        "arch": cfg["model"].get("_name"),
+        "settings": settings,
+        "num_updates": num_updates,
+        "cfg": {**cfg, "model": {**cfg["model"], **resolved}},
+        "weights": {name.removeprefix(PREFIX): tensor for name, tensor in state["model"].items()},
+        "files": dict(files),
+    }
+
+
+def write_export(file: BinaryIO, export: Mapping[str, Any], as_safetensors: bool) -> None:
+    """Writes an export, piece by piece, to a file that can seek."""
+    if not as_safetensors:
+        write_torch_file(file, export)
+        return
+    tensors = {**export["weights"], **{_FILES + name: tensor for name, tensor in export["files"].items()}}
+    # wide types first, so that all are aligned
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    facts = {key: value for key, value in export.items() if key not in ("weights", "files")}
+    table: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        tensor, begin = tensors[name], end
+        end += tensor.num_bytes
+        table[name] = {
+            "dtype": _SAFETENSORS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+
+    metadata = {"format": "pt", "smlp": json.dumps(facts), "sha256": _NO_DIGEST}
+    header = json.dumps({"__metadata__": metadata, **table}).encode()
+    header += b" " * (-len(header) % 8)
+    start = _HEADER.pack(len(header)) + header
+    digest = hashlib.sha256(start)
+    file.write(start)
+    for name in names:
+        for piece in tensors[name].pieces():
+            file.write(as_bytes(piece))
+            digest.update(as_bytes(piece))
+    file.seek(0)
+    file.write(_with_digest(start, _NO_DIGEST, digest.hexdigest()))
+
+
+def _with_digest(start: bytes, old: str, new: str) -> bytes:
+    """The beginning of a safetensors file with another digest in the place of its own."""
+    return start.replace(f'"sha256": "{old}"'.encode(), f'"sha256": "{new}"'.encode())
+
+
+def digest_problem(path: str | Path) -> str | None:
+    """The sentence for a safetensors file that has changed since it was written; else None.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    header, begin = safetensors_header(path)
+    wanted = str(header.get("__metadata__", {}).get("sha256"))
+    with open(path, "rb") as file:
+        digest = hashlib.sha256(_with_digest(file.read(begin), wanted, _NO_DIGEST))
+        while block := file.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() == wanted:
+        return None
+    return f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, its header says {wanted}"
+
+
+def is_export(content: Any) -> bool:
+    """Whether the content of a file is an export."""
+    return isinstance(content, Mapping) and FORMAT_KEY in content
+
+
+def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state of a checkpoint without an optimizer, and the files, from the content of an export.
+
+    Raises:
+        UserError: it was written by a newer version, or is damaged.
+    """
+    if content[FORMAT_KEY] != FORMAT:
+        raise UserError(f"{path} is an export in format {content[FORMAT_KEY]}, known is {FORMAT}")
+    try:
+        cfg = content["cfg"]
+        history = new_history(cfg, content["num_updates"])
+        model = {PREFIX + name: tensor for name, tensor in content["weights"].items()}
+        files = dict(content["files"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is a damaged export ({type(error).__name__}: {error})") from error
+    return new_state(cfg, model, [history]), files
+
+
+def new_state(cfg: Mapping[str, Any], model: Mapping[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
+    """A checkpoint of fairseq to begin a run with: at the beginning of the data, and without an optimizer."""
+    return {
+        "args": None,
+        "cfg": cfg,
+        "model": model,
+        "criterion": None,
+        "optimizer_history": history,
+        "task_state": {},
+        "extra_state": {
+            "train_iterator": {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True},
+        },
+    }
+
+
+def new_history(cfg: Mapping[str, Any], num_updates: int) -> dict[str, Any]:
+    """What fairseq wants to know of an optimizer of which there is no state."""
+    return {
+        "criterion_name": (cfg.get("criterion") or {}).get("_name"),
+        "optimizer_name": (cfg.get("optimizer") or {}).get("_name"),
+        "lr_scheduler_state": {},
+        "num_updates": num_updates,
+    }
+
+
+def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same from a ``.safetensors`` file, with lazy tensors.
+
+    Raises:
+        UserError: it is damaged or no export, or the library is missing.
+    """
+    header, start = safetensors_header(path)
+    metadata = header.pop("__metadata__", {})
+    if "smlp" not in metadata:
+        raise UserError(f"{path} is no export of smlp: its metadata have no entry 'smlp'")
+    version = FileVersion.of(path)
+    try:
+        tensors = {
+            name: StoredTensor(
+                version, start + entry["data_offsets"][0], _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            )
+            for name, entry in header.items()
+        }
+        content = json.loads(metadata["smlp"])
+        content |= {
+            "weights": {name: tensor for name, tensor in tensors.items() if not name.startswith(_FILES)},
+            "files": {name.removeprefix(_FILES): t for name, t in tensors.items() if name.startswith(_FILES)},
+        }
+        return read_export(content, path)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is a damaged export ({type(error).__name__}: {error})") from error
+
+
+def safetensors_header(path: str | Path) -> tuple[dict[str, Any], int]:
+    """The header of a ``.safetensors`` file, and where the tensors begin.
+
+    Raises:
+        UserError: it is damaged, or the library, which checks it, is missing.
+    """
+    safetensors = safetensors_library()
+    try:
+        with safetensors.safe_open(path, "pt"):
+            pass
+    except (safetensors.SafetensorError, OSError) as error:
+        size = Path(path).stat().st_size
+        raise UserError(f"{path} ({size:,} bytes) is truncated or is no safetensors file ({error})") from error
+    with open(path, "rb") as file:
+        (length,) = _HEADER.unpack(file.read(_HEADER.size))
+        return json.loads(file.read(length)), _HEADER.size + length
+
+
+def safetensors_library() -> ModuleType:
+    """The package.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import safetensors
+    except ImportError:
+        raise UserError("a .safetensors file needs the package safetensors: pip install 'smlp[export]'") from None
+    return safetensors

@@ -1,0 +1,98 @@
+"""What a checkpoint says about the files that hold its experts; see :mod:`smlp.checkpoint.parts`."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from smlp.errors import UserError
+
+#: of the index in a checkpoint
+INDEX_KEY = "smlp_experts"
+#: beside the checkpoints
+PARTS_FOLDER = "experts"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of experts."""
+
+    #: relative to the folder of the checkpoint
+    file: str
+    expert_ids: tuple[int, ...]
+    num_bytes: int
+    sha256: str
+
+    def experts(self) -> str:
+        """Which ones, in words."""
+        return id_range(self.expert_ids)
+
+
+@dataclass(frozen=True)
+class ExpertIndex:
+    """What a checkpoint says about its experts."""
+
+    token: str
+    num_experts: int
+    #: W and P of the run that wrote it; any other can read it
+    world_size: int
+    group_size: int
+    parts: tuple[Part, ...]
+    #: by key: shape of one expert's tensor, and dtype such as "float32"
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    #: parameter's position in the optimizer's state, by name
+    positions: Mapping[str, int]
+
+    def to_plain(self) -> dict[str, Any]:
+        """As a dictionary of plain values."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], path: str | Path) -> ExpertIndex:
+        """The inverse of :meth:`to_plain`.
+
+        Raises:
+            UserError: it was written by a newer version, is damaged, or parts do not hold every expert once.
+        """
+        values = dict(plain)
+        if values.pop("format", None) != FORMAT:
+            raise UserError(f"{path} has an index of experts in format {plain.get('format')}, known is {FORMAT}")
+        try:
+            parts = tuple(Part(**{**part, "expert_ids": tuple(part["expert_ids"])}) for part in values.pop("parts"))
+            tensors = {key: (tuple(shape), dtype) for key, (shape, dtype) in values.pop("tensors").items()}
+            index = cls(parts=parts, tensors=tensors, **values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"the index of experts in {path} is damaged ({type(error).__name__}: {error})") from error
+        held = sorted(itertools.chain.from_iterable(part.expert_ids for part in parts))
+        if held != list(range(index.num_experts)):
+            raise UserError(f"the index of {path} lists experts {held} where there are {index.num_experts}")
+        return index
+
+
+def new_token() -> str:
+    """Random, for a state that is about to be saved."""
+    return secrets.token_hex(4)
+
+
+def part_file(num_updates: int, token: str, expert_ids: Sequence[int]) -> str:
+    """Where experts of a state are written, relative to the folder of the checkpoint."""
+    return f"{PARTS_FOLDER}/update_{num_updates}_{token}/experts_{expert_ids[0]}-{expert_ids[-1]}.pt"
+
+
+def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes of one expert's tensors and dtypes, for the index."""
+    return {key: (tuple(t.shape[1:]), str(t.dtype).removeprefix("torch.")) for key, t in tensors.items()}
+
+
+def id_range(expert_ids: Sequence[int]) -> str:
+    """Expert ids in words."""
+    if not expert_ids:
+        return "none"
+    return f"{expert_ids[0]} to {expert_ids[-1]}" if len(expert_ids) > 1 else str(expert_ids[0])

@@ -1,0 +1,229 @@
+"""Tensors that are read piece by piece, so that what is done with checkpoints takes little memory whatever their size.
+
+A lazy tensor knows its shape and dtype, and reads any run of its elements, in the order in which they lie in memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from smlp.errors import UserError
+
+#: bytes held in memory at a time, of each tensor that a piece is computed from
+PIECE_BYTES = 1 << 20
+
+
+class LazyTensor(ABC):
+    """A contiguous tensor that is somewhere else."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory."""
+        return self.numel * self.dtype.itemsize
+
+    def size(self, dim: int) -> int:
+        """Length of an axis."""
+        return self.shape[dim]
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of the flattened tensor, (stop - start,)."""
+
+    def pieces(self) -> Iterator[Tensor]:
+        """All elements in order, some at a time, (n,) each."""
+        step = PIECE_BYTES // self.dtype.itemsize
+        for start in range(0, self.numel, step):
+            yield self.read(start, min(start + step, self.numel))
+
+    def load(self) -> Tensor:
+        """The tensor in memory."""
+        return self.read(0, self.numel).view(self.shape)
+
+
+class HeldTensor(LazyTensor):
+    """A tensor in memory, on any device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self._flat = tensor.detach().reshape(-1)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._flat[start:stop].contiguous().cpu()
+
+
+@dataclass(frozen=True)
+class FileVersion:
+    """A file as it was when it was opened: other content under the same name is noticed, not mixed in."""
+
+    path: Path
+    stamp: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, path: str | Path) -> FileVersion:
+        """The present one."""
+        return cls(Path(path), _stamp(os.stat(path)))
+
+    def read_into(self, target: Tensor, offset: int) -> None:
+        """Fills a tensor with the bytes of the file from ``offset`` on.
+
+        Raises:
+            UserError: the file has changed, or cannot be read.
+        """
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                unchanged = _stamp(os.fstat(file.fileno())) == self.stamp
+                file.seek(offset)
+                rest = memoryview(as_bytes(target))
+                while unchanged and rest:
+                    count = file.readinto(rest)
+                    if not count:
+                        break
+                    rest = rest[count:]
+                problem = None if unchanged and not rest else "it has changed since it was opened"
+        except OSError as error:
+            problem = error.strerror
+        if problem is not None:
+            raise UserError(f"cannot read {self.path}: {problem}")
+
+
+def _stamp(stat: os.stat_result) -> tuple[int, int, int]:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True)
+class StoredTensor(LazyTensor):
+    """A contiguous tensor in a file."""
+
+    version: FileVersion
+    #: of the first byte in the file
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        elements = torch.empty(stop - start, dtype=self.dtype)
+        self.version.read_into(elements, self.offset + start * self.dtype.itemsize)
+        return elements
+
+
+class SplicedTensor(LazyTensor):
+    """Runs of elements of other tensors, one after the other.
+
+    Args:
+        shape: of the whole.
+        runs: source, first element and number of elements; all of one dtype.
+    """
+
+    def __init__(self, shape: Sequence[int], runs: Iterable[tuple[LazyTensor, int, int]]) -> None:
+        self.shape = tuple(shape)
+        self._runs = [run for run in runs if run[2] > 0]
+        self._ends = list(itertools.accumulate(length for _, _, length in self._runs))
+        dtypes = {source.dtype for source, _, _ in self._runs}
+        assert len(dtypes) == 1 and self._ends[-1] == self.numel
+        (self.dtype,) = dtypes
+
+    def read(self, start: int, stop: int) -> Tensor:
+        pieces = [torch.empty(0, dtype=self.dtype)]
+        for number in range(bisect.bisect_right(self._ends, start), len(self._runs)):
+            source, first, length = self._runs[number]
+            begin = self._ends[number] - length
+            if begin >= stop:
+                break
+            low, high = max(start, begin), min(stop, begin + length)
+            pieces.append(source.read(first + low - begin, first + high - begin))
+        return pieces[-1] if len(pieces) == 2 else torch.cat(pieces)
+
+
+class ComputedTensor(LazyTensor):
+    """A function, element by element, of tensors of one shape.
+
+    Args:
+        sources: at least one.
+        function: of an iterator over as many elements of each, (n,), to (n,).
+    """
+
+    def __init__(self, sources: Sequence[LazyTensor], function: Callable[[Iterator[Tensor]], Tensor]) -> None:
+        self.shape, self.dtype = sources[0].shape, sources[0].dtype
+        self._sources, self._function = sources, function
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._function(source.read(start, stop) for source in self._sources).to(self.dtype)
+
+
+class MadeTensor(LazyTensor):
+    """A tensor that is made when it is first read.
+
+    Args:
+        shape, dtype: of the tensor.
+        make: makes it; called for each piece, so it should remember the last result if that is expensive.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
+        self.shape, self.dtype, self._make = tuple(shape), dtype, make
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._make().reshape(-1)[start:stop].to(self.dtype)
+
+
+def rows_of(source: LazyTensor, rows: Sequence[int]) -> SplicedTensor:
+    """Rows (e, ...) of a tensor (E, ...)."""
+    length = source.numel // source.shape[0]
+    return SplicedTensor((len(rows), *source.shape[1:]), ((source, row * length, length) for row in rows))
+
+
+def joined_rows(places: Sequence[tuple[LazyTensor, int]]) -> SplicedTensor:
+    """Rows of several tensors, each named by tensor and row, as one tensor."""
+    shape = places[0][0].shape[1:]
+    length = math.prod(shape)
+    return SplicedTensor((len(places), *shape), ((source, row * length, length) for source, row in places))
+
+
+def repeated(source: LazyTensor, count: int) -> SplicedTensor:
+    """A tensor (...) as ``count`` equal rows, (count, ...)."""
+    return SplicedTensor((count, *source.shape), ((source, 0, source.numel) for _ in range(count)))
+
+
+def scaled(source: LazyTensor, factor: float) -> LazyTensor:
+    """A tensor times a number."""
+    return source if factor == 1 else ComputedTensor([source], lambda elements: next(elements) * factor)
+
+
+def mean(sources: Sequence[LazyTensor]) -> ComputedTensor:
+    """The mean of floating-point tensors, summed in float64."""
+
+    def of_elements(elements: Iterator[Tensor]) -> Tensor:
+        total = next(elements).double()
+        for other in elements:
+            total += other
+        return total / len(sources)
+
+    return ComputedTensor(sources, of_elements)
+
+
+def are_equal(first: LazyTensor, second: LazyTensor) -> bool:
+    """Whether two tensors have the same shape, dtype and content."""
+    same_kind = (first.shape, first.dtype) == (second.shape, second.dtype)
+    return same_kind and all(torch.equal(a, b) for a, b in zip(first.pieces(), second.pieces(), strict=True))

@@ -1,0 +1,139 @@
+"""The dictionary and the tokenizer of a checkpoint: beside it, with its data, or inside an export."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from smlp.checkpoint.files import write_whole
+from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes
+from smlp.checkpoint.opened import Checkpoint
+from smlp.errors import UserError
+from smlp.tokenizer import Tokenizer, Vocabulary
+
+DICTIONARY, TOKENIZER = "dict.txt", "sentencepiece.model"
+
+
+def find_files(
+    path: str | Path,
+    data: str | None,
+    dictionary: str | Path | None = None,
+    sentencepiece_model: str | Path | None = None,
+) -> tuple[Path, Path | None]:
+    """The dictionary and, if there is one, the SentencePiece model of a checkpoint.
+
+    They are looked for beside the checkpoint and then in its data directory, the latter also beside a dictionary that
+    is named.
+
+    Args:
+        path: of the checkpoint.
+        data: directories that it was trained on, joined by ":".
+        dictionary, sentencepiece_model: places to look at instead.
+
+    Raises:
+        UserError: there is no dictionary.
+    """
+    folders = [Path(path).parent, *(Path(folder) for folder in str(data or "").split(":") if folder)]
+    dictionary = dictionary or _find(DICTIONARY, folders)
+    if dictionary is None:
+        raise UserError(f"no {DICTIONARY} beside {path} or in {data}: name it with --dict")
+    sentencepiece_model = sentencepiece_model or _find(TOKENIZER, [Path(dictionary).parent, *folders])
+    return Path(dictionary), sentencepiece_model and Path(sentencepiece_model)
+
+
+def _find(name: str, folders: Sequence[Path]) -> Path | None:
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def tokenizer_of(
+    checkpoint: Checkpoint, dictionary: str | Path | None = None, sentencepiece_model: str | Path | None = None
+) -> Tokenizer:
+    """The tokenizer of a checkpoint, from the files named, those in it if it is an export, or those found.
+
+    Raises:
+        UserError: there is no dictionary, it is of another size than the model's, or one of them cannot be read.
+    """
+    if checkpoint.is_export and dictionary is None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, tensor in checkpoint.files.items():
+                (Path(folder) / name).write_bytes(_to_bytes(tensor))
+            found = Path(folder) / TOKENIZER if TOKENIZER in checkpoint.files else None
+            try:
+                return _read(Path(folder) / DICTIONARY, sentencepiece_model or found, checkpoint)
+            except UserError as error:
+                raise UserError(f"in {checkpoint.path}: {str(error).replace(f'{folder}/', '')}") from error
+    return _read(*_find_for(checkpoint, dictionary, sentencepiece_model), checkpoint)
+
+
+def _find_for(
+    checkpoint: Checkpoint, dictionary: str | Path | None, sentencepiece_model: str | Path | None
+) -> tuple[Path, Path | None]:
+    data = (checkpoint.state["cfg"].get("task") or {}).get("data")
+    return find_files(checkpoint.path, data, dictionary, sentencepiece_model)
+
+
+def _read(dictionary: Path, sentencepiece_model: str | Path | None, checkpoint: Checkpoint) -> Tokenizer:
+    vocabulary, num_rows = Vocabulary.load(dictionary), checkpoint.config.vocab_size
+    if len(vocabulary) != num_rows:
+        raise UserError(
+            f"dictionary {dictionary} has {len(vocabulary)} symbols but checkpoint {checkpoint.path} was trained with "
+            f"{num_rows}"
+        )
+    return Tokenizer(vocabulary, sentencepiece_model)
+
+
+def text_files(
+    checkpoint: Checkpoint, dictionary: str | Path | None = None, sentencepiece_model: str | Path | None = None
+) -> dict[str, LazyTensor]:
+    """What an export of a checkpoint holds: dictionary and tokenizer, by file name; arguments as above.
+
+    Raises:
+        UserError: as above.
+    """
+    tokenizer_of(checkpoint, dictionary, sentencepiece_model)
+    files = dict(checkpoint.files)
+    if dictionary is not None or not checkpoint.is_export:
+        dictionary, sentencepiece_model = _find_for(checkpoint, dictionary, sentencepiece_model)
+        files[DICTIONARY] = _bytes_of(dictionary)
+    if sentencepiece_model is not None:
+        files[TOKENIZER] = _bytes_of(Path(sentencepiece_model))
+    return files
+
+
+def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
+    """Refuses a folder that has another dictionary or tokenizer than these.
+
+    Raises:
+        UserError: the message names the file.
+    """
+    for name, tensor in files.items():
+        if (folder / name).exists() and (folder / name).read_bytes() != _to_bytes(tensor):
+            raise UserError(f"{folder / name} is another one than that of the export: write to another folder")
+
+
+def write_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
+    """Writes the dictionary and the tokenizer of an export to a folder, beside what became of it."""
+    for name, tensor in files.items():
+        if not (folder / name).exists():
+            data = _to_bytes(tensor)
+            write_whole(folder / name, lambda file, data=data: file.write(data))
+
+
+def _bytes_of(path: Path) -> HeldTensor:
+    """The content of a file, (n,) uint8.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        data = bytearray(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return HeldTensor(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
+
+
+def _to_bytes(tensor: LazyTensor | torch.Tensor) -> bytes:
+    return bytes(as_bytes(tensor.load() if isinstance(tensor, LazyTensor) else tensor.contiguous()))

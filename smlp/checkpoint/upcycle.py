@@ -1,0 +1,247 @@
+"""Sparse upcycling: a dense checkpoint becomes a sparse model that computes the same (Komatsuzaki et al., 2022).
+
+Two ways, by what the sparse blocks are:
+
+copy   ``sparse_block=transformer``. Some blocks of the dense model become sparse: every expert is a copy of the
+       block's feed-forward network. A router multiplies what an expert returns by a gate; for the sum to stay the
+       same, the experts' last layer is multiplied by the inverse, and the router starts so small that the gate is
+       the same number for every token:
+
+           hash     no gate: copies as they are
+           gshard   the gates of the two experts add up to one: copies as they are, an ordinary router
+           switch   softmax, 1/E: last layer times E, router as small as ``router_scale``
+           base     sigmoid, 1/2: last layer times 2, centroids as small as ``router_scale``; each expert gets a copy
+                    of the layer norm too
+
+grow   ``sparse_block=smlp`` or ``gmlp_moe``. The paper's sparse blocks have no dense counterpart, so the model gets
+       them in addition to its own blocks, with the initial values of a new model, but with nothing to add to the
+       residual stream: spatial weights and biases of the sMoE, and the last layer of the experts, are zero.
+
+Equal experts become different because each is given other tokens; the small router's directions see to that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smlp.checkpoint.export import PREFIX, new_history, new_state
+from smlp.checkpoint.lazy import HeldTensor, LazyTensor, MadeTensor, repeated, scaled
+from smlp.checkpoint.opened import Checkpoint
+from smlp.config import ModelConfig, flatten, unflatten
+from smlp.errors import UserError
+from smlp.moe.routers.hashed import balanced_table, random_table
+from smlp.nn.blocks import sparse_block
+from smlp.nn.decoder import Decoder
+from smlp.presets import FROM_TASK, preset
+
+#: small enough that a gate in float32 or float64 is exactly that of a zero router, large enough for bfloat16 to hold
+TINY = 1e-20
+#: the smallest number above zero in float16
+TINY_FP16 = 2.0**-24
+
+# Settings that the dense model brings along; the others are the new architecture's.
+_FROM_DENSE = (
+    *FROM_TASK,
+    *("embed_dim", "ffn_dim", "dense_block", "num_heads", "positions", "activation", "dropout"),
+    *("checkpoint_activations", "embed_init_std", "spatial_init_scale"),
+)
+_GROWN = ("smlp", "gmlp_moe")
+# In a new sparse block, what is zero so that the block adds nothing.
+_SILENT = ("feature_moe.experts.weight", "feature_moe.experts.bias", "experts.w2", "experts.b2", "w_out", "b_out")
+
+
+def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of the sparse model.
+
+    Args:
+        dense: the checkpoint.
+        arch: of the sparse model; sizes are the dense model's.
+        overrides: settings by name: of the experts and their router, and numbers of layers.
+
+    Raises:
+        UserError: the dense model cannot become such a model with equal outputs; the message gives the numbers.
+    """
+    own, goal = dense.config, preset(arch)
+    if own.num_sparse_layers:
+        raise UserError(f"{dense.path} ({dense.arch}) has {own.num_sparse_layers} sparse blocks already")
+    if not goal.num_sparse_layers:
+        raise UserError(f"--arch {arch} has no sparse blocks")
+    if own.dense_block != goal.dense_block:
+        raise UserError(
+            f"the blocks of {dense.path} ({dense.arch}) are {own.dense_block} blocks, those of {arch} are "
+            f"{goal.dense_block} blocks"
+        )
+    numbers = _layer_numbers(dense, arch, goal, overrides)
+    kept = {name: value for name, value in flatten(own).items() if name in _FROM_DENSE}
+    return unflatten({**flatten(goal), **kept, **overrides, **numbers})
+
+
+def _layer_numbers(dense: Checkpoint, arch: str, goal: ModelConfig, overrides: Mapping[str, Any]) -> dict[str, int]:
+    """How many blocks are to be dense and sparse: as the overrides say, as the architecture does, or what is left."""
+    total, names = dense.config.num_layers, ("num_dense_layers", "num_sparse_layers")
+    given = {name: overrides[name] for name in names if name in overrides}
+    grows = goal.sparse_block in _GROWN
+    if grows:
+        if given.setdefault("num_dense_layers", total) != total:
+            raise UserError(
+                f"{arch} has blocks that no dense model has: all {total} blocks of {dense.path} stay dense, "
+                f"num_dense_layers cannot be {given['num_dense_layers']}"
+            )
+    elif len(given) == 1:
+        ((name, number),) = given.items()
+        given[names[1 - names.index(name)]] = total - number
+    dense_ones, sparse_ones = (given.get(name, getattr(goal, name)) for name in names)
+    if not grows and (dense_ones < 0 or dense_ones + sparse_ones != total):
+        raise UserError(
+            f"{dense.path} has {total} blocks, {arch} would have {dense_ones} dense and {sparse_ones} sparse ones: "
+            f"give --num-dense-layers and --num-sparse-layers that add up to {total}"
+        )
+    if sparse_ones < 1:
+        raise UserError(f"num_sparse_layers is {sparse_ones}: at least one block must be sparse")
+    return dict(zip(names, (dense_ones, sparse_ones), strict=True))
+
+
+def upcycled(
+    dense: Checkpoint,
+    arch: str,
+    overrides: Mapping[str, Any],
+    router_scale: float | None = None,
+    seed: int = 1,
+    frequencies_V: Tensor | None = None,
+) -> Checkpoint:
+    """A checkpoint of a sparse model that computes what the dense one does; without an optimizer, at update 0.
+
+    Args:
+        dense: the checkpoint.
+        arch, overrides: see :func:`target_config`.
+        router_scale: size of the first weights of Switch's gate and BASE's centroids; by default :data:`TINY`, or
+            :data:`TINY_FP16` for a checkpoint of fp16 training, in which smaller numbers are zero.
+        seed: of the new weights.
+        frequencies_V: how often each token occurs in the training data, (V,), for ``hash_kind=balanced``.
+
+    Raises:
+        UserError: it cannot be done; see :func:`target_config`.
+    """
+    config = target_config(dense, arch, overrides)
+    if config.moe.router == "hash" and config.moe.hash_kind == "balanced" and frequencies_V is None:
+        raise UserError("hash_kind=balanced needs the training data: give --data")
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
+    making = _Making(dense, config, shapes, router_scale, seed, frequencies_V)
+    model = {PREFIX + name: making.tensor(name) for name in shapes}
+    assert all(model[PREFIX + name].shape == shape for name, shape in shapes.items())
+    own = {name: value for name, value in flatten(config).items() if name not in FROM_TASK}
+    cfg = dense.state["cfg"]
+    cfg = {**cfg, "model": {**cfg["model"], **own, "_name": arch}}
+    state = new_state(cfg, model, [new_history(cfg, 0)])
+    return Checkpoint(dense.path, state, config, files=dense.files, is_export=dense.is_export)
+
+
+def training_arguments(checkpoint: Checkpoint) -> list[str]:
+    """Options of ``fairseq-train`` for the model of a checkpoint: the architecture and what differs from its preset."""
+    own, base = flatten(checkpoint.config), flatten(preset(checkpoint.arch))
+    words = ["--arch", checkpoint.arch]
+    for name, value in own.items():
+        if name not in FROM_TASK and value != base[name]:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    options = checkpoint.state["cfg"]["model"]
+    words += ["--tokens-per-sample", str(options["tokens_per_sample"])]
+    return [*words, "--add-bos-token"] if options.get("add_bos_token") else words
+
+
+class _Making:
+    """Makes the tensors of the sparse model, by its names."""
+
+    def __init__(
+        self,
+        dense: Checkpoint,
+        config: ModelConfig,
+        shapes: Mapping[str, tuple[int, ...]],
+        router_scale: float | None,
+        seed: int,
+        frequencies_V: Tensor | None,
+    ) -> None:
+        self.config, self.shapes, self.seed, self.frequencies_V = config, shapes, seed, frequencies_V
+        self.weights = {name.removeprefix(PREFIX): tensor for name, tensor in dense.state["model"].items()}
+        self.dtype = self.weights["embedding.weight"].dtype
+        if router_scale is None:
+            common = dense.state["cfg"].get("common") or {}
+            in_fp16 = self.dtype == torch.float16 or common.get("fp16")
+            router_scale = TINY_FP16 if in_fp16 else TINY
+        self.router_scale = router_scale
+        self.sparse = set(config.sparse_layer_indices())
+        self.grows = config.sparse_block in _GROWN
+        # where the block of the dense model is that becomes, or stays, the block at an index
+        kept = [index for index in range(config.num_layers) if not (self.grows and index in self.sparse)]
+        self.source = {index: number for number, index in enumerate(kept)}
+
+    def tensor(self, name: str) -> LazyTensor:
+        if not name.startswith("blocks."):
+            return self.weights[name]
+        _, number, rest = name.split(".", 2)
+        index = int(number)
+        if index not in self.sparse:
+            return self.weights[f"blocks.{self.source[index]}.{rest}"]
+        if self.grows:
+            return self._of_new_block(index, rest)
+        return self._of_copied_block(index, rest)
+
+    def _of_copied_block(self, index: int, name: str) -> LazyTensor:
+        moe, prefix = self.config.moe, f"blocks.{self.source[index]}."
+        copies = {
+            "token_moe.experts.norm_weight": ("norm.weight", 1),
+            "token_moe.experts.norm_bias": ("norm.bias", 1),
+            "token_moe.experts.w1": ("feed_forward.fc1.weight", 1),
+            "token_moe.experts.b1": ("feed_forward.fc1.bias", 1),
+            "token_moe.experts.w2": ("feed_forward.fc2.weight", self._inverse_gate()),
+            "token_moe.experts.b2": ("feed_forward.fc2.bias", self._inverse_gate()),
+        }
+        if name in copies:
+            source, factor = copies[name]
+            return repeated(scaled(self.weights[prefix + source], factor), moe.num_experts)
+        if name.startswith("token_moe.router."):
+            return self._router(index, name)
+        return self.weights[prefix + name]
+
+    def _inverse_gate(self) -> int:
+        """One over what every token's gates add up to."""
+        return {"hash": 1, "gshard": 1, "switch": self.config.moe.num_experts, "base": 2}[self.config.moe.router]
+
+    def _router(self, index: int, name: str) -> LazyTensor:
+        moe, generator = self.config.moe, torch.Generator().manual_seed(self.seed + index)
+        if name.endswith(".table"):
+            return HeldTensor(self._table())
+        shape = (moe.num_experts, self.config.embed_dim)
+        if moe.router == "gshard":
+            weight = (2 * torch.rand(shape, generator=generator) - 1) * self.config.embed_dim**-0.5
+        else:
+            # signs times one number: what is small may be among the few numbers that float16 has there
+            signs = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1
+            weight = signs * self.router_scale
+        return HeldTensor(weight.to(self.dtype))
+
+    def _table(self) -> Tensor:
+        moe = self.config.moe
+        if moe.hash_kind == "balanced":
+            return balanced_table(self.frequencies_V, moe.num_experts)
+        return random_table(self.config.vocab_size, moe.num_experts, moe.hash_seed)
+
+    def _of_new_block(self, index: int, name: str) -> LazyTensor:
+        shape = self.shapes[f"blocks.{index}.{name}"]
+        if name.endswith(_SILENT):
+            return MadeTensor(shape, self.dtype, lambda: torch.zeros(shape))
+        if name.endswith(".table"):
+            return HeldTensor(self._table())
+        return MadeTensor(shape, self.dtype, lambda: self._new_block(index)[name])
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019  lives as long as what is made
+    def _new_block(self, index: int) -> dict[str, Tensor]:
+        """The first values of a sparse block of a new model; one block is held in memory at a time."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed + index)
+            return sparse_block(self.config, index).state_dict()

@@ -1,0 +1,226 @@
+"""``smlp checkpoint``: look at checkpoints, check them, and turn them into others."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+HELP = "look at checkpoints, check them, and turn them into others"
+EPILOG = """examples:
+  smlp checkpoint info checkpoints/checkpoint_last.pt
+  smlp checkpoint verify checkpoints/*.pt
+  smlp checkpoint merge checkpoints/checkpoint_best.pt -o best.pt
+  smlp checkpoint merge checkpoints/checkpoint_best.pt -o model.safetensors
+  smlp checkpoint split best.pt -o parts/best.pt --parts 8
+  smlp checkpoint average checkpoints --num-epoch-checkpoints 5 -o averaged.pt
+  smlp checkpoint upcycle dense/checkpoint_best.pt -o base.pt --arch base_lm --num-sparse-layers 12
+
+Whatever is read may be a checkpoint in one file, one whose experts are in parts, or an export; nothing that is read is
+changed. 'smlp checkpoint COMMAND --help' shows the options of each.
+exit status: 0 done, 1 not (then nothing is written).
+"""
+
+_COMMANDS = {
+    "info": "what is in a checkpoint",
+    "verify": "compare every byte with its checksum, and the tensors with the configuration",
+    "merge": "one file: to train on or evaluate with, or a self-contained export",
+    "split": "experts in parts, for any number of ranks; also of an export",
+    "average": "the mean of the weights of several checkpoints; no optimizer",
+    "upcycle": "a sparse model that computes what a dense one does",
+}
+_UPCYCLE = """copies of a block's feed-forward network become experts (hash, switch, gshard, base), or new sparse
+blocks that change nothing at first are added (smlp, gmlp_moe); sizes are those of the dense model. Go on with
+  fairseq-train ... --finetune-from-model OUT
+or --restore-file OUT --reset-optimizer --reset-lr-scheduler --reset-meters --reset-dataloader, and the options that
+this command prints."""
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Adds the subcommand, with subcommands of its own."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = subparsers.add_parser("checkpoint", help=HELP, description=HELP, epilog=EPILOG, formatter_class=raw)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
+    parsers = {
+        name: actions.add_parser(name, help=text, description=_UPCYCLE if name == "upcycle" else text)
+        for name, text in _COMMANDS.items()
+    }
+    parsers["upcycle"].formatter_class = raw
+    for name, parser_of in parsers.items():
+        paths = {"verify": "+", "average": "+"}.get(name)
+        what = "checkpoints" + (", or one folder of them" if name == "average" else "") if paths else "checkpoint"
+        parser_of.add_argument("path", nargs=paths, metavar="PATH", help=what)
+        if name not in ("info", "verify"):
+            parser_of.add_argument("-o", "--output", required=True, metavar="OUT", help="file to write")
+            parser_of.add_argument("--force", action="store_true", help="write over OUT if it exists")
+    parsers["info"].add_argument("--json", metavar="FILE", help="also write the facts here")
+    merge, split, average = (parsers[name] for name in ("merge", "split", "average"))
+    for one in (merge, split):
+        one.add_argument("--no-optimizer", action="store_true", help="leave out the optimizer's state")
+    merge.add_argument(
+        "--export",
+        action="store_true",
+        help="weights, configuration, dictionary and tokenizer only, which smlp.load_pretrained reads by itself; "
+        "always so for OUT.safetensors",
+    )
+    merge.add_argument("--dict", help="dict.txt for the export, if it is not found")
+    merge.add_argument("--sentencepiece-model", help="SentencePiece model for the export, if it is not found")
+    split.add_argument("--parts", type=int, required=True, metavar="P", help="files to split the experts into")
+    newest = average.add_mutually_exclusive_group()
+    newest.add_argument("--num-epoch-checkpoints", type=int, metavar="N", help="of a folder, the last N checkpointE.pt")
+    newest.add_argument(
+        "--num-update-checkpoints", type=int, metavar="N", help="of a folder, the last N checkpoint_E_U.pt"
+    )
+    average.add_argument("--checkpoint-upper-bound", type=int, metavar="N", help="none after this epoch or update")
+    _add_upcycling(parsers["upcycle"])
+    return parser
+
+
+def _add_upcycling(parser: argparse.ArgumentParser) -> None:
+    from smlp.config import SETTINGS
+
+    parser.add_argument("--arch", required=True, help="architecture of the sparse model")
+    parser.add_argument("--router-scale", type=float, metavar="S", help="size of the first weights of the router")
+    parser.add_argument("--seed", type=int, default=1, help="of what is new (default: %(default)s)")
+    parser.add_argument("--data", help="binarised training data, for --hash-kind balanced")
+    for name in _sparse_settings():
+        setting, flag = SETTINGS[name], "--" + name.replace("_", "-")
+        if setting.type == "bool":
+            parser.add_argument(flag, action="store_true", default=None, help=setting.metadata["help"])
+        else:
+            kind = {"int": int, "float": float}.get(setting.type, str)
+            parser.add_argument(flag, type=kind, help=setting.metadata["help"].replace("%", "%%"))
+
+
+def _sparse_settings() -> list[str]:
+    """Settings of the model that upcycling leaves open."""
+    import dataclasses
+
+    from smlp.config import MoEConfig
+
+    return [
+        *("num_dense_layers", "num_sparse_layers", "sparse_placement"),
+        *(setting.name for setting in dataclasses.fields(MoEConfig)),
+    ]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    return {
+        "info": _info,
+        "verify": _verify,
+        "merge": _merge,
+        "split": _split,
+        "average": _average,
+        "upcycle": _upcycle,
+    }[args.action](args)
+
+
+def _info(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.opened import open_checkpoint
+    from smlp.checkpoint.summary import as_text, summary
+    from smlp.cli.json_file import write_json
+
+    facts = summary(open_checkpoint(args.path))
+    print(as_text(facts))
+    if args.json:
+        write_json(args.json, facts)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.opened import open_checkpoint
+    from smlp.checkpoint.summary import summary
+    from smlp.checkpoint.verify import problems_of
+
+    failed = False
+    for path in args.path:
+        problems = problems_of(path)
+        for problem in problems:
+            print(f"smlp: error: {problem}", file=sys.stderr)
+        failed |= bool(problems)
+        if not problems:
+            facts = summary(open_checkpoint(path))
+            files = f"{len(facts['files'])} file{'s' if len(facts['files']) > 1 else ''}"
+            print(f"{path}: {files}, {facts['bytes']:,} bytes, whole; the tensors are those of its {facts['arch']}")
+    return 1 if failed else 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.output import check_target, write_exported, write_one_file
+    from smlp.checkpoint.verify import open_intact
+
+    target = check_target(args.output, [args.path], args.force)
+    checkpoint = open_intact(args.path)
+    if args.export or target.suffix == ".safetensors":
+        write_exported(checkpoint, target, args.dict, args.sentencepiece_model)
+        return _report(target)
+    if args.no_optimizer:
+        checkpoint.state.pop("last_optimizer_state", None)
+    write_one_file(checkpoint, target)
+    return _report(target)
+
+
+def _split(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.output import check_target, write_in_parts
+    from smlp.checkpoint.verify import open_intact
+
+    target = check_target(args.output, [args.path], args.force)
+    checkpoint = open_intact(args.path)
+    if args.no_optimizer:
+        checkpoint.state.pop("last_optimizer_state", None)
+    write_in_parts(checkpoint, target, args.parts)
+    return _report(target)
+
+
+def _average(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.average import averaged, last_checkpoints
+    from smlp.checkpoint.output import check_target, write_one_file
+    from smlp.checkpoint.verify import open_intact
+    from smlp.errors import UserError
+
+    paths = args.path
+    by_update = args.num_update_checkpoints is not None
+    count = args.num_update_checkpoints if by_update else args.num_epoch_checkpoints
+    if count is not None:
+        if len(paths) != 1:
+            raise UserError(f"the last checkpoints of one folder are averaged: name one, not {len(paths)}")
+        paths = last_checkpoints(paths[0], count, by_update, args.checkpoint_upper_bound)
+    elif args.checkpoint_upper_bound is not None:
+        raise UserError("--checkpoint-upper-bound is for --num-epoch-checkpoints and --num-update-checkpoints")
+    target = check_target(args.output, paths, args.force)
+    write_one_file(averaged([open_intact(path) for path in paths]), target)
+    print(f"mean of {', '.join(str(path) for path in paths)}")
+    return _report(target)
+
+
+def _upcycle(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.opened import open_checkpoint
+    from smlp.checkpoint.output import check_target, write_one_file
+    from smlp.checkpoint.upcycle import training_arguments, upcycled
+    from smlp.checkpoint.verify import open_intact
+    from smlp.evaluation.binarized import count_tokens
+
+    target = check_target(args.output, [args.path], args.force)
+    dense = open_intact(args.path)
+    overrides: dict[str, Any] = {name: getattr(args, name) for name in _sparse_settings()}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    frequencies_V = None
+    if args.data is not None:
+        import torch
+
+        frequencies_V = torch.from_numpy(count_tokens(Path(args.data) / "train", dense.config.vocab_size))
+    sparse = upcycled(dense, args.arch, overrides, args.router_scale, args.seed, frequencies_V)
+    write_one_file(sparse, target)
+    _report(target)
+    print(f"train it with --finetune-from-model {target} {' '.join(training_arguments(open_checkpoint(target)))}")
+    return 0
+
+
+def _report(target: Path) -> int:
+    from smlp.checkpoint.opened import open_checkpoint
+    from smlp.checkpoint.summary import as_text, summary
+
+    print(f"wrote {as_text(summary(open_checkpoint(target)))}")
+    return 0

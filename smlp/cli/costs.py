@@ -1,0 +1,282 @@
+"""``smlp costs``: where the time of an update goes, layer by layer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from smlp.accounting.profiled import Measured
+    from smlp.config import ModelConfig
+    from smlp.launch.ranks import Place
+    from smlp.parallel import ExpertLayout
+
+HELP = "where the time of an update goes: stages of the sparse layers and the rest, on one rank or several"
+EPILOG = """examples:
+  smlp costs --arch smlp_tiny
+  smlp costs --arch smlp_tiny --nproc 2 --overlap-chunks 2 --trace trace.json --json costs.json
+  torchrun --nproc-per-node 8 --no-python smlp costs --arch smlp --batch-size 2
+
+A model with random weights is trained on random tokens: some updates as they are, for the time of an update, and as
+many under torch's profiler, for the shares; all numbers are of rank 0 where nothing else is said. Stages of a sparse
+layer: gate (scores and auxiliary losses), assign (who goes where), permute (into the order of the experts and back),
+out and back (the all-to-all to the experts' ranks and back, waiting for a slower rank included), experts, skew (waiting
+for the other ranks to arrive at the layer). The backward pass of a stage is part of it. The optimizer is Adam;
+gradients are reduced after the backward pass. --nproc starts ranks on this machine; as one of several ranks of torchrun
+or srun the command finds the others by itself.
+The trace (with several ranks one each: trace.rank0.json, ...) opens in chrome://tracing and https://ui.perfetto.dev.
+"""
+
+#: the names of stages at the heads of columns
+_HEADS = {"assignment": "assign", "all-to-all out": "out", "all-to-all back": "back"}
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "costs", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", required=True, help="architecture")
+    parser.add_argument("--tokens", type=int, help="T, context to build it with (default: the architecture's)")
+    parser.add_argument("--experts", type=int, help="E to build it with (default: the architecture's)")
+    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences on each rank (default: %(default)s)")
+    parser.add_argument("--updates", type=int, default=5, help="updates to measure (default: %(default)s)")
+    parser.add_argument("--nproc", type=int, default=1, help="ranks to start on this machine (default: %(default)s)")
+    parser.add_argument("--expert-parallel-size", type=int, help="P, ranks that share the experts (default: most)")
+    parser.add_argument("--overlap-chunks", type=int, default=1, help="as in training (default: %(default)s, off)")
+    parser.add_argument("--checkpoint-activations", action="store_true", help="as in training")
+    parser.add_argument("--cpu", action="store_true", help="use no GPU")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="seconds that a rank waits for others (default: %(default)s)"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="also write a Chrome trace")
+    parser.add_argument("--json", metavar="FILE", help="also write the result here")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and, on rank 0, prints the tables; with ``--nproc``, starts the ranks that do."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its own starts and stops
+    from smlp.cli.local_ranks import _this_program
+    from smlp.errors import UserError
+    from smlp.launch.local import run_ranks
+    from smlp.launch.ranks import has_terminal, place_of
+    from smlp.parallel import ExpertLayout
+
+    config = _config(args)
+    place = place_of(os.environ, is_interactive=has_terminal())
+    if place is not None and args.nproc > 1:
+        raise UserError(f"--nproc {args.nproc}, but {place.launcher} started {place.world_size} ranks already")
+    num_ranks = args.nproc if place is None else place.world_size
+    # dense models have no experts to lay out
+    layout = ExpertLayout(
+        config.moe.num_experts if config.num_sparse_layers else 1,
+        num_ranks,
+        0 if place is None else place.rank,
+        args.expert_parallel_size,
+    )
+    device = _device(args, place)
+    if args.nproc > 1:
+        return run_ranks([*_this_program(), "costs", *_arguments_of_ranks(args)], args.nproc)
+    trace = _trace_file(args.trace, layout)
+    measured = _measure(args, config, place, device, trace)
+    if measured is not None:
+        _report(args, config, layout, device, measured)
+    return 0
+
+
+def _config(args: argparse.Namespace) -> ModelConfig:
+    """The model that is asked for.
+
+    Raises:
+        UserError: it cannot be built, or another option is out of range.
+    """
+    from smlp.errors import UserError
+    from smlp.presets import preset
+
+    for name in ("batch_size", "updates", "nproc", "timeout"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    for name in ("trace", "json"):
+        path = getattr(args, name)
+        if path and not os.access(folder := Path(path).resolve().parent, os.W_OK):
+            raise UserError(f"cannot write --{name} {path}: {folder} is not a folder that can be written to")
+    given = {"max_tokens": args.tokens, "num_experts": args.experts}
+    config = preset(
+        args.arch,
+        **{name: value for name, value in given.items() if value is not None},
+        overlap_chunks=args.overlap_chunks,
+        checkpoint_activations=args.checkpoint_activations,
+    )
+    for name in ("experts", "expert_parallel_size"):
+        if getattr(args, name) is not None and not config.num_sparse_layers:
+            raise UserError(f"--{name.replace('_', '-')} means nothing for {args.arch}, which has no sparse blocks")
+    if config.prefix_tokens + 2 > config.max_tokens:
+        raise UserError(f"a context of {config.max_tokens} tokens leaves none to predict: give more --tokens")
+    return config
+
+
+def _device(args: argparse.Namespace, place: Place | None) -> torch.device:
+    """Where this rank computes.
+
+    Raises:
+        UserError: there are GPUs, but not one for each rank.
+    """
+    import torch
+
+    from smlp.errors import UserError
+    from smlp.launch.ranks import device_index
+
+    visible = 0 if args.cpu else torch.cuda.device_count()
+    if visible == 0:
+        return torch.device("cpu")
+    if visible < args.nproc:
+        raise UserError(f"--nproc {args.nproc} on a machine with {visible} visible GPU(s): give fewer, or --cpu")
+    return torch.device("cuda", 0 if place is None else device_index(place, visible))
+
+
+def _arguments_of_ranks(args: argparse.Namespace) -> list[str]:
+    """The options without ``--nproc``."""
+    words = []
+    for name, value in vars(args).items():
+        if name not in ("command", "nproc") and value not in (None, False):
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+def _trace_file(trace: str | None, layout: ExpertLayout) -> Path | None:
+    """Where a rank's trace goes: with several, trace.json is trace.rank0.json for the first."""
+    if trace is None:
+        return None
+    path = Path(trace)
+    return path if layout.world_size == 1 else path.with_suffix(f".rank{layout.rank}{path.suffix}")
+
+
+def _measure(
+    args: argparse.Namespace, config: ModelConfig, place: Place | None, device: torch.device, trace: Path | None
+) -> list[Measured] | None:
+    """What every rank saw, on rank 0; None on the others."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from smlp.accounting.profiled import measure
+    from smlp.errors import UserError
+    from smlp.parallel import connect
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    num_experts = config.moe.num_experts if config.num_sparse_layers else 1
+    if place is None:
+        return [measure(config, connect(num_experts), args.batch_size, args.updates, device, trace)]
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=place.init_method,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=args.timeout),
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"rank {place.rank} of {place.world_size} does not reach the others: {reason}") from None
+    try:
+        ranks = connect(num_experts, args.expert_parallel_size, timedelta(seconds=args.timeout))
+        own = measure(config, ranks, args.batch_size, args.updates, device, trace)
+        measured = [None] * place.world_size if place.rank == 0 else None
+        dist.gather_object(own, measured)
+        return measured
+    finally:
+        dist.destroy_process_group()
+
+
+def _report(
+    args: argparse.Namespace,
+    config: ModelConfig,
+    layout: ExpertLayout,
+    device: torch.device,
+    measured: list[Measured],
+) -> None:
+    """Prints the tables and writes the files that are asked for."""
+    from smlp.cli.json_file import write_json
+    from smlp.nn.sparse_layers import num_chunks
+
+    is_sparse, chunks = config.num_sparse_layers > 0, num_chunks(config, layout)
+    report = {
+        "arch": args.arch,
+        "device": device.type,
+        "ranks": layout.world_size,
+        "expert_parallel_size": layout.group_size,
+        "experts": layout.num_experts if is_sparse else 0,
+        "experts_per_rank": layout.num_local if is_sparse else 0,
+        "overlap_chunks": chunks,
+        "tokens": config.max_tokens,
+        "batch_size": args.batch_size,
+        "by_rank": [
+            {"update_ms": [1e3 * seconds for seconds in each.seconds], "profiled": each.costs.as_json()}
+            for each in measured
+        ],
+    }
+    _print(report)
+    if args.overlap_chunks > chunks:
+        spread = layout.group_size > 1
+        why = "an expert is never cut" if spread else "every rank holds all experts, so that nothing travels"
+        print(f"--overlap-chunks {args.overlap_chunks} counts as {chunks}: {why}")
+    if args.trace:
+        print(f"trace: {_trace_file(args.trace, layout)}" + (" and so on" if layout.world_size > 1 else ""))
+    if args.json:
+        write_json(args.json, report)
+
+
+def _print(report: dict[str, Any]) -> None:
+    from statistics import median
+
+    from smlp.parallel.spans import STAGES
+
+    ranks = [rank["profiled"] for rank in report["by_rank"]]
+    first, times = ranks[0], report["by_rank"][0]["update_ms"]
+    experts, chunks = report["experts"], report["overlap_chunks"]
+    print(
+        f"{report['arch']}: {len(ranks)} {'ranks' if len(ranks) > 1 else 'rank'} on {report['device']}"
+        + (f", {report['experts_per_rank']} of {experts} experts on each" if experts else "")
+        + f"; {report['batch_size']} x {report['tokens']} tokens on each"
+        + (f"; overlap in {chunks} chunks" if chunks > 1 else "")
+    )
+    print(
+        f"an update takes {median(times):.1f} ms ({min(times):.1f} to {max(times):.1f}); {first['ms']:.1f} ms under "
+        "the profiler, which the tables are of"
+    )
+    if first["layers"]:
+        _print_row("% of the update", [_HEADS.get(stage, stage) for stage in STAGES] + ["sum"])
+        for name, stages in first["layers"].items():
+            _print_row(name, _shares(stages))
+        _print_row("all sparse layers", _shares(first["stages"]))
+        in_ms = [first["stages"][stage]["ms"] for stage in STAGES]
+        _print_row("  in ms", [*in_ms, sum(in_ms)])
+        if len(ranks) > 1:
+            columns = list(zip(*(_shares(rank["stages"]) for rank in ranks), strict=True))
+            _print_row("  least of a rank, %", [min(column) for column in columns])
+            _print_row("  most of a rank, %", [max(column) for column in columns])
+    sparse = {key: sum(stage[key] for stage in first["stages"].values()) for key in ("ms", "share")}
+    rows = {"sparse layers": sparse, **first["parts"], "update": {"ms": first["ms"], "share": 1.0}}
+    print(f"{'':<25}{'ms':>9}{'%':>9}")
+    for name, part in rows.items():
+        print(f"{name:<25}{part['ms']:>9.1f}{100 * part['share']:>9.1f}")
+
+
+def _shares(stages: dict[str, dict[str, float]]) -> list[float]:
+    """In percent and in the order of the stages, with their sum."""
+    shares = [100 * stage["share"] for stage in stages.values()]
+    return [*shares, sum(shares)]
+
+
+def _print_row(name: str, values: list[Any]) -> None:
+    cells = (
+        f"{value:>9}" if isinstance(value, str) else f"{value:>9.1f}" if value else f"{'-':>9}" for value in values
+    )
+    print(f"{name:<21}" + "".join(cells))

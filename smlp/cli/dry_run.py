@@ -1,0 +1,75 @@
+"""``smlp train --dry-run``: who would do what, without doing it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from typing import Any
+
+from smlp.cli.fairseq_tool import package_dir, run_tool
+from smlp.cli.local_ranks import LaunchOptions, check_nproc, count_gpus, without_options
+from smlp.errors import UserError
+from smlp.fairseq_compat.arguments import has_option, option_value
+from smlp.launch.plan import Seat, rank_table, seats_from_environment, seats_here, seats_of_nodes
+from smlp.launch.ranks import has_terminal
+
+_WORLD_SIZE = "--distributed-world-size"
+
+
+class _SeenEnough(Exception):
+    """The options are read; nothing is to be trained."""
+
+
+def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
+    """Prints every rank's host, device and experts, and its command; on rank 0 only, if this is one of several.
+
+    Args:
+        options: of the command line.
+        defaults: options that are added to it.
+
+    Raises:
+        UserError: an option is wrong, or ranks and experts do not fit.
+    """
+    arguments = [*defaults, *options.rest]
+    seats, rank = _seats(options)
+    asked = option_value(arguments, _WORLD_SIZE)
+    if asked is not None and asked != str(len(seats)):
+        raise UserError(f"{_WORLD_SIZE} {asked}, but there are {len(seats)} ranks: leave it out")
+    models: list[Any] = []
+
+    def stop(cfg: Any) -> None:
+        models.append(cfg.model)
+        raise _SeenEnough
+
+    with contextlib.suppress(_SeenEnough):
+        run_tool("train", without_options(arguments, _WORLD_SIZE), before=stop)
+    if rank == 0:
+        user_dir = [] if has_option(arguments, "--user-dir") else ["--user-dir", package_dir()]
+        group_size = getattr(models[0], "expert_parallel_size", None)
+        command = shlex.join(["fairseq-train", *user_dir, *arguments])
+        print(rank_table(seats, num_experts(models[0]), group_size, command))
+    return 0
+
+
+def num_experts(model: Any) -> int:
+    """E of the model that fairseq's options describe, 0 without sparse layers."""
+    from smlp.config import SETTINGS
+    from smlp.presets import TASK_OPTIONS, from_training_options
+
+    if not hasattr(model, "num_sparse_layers"):
+        return 0  # not one of this package
+    settings = {name: getattr(model, name, None) for name in (*SETTINGS, *TASK_OPTIONS)}
+    config = from_training_options(model._name, settings, SETTINGS["vocab_size"].default, padding_idx=1)
+    return config.moe.num_experts if config.num_sparse_layers else 0
+
+
+def _seats(options: LaunchOptions) -> tuple[list[Seat], int]:
+    if options.nodes is not None and options.gpus_per_node is not None:
+        return seats_of_nodes(options.nodes, options.gpus_per_node, has_option(options.rest, "--cpu")), 0
+    num_gpus = count_gpus(options.rest)
+    if options.nproc is not None and options.nproc > 1:
+        check_nproc(options)
+        return seats_here(options.nproc, num_gpus), 0
+    found = seats_from_environment(os.environ, num_gpus, has_terminal())
+    return found or (seats_here(max(1, num_gpus), num_gpus), 0)

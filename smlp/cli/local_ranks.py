@@ -1,0 +1,119 @@
+"""The options with which ``smlp train`` starts several ranks on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from smlp.errors import UserError
+from smlp.fairseq_compat.arguments import has_option, option_value
+from smlp.launch.local import run_ranks
+from smlp.launch.ranks import has_terminal, place_of
+
+_NUMBERS = ("--nproc", "--nodes", "--gpus-per-node")
+_DRY_RUN = "--dry-run"
+_BY_HAND = "--distributed-init-method"
+_WORLD_SIZE = "--distributed-world-size"
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What of a command line is about where to run; ``rest`` is fairseq's."""
+
+    nproc: int | None
+    nodes: int | None
+    gpus_per_node: int | None
+    dry_run: bool
+    rest: list[str]
+
+
+def read_launch_options(arguments: list[str]) -> LaunchOptions:
+    """Takes the launch options out of a command line.
+
+    Raises:
+        UserError: a number is none, or an option is without its partner.
+    """
+    numbers = {name: _positive(arguments, name) for name in _NUMBERS}
+    dry_run = has_option(arguments, _DRY_RUN)
+    rest = [word for word in without_options(arguments, *_NUMBERS) if word != _DRY_RUN]
+    options = LaunchOptions(numbers["--nproc"], numbers["--nodes"], numbers["--gpus-per-node"], dry_run, rest)
+    if (options.nodes is None) != (options.gpus_per_node is None):
+        raise UserError("--nodes and --gpus-per-node belong together")
+    if options.nodes is not None and not dry_run:
+        raise UserError("--nodes and --gpus-per-node plan a run with --dry-run; srun or torchrun starts it")
+    if options.nodes is not None and options.nproc is not None:
+        raise UserError("--nproc is for this machine, --nodes for a plan of others: give one of the two")
+    return options
+
+
+def without_options(arguments: list[str], *names: str) -> list[str]:
+    """The arguments without these options and their values."""
+    kept, words = [], iter(arguments)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name not in names:
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return kept
+
+
+def check_nproc(options: LaunchOptions) -> None:
+    """Refuses several ranks that cannot be started here.
+
+    Raises:
+        UserError: another launcher is at work, the options contradict each other, or there are too few GPUs.
+    """
+    nproc, rest = options.nproc or 1, options.rest
+    place = place_of(os.environ, is_interactive=has_terminal())
+    if place is not None:
+        raise UserError(
+            f"--nproc {nproc}, but {place.launcher} started {place.world_size} ranks already: give one of the two"
+        )
+    if has_option(rest, _BY_HAND):
+        raise UserError(f"--nproc {nproc} starts the ranks itself: leave {_BY_HAND} out")
+    world_size = option_value(rest, _WORLD_SIZE)
+    if world_size is not None and world_size != str(nproc):
+        raise UserError(f"--nproc {nproc} and {_WORLD_SIZE} {world_size} contradict each other: leave the latter out")
+    num_gpus = count_gpus(rest)
+    if 0 < num_gpus < nproc:
+        raise UserError(
+            f"--nproc {nproc} on a machine with {num_gpus} visible GPU{'s' * (num_gpus > 1)}: give --nproc {num_gpus}, "
+            "or --cpu to train on its CPUs"
+        )
+
+
+def count_gpus(arguments: list[str]) -> int:
+    """GPUs of this machine that a run with these options uses."""
+    if has_option(arguments, "--cpu"):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def train_on_ranks(options: LaunchOptions) -> int:
+    """Run ``smlp train`` once for each rank; returns the exit status.
+
+    Raises:
+        UserError: see :func:`check_nproc`.
+    """
+    check_nproc(options)
+    return run_ranks([*_this_program(), "train", *options.rest], options.nproc)
+
+
+def _this_program() -> list[str]:
+    """``python -m smlp``, of the package that is running: a folder of that name in the current directory counts only
+    where it did for this process."""
+    by_module = getattr(sys.modules["__main__"], "__spec__", None) is not None
+    return [sys.executable, *([] if by_module else ["-P"]), "-m", "smlp"]
+
+
+def _positive(arguments: list[str], name: str) -> int | None:
+    if not has_option(arguments, name):
+        return None
+    text = option_value(arguments, name) or ""
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{name} needs a number of at least 1, not {text!r}")
+    return int(text)

@@ -1,0 +1,8 @@
+"""Starting training processes and stopping them; nothing here needs fairseq, and only ``plan`` needs torch.
+
+ranks         which rank this process is, from the variables of torchrun or srun
+slurm         what Slurm's variables say
+local         N ranks on this machine, ended together
+plan          where every rank would run, without starting any
+stop_signals  SIGUSR1 and SIGTERM as a wish to save and leave
+"""

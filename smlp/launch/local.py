@@ -1,0 +1,220 @@
+"""N ranks on this machine, started together and ended together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import BinaryIO, TextIO
+
+from smlp.launch.stop_signals import EXIT_STOPPED
+
+# Once a rank has failed, the others learn of it from their connections to it, and say so; then they are ended.
+GRACE_SECONDS = 10.0
+# From SIGTERM to SIGKILL: a rank that waits for another one inside a library does not notice the first.
+TERMINATION_SECONDS = 5.0
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def run_ranks(
+    command: Sequence[str], num_ranks: int, grace: float = GRACE_SECONDS, termination: float = TERMINATION_SECONDS
+) -> int:
+    """Run ``command`` once for each rank, with the variables that torchrun would set, until all have ended.
+
+    The output of rank 0 goes where this process' goes, that of the others too, with ``[rank N]`` before each line.
+    SIGINT, SIGTERM and SIGUSR1 are passed on to all ranks. If a rank fails, the others get ``grace`` seconds to end by
+    themselves, then SIGTERM, and ``termination`` seconds later SIGKILL. On Linux no rank outlives this process,
+    however it ends.
+
+    Args:
+        command: program and arguments.
+        num_ranks: N.
+        grace, termination: seconds.
+
+    Returns:
+        The exit status of the rank that failed first (128 + the signal that ended it); without a failure
+        ``EXIT_STOPPED`` if a rank ended with it, else 0. Which rank failed is printed to standard error.
+    """
+    return _LocalRanks(command, num_ranks, grace, termination).run()
+
+
+class _LocalRanks:
+    def __init__(self, command: Sequence[str], num_ranks: int, grace: float, termination: float) -> None:
+        self.command, self.num_ranks = list(command), num_ranks
+        self.grace, self.termination = grace, termination
+        self.processes: list[subprocess.Popen[bytes]] = []
+        #: what the main thread waits for: a signal's number, or a rank and its return code
+        self.events: queue.SimpleQueue[signal.Signals | tuple[int, int]] = queue.SimpleQueue()
+        self.codes: dict[int, int] = {}
+        self.failed: int | None = None
+        self.interrupted = False
+        #: when to lose patience, and with which signal
+        self.deadline: float | None = None
+        self.next_signal = signal.SIGTERM
+        self.readers: list[threading.Thread] = []
+
+    def run(self) -> int:
+        with _signals_into(self.events):
+            try:
+                self.start()
+                while len(self.codes) < self.num_ranks:
+                    self.handle_next_event()
+            finally:
+                self.end_leftovers()
+        for reader in self.readers:
+            reader.join(timeout=2)  # a process that a rank left behind may keep its output open
+        return self.status()
+
+    def start(self) -> None:
+        environment = rank_environment(self.num_ranks)
+        for rank in range(self.num_ranks):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            output = None if rank == 0 else subprocess.PIPE
+            process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=own if rank == 0 else {**own, "PYTHONUNBUFFERED": "1"},
+                process_group=0,  # Ctrl-C reaches the ranks once, through this process
+                preexec_fn=_end_with_parent(),
+            )
+            self.processes.append(process)
+        lock = threading.Lock()
+        for rank, process in enumerate(self.processes):
+            _thread(self.wait_for, rank)
+            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                if source is not None:
+                    self.readers.append(_thread(_copy_lines, f"[rank {rank}] ".encode(), source, target, lock))
+
+    def wait_for(self, rank: int) -> None:
+        self.events.put((rank, self.processes[rank].wait()))
+
+    def handle_next_event(self) -> None:
+        timeout = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        try:
+            event = self.events.get(timeout=timeout)
+        except queue.Empty:
+            self.send(self.next_signal)
+            self.deadline = time.monotonic() + self.termination
+            self.next_signal = signal.SIGKILL
+            return
+        if isinstance(event, signal.Signals):
+            self.send(signal.SIGKILL if self.interrupted and event == signal.SIGINT else event)
+            if event == signal.SIGINT:
+                self.interrupted = True
+                self.lose_patience_after_grace()
+            return
+        rank, code = event
+        self.codes[rank] = code
+        if self.failed is None and code not in (0, EXIT_STOPPED):
+            self.failed = rank
+            self.lose_patience_after_grace()
+
+    def lose_patience_after_grace(self) -> None:
+        if self.deadline is None:
+            self.deadline = time.monotonic() + self.grace
+
+    def send(self, number: signal.Signals) -> None:
+        """To the ranks that have not ended."""
+        for process in self.processes:
+            process.send_signal(number)
+
+    def end_leftovers(self) -> None:
+        """Ends ranks that still run, after an error here, and what ranks have left behind, such as data loaders."""
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def status(self) -> int:
+        if self.failed is None:
+            return max(self.codes.values())
+        code = self.codes[self.failed]
+        if not self.interrupted:
+            how = f"with exit status {code}" if code > 0 else f"killed by {_signal_name(-code)}"
+            print(f"smlp: rank {self.failed} of {self.num_ranks} ended first, {how}", file=sys.stderr, flush=True)
+        return code if code > 0 else 128 - code
+
+
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """The variables of this process, with those that are the same for all ranks of one machine."""
+    threads = max(1, num_cores() // num_ranks)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """Something to run in a child before its program: the kernel kills it when this process ends. Linux only."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the line above
+            os._exit(128 + signal.SIGKILL)
+
+    return prepare
+
+
+@contextmanager
+def _signals_into(events: queue.SimpleQueue) -> Iterator[None]:
+    def note(number: int, frame: FrameType | None) -> None:
+        events.put(signal.Signals(number))
+
+    previous = {number: signal.signal(number, note) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _thread(function: Callable[..., None], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def _copy_lines(prefix: bytes, source: BinaryIO, target: TextIO, lock: threading.Lock) -> None:
+    for line in source:
+        try:
+            with lock:
+                target.buffer.write(prefix + line.rstrip(b"\n") + b"\n")
+                target.flush()
+        except (BrokenPipeError, ValueError):
+            continue  # nobody reads any more: go on emptying the pipe, or the rank would wait

@@ -1,0 +1,120 @@
+"""Which rank this process is, and which device it gets, from what started it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from smlp.errors import UserError
+from smlp.launch.slurm import Tasks, port_of, tasks_of_step
+
+_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank among those that a launcher started."""
+
+    #: for messages
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    #: ranks on this machine, None where the launcher does not say
+    local_size: int | None
+    #: where the ranks meet, for torch.distributed
+    init_method: str
+    #: of the machine, counted from 0
+    node: int = 0
+    #: machines, if each of them has one rank only
+    nodes_of_one_rank: int | None = None
+    #: whether each rank sees devices of its own, instead of all of the machine's
+    has_own_devices: bool = False
+
+
+def place_of(environ: Mapping[str, str], port: int = 0, is_interactive: bool = False) -> Place | None:
+    """This process among several ranks, None if it is on its own.
+
+    The variables of torchrun (which ``smlp train --nproc`` sets as well) come before those of srun, inside of which
+    torchrun may run. With srun alone, MASTER_ADDR and MASTER_PORT replace the first host of the step and the port.
+
+    Args:
+        environ: environment variables.
+        port: for the ranks of srun to meet at; 0 or less: one that follows from job and step.
+        is_interactive: whether the process belongs to a terminal.
+
+    Raises:
+        UserError: variables are missing, no numbers, or contradict each other.
+    """
+    if all(name in environ for name in _TORCHRUN):
+        return _from_torchrun(environ)
+    tasks = tasks_of_step(environ, is_interactive)
+    return None if tasks is None else _from_srun(environ, tasks, port)
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> Place | None:
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if world_size == 1:
+        return None
+    if rank >= world_size:
+        raise UserError(f"RANK is {rank} and WORLD_SIZE {world_size}: ranks count from 0")
+    return Place(
+        launcher="the launcher (WORLD_SIZE)",
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else 0,
+        local_size=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None,
+        init_method="env://",
+    )
+
+
+def _from_srun(environ: Mapping[str, str], tasks: Tasks, port: int) -> Place:
+    host = environ.get("MASTER_ADDR", tasks.hosts[0])
+    if port <= 0:
+        has_port = "MASTER_PORT" in environ
+        port = _number(environ, "MASTER_PORT") if has_port else port_of(tasks.job_id, tasks.step_id)
+    one_each = set(tasks.tasks_per_node) == {1}
+    return Place(
+        launcher="srun",
+        rank=tasks.rank,
+        world_size=tasks.world_size,
+        local_rank=tasks.local_rank,
+        local_size=tasks.tasks_per_node[tasks.node],
+        init_method=f"tcp://{host}:{port}",
+        node=tasks.node,
+        nodes_of_one_rank=len(tasks.hosts) if one_each else None,
+        has_own_devices="SLURM_GPUS_PER_TASK" in environ,
+    )
+
+
+def has_terminal() -> bool:
+    """Whether this process belongs to a terminal, wherever its input and output go."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def device_index(place: Place, visible: int) -> int:
+    """The number of this rank's GPU among the ``visible`` ones, at least one.
+
+    Raises:
+        UserError: ranks would have to share a GPU.
+    """
+    if max(place.local_size or 0, place.local_rank + 1) <= visible:
+        return place.local_rank
+    if place.launcher == "srun" and (visible == 1 or place.has_own_devices):
+        return place.local_rank % visible  # Slurm shows each task the GPUs bound to it only, numbered from 0
+    ranks = place.local_size or f"at least {place.local_rank + 1}"
+    raise UserError(
+        f"{ranks} ranks on a machine with {visible} visible GPU{'s' * (visible > 1)}: start one rank for each GPU, or "
+        "give --cpu"
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    if not environ[name].isdecimal():
+        raise UserError(f"{name} is {environ[name]!r}, not a number")
+    return int(environ[name])

@@ -1,0 +1,120 @@
+"""SIGUSR1 and SIGTERM as a wish to save and leave, which a cluster sends before it takes a machine away."""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+#: of a run that a signal stopped and that the same command goes on with: EX_TEMPFAIL of sysexits.h, "try again"
+EXIT_STOPPED = 75
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+# Slurm signals each process of a step, and a launcher passes its signal on: the same wish may arrive several times.
+REPEAT_SECONDS = 2.0
+# A worker asks itself for so long whether the signal was meant for all processes or for it alone.
+_WORKER_SECONDS = 1.0
+# What a worker may read: nothing has happened, the number of a signal, or
+_LEAVING = 255
+
+
+class StopSignals:
+    """Remembers that this process was asked to stop, from :meth:`install` on; until then the signals end it.
+
+    The same signal again, more than ``REPEAT_SECONDS`` after the first, ends the process at once, with status 128 +
+    its number, even while the main thread waits inside a library and runs no handler: a thread reads the numbers that
+    Python writes to a pipe.
+
+    Processes forked later (the workers of a data loader) get the same signals where a cluster sends them to all
+    processes at once. There SIGUSR1 is ignored. SIGTERM is too if this process got it as well; otherwise it ends the
+    worker, as its owner means it to.
+    """
+
+    def __init__(self) -> None:
+        self._owner: int | None = None  # the process that listens
+        self._previous: dict[int, Any] = {}
+        self._writing = -1
+        self._state: mmap.mmap | bytearray = bytearray(1)  # one byte
+        self._first: dict[int, float] = {}
+        self._first_time_done = False
+
+    @property
+    def received(self) -> signal.Signals | None:
+        """The first signal that came."""
+        number = self._state[0]
+        return signal.Signals(number) if number in SIGNALS else None
+
+    def install(self) -> None:
+        """Begin to listen. Does nothing the second time, and outside of the main thread, where Python cannot."""
+        if self._owner is not None or threading.current_thread() is not threading.main_thread():
+            return
+        if not self._first_time_done:
+            os.register_at_fork(after_in_child=self._become_worker)
+            atexit.register(self.leave)
+            self._first_time_done = True
+        self._owner = os.getpid()
+        self._state = mmap.mmap(-1, 1)  # shared with the processes that this one forks
+        self._first.clear()
+        reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._mark)
+            signal.siginterrupt(number, False)  # no system call of a save that is under way is cut short
+
+    def leave(self) -> None:
+        """This process is about to end: it ignores the signals from now on, and SIGTERM ends its workers again."""
+        if self._owner == os.getpid():
+            self._state[0] = _LEAVING
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
+    def uninstall(self) -> None:
+        """The signals mean what they did before :meth:`install`, unless this process is about to end."""
+        if self._owner == os.getpid() and self._state[0] != _LEAVING:
+            self._state[0] = _LEAVING
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(-1)
+            os.close(self._writing)
+            self._owner = None
+
+    def _watch(self, reading: int) -> None:
+        while numbers := os.read(reading, 64):
+            for number in numbers:
+                if number in SIGNALS:
+                    self._note(number)
+        os.close(reading)
+
+    def _mark(self, number: int, frame: FrameType | None = None) -> None:
+        if self._state[0] == 0:
+            self._state[0] = number
+
+    def _note(self, number: int) -> None:
+        self._mark(number)
+        if self._state[0] == _LEAVING:
+            return
+        now = time.monotonic()
+        if now - self._first.setdefault(number, now) > REPEAT_SECONDS:
+            os._exit(128 + number)
+
+    def _become_worker(self) -> None:
+        if self._owner is None:
+            return
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._terminated_in_worker)
+
+    def _terminated_in_worker(self, number: int, frame: FrameType | None) -> None:
+        limit = time.monotonic() + _WORKER_SECONDS
+        while self._state[0] == 0 and time.monotonic() < limit:
+            time.sleep(0.01)
+        if self._state[0] in (0, _LEAVING):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
