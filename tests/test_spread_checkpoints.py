@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from recording import updates_of
-from running import USER_DIR
+from running import USER_DIR, free_port
 from test_layouts import command, same, saved
 
 import smlp
@@ -83,6 +83,23 @@ def test_one_process_scores_it_as_it_scores_that_of_one_rank(spread, tiny_data, 
     ids = torch.randint(4, 50, (3, 16), generator=torch.Generator().manual_seed(0))
     logits = [smlp.load_pretrained(file, dictionary=tiny_data / "dict.txt")(ids).logits for file in files]
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+
+
+def test_validation_over_ranks_with_other_numbers_of_batches(spread, tiny_data, run_fairseq_many):
+    """fairseq-validate on two ranks, one of which has a batch less: the perplexity of one rank."""
+    args = [tiny_data, "--user-dir", USER_DIR, "--path", spread / "checkpoint_last.pt", "--task", "language_modeling"]
+    args += ["--batch-size", 10, "--tokens-per-sample", 16, "--required-batch-size-multiple", 1]
+    shared = ["--distributed-world-size", 2]
+    cases = [
+        {"tool": "validate", "args": args},
+        {"tool": "validate", "args": [*args, *shared], "ranks": 2, "port": free_port()},
+        {"tool": "validate", "args": [*args, *shared, "--batch-size", 100], "ranks": 2, "port": free_port()},
+    ]
+    one, two, too_few = run_fairseq_many(cases)
+    assert one.rc == two.rc == 0, one.stderr + two.stderr
+    found = [re.search(r"valid on 'valid' subset \| loss ([\d.]+) .*ppl ([\d.]+)", run.stdout) for run in (one, two)]
+    assert found[0].groups() == found[1].groups()
+    assert too_few.rc == 1 and "fewer batches to validate on than ranks" in too_few.stderr
 
 
 def test_restore_file_finetuning_and_resets(spread, tiny_data, tmp_path, run_fairseq_many):

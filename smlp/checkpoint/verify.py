@@ -38,15 +38,14 @@ def problems_of(path: str | Path) -> list[str]:
 
 
 def open_intact(path: str | Path) -> Checkpoint:
-    """Opens a checkpoint whose bytes all have their checksums.
+    """Opens a checkpoint that is whole.
 
     Raises:
         UserError: something is wrong: the first thing that is.
     """
-    checkpoint = open_checkpoint(path)
-    for problem in file_problems(path):
+    for problem in problems_of(path):
         raise UserError(problem)
-    return checkpoint
+    return open_checkpoint(path)
 
 
 def file_problems(path: str | Path) -> list[str]:

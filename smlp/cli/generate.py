@@ -10,7 +10,8 @@ EPILOG = """examples:
   smlp generate --path checkpoints/checkpoint_best.pt --prompt "And it came to pass" --top-p 0.9
   smlp generate --path checkpoints/checkpoint_best.pt --file prompts.txt --greedy --tokens 40
 
-dict.txt and sentencepiece.model are looked for beside the checkpoint, then with the data it was trained on.
+dict.txt and sentencepiece.model are looked for beside the checkpoint, then with the data it was trained on; an export
+(smlp checkpoint merge) brings its own.
 Text is written to standard output as it is made; after a --file, one line for each prompt of the file.
 """
 

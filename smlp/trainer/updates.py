@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 
+from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
 from smlp.trainer.spread import experts_of
 
@@ -20,6 +21,7 @@ def apply() -> None:
     set_seed = Trainer._set_seed
     update = Trainer.train_step
     micro_batch = FairseqTask.train_step
+    validate = FairseqTask.valid_step
     iterator_state = EpochBatchIterator.state_dict
     load_iterator_state = EpochBatchIterator.load_state_dict
 
@@ -39,10 +41,15 @@ def apply() -> None:
     @functools.wraps(micro_batch)
     def train_micro_batch(self: FairseqTask, *args: Any, ignore_grad: bool = False, **kw: Any) -> Any:
         loss, sample_size, logging_output = micro_batch(self, *args, ignore_grad=ignore_grad, **kw)
-        if ignore_grad:
-            sample_size = sample_size * 0
-            logging_output = {key: value * 0 for key, value in logging_output.items()}
-        return loss, sample_size, logging_output
+        return as_nothing(loss, sample_size, logging_output) if ignore_grad else (loss, sample_size, logging_output)
+
+    @functools.wraps(validate)
+    def valid_step(self: FairseqTask, sample: Any, model: Any, criterion: Any) -> Any:
+        # fairseq-validate knows no such batches, unlike validation in training
+        if sample:
+            self.last_valid_sample = sample
+            return validate(self, sample, model, criterion)
+        return as_nothing(*validate(self, real_sample(self), model, criterion))
 
     @functools.wraps(iterator_state)
     def state_dict(self: EpochBatchIterator) -> dict[str, Any]:
@@ -55,6 +62,7 @@ def apply() -> None:
     Trainer._set_seed = seed_of_rank
     Trainer.train_step = train_step
     FairseqTask.train_step = train_micro_batch
+    FairseqTask.valid_step = valid_step
     EpochBatchIterator.state_dict = state_dict
     EpochBatchIterator.load_state_dict = load_state_dict
 
@@ -62,6 +70,23 @@ def apply() -> None:
 def rank_seed(seed: int, num_updates: int, rank: int) -> int:
     """A seed of the rank's own: fairseq gives all ranks the same one, with which they would drop the same units."""
     return int(numpy.random.SeedSequence((seed, num_updates, rank)).generate_state(1, numpy.uint64)[0] >> 1)
+
+
+def as_nothing(loss: Any, sample_size: Any, logging_output: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """What a batch that only keeps ranks together adds to the sums over all of them."""
+    return loss, sample_size * 0, {key: value * 0 for key, value in logging_output.items()}
+
+
+def real_sample(task: Any) -> Any:
+    """Something to compute on for a rank that has no more batches.
+
+    Raises:
+        UserError: it never had one.
+    """
+    sample = getattr(task, "last_valid_sample", None)
+    if sample is None:
+        raise UserError("there are fewer batches to validate on than ranks: give a smaller --batch-size or fewer ranks")
+    return sample
 
 
 def real_batches_last(samples: list) -> list:
