@@ -3,11 +3,24 @@
 #
 #   bash scripts/test.sh                    everything, with format and lint
 #   bash scripts/test.sh -k routing -x      a part
+#   bash scripts/test.sh --slurm            instead: jobs on a real Slurm, which it installs (Debian, as root) and starts on
+#                                           this machine; status 0 and the reason where that cannot be done
 #
 # Safe to run twice. Fails if no test ran.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
+if [ "${1:-}" = --slurm ]; then
+    shift
+    status=0
+    reason="$(bash "$ROOT/tests/slurm/install.sh")" || status=$?
+    if [ "$status" -eq 3 ]; then
+        echo "slurm tests skipped: $reason"
+        exit 0
+    fi
+    [ "$status" -eq 0 ] || fail "installing Slurm failed"
+    set -- -m slurm tests/test_slurm.py "$@"
+fi
 make_environment "test"
 cd "$ROOT"
 if [ "$#" -eq 0 ]; then

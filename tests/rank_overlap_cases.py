@@ -35,13 +35,22 @@ def _model(arch: str, ranks: Ranks, **settings) -> Decoder:
 
 
 def chunks_change_nothing(
-    group_size: int, archs: list[str], num_experts: int, chunks: int, updates: int, only_experts: bool = False
+    group_size: int,
+    archs: list[str],
+    num_experts: int,
+    chunks: int,
+    updates: int,
+    only_experts: bool = False,
+    **settings,
 ) -> None:
     """Losses, norm and gradients, of all parameters or of experts alone, are those of the exchange without chunks."""
     ranks = connect(num_experts, group_size, timeout=timedelta(seconds=20))
     for arch in archs:
-        plain = _model(arch, ranks)
-        chunked = [_model(arch, ranks, overlap_chunks=chunks, checkpoint_activations=again) for again in (False, True)]
+        plain = _model(arch, ranks, **settings)
+        chunked = [
+            _model(arch, ranks, overlap_chunks=chunks, checkpoint_activations=again, **settings)
+            for again in (False, True)
+        ]
         for model in chunked:
             kinds = {type(module.dispatcher) for module in model.modules() if hasattr(module, "dispatcher")}
             assert kinds and kinds <= {ChunkedTokenExchange, ChunkedFeatureExchange}

@@ -245,6 +245,7 @@ def test_names_of_ranges():
     names = {event.name for event in profile.events()}
     assert {"layer 3 (tMoE) / gate", "layer 3 (tMoE) / assignment, backward"} <= names
     assert split_name("layer 3 (tMoE) / skew, backward") == ("layer 3 (tMoE)", "skew")
+    assert split_name("layer 3 (tMoE), shuffle / skew") == ("layer 3 (tMoE)", "skew")
     assert split_name("layer 3, dense block") is None and split_name("a / b") is None
 
 

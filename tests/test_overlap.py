@@ -30,6 +30,11 @@ def test_unequal_chunks():
     run_ranks("chunks_change_nothing", 2, group_size=2, **settings)
 
 
+def test_tokens_that_are_shuffled_over_ranks_first():
+    settings = {"archs": ["smlp"], "num_experts": 4, "chunks": 2, "updates": 1, "base_shuffle": True}
+    run_ranks("chunks_change_nothing", 2, group_size=2, **settings)
+
+
 def test_inputs_without_gradients():
     """Where only experts learn, the gradients of the first sparse layer stop at them."""
     settings = {"archs": ["smlp", "hash"], "num_experts": 4, "chunks": 2, "updates": 2, "only_experts": True}

@@ -23,23 +23,28 @@ import time, torch
 save = torch.save
 torch.save = lambda *args: (time.sleep(1.0), save(*args))
 """
-# what srun --kill-on-bad-exit does when another rank has left
-KILLED_WHILE_LEAVING = """
-import time
+# as Slurm does it: a process of its own sends SIGTERM to all of the step, those that load data too; then again when
+# another rank has left, if srun has --kill-on-bad-exit
+BY_SLURM = """
+import subprocess, time
 from smlp.launch.stop_signals import StopSignals
+os.setpgid(0, 0)
+
+def terminate():
+    subprocess.run(["sh", "-c", f"kill -TERM -{os.getpgid(0)}"], process_group=0)
+    time.sleep(0.5)
+
 leave = StopSignals.leave
-StopSignals.leave = lambda self: (leave(self), os.killpg(0, signal.SIGTERM), time.sleep(0.5))
+StopSignals.leave = lambda self: (leave(self), terminate())
 """
 # Plug-ins that make a run send signals to itself; the rest of the case.
 STOPPED: dict[str, tuple[str, list[str]]] = {
     # only one of the ranks gets it
     "two ranks": (SLOW_SAVE + AT_THIRD.format(when="RANK == 1", action=USR1), []),
-    # as Slurm does it: every process, those that load data too
+    # of the first epoch; without a buffer, or they have ended by then
     "workers": (
-        "os.setpgid(0, 0)\n"
-        + KILLED_WHILE_LEAVING
-        + AT_THIRD.format(when="True", action="lambda: os.killpg(0, signal.SIGTERM)"),
-        ["--num-workers", "2", "--data-buffer-size", "0"],  # or they have ended by then
+        BY_SLURM + AT_THIRD.format(when="True", action="terminate"),
+        ["--num-workers", "2", "--data-buffer-size", "0"],
     ),
     # in the middle of writing the file, twice
     "saving": (

@@ -220,6 +220,15 @@ def test_a_cancelled_job_saves_and_stays_away(jobs):
     assert (jobs.folder / "runs" / "cancelled" / "checkpoint_last.pt").exists()
 
 
+def test_a_job_that_is_stopped_before_its_first_update_begins_anew(jobs):
+    number = jobs.submit(*nodes(1, 1), "--", *model(1), "--save-dir", "runs/early")
+    jobs.wait_until(number, (jobs.folder / "slurm-logs" / number / "rank-0.log").exists)
+    jobs.run("scancel", "--signal=USR1", number, timeout=20)
+    jobs.wait_until(number, lambda: jobs.look(number).restarts == 1, 60)
+    assert "num_updates" not in jobs.log(number, 0) and "back in the queue" in jobs.log(number)
+    jobs.run("scancel", number, timeout=20)
+
+
 # --- docs/slurm.md
 
 MARK = "<!-- run by tests/test_slurm.py -->\n"
@@ -229,9 +238,9 @@ SMALL = " ".join(map(str, [*SPARSE, *SIZES[:12], "--required-batch-size-multiple
 # This cluster is smaller than that of the page, has no GPUs, and nobody waits for 25,000 updates.
 HERE = {
     "--nodes 4 --gpus-per-node 8 --sweep scripts/slurm/sweep.txt": "--nodes 1 --tasks-per-node 1 --sweep list.txt",
-    "--nodes 4 --gpus-per-node 8": "--nodes 2 --tasks-per-node 2",
+    "--nodes 4 --gpus-per-node 8": "--nodes 2 --tasks-per-node 1",
     "--nodes 8 --gpus-per-node 4": "--nodes 4 --tasks-per-node 1",
-    "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8": "--nodes=2 --ntasks-per-node=2",
+    "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8": "--nodes=2 --ntasks-per-node=1",
     "--gpus-per-node=8": "",
     "--gpus-per-node=1": "",
     "--max-update 1000": "--max-update 2",
@@ -239,10 +248,10 @@ HERE = {
 }
 
 
-def shown(word: str, **replaced: str) -> str:
+def shown(word: str) -> str:
     """The command of the page with this word in it, as it is run here."""
     (command,) = [text for text in SHOWN if word in text]
-    for old, new in {**HERE, **replaced}.items():
+    for old, new in HERE.items():
         command = command.replace(old, new)
     return command
 
@@ -254,20 +263,20 @@ def test_every_marked_command_is_known():
 
 def test_the_page_from_the_nodes_to_the_evaluation(jobs, tiny_data, run_fairseq_many):
     done = jobs.run("bash", "-ec", shown("doctor"))
-    assert done.rc == 0 and len(re.findall(r"checks, \d+ warnings, 0 problems", done.stdout)) == 2, done.stdout
+    assert done.rc == 0 and len(re.findall(r"checks, \d+ warnings, 0 problems", done.stdout)) == 3, done.stdout
+    assert "ranks: 2 on" in done.stdout and len(re.findall(r"^127\.\S+ +smlp", done.stdout, re.M)) == 4, done.stdout
 
     done = jobs.run("bash", "-ec", shown("--dry-run"))
     assert done.rc == 0, done.stderr
-    assert re.search(r"^ *3 +node1 +cpu +3$", done.stdout, re.M) and "--update-freq 32" in done.stdout
+    assert re.search(r"^ *1 +node1 +cpu +2-3$", done.stdout, re.M) and "--update-freq 64" in done.stdout
     assert not (jobs.folder / "runs" / "smlp").exists() and not jobs.cluster.command("squeue", "-h")
 
-    for word, update_freq in (("--time=24:00:00", 32), ("--nodes 8", 32)):
-        more = {"--max-update 2": "--max-update 4"} if word == "--nodes 8" else {}
-        done = jobs.run("bash", "-ec", shown(word, **more))
+    for command, ranks in ((shown("--time=24:00:00"), 2), (shown("--nodes 8").replace("-update 2", "-update 4"), 4)):
+        done = jobs.run("bash", "-ec", command)
         assert done.rc == 0, done.stderr
-        number = re.search(r"job (\d+): 4 ranks", done.stdout)[1]
+        number = re.match(rf"job (\d+): {ranks} ranks", done.stdout)[1]
         jobs.trained(number)
-        assert f"--update-freq {update_freq}" in jobs.log(number)
+        assert f"--update-freq {128 // ranks}" in jobs.log(number)
     assert "num_updates 4 |" in jobs.log(number, 0) and "@ 2 updates" in jobs.log(number, 0)
 
     done = jobs.run("bash", "-ec", shown("eval-lm"))
@@ -281,7 +290,7 @@ def test_the_page_from_the_nodes_to_the_evaluation(jobs, tiny_data, run_fairseq_
 def test_the_page_on_plain_srun(jobs):
     done = jobs.run("bash", "-ec", shown("fairseq-train"))
     assert done.rc == 0, done.stderr
-    assert "training on 4 devices" in done.stdout and (jobs.folder / "runs/tiny/checkpoint_last.pt").exists()
+    assert "training on 2 devices" in done.stdout and (jobs.folder / "runs/tiny/checkpoint_last.pt").exists()
 
 
 def test_the_page_on_sweeps(jobs):

@@ -144,7 +144,7 @@ print(ended(second))
 """,
         tmp_path,
     )
-    assert (done.rc, done.stdout) == (0, "-15 None\n-15\n"), done.stderr
+    assert (done.rc, done.stdout) == (0, "143 None\n143\n"), done.stderr
 
 
 def test_workers_ignore_a_signal_for_the_run(tmp_path: Path) -> None:

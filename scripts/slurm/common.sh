@@ -29,7 +29,7 @@ set_arguments() {
     fi
     [ -f "$file" ] || fail "there is no command file $file"
     # Any other script would train right here, instead of printing what it would train.
-    grep -q 'recipe\.sh' "$file" || fail "$file does not use examples/recipe.sh: give the arguments of smlp train"
+    grep -Eq '^(source|\.) .*recipe\.sh' "$file" || fail "$file does not use examples/recipe.sh: give the arguments of smlp train"
     shift
     mapfile -d '' -t ARGUMENTS < <(GPUS="$ranks" TRAIN_COMMAND='printf %s\0' bash "$file" "$@")
     wait $! || exit 1

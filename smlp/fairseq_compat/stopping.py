@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing import ProcessExitedException
+from torch.utils.data._utils import signal_handling
 
 from smlp.launch.stop_signals import EXIT_STOPPED, SIGNALS, StopSignals
 
@@ -40,6 +41,7 @@ def apply() -> None:
     aggregate = Trainer._aggregate_logging_outputs
     training_time = Trainer.cumulative_training_time
     train_iterator = Trainer.get_train_iterator
+    set_worker_handlers = signal_handling._set_worker_signal_handlers
 
     @functools.wraps(call_main)
     def stoppable_call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
@@ -80,10 +82,18 @@ def apply() -> None:
 
     @functools.wraps(train_iterator)
     def get_train_iterator(self: Trainer, *args: Any, **kw: Any) -> Any:
+        _signals.prepare()  # fairseq builds the first data loader after this
         self._train_iterator = train_iterator(self, *args, **kw)
         return self._train_iterator
 
+    @functools.wraps(set_worker_handlers)
+    def set_handlers_of_worker() -> None:
+        # torch's own one for SIGTERM ends a worker, with status 0 if it comes from the owner and else as a failure.
+        set_worker_handlers()
+        _signals.become_worker(0)
+
     distributed_utils.call_main = stoppable_call_main
+    signal_handling._set_worker_signal_handlers = set_handlers_of_worker
     Trainer.train_step = train_step
     Trainer.valid_step = valid_step
     Trainer._aggregate_logging_outputs = aggregate_with_wish

@@ -30,18 +30,20 @@ class StopSignals:
     its number, even while the main thread waits inside a library and runs no handler: a thread reads the numbers that
     Python writes to a pipe.
 
-    Processes forked later (the workers of a data loader) get the same signals where a cluster sends them to all
-    processes at once. There SIGUSR1 is ignored. SIGTERM is too if this process got it as well; otherwise it ends the
-    worker, as its owner means it to.
+    Processes forked after :meth:`prepare` (the workers of a data loader) get the same signals where a cluster sends
+    them to all processes at once. There SIGUSR1 is ignored. SIGTERM is too if this process got it as well; otherwise it
+    ends the worker, as its owner means it to.
     """
 
     def __init__(self) -> None:
-        self._owner: int | None = None  # the process that listens
+        self._owner: int | None = None  # the process whose signals these are
+        self._is_listening = False
+        self._is_registered = False
         self._previous: dict[int, Any] = {}
         self._writing = -1
         self._state: mmap.mmap | bytearray = bytearray(1)  # one byte
         self._first: dict[int, float] = {}
-        self._first_time_done = False
+        self._worker_status = 0
 
     @property
     def received(self) -> signal.Signals | None:
@@ -49,17 +51,24 @@ class StopSignals:
         number = self._state[0]
         return signal.Signals(number) if number in SIGNALS else None
 
+    def prepare(self) -> None:
+        """Be of use to the processes that this one forks from now on. Does nothing the second time."""
+        if self._owner == os.getpid():
+            return
+        if not self._is_registered:
+            os.register_at_fork(after_in_child=self._after_fork)
+            atexit.register(self.leave)
+            self._is_registered = True
+        self._owner, self._is_listening = os.getpid(), False
+        self._state = mmap.mmap(-1, 1)  # shared with forked processes
+        self._first.clear()
+
     def install(self) -> None:
         """Begin to listen. Does nothing the second time, and outside of the main thread, where Python cannot."""
-        if self._owner is not None or threading.current_thread() is not threading.main_thread():
+        self.prepare()
+        if self._is_listening or threading.current_thread() is not threading.main_thread():
             return
-        if not self._first_time_done:
-            os.register_at_fork(after_in_child=self._become_worker)
-            atexit.register(self.leave)
-            self._first_time_done = True
-        self._owner = os.getpid()
-        self._state = mmap.mmap(-1, 1)  # shared with the processes that this one forks
-        self._first.clear()
+        self._is_listening = True
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -72,18 +81,33 @@ class StopSignals:
         """This process is about to end: it ignores the signals from now on, and SIGTERM ends its workers again."""
         if self._owner == os.getpid():
             self._state[0] = _LEAVING
-            for number in SIGNALS:
+            for number in SIGNALS if self._is_listening else ():
                 signal.signal(number, signal.SIG_IGN)
 
     def uninstall(self) -> None:
         """The signals mean what they did before :meth:`install`, unless this process is about to end."""
         if self._owner == os.getpid() and self._state[0] != _LEAVING:
             self._state[0] = _LEAVING
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(-1)
-            os.close(self._writing)
             self._owner = None
+            if self._is_listening:
+                self._is_listening = False
+                for number, handler in self._previous.items():
+                    signal.signal(number, handler)
+                signal.set_wakeup_fd(-1)
+                os.close(self._writing)
+
+    def become_worker(self, status: int) -> None:
+        """In a process forked by the one that has called :meth:`prepare`: what the signals mean there.
+
+        Args:
+            status: exit status with which SIGTERM ends it.
+        """
+        if self._owner != os.getppid():
+            return
+        self._worker_status = status
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._terminated_in_worker)
 
     def _watch(self, reading: int) -> None:
         while numbers := os.read(reading, 64):
@@ -104,17 +128,12 @@ class StopSignals:
         if now - self._first.setdefault(number, now) > REPEAT_SECONDS:
             os._exit(128 + number)
 
-    def _become_worker(self) -> None:
-        if self._owner is None:
-            return
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._terminated_in_worker)
+    def _after_fork(self) -> None:
+        self.become_worker(128 + signal.SIGTERM)
 
     def _terminated_in_worker(self, number: int, frame: FrameType | None) -> None:
         limit = time.monotonic() + _WORKER_SECONDS
         while self._state[0] == 0 and time.monotonic() < limit:
             time.sleep(0.01)
         if self._state[0] in (0, _LEAVING):
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            os._exit(self._worker_status)

@@ -80,7 +80,10 @@ def backward_of(name: str | None) -> AbstractContextManager[None]:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Layer and stage that a range stands for; None if it is not a stage's."""
+    """Layer and stage that a range stands for; None if it is not a stage's.
+
+    What follows a comma in the layer's name is a part of it, such as ``layer 3 (tMoE), shuffle``.
+    """
     layer, separator, stage = name.partition(SEPARATOR)
     stage = stage.removesuffix(_BACKWARD)
-    return (layer, stage) if separator and stage in STAGES else None
+    return (layer.partition(",")[0], stage) if separator and stage in STAGES else None
