@@ -62,7 +62,9 @@ class MoEConfig:
     prefix_fraction: float = _setting(0.2, "share of the context that chooses experts for features (partial, leaky)")
     spatial_bias_init: float = _setting(0.0, "initial value of the sMoE's spatial bias")
     centroid_init_gain: float = _setting(0.1, "BASE: gain of the orthogonal initialisation of the experts' centroids")
-    base_shuffle: bool = _setting(False, "BASE: mix the tokens of all ranks of an expert group before they are assigned, in training")
+    base_shuffle: bool = _setting(
+        False, "BASE: in training, mix the tokens of the ranks of an expert group before they are assigned"
+    )
     capacity_factor: float = _setting(
         1.0, "Switch, GShard: capacity of an expert in training, in units of k*N/E; 0 drops nothing"
     )

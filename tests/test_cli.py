@@ -250,7 +250,7 @@ def test_doctor_reports_problems(monkeypatch, capsys) -> None:
     monkeypatch.setattr(
         doctor, "all_checks", lambda: doctor._guarded(check_something, "it does not work", "install it")
     )
-    assert doctor.run(argparse.Namespace(json=None)) == 1
+    assert doctor.run(argparse.Namespace(json=None, parallel=False, nproc=None)) == 1
     shown = capsys.readouterr().out
     assert "problem  something: it does not work: ImportError: no such library" in shown
     assert "-> install it" in shown

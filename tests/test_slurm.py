@@ -261,11 +261,13 @@ def test_every_marked_command_is_known():
     assert [shown(word) for word in words] == [shown(text) for text in SHOWN]
 
 
-def test_the_page_from_the_nodes_to_the_evaluation(jobs, tiny_data, run_fairseq_many):
+def test_the_page_on_the_nodes(jobs):
     done = jobs.run("bash", "-ec", shown("doctor"))
     assert done.rc == 0 and len(re.findall(r"checks, \d+ warnings, 0 problems", done.stdout)) == 3, done.stdout
     assert "ranks: 2 on" in done.stdout and len(re.findall(r"^127\.\S+ +smlp", done.stdout, re.M)) == 4, done.stdout
 
+
+def test_the_page_from_the_plan_to_the_evaluation(jobs, tiny_data, run_fairseq_many):
     done = jobs.run("bash", "-ec", shown("--dry-run"))
     assert done.rc == 0, done.stderr
     assert re.search(r"^ *1 +node1 +cpu +2-3$", done.stdout, re.M) and "--update-freq 64" in done.stdout

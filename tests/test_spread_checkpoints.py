@@ -77,6 +77,9 @@ def test_one_process_scores_it_as_it_scores_that_of_one_rank(spread, tiny_data, 
     runs = train(
         run_fairseq_many, *({"tool": "eval_lm", "args": [tiny_data, "--path", file, *settings]} for file in files)
     )
+    asked = {"tool": "eval_lm", "args": [tiny_data, "--path", files[0], *settings, "--distributed-world-size", 2]}
+    (refused,) = run_fairseq_many([asked])
+    assert refused.rc == 1 and "scores in one process" in refused.stderr
     pattern = re.compile(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+)")
     scores = [pattern.search(run.stderr + run.stdout).groups() for run in runs]
     assert scores[0] == scores[1]

@@ -61,7 +61,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Measures and, on rank 0, prints the tables; with ``--nproc``, starts the ranks that do."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its own starts and stops
-    from smlp.cli.local_ranks import _this_program
+    from smlp.cli.local_ranks import this_program
     from smlp.errors import UserError
     from smlp.launch.local import run_ranks
     from smlp.launch.ranks import has_terminal, place_of
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     )
     device = _device(args, place)
     if args.nproc > 1:
-        return run_ranks([*_this_program(), "costs", *_arguments_of_ranks(args)], args.nproc)
+        return run_ranks([*this_program(), "costs", *_arguments_of_ranks(args)], args.nproc)
     trace = _trace_file(args.trace, layout)
     measured = _measure(args, config, place, device, trace)
     if measured is not None:

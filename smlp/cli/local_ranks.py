@@ -100,10 +100,10 @@ def train_on_ranks(options: LaunchOptions) -> int:
         UserError: see :func:`check_nproc`.
     """
     check_nproc(options)
-    return run_ranks([*_this_program(), "train", *options.rest], options.nproc)
+    return run_ranks([*this_program(), "train", *options.rest], options.nproc)
 
 
-def _this_program() -> list[str]:
+def this_program() -> list[str]:
     """``python -m smlp``, of the package that is running: a folder of that name in the current directory counts only
     where it did for this process."""
     by_module = getattr(sys.modules["__main__"], "__spec__", None) is not None

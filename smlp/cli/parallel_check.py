@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
 def _start_ranks(args: argparse.Namespace) -> int:
     import torch
 
+    from smlp.cli.local_ranks import this_program
     from smlp.launch.local import run_ranks
 
     num_ranks = args.nproc if args.nproc is not None else max(2, torch.cuda.device_count())
@@ -43,7 +43,7 @@ def _start_ranks(args: argparse.Namespace) -> int:
         raise UserError(f"--nproc {num_ranks}: there must be at least 2 ranks to talk to each other")
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
         raise UserError(f"--nproc {num_ranks} is more than the {torch.cuda.device_count()} GPUs of this machine")
-    command = [sys.executable, "-m", "smlp", "doctor", "--parallel", "--dir", args.dir]
+    command = [*this_program(), "doctor", "--parallel", "--dir", args.dir]
     if args.json:
         command += ["--json", args.json]
     return run_ranks(command, num_ranks)

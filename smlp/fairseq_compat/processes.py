@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,8 +67,14 @@ def settle_ranks(cfg: Any) -> None:
     has_cuda = torch.cuda.is_available() and not cfg.common.cpu
     if cfg.common.tpu:
         return
+    is_given = _is_given(distributed)
+    if "eval-lm" in Path(sys.argv[0]).name.replace("_", "-"):
+        # over ranks, fairseq reports the part of rank 0 as if it were the whole
+        if is_given and distributed.distributed_world_size > 1:
+            raise UserError(f"fairseq-eval-lm scores in one process: leave {_WORLD_SIZE} out")
+        distributed.distributed_world_size, distributed.distributed_init_method = 1, None
+        return
     if distributed.distributed_init_method is None:
-        is_given = _is_given(distributed)
         if cfg.common.cpu and not is_given:
             distributed.distributed_world_size = 1  # the default is the number of GPUs, which --cpu leaves alone
         place = place_of(os.environ, distributed.distributed_port, has_terminal())

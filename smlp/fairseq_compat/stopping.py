@@ -124,8 +124,6 @@ def _save_and_leave(trainer: Any) -> None:
     from fairseq.file_io import PathManager
 
     name = _signals.received.name if _signals.received else "a signal to another rank"
-    # A data loader's worker that the same signal has ended is no reason to fail any more.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     config, num_updates = trainer.cfg.checkpoint, trainer.get_num_updates()
     path = checkpoint_utils.save_checkpoint(config, trainer, trainer._train_iterator, None)
     if path is not None and hasattr(trainer.task, "post_save"):
