@@ -121,17 +121,17 @@ def test_training_on_from_a_merged_split_is_training_on(tmp_path: Path, tiny_dat
             *(train(f"on from {path.parent.name}", 5, "--restore-file", path) for path in (whole, split)),
             train("restored", 1, "--restore-file", weights, *resets),
             train("finetuned", 1, "--finetune-from-model", weights),
-            *(evaluate(path) for path in (whole, split, weights)),
+            *(evaluate(path) for path in (split, weights)),
         ]
     )
-    assert [result.rc for result in results] == [0] * 7, [result.stderr[-500:] for result in results]
+    assert [result.rc for result in results] == [0] * 6, [result.stderr[-500:] for result in results]
     ends = [content(tmp_path / f"on from {name}" / "checkpoint_last.pt") for name in ("first", "split")]
     for key in ("model", "last_optimizer_state", "optimizer_history"):
         assert differences(ends[0][key], ends[1][key]) == []
     starts = [content(tmp_path / name / "checkpoint_last.pt")["model"] for name in ("restored", "finetuned")]
     assert differences(*starts) == []
     scores = [re.search(r"Loss \(base 2\): [\d.]+", result.stdout + result.stderr)[0] for result in results[4:]]
-    assert scores == [scores[0]] * 3
+    assert scores[0] == scores[1]
 
 
 BLOCKED = """

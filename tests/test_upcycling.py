@@ -18,10 +18,10 @@ from smlp.checkpoint.opened import open_checkpoint
 from smlp.cli.main import main
 from smlp.nn.decoder import Decoder
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:feature_routing=leaky")]
 
 BY_COPY = ["hash_lm_tiny", "switch_lm_tiny", "gshard_lm_tiny", "base_lm_tiny"]
-BY_GROWING = ["smlp_tiny", "smlp_partial_tiny", "gmlp_moe_tiny"]
+BY_GROWING = ["smlp_tiny", "smlp_partial_tiny", "smlp_leaky_tiny", "gmlp_moe_tiny"]
 
 
 def dense_for(arch: str) -> str:

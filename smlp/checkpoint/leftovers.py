@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import shutil
 from pathlib import Path
@@ -42,8 +41,7 @@ def remove_unused_parts(save_dir: str | Path) -> list[Path]:
 
 def _folders(checkpoint: Path) -> set[Path]:
     """Where the parts of a checkpoint are."""
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        # mapped into memory: the tensors are not read
-        state = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+    # mapped into memory: the tensors are not read
+    state = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
     index = state.get(INDEX_KEY) if isinstance(state, dict) else None
     return {(checkpoint.parent / part["file"]).parent for part in index["parts"]} if index else set()

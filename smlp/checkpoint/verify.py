@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from pathlib import Path
 
 import torch
 
-from smlp.checkpoint.export import PREFIX, digest_problem
+from smlp.checkpoint.export import PREFIX, digest_problem, read_safetensors
 from smlp.checkpoint.index import INDEX_KEY, ExpertIndex, Part
 from smlp.checkpoint.lazy import LazyTensor, StoredTensor
 from smlp.checkpoint.opened import Checkpoint, open_checkpoint
@@ -53,6 +52,7 @@ def file_problems(path: str | Path) -> list[str]:
     try:
         path = existing_file(path)
         if path.suffix == ".safetensors":
+            read_safetensors(path)
             problem = digest_problem(path)
             return [problem] if problem else []
         content = read_structure(path)
@@ -82,8 +82,7 @@ def _archive_problems(path: Path, content: object) -> list[str]:
 def _unusable(path: Path) -> list[str]:
     """Why torch does not take a file whose records are intact: it looks at fields that hold nothing of the content."""
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         return [f"{path} is damaged: torch cannot read it ({type(error).__name__}: {reason})"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import types
 
 import numpy
@@ -16,10 +15,6 @@ def apply() -> None:
     # every data set that fairseq-interactive and fairseq-generate build.
     if not hasattr(numpy, "compat"):
         numpy.compat = types.SimpleNamespace(long=numpy.int64)  # noqa: NPY201  this is the removed name itself
-
-    # Since torch 2.6 torch.load admits tensors and plain values only. A checkpoint of a model or task that is
-    # registered without a dataclass also holds an argparse.Namespace, which is a plain record: admit it by name.
-    torch.serialization.add_safe_globals([argparse.Namespace])
 
     from fairseq.distributed import utils as distributed_utils
 
