@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor
 
 import smlp
+from smlp.checkpoint.opened import open_checkpoint
+from smlp.checkpoint.output import write_in_parts
+from smlp.cli.main import main
 from smlp.config import flatten
 from smlp.nn.decoder import Decoder
 from smlp.presets import FROM_TASK
@@ -109,3 +113,30 @@ def differences(first: Any, second: Any, where: str = "") -> list[str]:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def in_parts(whole: Path, folder: Path, num_parts: int = 4) -> Path:
+    """The same checkpoint with its experts in parts, and dict.txt beside it."""
+    path = folder / "checkpoint_last.pt"
+    folder.mkdir()
+    write_in_parts(open_checkpoint(whole), path, num_parts)
+    shutil.copy(whole.parent / "dict.txt", folder)
+    return path
+
+
+def command(*arguments: object) -> int:
+    """``smlp checkpoint ARGUMENTS``."""
+    return main(["checkpoint", *map(str, arguments)])
+
+
+def refused(capsys, *arguments: object) -> str:
+    """The one sentence with which it fails."""
+    assert command(*arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("smlp: error: ") and printed.err.count("\n") == 1, printed.err
+    return printed.err
+
+
+def content(path: Path) -> dict[str, Any]:
+    """What torch reads."""
+    return torch.load(path, weights_only=True)

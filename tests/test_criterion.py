@@ -12,6 +12,7 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.data import Dictionary
 from fairseq.logging import metrics
 from running import USER_DIR, free_port
+from test_layouts import saved
 
 from smlp.criterions.choice import settle_criterion
 from smlp.criterions.moe_cross_entropy import MoECrossEntropyCriterion
@@ -241,7 +242,7 @@ def layouts(repeated, tmp_path_factory, run_fairseq_many):
         case |= {"tool": "train", "args": [repeated, *TRAIN, *case["args"], "--save-dir", folder / name]}
     for run in run_fairseq_many(list(cases.values())):
         assert run.rc == 0, run.stderr[-2000:]
-    return folder, {name: torch.load(folder / name / "checkpoint_last.pt")["model"] for name in cases}
+    return folder, {name: saved(folder / name) for name in cases}
 
 
 @pytest.mark.parametrize("layout", ["2", "4", "2 ranks", "2 ranks, legacy"])

@@ -24,6 +24,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data._utils import signal_handling
 
+from smlp.fairseq_compat.processes import end_communication
 from smlp.launch.stop_signals import EXIT_STOPPED, SIGNALS, StopSignals
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ def _save_and_leave(trainer: Any) -> None:
         PathManager.async_close()
     if trainer.data_parallel_world_size > 1:
         torch.distributed.barrier(distributed_utils.get_global_group())
+        end_communication()
     # Some launchers end the other ranks when the first one leaves: from here on nothing is lost, and the status stays.
     _signals.leave()
     if distributed_utils.is_master(trainer.cfg.distributed_training):

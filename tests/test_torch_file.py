@@ -1,0 +1,179 @@
+"""Tensors in files and elsewhere, read, computed and written piece by piece."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_states import differences
+
+from smlp.checkpoint import lazy
+from smlp.checkpoint.lazy import (
+    FileVersion,
+    HeldTensor,
+    MadeTensor,
+    StoredTensor,
+    are_equal,
+    joined_rows,
+    mean,
+    repeated,
+    rows_of,
+    scaled,
+)
+from smlp.checkpoint.torch_file import damaged_places, named_tensors, read_structure, write_torch_file
+from smlp.errors import UserError
+
+
+@pytest.fixture(params=[32, lazy.PIECE_BYTES], ids=["small pieces", "usual pieces"])
+def pieces(request, monkeypatch):
+    """Tensors cross many borders of pieces, or none."""
+    monkeypatch.setattr(lazy, "PIECE_BYTES", request.param)
+
+
+CONTENT = {
+    "float": torch.randn(5, 7),
+    "half": torch.randn(33).half(),
+    "bfloat16": torch.randn(3, 2, 4).bfloat16(),
+    "double": torch.randn(2, 9).double(),
+    "ids": torch.arange(40),
+    "small ids": torch.arange(40, dtype=torch.int32),
+    "bytes": torch.arange(77, dtype=torch.uint8),
+    "flags": torch.rand(50) > 0.5,
+    "number": torch.tensor(3.5),
+    "nothing": torch.empty(0, 3),
+    "transposed": torch.randn(6, 4).t(),
+    "slice": torch.randn(10, 3)[2:5],
+    "column": torch.randn(10, 3)[:, 1],
+    "parameter": torch.nn.Parameter(torch.randn(4)),
+    "plain": {"list": [1, 2.5, None, "x", True], "tuple": (1, (2,)), "ordered": collections.OrderedDict(b=1, a=2)},
+    "namespace": argparse.Namespace(lr=0.1),
+    "dtype": torch.float16,
+    "size": torch.Size([2, 3]),
+    3: {"nested": torch.ones(2)},
+}
+
+
+def _plainly(content: dict) -> dict:
+    return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in content.items()}
+
+
+@pytest.mark.parametrize("can_seek", [True, False])
+def test_torch_reads_what_is_written_piece_by_piece(tmp_path: Path, pieces, can_seek: bool) -> None:
+    path = tmp_path / "file.pt"
+
+    class OnlyWrites:
+        def __init__(self, file) -> None:
+            self.write, self.flush, self.tell = file.write, file.flush, file.tell
+
+    with open(path, "wb") as file:
+        write_torch_file(file if can_seek else OnlyWrites(file), CONTENT)
+    assert zipfile.ZipFile(path).testzip() is None
+    for mapped in (False, True):
+        loaded = torch.load(path, weights_only=True, mmap=mapped)
+        assert differences(_plainly(CONTENT), loaded) == []
+        assert all(t.data_ptr() % 64 == 0 for t in loaded.values() if isinstance(t, torch.Tensor) and mapped)
+
+
+def test_what_torch_writes_is_read_piece_by_piece(tmp_path: Path, pieces) -> None:
+    path = tmp_path / "file.pt"
+    torch.save(CONTENT, path)
+    read = read_structure(path)
+    assert isinstance(read["float"], StoredTensor), "it stays in the file"
+    loaded = {key: value.load() if isinstance(value, lazy.LazyTensor) else value for key, value in read.items()}
+    loaded[3] = {"nested": read[3]["nested"].load()}
+    assert differences(_plainly(CONTENT), loaded) == []
+    read_twice = tmp_path / "again.pt"
+    with open(read_twice, "wb") as file:
+        write_torch_file(file, read)
+    assert differences(_plainly(CONTENT), torch.load(read_twice, weights_only=True)) == []
+
+
+def test_one_tensor_with_two_names_is_written_once(tmp_path: Path) -> None:
+    shared = torch.randn(1000)
+    torch.save({"a": shared, "b": shared.view(10, 100).view(-1)}, tmp_path / "a.pt")
+    with open(tmp_path / "b.pt", "wb") as file:
+        write_torch_file(file, read_structure(tmp_path / "a.pt"))
+    assert (tmp_path / "b.pt").stat().st_size < 6000
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert torch.equal(loaded["a"], shared) and torch.equal(loaded["b"], shared)
+
+
+class Anything:
+    """A class that no checkpoint should hold."""
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.unlink(), ["there is no checkpoint"]),
+        (lambda path: (path.unlink(), path.mkdir()), ["is a folder"]),
+        (lambda path: path.write_bytes(b""), ["(0 bytes)", "truncated"]),
+        (lambda path: os.truncate(path, 5000), ["(5,000 bytes)", "truncated"]),
+        (lambda path: path.write_bytes(pickle.dumps({"model": 1})), ["truncated or is no checkpoint"]),
+        (lambda path: torch.save(Anything(), path), ["Anything", "not read"]),
+        (lambda path: torch.save(os.system, path), ["system", "not read"]),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, damage, words) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"x": torch.zeros(4000)}, path)
+    damage(path)
+    with pytest.raises(UserError) as caught:
+        read_structure(path)
+    assert all(word in str(caught.value) for word in [str(path), *words]), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
+    path, tensor = tmp_path / "file.pt", torch.randn(3, 1000)
+    torch.save({"model": {"a": torch.zeros(10), "b": tensor}}, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(tensor.numpy().tobytes()) + 5000] ^= 1
+    path.write_bytes(data)
+    ((record, start, stop),) = damaged_places(path)
+    (name,) = [name for name, tensor in named_tensors(read_structure(path)) if start <= tensor.offset < stop]
+    assert name == "model/b" and record.startswith("data/")
+
+
+def test_lazy_tensors_compute_what_torch_does(tmp_path: Path, pieces) -> None:
+    tensors = [torch.randn(6, 5, 3), torch.randn(4, 5, 3)]
+    held = [HeldTensor(tensor) for tensor in tensors]
+    assert torch.equal(rows_of(held[0], [1, 2, 5]).load(), tensors[0][[1, 2, 5]])
+    mixed = joined_rows([(held[1], 3), (held[0], 0), (held[0], 1)])
+    assert torch.equal(mixed.load(), torch.stack([tensors[1][3], tensors[0][0], tensors[0][1]]))
+    for start, stop in itertools.combinations(range(0, 46, 7), 2):
+        assert torch.equal(mixed.read(start, stop), mixed.load().flatten()[start:stop])
+    assert torch.equal(torch.cat(list(mixed.pieces())), mixed.load().flatten())
+    assert torch.equal(repeated(scaled(held[0], 3), 4).load(), (tensors[0] * 3).expand(4, 6, 5, 3))
+    three = [HeldTensor(torch.full((9,), value, dtype=torch.float16)) for value in (40000.0, 44000.0, 60000.0)]
+    assert mean(three).load().tolist() == [48000.0] * 9, "summed in more than float16 can hold"
+    made = MadeTensor((2, 30), torch.float32, lambda: torch.arange(60))
+    assert torch.equal(made.load(), torch.arange(60.0).view(2, 30))
+    assert are_equal(held[0], HeldTensor(tensors[0].clone())) and not are_equal(held[0], held[1])
+    assert not are_equal(held[0], HeldTensor(tensors[0] + torch.eye(3)[2] * 1e-6))
+
+
+def test_a_file_that_changes_under_the_reader_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint_last.pt"
+    torch.save({"x": torch.ones(100)}, path)
+    tensor = read_structure(path)["x"]
+    torch.save({"x": torch.zeros(100)}, tmp_path / "new.pt")
+    os.replace(tmp_path / "new.pt", path)  # as a training run does
+    with pytest.raises(UserError, match=r"checkpoint_last\.pt: it has changed"):
+        tensor.load()
+    path.unlink()
+    with pytest.raises(UserError, match="No such file"):
+        tensor.load()
+
+
+def test_reading_beyond_the_end_is_no_endless_loop(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(10))
+    with pytest.raises(UserError, match="changed"):
+        StoredTensor(FileVersion.of(tmp_path / "file"), 5, torch.uint8, (10,)).load()
