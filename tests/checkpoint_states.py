@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -87,9 +89,16 @@ def state_of(decoder: Decoder, optimizer: torch.optim.Optimizer | None, arch: st
 def save(folder: Path, arch: str, name: str = "whole.pt", updates: int = 2, seed: int = 0, **overrides: Any) -> Path:
     """A checkpoint in one file, with dict.txt beside it."""
     path = folder / name
-    torch.save(state_of(*trained(arch, updates, seed, **overrides), arch, updates), path)
+    path.write_bytes(_saved(arch, updates, seed, tuple(overrides.items())))
     (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in WORDS))
     return path
+
+
+@functools.lru_cache(maxsize=32)
+def _saved(arch: str, updates: int, seed: int, overrides: tuple[tuple[str, Any], ...]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state_of(*trained(arch, updates, seed, **dict(overrides)), arch, updates), buffer)
+    return buffer.getvalue()
 
 
 def differences(first: Any, second: Any, where: str = "") -> list[str]:

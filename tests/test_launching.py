@@ -223,7 +223,8 @@ rank = os.environ.pop("RANK")
 for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name)
 os.environ.update({variables!r}, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NODEID="0")
-import smlp.models
+import smlp.models, atexit, torch.distributed
+atexit.register(lambda: print("connected at exit:", torch.distributed.is_initialized()))
 """
 
 
@@ -248,6 +249,7 @@ def test_tasks_of_srun_train_together(tiny_data, tmp_path, run_fairseq_many) -> 
     assert together.rc == 0, together.stderr
     assert f"distributed init (rank 0): tcp://localhost:{port}" in together.stdout
     assert "training on 2 devices" in together.stdout and "num_updates 2" in together.stdout
+    assert together.stdout.count("connected at exit: False") == 2
     assert single.rc == 0, single.stderr
     assert "training on 1 devices" in single.stdout
     assert "one process in a Slurm job of 4 tasks: start it with srun" in single.stdout

@@ -19,9 +19,11 @@ AT_THIRD = 'before(Trainer, "train_step", lambda self: {when} and self.get_num_u
 USR1 = "lambda: os.kill(os.getpid(), signal.SIGUSR1)"
 # rank 0, which alone writes, takes its time
 SLOW_SAVE = """
-import time, torch
+import atexit, time, torch
 save = torch.save
-torch.save = lambda *args: (time.sleep(1.0), save(*args))
+if RANK == 0:
+    torch.save = lambda *args: (time.sleep(1.0), save(*args))
+atexit.register(lambda: print("connected at exit:", torch.distributed.is_initialized()))
 """
 # as Slurm does it: a process of its own sends SIGTERM to all of the step, those that load data too; then again when
 # another rank has left, if srun has --kill-on-bad-exit
@@ -148,8 +150,10 @@ def test_it_goes_on_as_if_never_stopped(runs, name: str) -> None:
 
 def test_no_rank_leaves_before_all_is_saved(runs) -> None:
     """A launcher may end the others as soon as one has left."""
-    (_, first, _), (_, second, _) = runs["two ranks"][1].ranks
+    run = runs["two ranks"][1]
+    (_, first, _), (_, second, _) = run.ranks
     assert abs(first - second) < 0.8
+    assert run.stdout.count("connected at exit: False") == 2
 
 
 def test_a_finished_run_ends_as_it_would_have(runs) -> None:

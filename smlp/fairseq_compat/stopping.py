@@ -133,9 +133,9 @@ def _save_and_leave(trainer: Any) -> None:
         PathManager.async_close()
     if trainer.data_parallel_world_size > 1:
         torch.distributed.barrier(distributed_utils.get_global_group())
-        end_communication()
     # Some launchers end the other ranks when the first one leaves: from here on nothing is lost, and the status stays.
     _signals.leave()
+    end_communication()
     if distributed_utils.is_master(trainer.cfg.distributed_training):
         saved = f"saved {path}; the same command goes on from it" if path else "nothing is saved with these options"
         logger.info(f"stopped by {name} after update {num_updates}: {saved} (exit status {EXIT_STOPPED})")
