@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ from pathlib import Path
 HOSTS = Path("/etc/hosts")
 MARK = "# a node of smlp's tests"
 DAEMONS = ("munged", "slurmctld", "slurmd")
+NUM_GPUS = 8  # of each node, in name only
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 # Partition `main`, whose jobs those in `urgent` take the nodes away from: SIGTERM, then up to 30 s to save.
@@ -45,6 +47,7 @@ SchedulerParameters=bf_interval=2,sched_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SwitchType=switch/none
+GresTypes=gpu
 ReturnToService=2
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
@@ -94,12 +97,14 @@ class Cluster:
     def write_configuration(self) -> None:
         for name in ("state", *(f"spool/{node}" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True)
+        # files that exist are GPUs enough for Slurm
+        for number in range(NUM_GPUS):
+            (self.folder / f"gpu{number}").touch()
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-{NUM_GPUS - 1}]\n")
         host = socket.gethostname().partition(".")[0]
         controller, *ports = free_ports(1 + len(self.nodes))
-        nodes = [
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus} State=UNKNOWN"
-            for node, port in zip(self.nodes, ports, strict=True)
-        ]
+        same = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={self.cpus} Gres=gpu:{NUM_GPUS} State=UNKNOWN"
+        nodes = [f"NodeName={node} Port={port} {same}" for node, port in zip(self.nodes, ports, strict=True)]
         self.configuration.write_text(
             CONFIGURATION.format(
                 host=host, port=controller, folder=self.folder, nodes="\n".join(nodes), names=",".join(self.nodes)
@@ -182,7 +187,9 @@ def missing() -> str:
 
 
 def add_hosts(names: Sequence[str]) -> None:
-    """For :func:`remove_hosts` to take out again."""
+    """For :func:`remove_hosts` to take out again; takes out those of test runs that were killed before they could."""
+    ours = re.findall(rf"^127\.0\.0\.1 (smlp(\d+)n\d+) {MARK}$", HOSTS.read_text(), re.M)
+    remove_hosts([name for name, pid in ours if not Path(f"/proc/{pid}").exists()])
     with HOSTS.open("a") as hosts:
         hosts.write("".join(f"127.0.0.1 {name} {MARK}\n" for name in names))
 

@@ -6,12 +6,14 @@ import dataclasses
 import re
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from running import REPOSITORY, Finished
 from slurm_cluster import Cluster
 
 SUBMIT = REPOSITORY / "scripts" / "slurm" / "submit.sh"
+TRAIN = SUBMIT.with_name("train.sbatch")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
@@ -43,11 +45,17 @@ class Jobs:
         )
         return Finished(done.returncode, done.stdout, done.stderr)
 
-    def submit(self, *words: object) -> str:
-        """``submit.sh WORDS``; returns the job's number."""
-        done = self.run("bash", SUBMIT, *words)
+    def submit(self, size: Sequence[object], *words: object) -> str:
+        """``submit.sh SIZE -- WORDS``; returns the job's number."""
+        done = self.run("bash", SUBMIT, *size, "--", *words)
         assert done.rc == 0, done.stderr
         return re.match(r"job (\d+):", done.stdout)[1]
+
+    def sbatch(self, size: Sequence[object], *words: object) -> str:
+        """The same without ``submit.sh``, which takes some seconds to check the options: by hand, on CPUs."""
+        done = self.run("sbatch", "--parsable", "--gres=none", "--cpus-per-task=1", *size, TRAIN, *words)
+        assert done.rc == 0, done.stderr
+        return done.stdout.strip()
 
     def look(self, number: str) -> Job:
         text = self.cluster.command("scontrol", "show", "job", "-o", number)
@@ -56,7 +64,7 @@ class Jobs:
             fields["JobState"], int(fields["ExitCode"].partition(":")[0]), int(fields["Restarts"]), fields["NodeList"]
         )
 
-    def wait_until(self, number: str, condition, timeout: float = 200) -> None:
+    def wait_until(self, number: str, condition: Callable[[], bool], timeout: float = 200) -> None:
         """Until ``condition()``; fails with what the job printed if that takes too long or the job ends before."""
         limit = time.monotonic() + timeout
         while not condition():
@@ -77,8 +85,10 @@ class Jobs:
     def log(self, number: str, rank: int | None = None) -> str:
         """Of the job, or of one of its ranks; empty if there is none yet."""
         logs = self.folder / "slurm-logs"
-        path = logs / f"{number}.out" if rank is None else logs / number / f"rank-{rank}.log"
-        return path.read_text() if path.exists() else ""
+        # where submit.sh puts them, and where sbatch does
+        of_job = [logs / f"{number}.out", self.folder / f"slurm-{number}.out"]
+        paths = of_job if rank is None else [logs / number / f"rank-{rank}.log"]
+        return "".join(path.read_text() for path in paths if path.exists())
 
     def output(self, number: str) -> str:
         """The end of all logs."""

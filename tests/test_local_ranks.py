@@ -225,11 +225,13 @@ before(Trainer, "train_step",
 FAULTS = {
     "killed": FAULT.format(rank=1, fault="os.kill(os.getpid(), signal.SIGKILL)"),
     "raises": FAULT.format(rank=1, fault="raise ValueError('a fault of its own')"),
+    "signalled": FAULT.format(rank=1, fault="print('hello', flush=True); os.kill(os.getppid(), signal.SIGTERM)"),
     "spawned": SPAWN,
 }
 OPTIONS = {
     "killed": ["--nproc", "3", "--cpu", "--no-save"],
     "raises": ["--nproc=3", "--cpu", "--no-save"],
+    "signalled": ["--nproc", "2", "--cpu"],
     "spawned": ["--distributed-world-size", "2", "--distributed-backend", "gloo"],
 }
 
@@ -273,18 +275,12 @@ def test_fairseq_spawns_one_process_for_each_gpu(faulty) -> None:
     assert "checkpoint_last.pt; the same command goes on from it" in line
 
 
-def test_train_on_two_ranks(tiny_data, tmp_path: Path) -> None:
-    """The whole way: two processes train together, a signal to the launcher stops them, and they say how to go on."""
-    plugin = make_plugin(
-        tmp_path / "signalling",
-        'before(Trainer, "train_step", lambda self: RANK == 1 and self.get_num_updates() == 2,\n'
-        "       lambda: (print('hello', flush=True), os.kill(os.getppid(), signal.SIGTERM)))\n",
-    )
-    options = ["--user-dir", plugin, *TINY_LM, "--cpu", "--max-update", 4000, "--save-dir", tmp_path / "run"]
-    done = finish(start("-m", "smlp", "train", "--nproc", 2, tiny_data, *options), timeout=90)
+def test_a_signal_to_the_launcher_stops_all_ranks(faulty) -> None:
+    """They train together until then, and say how to go on."""
+    done = faulty["signalled"]
     assert done.rc == EXIT_STOPPED, done.stderr
     assert "training on 2 devices" in done.stdout
     assert "[rank 1] hello" in done.stdout.splitlines()
-    assert "| stopped by" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "| stopped by" in line]
+    assert "checkpoint_last.pt; the same command goes on from it" in line
     assert not [line for line in done.stderr.splitlines() if "Error" in line or "ended first" in line]
-    assert (tmp_path / "run" / "checkpoint_last.pt").is_file()

@@ -57,12 +57,7 @@ STOPPED: dict[str, tuple[str, list[str]]] = {
         "torch.save = torn\n",
         ["--save-interval-updates", "3", "--disable-validation"],
     ),
-    # the second batch of the validation after the third update
-    "validation": (
-        'calls = []\nbefore(Trainer, "valid_step", lambda self: calls.append(1) or len(calls) == 2, ' + USR1 + ")\n",
-        ["--validate-interval-updates", "3"],
-    ),
-    # two ranks, the signal on the second
+    # the first batch of the validation after the third update, on the second rank
     "validation on two ranks": (
         'calls = []\nbefore(Trainer, "valid_step", lambda self: calls.append(1) or RANK == 1 == len(calls), '
         + USR1

@@ -16,7 +16,7 @@ import pytest
 from launched import make_plugin
 from running import REPOSITORY, USER_DIR
 from slurm_cluster import missing, running_cluster
-from slurm_jobs import Jobs, programs_first
+from slurm_jobs import SUBMIT, Jobs, programs_first
 from test_layouts import ADAM, SIZES, SPARSE, UPDATES, same, saved
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -32,7 +32,7 @@ from smlp.fairseq_compat import stopping
 
 def wait():
     if os.environ["SLURM_PROCID"] == "0":
-        Path(os.environ["SMLP_LOGS"], "waiting").touch()
+        Path(os.environ["SLURM_SUBMIT_DIR"], "slurm-logs", "waiting").touch()
     limit = time.monotonic() + 60
     while stopping._signals.received is None and time.monotonic() < limit:
         time.sleep(0.05)
@@ -44,7 +44,7 @@ FAILS = """
 from pathlib import Path
 
 def fail():
-    Path(os.environ["SMLP_LOGS"], "failing").touch()
+    Path(os.environ["SLURM_SUBMIT_DIR"], "slurm-logs", "failing").touch()
     {how}
 
 before(Trainer, "train_step", lambda self: os.environ["SLURM_PROCID"] == "1" and self.get_num_updates() == 2, fail)
@@ -83,7 +83,7 @@ def local(tiny_data, tmp_path_factory, run_fairseq_many) -> dict[int, tuple[dict
 @pytest.fixture(scope="module")
 def two_nodes(jobs) -> Path:
     """Save-dir of a job of two nodes with a rank each, that was never stopped."""
-    number = jobs.submit(*nodes(2, 1), "--", *model(2), "--save-dir", "runs/two")
+    number = jobs.submit(nodes(2, 1), *model(2), "--save-dir", "runs/two")
     jobs.trained(number)
     (jobs.folder / "runs" / "two.log").write_text(jobs.log(number, 0))
     return jobs.folder / "runs" / "two"
@@ -91,16 +91,17 @@ def two_nodes(jobs) -> Path:
 
 @pytest.fixture(scope="module")
 def four_tasks(jobs) -> Path:
-    """Save-dir of four ranks on two nodes, started by ``srun`` and nothing else, never stopped."""
-    command = ["fairseq-train", "data-bin", "--user-dir", "smlp", *MODEL, "--save-dir", "runs/four"]
-    done = jobs.run("srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", *command)
+    """Save-dir of four ranks on two nodes, started by the page's ``srun`` and nothing else, never stopped."""
+    done = jobs.run(
+        "bash", "-ec", " ".join(map(str, [shown("fairseq-train").rstrip(), *MODEL, "--save-dir runs/four"]))
+    )
     assert done.rc == 0, done.stderr
     (jobs.folder / "runs" / "four.log").write_text(done.stdout)
     return jobs.folder / "runs" / "four"
 
 
-def nodes(number: int, tasks: int) -> list:
-    return ["--nodes", number, "--tasks-per-node", tasks]
+def nodes(number: int, tasks: int) -> list[str]:
+    return [f"--nodes={number}", f"--ntasks-per-node={tasks}"]
 
 
 def model(ranks: int, updates: int = UPDATES) -> list:
@@ -131,7 +132,7 @@ def test_two_nodes_train_what_one_process_does(two_nodes, local):
 def test_four_nodes_go_on_from_two(jobs, two_nodes, local):
     save_dir = jobs.folder / "runs" / "grown"
     jobs.run("cp", "-r", two_nodes, save_dir)
-    number = jobs.submit(*nodes(4, 1), "--", *model(4, 2 * UPDATES), "--save-dir", save_dir)
+    number = jobs.sbatch(nodes(4, 1), *model(4, 2 * UPDATES), "--save-dir", save_dir)
     jobs.trained(number)
     assert "training on 4 devices" in jobs.log(number, 0)
     assert losses(jobs.log(number, 0)) == local[2 * UPDATES][1][UPDATES:]
@@ -145,27 +146,27 @@ def test_plain_srun_trains_one_model_on_four_ranks(four_tasks, local):
     equal(four_tasks, local[UPDATES][0], 1e-5)
 
 
-def preempted(jobs: Jobs, name: str, size: tuple[int, int], take_away) -> tuple[str, Path]:
-    """Submits a run that waits in the middle, has it stopped there, and lets it train to its end."""
+def preempted(jobs: Jobs, start, name: str, size: tuple[int, int], take_away) -> tuple[str, Path]:
+    """Starts a run that waits in the middle, has it stopped there, and lets it train to its end."""
     plugin = make_plugin(jobs.folder / "plugins" / name, UNTIL_SIGNALLED)
     save_dir, logs = jobs.folder / "runs" / name, jobs.folder / "slurm-logs"
     waiting = logs / "waiting"
     ranks = size[0] * size[1]
-    number = jobs.submit(*nodes(*size), "--", *model(ranks), "--user-dir", plugin, "--save-dir", save_dir)
+    number = start(nodes(*size), *model(ranks), "--user-dir", plugin, "--save-dir", save_dir)
     jobs.wait_until(number, waiting.exists)
     waiting.unlink()
     take_away(number)
     jobs.wait_until(number, lambda: jobs.look(number).restarts == 1, 90)
     job = jobs.trained(number)
     assert job.restarts == 1
-    assert f"{number} | stopped; back in the queue" in jobs.log(number)
+    assert f"{number} | stopped; back to the queue" in jobs.log(number)
     return number, save_dir
 
 
 def test_a_job_that_is_told_to_stop_goes_on_by_itself(jobs, four_tasks, local):
     """SIGUSR1, as before the time limit."""
     number, save_dir = preempted(
-        jobs, "signalled", (2, 2), lambda number: jobs.run("scancel", "--signal=USR1", number, timeout=20)
+        jobs, jobs.submit, "signalled", (2, 2), lambda number: jobs.run("scancel", "--signal=USR1", number, timeout=20)
     )
     log = jobs.log(number, 0)
     assert "stopped by SIGUSR1 after update 4" in log and log.count("training on 4 devices") == 2
@@ -181,7 +182,7 @@ def test_a_job_that_is_preempted_goes_on_by_itself(jobs, two_nodes, local):
         done = jobs.run("srun", "--partition=urgent", "--exclusive", f"--nodelist={taken}", "true", timeout=90)
         assert done.rc == 0, done.stderr
 
-    number, save_dir = preempted(jobs, "preempted", (2, 1), take_away)
+    number, save_dir = preempted(jobs, jobs.sbatch, "preempted", (2, 1), take_away)
     assert "stopped by SIGTERM after update 4" in jobs.log(number, 0)
     assert losses(jobs.log(number, 0)) == local[UPDATES][1]
     equal(save_dir, saved(two_nodes), 0)
@@ -196,7 +197,7 @@ def test_a_rank_that_fails_ends_the_job(jobs, how, message):
     name = "raises" if "raise" in how else "dies"
     plugin = make_plugin(jobs.folder / "plugins" / name, FAILS.format(how=how))
     failing = jobs.folder / "slurm-logs" / "failing"
-    number = jobs.submit(*nodes(2, 1), "--", *model(2), "--user-dir", plugin, "--save-dir", f"runs/{name}")
+    number = jobs.sbatch(nodes(2, 1), *model(2), "--user-dir", plugin, "--save-dir", f"runs/{name}")
     jobs.wait_until(number, failing.exists)
     job = jobs.end_of(number, 30)
     assert time.time() - failing.stat().st_mtime < 30
@@ -209,7 +210,7 @@ def test_a_rank_that_fails_ends_the_job(jobs, how, message):
 def test_a_cancelled_job_saves_and_stays_away(jobs):
     plugin = make_plugin(jobs.folder / "plugins" / "cancelled", UNTIL_SIGNALLED)
     waiting = jobs.folder / "slurm-logs" / "waiting"
-    number = jobs.submit(*nodes(1, 1), "--", *model(1), "--user-dir", plugin, "--save-dir", "runs/cancelled")
+    number = jobs.sbatch(nodes(1, 1), *model(1), "--user-dir", plugin, "--save-dir", "runs/cancelled")
     jobs.wait_until(number, waiting.exists)
     waiting.unlink()
     jobs.run("scancel", number, timeout=20)
@@ -221,12 +222,28 @@ def test_a_cancelled_job_saves_and_stays_away(jobs):
 
 
 def test_a_job_that_is_stopped_before_its_first_update_begins_anew(jobs):
-    number = jobs.submit(*nodes(1, 1), "--", *model(1), "--save-dir", "runs/early")
+    number = jobs.sbatch(nodes(1, 1), *model(1), "--save-dir", "runs/early")
     jobs.wait_until(number, (jobs.folder / "slurm-logs" / number / "rank-0.log").exists)
     jobs.run("scancel", "--signal=USR1", number, timeout=20)
     jobs.wait_until(number, lambda: jobs.look(number).restarts == 1, 60)
-    assert "num_updates" not in jobs.log(number, 0) and "back in the queue" in jobs.log(number)
+    assert "num_updates" not in jobs.log(number, 0) and "back to the queue" in jobs.log(number)
     jobs.run("scancel", number, timeout=20)
+
+
+def test_every_task_has_its_gpus(jobs, tmp_path):
+    """The nodes have some in name; here ``smlp`` only prints what it gets."""
+    (tmp_path / "smlp").write_text(
+        '#!/bin/bash\necho "task $SLURM_PROCID: $SLURM_GPUS_ON_NODE of $SLURM_JOB_NODELIST"\n'
+    )
+    (tmp_path / "smlp").chmod(0o755)
+    path = f"PATH={tmp_path}:{jobs.cluster.environment['PATH']}"
+    sizes = ["--nodes", 2, "--gpus-per-node", 4, "--cpus-per-task=1"]
+    done = jobs.run("env", path, "bash", SUBMIT, *sizes, "--", "data-bin", "--save-dir", "runs/gpus")
+    assert done.rc == 0, done.stderr
+    number = re.match(r"job (\d+): 8 ranks", done.stdout)[1]
+    jobs.trained(number)
+    for rank in range(8):
+        assert jobs.log(number, rank).startswith(f"task {rank}: 4 of ")
 
 
 # --- docs/slurm.md
@@ -239,10 +256,11 @@ SMALL = " ".join(map(str, [*SPARSE, *SIZES[:12], "--required-batch-size-multiple
 HERE = {
     "--nodes 4 --gpus-per-node 8 --sweep scripts/slurm/sweep.txt": "--nodes 1 --tasks-per-node 1 --sweep list.txt",
     "--nodes 4 --gpus-per-node 8": "--nodes 2 --tasks-per-node 1",
-    "--nodes 8 --gpus-per-node 4": "--nodes 4 --tasks-per-node 1",
-    "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8": "--nodes=2 --ntasks-per-node=1",
-    "--gpus-per-node=8": "",
-    "--gpus-per-node=1": "",
+    "--nodes 8 --gpus-per-node 4": "--nodes 1 --tasks-per-node 1",
+    "--ntasks-per-node=8 --gres=gpu:8 smlp": "--ntasks-per-node=1 smlp",
+    "--ntasks-per-node=8 --gres=gpu:8": "--ntasks-per-node=2",
+    "--gres=gpu:8": "",
+    "--gres=gpu:1": "",
     "--max-update 1000": "--max-update 2",
     "--bf16": f"{SMALL} --num-workers 0 --max-update 2",
 }
@@ -273,7 +291,7 @@ def test_the_page_from_the_plan_to_the_evaluation(jobs, tiny_data, run_fairseq_m
     assert re.search(r"^ *1 +node1 +cpu +2-3$", done.stdout, re.M) and "--update-freq 64" in done.stdout
     assert not (jobs.folder / "runs" / "smlp").exists() and not jobs.cluster.command("squeue", "-h")
 
-    for command, ranks in ((shown("--time=24:00:00"), 2), (shown("--nodes 8").replace("-update 2", "-update 4"), 4)):
+    for command, ranks in ((shown("--time=24:00:00"), 2), (shown("--nodes 8").replace("-update 2", "-update 4"), 1)):
         done = jobs.run("bash", "-ec", command)
         assert done.rc == 0, done.stderr
         number = re.match(rf"job (\d+): {ranks} ranks", done.stdout)[1]
@@ -287,12 +305,6 @@ def test_the_page_from_the_plan_to_the_evaluation(jobs, tiny_data, run_fairseq_m
     args = [tiny_data, "--user-dir", USER_DIR, "--path", checkpoint, "--gen-subset", "test", "--tokens-per-sample", 16]
     (here,) = run_fairseq_many([{"tool": "eval_lm", "args": args}])
     assert EVALUATED.search(done.stdout + done.stderr)[0] == EVALUATED.search(here.stdout + here.stderr)[0]
-
-
-def test_the_page_on_plain_srun(jobs):
-    done = jobs.run("bash", "-ec", shown("fairseq-train"))
-    assert done.rc == 0, done.stderr
-    assert "training on 2 devices" in done.stdout and (jobs.folder / "runs/tiny/checkpoint_last.pt").exists()
 
 
 def test_the_page_on_sweeps(jobs):

@@ -102,7 +102,7 @@ def test_the_papers_batches_on_any_number_of_gpus(user, nodes, gpus, accumulate)
     assert done.stdout.startswith(f"job 42: {nodes * gpus} ranks on {nodes} nodes\n")
     (words,) = noted(user, "sbatch")
     options, arguments = words[: words.index(str(TRAIN))], words[words.index(str(TRAIN)) + 1 :]
-    size = [f"--nodes={nodes}", f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}", "--time=1:00:00"]
+    size = [f"--nodes={nodes}", f"--ntasks-per-node={gpus}", f"--gres=gpu:{gpus}", "--time=1:00:00"]
     assert set(size) < set(options) and "--dependency=singleton" in options
     assert arguments[0] == "data" and arguments[-2:] == ["--seed", "3"]
     assert arguments[arguments.index("--update-freq") + 1] == accumulate
@@ -117,14 +117,14 @@ def test_arguments_of_smlp_train_on_cpus(user) -> None:
     assert done.rc == 0, done.stderr
     (words,) = noted(user, "sbatch")
     assert words[words.index(str(TRAIN)) + 1 :] == [*given, "--cpu"]
-    assert {"--ntasks-per-node=3", "--gpus-per-node=0", "--cpus-per-task=2"} < set(words)
+    assert {"--ntasks-per-node=3", "--gres=none", "--cpus-per-task=2"} < set(words)
     assert "--cpus-per-task=1" not in words
 
 
 def test_other_names_of_gpus(user) -> None:
     run(user, SUBMIT, "--nodes", 1, "--gpus-per-node", 4, "--gres=gpu:a100:4", "--", "data", "--save-dir", "a")
     (words,) = noted(user, "sbatch")
-    assert {"--gres=gpu:a100:4", "--gpus-per-node=0", "--ntasks-per-node=4"} < set(words)
+    assert {"--gres=gpu:a100:4", "--ntasks-per-node=4"} < set(words) and "--gres=gpu:4" not in words
 
 
 def test_jobs_have_one_name_if_they_have_one_save_dir(user) -> None:
@@ -167,6 +167,7 @@ SIZE = ["--nodes", "1", "--gpus-per-node", "8"]
         ([*SIZE, "--", SUBMIT, "data", "runs"], "submit.sh does not use examples/recipe.sh"),
         ([*SIZE, "--", "data", "--restore-file", "x.pt"], "--restore-file would begin anew at every restart"),
         ([*SIZE, "--", "data", "--no-save"], "with --no-save a stopped job would begin anew at every restart"),
+        ([*SIZE, "--", "data", "--no-last-checkpoints"], "with --no-last-checkpoints a stopped job would begin anew"),
         (
             ["--nodes", "3", "--gpus-per-node", "1", "--", REPOSITORY / "examples/smlp.sh", "data", "runs"],
             "GPUS=3 does not divide the 128 batches of an update",
@@ -222,7 +223,7 @@ def test_a_command_file_gets_the_number_of_tasks(user) -> None:
 def test_a_stopped_job_goes_back_to_the_queue(user, does) -> None:
     """After saving, or ended by the signal before the first update."""
     done = job(user, TRAIN, "data", SMLP_DOES=does)
-    assert done.rc == 0 and "stopped; back in the queue" in done.stdout, done.stderr
+    assert done.rc == 0 and "stopped; back to the queue" in done.stdout, done.stderr
     assert noted(user, "scontrol") == [["requeue", "7"]]
     again = job(user, TRAIN, "data", SLURM_RESTART_COUNT="1")
     assert again.rc == 0 and "start 2: 4 ranks" in again.stdout and "| stopped" not in again.stdout

@@ -44,8 +44,8 @@ check_arguments() {
         --restore-file | --reset-optimizer | --reset-lr-scheduler | --reset-meters | --reset-dataloader)
             fail "${word%%=*} would begin anew at every restart: give --finetune-from-model FILE, or set SMLP_MAX_RESTARTS=0"
             ;;
-        --no-save)
-            fail "with --no-save a stopped job would begin anew at every restart: set SMLP_MAX_RESTARTS=0 for that"
+        --no-save | --no-last-checkpoints)
+            fail "with ${word%%=*} a stopped job would begin anew at every restart: set SMLP_MAX_RESTARTS=0 for that"
             ;;
         esac
     done

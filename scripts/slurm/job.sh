@@ -12,7 +12,7 @@ source "$SMLP_ROOT/scripts/slurm/common.sh"
 
 readonly EXIT_STOPPED=75 # of smlp train after a signal: saved, and the same command goes on from there
 
-say() { echo "$(date '+%F %T') | $JOB | $1"; }
+say() { printf '%(%F %T)T | %s | %s\n' -1 "$JOB" "$1"; }
 
 begin_job() {
     [ -n "${SLURM_JOB_ID:-}" ] || fail "this is not a job: start it with sbatch"
@@ -64,11 +64,10 @@ requeue() {
         say "stopped; the job is ${state:-gone}, so it is left alone"
     elif [ "$RESTARTS" -ge "$MAX_RESTARTS" ]; then
         say "stopped; not restarted, for that happened $RESTARTS times already (SMLP_MAX_RESTARTS): submit again to go on"
-    elif scontrol requeue "$SLURM_JOB_ID"; then
-        say "stopped; back in the queue"
-        exit 0
     else
-        say "stopped; scontrol cannot requeue the job: submit again to go on"
+        say "stopped; back to the queue" # before Slurm ends this script
+        scontrol requeue "$SLURM_JOB_ID" && exit 0
+        say "scontrol cannot requeue the job: submit again to go on"
     fi
     exit $EXIT_STOPPED
 }

@@ -66,15 +66,11 @@ set_ranks() {
         [ "${TASKS_PER_NODE:-$GPUS_PER_NODE}" = "$GPUS_PER_NODE" ] ||
             fail "--gpus-per-node $GPUS_PER_NODE means $GPUS_PER_NODE ranks on a node, not $TASKS_PER_NODE"
         TASKS_PER_NODE="$GPUS_PER_NODE"
-        if has_sbatch_option --gres; then
-            SBATCH_OPTIONS+=(--gpus-per-node=0) # of the .sbatch file; --gres says it
-        else
-            SBATCH_OPTIONS+=("--gpus-per-node=$GPUS_PER_NODE")
-        fi
+        has_sbatch_option --gres || SBATCH_OPTIONS+=("--gres=gpu:$GPUS_PER_NODE")
     else
         [ -n "$TASKS_PER_NODE" ] || fail "--gpus-per-node is missing (on CPUs: --tasks-per-node)"
         check_number --tasks-per-node "$TASKS_PER_NODE"
-        SBATCH_OPTIONS+=(--gpus-per-node=0)
+        has_sbatch_option --gres || SBATCH_OPTIONS+=(--gres=none)
         has_sbatch_option --cpus-per-task || SBATCH_OPTIONS+=(--cpus-per-task=1)
     fi
     RANKS=$((NODES * TASKS_PER_NODE))
