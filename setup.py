@@ -42,8 +42,8 @@ setup(
         "export": ["safetensors>=0.4.3"],
         "plots": ["matplotlib>=3.8"],
         "test": [
-            *("pytest>=8", "pytest-timeout>=2.3", "scipy>=1.11", "matplotlib>=3.8", "ruff>=0.9"),
-            "safetensors>=0.4.3",
+            *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
+            *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3"),
         ],
     },
     entry_points={"console_scripts": ["smlp = smlp.cli.main:main"]},

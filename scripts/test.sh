@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Sets up .venv with the test extras and runs the whole suite; arguments go to pytest:
+# Sets up .venv with the test extras and runs the tests; arguments go to pytest:
 #
-#   bash scripts/test.sh                    everything, with format and lint
+#   bash scripts/test.sh                    format, lint and the default suite, on all cores
+#   bash scripts/test.sh --all              with the slow tests: those of scripts/ and of README's commands
 #   bash scripts/test.sh -k routing -x      a part
 #   bash scripts/test.sh --slurm            instead: jobs on a real Slurm, which it installs (Debian, as root) and starts on
 #                                           this machine; status 0 and the reason where that cannot be done
@@ -23,9 +24,11 @@ if [ "${1:-}" = --slurm ]; then
 fi
 make_environment "test"
 cd "$ROOT"
-if [ "$#" -eq 0 ]; then
+if [ "$#" -eq 0 ] || [ "$*" = --all ]; then
     "$VENV/bin/ruff" check . || fail "lint failed: run .venv/bin/ruff check ."
     "$VENV/bin/ruff" format --check . || fail "formatting failed: run .venv/bin/ruff format ."
+    # tests of one file share their fixtures, so they stay together; the longest files first (tests/conftest.py)
+    set -- ${1:+-m "not slurm"} --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 fi
 # One thread for each process: tests start several at a time, and results do not depend on the number of cores.
 export OMP_NUM_THREADS=1

@@ -13,6 +13,13 @@ import pytest
 from running import TINY_LM, USER_DIR, Finished, run_python, start_python
 
 
+# tests in them take half a minute or more in all
+LONGEST = (
+    *("test_readme.py", "test_layouts.py", "test_spread_checkpoints.py", "test_scripts.py", "test_parallel_models.py"),
+    *("test_costs.py", "test_overlap.py", "test_rank_failures.py", "test_fairseq_model.py", "test_fairseq_archs.py"),
+)
+
+
 def tiny_sentences(count: int, seed: int) -> list[str]:
     """Sentences with something to learn: the subject decides the verb and the object."""
     draw = random.Random(seed)
@@ -22,6 +29,12 @@ def tiny_sentences(count: int, seed: int) -> list[str]:
         words = ["the", f"s{i}", f"v{i % 20}", "a", f"o{i * 3 % 40}", "and", f"o{draw.randrange(40)}"]
         sentences.append(" ".join(words[: draw.randint(4, 7)]))
     return sentences
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where the files are shared out among processes, the longest come first, so that none is left alone at the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(scope="session")

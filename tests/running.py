@@ -46,6 +46,19 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
+def as_user() -> dict[str, str]:
+    """The environment of a user who has activated this Python's."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+def shell(command: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    """Run a command as such a user types it."""
+    return subprocess.run(
+        ["bash", "-e", "-c", command], cwd=cwd, env=as_user(), capture_output=True, text=True, timeout=timeout
+    )
+
+
 def run_python(*arguments: str, timeout: float = 120, cwd: Path | None = None, stdin: str = "") -> Finished:
     """Run ``python ARGUMENTS`` in a process of its own, with this repository importable and one thread."""
     done = subprocess.run(

@@ -54,6 +54,7 @@ def test_the_table_leaves_out_what_a_model_does_not_predict(script):
     assert partial == "| m |  | 7.39 | 54.6 | 5.000 | 0.990 | 25.0% | 1,234 | 800 | 13.0 |"
 
 
+@pytest.mark.slow
 def test_only_leaky_routing_predicts_noise(monkeypatch):
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     import leak_on_noise

@@ -9,13 +9,21 @@ from smlp.evaluation.leak import default_positions, leak_test, randomise
 
 NARROW = {"vocab_size": 64, "max_tokens": 24, "embed_dim": 64, "ffn_dim": 64}
 
+LAYERS = ("num_dense_layers", "num_sparse_layers")
+
+
+def shallow(arch):
+    """A preset with a quarter of its blocks: a stack leaks if and only if a block does."""
+    quarter = {name: -(-size // 4) for name, size in smlp.PRESETS[arch].items() if name in LAYERS}
+    return smlp.build(arch, **NARROW, **quarter)
+
 
 HONEST = [arch for arch in smlp.PRESETS if not arch.startswith("smlp_leaky")]
 
 
 @pytest.mark.parametrize("arch", HONEST)
 def test_no_preset_leaks(arch):
-    model = randomise(smlp.build(arch, **NARROW))
+    model = randomise(shallow(arch))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     reports = leak_test(model, positions=[1, 5, 6, 12, 23])  # 5 ends the prefix of sMLP-partial
     assert len(reports) == 6, "three modes in two precisions"
@@ -28,14 +36,14 @@ def test_no_preset_leaks(arch):
 
 @pytest.mark.parametrize("arch", ["smlp_leaky", "smlp_leaky_tiny"])
 def test_leaky_routing_leaks_in_every_mode(arch):
-    reports = leak_test(randomise(smlp.build(arch, **NARROW)), dtypes=(torch.float32,))
+    reports = leak_test(randomise(shallow(arch)), dtypes=(torch.float32,))
     assert len(reports) == 3 and all(report.leaks for report in reports)
     assert not any(report.passed for report in reports if report.mode != "training")
 
 
 @pytest.mark.parametrize("arch", ["smlp_tiny", "base_lm_tiny", "switch_lm_tiny", "gshard_lm_tiny", "gmlp_moe_tiny"])
 def test_routing_by_batch_lets_later_tokens_act_in_training_only(arch):
-    reports = {(r.mode, r.dtype): r for r in leak_test(randomise(smlp.build(arch, **NARROW)))}
+    reports = {(r.mode, r.dtype): r for r in leak_test(randomise(shallow(arch)))}
     training = reports["training", torch.float32]
     assert training.expected and training.leaks and training.rerouted > 0
 

@@ -51,7 +51,7 @@ def launch(folder: Path, num_ranks: int, script: str, options: str = "", **varia
 def test_what_ranks_get_and_what_they_print(tmp_path: Path) -> None:
     script = """
 names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
-print(rank, *[os.environ[name] for name in names])
+sys.stdout.write(" ".join([str(rank), *(os.environ[name] for name in names)]) + "\\n")
 print("warning", end="", file=sys.stderr)
 note(os.environ["MASTER_PORT"], "ports")
 """

@@ -8,7 +8,7 @@ import pytest
 from running import free_port
 from test_layouts import command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 
 #: what goes wrong, the exit code of the rank it happens to, and what its message says (nothing: it cannot say anything)
 FAULTS = {

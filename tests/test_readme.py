@@ -1,30 +1,17 @@
-"""Commands shown in README.md are run here: those under the mark, and the two scripts."""
+"""Commands shown in README.md are run here: those under the mark."""
 
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from running import REPOSITORY
+from running import REPOSITORY, as_user, shell
 
 MARK = "<!-- run by tests/test_readme.py -->\n"
 BLOCK = re.compile(re.escape(MARK) + r"```(\w+)\n(.*?)```", re.S)
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 # What a reader leaves running for minutes runs here for moments.
-SHORTER = {"--max-update 1000": "--max-update 3"}
-
-
-def environment():
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-
-
-def shell(command, cwd, timeout=200):
-    return subprocess.run(
-        ["bash", "-e", "-c", command], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout
-    )
+SHORTER = {"--max-update 1000": "--max-update 2", "smlp leak-test": "smlp leak-test --positions 2"}
 
 
 def blocks(language):
@@ -60,113 +47,10 @@ def test_shown_commands_work(reader):
         assert said in output, said
     for text in blocks("python"):
         done = subprocess.run(
-            [sys.executable, "-c", text], cwd=reader, env=environment(), capture_output=True, text=True, timeout=100
+            [sys.executable, "-c", text], cwd=reader, env=as_user(), capture_output=True, text=True, timeout=100
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.strip()
-
-
-@pytest.mark.slow
-def test_quickstart_on_a_users_text_twice(tiny_text, tmp_path):
-    text = tmp_path / "mine.txt"
-    lines = (tiny_text / "train.txt").read_text().splitlines()
-    text.write_text("".join(f"{line} at {i // 20} and {i % 20}\n" for i, line in enumerate(lines * 3)))
-    script = [sys.executable, str(REPOSITORY / "scripts" / "quickstart.py"), "--text", str(text)]
-    script += ["--updates", "8", "--vocab-size", "80", "--out", str(tmp_path / "run"), "--prompt", "the s1"]
-    first, second = (
-        subprocess.run(script, capture_output=True, text=True, timeout=280, env=environment(), cwd=tmp_path)
-        for _ in range(2)
-    )
-    assert first.returncode == 0, (first.stdout, first.stderr[-3000:])
-    table = (tmp_path / "run" / "result.md").read_text()
-    for model in ("unigram", "bigram", "trigram", "5-gram", "smlp_tiny", "gmlp_lm_tiny"):
-        assert re.search(rf"^\| {model} \| [\d.,]+ \| [\d.,]+ \| [\d.,]+ \|", table, re.M), table
-    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
-    assert "> the s1" in first.stdout and "smlp generate --path" in first.stdout
-    assert second.returncode == 0 and second.stdout.count("skipped") == 4, (second.stdout, second.stderr[-3000:])
-    (tmp_path / "run" / "num_updates").write_text("many")
-    broken = subprocess.run(script, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
-    assert broken.returncode == 1 and re.search(r"error: step 2 failed, see \S+quickstart\.log", broken.stderr)
-    assert "Traceback" not in broken.stderr
-    for old, new, word in (("80", "70", "another vocab_size"), ("8", "9", "another updates")):
-        other = [new if part == old else part for part in script]
-        refused = subprocess.run(other, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
-        assert refused.returncode == 1 and word in refused.stderr and "Traceback" not in refused.stderr
-    text.write_text(text.read_text() + "one line more\n")
-    changed = subprocess.run(script, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
-    assert changed.returncode == 1 and "another text" in changed.stderr
-    mistyped = [*script[:2], "--text", "tpyo.txt", "--out", str(tmp_path / "new")]
-    refused = subprocess.run(mistyped, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
-    assert refused.returncode == 1 and re.search(r"there is no text file \S*tpyo\.txt", refused.stderr)
-    assert not (tmp_path / "new" / "settings.json").exists()
-
-
-def test_a_failed_step_names_step_and_log(tmp_path):
-    source = f'source "{REPOSITORY}/scripts/environment.sh"; LOG_DIR={tmp_path}; '
-    done = shell(source + 'run_step fetch bash -c "echo working; echo out of luck; exit 3"; echo not reached', tmp_path)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == f"smlp: error: step 'fetch' failed, see {tmp_path}/fetch.log (last line: out of luck)\n"
-    done = shell(source + "run_step fetch echo fine; echo reached", tmp_path)
-    assert done.returncode == 0 and done.stdout == "reached\n"
-
-
-def test_a_python_that_is_too_old_or_missing_is_named(tmp_path):
-    done = shell(f'source "{REPOSITORY}/scripts/environment.sh"; PATH={tmp_path}; find_python', tmp_path)
-    assert done.returncode == 1
-    assert "Python 3.11 or 3.12 with venv is needed" in done.stderr
-
-
-def test_a_test_run_in_which_nothing_ran_fails(tmp_path):
-    """scripts/test.sh, with its environment step replaced by the present one."""
-    scripts = tmp_path / "scripts"
-    scripts.mkdir()
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_it.py").write_text(
-        "import pytest\ndef test_a():\n    pytest.skip('no reason')\ndef test_b():\n    pass\n"
-    )
-    (scripts / "test.sh").write_text((REPOSITORY / "scripts" / "test.sh").read_text())
-    bin_folder = Path(sys.executable).parent
-    (scripts / "environment.sh").write_text(
-        f'ROOT="{tmp_path}"; VENV="{bin_folder.parent}"; make_environment() {{ :; }}\n'
-        'fail() { echo "smlp: error: $1" >&2; exit 1; }\n'
-    )
-    run = f"bash {scripts}/test.sh -p no:cacheprovider tests"
-    assert shell(f"{run} -k test_b", tmp_path).returncode == 0
-    skipped = shell(f"{run} -k test_a", tmp_path)
-    assert skipped.returncode == 1 and "nothing ran" in skipped.stderr
-    nothing = shell(f"{run} -k no_such_test", tmp_path)
-    assert nothing.returncode == 1 and "tests failed" in nothing.stderr
-
-
-def test_help_needs_no_installation(tmp_path):
-    scripts = tmp_path / "scripts"
-    scripts.mkdir()
-    for name in ("quickstart.sh", "environment.sh"):
-        (scripts / name).write_text((REPOSITORY / "scripts" / name).read_text())
-    done = shell("bash scripts/quickstart.sh --help", tmp_path)
-    assert done.returncode == 0 and "bash scripts/quickstart.sh --text FILE" in done.stdout, done.stderr
-    assert not (tmp_path / ".venv").exists()
-
-
-def test_an_installation_that_is_up_to_date_is_skipped(tmp_path):
-    """make_environment with a python that only notes what it is asked to do."""
-    for name in ("setup.py", "pyproject.toml", "requirements", "scripts"):
-        (tmp_path / name).symlink_to(REPOSITORY / name)
-    (tmp_path / "copy").mkdir()
-    (tmp_path / "copy" / "environment.sh").write_text((REPOSITORY / "scripts" / "environment.sh").read_text())
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    python.chmod(0o755)
-    command = 'source copy/environment.sh; make_environment "plots"'
-    first = shell(command, tmp_path)
-    assert first.returncode == 0 and "installing into .venv" in first.stdout, first.stderr
-    asked = (tmp_path / "asked").read_text()
-    assert "--require-hashes" in asked and "constraints.txt" in asked and "[plots]" in asked
-    (tmp_path / "asked").unlink()
-    second = shell(command, tmp_path)
-    assert second.returncode == 0 and "up to date, skipped" in second.stdout
-    assert not (tmp_path / "asked").exists()
 
 
 def test_links_lead_somewhere_and_nothing_is_left_to_fill_in():

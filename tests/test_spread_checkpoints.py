@@ -15,7 +15,7 @@ from test_layouts import command, same, saved
 import smlp
 from smlp.errors import UserError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 
 def train(run_fairseq_many, *cases) -> list:

@@ -70,7 +70,6 @@ def test_sharding_of_parameters_needs_gpus():
     check_backend(configuration())
 
 
-@pytest.mark.slow
 def test_a_run_with_spread_experts_refuses_at_its_start(tiny_data, tmp_path, run_fairseq_many):
     refused = command(tiny_data, "smlp", 2, 2, "--save-dir", tmp_path / "a", "--store-ema")
     wrong = command(tiny_data, "smlp", 2, 4, "--save-dir", tmp_path / "b")
@@ -81,7 +80,6 @@ def test_a_run_with_spread_experts_refuses_at_its_start(tiny_data, tmp_path, run
             assert code == 1 and seconds < 30 and said in message, message
 
 
-@pytest.mark.slow
 def test_dropout_differs_from_rank_to_rank_and_comes_again(tiny_data, tmp_path, run_fairseq_many):
     """Each rank draws random numbers of its own for each update, the same in a second run."""
     folders = [tmp_path / name for name in "abc"]

@@ -28,8 +28,11 @@ def load_plugin() -> None:
     fairseq scans a plug-in's folders only if it imports the package itself; here the package is imported already.
     """
     from smlp.fairseq_compat.logs import quiet_known_warnings
+    from smlp.fairseq_compat.startup import without_statistics
 
     quiet_known_warnings()  # before fairseq is imported: its import warns too
+    with without_statistics():
+        import fairseq  # noqa: F401
 
     from fairseq import utils
     from fairseq.models import import_models

@@ -4,6 +4,7 @@
 module below holds one group of remedies, every one with its reason; each changes only the names it lists and leaves
 every other user of the same library function alone.
 
+    startup     imports that take seconds for nothing
     logs        silent tools, warning floods, one-line errors
     versions    names that numpy and torch took away
     precision   --bf16 without a TPU, --fp16 without a GPU, unknown --arch
@@ -37,10 +38,11 @@ def apply() -> None:
         processes,
         saving,
         scoring,
+        startup,
         stopping,
         versions,
     )
 
     # stopping before processes, which settles the ranks that it looks at
-    for group in (logs, versions, precision, stopping, processes, saving, loading, data, batches, scoring):
+    for group in (startup, logs, versions, precision, stopping, processes, saving, loading, data, batches, scoring):
         group.apply()
