@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from running import TINY_LM, USER_DIR, Finished, run_python, start_python
 
-
 # tests in them take half a minute or more in all
 LONGEST = (
     *("test_readme.py", "test_layouts.py", "test_spread_checkpoints.py", "test_scripts.py", "test_parallel_models.py"),
