@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from comparing import assert_same
 
-from smlp.ops import ACTIVATION_FUNCTIONS, causal_spatial_projection, expert_feed_forward
+from smlp.ops import ACTIVATION_FUNCTIONS, causal_spatial_projection, expert_feed_forward, spatial
+from smlp.ops.triangular import halved
 
 
 def spatial_reference(x, weight, bias):
@@ -31,6 +32,38 @@ def test_spatial_projection(num_heads, num_tokens):
     ours = assert_same(out, expected, (x, weight, bias), tolerance=1e-10)
     above = ours[1].triu(1)
     assert torch.equal(above, torch.zeros_like(above)), "weights above the diagonal must get no gradient"
+
+
+@pytest.mark.parametrize("num_seqs", [0, 1, 2])
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize(("num_tokens", "leaf"), [(7, 2), (8, 2), (8, 4), (5, 8), (9, 1), (6, 4)])
+def test_spatial_projection_without_the_empty_half(num_seqs, num_heads, num_tokens, leaf, monkeypatch):
+    """What is above the diagonal must not take part, be it as large as it may."""
+    monkeypatch.setattr(spatial, "triangle_leaf", lambda num_tokens: leaf)
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(num_seqs, num_tokens + 1, num_heads, 6, generator=generator, dtype=torch.double)
+    x = whole[:, :-1, :, ::2].detach().requires_grad_()  # not contiguous
+    weight = torch.randn(num_heads, 9, 9, generator=generator, dtype=torch.double)
+    weight += torch.full((9, 9), 1e300, dtype=torch.double).triu(1)
+    weight.requires_grad_()
+    bias = torch.randn(num_heads, 9, generator=generator, dtype=torch.double, requires_grad=True)
+    out, expected = causal_spatial_projection(x, weight, bias), spatial_reference(x, weight, bias)
+    assert "TriangularProjection" in str(out.grad_fn) + str(out.grad_fn.next_functions)
+    ours = assert_same(out, expected, (x, weight, bias), tolerance=1e-10)
+    above = ours[1].triu(1)
+    assert torch.equal(above, torch.zeros_like(above)), "weights above the diagonal must get no gradient"
+
+
+def test_halves_cover_the_triangle_once():
+    for num_positions, leaf in [(1024, 128), (1000, 128), (129, 128), (128, 128), (7, 1), (6, 4), (0, 4)]:
+        triangles, squares = halved(num_positions, leaf)
+        covered = torch.zeros(num_positions, num_positions, dtype=torch.long)
+        for first, last in triangles:
+            assert last - first <= leaf
+            covered[first:last, first:last] += 1
+        for (top, bottom), (left, right) in squares:
+            covered[top:bottom, left:right] += 1
+        assert torch.equal(covered.tril(), torch.ones_like(covered).tril()) and not (covered > 1).any()
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 6])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -60,15 +59,6 @@ class LanguageModel(nn.Module):
     ) -> str:
         """The continuation of a prompt as text."""
         return "".join(self.stream(prompt, max_new_tokens, sampling, fill_prefix))
-
-
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The content of a checkpoint as fairseq keeps it in one file, with lazy tensors.
-
-    Raises:
-        UserError: see :func:`smlp.checkpoint.opened.open_checkpoint`.
-    """
-    return open_checkpoint(path).state
 
 
 def load_pretrained(

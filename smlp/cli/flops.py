@@ -47,6 +47,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table; 1 if formula and count disagree."""
+    from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.json_file import write_json
     from smlp.errors import UserError
     from smlp.presets import preset
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.path:
         if args.experts is not None:
             raise UserError("--experts is for --arch: a checkpoint has the experts that it was trained with")
-        config, num_tokens = checkpoint_config(args.path), args.tokens
+        config, num_tokens = open_checkpoint(args.path).config, args.tokens
     else:
         given = {"max_tokens": args.tokens, "num_experts": args.experts}
         config = preset(args.arch, **{name: value for name, value in given.items() if value is not None})
@@ -118,24 +119,6 @@ def account(config: ModelConfig, num_seqs: int, num_tokens: int | None, world_si
         "world_size": default_world_size(config) if world_size is None else world_size,
         "components": rows,
     }
-
-
-def checkpoint_config(path: str) -> ModelConfig:
-    """The configuration of a checkpoint.
-
-    Raises:
-        UserError: the file is missing, damaged, or holds another kind of model.
-    """
-    from smlp.checkpoint.load import read_checkpoint
-    from smlp.errors import UserError
-    from smlp.presets import from_training_options
-    from smlp.tokenizer import Vocabulary
-
-    state = read_checkpoint(path)
-    options, embedding = state["cfg"]["model"], state["model"].get("decoder.core.embedding.weight")
-    if embedding is None:
-        raise UserError(f"{path} holds another kind of model ({options.get('_name')}), not one of smlp's")
-    return from_training_options(options.get("_name"), options, embedding.size(0), Vocabulary.pad)
 
 
 def _print(report: dict[str, Any], config: ModelConfig) -> None:

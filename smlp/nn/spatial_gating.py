@@ -34,5 +34,6 @@ class SpatialGatingUnit(nn.Module):
         """(B, n, F) to (B, n, F/2)."""
         z1, z2 = z_BnF.chunk(2, dim=2)
         seen, start = context.remember(self, self.norm(z2), self.heads.max_tokens)
-        gate = self.heads(seen.unflatten(2, (self.num_heads, -1)), start)
-        return z1 * gate.flatten(2)
+        gate_Bnhc = self.heads(seen.unflatten(2, (self.num_heads, -1)), start)
+        # by head: flattening the gate, which need not lie in this order, would copy it
+        return (z1.unflatten(2, (self.num_heads, -1)) * gate_Bnhc).flatten(2)

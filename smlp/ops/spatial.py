@@ -1,5 +1,7 @@
 """Causal spatial projection: the linear map over the token axis in spatial gating units and sMoE experts.
 
+Long inputs skip the empty half of the product (:mod:`smlp.ops.triangular`).
+
 Letters: ``B`` sequences, ``n`` tokens (n <= T), ``h`` heads or experts, ``c`` features of one head.
 """
 
@@ -7,6 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from smlp.ops.fast_paths import allowed, triangle_leaf
+from smlp.ops.triangular import TriangularProjection
 
 
 def causal_spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int = 0) -> Tensor:
@@ -24,6 +29,9 @@ def causal_spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tenso
         (B, n - start, h, c), outputs of positions start .. n-1.
     """
     num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
+    leaf = triangle_leaf(num_tokens)
+    if leaf is not None and start == 0 and allowed(x_Bnhc, weight_hTT, bias_hT):
+        return TriangularProjection.apply(x_Bnhc, weight_hTT, bias_hT, leaf)
     weight_hmn = weight_hTT[:, start:num_tokens, :num_tokens].tril(diagonal=start)
     bias_hm1 = bias_hT[:, start:num_tokens, None]
     x_hnBc = x_Bnhc.permute(2, 1, 0, 3).reshape(num_heads, num_tokens, num_seqs * width)

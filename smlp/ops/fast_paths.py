@@ -1,0 +1,46 @@
+"""Which inputs take a fast path instead of the obvious one; measured, and all in this place (docs/performance.md).
+
+``SMLP_REFERENCE_OPS=1`` in the environment takes the obvious path everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+#: positions at the edge of a block on the diagonal, which is computed in full
+TRIANGLE_LEAF = 128
+
+_reference_only: ContextVar[bool] = ContextVar(
+    "reference_only", default=os.environ.get("SMLP_REFERENCE_OPS", "0") not in ("", "0")
+)
+
+
+@contextlib.contextmanager
+def reference_ops() -> Iterator[None]:
+    """Inside the block, the obvious paths are taken."""
+    token = _reference_only.set(True)
+    try:
+        yield
+    finally:
+        _reference_only.reset(token)
+
+
+def allowed(*tensors: Tensor) -> bool:
+    """Whether a fast path may be taken at all: not where a mixture of types (autocast) has to be sorted out first."""
+    first = tensors[0]
+    return (
+        not _reference_only.get()
+        and all(tensor.dtype == first.dtype for tensor in tensors)
+        and not torch.is_autocast_enabled(first.device.type)
+    )
+
+
+def triangle_leaf(num_tokens: int) -> int | None:
+    """Edge of the diagonal blocks of a causal product over so many positions, where it skips the upper half."""
+    return TRIANGLE_LEAF if num_tokens >= 2 * TRIANGLE_LEAF else None
