@@ -145,9 +145,42 @@ def test_bounded_time_on_a_training_batch(kind):
     assert_balanced(owner, 4096, 32)
 
 
+def without_prices(monkeypatch):
+    monkeypatch.setattr("smlp.ops.assignment.equal_load_prices", lambda values: torch.zeros_like(values[:, :1]))
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Small problems take the way of large ones."""
+    monkeypatch.setattr("smlp.ops.assignment.EXACT_SCORES", 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(2100, 8), (1111, 16)])
+def test_large_problems_within_one_percent_of_the_optimum(kind, num_tokens, num_experts):
+    scores = make_scores(kind, num_tokens, num_experts, torch.Generator().manual_seed(5))
+    owner = balanced_assignment(scores)
+    assert_balanced(owner, num_tokens, num_experts)
+    got, best = scores.gather(1, owner.unsqueeze(1)).double().sum().item(), optimum(scores)
+    assert best - got <= 0.01 * abs(best), (best, got)
+
+
+@pytest.mark.parametrize("priced", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_problems_are_partitioned(kind, priced, large, monkeypatch):
+    if not priced:
+        without_prices(monkeypatch)
+    for num_tokens, num_experts in [(8, 2), (33, 8), (66, 4), (1023, 32), (4096, 8)]:
+        scores = make_scores(kind, num_tokens, num_experts, torch.Generator().manual_seed(num_tokens))
+        assert_balanced(balanced_assignment(scores), num_tokens, num_experts)
+        assert_balanced(balanced_assignment(scores * 0), num_tokens, num_experts)
+        assert_balanced(balanced_assignment(scores[:1].expand(num_tokens, -1)), num_tokens, num_experts)
+        assert_balanced(balanced_assignment(scores / 0), num_tokens, num_experts)
+
+
 def test_the_fallback_beyond_the_repair_limit_is_a_partition_too(monkeypatch):
-    monkeypatch.setattr("smlp.ops.assignment.REPAIRS_PER_EXPERT", 0)
-    monkeypatch.setattr("smlp.ops.assignment.TEMPERATURES", ())
+    monkeypatch.setattr("smlp.ops.assignment_paths.REPAIRS_PER_EXPERT", 0)
+    without_prices(monkeypatch)
     for num_tokens in (5, 64, 65, 1023):
         for kind in KINDS:
             scores = make_scores(kind, num_tokens, 8, torch.Generator().manual_seed(1))
@@ -187,3 +220,10 @@ def test_problems_of_a_batch_are_solved_each_by_itself():
     scores[2, 7, 1] = float("nan")
     with pytest.raises(FloatingPointError, match="1 of 120 tokens"):
         balanced_assignments(scores)
+
+
+def test_large_problems_of_a_batch_are_solved_each_by_itself(large):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(5, 96, 4, generator=generator) * torch.tensor([1.0, 100.0, 1e-6, 0.0, 3.0]).view(5, 1, 1)
+    together = balanced_assignments(scores)
+    assert torch.equal(together, torch.stack([balanced_assignment(one) for one in scores]))

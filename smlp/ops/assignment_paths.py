@@ -1,0 +1,118 @@
+"""Exact repair of an assignment: single tokens moved along best paths between experts until loads are equal.
+
+Letters: ``N`` tokens, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+#: at most this many repairs for each expert by augmenting paths
+REPAIRS_PER_EXPERT = 8
+_EPSILON = 1e-9
+
+
+class PathRepair:
+    """Moves single tokens along best paths between experts until all loads are floor(N/E) or ceil(N/E).
+
+    Every expert has ``ceil(N/E)`` places. Where E does not divide N, the spare places hold dummies, at most one for
+    each expert, which any expert gives and takes at no cost.
+    """
+
+    def __init__(self, values_NE: np.ndarray, price_E: np.ndarray, owner_N: np.ndarray) -> None:
+        num_tokens, num_experts = values_NE.shape
+        self.values_NE, self.owner_N = values_NE, owner_N
+        self.places = -(-num_tokens // num_experts)
+        num_dummies = num_experts * self.places - num_tokens
+        self.has_dummy_E = np.zeros(num_experts, dtype=bool)
+        self.has_dummy_E[np.argsort(price_E, kind="stable")[:num_dummies]] = True
+        self.excess_E = np.bincount(owner_N, minlength=num_experts) + self.has_dummy_E - self.places
+        # gain_EE[a, b]: the most that is won by moving one token from a to b; mover_EE[a, b] is that token
+        self.gain_EE = np.full((num_experts, num_experts), -np.inf)
+        self.mover_EE = np.zeros((num_experts, num_experts), dtype=np.int64)
+
+    def run(self) -> np.ndarray:
+        """The repaired owners (N,)."""
+        num_experts = self.excess_E.size
+        num_repairs = int(self.excess_E.clip(min=0).sum())
+        limit = REPAIRS_PER_EXPERT * num_experts
+        if num_repairs > limit:
+            self._shed(num_repairs - limit)
+        if self.excess_E.any():
+            for expert in range(num_experts):
+                self._update_moves(expert)
+        for _ in range(2 * limit):
+            if not self.excess_E.any():
+                return self.owner_N
+            self._move_along(self._best_path())
+        self._shed(int(self.excess_E.clip(min=0).sum()))
+        return self.owner_N
+
+    def _shed(self, count: int) -> None:
+        """Moves ``count`` tokens straight from experts with too many to experts with free places, cheapest first."""
+        while count > 0:
+            tokens = np.flatnonzero(self.excess_E[self.owner_N] > 0)
+            open_experts = np.flatnonzero(self.excess_E < 0)
+            alternatives = self.values_NE[np.ix_(tokens, open_experts)]
+            target = open_experts[alternatives.argmax(axis=1)]
+            loss = self.values_NE[tokens, self.owner_N[tokens]] - alternatives.max(axis=1)
+            before = count
+            for position in np.argsort(loss, kind="stable"):
+                token, source, goal = tokens[position], self.owner_N[tokens[position]], target[position]
+                if count > 0 and self.excess_E[source] > 0 and self.excess_E[goal] < 0:
+                    self.owner_N[token] = goal
+                    self.excess_E[source] -= 1
+                    self.excess_E[goal] += 1
+                    count -= 1
+            assert count < before, "an expert with too many tokens and one with a free place always allow a move"
+
+    def _update_moves(self, expert: int) -> None:
+        """Recomputes the best move from ``expert`` to every other."""
+        tokens = np.flatnonzero(self.owner_N == expert)
+        if tokens.size == 0:
+            self.gain_EE[expert] = -np.inf
+        else:
+            gains = self.values_NE[tokens] - self.values_NE[tokens, expert, None]
+            best = gains.argmax(axis=0)
+            self.gain_EE[expert] = gains[best, np.arange(best.size)]
+            self.mover_EE[expert] = tokens[best]
+        self.gain_EE[expert, expert] = -np.inf
+
+    def _best_path(self) -> list[int]:
+        """Experts from one with too many tokens to one with a free place, along the moves that win most in all."""
+        num_experts = self.excess_E.size
+        gain_EE = np.where(
+            self.has_dummy_E[:, None] & ~self.has_dummy_E[None, :], np.maximum(self.gain_EE, 0.0), self.gain_EE
+        )
+        won_E = np.where(self.excess_E > 0, 0.0, -np.inf)
+        previous_E = np.full(num_experts, -1)
+        for _ in range(num_experts - 1):  # Bellman-Ford
+            through_EE = won_E[:, None] + gain_EE
+            source_E = through_EE.argmax(axis=0)
+            candidate_E = through_EE[source_E, np.arange(num_experts)]
+            better_E = candidate_E > won_E + _EPSILON
+            if not better_E.any():
+                break
+            won_E = np.where(better_E, candidate_E, won_E)
+            previous_E = np.where(better_E, source_E, previous_E)
+        path = [int(np.where(self.excess_E < 0, won_E, -np.inf).argmax())]
+        while previous_E[path[-1]] >= 0:
+            path.append(int(previous_E[path[-1]]))
+            if path[-1] in path[:-1]:  # a cycle that wins: only after tokens were shed; follow it alone
+                return path[path.index(path[-1]) :][::-1]
+        return path[::-1]
+
+    def _move_along(self, path: list[int]) -> None:
+        steps = list(pairwise(path))
+        dummy_moves = [self.has_dummy_E[a] and not self.has_dummy_E[b] and self.gain_EE[a, b] < 0 for a, b in steps]
+        for (source, goal), is_dummy in zip(steps, dummy_moves, strict=True):
+            if is_dummy:
+                self.has_dummy_E[[source, goal]] = False, True
+            else:
+                self.owner_N[self.mover_EE[source, goal]] = goal
+        self.excess_E[path[0]] -= 1
+        self.excess_E[path[-1]] += 1
+        for expert in path:
+            self._update_moves(expert)

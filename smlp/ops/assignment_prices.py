@@ -1,0 +1,91 @@
+"""Prices at which tokens that take what is best for them load all experts equally.
+
+Letters: ``B`` problems, ``N`` tokens, ``E`` experts, ``M`` tokens of a sample.
+
+At a temperature ``t`` a token takes expert e with probability ``softmax((value - price) / t)_e``. The prices that make
+all expected loads equal are those of entropic optimal transport (Cuturi, 2013; Sinkhorn's iterations find them too,
+but move by no more than about ``t`` each). Here they are found by Newton's method on the diagonal of the Hessian: the
+load of an expert falls by ``sum p (1 - p) / t`` for each unit of price. High temperatures, which only have to find the
+rough place, look at a sample of the tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: temperatures, as shares of the median token's spread, and Newton steps at each
+COARSE = ((0.2, 2), (0.05, 2), (0.015, 2))
+FINE = ((0.01, 4),)
+#: temperatures for values of which many are equal, and Sinkhorn's iterations at each
+FINEST = (0.003, 0.001, 0.0003)
+SINKHORN_STEPS = 20
+#: tokens of a sample for each expert, and at least
+SAMPLE_PER_EXPERT, SMALLEST_SAMPLE = 16, 512
+#: steps of one temperature that learn how loads answer to prices; later ones remember it
+_SLOPES = 2
+#: largest step, in temperatures
+_LARGEST_STEP = 4.0
+_SMALLEST = 1e-12
+
+
+def equal_load_prices(values_BNE: Tensor) -> Tensor:
+    """Prices of the experts, (B, 1, E), from values whose unit is the usual spread of a token, (B, N, E)."""
+    num_problems, num_tokens, num_experts = values_BNE.shape
+    price_B1E = values_BNE.new_zeros(num_problems, 1, num_experts)
+    num_sampled = max(SMALLEST_SAMPLE, SAMPLE_PER_EXPERT * num_experts)
+    if 2 * num_sampled > num_tokens:
+        return _newton(values_BNE, price_B1E, COARSE + FINE)
+    sample_M = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(num_tokens))[:num_sampled]
+    price_B1E = _newton(values_BNE.index_select(1, sample_M.to(values_BNE.device)), price_B1E, COARSE)
+    return _newton(values_BNE, price_B1E, FINE)
+
+
+def finest_prices(values_BNE: Tensor) -> Tensor:
+    """What is left to add to prices that are found and taken off the values already, (B, 1, E).
+
+    For values of which many are equal, where experts compete for whole groups of tokens at once and Newton's steps
+    miss: Sinkhorn's iterations, which always come nearer, down to temperatures below the noise that breaks ties.
+    """
+    num_problems, num_tokens, num_experts = values_BNE.shape
+    price_B1E = values_BNE.new_zeros(num_problems, 1, num_experts)
+    weight_BNE = torch.empty_like(values_BNE)
+    for temperature in FINEST:
+        _weights(values_BNE, price_B1E, temperature, out=weight_BNE)
+        factor_BE1 = values_BNE.new_ones(num_problems, num_experts, 1)
+        for _ in range(SINKHORN_STEPS):
+            share_BN1 = torch.bmm(weight_BNE, factor_BE1).reciprocal_()
+            loads_BE1 = torch.bmm(weight_BNE.transpose(1, 2), share_BN1).clamp_min_(_SMALLEST)
+            factor_BE1 = (num_tokens / num_experts / loads_BE1).clamp_(_SMALLEST, 1 / _SMALLEST)
+        price_B1E = price_B1E - temperature * factor_BE1.log_().transpose(1, 2)
+    return price_B1E
+
+
+def _weights(values_BNE: Tensor, price_B1E: Tensor, temperature: float, out: Tensor) -> None:
+    """``exp((value - price) / temperature)``, (B, N, E), each token's largest being one."""
+    torch.sub(values_BNE, price_B1E, out=out)
+    out.sub_(out.amax(dim=2, keepdim=True)).mul_(1 / temperature).exp_()
+
+
+def _newton(values_BNE: Tensor, price_B1E: Tensor, schedule: tuple[tuple[float, int], ...]) -> Tensor:
+    num_problems, num_tokens, num_experts = values_BNE.shape
+    load = num_tokens / num_experts
+    # exact where all experts compete alike: raising all other prices lowers what is left for one
+    damping = (num_experts - 1) / num_experts
+    weight_BNE = torch.empty_like(values_BNE)
+    square_BNE = torch.empty_like(values_BNE)
+    for temperature, num_steps in schedule:
+        _weights(values_BNE, price_B1E, temperature, out=weight_BNE)
+        torch.mul(weight_BNE, weight_BNE, out=square_BNE)
+        log_BE1 = values_BNE.new_zeros(num_problems, num_experts, 1)
+        for step in range(num_steps):
+            factor_BE1 = log_BE1.exp()
+            share_BN1 = torch.bmm(weight_BNE, factor_BE1).reciprocal_()
+            loads_BE1 = torch.bmm(weight_BNE.transpose(1, 2), share_BN1).mul_(factor_BE1)
+            if step < _SLOPES:
+                squares_BE1 = torch.bmm(square_BNE.transpose(1, 2), share_BN1.square()).mul_(factor_BE1.square())
+                slope_BE1 = (loads_BE1 - squares_BE1).clamp_min_(0.01 * load)
+            change_BE1 = (loads_BE1 - load).div_(slope_BE1).mul_(damping)
+            log_BE1.sub_(change_BE1.clamp_(-_LARGEST_STEP, _LARGEST_STEP))
+        price_B1E = price_B1E - temperature * log_BE1.transpose(1, 2)
+    return price_B1E
