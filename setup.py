@@ -39,6 +39,7 @@ setup(
         "numpy>=1.26",
     ],
     extras_require={
+        "bench": ["g-mlp-gpt>=0.0.15", "g-mlp-pytorch>=0.1.5"],
         "export": ["safetensors>=0.4.3"],
         "plots": ["matplotlib>=3.8"],
         "test": [

@@ -115,3 +115,12 @@ def from_training_options(arch: str, options: Mapping[str, Any], vocab_size: int
     context = options["tokens_per_sample"] + int(bool(options.get("add_bos_token")))
     max_tokens = options.get("max_target_positions") or context
     return unflatten(settings | {"vocab_size": vocab_size, "max_tokens": max_tokens, "padding_idx": padding_idx})
+
+
+def num_experts_of(options: Any) -> int:
+    """E of the model that fairseq's options (``cfg.model``) describe; 0 without sparse layers or of another package."""
+    if not hasattr(options, "num_sparse_layers"):
+        return 0
+    settings = {name: getattr(options, name, None) for name in (*SETTINGS, *TASK_OPTIONS)}
+    config = from_training_options(options._name, settings, SETTINGS["vocab_size"].default, padding_idx=1)
+    return config.moe.num_experts if config.num_sparse_layers else 0

@@ -134,11 +134,16 @@ def test_tensors_that_do_not_fit_the_configuration_are_named(whole: Path, change
     assert all(word in error for word in [str(whole), *words]), error
 
 
+PART = "experts/update_6_8bc6f344/experts_0-3.pt"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["merge", "whole.pt", "-o", "whole.pt", "--force"], ["is what is read"]),
         (["merge", "whole.pt", "-o", "taken.pt"], ["taken.pt exists", "--force"]),
+        (["merge", "whole.pt", "-o", PART, "--force"], [PART, "belongs to checkpoints"]),
+        (["info", "whole.pt", "--json", "other.pt"], ["other.pt", "of another kind"]),
         (["merge", "whole.pt", "-o", "."], ["is a folder"]),
         (["merge", "whole.pt", "-o", "taken.pt/x.pt"], ["cannot make taken.pt"]),
         (["merge", "none.pt", "-o", "x.pt"], ["there is no checkpoint none.pt"]),
@@ -166,6 +171,8 @@ def test_bad_input_is_one_sentence_and_changes_nothing(
 
     monkeypatch.chdir(tmp_path)
     Path("taken.pt").write_text("something of value")
+    Path(PART).parent.mkdir(parents=True)
+    Path(PART).write_text("experts of another checkpoint")
     Path("short.txt").write_text("the 1\n")
     Path("short.safetensors").write_bytes(bytes(9))
     save_file({"x": torch.ones(3)}, "foreign.safetensors")
@@ -181,7 +188,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(
     error = refused(capsys, *arguments)
     assert all(word in error for word in words), error
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    assert not (tmp_path / "experts").exists()
+    assert [path.name for path in tmp_path.glob("experts/*/*")] == [Path(PART).name]
 
 
 def test_a_split_that_fails_leaves_no_parts(whole: Path, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -115,6 +115,9 @@ def test_only_the_first_task_prints(shown) -> None:
         (["--nodes=2", "--gpus-per-node=2", "--distributed-world-size=8"], "size 8, but there are 4 ranks"),
         (["--arch", "smlp_tyni"], "did you mean 'smlp_tiny'"),
         (["--nodes", "2"], "belong together"),
+        (["--nproc", "2", "--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded needs GPUs"),
+        (["--nodes=2", "--gpus-per-node=2", "--ddp-backend=fully_sharded"], "copies of each other"),
+        (["--nproc", "2", "--amp"], "--amp skips updates on single ranks"),
     ],
 )
 def test_plans_that_do_not_work_out(monkeypatch, capsys, arguments: list[str], message: str) -> None:

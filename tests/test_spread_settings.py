@@ -66,15 +66,16 @@ def test_what_cannot_work_is_refused_with_the_remedy(change, option):
 
 def test_sharding_of_parameters_needs_gpus():
     with pytest.raises(UserError, match="--ddp-backend fully_sharded needs GPUs"):
-        check_backend(configuration(distributed_training__ddp_backend="fully_sharded", common__cpu=True))
-    check_backend(configuration())
+        check_backend(configuration(distributed_training__ddp_backend="fully_sharded"), has_cuda=False)
+    check_backend(configuration(), has_cuda=False)
 
 
 def test_a_run_with_spread_experts_refuses_at_its_start(tiny_data, tmp_path, run_fairseq_many):
     refused = command(tiny_data, "smlp", 2, 2, "--save-dir", tmp_path / "a", "--store-ema")
     wrong = command(tiny_data, "smlp", 2, 4, "--save-dir", tmp_path / "b")
-    reasons = ["--store-ema would save", "expert-parallel size of 4 must"]
-    for run, said in zip(run_fairseq_many([refused, wrong]), reasons, strict=True):
+    sharded = command(tiny_data, "smlp", 2, 1, "--save-dir", tmp_path / "c", "--ddp-backend", "fully_sharded")
+    reasons = ["--store-ema would save", "expert-parallel size of 4 must", "--ddp-backend fully_sharded needs GPUs"]
+    for run, said in zip(run_fairseq_many([refused, wrong, sharded]), reasons, strict=True):
         assert run.rc == 1 and "Traceback" not in run.stderr
         for code, seconds, message in run.ranks:
             assert code == 1 and seconds < 30 and said in message, message

@@ -11,7 +11,7 @@ from typing import Any
 
 from smlp.checkpoint.export import export_of, safetensors_library, write_export
 from smlp.checkpoint.files import write_whole
-from smlp.checkpoint.index import INDEX_KEY, ExpertIndex, describe_tensors, new_token, part_file
+from smlp.checkpoint.index import INDEX_KEY, PARTS_FOLDER, ExpertIndex, describe_tensors, new_token, part_file
 from smlp.checkpoint.lazy import rows_of
 from smlp.checkpoint.opened import Checkpoint
 from smlp.checkpoint.parts import detach, size_problem, write_part
@@ -24,8 +24,8 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
     """Where to write; makes its folder.
 
     Raises:
-        UserError: there is a file already and ``force`` is not given, or it is one of the inputs, or the folder cannot
-            be made.
+        UserError: there is a file already and ``force`` is not given, or it is one of the inputs or a part of a
+            checkpoint, or the folder cannot be made.
     """
     target = Path(target)
     if target.is_dir():
@@ -33,6 +33,8 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
     if target.exists():
         if any(os.path.samefile(target, path) for path in inputs):
             raise UserError(f"{target} is what is read: write to another file")
+        if target.resolve().parent.parent.name == PARTS_FOLDER:
+            raise UserError(f"{target} belongs to checkpoints in {target.resolve().parents[2]}: write to another file")
         if not force:
             raise UserError(f"{target} exists: --force writes over it")
     try:

@@ -36,32 +36,27 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
     asked = option_value(arguments, _WORLD_SIZE)
     if asked is not None and asked != str(len(seats)):
         raise UserError(f"{_WORLD_SIZE} {asked}, but there are {len(seats)} ranks: leave it out")
-    models: list[Any] = []
+    from smlp.trainer.settings import check_before_start
+
+    seen: list[Any] = []
 
     def stop(cfg: Any) -> None:
-        models.append(cfg.model)
+        seen.append(cfg)
         raise _SeenEnough
 
     with contextlib.suppress(_SeenEnough):
         run_tool("train", without_options(arguments, _WORLD_SIZE), before=stop)
+    (cfg,) = seen
+    is_cpu = all(seat.device == "cpu" for seat in seats)
+    check_before_start(cfg, len(seats), has_cuda=not is_cpu)
     if rank == 0:
+        from smlp.presets import num_experts_of
+
         user_dir = [] if has_option(arguments, "--user-dir") else ["--user-dir", package_dir()]
-        group_size = getattr(models[0], "expert_parallel_size", None)
+        group_size = getattr(cfg.model, "expert_parallel_size", None)
         command = shlex.join(["fairseq-train", *user_dir, *arguments])
-        print(rank_table(seats, num_experts(models[0]), group_size, command))
+        print(rank_table(seats, num_experts_of(cfg.model), group_size, command))
     return 0
-
-
-def num_experts(model: Any) -> int:
-    """E of the model that fairseq's options describe, 0 without sparse layers."""
-    from smlp.config import SETTINGS
-    from smlp.presets import TASK_OPTIONS, from_training_options
-
-    if not hasattr(model, "num_sparse_layers"):
-        return 0  # not one of this package
-    settings = {name: getattr(model, name, None) for name in (*SETTINGS, *TASK_OPTIONS)}
-    config = from_training_options(model._name, settings, SETTINGS["vocab_size"].default, padding_idx=1)
-    return config.moe.num_experts if config.num_sparse_layers else 0
 
 
 def _seats(options: LaunchOptions) -> tuple[list[Seat], int]:

@@ -1,4 +1,4 @@
-"""What fairseq's trainer does differently where experts are spread over ranks.
+"""What fairseq's trainer does differently: where experts are spread over ranks, and for speed on a CPU.
 
 spread      which parameters are of experts, and where they live
 gradients   expert gradients, the norm of all gradients
@@ -6,6 +6,7 @@ updates     random numbers, batches that only keep ranks together, running out o
 settings    options that cannot work with spread experts
 saving      checkpoints whose experts are written by the ranks that have them
 loading     any checkpoint on any layout
+memory      on a CPU: freed memory is kept
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def apply() -> None:
         return
     _applied = True
 
-    from smlp.trainer import gradients, loading, saving, settings, updates
+    from smlp.trainer import gradients, loading, memory, saving, settings, updates
 
-    for group in (settings, gradients, updates, saving, loading):
+    for group in (settings, gradients, updates, saving, loading, memory):
         group.apply()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
+from smlp.fairseq_compat.processes import settle_ranks
+from smlp.parallel import ExpertLayout
+from smlp.presets import num_experts_of
 from smlp.trainer.spread import experts_of
 
 #: optimizers that treat every number of a parameter alike, so that it does not matter where an expert lives
@@ -18,14 +22,21 @@ _BACKENDS = ("legacy_ddp", "no_c10d", "pytorch_ddp", "c10d")
 
 
 def apply() -> None:
+    from fairseq.distributed import utils as distributed_utils
     from fairseq.trainer import Trainer
 
-    build_trainer = Trainer.__init__
+    build_trainer, call_main = Trainer.__init__, distributed_utils.call_main
+
+    @functools.wraps(call_main)
+    def checked_call_main(cfg: Any, main: Callable[..., Any], **kw: Any) -> None:
+        settle_ranks(cfg)
+        if cfg.common_eval.path is None:
+            check_before_start(cfg, cfg.distributed_training.distributed_world_size)
+        call_main(cfg, main, **kw)
 
     @functools.wraps(build_trainer)
     def trainer_init(self: Trainer, cfg: Any, task: Any, model: Any, *rest: Any, **kw: Any) -> None:
         if not isinstance(cfg, Namespace):
-            check_backend(cfg)
             if experts_of(model) is not None:
                 check_settings(cfg)
             if core_of(model) is not None and model.experts.names:
@@ -34,16 +45,36 @@ def apply() -> None:
         build_trainer(self, cfg, task, model, *rest, **kw)
 
     Trainer.__init__ = trainer_init
+    distributed_utils.call_main = checked_call_main
 
 
-def check_backend(cfg: Any) -> None:
+def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -> None:
+    """Refuses, before anything is built, what cannot work on these ranks.
+
+    Args:
+        cfg: fairseq's configuration.
+        num_ranks: W.
+        has_cuda: whether they run on GPUs; by default, whether this process would.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    if has_cuda is None:
+        has_cuda = torch.cuda.is_available() and not cfg.common.cpu
+    check_backend(cfg, has_cuda)
+    num_experts = num_experts_of(cfg.model)
+    asked = getattr(cfg.model, "expert_parallel_size", None)
+    if num_experts and ExpertLayout(num_experts, num_ranks, 0, asked).group_size > 1:
+        check_settings(cfg)
+
+
+def check_backend(cfg: Any, has_cuda: bool) -> None:
     """Refuses what needs GPUs where there are none.
 
     Raises:
         UserError: the message names the option.
     """
     backend = cfg.distributed_training.ddp_backend
-    has_cuda = torch.cuda.is_available() and not cfg.common.cpu
     if backend in ("fully_sharded", "slowmo") and not has_cuda:
         raise UserError(f"--ddp-backend {backend} needs GPUs, and this run uses none: give --ddp-backend legacy_ddp")
 

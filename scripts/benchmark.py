@@ -1,0 +1,72 @@
+"""One benchmark of the hot paths, beside other people's code in the same run.
+
+  python scripts/benchmark.py                     everything, on the CPU
+  python scripts/benchmark.py --quick             less of it, in under three minutes
+  python scripts/benchmark.py --device cuda --markdown docs/benchmark_h200.md
+
+Peers that are not installed are named and left out: pip install -e '.[bench]'. Exit status: 0; targets that are missed
+are marked, and --strict makes them an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from benchmarks import assignment, experts, limits, peers, spatial
+from benchmarks.report import Row, as_json, as_markdown, as_text, machine
+from benchmarks.settings import Settings
+
+SECTIONS = {"spatial": spatial, "assignment": assignment, "experts": experts}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="a part; may be given again")
+    parser.add_argument("--threads", type=int, help="of the CPU (default: as torch finds them)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the report here")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a target is missed")
+    return parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the parts, prints their rows as they come, and writes the reports."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("benchmark: error: --device cuda, but torch sees no GPU", file=sys.stderr)
+        return 1
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    settings, started = Settings(options.device, options.quick), time.monotonic()
+    about = machine(options.device, torch.get_num_threads())
+    about["GFLOP/s of a matrix product"] = round(
+        limits.matmul_rate(options.device, settings.dtype, settings.repeats) / 1e9
+    )
+    about["GB/s of a copy"] = round(limits.copy_rate(options.device, settings.repeats) / 1e9, 1)
+    print(", ".join(f"{name} {value}" for name, value in about.items() if value))
+    print(f"{'':<58} {'against':<30} {'ours':>10} {'theirs':>10} {'':<3} {'ratio':>8}")
+    rows: list[Row] = []
+    for name in options.only or SECTIONS:
+        for row in SECTIONS[name].rows(settings):
+            rows.append(row)
+            print(as_text(row), flush=True)
+    for name, reason in peers.absent.items():
+        print(f"not measured: {name}: {reason}")
+    missed = [row for row in rows if row.holds is False]
+    print(f"{len(rows)} rows in {time.monotonic() - started:.0f} s, {len(missed)} targets missed")
+    if options.json:
+        options.json.write_text(json.dumps(as_json(about, rows, peers.absent), indent=2) + "\n")
+    if options.markdown:
+        options.markdown.write_text(as_markdown(about, rows, peers.absent))
+    return 1 if options.strict and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse()))

@@ -1,0 +1,98 @@
+"""Sparse layers: against a dense network of equal FLOPs, against themselves with more experts, against fairscale."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import peers
+from benchmarks.report import Row, compared
+from benchmarks.settings import Settings
+from benchmarks.timing import interleaved, peak_extra_bytes
+from smlp.config import ModelConfig
+from smlp.context import ForwardContext
+from smlp.nn.feed_forward import FeedForward
+from smlp.nn.sparse_layers import feed_forward_moe
+from smlp.presets import preset
+
+SECTION = "Sparse layers (forward + backward)"
+WIDTH, HIDDEN, LENGTH = 512, 2048, 1024
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """The tMoE, then gates with capacity."""
+    yield from _balanced(settings)
+    yield from _with_capacity(settings)
+
+
+def _config(settings: Settings, arch: str, num_experts: int, **more: object) -> ModelConfig:
+    width, hidden, length = settings.sized(WIDTH, HIDDEN, LENGTH)
+    return preset(
+        arch, embed_dim=width, ffn_dim=hidden, max_tokens=length, num_experts=num_experts, vocab_size=1000, **more
+    )
+
+
+def _balanced(settings: Settings) -> Iterator[Row]:
+    """The tMoE with 32 experts against a dense network, and 2 to 128 experts against each other."""
+    width, hidden, length = settings.sized(WIDTH, HIDDEN, LENGTH)
+    num_seqs = 8 if settings.quick or settings.scale > 1 else 16
+    x = settings.tensor(num_seqs, length, width)
+    dense = nn.Sequential(nn.LayerNorm(width), FeedForward(width, hidden, "gelu")).to(settings.device, settings.dtype)
+    steps = {"dense": _step(lambda: dense(x), x, dense)}
+    numbers = (8, 32) if settings.quick else (2, 8, 32, 128)
+    for number in numbers:
+        layer = feed_forward_moe(_config(settings, "base_lm", number), 0).to(settings.device, settings.dtype)
+        nn.init.normal_(layer.experts.w2, std=0.02)
+        steps[str(number)] = _step(_routed(layer, x), x, layer)
+    seconds = interleaved(steps, settings.repeats, settings.device)
+    what = f"tMoE, {num_seqs} x {length} tokens, H = {width}, F = {hidden}"
+    yield compared(SECTION, f"{what}, E = 32", seconds["32"], "dense FFN", seconds["dense"], 1 / 1.15)
+    slowest, fastest = (choose(numbers, key=lambda number: seconds[str(number)]) for choose in (max, min))
+    what += f", slowest E = {slowest}"
+    yield compared(SECTION, what, seconds[str(slowest)], f"fastest E = {fastest}", seconds[str(fastest)], 1 / 1.15)
+
+
+def _with_capacity(settings: Settings) -> Iterator[Row]:
+    """Switch and GShard against fairscale's layer, E = 16, the same capacity."""
+    width, hidden, length = settings.sized(WIDTH, HIDDEN, LENGTH)
+    num_seqs = 4
+    for arch, choices in (("switch_lm", 1), ("gshard_lm", 2)):
+        theirs = peers.fairscale_layer(width, hidden, 16, choices)
+        if theirs is None:
+            return
+        # fairscale wants the batch to be a multiple of the experts on this rank
+        x = settings.tensor(16, num_seqs * length // 16, width)
+        second = {"second_expert": "all"} if choices == 2 else {}
+        layer = feed_forward_moe(_config(settings, arch, 16, capacity_factor=1.0, **second), 0)
+        layer.to(settings.device, settings.dtype)
+        theirs.to(settings.device, settings.dtype)
+        steps = {
+            "ours": _step(_routed(layer, x), x, layer),
+            "fairscale": _step(functools.partial(theirs, x), x, theirs),
+        }
+        seconds = interleaved(steps, settings.repeats, settings.device)
+        what = f"{'Switch' if choices == 1 else 'GShard'}, {num_seqs * length} tokens, H = {width}, E = 16"
+        yield compared(SECTION, what, seconds["ours"], "fairscale MOELayer", seconds["fairscale"], 3.0)
+        ours, other = (peak_extra_bytes(step, settings.device) / 2**20 for step in steps.values())
+        yield Row(SECTION, f"{what}: peak memory", ours, "fairscale MOELayer", other, "MiB", other / ours, 4.0)
+
+
+def _routed(layer: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        update, aux_losses = layer(x, ForwardContext())
+        return update + sum(aux_losses.values())
+
+    return run
+
+
+def _step(forward: Callable[[], Tensor], x: Tensor, module: nn.Module) -> Callable[[], None]:
+    def run() -> None:
+        x.grad = None
+        module.zero_grad()
+        out = forward()
+        out.backward(torch.ones_like(out))
+
+    return run

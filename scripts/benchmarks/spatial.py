@@ -1,0 +1,95 @@
+"""Causal spatial projection: ours, the masked dense product, and other people's spatial gating units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import peers
+from benchmarks.report import Row, compared
+from benchmarks.settings import Settings
+from benchmarks.timing import interleaved
+from smlp.context import ForwardContext
+from smlp.nn.spatial_gating import SpatialGatingUnit
+from smlp.ops import causal_spatial_projection
+
+SECTION = "Causal spatial projection (forward + backward)"
+#: label, B, T, heads, features of a head
+SHAPES = [
+    ("SGU, 1 head of 2048", 4, 1024, 1, 2048),
+    ("SGU, 16 heads of 128", 4, 1024, 16, 128),
+    ("sMoE, 32 chunks of 32", 8, 1024, 32, 32),
+]
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """Ours against the masked dense product, and whole units against other people's."""
+    for label, num_seqs, length, heads, width in SHAPES:
+        num_seqs, length, width = settings.sized(num_seqs, length, width)
+        what = f"{label}, {num_seqs} x {length}"
+        yield _projection(settings, what, num_seqs, length, heads, width)
+    if not settings.quick:
+        for heads in (1, 16):
+            yield from _units(settings, heads)
+
+
+def _projection(settings: Settings, what: str, num_seqs: int, length: int, heads: int, width: int) -> Row:
+    x, bias = settings.tensor(num_seqs, length, heads, width), settings.tensor(heads, length)
+    weight = (settings.tensor(heads, length, length, learnt=False) / length).requires_grad_()
+    mask = torch.ones(length, length, device=settings.device, dtype=settings.dtype).tril()
+    given = settings.tensor(num_seqs, length, heads, width, learnt=False)
+
+    def masked() -> Tensor:
+        return torch.einsum("hmn,bnhc->bmhc", weight * mask, x) + bias.t()[None, :, :, None]
+
+    leaves = (x, weight, bias)
+    seconds = interleaved(
+        {
+            "ours": _step(lambda: causal_spatial_projection(x, weight, bias), given, leaves),
+            "masked": _step(masked, given, leaves),
+        },
+        settings.repeats,
+        settings.device,
+    )
+    target = 1.5 if settings.device == "cuda" else 1.6
+    return compared(SECTION, what, seconds["ours"], "masked dense product", seconds["masked"], target)
+
+
+def _units(settings: Settings, heads: int) -> Iterator[Row]:
+    """Whole units: norm, projection, bias, gate."""
+    num_seqs, length, width = settings.sized(4, 1024, 4096)
+    x = settings.tensor(num_seqs, length, width)
+    given = settings.tensor(num_seqs, length, width // 2, learnt=False)
+    ours = SpatialGatingUnit(width, length, heads, 1e-3).to(settings.device, settings.dtype)
+    units: dict[str, Callable[[], Tensor]] = {"ours": lambda: ours(x, ForwardContext())}
+    modules = {"ours": ours}
+    lucid = peers.module("g_mlp_pytorch.g_mlp_pytorch", "g-mlp-pytorch")
+    if lucid is not None:
+        modules["g-mlp-pytorch"] = lucid.SpatialGatingUnit(width, length, causal=True, heads=heads)
+    gpt = peers.module("g_mlp_gpt.g_mlp_gpt", "g-mlp-gpt")
+    if gpt is not None and heads == 1:
+        modules["g-mlp-gpt"] = gpt.CausalSGU(width, length)
+    for name, unit in modules.items():
+        unit.to(settings.device, settings.dtype)
+        if name != "ours":
+            units[name] = lambda unit=unit: unit(x)
+    seconds = interleaved(
+        {name: _step(unit, given, (x, *modules[name].parameters())) for name, unit in units.items()},
+        settings.repeats,
+        settings.device,
+    )
+    for name in units:
+        if name != "ours":
+            what = f"whole SGU, {heads} heads, F = {width}, {num_seqs} x {length}"
+            yield compared(SECTION, what, seconds["ours"], name, seconds[name])
+
+
+def _step(forward: Callable[[], Tensor], given: Tensor, leaves: tuple[Tensor | nn.Parameter, ...]) -> Callable:
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        forward().backward(given)
+
+    return run

@@ -1,0 +1,78 @@
+"""Times of alternatives, taken in turns, so that a machine that slows down slows all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def interleaved(variants: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, float]:
+    """Median seconds of each variant.
+
+    Each is called once beforehand, and then ``repeats`` times in turn with the others.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(repeats + 1):
+        for name, variant in variants.items():
+            _wait(device)
+            start = time.perf_counter()
+            variant()
+            _wait(device)
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_extra_bytes(function: Callable[[], Any], device: str) -> int:
+    """Most bytes of tensors that were alive at one time during a call and not before it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with _LiveStorages() as live:
+        function()
+    return live.peak
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Counts the storages that operators return, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        before = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if _is_dense(tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in filter(_is_dense, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            pointer = storage.data_ptr()
+            if pointer and pointer not in before and pointer not in self.known:
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                self.known[pointer] = weakref.finalize(storage, self._freed, pointer, storage.nbytes())
+        return result
+
+    def _freed(self, pointer: int, num_bytes: int) -> None:
+        if self.known.pop(pointer, None) is not None:
+            self.now -= num_bytes
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
