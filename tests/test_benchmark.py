@@ -81,6 +81,7 @@ def test_a_peer_that_is_missing_is_noted(monkeypatch):
 @pytest.mark.parametrize("section", benchmark.SECTIONS)
 def test_every_part_runs(section, monkeypatch):
     monkeypatch.setattr(peers, "absent", {})
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which a process group replaces
     try:
         rows = list(benchmark.SECTIONS[section].rows(Settings(scale=32)))
     finally:

@@ -28,7 +28,7 @@ def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path):
     (tmp_path / "file").write_text("")
     run = run_python("-m", "smlp", "doctor", "--parallel", "--nproc", "2", "--dir", tmp_path / "file", timeout=150)
     assert run.rc == 1
-    assert "problem  checkpoint: all ranks: cannot make" in run.stdout and "1 problems" in run.stdout
+    assert "problem  checkpoint: all ranks: cannot make" in run.stdout and "1 problem\n" in run.stdout
 
 
 @pytest.mark.parametrize("options", [["--parallel", "--nproc", "1"], ["--nproc", "2"]])

@@ -110,6 +110,8 @@ def check_is_ours(state: Any, path: str | Path) -> None:
     Raises:
         UserError: it is not; the message names the file.
     """
+    if isinstance(state, Mapping) and "expert_ids" in state:
+        raise UserError(f"{path} holds some experts of a checkpoint: name the file of the checkpoint itself")
     is_checkpoint = isinstance(state, Mapping) and isinstance(state.get("model"), Mapping)
     if not is_checkpoint or not isinstance(state.get("cfg"), Mapping):
         raise UserError(f"{path} is no checkpoint of fairseq-train: it has no model and configuration")

@@ -84,10 +84,10 @@ def as_text(facts: dict[str, Any]) -> str:
     of_experts = f", {params['experts']:,} of them in {sizes['num_experts']} experts" if params["experts"] else ""
     blocks = f"{sizes['num_dense_layers']} dense + {sizes['num_sparse_layers']} sparse blocks"
     epoch = "" if facts["epoch"] is None else f", epoch {facts['epoch']}"
-    written = f"W = {layout['world_size'] or '?'} ranks, P = {layout['group_size']}"
+    ranks = f"{layout['world_size'] or '?'} ranks"
     where = {
-        "one file": f"one file, written by {written}",
-        "parts": f"experts in {len(facts['files']) - 1} parts, written by {written}",
+        "one file": f"one file, of a run with W = {ranks}",
+        "parts": f"experts in {len(facts['files']) - 1} parts, written by W = {ranks}, P = {layout['group_size']}",
         "export": "export: weights, dictionary and tokenizer; no optimizer",
     }
     lines = [

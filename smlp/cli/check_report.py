@@ -30,7 +30,8 @@ def report(checks: Iterable[Check], json_file: str | None) -> int:
             print(f"{'':>7}  -> {check.remedy}", flush=True)
     problems = sum(check.status == PROBLEM for check in done)
     warnings = sum(check.status == WARNING for check in done)
-    print(f"{len(done)} checks, {warnings} warnings, {problems} problems", flush=True)
+    counted = {"check": len(done), "warning": warnings, "problem": problems}
+    print(", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in counted.items()), flush=True)
     if json_file:
         write_json(json_file, {"ok": problems == 0, "checks": [dataclasses.asdict(check) for check in done]})
     return 1 if problems else 0
