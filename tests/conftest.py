@@ -108,3 +108,19 @@ def tiny_run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, run_fair
     (run,) = run_fairseq_many([{"tool": "train", "args": args}])
     assert run.rc == 0, run.stderr
     return save_dir, run
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """A checkpoint of a trained ``base_lm_tiny`` in one file."""
+    from checkpoint_states import save
+
+    return save(tmp_path, "base_lm_tiny")
+
+
+@pytest.fixture
+def parts(whole: Path, tmp_path: Path) -> Path:
+    """The same with its experts in four files, in a folder of its own."""
+    from checkpoint_states import in_parts
+
+    return in_parts(whole, tmp_path / "parts")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_states import PREFIX, command, content, differences, in_parts, refused, save, trained
+from checkpoint_states import PREFIX, command, content, differences, refused, save, trained
 
 import smlp
 from smlp.checkpoint import output
@@ -19,16 +19,6 @@ from smlp.checkpoint.parts import INDEX_KEY, write_part
 from smlp.checkpoint.verify import problems_of
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def whole(tmp_path: Path) -> Path:
-    return save(tmp_path, "base_lm_tiny")
-
-
-@pytest.fixture
-def parts(whole: Path, tmp_path: Path) -> Path:
-    return in_parts(whole, tmp_path / "parts")
 
 
 def _flip(path: Path, place: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_states import PREFIX, WORDS, command, content, differences, in_parts, refused, save, state_of, trained
+from checkpoint_states import PREFIX, WORDS, command, content, differences, refused, save, state_of, trained
 from running import USER_DIR, run_python
 
 from smlp.checkpoint import lazy
@@ -20,16 +20,6 @@ from smlp.checkpoint.parts import INDEX_KEY
 pytestmark = pytest.mark.timeout(120)
 
 SPARSE = ["base_lm_tiny", "switch_lm_tiny", "hash_lm_tiny", "smlp_tiny", "smlp_partial_tiny", "gmlp_moe_tiny"]
-
-
-@pytest.fixture
-def whole(tmp_path: Path) -> Path:
-    return save(tmp_path, "base_lm_tiny")
-
-
-@pytest.fixture
-def parts(whole: Path, tmp_path: Path) -> Path:
-    return in_parts(whole, tmp_path / "parts")
 
 
 @pytest.mark.parametrize("arch", SPARSE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_states import PREFIX, WORDS, command, content, differences, in_parts, refused, save
+from checkpoint_states import PREFIX, WORDS, command, content, differences, refused, save
 from running import run_python
 
 import smlp
@@ -16,16 +16,6 @@ from smlp.config import unflatten
 from smlp.nn.decoder import Decoder
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def whole(tmp_path: Path) -> Path:
-    return save(tmp_path, "base_lm_tiny")
-
-
-@pytest.fixture
-def parts(whole: Path, tmp_path: Path) -> Path:
-    return in_parts(whole, tmp_path / "parts")
 
 
 BLOCKED = """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks import peers
 from benchmarks.report import Row, compared
 from benchmarks.settings import Settings
-from benchmarks.timing import interleaved, peak_extra_bytes
+from benchmarks.timing import interleaved, peak_extra_bytes, training_step
 from smlp.config import ModelConfig
 from smlp.context import ForwardContext
 from smlp.nn.feed_forward import FeedForward
@@ -41,12 +41,12 @@ def _balanced(settings: Settings) -> Iterator[Row]:
     num_seqs = 8 if settings.quick or settings.scale > 1 else 16
     x = settings.tensor(num_seqs, length, width)
     dense = nn.Sequential(nn.LayerNorm(width), FeedForward(width, hidden, "gelu")).to(settings.device, settings.dtype)
-    steps = {"dense": _step(lambda: dense(x), x, dense)}
+    steps = {"dense": training_step(lambda: dense(x), torch.ones_like(x), (x, *dense.parameters()))}
     numbers = (8, 32) if settings.quick else (2, 8, 32, 128)
     for number in numbers:
         layer = feed_forward_moe(_config(settings, "base_lm", number), 0).to(settings.device, settings.dtype)
         nn.init.normal_(layer.experts.w2, std=0.02)
-        steps[str(number)] = _step(_routed(layer, x), x, layer)
+        steps[str(number)] = training_step(_routed(layer, x), torch.ones_like(x), (x, *layer.parameters()))
     seconds = interleaved(steps, settings.repeats, settings.device)
     what = f"tMoE, {num_seqs} x {length} tokens, H = {width}, F = {hidden}"
     yield compared(SECTION, f"{what}, E = 32", seconds["32"], "dense FFN", seconds["dense"], 1 / 1.15)
@@ -70,8 +70,8 @@ def _with_capacity(settings: Settings) -> Iterator[Row]:
         layer.to(settings.device, settings.dtype)
         theirs.to(settings.device, settings.dtype)
         steps = {
-            "ours": _step(_routed(layer, x), x, layer),
-            "fairscale": _step(functools.partial(theirs, x), x, theirs),
+            "ours": training_step(_routed(layer, x), torch.ones_like(x), (x, *layer.parameters())),
+            "fairscale": training_step(functools.partial(theirs, x), torch.ones_like(x), (x, *theirs.parameters())),
         }
         seconds = interleaved(steps, settings.repeats, settings.device)
         what = f"{'Switch' if choices == 1 else 'GShard'}, {num_seqs * length} tokens, H = {width}, E = 16"
@@ -84,15 +84,5 @@ def _routed(layer: nn.Module, x: Tensor) -> Callable[[], Tensor]:
     def run() -> Tensor:
         update, aux_losses = layer(x, ForwardContext())
         return update + sum(aux_losses.values())
-
-    return run
-
-
-def _step(forward: Callable[[], Tensor], x: Tensor, module: nn.Module) -> Callable[[], None]:
-    def run() -> None:
-        x.grad = None
-        module.zero_grad()
-        out = forward()
-        out.backward(torch.ones_like(out))
 
     return run

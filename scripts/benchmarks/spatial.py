@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.report import Row, compared
 from benchmarks.settings import Settings
-from benchmarks.timing import interleaved
+from benchmarks.timing import interleaved, training_step
 from smlp.context import ForwardContext
 from smlp.nn.spatial_gating import SpatialGatingUnit
 from smlp.ops import causal_spatial_projection
@@ -47,8 +47,8 @@ def _projection(settings: Settings, what: str, num_seqs: int, length: int, heads
     leaves = (x, weight, bias)
     seconds = interleaved(
         {
-            "ours": _step(lambda: causal_spatial_projection(x, weight, bias), given, leaves),
-            "masked": _step(masked, given, leaves),
+            "ours": training_step(lambda: causal_spatial_projection(x, weight, bias), given, leaves),
+            "masked": training_step(masked, given, leaves),
         },
         settings.repeats,
         settings.device,
@@ -76,7 +76,7 @@ def _units(settings: Settings, heads: int) -> Iterator[Row]:
         if name != "ours":
             units[name] = lambda unit=unit: unit(x)
     seconds = interleaved(
-        {name: _step(unit, given, (x, *modules[name].parameters())) for name, unit in units.items()},
+        {name: training_step(unit, given, (x, *modules[name].parameters())) for name, unit in units.items()},
         settings.repeats,
         settings.device,
     )
@@ -84,12 +84,3 @@ def _units(settings: Settings, heads: int) -> Iterator[Row]:
         if name != "ours":
             what = f"whole SGU, {heads} heads, F = {width}, {num_seqs} x {length}"
             yield compared(SECTION, what, seconds["ours"], name, seconds[name])
-
-
-def _step(forward: Callable[[], Tensor], given: Tensor, leaves: tuple[Tensor | nn.Parameter, ...]) -> Callable:
-    def run() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        forward().backward(given)
-
-    return run

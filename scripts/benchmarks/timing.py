@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,6 +29,17 @@ def interleaved(variants: Mapping[str, Callable[[], Any]], repeats: int, device:
             if number:
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def training_step(forward: Callable[[], Tensor], grad: Tensor, leaves: Sequence[Tensor]) -> Callable[[], None]:
+    """A forward and a backward pass, from the gradient of the output to fresh gradients of ``leaves``."""
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        forward().backward(grad)
+
+    return run
 
 
 def _wait(device: str) -> None:

@@ -13,6 +13,7 @@ from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option, option_value
 from smlp.launch.plan import Seat, rank_table, seats_from_environment, seats_here, seats_of_nodes
 from smlp.launch.ranks import has_terminal
+from smlp.presets import num_experts_of
 
 _WORLD_SIZE = "--distributed-world-size"
 
@@ -36,8 +37,6 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
     asked = option_value(arguments, _WORLD_SIZE)
     if asked is not None and asked != str(len(seats)):
         raise UserError(f"{_WORLD_SIZE} {asked}, but there are {len(seats)} ranks: leave it out")
-    from smlp.trainer.settings import check_before_start
-
     seen: list[Any] = []
 
     def stop(cfg: Any) -> None:
@@ -46,12 +45,11 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
 
     with contextlib.suppress(_SeenEnough):
         run_tool("train", without_options(arguments, _WORLD_SIZE), before=stop)
-    (cfg,) = seen
-    is_cpu = all(seat.device == "cpu" for seat in seats)
-    check_before_start(cfg, len(seats), has_cuda=not is_cpu)
-    if rank == 0:
-        from smlp.presets import num_experts_of
+    from smlp.trainer.settings import check_before_start
 
+    (cfg,) = seen
+    check_before_start(cfg, len(seats), has_cuda=any(seat.device != "cpu" for seat in seats))
+    if rank == 0:
         user_dir = [] if has_option(arguments, "--user-dir") else ["--user-dir", package_dir()]
         group_size = getattr(cfg.model, "expert_parallel_size", None)
         command = shlex.join(["fairseq-train", *user_dir, *arguments])
