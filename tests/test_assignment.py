@@ -8,6 +8,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from smlp.ops import balanced_assignment, balanced_assignments
+from smlp.ops.fast_paths import reference_ops
 
 
 def optimum(scores: torch.Tensor) -> float:
@@ -152,7 +153,7 @@ def without_prices(monkeypatch):
 @pytest.fixture
 def large(monkeypatch):
     """Small problems take the way of large ones."""
-    monkeypatch.setattr("smlp.ops.assignment.EXACT_SCORES", 0)
+    monkeypatch.setattr("smlp.ops.fast_paths.EXACT_SCORES", 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,3 +228,20 @@ def test_large_problems_of_a_batch_are_solved_each_by_itself(large):
     scores = torch.randn(5, 96, 4, generator=generator) * torch.tensor([1.0, 100.0, 1e-6, 0.0, 3.0]).view(5, 1, 1)
     together = balanced_assignments(scores)
     assert torch.equal(together, torch.stack([balanced_assignment(one) for one in scores]))
+
+
+def test_mates_of_other_kinds_change_nothing():
+    """Of several large problems at once, as a batch of sequences has them (sMLP-partial), each is solved by itself."""
+    problems = [make_scores(kind, 600, 32, torch.Generator().manual_seed(1)) for kind in KINDS]
+    alike = balanced_assignments(problems[0].expand(len(problems), -1, -1))[0]
+    assert torch.equal(balanced_assignments(torch.stack(problems))[0], alike)
+    cubed = [problem**3 for problem in problems[1:]]
+    assert torch.equal(balanced_assignments(torch.stack([problems[0], *cubed]))[0], alike)
+
+
+def test_the_reference_is_the_optimum():
+    scores = make_scores("normal", 800, 32, torch.Generator().manual_seed(2))
+    with reference_ops():
+        owner = balanced_assignment(scores)
+    assert scores.gather(1, owner.unsqueeze(1)).double().sum().item() == pytest.approx(optimum(scores), rel=1e-4)
+    assert not torch.equal(owner, balanced_assignment(scores))

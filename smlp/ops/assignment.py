@@ -19,11 +19,10 @@ from torch import Tensor
 from smlp.ops.assignment_moves import move_cheapest, num_to_move
 from smlp.ops.assignment_paths import PathRepair
 from smlp.ops.assignment_prices import equal_load_prices, finest_prices
+from smlp.ops.fast_paths import assign_exactly
 
 #: ties are broken by fixed noise of this share of the scores' spread (the median token's largest minus smallest)
 TIE_NOISE = 1e-3
-#: up to this many scores, the result is optimal
-EXACT_SCORES = 2**14
 #: a large problem in which a larger share of the tokens has to move is taken for one with many equal tokens
 MANY_MOVES = 0.05
 
@@ -66,18 +65,18 @@ def balanced_assignments(scores: Tensor) -> Tensor:
         return torch.zeros(num_problems, num_tokens, dtype=torch.long, device=scores.device)
     values_BNE = _normalised(scores.detach())
     values_BNE.add_(_tie_noise(num_tokens, num_experts, values_BNE), alpha=TIE_NOISE)
-    if num_tokens * num_experts <= EXACT_SCORES or num_tokens < 4 * num_experts:
-        # with fewer tokens than experts there are no loads to speak of
-        price_B1E = equal_load_prices(values_BNE) if num_tokens >= num_experts else torch.zeros_like(values_BNE[:, :1])
+    # with fewer tokens than experts there are no loads to speak of
+    price_B1E = equal_load_prices(values_BNE) if num_tokens >= num_experts else torch.zeros_like(values_BNE[:, :1])
+    if assign_exactly(num_tokens, num_experts):
         return _along_paths(values_BNE, price_B1E)
-    price_B1E = equal_load_prices(values_BNE)
     worth_BNE = values_BNE.sub_(price_B1E)
     best_BN, owner_BN = worth_BNE.max(dim=2)
-    moves_B = num_to_move(owner_BN, num_experts)
-    owner_BN = move_cheapest(worth_BNE, best_BN, owner_BN, price_B1E.squeeze(1))
-    for problem in (moves_B > MANY_MOVES * num_tokens).nonzero().flatten().tolist():
-        worth_1NE = worth_BNE[problem : problem + 1]
-        owner_BN[problem] = _along_paths(worth_1NE, finest_prices(worth_1NE))[0]
+    for worth_NE, best_N, owner_N, price_1E in zip(worth_BNE, best_BN, owner_BN, price_B1E, strict=True):
+        if num_to_move(owner_N, num_experts) > MANY_MOVES * num_tokens:
+            worth_1NE = worth_NE.unsqueeze(0)
+            owner_N.copy_(_along_paths(worth_1NE, finest_prices(worth_1NE))[0])
+        else:
+            move_cheapest(worth_NE, best_N, owner_N, price_1E[0])
     return owner_BN
 
 

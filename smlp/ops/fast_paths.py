@@ -15,6 +15,8 @@ from torch import Tensor
 
 #: positions at the edge of a block on the diagonal, which is computed in full
 TRIANGLE_LEAF = 128
+#: scores up to which a balanced assignment is repaired to the optimum
+EXACT_SCORES = 2**14
 
 _reference_only: ContextVar[bool] = ContextVar(
     "reference_only", default=os.environ.get("SMLP_REFERENCE_OPS", "0") not in ("", "0")
@@ -44,3 +46,8 @@ def allowed(*tensors: Tensor) -> bool:
 def triangle_leaf(num_tokens: int) -> int | None:
     """Edge of the diagonal blocks of a causal product over so many positions, where it skips the upper half."""
     return TRIANGLE_LEAF if num_tokens >= 2 * TRIANGLE_LEAF else None
+
+
+def assign_exactly(num_tokens: int, num_experts: int) -> bool:
+    """Whether a balanced assignment is repaired to the optimum, which takes long where it is large."""
+    return _reference_only.get() or num_tokens * num_experts <= EXACT_SCORES or num_tokens < 4 * num_experts
