@@ -21,6 +21,8 @@ from benchmarks import assignment, experts, limits, peers, spatial
 from benchmarks.report import Row, as_json, as_markdown, as_text, machine
 from benchmarks.settings import Settings
 
+from smlp.trainer.memory import keep_freed_memory
+
 SECTIONS = {"spatial": spatial, "assignment": assignment, "experts": experts}
 
 
@@ -46,6 +48,8 @@ def main(options: argparse.Namespace) -> int:
         torch.set_num_threads(options.threads)
     settings, started = Settings(options.device, options.quick), time.monotonic()
     about = machine(options.device, torch.get_num_threads())
+    if options.device == "cpu":
+        about["freed memory"] = "kept, as in training" if keep_freed_memory() else "as the environment sets it"
     about["GFLOP/s of a matrix product"] = round(
         limits.matmul_rate(options.device, settings.dtype, settings.repeats) / 1e9
     )

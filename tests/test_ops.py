@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from comparing import assert_same
 
-from smlp.ops import ACTIVATION_FUNCTIONS, causal_spatial_projection, expert_feed_forward, spatial
+from smlp.ops import ACTIVATION_FUNCTIONS, causal_spatial_projection, expert_feed_forward, permuted_rows, spatial
+from smlp.ops.expert_runs import EqualExperts, UnequalExperts
+from smlp.ops.fast_paths import reference_ops
 from smlp.ops.triangular import halved
 
 
@@ -112,6 +114,37 @@ def test_expert_feed_forward(counts, activation, with_norm):
     out = expert_feed_forward(x, counts, norm, *weights, activation)
     expected = feed_forward_reference(x, counts, norm, *weights, activation)
     assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=1e-10)
+
+
+@pytest.mark.parametrize("counts", [[3, 3, 3], [4, 0, 5], [0, 9, 0], [2, 2, 2, 3]])
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_experts_in_batches_as_on_a_gpu(counts, with_norm, monkeypatch):
+    """Batched and grouped products, which a CPU does not choose by itself, give what single experts give."""
+
+    def batched(counts, x, num_hidden):
+        equal = counts == counts[:1] * len(counts)
+        return [EqualExperts(len(counts), counts[0]) if equal else UnequalExperts(counts, x.device)]
+
+    generator, shapes = torch.Generator().manual_seed(0), ((8,), (8,), (16, 8), (16,), (8, 16), (8,))
+    x = torch.randn(9, 8, generator=generator, requires_grad=True)
+    gain, offset, *weights = (
+        torch.randn(len(counts), *shape, generator=generator, requires_grad=True) for shape in shapes
+    )
+    norm = (gain, offset) if with_norm else None
+    with reference_ops():
+        expected = expert_feed_forward(x, counts, norm, *weights)
+    monkeypatch.setattr("smlp.ops.fused_experts.runs", batched)
+    out = expert_feed_forward(x, counts, norm, *weights)
+    assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=1e-4)
+
+
+def test_permuted_rows():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 3, generator=generator, dtype=torch.double, requires_grad=True)
+    order = torch.randperm(7, generator=generator)
+    out = permuted_rows(x, order, order.argsort())
+    assert_same(out, x[order], [x], tolerance=0)
+    assert torch.autograd.gradgradcheck(lambda x: permuted_rows(x, order, order.argsort()) ** 2, (x,))
 
 
 def test_no_token_at_all_gives_zero_gradients_not_none():

@@ -25,7 +25,7 @@ _INDICES = "integers about routing, not features"
 FREE = {
     **dict.fromkeys(("add", "sub", "mul", "div", "neg", "clamp_min", "sum"), _ELEMENTWISE),
     **dict.fromkeys(("gelu", "silu", "sigmoid", "softmax"), _ELEMENTWISE),
-    **dict.fromkeys(("embedding", "index_select", "index_copy", "index_add", "pad", "tril", "unflatten"), _MOVES),
+    **dict.fromkeys(("embedding", "index_select", "index_copy", "index_add_", "pad", "tril", "unflatten"), _MOVES),
     **dict.fromkeys(("argsort", "bincount", "cumsum", "empty_like", "le", "lt", "numel"), _INDICES),
 }
 

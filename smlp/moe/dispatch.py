@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from smlp.moe.plan import RoutingPlan
+from smlp.ops import permuted_rows
 
 
 class TokenDispatcher(Protocol):
@@ -62,7 +63,7 @@ class LocalDispatcher:
         Returns:
             (A, H), sorted by expert, and the record for :meth:`combine`.
         """
-        return x_NH.index_select(0, plan.token_A), DispatchRecord(plan, plan.counts_E.tolist())
+        return by_expert(x_NH, plan), DispatchRecord(plan, plan.counts_E.tolist())
 
     def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: DispatchRecord) -> tuple[Tensor, int]:
         """Where the dispatched tokens stand.
@@ -88,14 +89,30 @@ class LocalDispatcher:
         Returns:
             (N, H).
         """
-        return add_up(y_AH, weight_A, record.plan.token_A, record.plan.num_tokens)
+        return by_token(y_AH, weight_A, record.plan)
+
+
+def by_expert(x_NH: Tensor, plan: RoutingPlan) -> Tensor:
+    """Each assignment's token: (N, H) to (A, H)."""
+    if plan.place_N is not None:
+        return permuted_rows(x_NH, plan.token_A, plan.place_N)
+    return x_NH.index_select(0, plan.token_A)
+
+
+def by_token(y_AH: Tensor, weight_A: Tensor | None, plan: RoutingPlan) -> Tensor:
+    """Rows times their weights, summed for each token: (A, H) to (N, H)."""
+    if plan.place_N is None:
+        return add_up(y_AH, weight_A, plan.token_A, plan.num_tokens)
+    if weight_A is not None:
+        y_AH = y_AH * weight_A.to(y_AH.dtype).unsqueeze(1)
+    return permuted_rows(y_AH, plan.place_N, plan.token_A)
 
 
 def add_up(y_AH: Tensor, weight_A: Tensor | None, token_A: Tensor, num_tokens: int) -> Tensor:
     """Rows times their weights, summed for each token: (A, H) to (N, H)."""
     if weight_A is not None:
         y_AH = y_AH * weight_A.to(y_AH.dtype).unsqueeze(1)
-    return y_AH.new_zeros(num_tokens, y_AH.size(1)).index_add(0, token_A, y_AH)
+    return y_AH.new_zeros(num_tokens, y_AH.size(1)).index_add_(0, token_A, y_AH)
 
 
 @dataclass(frozen=True)

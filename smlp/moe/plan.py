@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,6 +36,14 @@ class RoutingPlan:
     def num_experts(self) -> int:
         """E."""
         return self.counts_E.numel()
+
+    @cached_property
+    def place_N(self) -> Tensor | None:
+        """Where each token's assignment stands, (N,); None unless every token has exactly one."""
+        if self.token_A.numel() != self.num_tokens or self.rank_A is not None:
+            return None
+        order_N = torch.arange(self.num_tokens, device=self.token_A.device)
+        return torch.empty_like(order_N).scatter_(0, self.token_A, order_N)
 
     @classmethod
     def from_experts(cls, expert_N: Tensor, num_experts: int) -> RoutingPlan:

@@ -2,6 +2,7 @@
 
 from smlp.ops.assignment import balanced_assignment, balanced_assignments
 from smlp.ops.feed_forward import ACTIVATION_FUNCTIONS, expert_feed_forward
+from smlp.ops.permutation import permuted_rows
 from smlp.ops.spatial import causal_spatial_projection
 
 __all__ = [
@@ -10,4 +11,5 @@ __all__ = [
     "balanced_assignments",
     "causal_spatial_projection",
     "expert_feed_forward",
+    "permuted_rows",
 ]

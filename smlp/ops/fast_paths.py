@@ -51,3 +51,9 @@ def triangle_leaf(num_tokens: int) -> int | None:
 def assign_exactly(num_tokens: int, num_experts: int) -> bool:
     """Whether a balanced assignment is repaired to the optimum, which takes long where it is large."""
     return _reference_only.get() or num_tokens * num_experts <= EXACT_SCORES or num_tokens < 4 * num_experts
+
+
+def groups_products(x_AI: Tensor, num_hidden: int) -> bool:
+    """Whether experts with unequal numbers of tokens share one grouped product: torch has a kernel for bf16 only, and
+    wants rows of a multiple of 16 bytes."""
+    return x_AI.is_cuda and x_AI.dtype == torch.bfloat16 and x_AI.size(1) % 8 == 0 and num_hidden % 8 == 0

@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smlp.ops.fast_paths import allowed
+from smlp.ops.fused_experts import FusedExperts
+
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 
 
@@ -37,20 +40,13 @@ def expert_feed_forward(
         (A, H), in the order of ``x_AH``. Experts without tokens get zero gradients, never none.
     """
     act = ACTIVATION_FUNCTIONS[activation]
-    num_experts = len(counts)
-    if counts and all(count == counts[0] for count in counts):
-        x_enH = x_AH.reshape(num_experts, counts[0], x_AH.size(1))
-        if norm is not None:
-            gain_eH, offset_eH = norm
-            x_enH = torch.addcmul(offset_eH.unsqueeze(1), F.layer_norm(x_enH, x_AH.shape[1:]), gain_eH.unsqueeze(1))
-        hidden = act(torch.baddbmm(b1_eF.unsqueeze(1), x_enH, w1_eFH.transpose(1, 2)))
-        return torch.baddbmm(b2_eH.unsqueeze(1), hidden, w2_eHF.transpose(1, 2)).reshape(x_AH.shape)
-    # Unbound weights give one stacked gradient in the backward pass instead of one full-size gradient per expert.
-    weights = zip(*(weight.unbind() for weight in (w1_eFH, b1_eF, w2_eHF, b2_eH)), strict=True)
-    norms = zip(*(weight.unbind() for weight in norm), strict=True) if norm is not None else [None] * num_experts
+    weights = (w1_eFH, b1_eF, w2_eHF, b2_eH)
+    if allowed(x_AH, *(norm or ()), *weights):
+        return FusedExperts.apply(x_AH, *(norm or (None, None)), *weights, counts, act)
     outputs = []
-    for x, own_norm, (w1, b1, w2, b2) in zip(x_AH.split(list(counts)), norms, weights, strict=True):
-        if own_norm is not None:
-            x = F.layer_norm(x, x.shape[1:], *own_norm)
-        outputs.append(F.linear(act(F.linear(x, w1, b1)), w2, b2))
+    for expert, x_nH in enumerate(x_AH.split(list(counts))):
+        if norm is not None:
+            x_nH = F.layer_norm(x_nH, x_nH.shape[1:], *(value_eH[expert] for value_eH in norm))
+        w1, b1, w2, b2 = (value[expert] for value in weights)
+        outputs.append(F.linear(act(F.linear(x_nH, w1, b1)), w2, b2))
     return torch.cat(outputs)

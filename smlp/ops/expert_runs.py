@@ -1,0 +1,136 @@
+"""Products of tokens with the weights of their own experts, for one expert at a time or for many.
+
+On a CPU one expert after the other is fastest: what it computes stays in the cache. A GPU wants few and large calls:
+one batched product where all experts have equally many tokens, one grouped product where they do not.
+
+Letters: ``n`` tokens of a run, sorted by expert, ``e`` its experts; ``I`` and ``O`` features in and out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smlp.ops.fast_paths import groups_products
+
+
+class Run(Protocol):
+    """Experts that follow each other, and their tokens."""
+
+    rows: slice
+    experts: slice
+
+    def affine(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> Tensor:
+        """``gain * x + offset``, (n, I)."""
+        ...
+
+    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
+        """``W x + b`` into ``out``."""
+        ...
+
+    def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
+        """``W^T y``, (n, I)."""
+        ...
+
+    def outer(self, y_nO: Tensor, x_nI: Tensor, out_eOI: Tensor) -> None:
+        """Each expert's sum of ``y x^T`` into ``out``; zeros for one without tokens."""
+        ...
+
+    def sums(self, y_nO: Tensor) -> Tensor:
+        """Each expert's sum of ``y``, (e, O)."""
+        ...
+
+
+class OneExpert:
+    """A single expert."""
+
+    def __init__(self, expert: int, first: int, count: int) -> None:
+        self.rows, self.experts = slice(first, first + count), slice(expert, expert + 1)
+
+    def affine(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> Tensor:
+        return torch.addcmul(offset_eI, x_nI, gain_eI)
+
+    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
+        torch.addmm(bias_eO[0], x_nI, weight_eOI[0].t(), out=out_nO)
+
+    def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
+        return y_nO @ weight_eOI[0]
+
+    def outer(self, y_nO: Tensor, x_nI: Tensor, out_eOI: Tensor) -> None:
+        torch.mm(y_nO.t(), x_nI, out=out_eOI[0])
+
+    def sums(self, y_nO: Tensor) -> Tensor:
+        return y_nO.sum(dim=0, keepdim=True)
+
+
+class EqualExperts:
+    """Several experts with equally many tokens."""
+
+    def __init__(self, num_experts: int, count: int) -> None:
+        self.rows, self.experts = slice(0, num_experts * count), slice(0, num_experts)
+        self.sizes = (num_experts, count)
+
+    def affine(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> Tensor:
+        return torch.addcmul(offset_eI.unsqueeze(1), self._stacked(x_nI), gain_eI.unsqueeze(1)).flatten(0, 1)
+
+    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
+        bias_e1O, weight_eIO = bias_eO.unsqueeze(1), weight_eOI.transpose(1, 2)
+        torch.baddbmm(bias_e1O, self._stacked(x_nI), weight_eIO, out=self._stacked(out_nO))
+
+    def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
+        return torch.bmm(self._stacked(y_nO), weight_eOI).flatten(0, 1)
+
+    def outer(self, y_nO: Tensor, x_nI: Tensor, out_eOI: Tensor) -> None:
+        torch.bmm(self._stacked(y_nO).transpose(1, 2), self._stacked(x_nI), out=out_eOI)
+
+    def sums(self, y_nO: Tensor) -> Tensor:
+        return self._stacked(y_nO).sum(dim=1)
+
+    def _stacked(self, x_nI: Tensor) -> Tensor:
+        return x_nI.unflatten(0, self.sizes)
+
+
+class UnequalExperts:
+    """Several experts with any numbers of tokens."""
+
+    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
+        self.rows, self.experts = slice(0, sum(counts)), slice(0, len(counts))
+        counts_e = torch.tensor(counts, device=device)
+        self.ends_e = counts_e.cumsum(0).to(torch.int32)
+        self.expert_n = torch.arange(len(counts), device=device).repeat_interleave(counts_e, output_size=sum(counts))
+        self.idle = [expert for expert, count in enumerate(counts) if count == 0]
+
+    def affine(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> Tensor:
+        return torch.addcmul(offset_eI[self.expert_n], x_nI, gain_eI[self.expert_n])
+
+    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
+        y_nO = F.grouped_mm(x_nI, weight_eOI.transpose(1, 2), offs=self.ends_e)
+        torch.add(y_nO, bias_eO[self.expert_n], out=out_nO)
+
+    def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
+        return F.grouped_mm(y_nO, weight_eOI, offs=self.ends_e)
+
+    def outer(self, y_nO: Tensor, x_nI: Tensor, out_eOI: Tensor) -> None:
+        out_eOI.copy_(F.grouped_mm(y_nO.t(), x_nI, offs=self.ends_e))
+        out_eOI[self.idle] = 0
+
+    def sums(self, y_nO: Tensor) -> Tensor:
+        zeros_eO = y_nO.new_zeros(self.ends_e.numel(), y_nO.size(1))
+        return zeros_eO.index_add_(0, self.expert_n, y_nO)
+
+
+def runs(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> Iterator[Run]:
+    """All experts, ``counts[i]`` tokens at expert i, in as many runs as suit the device and the sizes."""
+    if x_AI.is_cuda and all(count == counts[0] for count in counts):
+        yield EqualExperts(len(counts), counts[0])
+    elif groups_products(x_AI, num_hidden):
+        yield UnequalExperts(counts, x_AI.device)
+    else:
+        first = 0
+        for expert, count in enumerate(counts):
+            yield OneExpert(expert, first, count)
+            first += count

@@ -1,0 +1,98 @@
+"""Experts' feed-forward networks with gradients by hand.
+
+What is kept for the backward pass is the input and what goes into the activation. The gradients of the weights are
+written once, where and as they are to lie: autograd makes them transposed and copies them.
+
+Letters: ``A`` routed tokens sorted by expert, ``e`` experts on this rank, ``n`` tokens of a run, ``H``, ``F``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from smlp.ops.expert_runs import Run, runs
+
+Norms = tuple[Tensor | None, Tensor | None]
+
+
+class FusedExperts(torch.autograd.Function):
+    """``w2 @ act(w1 @ LN(x) + b1) + b2``; shapes are those of :func:`smlp.ops.expert_feed_forward`."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x_AH: Tensor,
+        gain_eH: Tensor | None,
+        offset_eH: Tensor | None,
+        w1_eFH: Tensor,
+        b1_eF: Tensor,
+        w2_eHF: Tensor,
+        b2_eH: Tensor,
+        counts: Sequence[int],
+        activation: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        hidden_AF = x_AH.new_empty(x_AH.size(0), w1_eFH.size(1))
+        out_AH = torch.empty_like(x_AH)
+        for run in runs(counts, x_AH, w1_eFH.size(1)):
+            rows, own = run.rows, run.experts
+            normed_nH = _normed(run, x_AH[rows], _own((gain_eH, offset_eH), run))
+            run.product(normed_nH, w1_eFH[own], b1_eF[own], hidden_AF[rows])
+            run.product(activation(hidden_AF[rows]), w2_eHF[own], b2_eH[own], out_AH[rows])
+        ctx.save_for_backward(x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, hidden_AF)
+        ctx.counts, ctx.activation = counts, activation
+        return out_AH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_AH: Tensor) -> tuple[Tensor | None, ...]:
+        x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, hidden_AF = ctx.saved_tensors
+        grad_AH = grad_AH.contiguous()
+        grad_x_AH, grad_w1_eFH, grad_w2_eHF = (torch.empty_like(value) for value in (x_AH, w1_eFH, w2_eHF))
+        grad_gain_eH, grad_offset_eH = (
+            None if value is None else torch.empty_like(value) for value in (gain_eH, offset_eH)
+        )
+        grad_b1_eF, grad_b2_eH = w1_eFH.new_empty(w1_eFH.shape[:2]), w2_eHF.new_empty(w2_eHF.shape[:2])
+        for run in runs(ctx.counts, x_AH, w1_eFH.size(1)):
+            rows, own = run.rows, run.experts
+            grad_nH = grad_AH[rows]
+            with torch.enable_grad():
+                x_nH, hidden_nF = _leaf(x_AH[rows]), _leaf(hidden_AF[rows])
+                norms = tuple(None if value is None else _leaf(value) for value in _own((gain_eH, offset_eH), run))
+                normed_nH, active_nF = _normed(run, x_nH, norms), ctx.activation(hidden_nF)
+            grad_b2_eH[own] = run.sums(grad_nH)
+            run.outer(grad_nH, active_nF.detach(), grad_w2_eHF[own])
+            grad_active_nF = run.transposed(grad_nH, w2_eHF[own])
+            (grad_hidden_nF,) = torch.autograd.grad(active_nF, hidden_nF, grad_active_nF)
+            grad_b1_eF[own] = run.sums(grad_hidden_nF)
+            run.outer(grad_hidden_nF, normed_nH.detach(), grad_w1_eFH[own])
+            grad_normed_nH = run.transposed(grad_hidden_nF, w1_eFH[own])
+            if gain_eH is None:
+                grad_x_AH[rows] = grad_normed_nH
+            else:
+                grad_x_AH[rows], grad_gain_eH[own], grad_offset_eH[own] = torch.autograd.grad(
+                    normed_nH, (x_nH, *norms), grad_normed_nH
+                )
+        return (
+            grad_x_AH, grad_gain_eH, grad_offset_eH, grad_w1_eFH, grad_b1_eF, grad_w2_eHF, grad_b2_eH, None, None,
+        )  # fmt: skip
+
+
+def _own(norms: Norms, run: Run) -> Norms:
+    """The gains and offsets of a run's experts, if there are any."""
+    gain_eH, offset_eH = norms
+    return (None, None) if gain_eH is None else (gain_eH[run.experts], offset_eH[run.experts])
+
+
+def _normed(run: Run, x_nH: Tensor, norms: Norms) -> Tensor:
+    """Layer norm with each token's own gain and offset."""
+    gain_eH, offset_eH = norms
+    return x_nH if gain_eH is None else run.affine(F.layer_norm(x_nH, x_nH.shape[1:]), gain_eH, offset_eH)
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_()
