@@ -17,13 +17,20 @@ import time
 from pathlib import Path
 
 import torch
-from benchmarks import assignment, experts, limits, peers, spatial
+from benchmarks import assignment, decoding, experts, growth, limits, peers, spatial, updates
 from benchmarks.report import Row, as_json, as_markdown, as_text, machine
 from benchmarks.settings import Settings
 
 from smlp.trainer.memory import keep_freed_memory
 
-SECTIONS = {"spatial": spatial, "assignment": assignment, "experts": experts}
+SECTIONS = {
+    "spatial": spatial,
+    "assignment": assignment,
+    "experts": experts,
+    "updates": updates,
+    "decoding": decoding,
+    "growth": growth,
+}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -83,7 +83,7 @@ def test_every_part_runs(section, monkeypatch):
     monkeypatch.setattr(peers, "absent", {})
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which a process group replaces
     try:
-        rows = list(benchmark.SECTIONS[section].rows(Settings(scale=32)))
+        rows = list(benchmark.SECTIONS[section].rows(Settings(scale=16)))
     finally:
         if dist.is_initialized():  # for fairscale's layer
             dist.destroy_process_group()

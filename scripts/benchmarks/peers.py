@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smlp.config import ModelConfig
+
 #: what cannot be measured here, and why
 absent: dict[str, str] = {}
 
@@ -104,3 +106,31 @@ class _TopOneGate(nn.Module):
         place_NC = nn.functional.one_hot((place_NE * chosen_NE).sum(dim=1), capacity)
         combine_NEC = (gate_NE * chosen_NE).unsqueeze(2) * place_NC.unsqueeze(1)
         return balance, combine_NEC, combine_NEC.bool()
+
+
+def transformer_lm(config: ModelConfig) -> nn.Module | None:
+    """fairseq's transformer_lm of the same shape as our dense Transformer: pre-norm, sinusoidal positions."""
+    if module("fairseq.models.transformer_lm", "fairseq") is None:
+        return None
+    from argparse import Namespace
+
+    from fairseq.data import Dictionary
+    from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
+
+    words = Dictionary()
+    for number in range(config.vocab_size - len(words)):
+        words.add_symbol(str(number))
+    options = Namespace(
+        decoder_embed_dim=config.embed_dim,
+        decoder_ffn_embed_dim=config.ffn_dim,
+        decoder_layers=config.num_layers,
+        decoder_attention_heads=config.num_heads,
+        decoder_normalize_before=True,
+        share_decoder_input_output_embed=True,
+        activation_fn=config.activation,
+        dropout=config.dropout,
+        tokens_per_sample=config.max_tokens,
+    )
+    base_lm_architecture(options)
+    options.max_target_positions = config.max_tokens
+    return TransformerLanguageModel.build_model(options, Namespace(source_dictionary=words, target_dictionary=words))

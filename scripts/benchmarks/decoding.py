@@ -1,0 +1,45 @@
+"""Writing one token with what is kept of earlier ones, against computing all of them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.models import VOCABULARY, matched
+from benchmarks.report import Row, compared
+from benchmarks.settings import Settings
+from benchmarks.timing import interleaved
+from smlp.context import DecodingState
+from smlp.nn.decoder import Decoder
+
+SECTION = "Decoding the last token of the context"
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """One row for each architecture and number of sequences."""
+    archs = ["smlp", "dense_lm"] if settings.quick else ["smlp", "gmlp_lm", "smlp_partial", "switch_lm", "dense_lm"]
+    matches = matched(settings, archs)
+    for arch in archs:
+        model = Decoder(matches[arch].config).to(settings.device, settings.dtype).eval()
+        for num_seqs in (1, 8):
+            length = model.config.max_tokens
+            tokens_Bn = torch.randint(4, settings.sized(VOCABULARY)[0], (num_seqs, length), device=settings.device)
+            steps = {"cached": _step(model, tokens_Bn), "again": lambda: model(tokens_Bn)}
+            with torch.inference_mode():
+                seconds = interleaved(steps, 3 if settings.quick else settings.repeats, settings.device)
+            what = f"{arch}, {num_seqs} x {length} tokens"
+            yield compared(SECTION, what, seconds["cached"], "all of them again", seconds["again"], 50.0)
+
+
+def _step(model: Decoder, tokens_Bn: torch.Tensor) -> Callable[[], object]:
+    """The last position, whose predecessors are in a state that is made here."""
+    state = DecodingState()
+    with torch.inference_mode():
+        model(tokens_Bn[:, :-1], state)
+
+    def run() -> object:
+        state.length = tokens_Bn.size(1) - 1
+        return model(tokens_Bn[:, -1:], state)
+
+    return run

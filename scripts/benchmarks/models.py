@@ -1,0 +1,29 @@
+"""Models of equal FLOPs for the benchmark: the paper's shapes, with fewer layers and half the width."""
+
+from __future__ import annotations
+
+from benchmarks.settings import Settings
+from smlp.accounting.formula import flops_per_token
+from smlp.accounting.match import Match, match
+from smlp.presets import preset
+
+#: the paper's models have 28 + 12 layers, H = 1024, F = 4096, T = 1024 and an expert per rank
+WIDTH, HIDDEN, LENGTH, VOCABULARY, EXPERTS = 512, 2048, 1024, 4096, 4
+LAYERS = {"num_dense_layers": 5, "num_sparse_layers": 2}
+FULL_SIZE = {"num_dense_layers": 28, "num_sparse_layers": 12}
+
+
+def matched(settings: Settings, archs: list[str]) -> dict[str, Match]:
+    """Each architecture at the cost of sMLP: on a CPU a model for two cores, on a GPU the paper's small size."""
+    gpu = settings.device == "cuda"
+    width, hidden, length, vocabulary = settings.sized(WIDTH, HIDDEN, LENGTH, VOCABULARY)
+    if gpu:
+        width, hidden, vocabulary = 1024, 4096, 51200
+    shared = {"embed_dim": width, "max_tokens": length, "vocab_size": vocabulary}
+    smlp = preset("smlp", ffn_dim=hidden, num_experts=EXPERTS, **shared, **(FULL_SIZE if gpu else LAYERS))
+    target = flops_per_token(smlp)
+    # the paper's GShard has two experts on a rank where the others have one
+    return {
+        arch: match(arch, target, overrides={**shared, "num_experts": 2 * EXPERTS if arch == "gshard_lm" else EXPERTS})
+        for arch in archs
+    }

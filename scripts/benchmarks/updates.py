@@ -1,0 +1,64 @@
+"""Whole updates (forward, backward, Adam) of all architectures at equal FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import peers
+from benchmarks.models import VOCABULARY, matched
+from benchmarks.report import Row, compared
+from benchmarks.settings import Settings
+from benchmarks.timing import interleaved
+from smlp.config import ModelConfig
+from smlp.nn.decoder import Decoder
+
+SECTION = "Whole updates at equal FLOPs (words a second)"
+#: how much faster sMLP is to be; the paper's Table 4 has 1.04, 1.09, 1.08 and 1.41
+TARGETS = {"switch_lm": 1.05, "base_lm": 1.10, "hash_lm": 1.10, "gshard_lm": 1.40}
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """sMLP against each sparse Transformer, BASE against the dense one, and that one against fairseq's."""
+    matches = matched(settings, ["smlp", *TARGETS, "dense_lm"])
+    num_seqs = 1 if settings.scale > 1 else 2 if settings.quick and settings.device == "cpu" else 4
+    length = matches["smlp"].config.max_tokens
+    tokens_Bn = torch.randint(4, settings.sized(VOCABULARY)[0], (num_seqs, length), device=settings.device)
+    steps = {arch: update(build(found.config, settings), tokens_Bn) for arch, found in matches.items()}
+    theirs = peers.transformer_lm(matches["dense_lm"].config)
+    if theirs is not None:
+        steps["fairseq"] = update(theirs.to(settings.device, settings.dtype), tokens_Bn)
+    seconds = interleaved(steps, 3 if settings.quick else settings.repeats, settings.device)
+    what = f"{num_seqs} x {length} tokens, {matches['smlp'].target / 1e6:.1f} MFLOPs"
+    for arch, target in TARGETS.items():
+        yield compared(SECTION, f"sMLP, {what}", seconds["smlp"], arch, seconds[arch], target)
+    yield compared(SECTION, f"BASE, {what}", seconds["base_lm"], "dense_lm", seconds["dense_lm"], 0.91)
+    if theirs is not None:
+        dense = f"dense_lm, {what}"
+        yield compared(SECTION, dense, seconds["dense_lm"], "fairseq's transformer_lm", seconds["fairseq"])
+
+
+def build(config: ModelConfig, settings: Settings) -> Decoder:
+    """A model in training whose routers drop nothing, so that the work done is the nominal one."""
+    moe = replace(config.moe, capacity_factor=0.0, second_expert="all")
+    torch.manual_seed(0)
+    return Decoder(replace(config, moe=moe)).to(settings.device, settings.dtype).train()
+
+
+def update(model: nn.Module, tokens_Bn: Tensor) -> Callable[[], None]:
+    """An update on the same tokens each time."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+
+    def run() -> None:
+        output = model(tokens_Bn)
+        logits_BnV, aux_losses = (output.logits, output.aux_losses) if isinstance(model, Decoder) else (output[0], {})
+        loss = F.cross_entropy(logits_BnV.flatten(0, 1).float(), tokens_Bn.flatten()) + sum(aux_losses.values())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
