@@ -12,6 +12,7 @@ from smlp.config import ModelConfig
 from smlp.context import ForwardContext
 from smlp.moe.layer import TokenMoE
 from smlp.nn.attention import CausalSelfAttention
+from smlp.nn.dropout import Dropout
 from smlp.nn.feed_forward import FeedForward
 from smlp.nn.linear import xavier_linear
 from smlp.nn.sparse_layers import feature_moe, feed_forward_moe, gated_mlp_moe, weight_bound
@@ -32,7 +33,7 @@ class GatedMLPBlock(nn.Module):
         self.activation = ACTIVATION_FUNCTIONS[config.activation]
         self.gating = SpatialGatingUnit(config.ffn_dim, config.max_tokens, config.num_heads, weight_bound(config))
         self.proj_out = xavier_linear(config.ffn_dim // 2, config.embed_dim)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
         hidden_BnF = self.activation(self.proj_in(self.norm(x_BnH)))
@@ -46,7 +47,7 @@ class AttentionSublayer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(config.embed_dim)
         self.attention = CausalSelfAttention(config.embed_dim, config.num_heads, config.max_tokens)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
         return x_BnH + self.dropout(self.attention(self.norm(x_BnH), context))
@@ -60,7 +61,7 @@ class TransformerBlock(nn.Module):
         self.mixing = AttentionSublayer(config)
         self.norm = nn.LayerNorm(config.embed_dim)
         self.feed_forward = FeedForward(config.embed_dim, config.ffn_dim, config.activation)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
         x_BnH = self.mixing(x_BnH, context)
@@ -73,7 +74,7 @@ class FeatureSublayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.feature_moe = feature_moe(config, layer_index, ranks)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
         return x_BnH + self.dropout(self.feature_moe(x_BnH, context))
@@ -97,7 +98,7 @@ class SparseBlock(nn.Module):
         self.mixing = mixing
         self.norm = norm
         self.token_moe = token_moe
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
         if self.mixing is not None:

@@ -18,6 +18,7 @@ from smlp.config import ModelConfig
 from smlp.context import DecodingState, ForwardContext
 from smlp.errors import UserError
 from smlp.nn.blocks import AuxLosses, build_blocks
+from smlp.nn.dropout import Dropout
 from smlp.parallel import Ranks
 from smlp.presets import preset
 
@@ -66,7 +67,7 @@ class Decoder(nn.Module):
             self.positions = nn.Parameter(torch.empty(config.max_tokens, config.embed_dim))
             if not self.positions.is_meta:
                 nn.init.normal_(self.positions, std=config.embed_dim**-0.5)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.blocks = build_blocks(config, ranks)
         self.norm = nn.LayerNorm(config.embed_dim)
 

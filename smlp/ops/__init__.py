@@ -1,6 +1,7 @@
 """Functions on tensors, each with a slow and obvious reference in the tests; no parameters, no state."""
 
 from smlp.ops.assignment import balanced_assignment, balanced_assignments
+from smlp.ops.dropout import dropout
 from smlp.ops.feed_forward import ACTIVATION_FUNCTIONS, expert_feed_forward
 from smlp.ops.permutation import permuted_rows
 from smlp.ops.spatial import causal_spatial_projection
@@ -10,6 +11,7 @@ __all__ = [
     "balanced_assignment",
     "balanced_assignments",
     "causal_spatial_projection",
+    "dropout",
     "expert_feed_forward",
     "permuted_rows",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
 import torch
@@ -57,3 +57,17 @@ def groups_products(x_AI: Tensor, num_hidden: int) -> bool:
     """Whether experts with unequal numbers of tokens share one grouped product: torch has a kernel for bf16 only, and
     wants rows of a multiple of 16 bytes."""
     return x_AI.is_cuda and x_AI.dtype == torch.bfloat16 and x_AI.size(1) % 8 == 0 and num_hidden % 8 == 0
+
+
+def draws_own_masks(x: Tensor) -> bool:
+    """Whether dropout draws its mask itself instead of leaving it to torch, which is fast on a GPU only."""
+    return not _reference_only.get() and x.device.type == "cpu"
+
+
+def fuses_adam(parameters: Iterable[Tensor]) -> bool:
+    """Whether one kernel updates these parameters: all in float32 on a CPU, with gradients alike."""
+    return not _reference_only.get() and all(
+        value.device.type == "cpu" and value.dtype == torch.float32 and value.layout == torch.strided
+        for parameter in parameters
+        for value in (parameter, parameter.grad)
+    )

@@ -7,6 +7,7 @@ settings    options that cannot work with spread experts
 saving      checkpoints whose experts are written by the ranks that have them
 loading     any checkpoint on any layout
 memory      on a CPU: freed memory is kept
+adam        on a CPU: Adam in one pass
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def apply() -> None:
         return
     _applied = True
 
-    from smlp.trainer import gradients, loading, memory, saving, settings, updates
+    from smlp.trainer import adam, gradients, loading, memory, saving, settings, updates
 
-    for group in (settings, gradients, updates, saving, loading, memory):
+    for group in (settings, gradients, updates, saving, loading, memory, adam):
         group.apply()
