@@ -5,7 +5,15 @@ import torch
 import torch.nn.functional as F
 from comparing import assert_same
 
-from smlp.ops import ACTIVATION_FUNCTIONS, causal_spatial_projection, expert_feed_forward, permuted_rows, spatial
+from smlp.ops import (
+    ACTIVATION_FUNCTIONS,
+    causal_spatial_projection,
+    expert_feed_forward,
+    permuted_columns,
+    permuted_rows,
+    spatial,
+    summed_rows,
+)
 from smlp.ops.expert_runs import EqualExperts, UnequalExperts
 from smlp.ops.fast_paths import reference_ops
 from smlp.ops.triangular import halved
@@ -145,6 +153,32 @@ def test_permuted_rows():
     out = permuted_rows(x, order, order.argsort())
     assert_same(out, x[order], [x], tolerance=0)
     assert torch.autograd.gradgradcheck(lambda x: permuted_rows(x, order, order.argsort()) ** 2, (x,))
+
+
+def test_permuted_columns():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 4, 5, generator=generator, dtype=torch.double, requires_grad=True)
+    order = torch.stack([torch.randperm(5, generator=generator) for _ in range(2)])
+
+    def expected():
+        return torch.stack([x[0][:, order[0]], x[1][:, order[1]]])
+
+    assert_same(permuted_columns(x, order, order.argsort(dim=1)), expected(), [x], tolerance=0)
+    with reference_ops():
+        assert_same(permuted_columns(x, order, order.argsort(dim=1)), expected(), [x], tolerance=0)
+
+
+def test_summed_rows():
+    y = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.double, requires_grad=True)
+    index = torch.tensor([2, 0, 2, 3, 2])
+
+    def expected():
+        return torch.stack([y[1], torch.zeros(3).double(), y[0] + y[2] + y[4], y[3]])
+
+    assert_same(summed_rows(y, index, 4), expected(), [y], tolerance=1e-12)
+    with reference_ops():
+        assert_same(summed_rows(y, index, 4), expected(), [y], tolerance=1e-12)
+    assert summed_rows(y[:0], index[:0], 2).tolist() == [[0.0] * 3] * 2
 
 
 def test_no_token_at_all_gives_zero_gradients_not_none():

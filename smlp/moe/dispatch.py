@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from smlp.moe.plan import RoutingPlan
-from smlp.ops import permuted_rows
+from smlp.ops import permuted_rows, summed_rows
 
 
 class TokenDispatcher(Protocol):
@@ -112,7 +112,7 @@ def add_up(y_AH: Tensor, weight_A: Tensor | None, token_A: Tensor, num_tokens: i
     """Rows times their weights, summed for each token: (A, H) to (N, H)."""
     if weight_A is not None:
         y_AH = y_AH * weight_A.to(y_AH.dtype).unsqueeze(1)
-    return y_AH.new_zeros(num_tokens, y_AH.size(1)).index_add_(0, token_A, y_AH)
+    return summed_rows(y_AH, token_A, num_tokens)
 
 
 @dataclass(frozen=True)

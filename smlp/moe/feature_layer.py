@@ -15,6 +15,7 @@ from smlp.moe.dispatch import FeatureDispatcher, LocalFeatureDispatcher
 from smlp.moe.experts import SpatialExperts
 from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import FeatureRouter
+from smlp.ops import permuted_columns
 from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 
 
@@ -126,10 +127,11 @@ class RoutedFeatureMoE(FeatureMoE):
         expert_BH, probability_BH = self._choose(seen_BmH, context)
         with stage_of(self.name, PERMUTE):
             order_BH = expert_BH.argsort(dim=1, stable=True)
-            sorted_BmH = _take_features(after_BmH, order_BH)
+            place_BH = order_BH.argsort(dim=1)
+            sorted_BmH = permuted_columns(after_BmH, order_BH, place_BH)
         mixed_BqH = self._mix(sorted_BmH, first)
         with stage_of(self.name, PERMUTE):
-            mixed_BqH = _take_features(mixed_BqH, order_BH.argsort(dim=1))
+            mixed_BqH = permuted_columns(mixed_BqH, place_BH, order_BH)
         num_before = z_BnH.size(1) - num_outputs
         update_BqH = z_BnH[:, num_before:] * mixed_BqH * probability_BH.to(z_BnH.dtype).unsqueeze(1)
         return F.pad(update_BqH, (0, 0, num_before, 0))
@@ -152,8 +154,3 @@ class RoutedFeatureMoE(FeatureMoE):
             context.state.keep((self, "experts"), expert_BH)
             context.state.keep((self, "probabilities"), probability_BH)
         return expert_BH, probability_BH
-
-
-def _take_features(x_BmH: Tensor, index_BH: Tensor) -> Tensor:
-    """Feature ``index_BH[b, j]`` of every position as feature j."""
-    return x_BmH.gather(2, index_BH.unsqueeze(1).expand(-1, x_BmH.size(1), -1))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,26 +30,20 @@ class RoutingPlan:
     rank_A: Tensor | None = None
     #: choices without an assignment, by cause
     dropped: dict[str, int] = field(default_factory=dict)
+    #: where in the order above each token's assignment stands, (N,); None unless every token has exactly one
+    place_N: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
         """E."""
         return self.counts_E.numel()
 
-    @cached_property
-    def place_N(self) -> Tensor | None:
-        """Where each token's assignment stands, (N,); None unless every token has exactly one."""
-        if self.token_A.numel() != self.num_tokens or self.rank_A is not None:
-            return None
-        order_N = torch.arange(self.num_tokens, device=self.token_A.device)
-        return torch.empty_like(order_N).scatter_(0, self.token_A, order_N)
-
     @classmethod
     def from_experts(cls, expert_N: Tensor, num_experts: int) -> RoutingPlan:
         """The plan in which token i goes to expert ``expert_N[i]`` (N,)."""
         token_A = expert_N.argsort(stable=True)
         counts_E = torch.bincount(expert_N, minlength=num_experts)
-        return cls(token_A, expert_N[token_A], counts_E, expert_N.numel())
+        return cls(token_A, expert_N[token_A], counts_E, expert_N.numel(), place_N=_inverse(token_A))
 
     @classmethod
     def from_choices(
@@ -94,7 +87,8 @@ class RoutingPlan:
         if wanted_NK is not None:
             dropped["second_expert"] = num_tokens * num_choices - num_wanted
         counts_E = torch.bincount(expert_A, minlength=num_experts)
-        return cls(token_A, expert_A, counts_E, num_tokens, choice_NK, rank_Q[order_A], dropped)
+        place_N = _inverse(token_A) if num_choices == 1 and token_A.numel() == num_tokens else None
+        return cls(token_A, expert_A, counts_E, num_tokens, choice_NK, rank_Q[order_A], dropped, place_N)
 
 
 def slots(expert_Q: Tensor, num_experts: int) -> Tensor:
@@ -105,6 +99,13 @@ def slots(expert_Q: Tensor, num_experts: int) -> Tensor:
     place_Q = torch.empty_like(order_Q)
     place_Q[order_Q] = torch.arange(expert_Q.numel(), device=expert_Q.device) - first_E[expert_Q[order_Q]]
     return place_Q
+
+
+def _inverse(order_N: Tensor) -> Tensor:
+    """Where each number stands in a permutation of 0 .. N-1."""
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
+    return place_N
 
 
 def expert_capacity(factor: float, num_choices: int, num_tokens: int, num_experts: int) -> int | None:

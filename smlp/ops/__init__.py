@@ -3,7 +3,7 @@
 from smlp.ops.assignment import balanced_assignment, balanced_assignments
 from smlp.ops.dropout import dropout
 from smlp.ops.feed_forward import ACTIVATION_FUNCTIONS, expert_feed_forward
-from smlp.ops.permutation import permuted_rows
+from smlp.ops.rows import permuted_columns, permuted_rows, summed_rows
 from smlp.ops.spatial import causal_spatial_projection
 
 __all__ = [
@@ -13,5 +13,7 @@ __all__ = [
     "causal_spatial_projection",
     "dropout",
     "expert_feed_forward",
+    "permuted_columns",
     "permuted_rows",
+    "summed_rows",
 ]
