@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from benchmarks import assignment, decoding, experts, growth, limits, peers, spatial, updates
+from benchmarks import assignment, decoding, experts, growth, limits, memory, peers, spatial, startup, updates
 from benchmarks.report import Row, as_json, as_markdown, as_text, machine
 from benchmarks.settings import Settings
 
@@ -30,6 +30,8 @@ SECTIONS = {
     "updates": updates,
     "decoding": decoding,
     "growth": growth,
+    "memory": memory,
+    "startup": startup,
 }
 
 
