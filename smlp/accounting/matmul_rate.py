@@ -7,7 +7,7 @@ import time
 
 import torch
 
-#: sides of the square products: doubled from the first to at most the second, as long as the time allows
+#: sides of the square products: doubled from the first to at most the largest, as long as the time allows
 _FIRST_SIZE, _LARGEST_SIZE = 256, {"cpu": 2048, "cuda": 8192}
 
 

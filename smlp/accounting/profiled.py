@@ -21,7 +21,7 @@ from smlp.nn.decoder import Decoder
 from smlp.parallel import Ranks, global_grad_norm, reduce_expert_gradients
 from smlp.parallel.spans import BACKWARD, FORWARD, OPTIMIZER, REDUCTION, span
 
-#: updates before anything is measured
+#: updates before anything is timed
 WARM_UP = 2
 _CLIP_NORM = 1.0
 

@@ -19,7 +19,7 @@ from smlp.context import DecodingState, ForwardContext
 from smlp.errors import UserError
 from smlp.nn.blocks import AuxLosses, build_blocks
 from smlp.parallel import Ranks
-from smlp.parallel.spans import EMBEDDING, OUTPUT, span
+from smlp.parallel.spans import EMBEDDING, LOGITS, span
 from smlp.presets import preset
 
 
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
 
     def project(self, x_BnH: Tensor) -> Tensor:
         """Logits (B, n, V) of hidden states (B, n, H); the output matrix is the embedding."""
-        with span(OUTPUT):
+        with span(LOGITS):
             return F.linear(x_BnH, self.embedding.weight)
 
 

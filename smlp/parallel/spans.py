@@ -20,7 +20,7 @@ REDUCTION = "gradient reduction"
 #: ranges that whoever runs updates opens around them and around their other parts
 UPDATE, FORWARD, BACKWARD, OPTIMIZER = "update", "forward", "backward", "optimizer"
 #: of the decoder, beside its blocks; and what watches the routers
-EMBEDDING, OUTPUT, HEALTH = "embedding", "output layer", "router health"
+EMBEDDING, LOGITS, HEALTH = "embedding", "logits", "router health"
 
 #: between the name of a layer and that of a stage
 SEPARATOR = " / "
