@@ -98,7 +98,7 @@ def _measured_once(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _percent_of(limit: float, meters: Any) -> float:
-    return round(100 * float(meters[_FLOPS_METER].avg) / limit, 2)
+    return float(f"{100 * float(meters[_FLOPS_METER].avg) / limit:.4g}")
 
 
 def _peak_gigabytes(trainer: Any) -> float:
