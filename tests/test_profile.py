@@ -57,6 +57,10 @@ def runs(tiny_data, tmp_path_factory, run_fairseq_many):
         ),
         "too short": train(tiny_data, folder / "too short", "--max-update", WARM_UP, *PROFILE),
         "stopped": train(tiny_data, folder / "stopped", *usual, "--profile-updates", 9, user_dir=plugin),
+        "full": {
+            **train(tiny_data, folder / "full", *usual, *PROFILE, "--no-save", "--disable-validation"),
+            "file_size_limit": 10**5,
+        },
         "no folder": train(tiny_data, folder / "no folder", *usual, *PROFILE, "--profile-dir", "/dev/null/x"),
     }
     return folder, dict(zip(cases, run_fairseq_many(list(cases.values()), timeout=150), strict=True))
@@ -170,6 +174,14 @@ def test_a_run_that_ends_early_writes_what_it_has(runs, name, profiled, said):
     else:
         assert "none were profiled" in run.stdout
     assert len(list((folder / name).glob("profile.*"))) == (3 if profiled else 0)
+
+
+def test_a_full_disk_costs_the_profile_and_not_the_run(runs):
+    folder, outcomes = runs
+    run = outcomes["full"]
+    assert run.rc == 0 and len(logged(run.stdout)) == 6, run.stderr
+    assert f"no profile: cannot write to {folder / 'full'}: " in run.stdout
+    assert list((folder / "full").glob("profile*")) == []
 
 
 def test_wrong_options_are_refused_before_anything_is_built(runs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -23,6 +24,8 @@ def recording(model: Decoder, device: torch.device) -> Iterator[profile]:
     """A profile of what is done while this context is open, the parts of the model named."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its own starts and stops
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # what came before is not to be seen
     with named_parts(model), profile(activities=activities) as recorded:
         yield recorded
 
@@ -37,8 +40,15 @@ def update_range(device: torch.device) -> Iterator[None]:
 
 
 def trace_of(recorded: profile, path: Path | None = None) -> dict[str, Any]:
-    """The Chrome trace of a profile that is over, which is also kept in a file where one is given."""
+    """The Chrome trace of a profile that is over, which is also kept in a file where one is given.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = path or Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
-        return json.loads(path.read_text(encoding="utf-8"))
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError:  # torch says nothing of a write that failed
+            raise OSError(errno.ENOSPC, "the trace was cut short (is the disk full?)", str(path)) from None

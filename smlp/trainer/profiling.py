@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import tempfile
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -99,7 +100,7 @@ class UpdateProfiler:
         if self.trainer.get_num_updates() > done:  # not where numbers overflowed, and nothing was updated
             self.num_seen += 1
             if self.num_seen > WARM_UP:
-                self._add(trace_of(recorded), samples)
+                self._attempt(lambda: self._add(recorded, samples))
         return result
 
     def finish(self) -> None:
@@ -116,16 +117,15 @@ class UpdateProfiler:
         if profiled:
             self._attempt(self._write)
 
-    def _add(self, trace: dict[str, Any], samples: list) -> None:
+    def _add(self, recorded: Any, samples: list) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"profile.rank{self.rank}.", dir=self.folder) as folder:
+            trace = trace_of(recorded, Path(folder) / "trace.json")
+        self.trace.add(trace)
         if self.breakdown is None:
             self.breakdown = Breakdown(self.core.config, measured_rate(self.trainer))
-
-        def add() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.trace.add(trace)
-
         self.breakdown.add(trace["traceEvents"], sizes_of(samples))
-        if self._attempt(add) and self.breakdown.num_updates == self.asked:
+        if self.breakdown.num_updates == self.asked:
             self.finish()
 
     def _write(self) -> None:
@@ -146,7 +146,7 @@ class UpdateProfiler:
         if self.rank == 0:
             logger.info(f"profile: {text}files: {path}.trace.json.gz, .json and .txt; so for each rank")
 
-    def _attempt(self, action: Callable[[], None]) -> bool:
+    def _attempt(self, action: Callable[[], None]) -> None:
         """Training goes on without a profile that cannot be written."""
         try:
             action()
@@ -154,8 +154,6 @@ class UpdateProfiler:
             self.is_over = True
             self.trace.discard()
             logger.warning(f"no profile: cannot write to {self.folder}: {error}")
-            return False
-        return True
 
 
 def _headline(report: dict[str, Any]) -> str:
