@@ -53,6 +53,10 @@ _OF_RANGE = {
 }
 
 
+#: where a component spends time: fields of :class:`Row`
+_PARTS_OF_TIME = ("forward", "backward", "neither")
+
+
 @dataclass(frozen=True)
 class Row:
     """One component in all profiled updates of one rank."""
@@ -142,9 +146,6 @@ class Breakdown:
             "flops_per_second": rate,
             "share_of_limit": rate / self.limit,
         }
-
-
-_PARTS_OF_TIME = ("forward", "backward", "neither")
 
 
 def component_of_range(name: str) -> str | None:

@@ -22,7 +22,7 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self._temporary = path.with_name(f"{path.name}.tmp")  # a killed run's is written over
         self._file: Any = None
         self._num_arrows = 0
 
