@@ -11,7 +11,8 @@ from rank_running import run_ranks
 from running import free_port, run_python
 
 from smlp.accounting.costs import PARTS, costs_of_trace
-from smlp.accounting.profiled import _Trainer, measure, named_blocks
+from smlp.accounting.profiled import _Trainer, measure
+from smlp.accounting.ranges import named_parts
 from smlp.cli import main
 from smlp.errors import UserError
 from smlp.nn.decoder import Decoder
@@ -251,7 +252,7 @@ def test_names_of_ranges():
 
 def test_blocks_are_named_only_as_long_as_asked_for():
     model = Decoder(preset("smlp_tiny", **SMALL))
-    with named_blocks(model):
+    with named_parts(model):
         assert all(block._forward_hooks for block in model.blocks)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.blocks)
 

@@ -1,18 +1,10 @@
-"""What the device can do at most, as it is just now: matrix products and copies."""
+"""What the device can copy at most, as it is just now; its matrix products: :mod:`smlp.accounting.matmul_rate`."""
 
 from __future__ import annotations
 
 import torch
 
 from benchmarks.timing import interleaved
-
-
-def matmul_rate(device: str, dtype: torch.dtype, repeats: int) -> float:
-    """Floating-point operations a second in a square product (multiply and add are two)."""
-    size = 8192 if device == "cuda" else 2048
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    return 2 * size**3 / interleaved({"product": lambda: torch.mm(left, right, out=out)}, repeats, device)["product"]
 
 
 def copy_rate(device: str, repeats: int) -> float:

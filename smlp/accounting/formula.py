@@ -2,8 +2,8 @@
 
 The convention is fvcore's, with which the paper counts (smlp.txt, section 4.1): forward pass only; one multiply-add is
 1 and a layer norm 5 per element; attention and spatial projections are counted as the dense products that they are
-computed as, not as their causal half; biases, activations, softmax, gating and residuals are 0. "Nominal" means that
-every token reaches the k experts that it is due and that their loads are equal.
+computed as, not as their causal half, unless that is asked for; biases, activations, softmax, gating and residuals are
+0. "Nominal" means that every token reaches the k experts that it is due and that their loads are equal.
 
 Letters: ``T`` context, ``n`` tokens of an input (n <= T), ``H``, ``F``, ``V``, ``E`` experts of which each token is due
 ``k``, ``P`` prefix, ``W`` ranks.
@@ -11,9 +11,11 @@ Letters: ``T`` context, ``n`` tokens of an input (n <= T), ``H``, ``F``, ``V``, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from smlp.accounting.component import NORMS, OUTPUT, PROJECTIONS, ROUTER, SCORES, SPATIAL, Component
 from smlp.config import ModelConfig
 from smlp.errors import UserError
 
@@ -29,45 +31,6 @@ SPATIAL_GATING = "spatial gating"
 FEATURE_MOE = "sMoE"
 TOKEN_EXPERTS = "tMoE experts"
 GATED_MLP_EXPERTS = "gMLP experts"
-ROUTER = "router"
-
-
-@dataclass(frozen=True)
-class Component:
-    """One part of the model: its parameters, and its work for an input of n tokens in each sequence.
-
-    A component holds what its module holds beside the modules of other components, so that all components together
-    are the model.
-    """
-
-    #: path of its module in the decoder, such as ``blocks.3.mixing``; ``decoder`` for the decoder itself
-    name: str
-    #: index of its block in the stack; None for what belongs to no block
-    layer: int | None
-    #: one of the names above. A ``router`` chooses experts for tokens: padding, which is not routed, costs it nothing
-    kind: str
-    #: parameters of one expert (all experts of a layer are alike)
-    expert_params: int = 0
-    #: E, or 0 where there are no experts
-    num_experts: int = 0
-    #: parameters that every rank holds
-    other_params: int = 0
-    #: multiply-adds for each position of the batch, padding included; what is done once for each sequence is shared
-    #: among its n positions
-    flops_per_position: float = 0
-    #: multiply-adds for each (token, expert) pair; 0 where tokens are not routed
-    flops_per_assignment: float = 0
-    #: k, experts that each token is due; 0 where tokens are not routed
-    assignments_per_token: int = 0
-    #: gMLP-MoE: multiply-adds for each ordered (query, key) pair of tokens of one sequence at one expert, the token
-    #: with itself and later keys included; nominally a token has k*n/E keys at each of its experts
-    flops_per_pair: float = 0
-
-    def nominal_flops(self, num_tokens: int) -> float:
-        """Multiply-adds for each token, in sequences of n tokens without padding."""
-        k = self.assignments_per_token
-        keys = k * num_tokens / self.num_experts if self.flops_per_pair else 0
-        return self.flops_per_position + k * (self.flops_per_assignment + keys * self.flops_per_pair)
 
 
 @dataclass(frozen=True)
@@ -96,6 +59,15 @@ def components(config: ModelConfig, num_tokens: int | None = None) -> list[Compo
     for layer in range(config.num_layers):
         parts += (_sparse_block if layer in sparse else _dense_block)(config, layer, n)
     return parts
+
+
+def work_per_token(config: ModelConfig, num_tokens: int | None = None, causal: bool = False) -> dict[str, float]:
+    """Nominal multiply-adds of the forward pass for each token by what they are spent on; arguments as above and in
+    :meth:`Component.nominal_work`."""
+    total: Counter[str] = Counter()
+    for part in components(config, num_tokens):
+        total.update(part.nominal_work(num_tokens or config.max_tokens, causal))
+    return dict(total)
 
 
 def flops_per_token(config: ModelConfig, num_tokens: int | None = None) -> float:
@@ -160,7 +132,7 @@ def _embedding(config: ModelConfig) -> Component:
         None,
         EMBEDDING,
         other_params=V * H + positions + 2 * H,
-        flops_per_position=V * H + LAYER_NORM_FLOPS * H,
+        work={OUTPUT: V * H, NORMS: LAYER_NORM_FLOPS * H},
     )
 
 
@@ -174,7 +146,7 @@ def _dense_block(config: ModelConfig, layer: int, n: int) -> Iterator[Component]
             layer,
             FEED_FORWARD,
             other_params=2 * H + _linear(H, F) + _linear(F, H),
-            flops_per_position=LAYER_NORM_FLOPS * H + 2 * H * F,
+            work={NORMS: LAYER_NORM_FLOPS * H, PROJECTIONS: 2 * H * F},
         )
         return
     half = F // 2
@@ -183,14 +155,15 @@ def _dense_block(config: ModelConfig, layer: int, n: int) -> Iterator[Component]
         layer,
         GATED_MLP,
         other_params=2 * H + _linear(H, F) + _linear(half, H),
-        flops_per_position=LAYER_NORM_FLOPS * H + H * F + half * H,
+        work={NORMS: LAYER_NORM_FLOPS * H, PROJECTIONS: H * F + half * H},
     )
     yield Component(
         f"{name}.gating",
         layer,
         SPATIAL_GATING,
         other_params=2 * half + config.num_heads * (T * T + T),
-        flops_per_position=LAYER_NORM_FLOPS * half + n * half,
+        work={NORMS: LAYER_NORM_FLOPS * half, SPATIAL: n * half},
+        num_mixed=n,
     )
 
 
@@ -198,7 +171,7 @@ def _sparse_block(config: ModelConfig, layer: int, n: int) -> Iterator[Component
     H, F, T, moe = config.embed_dim, config.ffn_dim, config.max_tokens, config.moe
     name, E, k = f"blocks.{layer}", moe.num_experts, min(moe.experts_per_token, moe.num_experts)
     if moe.router != "hash":
-        yield Component(f"{name}.token_moe.router", layer, ROUTER, other_params=E * H, flops_per_position=E * H)
+        yield Component(f"{name}.token_moe.router", layer, ROUTER, other_params=E * H, work={ROUTER: E * H})
     if config.sparse_block == "gmlp_moe":
         half = F // 2
         yield Component(
@@ -222,7 +195,7 @@ def _sparse_block(config: ModelConfig, layer: int, n: int) -> Iterator[Component
         expert_params=own_norm * 2 * H + _linear(H, F) + _linear(F, H),
         num_experts=E,
         other_params=(not own_norm) * 2 * H,
-        flops_per_position=(not own_norm) * LAYER_NORM_FLOPS * H,
+        work={} if own_norm else {NORMS: LAYER_NORM_FLOPS * H},
         flops_per_assignment=own_norm * LAYER_NORM_FLOPS * H + 2 * H * F,
         assignments_per_token=k,
     )
@@ -236,7 +209,8 @@ def _attention(config: ModelConfig, layer: int, n: int) -> Component:
         layer,
         ATTENTION,
         other_params=2 * H + _linear(H, 3 * H) + _linear(H, H),
-        flops_per_position=LAYER_NORM_FLOPS * H + 4 * H * H + 2 * n * H,
+        work={NORMS: LAYER_NORM_FLOPS * H, PROJECTIONS: 4 * H * H, SCORES: 2 * n * H},
+        num_mixed=n,
     )
 
 
@@ -246,7 +220,7 @@ def _feature_moe(config: ModelConfig, layer: int, n: int) -> Component:
     width = config.max_tokens - P
     read = {"deterministic": 0, "partial": P, "leaky": config.max_tokens}[config.moe.feature_routing]
     # a sequence that is all prefix passes through unrouted
-    routing = H * min(n, read) * E if n > P else 0
+    routing = H * min(n, read) * E / n if n > P else 0
     return Component(
         f"blocks.{layer}.mixing",
         layer,
@@ -254,5 +228,6 @@ def _feature_moe(config: ModelConfig, layer: int, n: int) -> Component:
         expert_params=width * width + width,
         num_experts=E,
         other_params=4 * H + read * E,
-        flops_per_position=2 * LAYER_NORM_FLOPS * H + (max(n - P, 0) ** 2 * H + routing) / n,
+        work={NORMS: 2 * LAYER_NORM_FLOPS * H, SPATIAL: max(n - P, 0) ** 2 * H / n, ROUTER: routing},
+        num_mixed=max(n - P, 0),
     )

@@ -6,25 +6,22 @@ Letters: ``B`` sequences, ``T`` context, ``V`` vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
-from smlp.accounting.costs import BACKWARD, DENSE_BLOCK, FORWARD, OPTIMIZER, SPARSE_BLOCK, UPDATE, Costs, costs_of
+from smlp.accounting.costs import Costs, costs_of_trace
+from smlp.accounting.recording import recording, trace_of, update_range
 from smlp.config import ModelConfig
 from smlp.moe.ownership import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.parallel import Ranks, global_grad_norm, reduce_expert_gradients
-from smlp.parallel.spans import REDUCTION, span
+from smlp.parallel.spans import BACKWARD, FORWARD, OPTIMIZER, REDUCTION, span
 
-#: updates before anything is measured
+#: updates before anything is timed
 WARM_UP = 2
 _CLIP_NORM = 1.0
 
@@ -65,11 +62,10 @@ def measure(
         start = time.perf_counter()
         trainer.update(tokens_BT)
         seconds.append(time.perf_counter() - start)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with named_blocks(trainer.model), profile(activities=activities) as recorded:
+    with recording(trainer.model, device) as recorded:
         for _ in range(num_updates):
             trainer.update(tokens_BT)
-    return Measured(seconds, costs_of(recorded, trace))
+    return Measured(seconds, costs_of_trace(trace_of(recorded, trace)["traceEvents"]))
 
 
 class _Trainer:
@@ -85,7 +81,7 @@ class _Trainer:
 
     def update(self, tokens_BT: Tensor) -> None:
         """Returns when it is done, on the device as well."""
-        with span(UPDATE):
+        with update_range(tokens_BT.device):
             with span(FORWARD):
                 loss = self._loss(tokens_BT)
             with span(BACKWARD):
@@ -99,36 +95,9 @@ class _Trainer:
             with span(OPTIMIZER):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            if tokens_BT.is_cuda:
-                torch.cuda.synchronize(tokens_BT.device)
 
     def _loss(self, tokens_BT: Tensor) -> Tensor:
         output = self.model(tokens_BT)
         first = self.model.config.prefix_tokens
         logits = output.logits[:, first:-1].flatten(0, 1)
         return F.cross_entropy(logits, tokens_BT[:, first + 1 :].flatten()) + sum(output.aux_losses.values())
-
-
-@contextmanager
-def named_blocks(model: Decoder) -> Iterator[None]:
-    """Opens a range around each block, also where it is computed again, while this context is open."""
-    open_spans: list[AbstractContextManager] = []
-    handles = []
-    for index, block in enumerate(model.blocks):
-        kind = SPARSE_BLOCK if hasattr(block, "token_moe") else DENSE_BLOCK
-
-        def enter(block: nn.Module, inputs: Any, name: str = f"layer {index}{kind}") -> None:
-            open_spans.append(span(name))
-            open_spans[-1].__enter__()
-
-        def leave(block: nn.Module, inputs: Any, outputs: Any) -> None:
-            open_spans.pop().__exit__(None, None, None)
-
-        handles.append(block.register_forward_pre_hook(enter))
-        # also where recomputation stops half-way, which it does by an exception
-        handles.append(block.register_forward_hook(leave, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

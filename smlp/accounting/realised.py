@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from smlp.accounting.formula import ROUTER, Component, components
+from smlp.accounting.component import ROUTER, Component
+from smlp.accounting.formula import components
 from smlp.config import ModelConfig
 from smlp.context import ForwardContext
 from smlp.moe.plan import RoutingPlan

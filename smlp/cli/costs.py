@@ -60,7 +60,6 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and, on rank 0, prints the tables; with ``--nproc``, starts the ranks that do."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its own starts and stops
     from smlp.cli.local_ranks import this_program
     from smlp.errors import UserError
     from smlp.launch.local import run_ranks

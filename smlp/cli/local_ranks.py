@@ -34,7 +34,7 @@ def read_launch_options(arguments: list[str]) -> LaunchOptions:
     Raises:
         UserError: a number is none, or an option is without its partner.
     """
-    numbers = {name: _positive(arguments, name) for name in _NUMBERS}
+    numbers = {name: positive_number(arguments, name) for name in _NUMBERS}
     dry_run = has_option(arguments, _DRY_RUN)
     rest = [word for word in without_options(arguments, *_NUMBERS) if word != _DRY_RUN]
     options = LaunchOptions(numbers["--nproc"], numbers["--nodes"], numbers["--gpus-per-node"], dry_run, rest)
@@ -110,7 +110,12 @@ def this_program() -> list[str]:
     return [sys.executable, *([] if by_module else ["-P"]), "-m", "smlp"]
 
 
-def _positive(arguments: list[str], name: str) -> int | None:
+def positive_number(arguments: list[str], name: str) -> int | None:
+    """The value of an option; None if it is not given.
+
+    Raises:
+        UserError: it is no number of at least 1.
+    """
     if not has_option(arguments, name):
         return None
     text = option_value(arguments, name) or ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.cli.fairseq_tool import run_tool
-from smlp.cli.local_ranks import read_launch_options, train_on_ranks
+from smlp.cli.local_ranks import positive_number, read_launch_options, train_on_ranks, without_options
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option, option_value
 from smlp.launch.stop_signals import EXIT_STOPPED
@@ -23,6 +23,7 @@ TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (
 DICTIONARY = "dict.txt"
 COMPANIONS = (DICTIONARY, "sentencepiece.model")
 
+_PROFILE, _PROFILE_UPDATES = "--profile", "--profile-updates"
 _LAUNCH_OPTIONS = """options of its own:
   --nproc N            N ranks on this machine, one on each GPU, or on CPUs; the lines
                        of ranks 1 to N-1 begin with [rank 1] ...; if one fails, all end
@@ -30,6 +31,11 @@ _LAUNCH_OPTIONS = """options of its own:
                        the full command
   --nodes M --gpus-per-node G
                        with --dry-run: of M machines with G GPUs each
+  --profile N [--profile-dir DIR]
+                       after a few updates that warm up, profile N: a Chrome trace of
+                       each rank in DIR (default: the save-dir), and a table of time,
+                       FLOPs and speed of each component (fairseq-train:
+                       --profile-updates N; its own --profile is another option)
 
 """
 
@@ -37,7 +43,7 @@ _LAUNCH_OPTIONS = """options of its own:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     return subparsers.add_parser(
         "train",
-        usage="smlp train [--nproc N] [--dry-run] DATA [any option of fairseq-train]",
+        usage="smlp train [--nproc N] [--dry-run] [--profile N] DATA [any option of fairseq-train]",
         help="train a model",
         description=textwrap.fill(
             "fairseq-train with this package loaded. All arguments are handed on untouched; what is not given "
@@ -53,6 +59,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_LAUNCH_OPTIONS + "examples:\n"
         "  smlp train data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/first\n"
         "  smlp train --nproc 2 data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/second\n"
+        "  smlp train --profile 5 data-bin --arch smlp_tiny --max-update 20 --save-dir checkpoints/third\n"
         "  smlp train --dry-run --nodes 4 --gpus-per-node 8 data-bin --arch smlp\n\n"
         "all options of fairseq-train:\n"
         "  fairseq-train --user-dir $(smlp user-dir) --task language_modeling --arch smlp_tiny --help",
@@ -61,7 +68,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = read_launch_options(args.arguments)
+    options = read_launch_options(with_profile_updates(args.arguments))
     if options.dry_run:
         from smlp.cli.dry_run import dry_run  # imports torch, which --help and a launcher do without
 
@@ -81,6 +88,20 @@ def train(arguments: list[str]) -> int:
         prepare(cfg)
 
     return run_tool("train", [*added, *arguments], before=before)
+
+
+def with_profile_updates(arguments: list[str]) -> list[str]:
+    """``--profile N`` as ``--profile-updates N``; fairseq's own ``--profile`` has no number.
+
+    Raises:
+        UserError: it is no number of at least 1, or both are given.
+    """
+    num_updates = positive_number(arguments, _PROFILE)
+    if num_updates is None:
+        return arguments
+    if has_option(arguments, _PROFILE_UPDATES):
+        raise UserError(f"{_PROFILE} and {_PROFILE_UPDATES} are one option: give one of the two")
+    return [*without_options(arguments, _PROFILE), _PROFILE_UPDATES, str(num_updates)]
 
 
 def default_arguments(given: list[str]) -> list[str]:

@@ -22,6 +22,7 @@ from smlp.criterions.journal import Journal
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder
 from smlp.fairseq_compat.core import core_of, prefix_of
 from smlp.nn.decoder import Decoder
+from smlp.parallel.spans import HEALTH, whole_span
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
                 logging_output[_AUX + name] = sample_size * aux_loss.data
             logging_output["loss"] = loss.data
         if context is not None:
-            logging_output[_SUMS] = self._recorder.sums(context)
+            with whole_span(HEALTH):
+                logging_output[_SUMS] = self._recorder.sums(context)
             type(self)._reporting = self._recorder
         return loss, sample_size, logging_output
 
@@ -133,7 +135,8 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
             self._recorder = HealthRecorder(decoder, sample["net_input"]["src_tokens"], journal)
         if self.log_interval < 1 or (done + 1) % self.log_interval:
             return None
-        self._recorder.start(done + 1)
+        with whole_span(HEALTH):
+            self._recorder.start(done + 1)
         return ForwardContext(observe=True)
 
     @classmethod

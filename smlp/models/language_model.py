@@ -24,6 +24,7 @@ from smlp.moe.routers import HashRouter
 from smlp.nn.decoder import Decoder
 from smlp.parallel import Ranks, connect, one_process
 from smlp.presets import FROM_TASK, PRESETS, TASK_OPTIONS, from_training_options
+from smlp.trainer.profiling import WARM_UP
 from smlp.trainer.spread import SpreadExperts
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,24 @@ _EXPERT_PARALLEL_SIZE = (
         },
     ),
 )
+_PROFILING = (
+    (
+        "profile_updates",
+        Optional[int],  # noqa: UP045
+        dataclasses.field(
+            default=None,
+            metadata={
+                "help": f"profile so many updates, after {WARM_UP} that warm up: a Chrome trace of each rank and a "
+                "table of what each component of the model costs"
+            },
+        ),
+    ),
+    (
+        "profile_dir",
+        Optional[str],  # noqa: UP045
+        dataclasses.field(default=None, metadata={"help": "where to write them (default: the --save-dir)"}),
+    ),
+)
 LanguageModelConfig = dataclasses.make_dataclass(
     "LanguageModelConfig",
     [_option(setting) for name, setting in SETTINGS.items() if name not in FROM_TASK]
@@ -61,6 +80,7 @@ LanguageModelConfig = dataclasses.make_dataclass(
         ("train_subset", str, II("dataset.train_subset")),
         ("max_target_positions", Optional[int], II("task.max_target_positions")),  # noqa: UP045
         _EXPERT_PARALLEL_SIZE,
+        *_PROFILING,
         ("heartbeat_timeout", int, II("distributed_training.heartbeat_timeout")),
     ],
     bases=(FairseqDataclass,),

@@ -20,6 +20,7 @@ from smlp.errors import UserError
 from smlp.nn.blocks import AuxLosses, build_blocks
 from smlp.nn.dropout import Dropout
 from smlp.parallel import Ranks
+from smlp.parallel.spans import EMBEDDING, LOGITS, span
 from smlp.presets import preset
 
 
@@ -117,10 +118,11 @@ class Decoder(nn.Module):
         if not tokens_Bn.is_meta:
             valid_Bn = tokens_Bn != self.config.padding_idx
             context.valid_Bn = None if valid_Bn.all() else valid_Bn
-        x_BnH = self.embedding(tokens_Bn)
-        if self.config.positions != "none":
-            x_BnH = x_BnH * math.sqrt(self.config.embed_dim) + self.positions[start:end].to(x_BnH.dtype)
-        x_BnH = self.dropout(x_BnH)
+        with span(EMBEDDING):
+            x_BnH = self.embedding(tokens_Bn)
+            if self.config.positions != "none":
+                x_BnH = x_BnH * math.sqrt(self.config.embed_dim) + self.positions[start:end].to(x_BnH.dtype)
+            x_BnH = self.dropout(x_BnH)
         total: AuxLosses = {}
         recompute = self.config.checkpoint_activations and self.training and state is None
         for block in self.blocks:
@@ -136,7 +138,8 @@ class Decoder(nn.Module):
 
     def project(self, x_BnH: Tensor) -> Tensor:
         """Logits (B, n, V) of hidden states (B, n, H); the output matrix is the embedding."""
-        return F.linear(x_BnH, self.embedding.weight)
+        with span(LOGITS):
+            return F.linear(x_BnH, self.embedding.weight)
 
 
 def sinusoidal_positions(max_tokens: int, embed_dim: int) -> Tensor:

@@ -17,6 +17,10 @@ STAGES = ("gate", "assignment", "permute", "all-to-all out", "experts", "all-to-
 GATE, ASSIGNMENT, PERMUTE, OUT, EXPERTS, BACK, SKEW = STAGES
 #: everything between the backward pass and the optimizer
 REDUCTION = "gradient reduction"
+#: ranges that whoever runs updates opens around them and around their other parts
+UPDATE, FORWARD, BACKWARD, OPTIMIZER = "update", "forward", "backward", "optimizer"
+#: of the decoder, beside its blocks; and what watches the routers
+EMBEDDING, LOGITS, HEALTH = "embedding", "logits", "router health"
 
 #: between the name of a layer and that of a stage
 SEPARATOR = " / "
@@ -27,6 +31,8 @@ _NOTHING = nullcontext()
 class _OpenNames(threading.local):
     def __init__(self) -> None:
         self.stack: list[str] = []
+        #: how many of them are to stay undivided
+        self.num_whole = 0
 
 
 _open = _OpenNames()
@@ -35,22 +41,29 @@ _open = _OpenNames()
 class _Span:
     """A range of the profiler, whose name :func:`current_span` knows while it is open."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, is_whole: bool = False) -> None:
+        self.name, self.is_whole = name, is_whole
 
     def __enter__(self) -> None:
         self.range = torch.profiler.record_function(self.name)
         self.range.__enter__()
         _open.stack.append(self.name)
+        _open.num_whole += self.is_whole
 
     def __exit__(self, *error: object) -> None:
+        _open.num_whole -= self.is_whole
         _open.stack.pop()
         self.range.__exit__(*error)
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """A range with this name where a profiler is running; otherwise nothing."""
-    return _Span(name) if torch.autograd._profiler_enabled() else _NOTHING
+    """A range with this name where a profiler is running; otherwise, and in a whole one, nothing."""
+    return _Span(name) if torch.autograd._profiler_enabled() and not _open.num_whole else _NOTHING
+
+
+def whole_span(name: str) -> AbstractContextManager[None]:
+    """The same; inside it no other range opens, so that all of its time is its own."""
+    return _Span(name, is_whole=True) if torch.autograd._profiler_enabled() else _NOTHING
 
 
 def stage_of(layer: str, stage: str) -> AbstractContextManager[None]:

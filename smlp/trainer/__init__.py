@@ -1,4 +1,4 @@
-"""What fairseq's trainer does differently: where experts are spread over ranks, and for speed on a CPU.
+"""What fairseq's trainer does differently: where experts are spread over ranks, for speed on a CPU, and to see speed.
 
 spread      which parameters are of experts, and where they live
 gradients   expert gradients, the norm of all gradients
@@ -8,6 +8,8 @@ saving      checkpoints whose experts are written by the ranks that have them
 loading     any checkpoint on any layout
 memory      on a CPU: freed memory is kept
 adam        on a CPU: Adam in one pass
+speed       share of the measured limit, and memory, in the training log
+profiling   --profile-updates: a trace and a table of some updates
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def apply() -> None:
         return
     _applied = True
 
-    from smlp.trainer import adam, gradients, loading, memory, saving, settings, updates
+    from smlp.trainer import adam, gradients, loading, memory, profiling, saving, settings, speed, updates
 
-    for group in (settings, gradients, updates, saving, loading, memory, adam):
+    # speed after updates, whose empty batches it leaves out; profiling last, around all that an update does
+    for group in (settings, gradients, updates, saving, loading, memory, adam, speed, profiling):
         group.apply()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +64,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     if has_cuda is None:
         has_cuda = torch.cuda.is_available() and not cfg.common.cpu
     check_backend(cfg, has_cuda)
+    check_profiling(cfg)
     num_experts = num_experts_of(cfg.model)
     asked = getattr(cfg.model, "expert_parallel_size", None)
     if num_experts and ExpertLayout(num_experts, num_ranks, 0, asked).group_size > 1:
@@ -77,6 +80,24 @@ def check_backend(cfg: Any, has_cuda: bool) -> None:
     backend = cfg.distributed_training.ddp_backend
     if backend in ("fully_sharded", "slowmo") and not has_cuda:
         raise UserError(f"--ddp-backend {backend} needs GPUs, and this run uses none: give --ddp-backend legacy_ddp")
+
+
+def check_profiling(cfg: Any) -> None:
+    """Refuses a profile of no updates, or one that cannot be written.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    num_updates, folder = (getattr(cfg.model, name, None) for name in ("profile_updates", "profile_dir"))
+    if num_updates is not None and num_updates < 1:
+        raise UserError(f"--profile-updates must be at least 1, got {num_updates}")
+    if folder is None:
+        return
+    if num_updates is None:
+        raise UserError(f"--profile-dir {folder} means nothing without --profile-updates (smlp train: --profile)")
+    existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write to --profile-dir {folder}: {existing} is not a folder that can be written to")
 
 
 def check_settings(cfg: Any) -> None:
