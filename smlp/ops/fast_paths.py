@@ -48,6 +48,12 @@ def triangle_leaf(num_tokens: int) -> int | None:
     return TRIANGLE_LEAF if num_tokens >= 2 * TRIANGLE_LEAF else None
 
 
+def reads_in_place(x_Bnhc: Tensor, start: int) -> bool:
+    """Whether a spatial projection of the last positions takes each sequence where it lies instead of copying all of
+    them together, which on a CPU takes longer than the product."""
+    return start > 0 and x_Bnhc.size(0) > 0 and allowed(x_Bnhc) and x_Bnhc.device.type == "cpu"
+
+
 def assign_exactly(num_tokens: int, num_experts: int) -> bool:
     """Whether a balanced assignment is repaired to the optimum, which takes long where it is large."""
     return _reference_only.get() or num_tokens * num_experts <= EXACT_SCORES or num_tokens < 4 * num_experts

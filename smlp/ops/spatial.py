@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smlp.ops.fast_paths import allowed, triangle_leaf
+from smlp.ops.fast_paths import allowed, reads_in_place, triangle_leaf
 from smlp.ops.triangular import TriangularProjection
 
 
