@@ -40,6 +40,8 @@ class FusedExperts(torch.autograd.Function):
         out_AH = torch.empty_like(x_AH)
         for run in runs(counts, x_AH, w1_eFH.size(1)):
             rows, own = run.rows, run.experts
+            if rows.start == rows.stop:
+                continue
             normed_nH = _normed(run, x_AH[rows], _own((gain_eH, offset_eH), run))
             run.product(normed_nH, w1_eFH[own], b1_eF[own], hidden_AF[rows])
             run.product(activation(hidden_AF[rows]), w2_eHF[own], b2_eH[own], out_AH[rows])

@@ -34,6 +34,9 @@ def causal_spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tenso
         return TriangularProjection.apply(x_Bnhc, weight_hTT, bias_hT, leaf)
     weight_hmn = weight_hTT[:, start:num_tokens, :num_tokens].tril(diagonal=start)
     bias_hm1 = bias_hT[:, start:num_tokens, None]
+    if reads_in_place(x_Bnhc, start):
+        seqs = [torch.baddbmm(bias_hm1, weight_hmn, x_nhc.transpose(0, 1)) for x_nhc in x_Bnhc]
+        return torch.stack(seqs).transpose(1, 2)
     x_hnBc = x_Bnhc.permute(2, 1, 0, 3).reshape(num_heads, num_tokens, num_seqs * width)
     out_hmBc = torch.baddbmm(bias_hm1, weight_hmn, x_hnBc)
     return out_hmBc.view(num_heads, num_tokens - start, num_seqs, width).permute(2, 1, 0, 3)
