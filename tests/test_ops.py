@@ -3,22 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_same
+from comparing import assert_same, spatial_reference
 
 from smlp.ops import ACTIVATION_FUNCTIONS, causal_spatial_projection, expert_feed_forward, spatial
+from smlp.ops.tolerances import EXACT, SHARE, largest_share
 from smlp.ops.triangular import halved
-
-
-def spatial_reference(x, weight, bias):
-    """out[b, t, h] = sum over s <= t of W[h, t, s] x[b, s, h] + b[h, t], one number at a time over t and s."""
-    num_tokens = x.size(1)
-    rows = []
-    for t in range(num_tokens):
-        total = bias[:, t].view(1, -1, 1).expand(x.size(0), -1, x.size(3))
-        for s in range(t + 1):
-            total = total + weight[:, t, s].view(1, -1, 1) * x[:, s]
-        rows.append(total)
-    return torch.stack(rows, dim=1)
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])
@@ -29,9 +18,12 @@ def test_spatial_projection(num_heads, num_tokens):
     weight = torch.randn(num_heads, 7, 7, generator=generator, dtype=torch.double, requires_grad=True)
     bias = torch.randn(num_heads, 7, generator=generator, dtype=torch.double, requires_grad=True)
     out, expected = causal_spatial_projection(x, weight, bias), spatial_reference(x, weight, bias)
-    ours = assert_same(out, expected, (x, weight, bias), tolerance=1e-10)
+    ours = assert_same(out, expected, (x, weight, bias), tolerance=EXACT)
     above = ours[1].triu(1)
     assert torch.equal(above, torch.zeros_like(above)), "weights above the diagonal must get no gradient"
+    gate = torch.randn(*out.shape, generator=generator, dtype=torch.double, requires_grad=True)
+    out = causal_spatial_projection(x, weight, bias, gate_Bmhc=gate)
+    assert_same(out, spatial_reference(x, weight, bias, gate), (x, weight, bias, gate), tolerance=EXACT)
 
 
 @pytest.mark.parametrize("num_seqs", [0, 1, 2])
@@ -49,7 +41,7 @@ def test_spatial_projection_without_the_empty_half(num_seqs, num_heads, num_toke
     bias = torch.randn(num_heads, 9, generator=generator, dtype=torch.double, requires_grad=True)
     out, expected = causal_spatial_projection(x, weight, bias), spatial_reference(x, weight, bias)
     assert "TriangularProjection" in str(out.grad_fn) + str(out.grad_fn.next_functions)
-    ours = assert_same(out, expected, (x, weight, bias), tolerance=1e-10)
+    ours = assert_same(out, expected, (x, weight, bias), tolerance=EXACT)
     above = ours[1].triu(1)
     assert torch.equal(above, torch.zeros_like(above)), "weights above the diagonal must get no gradient"
 
@@ -71,13 +63,17 @@ def test_spatial_projection_of_the_last_positions(start):
     x, weight, bias = torch.randn(2, 7, 2, 3), torch.randn(2, 9, 9), torch.randn(2, 9)
     whole = causal_spatial_projection(x, weight, bias)
     torch.testing.assert_close(causal_spatial_projection(x, weight, bias, start), whole[:, start:])
+    gate = torch.randn(whole[:, start:].shape)
+    gated = causal_spatial_projection(x, weight, bias, start, gate)
+    torch.testing.assert_close(gated, gate * whole[:, start:])
 
 
 def test_spatial_projection_in_bfloat16():
     x, weight, bias = torch.randn(2, 7, 2, 3), torch.randn(2, 7, 7), torch.randn(2, 7)
     low = causal_spatial_projection(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
     assert low.dtype == torch.bfloat16
-    torch.testing.assert_close(low.float(), causal_spatial_projection(x, weight, bias), rtol=0.05, atol=0.1)
+    want = causal_spatial_projection(x.double(), weight.double(), bias.double())
+    assert largest_share(low, want) <= SHARE[torch.bfloat16]
 
 
 def feed_forward_reference(x, counts, norm, w1, b1, w2, b2, activation):
@@ -111,7 +107,7 @@ def test_expert_feed_forward(counts, activation, with_norm):
     norm = (gain, offset) if with_norm else None
     out = expert_feed_forward(x, counts, norm, *weights, activation)
     expected = feed_forward_reference(x, counts, norm, *weights, activation)
-    assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=1e-10)
+    assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=EXACT)
 
 
 def test_no_token_at_all_gives_zero_gradients_not_none():
