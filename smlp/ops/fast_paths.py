@@ -66,12 +66,12 @@ def fuse(num_tokens: int, start: int, *tensors: Tensor) -> bool:
     first = tensors[0]
     return (
         runs_triton(first.device)
+        and not _recorded(tensors)
         and start == 0
         and num_tokens >= FUSED_TOKENS
         and first.dtype in FUSED_DTYPES
         and allowed(*tensors)
         and all(tensor.device == first.device for tensor in tensors)
-        and not _recorded(tensors)
     )
 
 

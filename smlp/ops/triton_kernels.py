@@ -110,10 +110,10 @@ def project(
                 grad + head * grad_head + row * grad_token + (sequences * grad_seq + features * grad_feature)[None, :]
             )
             given = tl.load(grad_tile, mask=wanted, other=0.0).to(tl.float32)
-            tl.store(grad_gate + place, (given * total).to(grad_gate.dtype.element_ty), mask=wanted)
+            tl.store(grad_gate + place, given * total, mask=wanted)
             total = given
         total = total * factor
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=wanted)
+    tl.store(out + place, total, mask=wanted)
 
 
 @triton.jit
@@ -133,11 +133,11 @@ def _store_lower(out, total, row_tile, column_tile, strip, context, STRIP: tl.co
     rows, columns = row_tile * BLOCK + within, column_tile * BLOCK + across
     total = tl.where(columns <= rows, total, 0.0)
     place = rows.to(tl.int64) * context + columns
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=(rows < context) & (columns < context))
+    tl.store(out + place, total, mask=(rows < context) & (columns < context))
     if row_tile != column_tile:
         rows, columns = column_tile * BLOCK + within, row_tile * BLOCK + across
         place = rows.to(tl.int64) * context + columns
-        zeros = tl.zeros((STRIP, BLOCK), dtype=out.dtype.element_ty)
+        zeros = tl.zeros((STRIP, BLOCK), dtype=tl.float32)
         tl.store(out + place, zeros, mask=(rows < context) & (columns < context))
 
 
