@@ -44,7 +44,7 @@ def small_tiles():
 
 
 def drawn(dtype=torch.float32, num_seqs=2, num_tokens=35, context=38, heads=1, width=9, gate=True, poison=True):
-    """x, weight, bias and gate; not contiguous, and with what must not matter above the diagonal."""
+    """x, weight, bias and gate; not contiguous, and where weights must not matter, with what would be seen."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -55,6 +55,7 @@ def drawn(dtype=torch.float32, num_seqs=2, num_tokens=35, context=38, heads=1, w
     if poison:
         above = torch.ones(context, context, dtype=torch.bool).triu(1)
         weight.masked_fill_(above, torch.nan).masked_fill_(above.triu(5), torch.inf)
+        weight[:, num_tokens:] = torch.nan  # rows of positions that are not there
     inputs = [both[:, :, 1], weight, draw(heads, context)]
     return [tensor.requires_grad_() for tensor in [*inputs, *([both[:, :, 0]] if gate else [])]]
 
@@ -129,16 +130,29 @@ def strides_of_all_kinds():
 def sums_in_parts():
     from smlp.ops import triton_spatial
 
-    x, weight, _ = (tensor.detach() for tensor in drawn(num_seqs=13, num_tokens=20, context=20, width=20, gate=False))
+    x, weight, _ = (tensor.detach() for tensor in drawn(num_seqs=13, num_tokens=20, context=20, heads=2, gate=False))
     grad = given_gradient([x])
     whole = triton_spatial._weight_gradient(grad, x, weight)
     with mock.patch.object(triton_spatial, "_num_multiprocessors", lambda device: 10):
-        assert triton_spatial._num_parts(3, 13, 10) == 3  # of 5, 5 and 3 steps
+        assert triton_spatial._num_parts(2 * 3, 13, 10) == 3  # of 5, 5 and 3 steps
         parts, again = (triton_spatial._weight_gradient(grad, x, weight) for _ in range(2))
     assert torch.equal(parts, again)
     exact = torch.einsum("bmhc,bkhc->hmk", grad.double(), x.double()).tril()
     assert max(largest_share(whole, exact), largest_share(parts, exact)) <= allowed(torch.float32)
     assert not torch.equal(parts, whole), "summed in another order"
+
+
+@case
+def tiles_of_the_lower_triangle():
+    from triton_probes import places_of_tiles
+
+    edge = torch.arange(8192, dtype=torch.int32)
+    row = torch.stack([edge, edge])
+    column = torch.stack([torch.zeros_like(edge), edge])  # the first and the last of each row
+    found = torch.empty_like(row), torch.empty_like(row)
+    numbers = row * (row + 1) // 2 + column
+    places_of_tiles[(1,)](numbers, *found, COUNT=numbers.numel())
+    assert torch.equal(found[0], row) and torch.equal(found[1], column)
 
 
 @case
