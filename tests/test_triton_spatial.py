@@ -17,7 +17,7 @@ from running import REPOSITORY, run_python
 from torch.utils.flop_counter import FlopCounterMode
 
 from smlp.ops import causal_spatial_projection, fast_paths
-from smlp.ops.fast_paths import FUSED_TOKENS, float32_product, fuse, reference_ops
+from smlp.ops.fast_paths import FUSED_TOKENS, fuse, product_precision, reference_ops
 from smlp.ops.tolerances import SHARE_TF32, allowed_share, largest_share
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -116,14 +116,14 @@ def test_where_triton_runs(installed, monkeypatch):
 
 def test_products_of_float32_follow_torchs_setting():
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert float32_product(cpu) == float32_product(gpu) == "ieee"
+    assert product_precision(torch.float32, cpu) == product_precision(torch.float32, gpu) == "ieee"
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        assert float32_product(gpu) == "tf32" and float32_product(cpu) == "ieee"
+        assert product_precision(torch.float32, gpu) == "tf32"
+        assert product_precision(torch.float32, cpu) == product_precision(torch.bfloat16, gpu) == "ieee"
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
     assert allowed_share(torch.float32, "tf32") == SHARE_TF32 > allowed_share(torch.float32)
-    assert allowed_share(torch.bfloat16, "tf32") == allowed_share(torch.bfloat16)
 
 
 def test_differences_are_measured_against_the_largest_value():

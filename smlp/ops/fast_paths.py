@@ -97,9 +97,9 @@ def _recorded(tensors: tuple[Tensor, ...]) -> bool:
     )
 
 
-def float32_product(device: torch.device) -> str:
-    """How torch takes products of float32 on this device: "tf32" or "ieee"."""
-    if device.type != "cuda":
+def product_precision(dtype: torch.dtype, device: torch.device) -> str:
+    """How torch takes products on this device: "tf32" where it rounds factors in float32, or "ieee"."""
+    if dtype != torch.float32 or device.type != "cuda":
         return "ieee"
     matmul = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):  # torch 2.9 or newer, where it also reflects the older setting

@@ -14,10 +14,10 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from smlp.ops.fast_paths import float32_product
+from smlp.ops.fast_paths import product_precision
 from smlp.ops.tolerances import allowed_share, largest_share
 
-#: whether the kernels can be believed, by device, dtype, float32 product and whether there is a gate
+#: whether the kernels can be believed, by device, dtype, precision of products and whether there is a gate
 _believed: dict[Hashable, bool] = {}
 
 #: of the check: several tiles in each direction, the last ones ragged; n, T, h, c
@@ -28,7 +28,7 @@ _NUM_SEQS = (3, 16)
 
 def fused_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None) -> Tensor | None:
     """What :func:`smlp.ops.causal_spatial_projection` returns, by Triton's kernels; None where they fail the check."""
-    kind = (x_Bnhc.device, x_Bnhc.dtype, float32_product(x_Bnhc.device), gate_Bnhc is not None)
+    kind = (x_Bnhc.device, x_Bnhc.dtype, product_precision(x_Bnhc.dtype, x_Bnhc.device), gate_Bnhc is not None)
     believed = _believed.get(kind)
     if believed is None:
         believed = _believed[kind] = _check(x_Bnhc.device, x_Bnhc.dtype, gate_Bnhc is not None)
@@ -68,10 +68,11 @@ def _compare(device: torch.device, dtype: torch.dtype, with_gate: bool, num_seqs
     from smlp.ops.triton_spatial import fused_backward, fused_forward
 
     num_tokens, context, num_heads, width = _SIZES
-    generator = torch.Generator().manual_seed(0)
+    # all by name: the user may have set another default device and dtype
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
     x_Bnhc, grad_Bnhc = (draw(num_seqs, num_tokens, num_heads, width) for _ in range(2))
     # half of the features, as in a gating unit
@@ -81,7 +82,7 @@ def _compare(device: torch.device, dtype: torch.dtype, with_gate: bool, num_seqs
     weight_hTT.masked_fill_(above, torch.nan)  # must not matter
     want = _reference(grad_Bnhc, x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)
     names = ("output", "gradient of x", "gradient of the weights", "gradient of the bias", "gradient of the gate")
-    allowed = allowed_share(dtype, float32_product(device))
+    allowed = allowed_share(dtype, product_precision(dtype, device))
     for number in range(NUM_CHOICES):
         with prescribed(number):
             out_Bnhc = fused_forward(x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)

@@ -19,14 +19,14 @@ SHARE = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 SHARE_TF32 = 3e-3
 
 
-def allowed_share(dtype: torch.dtype, product: str = "ieee") -> float:
+def allowed_share(dtype: torch.dtype, precision: str = "ieee") -> float:
     """Largest allowed difference as a share of the largest value.
 
     Args:
         dtype: float32, float16 or bfloat16.
-        product: "tf32" if float32 products are rounded so.
+        precision: "tf32" if products round their factors so.
     """
-    return SHARE_TF32 if (dtype, product) == (torch.float32, "tf32") else SHARE[dtype]
+    return SHARE_TF32 if precision == "tf32" else SHARE[dtype]
 
 
 def largest_share(got: Tensor, want: Tensor) -> float:

@@ -120,7 +120,7 @@ def project(
 def _lower_tile(number):
     """Row and column of a tile, counted row by row through the lower triangle."""
     row = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
-    row = tl.where(row * (row + 1) // 2 > number, row - 1, row)  # the root is rounded
+    row = tl.where(row * (row + 1) // 2 > number, row - 1, row)  # a GPU's root is rounded somehow
     row = tl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)
     return row, number - row * (row + 1) // 2
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from smlp.ops import triton_settings
-from smlp.ops.fast_paths import float32_product
+from smlp.ops.fast_paths import product_precision
 from smlp.ops.triton_kernels import add_parts, project, weight_gradient
 from smlp.ops.triton_settings import INTERPRETED, Settings, launch, size_class
 
@@ -39,7 +39,9 @@ class FusedProjection(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None):
+    def forward(
+        ctx: FunctionCtx, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)
         return fused_forward(x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)
 
@@ -159,6 +161,5 @@ def _strides(tensor_Bnhc: Tensor | None) -> tuple[int, ...]:
 
 
 def _precision(x: Tensor) -> dict[str, str | bool]:
-    """How products are taken: float32 as torch's own are on this device."""
-    precision = float32_product(x.device) if x.dtype == torch.float32 else "ieee"
-    return {"PRECISION": precision, "WIDEN": INTERPRETED}
+    """How products are taken: as torch takes its own on this device."""
+    return {"PRECISION": product_precision(x.dtype, x.device), "WIDEN": INTERPRETED}
