@@ -61,13 +61,15 @@ def project(
     columns = (tile % num_column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = (columns < num_columns)[None, :]
     sequences = (columns // width).to(tl.int64)
-    features = columns % width
+    features = (columns % width).to(tl.int64)
     steps = tl.arange(0, BLOCK_K)
     # A mask over neighbours in memory must not hang on num_tokens, or else they are loaded one by one; rows of W that
     # exist and are not wanted do no harm, as what comes of them is not stored.
     in_context = (rows < context)[:, None]
     weight_tile = weight + head * weight_head + rows.to(tl.int64)[:, None] * weight_row + steps[None, :] * weight_step
-    x_tile = x + head * x_head + (sequences * x_seq + features * x_feature)[None, :] + steps[:, None] * x_token
+    x_tile = (
+        x + head * x_head + (sequences * x_seq + features * x_feature)[None, :] + steps.to(tl.int64)[:, None] * x_token
+    )
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if not TRANSPOSED:
         for start in range(0, first_row, BLOCK_K):
@@ -176,6 +178,7 @@ def weight_gradient(
         sequence = _wide(step // blocks_of_width)
         features = (step % blocks_of_width) * BLOCK_C + lanes
         is_feature = features < width
+        features = features.to(tl.int64)
         grad_tile = grad_rows + (sequence * grad_seq + features * grad_feature)[None, :]
         x_tile = x_columns + (sequence * x_seq + features * x_feature)[:, None]
         grad_block = tl.load(grad_tile, mask=is_row & is_feature[None, :], other=0.0)
