@@ -17,6 +17,8 @@ HAS_FAIRSEQ_WHEEL = (
 NO_FAIRSEQ_WHEEL = (
     "sys_platform != 'linux' or platform_machine != 'x86_64' or (python_version != '3.11' and python_version != '3.12')"
 )
+# Where Triton has wheels. torch's CUDA builds for Linux bring the version that they want, its CPU builds none.
+HAS_TRITON_WHEEL = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 
 setup(
     name="smlp",
@@ -45,6 +47,7 @@ setup(
         "test": [
             *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3"),
+            f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },
     entry_points={"console_scripts": ["smlp = smlp.cli.main:main"]},

@@ -16,7 +16,7 @@ from running import TINY_LM, USER_DIR, Finished, run_python, start_python
 LONGEST = (
     *("test_readme.py", "test_layouts.py", "test_spread_checkpoints.py", "test_scripts.py", "test_parallel_models.py"),
     *("test_costs.py", "test_overlap.py", "test_rank_failures.py", "test_fairseq_model.py", "test_fairseq_archs.py"),
-    "test_profile.py",
+    *("test_profile.py", "test_triton_spatial.py"),
 )
 
 

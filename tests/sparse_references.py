@@ -1,4 +1,4 @@
-"""Routers and experts that show misrouting, and sparse layers computed one token at a time."""
+"""Routers and experts that show misrouting, a projection that leaks, and sparse layers computed one token at a time."""
 
 import math
 from dataclasses import dataclass
@@ -11,6 +11,13 @@ from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import Routing
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
+
+
+def unmasked_projection(x, weight, bias, start=0, gate=None):
+    """A spatial projection that sees later positions too."""
+    n = x.size(1)
+    out = torch.einsum("hts,bshc->bthc", weight[:, :n, :n], x) + bias[:, :n].t().unsqueeze(2)
+    return out if gate is None else gate * out
 
 
 class RoundRobinRouter(nn.Module):

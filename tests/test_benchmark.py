@@ -12,7 +12,7 @@ from test_assignment import assert_balanced
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import benchmark
-from benchmarks import peers, timing
+from benchmarks import peers, spatial, timing
 from benchmarks.report import Row, as_markdown, as_text, compared
 from benchmarks.settings import Settings
 
@@ -89,6 +89,11 @@ def test_every_part_runs(section, monkeypatch):
             dist.destroy_process_group()
     assert rows and all(row.ours > 0 and row.theirs > 0 for row in rows)
     assert any(row.target for row in rows)
+
+
+def test_projection_with_a_gate():
+    row = spatial.projection(Settings(scale=32), "gated", 1, 8, 2, 3, gated=True)
+    assert row.what == "gated" and row.ratio > 0
 
 
 def test_the_command_writes_its_reports(tmp_path, monkeypatch, capsys):

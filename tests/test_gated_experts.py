@@ -15,6 +15,7 @@ from smlp.moe.layer import TokenMoE
 from smlp.moe.routers import HashRouter
 from smlp.nn.blocks import GatedMLPBlock, sparse_block
 from smlp.nn.sparse_layers import gated_mlp_moe
+from smlp.ops.tolerances import EXACT
 
 ROUTERS = {
     "base": {"router": "base"},
@@ -103,7 +104,7 @@ def test_one_expert_is_a_gmlp_block(router):
         outputs, _ = block(x, ForwardContext(tokens_Bn=ids))
         gradients.append([outputs, *torch.autograd.grad(outputs.square().sum(), [x, *weights])])
     for want, got in zip(*gradients, strict=True):
-        torch.testing.assert_close(got.view(want.shape), want, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(got.view(want.shape), want, rtol=EXACT, atol=EXACT)
 
 
 def test_a_token_sees_earlier_tokens_of_its_sequence_at_its_expert_and_no_others():
@@ -134,13 +135,13 @@ def test_decoding_in_chunks_equals_the_full_forward(router, chunks):
     with torch.no_grad():
         full, state = model(ids).logits, DecodingState()
         first, *rest = ids.split(chunks, dim=1)
-        torch.testing.assert_close(model(first, state).logits, full[:, : chunks[0]], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(model(first, state).logits, full[:, : chunks[0]], rtol=EXACT, atol=EXACT)
         copy = state.clone()
         steps = torch.cat([model(part, copy).logits for part in rest], dim=1)
-        torch.testing.assert_close(steps, full[:, chunks[0] :], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(steps, full[:, chunks[0] :], rtol=EXACT, atol=EXACT)
         state.reorder(order)
         steps = torch.cat([model(part[order], state).logits for part in rest], dim=1)
-        torch.testing.assert_close(steps, full[order, chunks[0] :], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(steps, full[order, chunks[0] :], rtol=EXACT, atol=EXACT)
 
 
 def test_decoding_tells_many_experts_apart_in_bfloat16():

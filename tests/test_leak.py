@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sparse_references import unmasked_projection
 from torch import nn
 
 import smlp
@@ -99,11 +100,7 @@ def test_a_leak_in_training_alone_is_caught():
 def test_an_unmasked_spatial_projection_is_caught(monkeypatch):
     from smlp.moe import experts
 
-    def unmasked(x, weight, bias, start=0):
-        n = x.size(1)
-        return torch.einsum("hts,bshc->bthc", weight[:, :n, :n], x) + bias[:, :n].t().unsqueeze(2)
-
-    monkeypatch.setattr(experts, "causal_spatial_projection", unmasked)
+    monkeypatch.setattr(experts, "causal_spatial_projection", unmasked_projection)
     reports = leak_test(randomise(smlp.build("gmlp_lm_tiny", **NARROW)))
     assert not any(report.passed for report in reports)
 

@@ -15,8 +15,9 @@ from smlp.moe.feature_layer import FeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import BalancedRouter
+from smlp.ops.tolerances import EXACT_LAYER
 
-EXACT = {"rtol": 1e-9, "atol": 1e-9}
+EXACT = {"rtol": EXACT_LAYER, "atol": EXACT_LAYER}
 NUM_EXPERTS = (1, 2, 7, 8, 32)
 
 
@@ -110,7 +111,7 @@ def test_token_moe_against_the_reference(num_experts, training):
     else:
         assert torch.equal(expert_N, affinity.argmax(1))
     expected = token_moe_reference(layer, x.flatten(0, 1), expert_N).view_as(y)
-    assert_same(y, expected, [x, *layer.parameters()], tolerance=1e-9)
+    assert_same(y, expected, [x, *layer.parameters()], tolerance=EXACT_LAYER)
 
 
 def test_greedy_routing_does_not_depend_on_the_batch():
@@ -158,7 +159,7 @@ def test_feature_moe_against_the_reference(num_experts):
         gates = [sum(weight[t, s] * normed[:, s, feature] for s in range(t + 1)) + bias[t] for t in range(num_tokens)]
         columns.append(z[:, :, feature] * torch.stack(gates, dim=1))
     expected = torch.stack(columns, dim=2)
-    assert_same(y, expected, [x, *layer.parameters()], tolerance=1e-9)
+    assert_same(y, expected, [x, *layer.parameters()], tolerance=EXACT_LAYER)
 
 
 def test_initial_values_do_not_depend_on_where_an_expert_lives():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_same
+from comparing import assert_same, spatial_reference
 
 from smlp.ops import (
     ACTIVATION_FUNCTIONS,
@@ -16,19 +16,8 @@ from smlp.ops import (
 )
 from smlp.ops.expert_runs import EqualExperts, UnequalExperts
 from smlp.ops.fast_paths import reference_ops
+from smlp.ops.tolerances import EXACT, SHARE, largest_share
 from smlp.ops.triangular import halved
-
-
-def spatial_reference(x, weight, bias):
-    """out[b, t, h] = sum over s <= t of W[h, t, s] x[b, s, h] + b[h, t], one number at a time over t and s."""
-    num_tokens = x.size(1)
-    rows = []
-    for t in range(num_tokens):
-        total = bias[:, t].view(1, -1, 1).expand(x.size(0), -1, x.size(3))
-        for s in range(t + 1):
-            total = total + weight[:, t, s].view(1, -1, 1) * x[:, s]
-        rows.append(total)
-    return torch.stack(rows, dim=1)
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])
@@ -39,9 +28,12 @@ def test_spatial_projection(num_heads, num_tokens):
     weight = torch.randn(num_heads, 7, 7, generator=generator, dtype=torch.double, requires_grad=True)
     bias = torch.randn(num_heads, 7, generator=generator, dtype=torch.double, requires_grad=True)
     out, expected = causal_spatial_projection(x, weight, bias), spatial_reference(x, weight, bias)
-    ours = assert_same(out, expected, (x, weight, bias), tolerance=1e-10)
+    ours = assert_same(out, expected, (x, weight, bias), tolerance=EXACT)
     above = ours[1].triu(1)
     assert torch.equal(above, torch.zeros_like(above)), "weights above the diagonal must get no gradient"
+    gate = torch.randn(*out.shape, generator=generator, dtype=torch.double, requires_grad=True)
+    out = causal_spatial_projection(x, weight, bias, gate_Bmhc=gate)
+    assert_same(out, spatial_reference(x, weight, bias, gate), (x, weight, bias, gate), tolerance=EXACT)
 
 
 @pytest.mark.parametrize("num_seqs", [0, 1, 2])
@@ -59,7 +51,7 @@ def test_spatial_projection_without_the_empty_half(num_seqs, num_heads, num_toke
     bias = torch.randn(num_heads, 9, generator=generator, dtype=torch.double, requires_grad=True)
     out, expected = causal_spatial_projection(x, weight, bias), spatial_reference(x, weight, bias)
     assert "TriangularProjection" in str(out.grad_fn) + str(out.grad_fn.next_functions)
-    ours = assert_same(out, expected, (x, weight, bias), tolerance=1e-10)
+    ours = assert_same(out, expected, (x, weight, bias), tolerance=EXACT)
     above = ours[1].triu(1)
     assert torch.equal(above, torch.zeros_like(above)), "weights above the diagonal must get no gradient"
 
@@ -81,13 +73,17 @@ def test_spatial_projection_of_the_last_positions(start):
     x, weight, bias = torch.randn(2, 7, 2, 3), torch.randn(2, 9, 9), torch.randn(2, 9)
     whole = causal_spatial_projection(x, weight, bias)
     torch.testing.assert_close(causal_spatial_projection(x, weight, bias, start), whole[:, start:])
+    gate = torch.randn(whole[:, start:].shape)
+    gated = causal_spatial_projection(x, weight, bias, start, gate)
+    torch.testing.assert_close(gated, gate * whole[:, start:])
 
 
 def test_spatial_projection_in_bfloat16():
     x, weight, bias = torch.randn(2, 7, 2, 3), torch.randn(2, 7, 7), torch.randn(2, 7)
     low = causal_spatial_projection(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
     assert low.dtype == torch.bfloat16
-    torch.testing.assert_close(low.float(), causal_spatial_projection(x, weight, bias), rtol=0.05, atol=0.1)
+    want = causal_spatial_projection(x.double(), weight.double(), bias.double())
+    assert largest_share(low, want) <= SHARE[torch.bfloat16]
 
 
 def feed_forward_reference(x, counts, norm, w1, b1, w2, b2, activation):
@@ -121,7 +117,7 @@ def test_expert_feed_forward(counts, activation, with_norm):
     norm = (gain, offset) if with_norm else None
     out = expert_feed_forward(x, counts, norm, *weights, activation)
     expected = feed_forward_reference(x, counts, norm, *weights, activation)
-    assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=1e-10)
+    assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=EXACT)
 
 
 @pytest.mark.parametrize("counts", [[3, 3, 3], [4, 0, 5], [0, 9, 0], [2, 2, 2, 3]])
@@ -143,7 +139,7 @@ def test_experts_in_batches_as_on_a_gpu(counts, with_norm, monkeypatch):
         expected = expert_feed_forward(x, counts, norm, *weights)
     monkeypatch.setattr("smlp.ops.fused_experts.runs", batched)
     out = expert_feed_forward(x, counts, norm, *weights)
-    assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=1e-4)
+    assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=SHARE[torch.float32])
 
 
 def test_permuted_rows():
@@ -175,9 +171,9 @@ def test_summed_rows():
     def expected():
         return torch.stack([y[1], torch.zeros(3).double(), y[0] + y[2] + y[4], y[3]])
 
-    assert_same(summed_rows(y, index, 4), expected(), [y], tolerance=1e-12)
+    assert_same(summed_rows(y, index, 4), expected(), [y], tolerance=EXACT)
     with reference_ops():
-        assert_same(summed_rows(y, index, 4), expected(), [y], tolerance=1e-12)
+        assert_same(summed_rows(y, index, 4), expected(), [y], tolerance=EXACT)
     assert summed_rows(y[:0], index[:0], 2).tolist() == [[0.0] * 3] * 2
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from sparse_references import unmasked_projection
 
 import smlp
 from smlp.checkpoint.load import load_pretrained
@@ -137,11 +138,7 @@ def test_leak_test_fails_on_a_leak(checkpoint, capsys, monkeypatch):
     path, _ = checkpoint
     from smlp.moe import experts
 
-    def unmasked(x, weight, bias, start=0):
-        n = x.size(1)
-        return torch.einsum("hts,bshc->bthc", weight[:, :n, :n], x) + bias[:, :n].t().unsqueeze(2)
-
-    monkeypatch.setattr(experts, "causal_spatial_projection", unmasked)
+    monkeypatch.setattr(experts, "causal_spatial_projection", unmasked_projection)
     assert main(["leak-test", "--path", str(path)]) == 1
     assert "LEAK: a later token changes an earlier prediction" in capsys.readouterr().out
 

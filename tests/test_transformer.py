@@ -15,6 +15,7 @@ from smlp.evaluation.leak import randomise
 from smlp.nn.attention import CausalSelfAttention
 from smlp.nn.blocks import TransformerBlock
 from smlp.nn.decoder import sinusoidal_positions
+from smlp.ops.tolerances import EXACT
 
 WIDTH, MAX_TOKENS = 12, 10
 SMALL = {"vocab_size": 30, "max_tokens": MAX_TOKENS, "embed_dim": WIDTH, "ffn_dim": 20, "dropout": 0.0}
@@ -83,7 +84,7 @@ def test_a_block_is_torchs_encoder_layer_with_a_causal_mask(activation):
     x = inputs(3, 7)
     got, aux_losses = block(x, ForwardContext())
     want = theirs(x, src_mask=nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.double), is_causal=True)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
     named = dict(theirs.named_parameters())
     ours = torch.autograd.grad(got.square().sum(), [x, *weights.values()])
     other = torch.autograd.grad(want.square().sum(), [x, *(named[name] for name in weights)])
@@ -136,12 +137,12 @@ def test_decoding_in_chunks_equals_the_full_forward(positions, chunks):
     with torch.no_grad():
         full, state = model(ids).logits, DecodingState()
         first, *rest = ids.split(chunks, dim=1)
-        assert torch.allclose(model(first, state).logits, full[:, : chunks[0]], rtol=1e-10, atol=1e-10)
+        assert torch.allclose(model(first, state).logits, full[:, : chunks[0]], rtol=EXACT, atol=EXACT)
         copy = state.clone()
         state.reorder(order)
         for again, want, rows in ((state, full[order], order), (copy, full, slice(None))):
             steps = torch.cat([model(part[rows], again).logits for part in rest], dim=1)
-            torch.testing.assert_close(steps, want[:, chunks[0] :], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(steps, want[:, chunks[0] :], rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
@@ -153,7 +154,7 @@ def test_padding_on_the_right_changes_no_real_token(positions):
     logits = model(ids).logits
     assert logits.isfinite().all()
     real = ids != model.config.padding_idx
-    torch.testing.assert_close(logits[real], full[real], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(logits[real], full[real], rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])

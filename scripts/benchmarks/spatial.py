@@ -29,25 +29,33 @@ def rows(settings: Settings) -> Iterator[Row]:
     for label, num_seqs, length, heads, width in SHAPES:
         num_seqs, length, width = settings.sized(num_seqs, length, width)
         what = f"{label}, {num_seqs} x {length}"
-        yield _projection(settings, what, num_seqs, length, heads, width)
+        yield projection(settings, what, num_seqs, length, heads, width)
+        if settings.device == "cuda" and label.startswith("SGU"):  # one kernel for projection, bias and gate
+            yield projection(settings, f"{what}, and gate", num_seqs, length, heads, width, gated=True)
     if not settings.quick:
         for heads in (1, 16):
             yield from _units(settings, heads)
 
 
-def _projection(settings: Settings, what: str, num_seqs: int, length: int, heads: int, width: int) -> Row:
+def projection(
+    settings: Settings, what: str, num_seqs: int, length: int, heads: int, width: int, gated: bool = False
+) -> Row:
+    """Ours against the masked dense product, bias included, and the product with a gate where one is asked for."""
     x, bias = settings.tensor(num_seqs, length, heads, width), settings.tensor(heads, length)
     weight = (settings.tensor(heads, length, length, learnt=False) / length).requires_grad_()
     mask = torch.ones(length, length, device=settings.device, dtype=settings.dtype).tril()
     given = settings.tensor(num_seqs, length, heads, width, learnt=False)
+    # half of the features, as in a gating unit
+    gate = settings.tensor(num_seqs, length, 2, heads, width)[:, :, 0].detach().requires_grad_() if gated else None
 
     def masked() -> Tensor:
-        return torch.einsum("hmn,bnhc->bmhc", weight * mask, x) + bias.t()[None, :, :, None]
+        out = torch.einsum("hmn,bnhc->bmhc", weight * mask, x) + bias.t()[None, :, :, None]
+        return out if gate is None else gate * out
 
-    leaves = (x, weight, bias)
+    leaves = (x, weight, bias) if gate is None else (x, weight, bias, gate)
     seconds = interleaved(
         {
-            "ours": training_step(lambda: causal_spatial_projection(x, weight, bias), given, leaves),
+            "ours": training_step(lambda: causal_spatial_projection(x, weight, bias, 0, gate), given, leaves),
             "masked": training_step(masked, given, leaves),
         },
         settings.repeats,

@@ -98,6 +98,6 @@ class SpatialExperts(nn.Module):
         self.weight = uniform_experts(expert_ids, max_tokens, max_tokens, bound=weight_bound)
         self.bias = nn.Parameter(torch.full((len(expert_ids), max_tokens), float(bias_init)))
 
-    def forward(self, x_Bnec: Tensor, start: int = 0) -> Tensor:
-        """(B, n, e, c) to (B, n - start, e, c): chunk i through expert i, at positions start .. n-1."""
-        return causal_spatial_projection(x_Bnec, self.weight, self.bias, start)
+    def forward(self, x_Bnec: Tensor, start: int = 0, gate_Bmec: Tensor | None = None) -> Tensor:
+        """(B, n, e, c) to (B, n - start, e, c): chunk i through expert i, at positions start .. n-1, times the gate."""
+        return causal_spatial_projection(x_Bnec, self.weight, self.bias, start, gate_Bmec)

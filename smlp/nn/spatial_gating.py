@@ -34,6 +34,6 @@ class SpatialGatingUnit(nn.Module):
         """(B, n, F) to (B, n, F/2)."""
         z1, z2 = z_BnF.chunk(2, dim=2)
         seen, start = context.remember(self, self.norm(z2), self.heads.max_tokens)
-        gate_Bnhc = self.heads(seen.unflatten(2, (self.num_heads, -1)), start)
-        # by head: flattening the gate, which need not lie in this order, would copy it
-        return (z1.unflatten(2, (self.num_heads, -1)) * gate_Bnhc).flatten(2)
+        z1_Bnhc, seen_Bmhc = (z.unflatten(2, (self.num_heads, -1)) for z in (z1, seen))
+        # by head: flattened before the product, what comes of the projection need not lie in this order
+        return self.heads(seen_Bmhc, start, gate_Bmec=z1_Bnhc).flatten(2)

@@ -9,12 +9,21 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 #: positions at the edge of a block on the diagonal, which is computed in full
 TRIANGLE_LEAF = 128
+#: positions from which a GPU computes a causal product by Triton's kernels; a guess, to be measured on a GPU
+FUSED_TOKENS = 128
+#: what these kernels take
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: scores up to which a balanced assignment is repaired to the optimum
 EXACT_SCORES = 2**14
 
@@ -52,6 +61,56 @@ def reads_in_place(x_Bnhc: Tensor, start: int) -> bool:
     """Whether a spatial projection of the last positions takes each sequence where it lies instead of copying all of
     them together, which on a CPU takes longer than the product."""
     return start > 0 and x_Bnhc.size(0) > 0 and allowed(x_Bnhc) and x_Bnhc.device.type == "cpu"
+
+
+def fuse(num_tokens: int, start: int, *tensors: Tensor) -> bool:
+    """Whether a causal product over so many positions takes Triton's kernels, which compute all of them (start 0).
+
+    Not where somebody records what torch does: operators that are traced or counted one by one (modes, subclasses of
+    tensors, ``torch.jit.trace``, ``torch.compile``) must be torch's own.
+    """
+    first = tensors[0]
+    return (
+        runs_triton(first.device)
+        and not _recorded(tensors)
+        and start == 0
+        and num_tokens >= FUSED_TOKENS
+        and first.dtype in FUSED_DTYPES
+        and allowed(*tensors)
+        and all(tensor.device == first.device for tensor in tensors)
+    )
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and the device is an NVIDIA GPU with the instructions that the kernels want."""
+    if device.type != "cuda" or torch.version.hip is not None or not _triton_is_installed():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return find_spec("triton") is not None  # does not import it
+
+
+def _recorded(tensors: tuple[Tensor, ...]) -> bool:
+    return (
+        any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        or torch.jit.is_tracing()
+        or torch.compiler.is_compiling()
+        or bool(_get_current_dispatch_mode_stack())
+        or any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    )
+
+
+def product_precision(dtype: torch.dtype, device: torch.device) -> str:
+    """How torch takes products on this device: "tf32" where it rounds factors in float32, or "ieee"."""
+    if dtype != torch.float32 or device.type != "cuda":
+        return "ieee"
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # torch 2.9 or newer, where it also reflects the older setting
+        return "tf32" if matmul.fp32_precision == "tf32" else "ieee"
+    return "tf32" if matmul.allow_tf32 else "ieee"
 
 
 def assign_exactly(num_tokens: int, num_experts: int) -> bool:

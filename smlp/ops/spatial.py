@@ -1,6 +1,7 @@
 """Causal spatial projection: the linear map over the token axis in spatial gating units and sMoE experts.
 
-Long inputs skip the empty half of the product (:mod:`smlp.ops.triangular`).
+Long inputs skip the empty half of the product (:mod:`smlp.ops.triangular`); on NVIDIA GPUs one kernel does it all, bias
+and gate included (:mod:`smlp.ops.triton_spatial`).
 
 Letters: ``B`` sequences, ``n`` tokens (n <= T), ``h`` heads or experts, ``c`` features of one head.
 """
@@ -10,12 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smlp.ops.fast_paths import allowed, reads_in_place, triangle_leaf
+from smlp.ops.fast_paths import allowed, fuse, reads_in_place, triangle_leaf
+from smlp.ops.first_use import fused_projection
 from smlp.ops.triangular import TriangularProjection
 
 
-def causal_spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int = 0) -> Tensor:
-    """``tril(W_i) @ x_i + b_i`` for every head i, over the token axis (gmlp.txt, equation 2, made causal).
+def causal_spatial_projection(
+    x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int = 0, gate_Bmhc: Tensor | None = None
+) -> Tensor:
+    """``(tril(W_i) @ x_i + b_i) * gate_i`` for every head i, over the token axis (gmlp.txt, equation 2, made causal).
 
     Inputs shorter than T use the leading rows and columns of ``W`` and the leading entries of ``b``.
 
@@ -24,10 +28,22 @@ def causal_spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tenso
         weight_hTT: (h, T, T); entries above the diagonal have no influence and get zero gradients.
         bias_hT: (h, T).
         start: first position whose output is wanted; earlier ones are only read (incremental decoding).
+        gate_Bmhc: what each output is multiplied with, (B, n - start, h, c), or None for nothing.
 
     Returns:
         (B, n - start, h, c), outputs of positions start .. n-1.
     """
+    given = (x_Bnhc, weight_hTT, bias_hT) if gate_Bmhc is None else (x_Bnhc, weight_hTT, bias_hT, gate_Bmhc)
+    if fuse(x_Bnhc.size(1), start, *given):
+        out_Bnhc = fused_projection(x_Bnhc, weight_hTT, bias_hT, gate_Bmhc)
+        if out_Bnhc is not None:
+            return out_Bnhc
+    out_Bmhc = _projection(x_Bnhc, weight_hTT, bias_hT, start)
+    return out_Bmhc if gate_Bmhc is None else gate_Bmhc * out_Bmhc
+
+
+def _projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int) -> Tensor:
+    """Without a gate, by torch's own products."""
     num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
     leaf = triangle_leaf(num_tokens)
     if leaf is not None and start == 0 and allowed(x_Bnhc, weight_hTT, bias_hT):

@@ -1,0 +1,37 @@
+"""How far a fast path may be from its reference in float64, outputs and every gradient: by dtype, in this one place.
+
+Used by the check of kernels at their first use (:mod:`smlp.ops.first_use`) and by the tests of operations and layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: plain float64 operations in another order, as ``rtol`` and ``atol``; layers of several such operations
+EXACT = 1e-10
+EXACT_LAYER = 1e-9
+
+#: largest difference as a share of the largest value: some units in the last place of a number that was rounded twice,
+#: the gradient behind a gate and then the result
+SHARE = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+#: the same for float32 where products round their factors to TF32, which has the 10 fraction bits of float16
+SHARE_TF32 = 3e-3
+
+
+def allowed_share(dtype: torch.dtype, precision: str = "ieee") -> float:
+    """Largest allowed difference as a share of the largest value.
+
+    Args:
+        dtype: float32, float16 or bfloat16.
+        precision: "tf32" if products round their factors so.
+    """
+    return SHARE_TF32 if precision == "tf32" else SHARE[dtype]
+
+
+def largest_share(got: Tensor, want: Tensor) -> float:
+    """Largest difference as a share of the largest wanted value; NaN and infinity where either has them, 0 if empty."""
+    if want.numel() == 0:
+        return 0.0
+    want = want.double()
+    return float((got.double() - want).abs().max() / want.abs().max().clamp_min(torch.finfo(torch.float32).tiny))

@@ -1,0 +1,165 @@
+"""Causal spatial projection with bias and gate in one kernel, and its gradients, on NVIDIA GPUs.
+
+Forward: one kernel (:func:`smlp.ops.triton_kernels.project`). Backward, with g the gradient of ``tril(W) x + b``: the
+same kernel gives ``g = grad * gate`` and the gradient of the gate; transposed, it gives ``tril(W)^T g``; another one
+gives ``g x^T``, of which only the lower half is computed.
+
+Letters: ``B`` sequences, ``n`` tokens (n <= T), ``h`` heads, ``c`` features of one head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from smlp.ops import triton_settings
+from smlp.ops.fast_paths import product_precision
+from smlp.ops.triton_kernels import add_parts, project, weight_gradient
+from smlp.ops.triton_settings import INTERPRETED, Settings, launch, size_class
+
+#: features in one step of a sum over sequences and features: at most, and at least (a tensor core's)
+_MOST_FEATURES, _FEWEST_FEATURES = 64, 16
+#: a sum is split among programs if each is left so many steps
+_STEPS_OF_PART = 4
+#: programs that a multiprocessor runs at a time
+_PROGRAMS_EACH = 2
+#: rows of a tile for one program that adds up the parts of a sum
+_STRIP = 16
+
+
+class FusedProjection(torch.autograd.Function):
+    """``(tril(W_i) @ x_i + b_i) * gate_i`` for every head i; shapes as in :func:`smlp.ops.causal_spatial_projection`.
+
+    Keeps its inputs and nothing else. The projection itself, which the gradient of the gate needs, is computed again:
+    kept, it would be one more activation of x's size in each layer, written once and read once; again, it costs T/2
+    multiply-adds for each of its elements, in a kernel that has to read grad and gate and write both gradients anyway.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)
+        return fused_forward(x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_Bnhc: Tensor) -> tuple[Tensor | None, ...]:
+        return fused_backward(grad_Bnhc, *ctx.saved_tensors)
+
+
+def fused_forward(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None) -> Tensor:
+    """The output, (B, n, h, c), contiguous."""
+    out_Bnhc = torch.empty(x_Bnhc.shape, dtype=x_Bnhc.dtype, device=x_Bnhc.device)
+    _project(x_Bnhc, weight_hTT, out_Bnhc, bias_hT, gate_Bnhc)
+    return out_Bnhc
+
+
+def fused_backward(
+    grad_Bnhc: Tensor, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of x, weight, bias and gate, contiguous, from that of the output."""
+    grad_gate_Bnhc = None
+    if gate_Bnhc is not None:
+        like_x = {"size": x_Bnhc.shape, "dtype": x_Bnhc.dtype, "device": x_Bnhc.device}
+        grad_y_Bnhc, grad_gate_Bnhc = torch.empty(**like_x), torch.empty(**like_x)
+        _project(x_Bnhc, weight_hTT, grad_y_Bnhc, bias_hT, gate_Bnhc, grad_Bnhc, grad_gate_Bnhc)
+        grad_Bnhc = grad_y_Bnhc
+    grad_x_Bnhc = torch.empty(x_Bnhc.shape, dtype=x_Bnhc.dtype, device=x_Bnhc.device)
+    _project(grad_Bnhc, weight_hTT.transpose(1, 2), grad_x_Bnhc, transposed=True)
+    grad_weight_hTT = _weight_gradient(grad_Bnhc, x_Bnhc, weight_hTT)
+    grad_bias_hn = grad_Bnhc.sum(dim=(0, 3)).t()
+    grad_bias_hT = F.pad(grad_bias_hn, (0, bias_hT.size(1) - x_Bnhc.size(1)))
+    return grad_x_Bnhc, grad_weight_hTT, grad_bias_hT, grad_gate_Bnhc
+
+
+def _project(
+    x_Bnhc: Tensor,
+    weight_hTT: Tensor,
+    out_Bnhc: Tensor,
+    bias_hT: Tensor | None = None,
+    gate_Bnhc: Tensor | None = None,
+    grad_Bnhc: Tensor | None = None,
+    grad_gate_Bnhc: Tensor | None = None,
+    transposed: bool = False,
+) -> None:
+    """Launches :func:`smlp.ops.triton_kernels.project`; ``transposed``: the weights are given as upper triangles."""
+    num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
+    num_columns, context = num_seqs * width, weight_hTT.size(1)
+    if out_Bnhc.numel() == 0:
+        return
+    arguments = (
+        *(x_Bnhc, weight_hTT, bias_hT, gate_Bnhc, grad_Bnhc, out_Bnhc, grad_gate_Bnhc),
+        *(num_tokens, context, width, num_columns, *x_Bnhc.stride(), *weight_hTT.stride()),
+        *((0, 0) if bias_hT is None else bias_hT.stride()),
+        *_strides(gate_Bnhc),
+        *_strides(grad_Bnhc),
+        *out_Bnhc.stride()[:2],
+    )
+
+    def run(settings: Settings) -> None:
+        num_tiles = triton.cdiv(num_tokens, settings["BLOCK_M"]) * triton.cdiv(num_columns, settings["BLOCK_N"])
+        project[(num_tiles, num_heads)](*arguments, TRANSPOSED=transposed, **_precision(x_Bnhc), **settings)
+
+    kind = (transposed, gate_Bnhc is None, grad_Bnhc is None, x_Bnhc.device, x_Bnhc.dtype)
+    with torch.cuda.device_of(x_Bnhc):
+        choices = triton_settings.PROJECTION[x_Bnhc.element_size()]
+        launch(run, choices, (kind, size_class(num_tokens, num_columns, num_heads)))
+
+
+def _weight_gradient(grad_Bnhc: Tensor, x_Bnhc: Tensor, weight_hTT: Tensor) -> Tensor:
+    """``tril(sum over B, c of grad x^T)``, (h, T, T), zeros above the diagonal."""
+    num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
+    context = weight_hTT.size(1)
+    grad_weight_hTT = torch.empty(weight_hTT.shape, dtype=weight_hTT.dtype, device=weight_hTT.device)
+    choices = triton_settings.WEIGHT_GRADIENT[x_Bnhc.element_size()]
+    block = choices[0]["BLOCK"]
+    num_rows = triton.cdiv(context, block)
+    num_tiles = num_rows * (num_rows + 1) // 2
+    block_of_width = min(max(triton.next_power_of_2(width), _FEWEST_FEATURES), _MOST_FEATURES)
+    num_steps = num_seqs * triton.cdiv(width, block_of_width)
+    num_parts = _num_parts(num_tiles * num_heads, num_steps, _num_multiprocessors(x_Bnhc.device))
+    if num_parts > 1:
+        shape = (num_parts, num_heads, num_tiles, block, block)
+        out = torch.empty(shape, dtype=torch.float32, device=x_Bnhc.device)
+    else:
+        out = grad_weight_hTT
+    sizes = (num_tokens, context, num_seqs, width)
+    arguments = (grad_Bnhc, x_Bnhc, out, *sizes, *grad_Bnhc.stride(), *x_Bnhc.stride())
+    constants = {"SPLIT": num_parts > 1, "BLOCK_C": block_of_width, **_precision(x_Bnhc)}
+
+    def run(settings: Settings) -> None:
+        weight_gradient[(num_tiles, num_heads, num_parts)](*arguments, **constants, **settings)
+
+    kind = (x_Bnhc.device, x_Bnhc.dtype, num_parts, block_of_width)
+    with torch.cuda.device_of(x_Bnhc):
+        launch(run, choices, (kind, size_class(context, num_steps, num_heads)))
+        if num_parts > 1:
+            grid = (num_tiles, num_heads, triton.cdiv(block, _STRIP))
+            add_parts[grid](out, grad_weight_hTT, context, num_parts, STRIP=_STRIP, BLOCK=block)
+    return grad_weight_hTT
+
+
+def _num_parts(num_programs: int, num_steps: int, num_multiprocessors: int) -> int:
+    """Parts of each sum: as many as there is room for beside each other, and at least one.
+
+    A function of shapes and the device alone, so that every run adds up in the same order.
+    """
+    room = _PROGRAMS_EACH * num_multiprocessors // max(num_programs, 1)
+    return max(min(room, num_steps // _STEPS_OF_PART), 1)
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _strides(tensor_Bnhc: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0, 0) if tensor_Bnhc is None else tensor_Bnhc.stride()
+
+
+def _precision(x: Tensor) -> dict[str, str | bool]:
+    """How products are taken: as torch takes its own on this device."""
+    return {"PRECISION": product_precision(x.dtype, x.device), "WIDEN": INTERPRETED}
