@@ -68,9 +68,11 @@ def main(options: argparse.Namespace) -> int:
     print(f"{'':<58} {'against':<30} {'ours':>10} {'theirs':>10} {'':<3} {'ratio':>8}")
     rows: list[Row] = []
     for name in options.only or SECTIONS:
+        section_started = time.monotonic()
         for row in SECTIONS[name].rows(settings):
             rows.append(row)
             print(as_text(row), flush=True)
+        print(f"{name}: {time.monotonic() - section_started:.0f} s")
     for name, reason in peers.absent.items():
         print(f"not measured: {name}: {reason}")
     missed = [row for row in rows if row.holds is False]

@@ -29,17 +29,19 @@ BLOCKS = {
     "base_lm": "sparse",
     "hash_lm": "sparse",
 }
-IN_SHORT = ("gmlp_lm", "smlp", "switch_lm")
+IN_SHORT = ("gmlp_lm", "smlp")
 
 
 def rows(settings: Settings) -> Iterator[Row]:
     """Twice the sequences in twice the time; four times the experts in the same time."""
-    num_seqs = 1 if settings.scale > 1 else 4
+    num_seqs = 1 if settings.scale > 1 else 8
     for arch in IN_SHORT if settings.quick else BLOCKS:
         steps = {count: _step(settings, arch, 8, count * num_seqs) for count in (1, 2)}
         if BLOCKS[arch] == "sparse":
             steps[4] = _step(settings, arch, 32, 2 * num_seqs)
-        seconds = interleaved({str(count): step for count, step in steps.items()}, 3, settings.device)
+        seconds = interleaved(
+            {str(count): step for count, step in steps.items()}, 2 if settings.quick else 7, settings.device
+        )
         what = f"{arch}, {BLOCKS[arch]} block, {2 * num_seqs} x {settings.sized(LENGTH)[0]} tokens"
         yield compared(SECTION, what, seconds["2"], "twice half of them", 2 * seconds["1"], 1 / 1.1)
         if 4 in steps:

@@ -70,6 +70,7 @@ class FusedExperts(torch.autograd.Function):
             run.outer(grad_nH, active_nF.detach(), grad_w2_eHF[own])
             grad_active_nF = run.transposed(grad_nH, w2_eHF[own])
             (grad_hidden_nF,) = torch.autograd.grad(active_nF, hidden_nF, grad_active_nF)
+            del active_nF, grad_active_nF
             grad_b1_eF[own] = run.sums(grad_hidden_nF)
             run.outer(grad_hidden_nF, normed_nH.detach(), grad_w1_eFH[own])
             grad_normed_nH = run.transposed(grad_hidden_nF, w1_eFH[own])
