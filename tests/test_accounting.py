@@ -183,8 +183,8 @@ def test_handles_count_by_hand():
 
 
 def with_activation(activation):
-    decoder = build_without_weights(preset("gmlp_lm_tiny", num_dense_layers=1))
-    decoder.blocks[0].activation = activation
+    decoder = build_without_weights(preset("dense_lm_tiny", num_dense_layers=1))
+    decoder.blocks[0].feed_forward.activation = activation
     return decoder
 
 

@@ -7,6 +7,7 @@ from comparing import assert_same, spatial_reference
 
 from smlp.ops import (
     ACTIVATION_FUNCTIONS,
+    activated_halves,
     causal_spatial_projection,
     expert_feed_forward,
     permuted_columns,
@@ -140,6 +141,20 @@ def test_experts_in_batches_as_on_a_gpu(counts, with_norm, monkeypatch):
     monkeypatch.setattr("smlp.ops.fused_experts.runs", batched)
     out = expert_feed_forward(x, counts, norm, *weights)
     assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=SHARE[torch.float32])
+
+
+@pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
+def test_activated_halves(activation):
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(2, 3, 12, generator=generator, dtype=torch.double, requires_grad=True)
+    for x in (wide, wide.transpose(0, 1)):
+        halves = activated_halves(x, activation)
+        assert all(half.is_contiguous() for half in halves)
+        expected = ACTIVATION_FUNCTIONS[activation](x)
+        assert_same(torch.cat([*halves], dim=2), expected, [wide], tolerance=EXACT)
+        (only_first,) = torch.autograd.grad(activated_halves(x, activation)[0].sum(), wide)
+        (expected,) = torch.autograd.grad(ACTIVATION_FUNCTIONS[activation](x)[..., :6].sum(), wide)
+        torch.testing.assert_close(only_first, expected, rtol=EXACT, atol=EXACT)
 
 
 def test_permuted_rows():

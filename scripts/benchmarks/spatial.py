@@ -71,7 +71,7 @@ def _units(settings: Settings, heads: int) -> Iterator[Row]:
     x = settings.tensor(num_seqs, length, width)
     given = settings.tensor(num_seqs, length, width // 2, learnt=False)
     ours = SpatialGatingUnit(width, length, heads, 1e-3).to(settings.device, settings.dtype)
-    units: dict[str, Callable[[], Tensor]] = {"ours": lambda: ours(x, ForwardContext())}
+    units: dict[str, Callable[[], Tensor]] = {"ours": lambda: ours(*x.chunk(2, dim=2), ForwardContext())}
     modules = {"ours": ours}
     lucid = peers.module("g_mlp_pytorch.g_mlp_pytorch", "g-mlp-pytorch")
     if lucid is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from smlp.context import ForwardContext
 from smlp.moe.experts import SpatialExperts, uniform_experts, xavier_bound
 from smlp.moe.plan import slots
-from smlp.ops import ACTIVATION_FUNCTIONS
+from smlp.ops import activated_halves
 
 
 def sparse_spatial_projection(
@@ -77,7 +77,7 @@ class GatedMLPExperts(nn.Module):
         num_local = len(expert_ids)
         self.expert_ids = tuple(expert_ids)
         self.experts_per_token = experts_per_token
-        self.activation = ACTIVATION_FUNCTIONS[activation]
+        self.activation = activation
         self.norm_weight = nn.Parameter(torch.ones(num_local, embed_dim))
         self.norm_bias = nn.Parameter(torch.zeros(num_local, embed_dim))
         self.w_in = uniform_experts(expert_ids, ffn_dim, embed_dim, bound=xavier_bound(embed_dim, ffn_dim))
@@ -111,7 +111,7 @@ class GatedMLPExperts(nn.Module):
         gate_norms = zip(self.gate_norm_weight.unbind(), self.gate_norm_bias.unbind(), strict=True)
         for x, norm, proj_in, gate_norm in zip(x_AH.split(counts), norms, inner, gate_norms, strict=True):
             x = F.layer_norm(x, x.shape[1:], *norm)
-            z1, z2 = self.activation(F.linear(x, *proj_in)).chunk(2, dim=1)
+            z1, z2 = activated_halves(F.linear(x, *proj_in), self.activation)
             gated.append(z1)
             keys.append(F.layer_norm(z2, z2.shape[1:], *gate_norm))
         places = place_A2.split(counts)

@@ -17,7 +17,7 @@ from smlp.nn.feed_forward import FeedForward
 from smlp.nn.linear import xavier_linear
 from smlp.nn.sparse_layers import feature_moe, feed_forward_moe, gated_mlp_moe, weight_bound
 from smlp.nn.spatial_gating import SpatialGatingUnit
-from smlp.ops import ACTIVATION_FUNCTIONS
+from smlp.ops import activated_halves
 from smlp.parallel import Ranks
 
 AuxLosses = dict[str, Tensor]
@@ -30,14 +30,14 @@ class GatedMLPBlock(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(config.embed_dim)
         self.proj_in = xavier_linear(config.embed_dim, config.ffn_dim)
-        self.activation = ACTIVATION_FUNCTIONS[config.activation]
+        self.activation = config.activation
         self.gating = SpatialGatingUnit(config.ffn_dim, config.max_tokens, config.num_heads, weight_bound(config))
         self.proj_out = xavier_linear(config.ffn_dim // 2, config.embed_dim)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
-        hidden_BnF = self.activation(self.proj_in(self.norm(x_BnH)))
-        return x_BnH + self.dropout(self.proj_out(self.gating(hidden_BnF, context))), {}
+        halves = activated_halves(self.proj_in(self.norm(x_BnH)), self.activation)
+        return x_BnH + self.dropout(self.proj_out(self.gating(*halves, context))), {}
 
 
 class AttentionSublayer(nn.Module):

@@ -30,10 +30,9 @@ class SpatialGatingUnit(nn.Module):
         self.norm = nn.LayerNorm(ffn_dim // 2)
         self.heads = SpatialExperts(max_tokens, range(num_heads), weight_bound, bias_init=1.0)
 
-    def forward(self, z_BnF: Tensor, context: ForwardContext) -> Tensor:
-        """(B, n, F) to (B, n, F/2)."""
-        z1, z2 = z_BnF.chunk(2, dim=2)
-        seen, start = context.remember(self, self.norm(z2), self.heads.max_tokens)
-        z1_Bnhc, seen_Bmhc = (z.unflatten(2, (self.num_heads, -1)) for z in (z1, seen))
+    def forward(self, z1_Bnf: Tensor, z2_Bnf: Tensor, context: ForwardContext) -> Tensor:
+        """Two halves of the features, (B, n, F/2) each, to (B, n, F/2)."""
+        seen, start = context.remember(self, self.norm(z2_Bnf), self.heads.max_tokens)
+        z1_Bnhc, seen_Bmhc = (z.unflatten(2, (self.num_heads, -1)) for z in (z1_Bnf, seen))
         # by head: flattened before the product, what comes of the projection need not lie in this order
         return self.heads(seen_Bmhc, start, gate_Bmec=z1_Bnhc).flatten(2)

@@ -1,13 +1,15 @@
 """Functions on tensors, each with a slow and obvious reference in the tests; no parameters, no state."""
 
+from smlp.ops.activations import ACTIVATION_FUNCTIONS, activated_halves
 from smlp.ops.assignment import balanced_assignment, balanced_assignments
 from smlp.ops.dropout import dropout
-from smlp.ops.feed_forward import ACTIVATION_FUNCTIONS, expert_feed_forward
+from smlp.ops.feed_forward import expert_feed_forward
 from smlp.ops.rows import permuted_columns, permuted_rows, summed_rows
 from smlp.ops.spatial import causal_spatial_projection
 
 __all__ = [
     "ACTIVATION_FUNCTIONS",
+    "activated_halves",
     "balanced_assignment",
     "balanced_assignments",
     "causal_spatial_projection",

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from smlp.ops.fast_paths import groups_products
 
+Statistics = tuple[Tensor, Tensor]
+_EPSILON = 1e-5  # torch's default for a layer norm
+
 
 class Run(Protocol):
     """Experts that follow each other, and their tokens."""
@@ -24,8 +27,14 @@ class Run(Protocol):
     rows: slice
     experts: slice
 
-    def affine(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> Tensor:
-        """``gain * x + offset``, (n, I)."""
+    def norm(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> tuple[Tensor, Statistics]:
+        """Layer norm with each expert's gain and offset, (n, I), and each token's mean and reciprocal deviation."""
+        ...
+
+    def norm_gradients(
+        self, grad_nI: Tensor, x_nI: Tensor, statistics: Statistics, gain_eI: Tensor, offset_eI: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of tokens, gains and offsets."""
         ...
 
     def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
@@ -51,8 +60,13 @@ class OneExpert:
     def __init__(self, expert: int, first: int, count: int) -> None:
         self.rows, self.experts = slice(first, first + count), slice(expert, expert + 1)
 
-    def affine(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> Tensor:
-        return torch.addcmul(offset_eI, x_nI, gain_eI)
+    def norm(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> tuple[Tensor, Statistics]:
+        return _layer_norm(x_nI, gain_eI[0], offset_eI[0])
+
+    def norm_gradients(
+        self, grad_nI: Tensor, x_nI: Tensor, statistics: Statistics, gain_eI: Tensor, offset_eI: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _layer_norm_gradients(grad_nI, x_nI, statistics, gain_eI[0], offset_eI[0])
 
     def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
         torch.addmm(bias_eO[0], x_nI, weight_eOI[0].t(), out=out_nO)
@@ -67,34 +81,60 @@ class OneExpert:
         return y_nO.sum(dim=0, keepdim=True)
 
 
-class EqualExperts:
+class _SeveralExperts:
+    """What is the same for any numbers of tokens: the norm in one go, then each token's gain and offset."""
+
+    def rows_of(self, value_eI: Tensor) -> Tensor:
+        """Each token's own, of the shape of :meth:`stacked` or a shape that goes with it."""
+        raise NotImplementedError
+
+    def stacked(self, x_nI: Tensor) -> Tensor:
+        """Tokens by expert, where that is a view."""
+        return x_nI
+
+    def norm(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> tuple[Tensor, Statistics]:
+        unit_nI, statistics = _layer_norm(x_nI, None, None)
+        normed = torch.addcmul(self.rows_of(offset_eI), self.stacked(unit_nI), self.rows_of(gain_eI))
+        return normed.view(x_nI.shape), statistics
+
+    def norm_gradients(
+        self, grad_nI: Tensor, x_nI: Tensor, statistics: Statistics, gain_eI: Tensor, offset_eI: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mean_n1, deviation_n1 = statistics
+        grad_gain_eI = self.sums(grad_nI * (x_nI - mean_n1) * deviation_n1)
+        grad_unit_nI = (self.stacked(grad_nI) * self.rows_of(gain_eI)).view(x_nI.shape)
+        grad_x_nI, _, _ = _layer_norm_gradients(grad_unit_nI, x_nI, statistics, None, None)
+        return grad_x_nI, grad_gain_eI, self.sums(grad_nI)
+
+
+class EqualExperts(_SeveralExperts):
     """Several experts with equally many tokens."""
 
     def __init__(self, num_experts: int, count: int) -> None:
         self.rows, self.experts = slice(0, num_experts * count), slice(0, num_experts)
         self.sizes = (num_experts, count)
 
-    def affine(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> Tensor:
-        return torch.addcmul(offset_eI.unsqueeze(1), self._stacked(x_nI), gain_eI.unsqueeze(1)).flatten(0, 1)
+    def rows_of(self, value_eI: Tensor) -> Tensor:
+        return value_eI.unsqueeze(1)
 
     def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
-        bias_e1O, weight_eIO = bias_eO.unsqueeze(1), weight_eOI.transpose(1, 2)
-        torch.baddbmm(bias_e1O, self._stacked(x_nI), weight_eIO, out=self._stacked(out_nO))
+        bias_e1O, weight_eIO = self.rows_of(bias_eO), weight_eOI.transpose(1, 2)
+        torch.baddbmm(bias_e1O, self.stacked(x_nI), weight_eIO, out=self.stacked(out_nO))
 
     def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
-        return torch.bmm(self._stacked(y_nO), weight_eOI).flatten(0, 1)
+        return torch.bmm(self.stacked(y_nO), weight_eOI).flatten(0, 1)
 
     def outer(self, y_nO: Tensor, x_nI: Tensor, out_eOI: Tensor) -> None:
-        torch.bmm(self._stacked(y_nO).transpose(1, 2), self._stacked(x_nI), out=out_eOI)
+        torch.bmm(self.stacked(y_nO).transpose(1, 2), self.stacked(x_nI), out=out_eOI)
 
     def sums(self, y_nO: Tensor) -> Tensor:
-        return self._stacked(y_nO).sum(dim=1)
+        return self.stacked(y_nO).sum(dim=1)
 
-    def _stacked(self, x_nI: Tensor) -> Tensor:
+    def stacked(self, x_nI: Tensor) -> Tensor:
         return x_nI.unflatten(0, self.sizes)
 
 
-class UnequalExperts:
+class UnequalExperts(_SeveralExperts):
     """Several experts with any numbers of tokens."""
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
@@ -104,12 +144,12 @@ class UnequalExperts:
         self.expert_n = torch.arange(len(counts), device=device).repeat_interleave(counts_e, output_size=sum(counts))
         self.idle = [expert for expert, count in enumerate(counts) if count == 0]
 
-    def affine(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> Tensor:
-        return torch.addcmul(offset_eI[self.expert_n], x_nI, gain_eI[self.expert_n])
+    def rows_of(self, value_eI: Tensor) -> Tensor:
+        return value_eI[self.expert_n]
 
     def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
         y_nO = F.grouped_mm(x_nI, weight_eOI.transpose(1, 2), offs=self.ends_e)
-        torch.add(y_nO, bias_eO[self.expert_n], out=out_nO)
+        torch.add(y_nO, self.rows_of(bias_eO), out=out_nO)
 
     def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
         return F.grouped_mm(y_nO, weight_eOI, offs=self.ends_e)
@@ -121,6 +161,20 @@ class UnequalExperts:
     def sums(self, y_nO: Tensor) -> Tensor:
         zeros_eO = y_nO.new_zeros(self.ends_e.numel(), y_nO.size(1))
         return zeros_eO.index_add_(0, self.expert_n, y_nO)
+
+
+def _layer_norm(x_nI: Tensor, gain_I: Tensor | None, offset_I: Tensor | None) -> tuple[Tensor, Statistics]:
+    normed_nI, mean_n1, deviation_n1 = torch.native_layer_norm(x_nI, x_nI.shape[1:], gain_I, offset_I, _EPSILON)
+    return normed_nI, (mean_n1, deviation_n1)
+
+
+def _layer_norm_gradients(
+    grad_nI: Tensor, x_nI: Tensor, statistics: Statistics, gain_I: Tensor | None, offset_I: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    wanted = [True, gain_I is not None, gain_I is not None]
+    return torch.ops.aten.native_layer_norm_backward(
+        grad_nI, x_nI, x_nI.shape[1:], *statistics, gain_I, offset_I, wanted
+    )
 
 
 def runs(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> Iterator[Run]:

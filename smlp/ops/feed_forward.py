@@ -5,16 +5,15 @@ Letters: ``A`` routed tokens sorted by expert, ``e`` experts on this rank, ``H``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smlp.ops.activations import ACTIVATION_FUNCTIONS
 from smlp.ops.fast_paths import allowed
 from smlp.ops.fused_experts import FusedExperts
-
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 
 
 def expert_feed_forward(
@@ -39,11 +38,10 @@ def expert_feed_forward(
     Returns:
         (A, H), in the order of ``x_AH``. Experts without tokens get zero gradients, never none.
     """
-    act = ACTIVATION_FUNCTIONS[activation]
     weights = (w1_eFH, b1_eF, w2_eHF, b2_eH)
     if allowed(x_AH, *(norm or ()), *weights):
-        return FusedExperts.apply(x_AH, *(norm or (None, None)), *weights, counts, act)
-    outputs = []
+        return FusedExperts.apply(x_AH, *(norm or (None, None)), *weights, counts, activation)
+    act, outputs = ACTIVATION_FUNCTIONS[activation], []
     for expert, x_nH in enumerate(x_AH.split(list(counts))):
         if norm is not None:
             x_nH = F.layer_norm(x_nH, x_nH.shape[1:], *(value_eH[expert] for value_eH in norm))

@@ -8,16 +8,14 @@ Letters: ``A`` routed tokens sorted by expert, ``e`` experts on this rank, ``n``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from smlp.ops.expert_runs import Run, runs
-
-Norms = tuple[Tensor | None, Tensor | None]
+from smlp.ops.activations import ACTIVATION_FUNCTIONS, activation_gradient
+from smlp.ops.expert_runs import runs
 
 
 class FusedExperts(torch.autograd.Function):
@@ -34,17 +32,20 @@ class FusedExperts(torch.autograd.Function):
         w2_eHF: Tensor,
         b2_eH: Tensor,
         counts: Sequence[int],
-        activation: Callable[[Tensor], Tensor],
+        activation: str,
     ) -> Tensor:
         hidden_AF = x_AH.new_empty(x_AH.size(0), w1_eFH.size(1))
         out_AH = torch.empty_like(x_AH)
+        act = ACTIVATION_FUNCTIONS[activation]
         for run in runs(counts, x_AH, w1_eFH.size(1)):
             rows, own = run.rows, run.experts
             if rows.start == rows.stop:
                 continue
-            normed_nH = _normed(run, x_AH[rows], _own((gain_eH, offset_eH), run))
+            normed_nH = x_AH[rows]
+            if gain_eH is not None:
+                normed_nH, _ = run.norm(normed_nH, gain_eH[own], offset_eH[own])
             run.product(normed_nH, w1_eFH[own], b1_eF[own], hidden_AF[rows])
-            run.product(activation(hidden_AF[rows]), w2_eHF[own], b2_eH[own], out_AH[rows])
+            run.product(act(hidden_AF[rows]), w2_eHF[own], b2_eH[own], out_AH[rows])
         ctx.save_for_backward(x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, hidden_AF)
         ctx.counts, ctx.activation = counts, activation
         return out_AH
@@ -59,43 +60,25 @@ class FusedExperts(torch.autograd.Function):
             None if value is None else torch.empty_like(value) for value in (gain_eH, offset_eH)
         )
         grad_b1_eF, grad_b2_eH = w1_eFH.new_empty(w1_eFH.shape[:2]), w2_eHF.new_empty(w2_eHF.shape[:2])
+        act = ACTIVATION_FUNCTIONS[ctx.activation]
         for run in runs(ctx.counts, x_AH, w1_eFH.size(1)):
             rows, own = run.rows, run.experts
-            grad_nH = grad_AH[rows]
-            with torch.enable_grad():
-                x_nH, hidden_nF = _leaf(x_AH[rows]), _leaf(hidden_AF[rows])
-                norms = tuple(None if value is None else _leaf(value) for value in _own((gain_eH, offset_eH), run))
-                normed_nH, active_nF = _normed(run, x_nH, norms), ctx.activation(hidden_nF)
+            x_nH, hidden_nF, grad_nH = x_AH[rows], hidden_AF[rows], grad_AH[rows]
             grad_b2_eH[own] = run.sums(grad_nH)
-            run.outer(grad_nH, active_nF.detach(), grad_w2_eHF[own])
-            grad_active_nF = run.transposed(grad_nH, w2_eHF[own])
-            (grad_hidden_nF,) = torch.autograd.grad(active_nF, hidden_nF, grad_active_nF)
-            del active_nF, grad_active_nF
+            run.outer(grad_nH, act(hidden_nF), grad_w2_eHF[own])
+            grad_hidden_nF = run.transposed(grad_nH, w2_eHF[own])
+            activation_gradient(ctx.activation, grad_hidden_nF, hidden_nF, out=grad_hidden_nF)
             grad_b1_eF[own] = run.sums(grad_hidden_nF)
-            run.outer(grad_hidden_nF, normed_nH.detach(), grad_w1_eFH[own])
-            grad_normed_nH = run.transposed(grad_hidden_nF, w1_eFH[own])
             if gain_eH is None:
-                grad_x_AH[rows] = grad_normed_nH
-            else:
-                grad_x_AH[rows], grad_gain_eH[own], grad_offset_eH[own] = torch.autograd.grad(
-                    normed_nH, (x_nH, *norms), grad_normed_nH
-                )
+                run.outer(grad_hidden_nF, x_nH, grad_w1_eFH[own])
+                grad_x_AH[rows] = run.transposed(grad_hidden_nF, w1_eFH[own])
+                continue
+            normed_nH, statistics = run.norm(x_nH, gain_eH[own], offset_eH[own])
+            run.outer(grad_hidden_nF, normed_nH, grad_w1_eFH[own])
+            grad_normed_nH = run.transposed(grad_hidden_nF, w1_eFH[own])
+            grad_x_AH[rows], grad_gain_eH[own], grad_offset_eH[own] = run.norm_gradients(
+                grad_normed_nH, x_nH, statistics, gain_eH[own], offset_eH[own]
+            )
         return (
             grad_x_AH, grad_gain_eH, grad_offset_eH, grad_w1_eFH, grad_b1_eF, grad_w2_eHF, grad_b2_eH, None, None,
         )  # fmt: skip
-
-
-def _own(norms: Norms, run: Run) -> Norms:
-    """The gains and offsets of a run's experts, if there are any."""
-    gain_eH, offset_eH = norms
-    return (None, None) if gain_eH is None else (gain_eH[run.experts], offset_eH[run.experts])
-
-
-def _normed(run: Run, x_nH: Tensor, norms: Norms) -> Tensor:
-    """Layer norm with each token's own gain and offset."""
-    gain_eH, offset_eH = norms
-    return x_nH if gain_eH is None else run.affine(F.layer_norm(x_nH, x_nH.shape[1:]), gain_eH, offset_eH)
-
-
-def _leaf(value: Tensor) -> Tensor:
-    return value.detach().requires_grad_()
