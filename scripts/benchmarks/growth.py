@@ -29,7 +29,7 @@ BLOCKS = {
     "base_lm": "sparse",
     "hash_lm": "sparse",
 }
-IN_SHORT = ("gmlp_lm", "smlp")
+IN_SHORT = ("smlp",)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -40,7 +40,7 @@ def rows(settings: Settings) -> Iterator[Row]:
         if BLOCKS[arch] == "sparse":
             steps[4] = _step(settings, arch, 32, 2 * num_seqs)
         seconds = interleaved(
-            {str(count): step for count, step in steps.items()}, 2 if settings.quick else 7, settings.device
+            {str(count): step for count, step in steps.items()}, 2 if settings.quick else 3, settings.device
         )
         what = f"{arch}, {BLOCKS[arch]} block, {2 * num_seqs} x {settings.sized(LENGTH)[0]} tokens"
         yield compared(SECTION, what, seconds["2"], "twice half of them", 2 * seconds["1"], 1 / 1.1)

@@ -15,7 +15,7 @@ from smlp.accounting.memory import update_memory
 
 SECTION = "Peak memory of an update"
 ARCHS = ("smlp", "smlp_partial", "gmlp_lm", "gmlp_moe", "switch_lm", "gshard_lm", "base_lm", "hash_lm", "dense_lm")
-IN_SHORT = ("smlp", "switch_lm")
+IN_SHORT = ("smlp",)
 
 
 def rows(settings: Settings) -> Iterator[Row]:

@@ -34,7 +34,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     theirs = None if settings.quick else peers.transformer_lm(matches["dense_lm"].config)
     if theirs is not None:
         steps["fairseq"] = update(theirs.to(settings.device, settings.dtype), tokens_Bn)
-    seconds = interleaved(steps, 2 if settings.quick else min(settings.repeats, 7), settings.device)
+    seconds = interleaved(steps, 3 if settings.quick else min(settings.repeats, 7), settings.device)
     what = f"{num_seqs} x {length} tokens, {matches['smlp'].target / 1e6:.1f} MFLOPs"
     for arch, target in targets.items():
         yield compared(SECTION, f"sMLP, {what}", seconds["smlp"], arch, seconds[arch], target)
