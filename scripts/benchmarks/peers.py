@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +24,7 @@ def module(name: str, package: str) -> object | None:
     try:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as error:
-        absent[package] = str(error).partition("\n")[0]
+        absent[package] = re.sub(r"/\S*/", "", str(error).partition("\n")[0])
         return None
 
 

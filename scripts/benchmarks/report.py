@@ -59,7 +59,7 @@ def verdict(row: Row) -> str:
     """The target and whether it holds, in a few characters."""
     if row.target is None:
         return ""
-    return f">= {row.target:g} {'holds' if row.holds else 'MISSED'}"
+    return f">= {row.target:.3g} {'holds' if row.holds else 'MISSED'}"
 
 
 def as_text(row: Row) -> str:
@@ -72,6 +72,9 @@ def as_markdown(about: dict[str, Any], rows: Iterable[Row], absent: dict[str, st
     """The report that is committed under docs/."""
     known = ", ".join(f"{name} {value}" for name, value in about.items() if value and name not in ("date", "device"))
     lines = [
+        "# Benchmark",
+        "",
+        "Written by `python scripts/benchmark.py --markdown FILE`; what the rows mean: [performance.md](performance.md).",
         f"Measured on {about['date']}: {about['device']}; {known}.",
         "",
         "Medians, all alternatives of a line in turns; ratio = theirs / ours.",
