@@ -74,7 +74,7 @@ def as_markdown(about: dict[str, Any], rows: Iterable[Row], absent: dict[str, st
     lines = [
         "# Benchmark",
         "",
-        "Written by `python scripts/benchmark.py --markdown FILE`; what the rows mean: [performance.md](performance.md).",
+        "Written by `python scripts/benchmark.py --markdown FILE`; more about it: [performance.md](performance.md).",
         f"Measured on {about['date']}: {about['device']}; {known}.",
         "",
         "Medians, all alternatives of a line in turns; ratio = theirs / ours.",

@@ -13,6 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -121,7 +122,8 @@ def assign_exactly(num_tokens: int, num_experts: int) -> bool:
 def groups_products(x_AI: Tensor, num_hidden: int) -> bool:
     """Whether experts with unequal numbers of tokens share one grouped product: torch has a kernel for bf16 only, and
     wants rows of a multiple of 16 bytes."""
-    return x_AI.is_cuda and x_AI.dtype == torch.bfloat16 and x_AI.size(1) % 8 == 0 and num_hidden % 8 == 0
+    whole_rows = x_AI.size(1) % 8 == 0 and num_hidden % 8 == 0
+    return x_AI.is_cuda and x_AI.dtype == torch.bfloat16 and whole_rows and hasattr(F, "grouped_mm")
 
 
 def draws_own_masks(x: Tensor) -> bool:
