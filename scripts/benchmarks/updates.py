@@ -27,14 +27,14 @@ def rows(settings: Settings) -> Iterator[Row]:
     """sMLP against each sparse Transformer, BASE against the dense one, and that one against fairseq's."""
     targets = {arch: target for arch, target in TARGETS.items() if arch in IN_SHORT or not settings.quick}
     matches = matched(settings, ["smlp", *targets, "dense_lm"])
-    num_seqs = 1 if settings.scale > 1 else 4
+    num_seqs = 1 if settings.scale > 1 else 2 if settings.quick else 4
     length = matches["smlp"].config.max_tokens
     tokens_Bn = torch.randint(4, settings.sized(VOCABULARY)[0], (num_seqs, length), device=settings.device)
     steps = {arch: update(build(found.config, settings), tokens_Bn) for arch, found in matches.items()}
     theirs = None if settings.quick else peers.transformer_lm(matches["dense_lm"].config)
     if theirs is not None:
         steps["fairseq"] = update(theirs.to(settings.device, settings.dtype), tokens_Bn)
-    seconds = interleaved(steps, 3 if settings.quick else min(settings.repeats, 7), settings.device)
+    seconds = interleaved(steps, 4 if settings.quick else min(settings.repeats, 7), settings.device)
     what = f"{num_seqs} x {length} tokens, {matches['smlp'].target / 1e6:.1f} MFLOPs"
     for arch, target in targets.items():
         yield compared(SECTION, f"sMLP, {what}", seconds["smlp"], arch, seconds[arch], target)
