@@ -6,20 +6,19 @@ import functools
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import peers
+from benchmarks.models import HIDDEN, LENGTH, WIDTH, through
 from benchmarks.report import Row, compared
 from benchmarks.settings import Settings
 from benchmarks.timing import interleaved, peak_extra_bytes, training_step
 from smlp.config import ModelConfig
-from smlp.context import ForwardContext
 from smlp.nn.feed_forward import FeedForward
 from smlp.nn.sparse_layers import feed_forward_moe
 from smlp.presets import preset
 
 SECTION = "Sparse layers (forward + backward)"
-WIDTH, HIDDEN, LENGTH = 512, 2048, 1024
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -68,7 +67,7 @@ def _tmoe_steps(settings: Settings, num_seqs: int, numbers: tuple[int, ...]) -> 
     for number in numbers:
         layer = feed_forward_moe(_config(settings, "base_lm", number), 0).to(settings.device, settings.dtype)
         nn.init.normal_(layer.experts.w2, std=0.02)
-        steps[str(number)] = training_step(_routed(layer, x), torch.ones_like(x), (x, *layer.parameters()))
+        steps[str(number)] = training_step(through(layer, x), torch.ones_like(x), (x, *layer.parameters()))
     return steps
 
 
@@ -92,7 +91,7 @@ def _with_capacity(settings: Settings) -> Iterator[Row]:
         layer.to(settings.device, settings.dtype)
         theirs.to(settings.device, settings.dtype)
         steps = {
-            "ours": training_step(_routed(layer, x), torch.ones_like(x), (x, *layer.parameters())),
+            "ours": training_step(through(layer, x), torch.ones_like(x), (x, *layer.parameters())),
             "fairscale": training_step(functools.partial(theirs, x), torch.ones_like(x), (x, *theirs.parameters())),
         }
         seconds = interleaved(steps, min(settings.repeats, 3), settings.device)
@@ -100,11 +99,3 @@ def _with_capacity(settings: Settings) -> Iterator[Row]:
         yield compared(SECTION, what, seconds["ours"], "fairscale MOELayer", seconds["fairscale"], 3.0)
         ours, other = (peak_extra_bytes(step, settings.device) / 2**20 for step in steps.values())
         yield Row(SECTION, f"{what}: peak memory", ours, "fairscale MOELayer", other, "MiB", other / ours, 4.0)
-
-
-def _routed(layer: nn.Module, x: Tensor) -> Callable[[], Tensor]:
-    def run() -> Tensor:
-        update, aux_losses = layer(x, ForwardContext())
-        return update + sum(aux_losses.values())
-
-    return run

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
 
+from benchmarks.models import HIDDEN, LENGTH, WIDTH, through
 from benchmarks.report import Row, compared
 from benchmarks.settings import Settings
 from benchmarks.timing import interleaved, training_step
 from smlp.config import ModelConfig
-from smlp.context import ForwardContext
 from smlp.nn.blocks import build_blocks
 from smlp.presets import preset
 
 SECTION = "Growth (forward + backward of a block)"
-WIDTH, HIDDEN, LENGTH = 512, 2048, 1024
 #: layers by preset: a dense block, or a sparse one with all that is in it
 BLOCKS = {
     "gmlp_lm": "dense",
@@ -74,12 +72,4 @@ def _step(settings: Settings, arch: str, num_experts: int, num_seqs: int) -> Cal
     block.to(settings.device, settings.dtype)
     x_BnH = settings.tensor(num_seqs, config.max_tokens, config.embed_dim)
     tokens_Bn = torch.randint(4, config.vocab_size, x_BnH.shape[:2], device=settings.device)
-    return training_step(_through(block, x_BnH, tokens_Bn), torch.ones_like(x_BnH), (x_BnH, *block.parameters()))
-
-
-def _through(block: nn.Module, x_BnH: Tensor, tokens_Bn: Tensor) -> Callable[[], Tensor]:
-    def run() -> Tensor:
-        update_BnH, aux_losses = block(x_BnH, ForwardContext(tokens_Bn=tokens_Bn))
-        return update_BnH + sum(aux_losses.values())
-
-    return run
+    return training_step(through(block, x_BnH, tokens_Bn), torch.ones_like(x_BnH), (x_BnH, *block.parameters()))

@@ -1,10 +1,15 @@
-"""Models of equal FLOPs for the benchmark: the paper's shapes, with fewer layers and half the width."""
+"""Sizes and models of the benchmark: the paper's shapes, with fewer layers and half the width."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
 
 from benchmarks.settings import Settings
 from smlp.accounting.formula import flops_per_token
 from smlp.accounting.match import Match, match
+from smlp.context import ForwardContext
 from smlp.presets import preset
 
 #: the paper's models have 28 + 12 layers, H = 1024, F = 4096, T = 1024 and an expert per rank
@@ -27,3 +32,13 @@ def matched(settings: Settings, archs: list[str]) -> dict[str, Match]:
         arch: match(arch, target, overrides={**shared, "num_experts": 2 * EXPERTS if arch == "gshard_lm" else EXPERTS})
         for arch in archs
     }
+
+
+def through(layer: nn.Module, x_BnH: Tensor, tokens_Bn: Tensor | None = None) -> Callable[[], Tensor]:
+    """The forward pass of a layer or block with auxiliary losses, whose gradients are wanted too."""
+
+    def run() -> Tensor:
+        update_BnH, aux_losses = layer(x_BnH, ForwardContext(tokens_Bn=tokens_Bn))
+        return update_BnH + sum(aux_losses.values())
+
+    return run

@@ -63,7 +63,11 @@ class LocalDispatcher:
         Returns:
             (A, H), sorted by expert, and the record for :meth:`combine`.
         """
-        return by_expert(x_NH, plan), DispatchRecord(plan, plan.counts_E.tolist())
+        if plan.place_N is None:
+            x_AH = x_NH.index_select(0, plan.token_A)
+        else:
+            x_AH = permuted_rows(x_NH, plan.token_A, plan.place_N)
+        return x_AH, DispatchRecord(plan, plan.counts_E.tolist())
 
     def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: DispatchRecord) -> tuple[Tensor, int]:
         """Where the dispatched tokens stand.
@@ -89,30 +93,20 @@ class LocalDispatcher:
         Returns:
             (N, H).
         """
-        return by_token(y_AH, weight_A, record.plan)
+        plan = record.plan
+        return add_up(y_AH, weight_A, plan.token_A, plan.num_tokens, plan.place_N)
 
 
-def by_expert(x_NH: Tensor, plan: RoutingPlan) -> Tensor:
-    """Each assignment's token: (N, H) to (A, H)."""
-    if plan.place_N is not None:
-        return permuted_rows(x_NH, plan.token_A, plan.place_N)
-    return x_NH.index_select(0, plan.token_A)
+def add_up(
+    y_AH: Tensor, weight_A: Tensor | None, token_A: Tensor, num_tokens: int, place_N: Tensor | None = None
+) -> Tensor:
+    """Rows times their weights, summed for each token: (A, H) to (N, H).
 
-
-def by_token(y_AH: Tensor, weight_A: Tensor | None, plan: RoutingPlan) -> Tensor:
-    """Rows times their weights, summed for each token: (A, H) to (N, H)."""
-    if plan.place_N is None:
-        return add_up(y_AH, weight_A, plan.token_A, plan.num_tokens)
+    ``place_N``, if every token has exactly one row, says where it stands.
+    """
     if weight_A is not None:
         y_AH = y_AH * weight_A.to(y_AH.dtype).unsqueeze(1)
-    return permuted_rows(y_AH, plan.place_N, plan.token_A)
-
-
-def add_up(y_AH: Tensor, weight_A: Tensor | None, token_A: Tensor, num_tokens: int) -> Tensor:
-    """Rows times their weights, summed for each token: (A, H) to (N, H)."""
-    if weight_A is not None:
-        y_AH = y_AH * weight_A.to(y_AH.dtype).unsqueeze(1)
-    return summed_rows(y_AH, token_A, num_tokens)
+    return summed_rows(y_AH, token_A, num_tokens) if place_N is None else permuted_rows(y_AH, place_N, token_A)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,6 @@ def dropout(x: Tensor, probability: float) -> Tensor:
     if not draws_own_masks(x):
         return F.dropout(x, probability)
     kept_of = max(round((1 - probability) * _LEVELS), 1)
-    words = torch.empty(-(-x.numel() // 4), dtype=torch.long).random_(-(2**63), None)
+    words = torch.empty(-(-x.numel() // 4), dtype=torch.long, device=x.device).random_(-(2**63), None)
     bits = words.view(torch.int16)[: x.numel()].view(x.shape)
     return x * (bits <= kept_of - 1 - _LEVELS // 2).to(x.dtype).mul_(_LEVELS / kept_of)

@@ -8,6 +8,7 @@ Letters: ``n`` tokens of a run, sorted by expert, ``e`` its experts; ``I`` and `
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -81,12 +82,16 @@ class OneExpert:
         return y_nO.sum(dim=0, keepdim=True)
 
 
-class _SeveralExperts:
+class _SeveralExperts(ABC):
     """What is the same for any numbers of tokens: the norm in one go, then each token's gain and offset."""
 
+    @abstractmethod
     def rows_of(self, value_eI: Tensor) -> Tensor:
         """Each token's own, of the shape of :meth:`stacked` or a shape that goes with it."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def sums(self, y_nO: Tensor) -> Tensor:
+        """Each expert's sum, (e, O)."""
 
     def stacked(self, x_nI: Tensor) -> Tensor:
         """Tokens by expert, where that is a view."""

@@ -37,7 +37,8 @@ class FusedExperts(torch.autograd.Function):
         hidden_AF = x_AH.new_empty(x_AH.size(0), w1_eFH.size(1))
         out_AH = torch.empty_like(x_AH)
         act = ACTIVATION_FUNCTIONS[activation]
-        for run in runs(counts, x_AH, w1_eFH.size(1)):
+        ctx.runs = list(runs(counts, x_AH, w1_eFH.size(1)))
+        for run in ctx.runs:
             rows, own = run.rows, run.experts
             if rows.start == rows.stop:
                 continue
@@ -47,7 +48,7 @@ class FusedExperts(torch.autograd.Function):
             run.product(normed_nH, w1_eFH[own], b1_eF[own], hidden_AF[rows])
             run.product(act(hidden_AF[rows]), w2_eHF[own], b2_eH[own], out_AH[rows])
         ctx.save_for_backward(x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, hidden_AF)
-        ctx.counts, ctx.activation = counts, activation
+        ctx.activation = activation
         return out_AH
 
     @staticmethod
@@ -61,7 +62,7 @@ class FusedExperts(torch.autograd.Function):
         )
         grad_b1_eF, grad_b2_eH = w1_eFH.new_empty(w1_eFH.shape[:2]), w2_eHF.new_empty(w2_eHF.shape[:2])
         act = ACTIVATION_FUNCTIONS[ctx.activation]
-        for run in runs(ctx.counts, x_AH, w1_eFH.size(1)):
+        for run in ctx.runs:
             rows, own = run.rows, run.experts
             x_nH, hidden_nF, grad_nH = x_AH[rows], hidden_AF[rows], grad_AH[rows]
             grad_b2_eH[own] = run.sums(grad_nH)
@@ -69,16 +70,16 @@ class FusedExperts(torch.autograd.Function):
             grad_hidden_nF = run.transposed(grad_nH, w2_eHF[own])
             activation_gradient(ctx.activation, grad_hidden_nF, hidden_nF, out=grad_hidden_nF)
             grad_b1_eF[own] = run.sums(grad_hidden_nF)
-            if gain_eH is None:
-                run.outer(grad_hidden_nF, x_nH, grad_w1_eFH[own])
-                grad_x_AH[rows] = run.transposed(grad_hidden_nF, w1_eFH[own])
-                continue
-            normed_nH, statistics = run.norm(x_nH, gain_eH[own], offset_eH[own])
+            normed_nH = x_nH
+            if gain_eH is not None:
+                normed_nH, statistics = run.norm(x_nH, gain_eH[own], offset_eH[own])
             run.outer(grad_hidden_nF, normed_nH, grad_w1_eFH[own])
-            grad_normed_nH = run.transposed(grad_hidden_nF, w1_eFH[own])
-            grad_x_AH[rows], grad_gain_eH[own], grad_offset_eH[own] = run.norm_gradients(
-                grad_normed_nH, x_nH, statistics, gain_eH[own], offset_eH[own]
-            )
+            grad_nH = run.transposed(grad_hidden_nF, w1_eFH[own])
+            if gain_eH is not None:
+                grad_nH, grad_gain_eH[own], grad_offset_eH[own] = run.norm_gradients(
+                    grad_nH, x_nH, statistics, gain_eH[own], offset_eH[own]
+                )
+            grad_x_AH[rows] = grad_nH
         return (
             grad_x_AH, grad_gain_eH, grad_offset_eH, grad_w1_eFH, grad_b1_eF, grad_w2_eHF, grad_b2_eH, None, None,
         )  # fmt: skip

@@ -5,39 +5,38 @@ Letters: ``N`` rows, ``A`` rows that are summed, ``H`` columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from smlp.ops.fast_paths import allowed
 
+_Take = Callable[[Tensor, Tensor], Tensor]
 
-class PermutedRows(torch.autograd.Function):
-    """``x[order]``, where ``inverse`` undoes ``order``."""
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_NH: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-        ctx.save_for_backward(order_N, inverse_N)
-        return x_NH.index_select(0, order_N)
+class _Permuted(torch.autograd.Function):
+    """``take(x, order)``, where ``inverse`` undoes ``order``."""
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_NH: Tensor) -> tuple[Tensor, None, None]:
-        order_N, inverse_N = ctx.saved_tensors
-        return PermutedRows.apply(grad_NH, inverse_N, order_N), None, None
-
-
-class PermutedColumns(torch.autograd.Function):
-    """``x[b, :, order[b]]`` for every b, where ``inverse`` undoes ``order``."""
+    def forward(ctx: FunctionCtx, x: Tensor, order: Tensor, inverse: Tensor, take: _Take) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.take = take
+        return take(x, order)
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_BnH: Tensor, order_BH: Tensor, inverse_BH: Tensor) -> Tensor:
-        ctx.save_for_backward(order_BH, inverse_BH)
-        return _columns(x_BnH, order_BH)
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _Permuted.apply(grad, inverse, order, ctx.take), None, None, None
 
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad_BnH: Tensor) -> tuple[Tensor, None, None]:
-        order_BH, inverse_BH = ctx.saved_tensors
-        return PermutedColumns.apply(grad_BnH, inverse_BH, order_BH), None, None
+
+def _permuted(x: Tensor, order: Tensor, inverse: Tensor, take: _Take) -> Tensor:
+    return _Permuted.apply(x, order, inverse, take) if allowed(x) else take(x, order)
+
+
+def _rows(x_NH: Tensor, index_N: Tensor) -> Tensor:
+    return x_NH.index_select(0, index_N)
 
 
 def _columns(x_BnH: Tensor, index_BH: Tensor) -> Tensor:
@@ -55,18 +54,20 @@ def permuted_columns(x_BnH: Tensor, order_BH: Tensor, inverse_BH: Tensor) -> Ten
     Returns:
         (B, n, H).
     """
-    if not allowed(x_BnH):
-        return _columns(x_BnH, order_BH)
-    return PermutedColumns.apply(x_BnH, order_BH, inverse_BH)
+    return _permuted(x_BnH, order_BH, inverse_BH, _columns)
 
 
-class SummedRows(torch.autograd.Function):
+def _sums(y_AH: Tensor, index_A: Tensor, num_rows: int) -> Tensor:
+    return y_AH.new_zeros(num_rows, y_AH.size(1)).index_add_(0, index_A, y_AH)
+
+
+class _SummedRows(torch.autograd.Function):
     """``zeros.index_add(index, y)``; autograd's own keeps ``y``."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, y_AH: Tensor, index_A: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(index_A)
-        return y_AH.new_zeros(num_rows, y_AH.size(1)).index_add_(0, index_A, y_AH)
+        return _sums(y_AH, index_A, num_rows)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_NH: Tensor) -> tuple[Tensor, None, None]:
@@ -85,9 +86,7 @@ def summed_rows(y_AH: Tensor, index_A: Tensor, num_rows: int) -> Tensor:
     Returns:
         (N, H); zeros where nothing belongs.
     """
-    if not allowed(y_AH):
-        return y_AH.new_zeros(num_rows, y_AH.size(1)).index_add_(0, index_A, y_AH)
-    return SummedRows.apply(y_AH, index_A, num_rows)
+    return _SummedRows.apply(y_AH, index_A, num_rows) if allowed(y_AH) else _sums(y_AH, index_A, num_rows)
 
 
 def permuted_rows(x_NH: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
@@ -101,6 +100,4 @@ def permuted_rows(x_NH: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
     Returns:
         ``x_NH[order_N]``, (N, H).
     """
-    if not allowed(x_NH):
-        return x_NH.index_select(0, order_N)
-    return PermutedRows.apply(x_NH, order_N, inverse_N)
+    return _permuted(x_NH, order_N, inverse_N, _rows)
