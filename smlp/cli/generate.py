@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from smlp.cli.model_options import add_model_options, load_model
+
 HELP = "continue prompts with a trained model"
 EPILOG = """examples:
   smlp generate --path checkpoints/checkpoint_best.pt --prompt "And it came to pass" --top-p 0.9
@@ -21,7 +23,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "generate", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--path", required=True, help="checkpoint")
+    add_model_options(parser)
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="text to continue; may be empty")
     prompts.add_argument("--file", help="file with one prompt a line ('-' for standard input)")
@@ -35,15 +37,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: %(default)s)")
     parser.add_argument("--slide", action="store_true", help="past the context, forget the earlier half and go on")
-    parser.add_argument("--dict", help="dict.txt, if it is not found")
-    parser.add_argument("--sentencepiece-model", help="SentencePiece model, if it is not found")
-    parser.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the continuations."""
-    from smlp.checkpoint.load import load_pretrained
     from smlp.errors import UserError
     from smlp.generation import Sampling
 
@@ -57,11 +55,7 @@ def run(args: argparse.Namespace) -> int:
         slide=args.slide,
     )
     prompts = [args.prompt] if args.prompt is not None else _read_prompts(args.file)
-    model = load_pretrained(args.path, args.dict, args.sentencepiece_model)
-    try:
-        model.to(args.device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from None
+    model = load_model(args)
     # All streams are made before the first is read, so that a prompt that is too long stops nothing half-way.
     streams = [model.stream(prompt, args.tokens, sampling, args.fill_prefix) for prompt in prompts]
     for prompt, stream in zip(prompts, streams, strict=True):

@@ -6,7 +6,8 @@ A subcommand is a module with
     run(args) -> int                             does the work and returns the exit status
 
 and, if its arguments belong to another program, ``PASS_THROUGH = True``: then everything after its name, apart from
-``--help``, is handed over untouched as the list ``args.arguments``. Modules are imported only when they are called, so
+``--help``, is handed over untouched as the list ``args.arguments``; other commands find the whole command line in
+``args.words``, should they have to start it again. Modules are imported only when they are called, so
 that ``smlp --help`` answers at once.
 """
 
@@ -79,6 +80,7 @@ def _dispatch(argv: list[str]) -> int:
         args.arguments = rest
     else:
         args = parser.parse_args(argv)
+        args.words = argv
     return module.run(args)
 
 

@@ -51,28 +51,15 @@ def _start_ranks(args: argparse.Namespace) -> int:
 
 def _check(place: Any, args: argparse.Namespace) -> int:
     import torch
-    import torch.distributed as dist
 
     from smlp.launch.ranks import device_index
+    from smlp.launch.team import meet
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", device_index(place, torch.cuda.device_count()))
         torch.cuda.set_device(device)
-    try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=place.init_method,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=TIMEOUT,
-        )
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"rank {place.rank} of {place.world_size} on {socket.gethostname()} does not reach the others at "
-            f"{place.init_method} ({reason})"
-        ) from error
+    meet(place, "nccl" if device.type == "cuda" else "gloo", TIMEOUT)
     checks = _all_checks(device, Path(args.dir).resolve())
     if place.rank > 0:
         return 1 if any(check.status == PROBLEM for check in checks) else 0

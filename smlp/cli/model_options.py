@@ -1,0 +1,31 @@
+"""Options of commands that load a checkpoint as a plain model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from smlp.launch.team import Team
+
+if TYPE_CHECKING:
+    from smlp.checkpoint.load import LanguageModel
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--path``, ``--dict``, ``--sentencepiece-model`` and ``--device``."""
+    parser.add_argument("--path", required=True, help="checkpoint, in one file or in parts, or an export")
+    parser.add_argument("--dict", help="dict.txt, if it is not found")
+    parser.add_argument("--sentencepiece-model", help="SentencePiece model, if it is not found")
+    parser.add_argument("--device", help="torch device (default: a GPU where there is one)")
+
+
+def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageModel:
+    """The model that the options name, in evaluation mode on its device.
+
+    Raises:
+        UserError: a file is missing or damaged, or there is no such device.
+    """
+    from smlp.checkpoint.load import load_pretrained
+
+    device = (team or Team()).device(args.device)
+    return load_pretrained(args.path, args.dict, args.sentencepiece_model).to(device)

@@ -1,0 +1,112 @@
+"""Ranks that share work without sharing weights: each has the whole model, does its part and shows the others."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from smlp.errors import UserError
+from smlp.launch.ranks import Place, device_index
+
+if TYPE_CHECKING:
+    import torch
+
+_T = TypeVar("_T")
+#: how long one rank may be at work after the others have done their part
+PATIENCE = timedelta(hours=12)
+
+
+@dataclass(frozen=True)
+class Team:
+    """This rank among W; on its own with the defaults."""
+
+    rank: int = 0
+    #: W
+    size: int = 1
+    #: of this rank among the GPUs that it sees, None where the user's choice stands
+    gpu: int | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that reports."""
+        return self.rank == 0
+
+    def gather(self, part: _T) -> list[_T]:
+        """What every rank has given, in the order of the ranks; any object that can be pickled."""
+        if self.size == 1:
+            return [part]
+        import torch.distributed as dist
+
+        parts: list = [None] * self.size
+        dist.all_gather_object(parts, part)
+        return parts
+
+    def device(self, wanted: str | None) -> torch.device:
+        """Where this rank computes: on the device that is asked for, else on a GPU where there is one.
+
+        Raises:
+            UserError: there is no such device, or ranks would have to share a GPU.
+        """
+        import torch
+
+        if wanted is None:
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            device = torch.device(wanted)
+            if device.type == "cuda" and device.index is None and self.gpu is not None:
+                device = torch.device("cuda", self.gpu)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"--device {wanted} cannot be used here: {str(error).splitlines()[0]}") from None
+        return device
+
+
+@contextmanager
+def team_at(place: Place | None, wanted_device: str | None = None) -> Iterator[Team]:
+    """This process' team, connected; on its own if there is no place among ranks.
+
+    Args:
+        place: of this process, from :func:`smlp.launch.ranks.place_of`.
+        wanted_device: what the user asks for; ranks that are to use CPUs may be more than there are GPUs.
+
+    Raises:
+        UserError: the ranks do not reach each other, or would have to share a GPU.
+    """
+    if place is None:
+        yield Team()
+        return
+    import torch
+    import torch.distributed as dist
+
+    gpu = None
+    if torch.cuda.is_available() and wanted_device in (None, "cuda"):
+        gpu = device_index(place, torch.cuda.device_count())
+    meet(place, "gloo", PATIENCE)  # what travels are results in main memory
+    try:
+        yield Team(place.rank, place.world_size, gpu)
+    finally:
+        dist.destroy_process_group()
+
+
+def meet(place: Place, backend: str, timeout: timedelta) -> None:
+    """Sets torch.distributed up among the ranks that a launcher started.
+
+    Raises:
+        UserError: this rank does not reach the others.
+    """
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            backend, init_method=place.init_method, rank=place.rank, world_size=place.world_size, timeout=timeout
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"rank {place.rank} of {place.world_size} on {socket.gethostname()} does not reach the others at "
+            f"{place.init_method} ({reason})"
+        ) from error
