@@ -1,8 +1,10 @@
-"""What a command's ``--json FILE`` writes."""
+"""What a command writes as JSON, or as JSON lines."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,45 @@ from smlp.errors import UserError
 
 
 def write_json(path: str, value: Any) -> None:
-    """Writes ``value`` to a file.
+    """Writes ``value`` to what ``--json`` names.
+
+    Raises:
+        UserError: it cannot be written, or there is something else than JSON in it; the message names the file.
+    """
+    check_output("--json", path)
+    _write("--json", path, json.dumps(value, indent=1) + "\n")
+
+
+def write_json_lines(option: str, path: str, rows: Iterable[Any]) -> None:
+    """Writes one object a line to what an option names.
+
+    Raises:
+        UserError: as :func:`write_json`.
+    """
+    check_output(option, path)
+    _write(option, path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def check_output(option: str, path: str) -> None:
+    """To be called before long work whose result is to be written there.
 
     Raises:
         UserError: it cannot be written, or there is something else than JSON in it; the message names the file.
     """
     try:
         if Path(path).is_file() and Path(path).read_bytes()[:1] not in (b"", b"{", b"["):
-            raise UserError(f"--json {path}: there is a file of another kind already: name another one")
-        Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+            raise UserError(f"{option} {path}: there is a file of another kind already: name another one")
+        if Path(path).is_dir():
+            raise UserError(f"{option} {path} is a folder: name a file to write")
+        place = path if Path(path).exists() else Path(path).parent
+        if not os.access(place, os.W_OK):
+            raise UserError(f"cannot write {option} {path}: {place} is missing or may not be written to")
     except OSError as error:
-        raise UserError(f"cannot write --json {path}: {error.strerror}") from None
+        raise UserError(f"cannot write {option} {path}: {error.strerror}") from None
+
+
+def _write(option: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {option} {path}: {error.strerror}") from None
