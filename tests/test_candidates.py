@@ -36,7 +36,7 @@ def some_groups(prefix_tokens=0, count=6, seed=0):
         for _ in range(draw.randrange(1, 5)):
             own = context + tokens(draw, 1) if number > count - 3 else context
             texts.append(TokenizedText(own + begun + tokens(draw, draw.randrange(1, 7)), len(own)))
-        groups.append(fit(texts, CONTEXT, prefix_tokens))
+        groups.append(fit(texts, CONTEXT, START, prefix_tokens))
     return groups
 
 
@@ -45,7 +45,7 @@ def one_by_one(decoder, group):
     """For every candidate of a group: log-probability of each token, and whether it is the likeliest."""
     found = []
     for text in group.texts:
-        ids = torch.tensor([START] * (group.num_filled + 1) + list(text.tokens))
+        ids = torch.tensor([*group.lead, *text.tokens])
         logits = decoder(ids[None, :-1]).logits[0, group.num_filled :].double()
         target = ids[group.num_filled + 1 :]
         found.append((logits.log_softmax(1)[range(len(target)), target], logits.argmax(1) == target))
@@ -53,7 +53,7 @@ def one_by_one(decoder, group):
 
 
 def in_batches(decoder, groups, batch_tokens, share=True):
-    scorer = CandidateScorer(decoder, START, share)
+    scorer = CandidateScorer(decoder, share)
     found = {}
     for batch in scorer.plan(groups, batch_tokens):
         found.update(zip(batch.members, scorer.score(groups, batch), strict=True))
@@ -82,7 +82,7 @@ def test_scores_do_not_depend_on_batches_mates_or_order(arch):
         groups = some_groups(prefix_tokens)
         for batch_tokens in (40, 10_000):
             assert largest_difference(decoder, groups, in_batches(decoder, groups, batch_tokens)) < 1e-5
-        turned = [Candidates(group.texts[::-1], group.num_cut, group.num_filled) for group in groups[::-1]]
+        turned = [Candidates(group.texts[::-1], group.num_cut, group.lead) for group in groups[::-1]]
         assert largest_difference(decoder, turned, in_batches(decoder, turned, 200)) < 1e-5
     assert largest_difference(decoder, groups, in_batches(decoder, groups, 200, share=False)) < 1e-5
 
@@ -99,7 +99,7 @@ def test_common_beginnings_are_read_once():
 
 def test_leaky_routing_shares_nothing():
     decoder = randomise(smlp.build("smlp_leaky_tiny", **NARROW)).eval()
-    assert all(batch.num_shared == 0 for batch in CandidateScorer(decoder, START).plan(some_groups(), 100))
+    assert all(batch.num_shared == 0 for batch in CandidateScorer(decoder).plan(some_groups(), 100))
 
 
 def test_a_model_that_was_trained_with_a_capacity_drops_nothing():
@@ -138,7 +138,7 @@ def test_parts_with_the_least_waste():
 
 
 def test_passes_keep_to_the_batch_size_and_hold_every_candidate():
-    readings = [Reading.of(group, START) for group in some_groups(count=60)]
+    readings = [Reading.of(group) for group in some_groups(count=60)]
     batches = plan_batches(readings, 100, 16)
     rows = [(batch.members[member], number) for batch in batches for rows in batch.passes for member, number in rows]
     assert sorted(rows) == [(place, n) for place, one in enumerate(readings) for n in range(len(one.inputs))]
@@ -203,7 +203,7 @@ def test_a_filled_prefix_comes_before_every_continuation(lengths):
     for one, (_, num_continuation) in zip(group.texts, lengths, strict=True):
         assert group.num_filled + one.num_context >= 4 and group.num_filled + len(one.tokens) <= 12
         assert one.num_continuation == num_continuation
-    assert group.num_filled == max(0, 4 - min(one.num_context for one in group.texts))
+    assert set(group.lead) == {2} and group.num_filled == max(0, 4 - min(one.num_context for one in group.texts))
 
 
 def test_common_prefix():

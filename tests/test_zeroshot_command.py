@@ -10,7 +10,8 @@ from tiny_checkpoints import write_checkpoint
 from zeroshot_data import WORDS, write_tasks
 
 from smlp.cli.main import main
-from smlp.cli.zeroshot import _NEWLINES, _SCORING, _TASKS, _TEMPLATES
+from smlp.cli.scoring_options import NEWLINES as NEWLINE_CHOICES
+from smlp.cli.zeroshot import _SCORING, _TASKS, _TEMPLATES
 from smlp.evaluation.texts import NEWLINES
 from smlp.tokenizer import Vocabulary
 from smlp.zeroshot.readers import READERS
@@ -247,4 +248,4 @@ def test_missing_files_and_broken_weights_are_named(data, tmp_path, capsys):
 def test_the_command_knows_what_the_library_has():
     """It is not imported for --help, because that would take a second."""
     assert tuple(READERS) == _TASKS == tuple(TABLE_6) and tuple(TEMPLATES) == _TEMPLATES
-    assert ("auto", *RULES) == _SCORING and _NEWLINES == NEWLINES
+    assert ("auto", *RULES) == _SCORING and NEWLINE_CHOICES == NEWLINES

@@ -26,18 +26,16 @@ class Reading:
     num_shared: int
 
     @classmethod
-    def of(cls, group: Candidates, start_token: int, share: bool = True) -> Reading:
+    def of(cls, group: Candidates, share: bool = True) -> Reading:
         """The first scored token is predicted from the last start symbol or the token before it, which is not shared,
         so that everything that is scored comes out of the second pass.
 
         Args:
             group: of candidates.
-            start_token: id before every text.
             share: whether anything is to be shared.
         """
-        lead = (start_token,) * (group.num_filled + 1)
-        inputs = tuple(lead + text.tokens[:-1] for text in group.texts)
-        return cls(inputs, len(lead) - 1 + group.first if share else 0)
+        inputs = tuple(group.lead + text.tokens[:-1] for text in group.texts)
+        return cls(inputs, group.num_filled + group.first if share else 0)
 
     @property
     def longest(self) -> int:

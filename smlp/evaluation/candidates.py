@@ -41,14 +41,12 @@ class CandidateScorer:
 
     Args:
         decoder: in evaluation mode, dropping no token, so that a score does not depend on what else is in a batch.
-        start_token: id before every text.
         share: whether to read common beginnings once; off for a model with leaky routing, whose beginnings depend on
             what follows them.
     """
 
-    def __init__(self, decoder: Decoder, start_token: int, share: bool = True) -> None:
+    def __init__(self, decoder: Decoder, share: bool = True) -> None:
         self.decoder = decoder
-        self.start_token = start_token
         self.share = share and not decoder.config.is_leaky
 
     def plan(self, groups: Sequence[Candidates], batch_tokens: int) -> list[Batch]:
@@ -81,7 +79,7 @@ class CandidateScorer:
         return [[found[member, number] for number in range(len(group.texts))] for member, group in enumerate(members)]
 
     def _reading(self, group: Candidates) -> Reading:
-        return Reading.of(group, self.start_token, self.share)
+        return Reading.of(group, self.share)
 
     def _read_beginnings(self, readings: Sequence[Reading], num_shared: int) -> DecodingState | None:
         """The state after the first inputs of every group; None if there are none."""
