@@ -1,0 +1,207 @@
+"""Checkpoints in lm-evaluation-harness: its numbers on the six tasks are those of ``smlp zeroshot``."""
+
+import importlib
+import json
+import os
+import sys
+import types
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the harness is imported
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from running import run_python
+from tiny_checkpoints import write_checkpoint
+from zeroshot_data import WORDS, write_tasks
+
+import smlp
+from smlp.cli.main import main
+from smlp.errors import UserError
+from smlp.harness.evaluate import evaluate
+from smlp.harness.model import HarnessModel
+from smlp.zeroshot.readers import READERS
+from smlp.zeroshot.templates import example
+
+TASKS = ["copa", "piqa", "storycloze", "winogrande", "hellaswag", "record"]
+SYMBOLS = [*WORDS, ".", "because", "therefore", ",", "w1:"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), SYMBOLS, "switch_lm_tiny", 60, num_experts=4)[0]
+
+
+@pytest.fixture(scope="module")
+def harness(path):
+    return HarnessModel(str(path), batch_tokens=200)
+
+
+def test_the_six_tasks_agree_with_the_harness(path, harness, data, tmp_path):
+    theirs = evaluate(harness, TASKS, data_dir=data)
+    output, report = tmp_path / "o.jsonl", tmp_path / "r.json"
+    words = ["--tasks", "all", "--data-dir", data, "--templates", "lm-eval", "--output", output, "--json", report]
+    assert main(["zeroshot", "--path", str(path), "--device", "cpu", *map(str, words)]) == 0
+    ours = json.loads(report.read_text())["tasks"]
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    for task in TASKS:
+        found = theirs["results"][task]
+        if task == "record":
+            assert (found["em,none"], found["f1,none"]) == (ours[task]["exact_match"], ours[task]["f1"])
+        else:
+            assert found["acc,none"] == ours[task]["accuracy"]
+        if task in ("piqa", "hellaswag"):
+            assert found["acc_norm,none"] == ours[task]["accuracy_by_rule"]["chars"]
+        samples = sorted(theirs["samples"][task], key=lambda sample: sample["doc_id"])
+        own_rows = [row for row in rows if row["task"] == task]
+        assert len(samples) == len(own_rows) == 6
+        for sample, row in zip(samples, own_rows, strict=True):
+            scores = [candidate["scores"]["continuation"] for candidate in row["candidates"]]
+            assert [response[0] for response in sample["filtered_resps"]] == pytest.approx(scores, abs=1e-4)
+
+
+def test_record_is_written_as_the_harness_writes_it(data, monkeypatch):
+    """Its own module wants transformers, for two functions that no text depends on."""
+    stub = types.ModuleType("transformers.data.metrics.squad_metrics")
+    for name in ("transformers", "transformers.data", "transformers.data.metrics"):
+        package = types.ModuleType(name)
+        package.__path__ = []
+        package.squad_metrics = stub
+        monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.super_glue.record.util", raising=False)
+    theirs = importlib.import_module("lm_eval.tasks.super_glue.record.util")
+    for item in READERS["record"].read(data):
+        doc = {"passage": item.passage, "query": item.query, "entities": sorted(item.entities)}
+        want = [f"{theirs.doc_to_text(doc)} {choice}" for choice in theirs.doc_to_choice(doc)]
+        assert [choice.context + choice.continuation for choice in example(item, "lm-eval").choices] == want
+
+
+@torch.no_grad()
+def forward_sum(decoder, given, scored):
+    """Log-probability of the last ids after the ids before them."""
+    table = decoder(torch.tensor([[*given, *scored][:-1]])).logits[0].log_softmax(1)
+    return sum(float(table[len(given) - 1 + place, token]) for place, token in enumerate(scored))
+
+
+def request(kind, *arguments, number=0):
+    return Instance(kind, {}, arguments, number, metadata=("mine", number, 1))
+
+
+def test_scores_of_single_requests(harness):
+    decoder = harness.lm.decoder
+    first, second = harness.tok_encode("w1 w2"), harness.tok_encode("w3 w4")
+    results = harness.loglikelihood(
+        [
+            request("loglikelihood", "w1 w2", " w3 w4"),
+            request("loglikelihood", "", "w3 w4", number=1),
+            request("loglikelihood", "w1", "", number=2),
+        ],
+        disable_tqdm=True,
+    )
+    assert [value for value, _ in results] == pytest.approx(
+        [forward_sum(decoder, [2, *first], second), forward_sum(decoder, [2], second), 0.0], abs=1e-5
+    )
+    assert results[2][1] is True
+    by_ids = harness._loglikelihood_tokens([(("", ""), [2, *first], second), (("", ""), first, second)])
+    assert by_ids[0][0] == by_ids[1][0] == pytest.approx(results[0][0], abs=1e-5)
+    likeliest = int(decoder(torch.tensor([[2, *first]])).logits[0, -1].argmax())
+    assert harness._loglikelihood_tokens([(("", ""), first, [likeliest])])[0][1] is True
+
+
+@pytest.mark.parametrize("length", [7, 60, 61, 150])
+def test_long_texts_are_scored_in_windows(harness, length):
+    ids = torch.randint(4, 34, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    text = " ".join(harness.lm.vocabulary.symbols[token] for token in ids)
+    want, stream = 0.0, [2, *ids]
+    for begin in range(0, length, 60):
+        end = min(begin + 60, length)
+        given = stream[max(end - 60, 0) : begin + 1]  # the last window goes back as far as the context holds
+        want += forward_sum(harness.lm.decoder, given, stream[begin + 1 : end + 1])
+    (found,) = harness.loglikelihood_rolling([request("loglikelihood_rolling", text)], disable_tqdm=True)
+    assert found == pytest.approx(want, abs=1e-4)
+
+
+def test_texts_are_written_until_a_stop_string(harness):
+    long = " ".join(["w1 w2 w3"] * 40)
+    greedy, short = {"until": [" w9", " ."], "max_gen_toks": 20}, {"until": "w1", "max_gen_toks": 5, "do_sample": False}
+    found = harness.generate_until(
+        [
+            request("generate_until", "w1 w2", greedy),
+            request("generate_until", long, greedy, number=1),
+            request("generate_until", "w5", short, number=2),
+        ],
+        disable_tqdm=True,
+    )
+    lm = harness.lm
+    assert found[0] == lm.generate("w1 w2", max_tokens=20, greedy=True, stop=[" w9", " ."])
+    kept = lm.detokenize(lm.tokenize(long)[-40:])  # 60 positions, less 20 to write
+    assert found[1] == lm.generate(kept, max_tokens=20, greedy=True, stop=[" w9", " ."])
+    assert found[2] == lm.generate("w5", max_tokens=5, greedy=True, stop="w1")
+
+
+def test_partial_routing_has_to_be_filled(tmp_path):
+    path, decoder = write_checkpoint(tmp_path, SYMBOLS, "smlp_partial_tiny", 40, prefix_fraction=0.4)
+    lm = smlp.load_pretrained(path)
+    asked = [request("loglikelihood", "w1", " w2 w3")]
+    with pytest.raises(UserError, match="mine, example 0 ends within the first 16 positions"):
+        HarnessModel(lm).loglikelihood(asked)
+    ((value, _),) = HarnessModel(lm, fill_prefix=True).loglikelihood(asked, disable_tqdm=True)
+    assert value == pytest.approx(forward_sum(decoder, [2] * 16 + lm.tokenize("w1"), lm.tokenize("w2 w3")), abs=1e-5)
+
+
+def lm_eval(path, *arguments):
+    return main(["lm-eval", "--path", str(path), "--device", "cpu", *map(str, arguments)])
+
+
+def test_the_command_prints_the_harness_table_and_writes_its_results(path, data, tmp_path, capsys):
+    report, output = tmp_path / "r.json", tmp_path / "o.jsonl"
+    words = ["--data-dir", data, "--limit", 3, "--num-fewshot", 1, "--json", report, "--output", output]
+    assert lm_eval(path, "--tasks", "copa,record", *words) == 0
+    printed = capsys.readouterr().out
+    assert "|copa  |" in printed and "6 records in" in printed
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(row["task"] for row in rows) == ["copa"] * 3 + ["record"] * 3
+    assert all(len(row["arguments"][0][0].split("\n\n")) >= 2 for row in rows)  # a solved example before each
+    results = json.loads(report.read_text())["results"]
+    assert results["copa"]["acc,none"] == sum(row["acc"] for row in rows if row["task"] == "copa") / 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tasks", " , "], ["--tasks names no task"]),
+        (["--tasks", "copa", "--data-dir", "/no/such"], ["--data-dir /no/such is not a folder"]),
+        (["--tasks", "copa", "--limit", "0"], ["--limit must be at least 1"]),
+    ],
+)
+def test_bad_input_is_one_sentence(path, arguments, words, capsys):
+    assert lm_eval(path, *arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("smlp: error: ") and error.count("\n") == 1 and all(word in error for word in words), error
+
+
+def test_without_the_harness_it_says_what_to_install(path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert lm_eval(path, "--tasks", "copa") == 1
+    assert "pip install 'smlp[lm-eval]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_share_records_and_agree(path, data, tmp_path):
+    """And a task that nobody has is named, which takes a look at all of the harness's."""
+    words = ["lm-eval", "--path", path, "--device", "cpu", "--tasks", "copa,hellaswag", "--data-dir", data]
+    assert main([*map(str, words), "--json", str(tmp_path / "one.json")]) == 0
+    done = run_python("-m", "smlp", *words, "--json", tmp_path / "two.json", "--nproc", "2", timeout=200)
+    assert done.rc == 0, done.stderr
+    one, two = (json.loads((tmp_path / name).read_text())["results"] for name in ("one.json", "two.json"))
+    assert {task: found["acc,none"] for task, found in one.items()} == {
+        task: found["acc,none"] for task, found in two.items()
+    }
+    done = run_python("-m", "smlp", *words[:-4], "--tasks", "no_such_task", timeout=200)
+    assert done.rc == 1 and "lm-evaluation-harness has no task no_such_task" in done.errors[-1]
