@@ -5,7 +5,8 @@ import torch
 
 import smlp
 from smlp.evaluation.leak import randomise
-from smlp.generation import Sampling, choose, generate
+from smlp.generation import Sampling, generate
+from smlp.generation.choosing import choose
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +36,14 @@ def test_past_the_context_is_an_error_before_anything_is_written(model):
 
 
 def test_sliding_goes_on_from_the_later_half(model):
-    greedy = Sampling(temperature=0, slide=True)
-    written = list(generate(model, [2, 5, 6, 7], 40, greedy))
+    greedy = Sampling(temperature=0)
+    written = list(generate(model, [2, 5, 6, 7], 40, greedy, when_full="slide"))
     assert len(written) == 40
     text = [2, 5, 6, 7, *written]
     # the 17th token overall is the first that needed a slide: it follows from the last 8 tokens alone
     assert text[17] == int(model(torch.tensor([text[9:17]])).logits[0, -1].argmax())
     long_prompt = list(range(2, 30)) * 2
-    assert len(list(generate(model, long_prompt, 3, greedy))) == 3
+    assert len(list(generate(model, long_prompt, 3, greedy, when_full="slide"))) == 3
 
 
 def test_the_seed_decides(model):
@@ -61,7 +62,7 @@ def test_banned_tokens_are_never_written(model):
 
 def draws(sampling, logits, count=300):
     generator = torch.Generator().manual_seed(0)
-    return {choose(torch.tensor(logits), sampling, generator) for _ in range(count)}
+    return set(choose(torch.tensor([logits] * count), sampling, [generator] * count))
 
 
 def test_top_k_and_top_p_cut_the_tail():
@@ -79,7 +80,7 @@ def test_frequencies_follow_the_distribution():
     probabilities = torch.tensor([0.6, 0.3, 0.1])
     counts = torch.zeros(3)
     for _ in range(4000):
-        counts[choose(probabilities.log(), Sampling(), generator)] += 1
+        counts[choose(probabilities.log().unsqueeze(0), Sampling(), [generator])] += 1
     assert (counts / 4000 - probabilities).abs().max() < 0.03
 
 

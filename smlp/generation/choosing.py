@@ -15,9 +15,10 @@ from smlp.errors import NaNError
 from smlp.generation.settings import Sampling
 
 
-def random_stream(seed: int, draw: int) -> torch.Generator:
+def random_stream(seed: int, prompt: Sequence[int], draw: int) -> torch.Generator:
     """The random numbers of a prompt's draw: the same in every batch and beside any other draws."""
-    digest = hashlib.blake2b(f"{seed} {draw}".encode(), digest_size=8).digest()
+    key = f"{seed} {draw} {' '.join(map(str, prompt))}"
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 from smlp.errors import UserError
 from smlp.generation.beam import beam_search
@@ -49,20 +51,30 @@ class Continuation:
 class _Shown:
     """What is to be shown of a text that is being written."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end: int | None, before: int) -> None:
         self._tokenizer = tokenizer
         self._stops = StopStrings(stops)
         self._end = end
+        #: the last token
+        self._before = before
 
     def follow(self, text: Text) -> str:
         """What to show after the text's last token; sets its ``finish`` where a stop string has come."""
         token = text.tokens[-1]
-        new = self._stops.push("" if token == self._end else self._tokenizer.piece(token))
+        new = self._stops.push("" if token == self._end else _piece(self._tokenizer, self._before, token))
+        self._before = token
         if self._stops.found:
             text.finish = "stop"
         elif text.finish is not None:
             new += self._stops.rest()
         return new
+
+
+def _piece(tokenizer: Tokenizer, before: int, token: int) -> str:
+    """The text of a token after another one: no space begins a line."""
+    piece = tokenizer.piece(token)
+    begins_line = before in (tokenizer.vocabulary.eos, tokenizer.vocabulary.bos)
+    return piece.removeprefix(" ") if begins_line else piece
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,17 @@ class TextWriter:
         elif self.limits.when_full == "slide":
             raise UserError("sliding does not go with beam search, which compares texts in one context")
 
+    def settings(self) -> dict[str, Any]:
+        """All settings by name, for reports."""
+        return {
+            "method": "beam search" if self._searches else "sampling",
+            **asdict(self.method),
+            **asdict(self.limits),
+            "stop": list(self.stop),
+            "num_return": self.num_return,
+            "fill_prefix": self.fill_prefix,
+        }
+
     def prompt_tokens(self, prompt: str) -> list[int]:
         """Ids of a prompt, start symbol first."""
         return [self.start_token, *self.tokenizer.encode(prompt)]
@@ -117,7 +140,7 @@ class TextWriter:
         texts = sampled_texts(
             self.decoder, prompts, self.limits, self.method, self.num_return, self._banned, self._fill
         )
-        return self._with_shown(texts)
+        return self._with_shown(texts, prompts)
 
     def continuations(self, prompts: Sequence[str], batch_size: int) -> Iterator[list[Continuation]]:
         """The continuations of each prompt, in order; ``batch_size`` prompts are written at a time.
@@ -145,12 +168,12 @@ class TextWriter:
         fillers = [token for symbol, token in vocabulary.index.items() if symbol.startswith("madeupword")]
         return [vocabulary.bos, vocabulary.pad, vocabulary.unk, *fillers]
 
-    def _with_shown(self, texts: Iterator[Text]) -> Iterator[tuple[Text, str]]:
+    def _with_shown(self, texts: Iterator[Text], prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
         shown: dict[tuple[int, int], _Shown] = {}
         for text in texts:
             key = text.prompt, text.draw
             if key not in shown:
-                shown[key] = _Shown(self.tokenizer, self.stop, self.limits.end)
+                shown[key] = _Shown(self.tokenizer, self.stop, self.limits.end, prompts[text.prompt][-1])
             yield text, shown[key].follow(text)
 
     def _in_batches(
@@ -174,7 +197,8 @@ class TextWriter:
         if self._searches:
             found = beam_search(self.decoder, batch, self.limits, self.method, self._banned, self._fill)
             for text in (text for texts in found for text in texts[: self.num_return]):
-                yield text, "".join(map(self.tokenizer.piece, text.tokens[:-1]))
+                line = [batch[text.prompt][-1], *text.tokens[:-1]]
+                yield text, "".join(_piece(self.tokenizer, *pair) for pair in itertools.pairwise(line))
             return
         shown: dict[tuple[int, int], str] = {}
         for text, new in self.follow(batch):

@@ -59,7 +59,7 @@ def sampled_texts(
         limits: when a text ends.
         sampling: how to choose; by default from the full distribution.
         num_return: texts of each prompt, with random numbers of their own.
-        banned: ids that are never chosen; padding never is.
+        banned: ids that are never chosen, such as padding.
         fill: see :func:`smlp.generation.prompts.ready_prompts`.
 
     Raises:
@@ -70,8 +70,7 @@ def sampled_texts(
     ready = ready_prompts(decoder.config, prompts, limits, fill)
     drafts = [_Draft(Text(number), prompt) for number, prompt in enumerate(ready)]
     batch = SharedPositions(decoder, [prompt.tokens for prompt in ready])
-    banned = sorted({*banned, decoder.config.padding_idx})
-    return _write(batch, drafts, limits, sampling or Sampling(), num_return, banned)
+    return _write(batch, drafts, limits, sampling or Sampling(), num_return, list(banned))
 
 
 @dataclass
@@ -131,7 +130,8 @@ def _branch(batch: SharedPositions, drafts: list[_Draft], seed: int, num_return:
             continue
         for draw in range(num_return):
             index.append(row)
-            branched.append(_Draft(Text(draft.text.prompt, draw), draft.prompt, random_stream(seed, draw)))
+            stream = random_stream(seed, draft.prompt.tokens, draw)
+            branched.append(_Draft(Text(draft.text.prompt, draw), draft.prompt, stream))
     batch.keep(index)
     return index, branched
 

@@ -35,7 +35,7 @@ class Sampling:
     #: logits of tokens that the text (prompt included) has already are divided by it if positive, multiplied if
     #: negative (Keskar et al., 2019); 1 leaves them
     repetition_penalty: float = 1.0
-    #: the same seed gives the same text
+    #: the same seed and prompt give the same text
     seed: int = 1
 
     def __post_init__(self) -> None:
