@@ -16,9 +16,13 @@ class DecodingState:
     """What token-mixing modules keep of earlier positions, so that no earlier token is computed again.
 
     Pass one object to successive calls of the decoder, each with the next tokens only.
+
+    Args:
+        capacity: positions to have room for; by default the model's context.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
         #: positions seen so far, the same for all sequences of the batch
         self.length = 0
         self._buffers: dict[Any, Tensor] = {}
@@ -28,7 +32,8 @@ class DecodingState:
         end = self.length + x_BnC.size(1)
         buffer_BTC = self._buffers.get(key)
         if buffer_BTC is None:
-            buffer_BTC = x_BnC.new_empty(x_BnC.size(0), max_tokens, x_BnC.size(2))
+            room = max_tokens if self.capacity is None else min(self.capacity, max_tokens)
+            buffer_BTC = x_BnC.new_empty(x_BnC.size(0), room, x_BnC.size(2))
             self._buffers[key] = buffer_BTC
         buffer_BTC[:, self.length : end] = x_BnC
         return buffer_BTC[:, :end]
@@ -48,7 +53,7 @@ class DecodingState:
 
     def clone(self) -> DecodingState:
         """An independent copy, to continue one prompt in several ways."""
-        copy = DecodingState()
+        copy = DecodingState(self.capacity)
         copy.length = self.length
         copy._buffers = {key: buffer.clone() for key, buffer in self._buffers.items()}
         return copy

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from smlp.evaluation.texts import common_prefix
 from smlp.zeroshot.metrics import best_f1, exact_match, normalised_answer, standard_error, wilson_interval
-from smlp.zeroshot.rules import RULES, ScoredText, choice, common_prefix, common_suffix, headline_rule, scores
+from smlp.zeroshot.rules import RULES, ScoredText, choice, common_suffix, headline_rule, scores
 
 
 def scored(tokens, log_probs, num_context=2, num_chars=4, unconditional=None):

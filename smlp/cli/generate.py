@@ -43,12 +43,16 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Writes the continuations."""
     check_options(args)
+    if args.output not in (None, "-"):
+        from smlp.cli.json_file import check_output
+
+        check_output("--output", args.output)
     if args.interactive:
         from smlp.cli.prompt_loop import PromptLoop
 
-        return PromptLoop(writer_of(args, load_model(args))).run()
+        return PromptLoop(_writer(args)).run()
     prompts = [args.prompt] if args.prompt is not None else _read_prompts(args.file)
-    writer = writer_of(args, load_model(args))
+    writer = _writer(args)
     batch_size = DEFAULT_BATCH if args.batch_size is None else args.batch_size
     if args.output is not None:
         _write_file(args, writer, prompts, batch_size)
@@ -61,6 +65,14 @@ def run(args: argparse.Namespace) -> int:
                 text = continuation.prompt + continuation.text
                 print(text.replace("\n", " / ") if on_one_line else text, flush=True)
     return 0
+
+
+def _writer(args: argparse.Namespace) -> TextWriter:
+    from smlp.evaluation.dropless import drop_nothing
+
+    model = load_model(args)
+    drop_nothing(model.decoder)
+    return writer_of(args, model)
 
 
 def _write_as_it_comes(writer: TextWriter, prompt: str) -> None:

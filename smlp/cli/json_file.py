@@ -1,10 +1,10 @@
-"""What a command's ``--json FILE`` and ``--output FILE`` write."""
+"""What a command writes as JSON, or as JSON lines."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,43 +13,68 @@ from smlp.errors import UserError
 
 
 def write_json(path: str, value: Any) -> None:
-    """Writes ``value`` to a file.
+    """Writes ``value`` to what ``--json`` names.
 
     Raises:
         UserError: it cannot be written, or there is something else than JSON in it; the message names the file.
     """
-    with _naming("--json", path):
-        _refuse_other_kinds("--json", path)
-        Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    check_output("--json", path)
+    _write("--json", path, json.dumps(value, indent=1) + "\n")
+
+
+def write_json_lines(option: str, path: str, rows: Iterable[Any]) -> None:
+    """Writes one object a line to what an option names.
+
+    Raises:
+        UserError: as :func:`write_json`.
+    """
+    check_output(option, path)
+    _write(option, path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 @contextmanager
 def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
-    """Opens a file (``-`` for standard output) for objects, one a line; gives the function that writes one.
+    """Opens what an option names (``-`` is standard output) for objects that come one by one; gives what writes one.
 
-    Each line is on its way to the disk when the function returns, so that an interrupted command leaves what it did.
+    A line is with the system once it is written, so that an interrupted command leaves what it did.
 
     Raises:
-        UserError: it cannot be written, or there is something else than JSON in it; the message names option and file.
+        UserError: as :func:`write_json`.
     """
     if path == "-":
-        yield lambda value: print(json.dumps(value), flush=True)
+        yield lambda row: print(json.dumps(row, ensure_ascii=False), flush=True)
         return
+    check_output(option, path)
     with _naming(option, path):
-        _refuse_other_kinds(option, path)
-        file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        file = open(path, "wb", buffering=0)  # noqa: SIM115
 
-    def write(value: Any) -> None:
+    def write(row: Any) -> None:
         with _naming(option, path):
-            file.write(json.dumps(value) + "\n")
+            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
 
-    try:
+    with file:
         yield write
-    finally:
-        # after a failed write there is nothing to add to its message
-        if sys.exc_info()[0] is None:
-            with _naming(option, path):
-                file.close()
+
+
+def check_output(option: str, path: str) -> None:
+    """To be called before long work whose result is to be written there.
+
+    Raises:
+        UserError: it cannot be written, or there is something else than JSON in it; the message names the file.
+    """
+    with _naming(option, path):
+        if Path(path).is_file() and Path(path).read_bytes()[:1] not in (b"", b"{", b"["):
+            raise UserError(f"{option} {path}: there is a file of another kind already: name another one")
+        if Path(path).is_dir():
+            raise UserError(f"{option} {path} is a folder: name a file to write")
+        place = path if Path(path).exists() else Path(path).parent
+        if not os.access(place, os.W_OK):
+            raise UserError(f"cannot write {option} {path}: {place} is missing or may not be written to")
+
+
+def _write(option: str, path: str, text: str) -> None:
+    with _naming(option, path):
+        Path(path).write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -58,8 +83,3 @@ def _naming(option: str, path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"cannot write {option} {path}: {error.strerror}") from None
-
-
-def _refuse_other_kinds(option: str, path: str) -> None:
-    if Path(path).is_file() and Path(path).read_bytes()[:1] not in (b"", b"{", b"["):
-        raise UserError(f"{option} {path}: there is a file of another kind already: name another one")

@@ -90,7 +90,8 @@ def beam_search(
     beam = beam or BeamSearch()
     ready = ready_prompts(decoder.config, prompts, limits, fill, reads_last=True)
     searches = [_Search(number, prompt) for number, prompt in enumerate(ready)]
-    batch = SharedPositions(decoder, [prompt.tokens for prompt in ready])
+    capacity = max(len(prompt.tokens) + prompt.room for prompt in ready)
+    batch = SharedPositions(decoder, [prompt.tokens for prompt in ready], capacity)
     rows = [_Hypothesis(search) for search in searches]
     banned = sorted({*banned, decoder.config.padding_idx})
     while True:

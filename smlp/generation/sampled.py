@@ -69,7 +69,8 @@ def sampled_texts(
     """
     ready = ready_prompts(decoder.config, prompts, limits, fill)
     drafts = [_Draft(Text(number), prompt) for number, prompt in enumerate(ready)]
-    batch = SharedPositions(decoder, [prompt.tokens for prompt in ready])
+    capacity = max(len(prompt.tokens) + prompt.room - 1 for prompt in ready)
+    batch = SharedPositions(decoder, [prompt.tokens for prompt in ready], capacity)
     return _write(batch, drafts, limits, sampling or Sampling(), num_return, list(banned))
 
 

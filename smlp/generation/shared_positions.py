@@ -24,12 +24,14 @@ class SharedPositions:
     Args:
         decoder: in evaluation mode.
         rows: known ids of each sequence, at least one each; append to ``rows`` what is chosen.
+        capacity: most ids of a row that are read, so that no room is kept for others.
     """
 
-    def __init__(self, decoder: Decoder, rows: Sequence[Sequence[int]]) -> None:
+    def __init__(self, decoder: Decoder, rows: Sequence[Sequence[int]], capacity: int) -> None:
         self.decoder = decoder
         self.rows = [list(row) for row in rows]
-        self._state = DecodingState()
+        self._capacity = min(capacity, decoder.config.max_tokens)
+        self._state = DecodingState(self._capacity)
         #: ids at the start of each row that were forgotten
         self._forgotten = 0
 
@@ -52,7 +54,7 @@ class SharedPositions:
         shortest = min(map(len, self.rows))
         if shortest - self._forgotten > config.max_tokens:
             self._forgotten = shortest - max(config.max_tokens // 2, config.prefix_tokens + 1)
-            self._state = DecodingState()
+            self._state = DecodingState(self._capacity)
         start = self.num_read
         tokens_Rn = torch.tensor(
             [ids[start:shortest] for ids in self.rows], device=self.decoder.embedding.weight.device

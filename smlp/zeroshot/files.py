@@ -24,14 +24,25 @@ def find(data_dir: Path, folders: Sequence[str], names: Sequence[str], source: s
     """
     if not data_dir.is_dir():
         raise UserError(f"--data-dir {data_dir} is not a folder")
+    found = next(_candidates(data_dir, folders, names), None)
+    if found is not None:
+        return found
+    expected = " or ".join(str(data_dir / folders[0] / name) for name in names)
+    raise UserError(f"{expected} is missing; it comes from {source}")
+
+
+def has_one(data_dir: Path, folders: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether :func:`find` would find a file."""
+    return data_dir.is_dir() and any(_candidates(data_dir, folders, names))
+
+
+def _candidates(data_dir: Path, folders: Sequence[str], names: Sequence[str]) -> Iterator[Path]:
     wanted = {folder.lower() for folder in folders}
     places = [folder for folder in sorted(data_dir.iterdir()) if folder.is_dir() and folder.name.lower() in wanted]
     for name in names:
         for place in (*places, data_dir):
             if (place / name).is_file():
-                return place / name
-    expected = " or ".join(str(data_dir / folders[0] / name) for name in names)
-    raise UserError(f"{expected} is missing; it comes from {source}")
+                yield place / name
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from smlp.errors import UserError
 from smlp.zeroshot import items
-from smlp.zeroshot.files import find, json_lines, label, label_lines, read_text, text
+from smlp.zeroshot.files import find, has_one, json_lines, label, label_lines, read_text, text
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Reader:
     #: where the files come from
     source: str
     parse: Callable[[Path], list[items.Item]]
+    #: splits to take examples for prompts from, the best first
+    priming: tuple[str, ...] = ("train",)
 
     def read(self, data_dir: str | Path, split: str | None = None) -> list[items.Item]:
         """Records of a split; by default of the one for zero-shot scoring.
@@ -46,6 +48,13 @@ class Reader:
         if not records:
             raise UserError(f"{path} has no records")
         return records
+
+    def priming_split(self, data_dir: str | Path) -> str:
+        """The best split for priming of those that are there; the best of all if none is."""
+        for split in self.priming:
+            if has_one(Path(data_dir), self.folders, self.splits[split]):
+                return split
+        return self.priming[0]
 
 
 def _copa(path: Path) -> list[items.Item]:
@@ -233,6 +242,7 @@ READERS = {
             ("storycloze", "story_cloze"),
             "its authors on request (cs.rochester.edu/nlp/rocstories)",
             _storycloze,
+            ("val2016",),
         ),
         Reader(
             "winogrande",
@@ -243,6 +253,7 @@ READERS = {
             ("winogrande", "winogrande_1.1"),
             "winogrande.allenai.org (winogrande_1.1.zip)",
             _winogrande,
+            ("train_xl", "train_l", "train_m", "train_s", "train_xs"),
         ),
         Reader(
             "hellaswag",

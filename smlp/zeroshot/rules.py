@@ -1,6 +1,6 @@
 """Scores of a record's candidates, from the log-probabilities of their tokens, and the candidate that is chosen.
 
-Letters: ``L`` tokens of a candidate's text, context and continuation.
+Letters: ``L`` tokens of a candidate's text, context and continuation; ``f`` of the first one that is scored.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from smlp.evaluation.texts import common_prefix
+
 
 @dataclass(frozen=True)
 class ScoredText:
@@ -17,7 +19,7 @@ class ScoredText:
 
     #: ids, (L,), what stands before every text left out
     tokens: tuple[int, ...]
-    #: natural log-probability of each, (L,), float64
+    #: natural log-probability of each from the first that is scored on, (L - f,), float64
     log_probs: np.ndarray
     #: how many of them are of the context
     num_context: int
@@ -26,18 +28,15 @@ class ScoredText:
     #: log-probability of the candidate without its context; None where it was not asked for
     unconditional: float | None = None
 
+    def since(self, place: int) -> np.ndarray:
+        """Log-probabilities of the tokens from a place on, as far as they are scored."""
+        first = len(self.tokens) - len(self.log_probs)
+        return self.log_probs[max(place - first, 0) :]
+
     @property
     def continuation(self) -> float:
         """Log-probability of the continuation, given the context."""
-        return float(self.log_probs[self.num_context :].sum())
-
-
-def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """How many tokens all sequences begin with alike."""
-    shortest = min(map(len, sequences))
-    first = sequences[0]
-    same = (all(sequence[place] == first[place] for sequence in sequences) for place in range(shortest))
-    return next((place for place, alike in enumerate(same) if not alike), shortest)
+        return float(self.since(self.num_context).sum())
 
 
 def common_suffix(sequences: Sequence[Sequence[int]]) -> int:
@@ -52,14 +51,14 @@ def _sum(texts: Sequence[ScoredText]) -> list[float]:
 def _mean(texts: Sequence[ScoredText]) -> list[float]:
     shared = common_prefix([text.tokens for text in texts])
     # a text that is the beginning of another has nothing of its own: its last token speaks for it
-    return [float(text.log_probs[min(shared, len(text.tokens) - 1) :].mean()) for text in texts]
+    return [float(text.since(min(shared, len(text.tokens) - 1)).mean()) for text in texts]
 
 
 def _suffix(texts: Sequence[ScoredText]) -> list[float]:
     shared = common_suffix([text.tokens for text in texts])
     if shared == 0:  # nothing follows the candidates: all that is left is what they are worth themselves
         return _sum(texts)
-    return [float(text.log_probs[len(text.tokens) - shared :].sum()) for text in texts]
+    return [float(text.since(len(text.tokens) - shared).sum()) for text in texts]
 
 
 def _continuation(texts: Sequence[ScoredText]) -> list[float]:
@@ -74,9 +73,10 @@ def _unconditional(texts: Sequence[ScoredText]) -> list[float]:
     return [text.continuation - text.unconditional for text in texts]
 
 
-#: ``sum``: of the whole text. ``mean``: over tokens after the beginning that all candidates' texts share. ``suffix``:
-#: sum over the end that they share. ``continuation``: sum of the continuation. ``chars``: that by characters of the
-#: candidate. ``unconditional``: that less the candidate's log-probability without its context
+#: ``sum``: of the whole text, less the beginning that all share, which adds the same to each. ``mean``: over tokens
+#: after that beginning. ``suffix``: sum over the end that they share. ``continuation``: sum of the continuation.
+#: ``chars``: that by characters of the candidate. ``unconditional``: that less the candidate's log-probability without
+#: its context
 RULES: dict[str, Callable[[Sequence[ScoredText]], list[float]]] = {
     "sum": _sum,
     "mean": _mean,

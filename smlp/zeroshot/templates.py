@@ -41,10 +41,15 @@ class Choice:
 class Example:
     """A record with its candidates written out."""
 
-    id: str
+    item: Item
     choices: tuple[Choice, ...]
     #: candidates that are right
     gold: tuple[int, ...]
+
+    @property
+    def id(self) -> str:
+        """The record's."""
+        return self.item.id
 
 
 def _filled(before: str, candidate: str, bare: str, after: str = "") -> Choice:
@@ -56,8 +61,8 @@ def _filled(before: str, candidate: str, bare: str, after: str = "") -> Choice:
 def _example(item: Item, choices: Iterator[Choice]) -> Example:
     choices = tuple(choices)
     if isinstance(item, RecordItem):
-        return Example(item.id, choices, tuple(n for n, choice in enumerate(choices) if choice.bare in item.answers))
-    return Example(item.id, choices, (item.gold,))
+        return Example(item, choices, tuple(n for n, choice in enumerate(choices) if choice.bare in item.answers))
+    return Example(item, choices, (item.gold,))
 
 
 def _lower_first_word(text: str) -> str:

@@ -1,0 +1,147 @@
+"""``smlp zeroshot``: zero-shot and few-shot priming on the paper's six tasks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from smlp.cli.json_file import check_output, write_json, write_json_lines
+from smlp.cli.model_options import add_model_options, load_model
+from smlp.cli.team_options import add_team_options, as_team
+from smlp.errors import UserError
+from smlp.launch.team import Team
+
+HELP = "accuracy on COPA, PIQA, StoryCloze, Winogrande, HellaSwag and ReCoRD"
+EPILOG = """examples:
+  smlp zeroshot --path checkpoint_best.pt --tasks all --data-dir tasks
+  smlp zeroshot --path checkpoint_best.pt --tasks copa,piqa --data-dir tasks --output answers.jsonl --json report.json
+  smlp zeroshot --path checkpoint_best.pt --tasks hellaswag --data-dir tasks --num-fewshot 4 --nproc 2
+  srun --ntasks=16 smlp zeroshot --path checkpoint_best.pt --tasks all --data-dir tasks
+
+The data directory holds the official files, in a folder for each task (copa/val.jsonl, piqa/valid.jsonl, ...) or side
+by side; docs/zeroshot.md says where each comes from, what the model reads and how candidates are scored.
+"""
+_TASKS = ("copa", "piqa", "storycloze", "winogrande", "hellaswag", "record")
+_TEMPLATES = ("fair", "gpt3", "lm-eval")
+_SCORING = ("auto", "sum", "mean", "suffix", "continuation", "chars", "unconditional")
+_NEWLINES = ("eos", "space")
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "zeroshot", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_options(parser)
+    parser.add_argument("--tasks", required=True, help=f"names, with commas: {', '.join(_TASKS)}; or all")
+    parser.add_argument("--data-dir", required=True, type=Path, help="where the tasks' official files are")
+    parser.add_argument("--split", help="instead of the split for scoring; of one task")
+    parser.add_argument("--templates", choices=_TEMPLATES, default="fair", help="prompts (default: %(default)s)")
+    parser.add_argument(
+        "--scoring", choices=_SCORING, default="auto", help="rule that decides (default: the templates' own)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N records of each task")
+    parser.add_argument("--num-fewshot", type=int, default=0, metavar="K", help="solved examples before each record")
+    parser.add_argument("--fewshot-seed", type=int, default=1, help="draws them (default: %(default)s)")
+    parser.add_argument(
+        "--newline", choices=_NEWLINES, default="eos", help="what a line break becomes (default: </s>, as in training)"
+    )
+    parser.add_argument(
+        "--fill-prefix", action="store_true", help="sMLP-partial: put </s> before prompts shorter than its prefix"
+    )
+    parser.add_argument(
+        "--skip-too-long", action="store_true", help="leave out, and count, records that the context cannot hold"
+    )
+    parser.add_argument(
+        "--batch-tokens", type=int, default=8192, metavar="N", help="positions in a batch (default: %(default)s)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write every record with its candidates' scores, as JSONL")
+    parser.add_argument("--json", metavar="FILE", help="write the report here too")
+    add_team_options(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Scores the tasks and prints the report."""
+    names = task_names(args.tasks)
+    for option, least in (("limit", 1), ("num_fewshot", 0), ("batch_tokens", 1)):
+        value = getattr(args, option)
+        if value is not None and value < least:
+            raise UserError(f"--{option.replace('_', '-')} must be at least {least}, got {value}")
+    if args.split is not None and len(names) > 1:
+        raise UserError(f"--split {args.split} is for one task, and {len(names)} are asked for: {', '.join(names)}")
+    for option in ("output", "json"):
+        if getattr(args, option) is not None:
+            check_output(f"--{option}", getattr(args, option))
+    return as_team(args, lambda team: _evaluate(args, names, team))
+
+
+def task_names(text: str) -> list[str]:
+    """Names of tasks from a list with commas, each once.
+
+    Raises:
+        UserError: a name is unknown.
+    """
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if names == ["all"]:
+        return list(_TASKS)
+    unknown = [name for name in names if name not in _TASKS]
+    if unknown or not names:
+        raise UserError(f"--tasks {text}: choose from {', '.join(_TASKS)}, or all")
+    return names
+
+
+def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
+    from tqdm import tqdm
+
+    from smlp.evaluation.candidates import CandidateScorer
+    from smlp.evaluation.dropless import drop_nothing
+    from smlp.zeroshot.evaluate import Protocol, answer_task, read_task
+    from smlp.zeroshot.prepare import Encoding
+    from smlp.zeroshot.report import average, json_rows, summarise, table, table_6
+
+    protocol = Protocol(
+        args.templates, args.scoring, args.split, args.limit, args.num_fewshot, args.fewshot_seed, args.skip_too_long
+    )
+    model = load_model(args, team)
+    drop_nothing(model.decoder)
+    config = model.decoder.config
+    encoding = Encoding(model.tokenizer, config, args.newline, args.fill_prefix)
+    tasks = [read_task(name, args.data_dir, protocol, encoding) for name in names]
+    scorer = CandidateScorer(model.decoder, model.start_token)
+    prefix = model.vocabulary.symbols[model.start_token]
+    summaries, rows = {}, []
+    # of this rank
+    total = sum(len(task.prepared.examples) for task in tasks) // team.size
+    with tqdm(total=total, unit=" records", disable=None if team.is_first else True) as progress:
+        for task in tasks:
+            progress.set_description(task.name)
+            answers = answer_task(task, scorer, args.batch_tokens, team, progress.update)
+            summaries[task.name] = summarise(task, answers, config.prefix_tokens)
+            if team.is_first and args.output:
+                rows += json_rows(task, answers, prefix, model.vocabulary.symbols)
+    if not team.is_first:
+        return 0
+    settings = {
+        "model": str(args.path),
+        "templates": args.templates,
+        "scoring": args.scoring,
+        "num_fewshot": args.num_fewshot,
+        "fewshot_seed": args.fewshot_seed,
+        "prefix": prefix,
+        "newline": args.newline,
+        "fill_prefix": args.fill_prefix,
+        "max_tokens": config.max_tokens,
+        "is_leaky": config.is_leaky,
+    }
+    described = ", ".join(f"{name} {value}" for name, value in settings.items() if name != "model")
+    print(f"{args.path}: {described}\n\n{table(summaries)}\n\n{table_6(summaries, Path(args.path).name)}")
+    sys.stdout.flush()
+    if args.output:
+        write_json_lines("--output", args.output, rows)
+        print(f"\n{len(rows)} records in {args.output}")
+    if args.json:
+        write_json(args.json, {"settings": settings, "tasks": summaries, "average": average(summaries)})
+    return 0

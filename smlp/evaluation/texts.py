@@ -1,0 +1,137 @@
+"""From a context and what continues it to ids that a model can score.
+
+A model here has seen lines, each ended by ``</s>``; so a line break in a text is scored as ``</s>`` too, or, on
+request, as a space. The symbol that stands before every text (``</s>``, ``<s>`` after training with
+``--add-bos-token``) is never part of these ids: it is put there once, by what scores them.
+
+Letters: ``T`` the model's context, ``P`` its prefix that only chooses experts, ``L`` tokens of a text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smlp.errors import UserError
+from smlp.tokenizer import Tokenizer, Vocabulary
+
+NEWLINES = ("eos", "space")
+
+
+class TooLongError(UserError):
+    """A continuation alone does not fit the model's context."""
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """A context with its continuation."""
+
+    #: ids of both together, (L,)
+    tokens: tuple[int, ...]
+    #: how many of them are of the context
+    num_context: int
+
+    @property
+    def num_continuation(self) -> int:
+        """Tokens of the continuation, at least one."""
+        return len(self.tokens) - self.num_context
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Texts that are scored together because they are compared: what they begin with alike is computed once."""
+
+    texts: tuple[TokenizedText, ...]
+    #: tokens that were cut from the left of every context
+    num_cut: int = 0
+    #: start symbols before the one that every text has, to fill a prefix
+    num_filled: int = 0
+
+    @property
+    def first(self) -> int:
+        """The first token that has to be scored to compare the candidates: all begin alike before it."""
+        shared = common_prefix([text.tokens for text in self.texts])
+        return min(shared, *(text.num_context for text in self.texts))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(len(text.tokens) for text in self.texts)
+
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
+    """How many tokens all sequences begin with alike."""
+    shortest = min(map(len, sequences))
+    first = sequences[0]
+    same = (all(sequence[place] == first[place] for sequence in sequences) for place in range(shortest))
+    return next((place for place, alike in enumerate(same) if not alike), shortest)
+
+
+def encode(tokenizer: Tokenizer, text: str, newline: str = "eos") -> list[int]:
+    """Ids of a text, without a symbol at either end.
+
+    Args:
+        tokenizer: of the model.
+        text: any.
+        newline: what a line break becomes, ``"eos"`` as in training or ``"space"``.
+    """
+    if newline == "space":
+        return tokenizer.encode(text.replace("\n", " "))
+    ids: list[int] = []
+    for number, line in enumerate(text.split("\n")):
+        if number:
+            ids.append(Vocabulary.eos)
+        ids += tokenizer.encode(line)
+    return ids
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, newline: str = "eos") -> TokenizedText:
+    """Ids of both texts joined; the context ends where its own ids cease to be the beginning of theirs.
+
+    Raises:
+        UserError: the continuation has no token of its own.
+    """
+    tokens = encode(tokenizer, context + continuation, newline)
+    num_context = common_prefix([encode(tokenizer, context, newline), tokens])
+    if num_context == len(tokens):
+        raise UserError(f"the continuation {continuation!r} adds no token to {_end(context)!r}")
+    return TokenizedText(tuple(tokens), num_context)
+
+
+def _end(text: str, length: int = 40) -> str:
+    return text if len(text) <= length else "..." + text[-length:]
+
+
+def fit(texts: Sequence[TokenizedText], max_tokens: int, prefix_tokens: int = 0) -> Candidates:
+    """Makes candidates short enough for a model, and long enough if its prefix is to be filled.
+
+    Positions count: nothing is ever padded on the left, contexts are cut there. All candidates lose the same number of
+    tokens, so that they still begin alike; none of a continuation.
+
+    Args:
+        texts: candidates.
+        max_tokens: T.
+        prefix_tokens: P, to have so many start symbols before short contexts that every continuation comes after the
+            prefix; 0 to leave them as they are.
+
+    Raises:
+        TooLongError: a continuation alone is too long; the message has the numbers.
+    """
+    room = max_tokens - prefix_tokens
+    longest = max(text.num_continuation for text in texts)
+    if longest > room:
+        beside = f" after its prefix of {prefix_tokens}" if prefix_tokens else ""
+        raise TooLongError(
+            f"a candidate has {longest} tokens and the model's context holds {room}{beside} (max_tokens={max_tokens})"
+        )
+    num_cut = max(0, *(len(text.tokens) - max_tokens for text in texts))
+    num_filled = max(0, prefix_tokens - min(text.num_context - min(num_cut, text.num_context) for text in texts))
+    # a long context beside a short one that is filled up has to make more room than that
+    cuts = [max(num_cut, num_filled + len(text.tokens) - max_tokens) for text in texts]
+    cut = tuple(_cut(text, min(count, text.num_context)) for text, count in zip(texts, cuts, strict=True))
+    return Candidates(cut, max(cuts), num_filled)
+
+
+def _cut(text: TokenizedText, count: int) -> TokenizedText:
+    return dataclasses.replace(text, tokens=text.tokens[count:], num_context=text.num_context - count)

@@ -1,0 +1,119 @@
+"""One task from its files to a choice for every record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from smlp.errors import UserError
+from smlp.evaluation.candidates import CandidateScorer
+from smlp.launch.team import Team
+from smlp.zeroshot.prepare import UNCONDITIONAL_CONTEXT, Encoding, Prepared, prepare
+from smlp.zeroshot.priming import draw_shots, primed
+from smlp.zeroshot.readers import READERS
+from smlp.zeroshot.rules import RULES, ScoredText, choice, headline_rule, scores
+from smlp.zeroshot.score import score_prepared
+from smlp.zeroshot.templates import Example, example
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a task is put to a model."""
+
+    templates: str = "fair"
+    #: a key of ``RULES``, or "auto" for the one that the templates' authors tell accuracy by
+    scoring: str = "auto"
+    #: None for the task's own split for scoring
+    split: str | None = None
+    #: records at most, the first ones; None for all
+    limit: int | None = None
+    num_fewshot: int = 0
+    fewshot_seed: int = 1
+    skip_too_long: bool = False
+
+    def rule(self, task: str) -> str:
+        """The rule that decides."""
+        return headline_rule(task, self.templates) if self.scoring == "auto" else self.scoring
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task's records, read and made ready for a model."""
+
+    name: str
+    split: str
+    #: where the examples for priming come from, None without
+    fewshot_split: str | None
+    #: the rule that decides
+    rule: str
+    prepared: Prepared
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model makes of one record."""
+
+    example: Example
+    texts: tuple[ScoredText, ...]
+    #: score of every candidate by every rule that can be applied
+    scores: dict[str, list[float]]
+    #: candidate that is chosen, by rule
+    chosen: dict[str, int]
+
+    def is_right(self, rule: str) -> bool:
+        """Whether the rule chooses a right candidate."""
+        return self.chosen[rule] in self.example.gold
+
+
+def read_task(name: str, data_dir: str | Path, protocol: Protocol, encoding: Encoding) -> Task:
+    """Reads a task's files and makes its records ready.
+
+    Raises:
+        UserError: a file is missing or malformed, or records do not fit the model.
+    """
+    reader = READERS[name]
+    split = protocol.split or next(iter(reader.splits))
+    found = reader.read(data_dir, split)[: protocol.limit]
+    shots, fewshot_split = [], None
+    if protocol.num_fewshot:
+        fewshot_split = reader.priming_split(data_dir)
+        pool = reader.read(data_dir, fewshot_split)
+        shots = draw_shots(pool, found, protocol.num_fewshot, protocol.fewshot_seed, protocol.templates)
+    examples = (primed(example(item, protocol.templates), shots, protocol.fewshot_seed) for item in found)
+    rule = protocol.rule(name)
+    bare = UNCONDITIONAL_CONTEXT[protocol.templates] if rule == "unconditional" else None
+    prepared = prepare(name, examples, encoding, bare, protocol.skip_too_long)
+    return Task(name, split, fewshot_split, rule, prepared)
+
+
+def answer_task(
+    task: Task,
+    scorer: CandidateScorer,
+    batch_tokens: int,
+    team: Team | None = None,
+    scored: Callable[[int], None] | None = None,
+) -> list[Answer]:
+    """The model's choice for every record, in the order of the file.
+
+    Args:
+        task: from :func:`read_task`.
+        scorer: with the model.
+        batch_tokens: positions in a batch.
+        team: ranks that share the work; all get the result.
+        scored: called with the number of records after each batch of this rank.
+
+    Raises:
+        UserError: the model's numbers are NaN or infinite; the message names the record.
+    """
+    found = score_prepared(scorer, task.prepared, batch_tokens, team, scored)
+    return [_answer(task, record, texts) for record, texts in zip(task.prepared.examples, found, strict=True)]
+
+
+def _answer(task: Task, record: Example, texts: Sequence[ScoredText]) -> Answer:
+    rules = [rule for rule in RULES if rule != "unconditional" or task.rule == "unconditional"]
+    try:
+        by_rule = {rule: scores(rule, texts) for rule in rules}
+    except FloatingPointError as error:
+        raise UserError(f"{task.name}, example {record.id}: {error}; the model's weights may be broken") from None
+    return Answer(record, tuple(texts), by_rule, {rule: choice(found) for rule, found in by_rule.items()})

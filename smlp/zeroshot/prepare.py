@@ -1,0 +1,130 @@
+"""From records to groups of candidates in tokens, with counts of what had to give way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from smlp.config import ModelConfig
+from smlp.errors import UserError
+from smlp.evaluation.texts import Candidates, TokenizedText, TooLongError, encode_pair, fit
+from smlp.tokenizer import Tokenizer, Vocabulary
+from smlp.zeroshot.templates import Example
+
+#: what stands before a candidate that is scored without its context: the field's "Answer:" (Brown et al., 2020,
+#: section 2.4), or nothing, as in lm-evaluation-harness
+UNCONDITIONAL_CONTEXT = {"fair": "Answer:", "gpt3": "Answer:", "lm-eval": ""}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How texts become what a model reads."""
+
+    tokenizer: Tokenizer
+    config: ModelConfig
+    #: a line break becomes ``</s>`` ("eos") or a space ("space")
+    newline: str = "eos"
+    #: whether start symbols fill the prefix of a model with partial routing
+    fill_prefix: bool = False
+
+    def group(self, texts: Sequence[TokenizedText]) -> Candidates:
+        """Candidates that fit the model; see :func:`smlp.evaluation.texts.fit`."""
+        return fit(texts, self.config.max_tokens, self.config.prefix_tokens if self.fill_prefix else 0)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Records that can be scored; ``groups[i]`` are the candidates of ``examples[i]``."""
+
+    examples: tuple[Example, ...]
+    groups: tuple[Candidates, ...]
+    #: candidates without their context, only if asked for
+    bare_groups: tuple[Candidates, ...]
+    #: records left out because a candidate is longer than the model's context
+    num_skipped: int
+    #: tokens of all candidates, context included, and how many of them the dictionary does not know
+    num_tokens: int
+    num_unknown: int
+
+    @property
+    def num_truncated(self) -> int:
+        """Records whose prompt was cut from the left."""
+        return sum(group.num_cut > 0 for group in self.groups)
+
+    def num_partly_scored(self, prefix_tokens: int) -> int:
+        """Records with continuations that begin within the model's prefix, where nothing is predicted."""
+        return sum(
+            any(text.num_context + group.num_filled < prefix_tokens for text in group.texts) for group in self.groups
+        )
+
+
+def prepare(
+    task: str,
+    examples: Iterable[Example],
+    encoding: Encoding,
+    bare_context: str | None = None,
+    skip_too_long: bool = False,
+) -> Prepared:
+    """Tokenises records and makes them fit.
+
+    Args:
+        task: for messages.
+        examples: to be scored.
+        encoding: how.
+        bare_context: what to put before the candidates to score them without their contexts; None not to.
+        skip_too_long: leave records out whose candidates are too long.
+
+    Raises:
+        UserError: a candidate has no token; candidates are too long and may not be left out, or lie within the
+            model's prefix altogether; the message counts the records.
+    """
+    kept, groups, bare_groups, too_long, unscored = [], [], [], [], []
+    num_tokens = num_unknown = 0
+    for record in examples:
+        try:
+            texts = _tokenized(record, encoding)
+            group = encoding.group(texts)
+            bare = None if bare_context is None else encoding.group(_tokenized(record, encoding, bare_context))
+        except TooLongError as error:
+            too_long.append((record.id, error))
+            continue
+        except UserError as error:
+            raise UserError(f"{task}, example {record.id}: {error}") from None
+        tokens = [token for text in texts for token in text.tokens]
+        num_tokens += len(tokens)
+        num_unknown += tokens.count(Vocabulary.unk)
+        if any(_is_unscored(one, encoding.config.prefix_tokens) for one in (group, bare) if one is not None):
+            unscored.append(record.id)
+        kept.append(record)
+        groups.append(group)
+        if bare is not None:
+            bare_groups.append(bare)
+    total = len(kept) + len(too_long)
+    if too_long and not skip_too_long:
+        where, error = too_long[0]
+        raise UserError(
+            f"{task}: {len(too_long)} of {total} examples do not fit (first: example {where}: {error}); "
+            "--skip-too-long leaves them out and counts them"
+        )
+    if unscored:
+        raise UserError(
+            f"{task}: {len(unscored)} of {total} examples have a candidate that ends within the first "
+            f"{encoding.config.prefix_tokens} positions, which only choose experts (first: example {unscored[0]}); "
+            "--fill-prefix puts start symbols before them"
+        )
+    if not kept:
+        raise UserError(f"{task}: none of the {total} examples fits the model's context")
+    return Prepared(tuple(kept), tuple(groups), tuple(bare_groups), len(too_long), num_tokens, num_unknown)
+
+
+def _tokenized(record: Example, encoding: Encoding, context: str | None = None) -> list[TokenizedText]:
+    return [
+        encode_pair(
+            encoding.tokenizer, choice.context if context is None else context, choice.continuation, encoding.newline
+        )
+        for choice in record.choices
+    ]
+
+
+def _is_unscored(group: Candidates, prefix_tokens: int) -> bool:
+    return any(len(text.tokens) + group.num_filled <= prefix_tokens for text in group.texts)
