@@ -5,8 +5,8 @@ import torch
 
 import smlp
 from smlp.evaluation.leak import randomise
-from smlp.generation import Sampling, generate
-from smlp.generation.choosing import choose
+from smlp.generation import Limits, Sampling, generate, method_of
+from smlp.generation.choosing import choose, penalise
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +78,64 @@ def test_top_k_and_top_p_cut_the_tail():
 def test_frequencies_follow_the_distribution():
     generator = torch.Generator().manual_seed(0)
     probabilities = torch.tensor([0.6, 0.3, 0.1])
-    counts = torch.zeros(3)
-    for _ in range(4000):
-        counts[choose(probabilities.log().unsqueeze(0), Sampling(), [generator])] += 1
+    drawn = choose(probabilities.log().expand(4000, -1), Sampling(), [generator] * 4000)
+    counts = torch.bincount(torch.tensor(drawn), minlength=3)
     assert (counts / 4000 - probabilities).abs().max() < 0.03
 
 
-@pytest.mark.parametrize(
-    ("settings", "word"), [({"temperature": -1}, "temperature"), ({"top_k": -1}, "top_k"), ({"top_p": 0}, "top_p")]
-)
-def test_bad_settings_are_named(settings, word):
-    with pytest.raises(smlp.UserError, match=word):
-        Sampling(**settings)
+def test_rows_are_drawn_apart_and_never_beyond_the_last_token():
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2, 1)]
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    logits[2] = logits[0]
+    logits[:, 40:] = -torch.inf
+    draws = [choose(logits, Sampling(top_p=0.9, top_k=30), generators) for _ in range(200)]
+    assert all(first == third for first, _, third in draws) and any(first != second for first, second, _ in draws)
+    alone = torch.Generator().manual_seed(2)
+    assert [choose(logits[1:2], Sampling(top_p=0.9, top_k=30), [alone])[0] for _ in range(200)] == [d[1] for d in draws]
+    assert max(max(draw) for draw in draws) < 40
+
+
+def test_nan_is_refused_not_drawn():
+    with pytest.raises(smlp.UserError, match="NaN"):
+        choose(torch.tensor([[0.0, torch.nan]]), Sampling(), [torch.Generator()])
+
+
+def test_a_repetition_penalty_makes_tokens_of_the_text_less_likely(model):
+    def repeats(penalty):
+        method = Sampling(temperature=0, repetition_penalty=penalty)
+        written = list(generate(model, [2, 5, 6], 13, method))
+        return sum(token in [2, 5, 6, *written[:place]] for place, token in enumerate(written))
+
+    assert repeats(1.0) > 0 and repeats(1e6) == 0
+    logits = torch.tensor([2.0, -2.0, 3.0])
+    penalise(logits, [0, 1, 1], 2.0)
+    assert logits.tolist() == [1.0, -4.0, 3.0]
+
+
+BAD = [
+    (lambda: Sampling(temperature=-1), "temperature"),
+    (lambda: Sampling(top_k=-1), "top_k"),
+    (lambda: Sampling(top_p=0), "top_p"),
+    (lambda: Sampling(repetition_penalty=0.5), "repetition_penalty"),
+    (lambda: Sampling(seed=-1), "seed"),
+    (lambda: Limits(0), "max_tokens"),
+    (lambda: Limits(3, min_tokens=4, end=2), "min_tokens.*max_tokens=3"),
+    (lambda: Limits(3, min_tokens=2), "min_tokens=2"),
+    (lambda: Limits(3, when_full="wrap"), "when_full"),
+    (lambda: method_of(beam=0), "beam"),
+    (lambda: method_of(beam=2, length_penalty=float("nan")), "length_penalty"),
+    (lambda: method_of(beam=2, temperature=0.5), "beam=2.*temperature"),
+    (lambda: method_of(beam=2, greedy=True), "beam=2.*greedy"),
+    (lambda: method_of(greedy=True, top_p=0.5, seed=2), "greedy.*top_p, seed"),
+    (lambda: method_of(length_penalty=2.0), "length_penalty needs a beam"),
+    (lambda: method_of(wildness=2.0), "wildness"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), BAD, ids=[words for _, words in BAD])
+def test_bad_settings_are_named(make, words):
+    with pytest.raises(smlp.UserError, match=words):
+        make()
 
 
 def test_an_empty_prompt_is_refused(model):

@@ -8,7 +8,7 @@ from smlp.errors import UserError
 
 
 class StopStrings:
-    """Lets text through piece by piece, up to the first occurrence of any of some strings.
+    """Lets text through piece by piece, up to that one of some strings which is the first to be complete.
 
     What may be the beginning of one is held back until more is known.
 
@@ -27,10 +27,11 @@ class StopStrings:
     def push(self, piece: str) -> str:
         """Takes the next piece of text; returns what is certain to come before every stop string."""
         held = self._held + piece
-        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
-        if places:
+        # what is complete first counts, so that it makes no difference how the text is cut
+        complete = [(place + len(stop), place) for stop in self._stops if (place := held.find(stop)) >= 0]
+        if complete:
             self.found, self._held = True, ""
-            return held[: min(places)]
+            return held[: min(complete)[1]]
         keep = max((_overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
