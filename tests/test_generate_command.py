@@ -124,7 +124,7 @@ def test_commands(path, monkeypatch, capsys):
     lines += ["/set stop o1 \\n", "/set stop", "/dance", "/set height 3", "/set top_k many", "/set top_p 7"]
     said = talk(path, [*lines, "/quit", "the"], monkeypatch=monkeypatch, capsys=capsys)
     assert len(said) == len(lines) + 1 and said[-1] == ""
-    assert "/reset" in said[0] and "temperature 0, " in said[1] and "max_tokens 3" in said[2]
+    assert "/reset" in said[0] and "temperature 0.0, " in said[1] and "max_tokens 3" in said[2]
     assert said[3] == said[5] and len(said[3].split()) <= 3 and "forgotten" in said[4]
     assert "stop_at_eos on" in said[7] and "stop 'o1 \\n'" in said[8] and "stop nothing" in said[9]
     for answer, word in zip(said[10:14], ["/dance", "'height'", "'many'", "top_p must be in"], strict=True):

@@ -78,7 +78,7 @@ class PromptLoop:
     def _settings(self) -> dict[str, str]:
         limits, stops = self._writer.limits, self._writer.stop
         return {
-            **{name: f"{value:g}" for name, value in dataclasses.asdict(self._writer.method).items()},
+            **{name: str(value) for name, value in dataclasses.asdict(self._writer.method).items()},
             "max_tokens": str(limits.max_tokens),
             "stop_at_eos": "off" if limits.end is None else "on",
             "stop": ", ".join(map(repr, stops)) or "nothing",

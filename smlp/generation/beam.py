@@ -25,6 +25,9 @@ from smlp.generation.shared_positions import SharedPositions
 from smlp.generation.text import Text
 from smlp.nn.decoder import Decoder
 
+#: of a prompt, whose logits are computed at once
+_POSITIONS = 128
+
 
 @dataclass
 class _Search:
@@ -126,9 +129,10 @@ def _add_prompt_scores(batch: SharedPositions, rows: list[_Hypothesis], hidden_R
     first = batch.num_read - hidden_RnH.size(1) + 1
     for row, hypothesis in enumerate(rows):
         known = hypothesis.search.prompt.tokens[first : batch.num_read + 1]
-        if known:  # row by row: logits of whole prompts are large
-            logits_nV = batch.decoder.project(hidden_RnH[row, : len(known)]).float()
-            target_n1 = torch.tensor(known, device=logits_nV.device).unsqueeze(1)
+        # in pieces: logits of whole prompts are large
+        for start in range(0, len(known), _POSITIONS):
+            target_n1 = torch.tensor(known[start : start + _POSITIONS], device=hidden_RnH.device).unsqueeze(1)
+            logits_nV = batch.decoder.project(hidden_RnH[row, start : start + len(target_n1)]).float()
             hypothesis.total += float(logits_nV.log_softmax(1).gather(1, target_n1).double().sum())
 
 
