@@ -72,7 +72,8 @@ def test_it_is_fairseqs(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_prompts_of_different_lengths_and_least_lengths(arch):
+def test_prompts_of_different_lengths_and_least_lengths(arch, monkeypatch):
+    monkeypatch.setattr("smlp.generation.beam._POSITIONS", 2)
     core = make(arch)
     prompts = [[2, 5, 6, 9, 10], [2, 20], [2, 8, 15, 4]]
     # beside others with a prompt, fairseq may end an empty one at once
@@ -98,6 +99,10 @@ def test_batch_mates_change_nothing(arch):
         for one, other in zip(together[number], alone, strict=True):
             assert one.score == pytest.approx(other.score, abs=1e-5) and one.prompt == number
             assert one.draw == other.draw
+
+
+def test_no_prompts_give_no_texts():
+    assert beam_search(make("smlp"), [], Limits(3, end=EOS)) == []
 
 
 def test_a_wide_beam_finds_what_trying_everything_finds():

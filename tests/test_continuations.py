@@ -39,7 +39,7 @@ def test_the_batch_size_changes_nothing_and_order_stays(lm):
 
 
 def test_details_add_up(lm):
-    for found in lm.continuations(PROMPTS, 5, Sampling(temperature=2.0), num_return=2):
+    for found in lm.continuations(PROMPTS, 5, Sampling(temperature=2.0, repetition_penalty=1.5), num_return=2):
         for continuation in found:
             before = [lm.start_token, *lm.tokenize(continuation.prompt)]
             tokens = [*before, *continuation.tokens]
@@ -86,6 +86,8 @@ def test_texts_end_before_a_stop_string(lm):
         assert continuation.text == (text[: min(places)[1]] if places else text)
         assert continuation.finish == ("stop" if places else "length")
         count += bool(places)
+        # what is held back as a possible beginning comes after all where the text ends
+        assert lm.generate("the", max_tokens=9, temperature=3.0, num_return=30, stop=text[-4:] + "!")[0] == free[0]
     assert 3 < count < 30
     assert lm.generate("the", max_tokens=9, temperature=3.0, num_return=30, stop="o1") == [
         text.partition("o1")[0] for text in free

@@ -136,7 +136,18 @@ def test_a_full_context_forgets_the_earlier_half(path, monkeypatch, capsys):
     # 4 + 4 tokens; then 8 + </s> + 3 leave too little room
     assert "forgotten" not in said[0]
     assert said[1].startswith("(the context is full: of 12 tokens of text, the first 6 are forgotten)\n")
-    assert all(len(answer.splitlines()[-1].split()) >= 1 for answer in said[:4])
+    # 9 tokens and 4 new ones: the last has no position
+    said = talk(path, ["the s1 v1 a", "", ""], "--max-tokens", "4", monkeypatch=monkeypatch, capsys=capsys)
+    assert ["forgotten" in answer for answer in said[:3]] == [False, False, True]
+
+
+def test_a_stop_string_is_no_part_of_the_text_so_far(path, lm, monkeypatch, capsys):
+    words = lm.generate("the s1", max_tokens=6, greedy=True).split()
+    stop = next(word for word in words if word != words[0])
+    options = ["--greedy", "--max-tokens", "6", "--stop", stop]
+    said = talk(path, ["the s1", ""], *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert said[0].split() == words[: words.index(stop)]
+    assert said[1] == "\n", "it comes to the same word again"
 
 
 def test_draws_differ_from_answer_to_answer(path, monkeypatch, capsys):

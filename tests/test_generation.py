@@ -37,13 +37,15 @@ def test_past_the_context_is_an_error_before_anything_is_written(model):
 
 def test_sliding_goes_on_from_the_later_half(model):
     greedy = Sampling(temperature=0)
-    written = list(generate(model, [2, 5, 6, 7], 40, greedy, when_full="slide"))
-    assert len(written) == 40
-    text = [2, 5, 6, 7, *written]
-    # the 17th token overall is the first that needed a slide: it follows from the last 8 tokens alone
-    assert text[17] == int(model(torch.tensor([text[9:17]])).logits[0, -1].argmax())
-    long_prompt = list(range(2, 30)) * 2
-    assert len(list(generate(model, long_prompt, 3, greedy, when_full="slide"))) == 3
+    for prompt in ([2, 5, 6, 7], [2, 9], list(range(2, 30)) * 2):
+        written = list(generate(model, prompt, 40, greedy, when_full="slide"))
+        text, window = list(prompt), prompt[-16:]
+        for token in written:
+            if len(window) > 16:
+                window = text[-8:]
+            assert token == int(model(torch.tensor([window])).logits[0, -1].argmax())
+            text, window = [*text, token], [*window, token]
+        assert len(written) == 40
 
 
 def test_the_seed_decides(model):
@@ -70,7 +72,7 @@ def test_top_k_and_top_p_cut_the_tail():
     assert draws(Sampling(), logits) == {0, 1, 2, 3}
     assert draws(Sampling(top_k=2), logits) == {0, 1}
     assert draws(Sampling(top_p=0.6), logits) == {0, 1}  # 0.5 is not yet 0.6
-    assert draws(Sampling(top_p=0.5), logits) == {0}
+    assert draws(Sampling(top_p=0.5), [0.0, 0.0]) == {0}
     assert draws(Sampling(temperature=0), logits) == {0}
     assert draws(Sampling(temperature=0.01), logits) == {0}
 
@@ -95,18 +97,29 @@ def test_rows_are_drawn_apart_and_never_beyond_the_last_token():
     assert max(max(draw) for draw in draws) < 40
 
 
+def test_the_largest_random_number_draws_the_last_possible_token(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *size, **more: torch.ones(*size, dtype=torch.float64))
+    logits = torch.zeros(1, 9)
+    logits[0, 6:] = -torch.inf
+    assert choose(logits, Sampling(), [None]) == [5]
+    assert choose(logits, Sampling(top_p=0.4), [None]) == [2]
+
+
 def test_nan_is_refused_not_drawn():
     with pytest.raises(smlp.UserError, match="NaN"):
         choose(torch.tensor([[0.0, torch.nan]]), Sampling(), [torch.Generator()])
 
 
 def test_a_repetition_penalty_makes_tokens_of_the_text_less_likely(model):
-    def repeats(penalty):
-        method = Sampling(temperature=0, repetition_penalty=penalty)
-        written = list(generate(model, [2, 5, 6], 13, method))
-        return sum(token in [2, 5, 6, *written[:place]] for place, token in enumerate(written))
-
-    assert repeats(1.0) > 0 and repeats(1e6) == 0
+    method, tested = Sampling(temperature=0, repetition_penalty=1e6), 0
+    for last in range(4, 30):
+        prompt = [(last + place) % 30 for place in range(12)]
+        before = next(generate(model, prompt, 1, Sampling(temperature=0)))
+        assert next(generate(model, prompt, 1, method)) not in prompt
+        tested += before in prompt
+    assert tested > 2
+    written = list(generate(model, [2, 5, 6], 13, method))
+    assert len({2, 5, 6, *written}) == 16
     logits = torch.tensor([2.0, -2.0, 3.0])
     penalise(logits, [0, 1, 1], 2.0)
     assert logits.tolist() == [1.0, -4.0, 3.0]

@@ -30,8 +30,6 @@ class PromptLoop:
     def __init__(self, writer: TextWriter) -> None:
         self._writer = writer
         self._tokens = [writer.start_token]
-        #: answers since the last reset; each has random numbers of its own
-        self._turn = 0
 
     def run(self) -> int:
         """Until the end of input, or /quit; returns 0."""
@@ -66,7 +64,7 @@ class PromptLoop:
         if command == "/help":
             print(HELP)
         elif command == "/reset":
-            self._tokens, self._turn = [self._writer.start_token], 0
+            self._tokens = [self._writer.start_token]
             print("(the text so far is forgotten)")
         elif command == "/set":
             if words:
@@ -112,8 +110,7 @@ class PromptLoop:
             tokens += [end] if len(tokens) > 1 and tokens[-1] != end else []
             tokens += writer.tokenizer.encode(line)
         tokens = self._fitted(tokens)
-        method = dataclasses.replace(writer.method, seed=(writer.method.seed + self._turn) % 2**63)
-        texts = dataclasses.replace(writer, method=method).follow([tokens])
+        texts = writer.follow([tokens])
         written, shown = Text(0), ""
         try:
             for written, new in texts:  # noqa: B007  used after the loop
@@ -124,7 +121,7 @@ class PromptLoop:
         print()
         # a stop string, which is not shown, is no part of the text
         answer = writer.tokenizer.encode(shown) if written.finish == "stop" else written.tokens
-        self._tokens, self._turn = tokens + answer, self._turn + 1
+        self._tokens = tokens + answer
 
     def _fitted(self, tokens: list[int]) -> list[int]:
         """The tokens, or the later ones of them where they leave too few positions for an answer."""

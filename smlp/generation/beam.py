@@ -11,6 +11,7 @@ Letters: ``R`` rows, ``n`` tokens, ``V`` vocabulary, ``K`` candidates of a row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -93,34 +94,27 @@ def beam_search(
     beam = beam or BeamSearch()
     ready = ready_prompts(decoder.config, prompts, limits, fill, reads_last=True)
     searches = [_Search(number, prompt) for number, prompt in enumerate(ready)]
-    capacity = max(len(prompt.tokens) + prompt.room for prompt in ready)
+    capacity = max((len(prompt.tokens) + prompt.room for prompt in ready), default=0)
     batch = SharedPositions(decoder, [prompt.tokens for prompt in ready], capacity)
     rows = [_Hypothesis(search) for search in searches]
     banned = sorted({*banned, decoder.config.padding_idx})
-    while True:
+    while rows:
         hidden_RnH = batch.read()
         _add_prompt_scores(batch, rows, hidden_RnH)
         candidates = _candidates(batch, rows, hidden_RnH[:, -1], limits, beam, banned)
-        index, next_rows, next_tokens = [], [], []
-        for search in {id(row.search): row.search for row in rows}.values():
-            own = [row for row, hypothesis in enumerate(rows) if hypothesis.search is search]
-            if own[0] not in candidates:  # its prompt is not yet read
-                index += own
-                next_rows += [rows[row] for row in own]
-                next_tokens.append(None)
-                continue
-            best = sorted((c for row in own for c in candidates[row]), key=lambda c: -c.total)[: 2 * beam.size]
-            for candidate in _advance(search, rows, best, limits.end, beam):
-                index.append(candidate.row)
-                next_rows.append(_extended(rows[candidate.row], candidate))
-                next_tokens.append(candidate.token)
-        rows = next_rows
-        if not rows:
-            break
-        batch.keep(index)
-        for ids, token in zip(batch.rows, next_tokens, strict=True):
-            if token is not None:
-                ids.append(token)
+        going_on: list[tuple[int, _Candidate | None]] = []
+        for search, group in itertools.groupby(range(len(rows)), key=lambda row: rows[row].search.number):
+            own = list(group)
+            if own[0] in candidates:
+                best = sorted((c for row in own for c in candidates[row]), key=lambda c: -c.total)[: 2 * beam.size]
+                going_on += [(c.row, c) for c in _advance(searches[search], rows, best, limits.end, beam)]
+            else:  # its prompt is not read to the end yet
+                going_on += [(row, None) for row in own]
+        batch.keep([row for row, _ in going_on])
+        rows = [rows[row] if candidate is None else _extended(rows[row], candidate) for row, candidate in going_on]
+        for ids, (_, candidate) in zip(batch.rows, going_on, strict=True):
+            if candidate is not None:
+                ids.append(candidate.token)
     return [_ranked(search) for search in searches]
 
 

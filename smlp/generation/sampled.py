@@ -69,7 +69,7 @@ def sampled_texts(
     """
     ready = ready_prompts(decoder.config, prompts, limits, fill)
     drafts = [_Draft(Text(number), prompt) for number, prompt in enumerate(ready)]
-    capacity = max(len(prompt.tokens) + prompt.room - 1 for prompt in ready)
+    capacity = max((len(prompt.tokens) + prompt.room - 1 for prompt in ready), default=0)
     batch = SharedPositions(decoder, [prompt.tokens for prompt in ready], capacity)
     return _write(batch, drafts, limits, sampling or Sampling(), num_return, list(banned))
 
@@ -115,8 +115,7 @@ def _write(
                 draft.text.finish = draft.prompt.finish
             yield draft.text
         unfinished = [row for row, draft in enumerate(drafts) if draft.text.finish is None]
-        if unfinished:
-            batch.keep(unfinished)
+        batch.keep(unfinished)
         drafts = [drafts[row] for row in unfinished]
 
 
