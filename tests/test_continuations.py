@@ -86,17 +86,17 @@ def test_texts_end_before_a_stop_string(lm):
         assert continuation.text == (text[: min(places)[1]] if places else text)
         assert continuation.finish == ("stop" if places else "length")
         count += bool(places)
-        # what is held back as a possible beginning comes after all where the text ends
-        assert lm.generate("the", max_tokens=9, temperature=3.0, num_return=30, stop=text[-4:] + "!")[0] == free[0]
     assert 3 < count < 30
     assert lm.generate("the", max_tokens=9, temperature=3.0, num_return=30, stop="o1") == [
         text.partition("o1")[0] for text in free
     ]
+    # what is held back as a possible beginning comes after all where the text ends
+    assert lm.generate("the", max_tokens=9, temperature=3.0, stop=free[0][-4:] + "!") == free[0]
 
 
 def test_streams_are_what_is_generated_and_hold_back_stops(lm):
     settings = {"max_tokens": 9, "temperature": 3.0, "stop": ["o1 the", "and"]}
-    for seed in range(20):
+    for seed in range(10):
         pieces = list(lm.stream("the", seed=seed, **settings))
         assert "".join(pieces) == lm.generate("the", seed=seed, **settings)
         assert all(pieces)
