@@ -42,11 +42,12 @@ setup(
     ],
     extras_require={
         "bench": ["g-mlp-gpt>=0.0.15", "g-mlp-pytorch>=0.1.5"],
+        "lm-eval": ["lm-eval>=0.4.13,<0.5"],
         "export": ["safetensors>=0.4.3"],
         "plots": ["matplotlib>=3.8"],
         "test": [
             *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
-            *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3"),
+            *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", "lm-eval>=0.4.13,<0.5"),
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },

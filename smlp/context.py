@@ -48,8 +48,14 @@ class DecodingState:
 
     def reorder(self, index_B: Tensor) -> None:
         """Keeps the sequences at ``index_B`` (any length, repeats allowed), in that order."""
-        for key, buffer in self._buffers.items():
-            self._buffers[key] = buffer.index_select(0, index_B)
+        self._buffers = self.select(index_B)._buffers
+
+    def select(self, index_B: Tensor) -> DecodingState:
+        """A state of its own with the sequences at ``index_B`` (any length, repeats allowed), in that order."""
+        chosen = DecodingState(self.capacity)
+        chosen.length = self.length
+        chosen._buffers = {key: buffer.index_select(0, index_B) for key, buffer in self._buffers.items()}
+        return chosen
 
     def clone(self) -> DecodingState:
         """An independent copy, to continue one prompt in several ways."""

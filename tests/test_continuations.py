@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from word_checkpoints import word_checkpoint
+from test_pretrained import WORDS
+from tiny_checkpoints import write_checkpoint
 
 import smlp
 from smlp.generation import BeamSearch, Sampling
@@ -11,7 +12,7 @@ from smlp.tokenizer import Vocabulary
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
-    return smlp.load_pretrained(word_checkpoint(tmp_path_factory.mktemp("words"))[0])
+    return smlp.load_pretrained(write_checkpoint(tmp_path_factory.mktemp("words"), WORDS)[0])
 
 
 PROMPTS = ["the s1 v1", "a", "", "the s2 v2 a o1"]

@@ -4,7 +4,8 @@ import io
 import json
 
 import pytest
-from word_checkpoints import word_checkpoint
+from test_pretrained import WORDS
+from tiny_checkpoints import write_checkpoint
 
 import smlp
 from smlp.cli import prompt_loop
@@ -14,7 +15,7 @@ from smlp.tokenizer import Vocabulary
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return str(word_checkpoint(tmp_path_factory.mktemp("words"))[0])
+    return str(write_checkpoint(tmp_path_factory.mktemp("words"), WORDS)[0])
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ def test_ctrl_c_stops_the_answer_only(path, lm, monkeypatch, capsys):
 def test_a_line_that_cannot_be_continued_does_not_end_the_loop(monkeypatch, capsys, tmp_path):
     from test_decoder import make
 
-    lm = smlp.load_pretrained(word_checkpoint(tmp_path)[0])
+    lm = smlp.load_pretrained(write_checkpoint(tmp_path, WORDS)[0])
     partial = make("partial", vocab_size=14)
     lm.decoder = partial
     monkeypatch.setattr("sys.stdin", io.StringIO("a\nthe s1 v1 a\n"))

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from sparse_references import unmasked_projection
-from word_checkpoints import WORDS, word_checkpoint
+from tiny_checkpoints import write_checkpoint
 
 import smlp
 from smlp.checkpoint.load import load_pretrained
@@ -13,10 +13,13 @@ from smlp.cli.main import main
 from smlp.generation import Sampling
 from smlp.tokenizer import Tokenizer, Vocabulary
 
+WORDS = ["the", "s1", "s2", "v1", "v2", "a", "o1", "o2", "and", "madeupword0000"]
+
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    return word_checkpoint(tmp_path)
+    """A checkpoint as fairseq-train writes it, with dict.txt beside it."""
+    return write_checkpoint(tmp_path, WORDS)
 
 
 def test_the_same_model_comes_back(checkpoint):

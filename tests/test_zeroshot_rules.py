@@ -1,12 +1,12 @@
 """Scoring rules and metrics of the zero-shot tasks, by hand."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from smlp.evaluation.texts import common_prefix
 from smlp.zeroshot.metrics import best_f1, exact_match, normalised_answer, standard_error, wilson_interval
 from smlp.zeroshot.rules import RULES, ScoredText, choice, common_suffix, headline_rule, scores
 
@@ -35,10 +35,16 @@ def test_rules(rule, expected):
     assert scores(rule, [FIRST, SECOND]) == pytest.approx(expected)
 
 
-def test_common_ends():
-    assert common_prefix([[1, 2, 3], [1, 2], [1, 2, 4]]) == 2 and common_prefix([[1], [2]]) == 0
+def test_what_all_share_need_not_be_scored():
+    """As scored from the third token on: only the sum, which loses the same for both, changes."""
+    texts = [dataclasses.replace(text, log_probs=text.log_probs[2:]) for text in (FIRST, SECOND)]
+    for rule in RULES:
+        offset = 3 if rule == "sum" else 0
+        assert scores(rule, texts) == pytest.approx([score + offset for score in scores(rule, [FIRST, SECOND])])
+
+
+def test_common_suffix():
     assert common_suffix([[1, 2, 3], [2, 3], [4, 2, 3]]) == 2 and common_suffix([[1], [2]]) == 0
-    assert common_prefix([[1, 2]]) == 2
 
 
 def test_nothing_shared_at_the_end_is_not_the_whole_of_one_text():

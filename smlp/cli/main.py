@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("smlp.cli.train", "train a model: fairseq-train with this package loaded"),
     "eval-lm": ("smlp.cli.eval_lm", "perplexity of a checkpoint: fairseq-eval-lm with this package loaded"),
     "zeroshot": ("smlp.cli.zeroshot", "accuracy on six tasks: COPA, PIQA, StoryCloze, Winogrande, HellaSwag, ReCoRD"),
+    "lm-eval": ("smlp.cli.lm_eval", "any task of lm-evaluation-harness"),
     "generate": ("smlp.cli.generate", "continue a prompt"),
     "checkpoint": ("smlp.cli.checkpoint", "look at checkpoints, check them, merge, split, average, upcycle"),
     "leak-test": ("smlp.cli.leak_test", "check that no later token changes an earlier prediction"),

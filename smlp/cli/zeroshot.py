@@ -9,6 +9,7 @@ from typing import Any
 
 from smlp.cli.json_file import check_output, write_json, write_json_lines
 from smlp.cli.model_options import add_model_options, load_model
+from smlp.cli.scoring_options import add_scoring_options, check_least
 from smlp.cli.team_options import add_team_options, as_team
 from smlp.errors import UserError
 from smlp.launch.team import Team
@@ -26,7 +27,6 @@ by side; docs/zeroshot.md says where each comes from, what the model reads and h
 _TASKS = ("copa", "piqa", "storycloze", "winogrande", "hellaswag", "record")
 _TEMPLATES = ("fair", "gpt3", "lm-eval")
 _SCORING = ("auto", "sum", "mean", "suffix", "continuation", "chars", "unconditional")
-_NEWLINES = ("eos", "space")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -45,17 +45,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N records of each task")
     parser.add_argument("--num-fewshot", type=int, default=0, metavar="K", help="solved examples before each record")
     parser.add_argument("--fewshot-seed", type=int, default=1, help="draws them (default: %(default)s)")
-    parser.add_argument(
-        "--newline", choices=_NEWLINES, default="eos", help="what a line break becomes (default: </s>, as in training)"
-    )
-    parser.add_argument(
-        "--fill-prefix", action="store_true", help="sMLP-partial: put </s> before prompts shorter than its prefix"
-    )
+    add_scoring_options(parser)
     parser.add_argument(
         "--skip-too-long", action="store_true", help="leave out, and count, records that the context cannot hold"
-    )
-    parser.add_argument(
-        "--batch-tokens", type=int, default=8192, metavar="N", help="positions in a batch (default: %(default)s)"
     )
     parser.add_argument("--output", metavar="FILE", help="write every record with its candidates' scores, as JSONL")
     parser.add_argument("--json", metavar="FILE", help="write the report here too")
@@ -66,10 +58,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Scores the tasks and prints the report."""
     names = task_names(args.tasks)
-    for option, least in (("limit", 1), ("num_fewshot", 0), ("batch_tokens", 1)):
-        value = getattr(args, option)
-        if value is not None and value < least:
-            raise UserError(f"--{option.replace('_', '-')} must be at least {least}, got {value}")
+    check_least(args, limit=1, num_fewshot=0, batch_tokens=1)
     if args.split is not None and len(names) > 1:
         raise UserError(f"--split {args.split} is for one task, and {len(names)} are asked for: {', '.join(names)}")
     for option in ("output", "json"):
@@ -108,9 +97,9 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     model = load_model(args, team)
     drop_nothing(model.decoder)
     config = model.decoder.config
-    encoding = Encoding(model.tokenizer, config, args.newline, args.fill_prefix)
+    encoding = Encoding(model.tokenizer, config, model.start_token, args.newline, args.fill_prefix)
     tasks = [read_task(name, args.data_dir, protocol, encoding) for name in names]
-    scorer = CandidateScorer(model.decoder, model.start_token)
+    scorer = CandidateScorer(model.decoder)
     prefix = model.vocabulary.symbols[model.start_token]
     summaries, rows = {}, []
     # of this rank

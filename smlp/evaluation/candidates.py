@@ -1,14 +1,14 @@
 """Log-probabilities of the tokens of candidates, many groups at a time.
 
-What the candidates of a group begin with alike is read once, by all groups of a batch together as far as the shortest
-beginning goes; then the candidates go on from copies of that state. Padding stands on the right only.
+What the candidates of a group begin with alike is read once; then each goes on from a copy of that state
+(:mod:`smlp.evaluation.batching`). Padding stands on the right only.
 
-Letters: ``G`` groups, ``R`` candidates of all groups, ``n`` tokens, ``H`` width, ``V`` vocabulary.
+Letters: ``G`` groups, ``R`` candidates of one pass, ``n`` tokens, ``H`` width, ``V`` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from smlp.context import DecodingState
+from smlp.evaluation.batching import Batch, Reading, plan_batches
 from smlp.evaluation.texts import Candidates
 from smlp.nn.decoder import Decoder
 
 #: elements of logits at a time
 _LOGITS = 2**25
+#: positions that take as long as what a pass costs whatever its size
+_CALL_ON_CPU, _CALL_ON_GPU = 128, 4096
 
 
 @dataclass(frozen=True)
@@ -33,108 +36,77 @@ class TokenScores:
     is_greedy: np.ndarray
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a group goes through a model: inputs of every candidate, of which the first ``num_shared`` are alike."""
-
-    #: ids, start symbols first and the last token left out
-    inputs: tuple[tuple[int, ...], ...]
-    num_shared: int
-
-    @classmethod
-    def of(cls, group: Candidates, start_token: int) -> Reading:
-        """The first scored token is predicted from the last start symbol or the token before it, which is not shared,
-        so that everything that is scored comes out of the second pass."""
-        lead = (start_token,) * (group.num_filled + 1)
-        return cls(tuple(lead + text.tokens[:-1] for text in group.texts), len(lead) - 1 + group.first)
-
-    @property
-    def longest(self) -> int:
-        """Inputs of the longest candidate."""
-        return max(map(len, self.inputs))
-
-
-def plan_batches(readings: Sequence[Reading], batch_tokens: int, share: bool = True) -> list[list[int]]:
-    """Which groups to read together, as places in the list: those of like length, the longest first, so that memory
-    runs out at once if it does.
-
-    Args:
-        readings: of all groups.
-        batch_tokens: positions that a batch may take up, padding included; a group that takes more is on its own.
-        share: whether common beginnings are read once.
-    """
-    shared = [reading.num_shared if share else 0 for reading in readings]
-    order = sorted(range(len(readings)), key=lambda place: (-shared[place], -readings[place].longest, place))
-    batches: list[list[int]] = []
-    for place in order:
-        grown = [*(batches[-1] if batches else ()), place]
-        if len(grown) > 1 and _positions([readings[one] for one in grown], share) <= batch_tokens:
-            batches[-1] = grown
-        else:
-            batches.append([place])
-    return batches
-
-
-def _positions(readings: Sequence[Reading], share: bool) -> int:
-    common = min(reading.num_shared for reading in readings) if share else 0
-    rest = max(reading.longest for reading in readings) - common
-    return len(readings) * common + sum(len(reading.inputs) for reading in readings) * rest
-
-
 class CandidateScorer:
     """Scores groups of candidates with a decoder.
 
     Args:
         decoder: in evaluation mode, dropping no token, so that a score does not depend on what else is in a batch.
-        start_token: id before every text.
         share: whether to read common beginnings once; off for a model with leaky routing, whose beginnings depend on
             what follows them.
     """
 
-    def __init__(self, decoder: Decoder, start_token: int, share: bool = True) -> None:
+    def __init__(self, decoder: Decoder, share: bool = True) -> None:
         self.decoder = decoder
-        self.start_token = start_token
         self.share = share and not decoder.config.is_leaky
 
-    def plan(self, groups: Sequence[Candidates], batch_tokens: int) -> list[list[int]]:
-        """Batches in which to score the groups; see :func:`plan_batches`."""
-        return plan_batches([Reading.of(group, self.start_token) for group in groups], batch_tokens, self.share)
+    def plan(self, groups: Sequence[Candidates], batch_tokens: int) -> list[Batch]:
+        """Batches in which to score the groups, see :func:`smlp.evaluation.batching.plan_batches`; they do not depend
+        on who is to score them."""
+        call_tokens = _CALL_ON_CPU if self._device.type == "cpu" else _CALL_ON_GPU
+        return plan_batches([self._reading(group) for group in groups], batch_tokens, call_tokens)
 
     @torch.inference_mode()
-    def score(self, groups: Sequence[Candidates]) -> list[list[TokenScores]]:
-        """Scores of every candidate of every group, in one batch.
+    def score(self, groups: Sequence[Candidates], batch: Batch) -> list[list[TokenScores]]:
+        """Scores of every candidate of the groups of a batch, in its order.
 
         Positions of the model's prefix predict nothing: what comes there is left out of the scores.
-        """
-        readings = [Reading.of(group, self.start_token) for group in groups]
-        common = min(reading.num_shared for reading in readings) if self.share else 0
-        state = self._read_beginnings(readings, common) if common else None
-        rows = [inputs[common:] for reading in readings for inputs in reading.inputs]
-        features_RnH = self.decoder.features(self._padded(rows), state)[0]
-        prefix = self.decoder.config.prefix_tokens
-        places, targets, sizes = [], [], []
-        for group in groups:
-            for text in group.texts:
-                row = len(sizes)
-                first = max(group.first, min(prefix - group.num_filled, len(text.tokens)))
-                begin = group.num_filled + first - common
-                size = len(text.tokens) - first
-                places += [(row, begin + step) for step in range(size)]
-                targets += text.tokens[first:]
-                sizes.append(size)
-        log_probs, is_greedy = self._predict(features_RnH, places, targets)
-        scores = map(TokenScores, _split(log_probs, sizes), _split(is_greedy, sizes))
-        return [[next(scores) for _ in group.texts] for group in groups]
 
-    def _read_beginnings(self, readings: Sequence[Reading], common: int) -> DecodingState:
-        """The state after the first ``common`` inputs of every group, once for each of its candidates."""
-        longest = max(reading.longest for reading in readings)
-        state = DecodingState(capacity=longest)
-        beginnings_Gn = torch.tensor([reading.inputs[0][:common] for reading in readings], device=self._device)
+        Args:
+            groups: all those for which the batch was planned.
+            batch: one of :meth:`plan`.
+        """
+        members = [groups[place] for place in batch.members]
+        readings = [self._reading(group) for group in members]
+        state = self._read_beginnings(readings, batch.num_shared)
+        found: dict[tuple[int, int], TokenScores] = {}
+        for rows in batch.passes:
+            inputs = [readings[member].inputs[number][batch.num_shared :] for member, number in rows]
+            own = None
+            if state is not None:
+                own = state.select(torch.tensor([member for member, _ in rows], device=self._device))
+            features_RnH = self.decoder.features(self._padded(inputs), own)[0]
+            found.update(zip(rows, self._scores(features_RnH, members, rows, batch.num_shared), strict=True))
+        return [[found[member, number] for number in range(len(group.texts))] for member, group in enumerate(members)]
+
+    def _reading(self, group: Candidates) -> Reading:
+        return Reading.of(group, self.share)
+
+    def _read_beginnings(self, readings: Sequence[Reading], num_shared: int) -> DecodingState | None:
+        """The state after the first inputs of every group; None if there are none."""
+        if not num_shared:
+            return None
+        state = DecodingState(capacity=max(reading.longest for reading in readings))
+        beginnings_Gn = torch.tensor([reading.inputs[0][:num_shared] for reading in readings], device=self._device)
         self.decoder.features(beginnings_Gn, state)
-        counts = torch.tensor([len(reading.inputs) for reading in readings])
-        state.reorder(torch.arange(len(readings)).repeat_interleave(counts).to(self._device))
         return state
+
+    def _scores(
+        self, features_RnH: Tensor, groups: Sequence[Candidates], rows: Sequence[tuple[int, int]], num_shared: int
+    ) -> Iterator[TokenScores]:
+        """Scores of the candidates whose features are given from position ``num_shared`` on."""
+        prefix_tokens = self.decoder.config.prefix_tokens
+        places, targets, sizes = [], [], []
+        for row, (member, number) in enumerate(rows):
+            group = groups[member]
+            tokens = group.texts[number].tokens
+            first = min(max(group.first, prefix_tokens - group.num_filled), len(tokens))
+            begin = group.num_filled + first - num_shared
+            places += [(row, position) for position in range(begin, begin + len(tokens) - first)]
+            targets += tokens[first:]
+            sizes.append(len(tokens) - first)
+        log_probs, is_greedy = self._predict(features_RnH, places, targets)
+        ends = np.cumsum(sizes)[:-1]
+        return map(TokenScores, np.split(log_probs, ends), np.split(is_greedy, ends))
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
         width = max(map(len, rows))
@@ -162,7 +134,3 @@ class CandidateScorer:
     @property
     def _device(self) -> torch.device:
         return self.decoder.embedding.weight.device
-
-
-def _split(values: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    return np.split(values, np.cumsum(sizes)[:-1])

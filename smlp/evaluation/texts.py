@@ -45,8 +45,13 @@ class Candidates:
     texts: tuple[TokenizedText, ...]
     #: tokens that were cut from the left of every context
     num_cut: int = 0
-    #: start symbols before the one that every text has, to fill a prefix
-    num_filled: int = 0
+    #: ids before every text: the start symbol, several times where a prefix is filled
+    lead: tuple[int, ...] = (Vocabulary.eos,)
+
+    @property
+    def num_filled(self) -> int:
+        """Symbols before the one that every text has."""
+        return len(self.lead) - 1
 
     @property
     def first(self) -> int:
@@ -103,7 +108,9 @@ def _end(text: str, length: int = 40) -> str:
     return text if len(text) <= length else "..." + text[-length:]
 
 
-def fit(texts: Sequence[TokenizedText], max_tokens: int, prefix_tokens: int = 0) -> Candidates:
+def fit(
+    texts: Sequence[TokenizedText], max_tokens: int, start_token: int = Vocabulary.eos, prefix_tokens: int = 0
+) -> Candidates:
     """Makes candidates short enough for a model, and long enough if its prefix is to be filled.
 
     Positions count: nothing is ever padded on the left, contexts are cut there. All candidates lose the same number of
@@ -112,6 +119,7 @@ def fit(texts: Sequence[TokenizedText], max_tokens: int, prefix_tokens: int = 0)
     Args:
         texts: candidates.
         max_tokens: T.
+        start_token: id that stands before every text.
         prefix_tokens: P, to have so many start symbols before short contexts that every continuation comes after the
             prefix; 0 to leave them as they are.
 
@@ -130,7 +138,7 @@ def fit(texts: Sequence[TokenizedText], max_tokens: int, prefix_tokens: int = 0)
     # a long context beside a short one that is filled up has to make more room than that
     cuts = [max(num_cut, num_filled + len(text.tokens) - max_tokens) for text in texts]
     cut = tuple(_cut(text, min(count, text.num_context)) for text, count in zip(texts, cuts, strict=True))
-    return Candidates(cut, max(cuts), num_filled)
+    return Candidates(cut, max(cuts), (start_token,) * (num_filled + 1))
 
 
 def _cut(text: TokenizedText, count: int) -> TokenizedText:

@@ -22,6 +22,8 @@ class Encoding:
 
     tokenizer: Tokenizer
     config: ModelConfig
+    #: id before every text
+    start_token: int
     #: a line break becomes ``</s>`` ("eos") or a space ("space")
     newline: str = "eos"
     #: whether start symbols fill the prefix of a model with partial routing
@@ -29,7 +31,8 @@ class Encoding:
 
     def group(self, texts: Sequence[TokenizedText]) -> Candidates:
         """Candidates that fit the model; see :func:`smlp.evaluation.texts.fit`."""
-        return fit(texts, self.config.max_tokens, self.config.prefix_tokens if self.fill_prefix else 0)
+        prefix_tokens = self.config.prefix_tokens if self.fill_prefix else 0
+        return fit(texts, self.config.max_tokens, self.start_token, prefix_tokens)
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,15 @@ def score_groups(
     own = {}
     for batch in scorer.plan(groups, batch_tokens)[team.rank :: team.size]:
         try:
-            results = scorer.score([groups[place] for place in batch])
+            results = scorer.score(groups, batch)
         except torch.OutOfMemoryError:
             raise UserError(
-                f"a batch of {len(batch)} examples does not fit into memory: lower --batch-tokens (now {batch_tokens})"
+                f"a batch of {len(batch.members)} examples does not fit into memory: lower --batch-tokens "
+                f"(now {batch_tokens})"
             ) from None
-        own.update(zip(batch, results, strict=True))
+        own.update(zip(batch.members, results, strict=True))
         if scored is not None:
-            scored(len(batch))
+            scored(len(batch.members))
     found = {place: result for part in team.gather(own) for place, result in part.items()}
     return [found[place] for place in range(len(groups))]
 

@@ -1,0 +1,92 @@
+"""``smlp lm-eval``: any task of lm-evaluation-harness on a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from smlp.cli.json_file import check_output, write_json, write_json_lines
+from smlp.cli.model_options import add_model_options, load_model
+from smlp.cli.scoring_options import add_scoring_options, check_least
+from smlp.cli.team_options import add_team_options, as_team
+from smlp.errors import UserError
+from smlp.launch.team import Team
+
+HELP = "tasks of lm-evaluation-harness"
+EPILOG = """examples:
+  smlp lm-eval --path checkpoint_best.pt --tasks copa,hellaswag --data-dir tasks
+  smlp lm-eval --path checkpoint_best.pt --tasks lambada_openai,wikitext --json results.json
+  smlp lm-eval --path checkpoint_best.pt --tasks mine --include-path my_tasks
+
+Needs the extra lm-eval (pip install 'smlp[lm-eval]'). With --data-dir, the six tasks of smlp zeroshot are read from
+their official files there, with the harness's prompts and rules, and nothing is fetched from the network.
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "lm-eval", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_options(parser)
+    parser.add_argument("--tasks", required=True, help="names, with commas; lm-eval ls tasks lists the harness's own")
+    parser.add_argument("--data-dir", type=Path, help="official files of the six tasks of smlp zeroshot")
+    parser.add_argument("--include-path", type=Path, help="folder with more tasks (YAML)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N records of each task")
+    parser.add_argument("--num-fewshot", type=int, metavar="K", help="solved examples (default: the task's own number)")
+    add_scoring_options(parser)
+    parser.add_argument("--output", metavar="FILE", help="write every record with its answers, as JSONL")
+    parser.add_argument("--json", metavar="FILE", help="write the results here too")
+    add_team_options(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluates the tasks and prints the harness's table."""
+    names = list(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
+    if not names:
+        raise UserError("--tasks names no task")
+    check_least(args, limit=1, num_fewshot=0, batch_tokens=1)
+    for option in ("output", "json"):
+        if getattr(args, option) is not None:
+            check_output(f"--{option}", getattr(args, option))
+    for option in ("data_dir", "include_path"):
+        folder = getattr(args, option)
+        if folder is not None and not folder.is_dir():
+            raise UserError(f"--{option.replace('_', '-')} {folder} is not a folder")
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"smlp lm-eval needs lm-evaluation-harness ({error}): pip install 'smlp[lm-eval]'") from None
+    return as_team(args, lambda team: _evaluate(args, names, team))
+
+
+def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
+    from lm_eval.utils import make_table
+
+    from smlp.harness.evaluate import evaluate
+    from smlp.harness.model import HarnessModel
+
+    model = HarnessModel(
+        load_model(args, team),
+        batch_tokens=args.batch_tokens,
+        newline=args.newline,
+        fill_prefix=args.fill_prefix,
+        team=team,
+    )
+    found = evaluate(model, names, args.data_dir, args.include_path, args.num_fewshot, args.limit)
+    if found is None:
+        return 0
+    print(make_table(found))
+    sys.stdout.flush()
+    samples = found.pop("samples")
+    if args.output:
+        rows = [{"task": task, **sample} for task, found_samples in samples.items() for sample in found_samples]
+        write_json_lines("--output", args.output, rows)
+        print(f"{len(rows)} records in {args.output}")
+    if args.json:
+        settings = {"model": str(args.path), "newline": args.newline, "fill_prefix": args.fill_prefix}
+        write_json(args.json, {"settings": settings, "results": found["results"], "versions": found["versions"]})
+    return 0

@@ -1,0 +1,38 @@
+"""Options of commands that score candidates."""
+
+from __future__ import annotations
+
+import argparse
+
+from smlp.errors import UserError
+
+NEWLINES = ("eos", "space")
+
+
+def add_scoring_options(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--newline``, ``--fill-prefix`` and ``--batch-tokens``."""
+    parser.add_argument(
+        "--newline", choices=NEWLINES, default="eos", help="what a line break becomes (default: </s>, as in training)"
+    )
+    parser.add_argument(
+        "--fill-prefix", action="store_true", help="sMLP-partial: put </s> before prompts shorter than its prefix"
+    )
+    parser.add_argument(
+        "--batch-tokens", type=int, default=8192, metavar="N", help="positions in a batch (default: %(default)s)"
+    )
+
+
+def check_least(args: argparse.Namespace, **least: int) -> None:
+    """Checks options that are numbers.
+
+    Args:
+        args: of the command.
+        **least: the smallest value of each option.
+
+    Raises:
+        UserError: one is smaller.
+    """
+    for option, smallest in least.items():
+        value = getattr(args, option)
+        if value is not None and value < smallest:
+            raise UserError(f"--{option.replace('_', '-')} must be at least {smallest}, got {value}")

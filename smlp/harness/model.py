@@ -1,0 +1,243 @@
+"""A checkpoint as a model of lm-evaluation-harness.
+
+Importing this module registers the model's name, ``smlp``; the harness has no other way to find one::
+
+    import smlp.harness.model
+    lm_eval.simple_evaluate("smlp", model_args="path=checkpoint_best.pt", tasks=["lambada_openai"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from smlp.checkpoint.load import LanguageModel, load_pretrained
+from smlp.errors import UserError
+from smlp.evaluation.candidates import CandidateScorer, TokenScores
+from smlp.evaluation.dropless import drop_nothing
+from smlp.evaluation.texts import Candidates, TokenizedText, encode, encode_pair, fit
+from smlp.launch.team import Team
+
+Result = tuple[float, bool]
+#: names under which tasks say how many tokens may be written
+_MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_DEFAULT_MAX_TOKENS = 256
+
+
+@register_model("smlp")
+class HarnessModel(TemplateLM):
+    """Scores and texts of a language model, as the harness asks for them.
+
+    Requests of one record are scored together, so that what they begin with alike is read once and, where they are too
+    long, all lose the same number of tokens from the left.
+
+    Args:
+        path: checkpoint, or a model from :func:`smlp.load_pretrained`.
+        batch_tokens: positions in a batch.
+        newline: what a line break becomes, ``eos`` (as in training) or ``space``.
+        fill_prefix: put start symbols before prompts shorter than the prefix of a model with partial routing.
+        device: torch device.
+        dictionary, sentencepiece_model: if they are not found beside the checkpoint.
+        team: ranks among which the harness shares its records.
+        **ignored: the harness's ``batch_size`` and ``max_batch_size``.
+
+    Raises:
+        UserError: a file is missing or damaged, or there is no such device.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | LanguageModel,
+        batch_tokens: int = 8192,
+        newline: str = "eos",
+        fill_prefix: bool = False,
+        device: str | None = None,
+        dictionary: str | None = None,
+        sentencepiece_model: str | None = None,
+        team: Team | None = None,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+    ) -> None:
+        super().__init__()
+        team = team or Team()
+        if not isinstance(path, LanguageModel):
+            path = load_pretrained(path, dictionary, sentencepiece_model).to(team.device(device))
+        self.lm = path
+        self.team = team
+        self.newline = newline
+        self.fill_prefix = fill_prefix
+        self.batch_tokens = batch_tokens
+        drop_nothing(self.lm.decoder)
+        self._scorer = CandidateScorer(self.lm.decoder)
+        self._device = self.lm.decoder.embedding.weight.device
+        self._rank, self._world_size = team.rank, team.size
+
+    @property
+    def eot_token_id(self) -> int:
+        """Of ``</s>``, which ends lines and documents."""
+        return self.lm.vocabulary.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Of the symbol before every text, which is put there once by what scores it."""
+        return self.lm.start_token
+
+    @property
+    def max_length(self) -> int:
+        """Positions of the model."""
+        return self.lm.decoder.config.max_tokens
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+        """Ids of a text; no symbol is put before it."""
+        return encode(self.lm.tokenizer, string, self.newline)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Result]:
+        """Log-probability of each continuation given its context, and whether it is what the model would write."""
+        groups: dict[Any, list[int]] = {}
+        texts: list[TokenizedText | None] = []
+        for number, request in enumerate(requests):
+            context, continuation = request.args
+            if continuation == "":  # certain, and nothing to score
+                texts.append(None)
+                continue
+            texts.append(self._encoded(request, context, continuation))
+            groups.setdefault((request.task_name, request.doc_id), []).append(number)
+        results: list[Result] = [(0.0, True)] * len(requests)
+        members = list(groups.values())
+        candidates = [self._group(requests, numbers, texts) for numbers in members]
+        for place, scored in self._scored(candidates, disable_tqdm):
+            for number, text, scores in zip(members[place], candidates[place].texts, scored, strict=True):
+                results[number] = _of_continuation(text, scores)
+        for request, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request.args, result)
+        return results
+
+    def _encoded(self, request: Instance, context: str, continuation: str) -> TokenizedText:
+        try:
+            return encode_pair(self.lm.tokenizer, context, continuation, self.newline)
+        except UserError as error:
+            raise UserError(f"{request.task_name}, example {request.doc_id}: {error}") from None
+
+    def _group(
+        self, requests: Sequence[Instance], numbers: Sequence[int], texts: Sequence[TokenizedText | None]
+    ) -> Candidates:
+        request = requests[numbers[0]]
+        where = f"{request.task_name}, example {request.doc_id}"
+        config = self.lm.decoder.config
+        prefix_tokens = config.prefix_tokens if self.fill_prefix else 0
+        try:
+            group = fit([texts[number] for number in numbers], self.max_length, self.lm.start_token, prefix_tokens)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        if any(len(text.tokens) + group.num_filled <= config.prefix_tokens for text in group.texts):
+            raise UserError(
+                f"{where} ends within the first {config.prefix_tokens} positions, which only choose experts: "
+                "fill the prefix (--fill-prefix)"
+            )
+        return group
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
+    ) -> list[Result]:
+        """The same for ids; a start symbol at the beginning of a context is not doubled."""
+        candidates = []
+        for _, context, continuation in requests:
+            known = context[1:] if context[:1] == [self.lm.start_token] else context
+            text = TokenizedText((*known, *continuation), len(known))
+            candidates.append(fit([text], self.max_length, self.lm.start_token))
+        results: list[Result] = [(0.0, True)] * len(requests)
+        for place, (scores,) in self._scored(candidates, disable_tqdm):
+            results[place] = _of_continuation(candidates[place].texts[0], scores)
+        return results
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each whole text, in windows of the model's context; every token is scored once, given the
+        start symbol or at least one token before it, as ``fairseq-eval-lm`` does."""
+        windows, owners = [], []
+        for number, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            found = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            for context, continuation in map(make_disjoint_window, found):
+                text = TokenizedText((*context[1:], *continuation), len(context) - 1)
+                windows.append(Candidates((text,), lead=tuple(context[:1])))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for place, (scores,) in self._scored(windows, disable_tqdm):
+            totals[owners[place]] += _of_continuation(windows[place].texts[0], scores)[0]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text that the model writes after each context, up to a stop string; contexts that leave no room are cut
+        on the left."""
+        results = [""] * len(requests)
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(repr(request.args[1]), []).append(number)
+        with tqdm(total=len(requests), disable=disable_tqdm or self.rank > 0, desc="generate_until") as progress:
+            for numbers in alike.values():
+                for number, text in self._written([requests[n].args[0] for n in numbers], requests[numbers[0]].args[1]):
+                    results[numbers[number]] = text
+                    progress.update()
+        for request, text in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return results
+
+    def _written(self, contexts: Sequence[str], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
+        """Number of a context, and what is written after it; in no particular order."""
+        max_tokens = next((settings[name] for name in _MAX_TOKENS if name in settings), _DEFAULT_MAX_TOKENS)
+        max_tokens = min(max_tokens, self.max_length - self.lm.decoder.config.prefix_tokens - 1)
+        stop = settings.get("until") or ()
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        sampled = settings.get("do_sample") and settings.get("temperature", 1.0) > 0
+        method = {"greedy": True}
+        if sampled:
+            method = {name: settings[name] for name in ("temperature", "top_k", "top_p") if name in settings}
+        writer = self.lm.writer(
+            max_tokens, stop=[text for text in stop if text], fill_prefix=self.fill_prefix, **method
+        )
+        room = self.max_length - max_tokens
+        prompts = [[self.lm.start_token, *self.tok_encode(context)[-room:]] for context in contexts]
+        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+        size = max(1, self.batch_tokens // self.max_length)
+        for begin in range(0, len(order), size):
+            batch = order[begin : begin + size]
+            shown = [""] * len(batch)
+            for text, new in writer.follow([prompts[number] for number in batch]):
+                shown[text.prompt] += new
+                if text.finish is not None:
+                    yield batch[text.prompt], shown[text.prompt]
+
+    def _scored(self, candidates: Sequence[Candidates], disable_tqdm: bool) -> Iterator[tuple[int, list[TokenScores]]]:
+        """Place and scores of every group; batch by batch."""
+        with tqdm(total=len(candidates), disable=disable_tqdm or self.rank > 0, unit=" records") as progress:
+            for batch in self._scorer.plan(candidates, self.batch_tokens):
+                yield from zip(batch.members, self._scorer.score(candidates, batch), strict=True)
+                progress.update(len(batch.members))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Numbers of all ranks, one after the other."""
+        return torch.tensor(self.team.gather(tensor.tolist())).flatten()
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """Objects of all ranks on rank ``dst``, None elsewhere."""
+        found = self.team.gather(obj)
+        return found if self.rank == dst else None
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        self.team.gather(None)
+
+
+def _of_continuation(text: TokenizedText, scores: TokenScores) -> Result:
+    first = max(text.num_context - (len(text.tokens) - len(scores.log_probs)), 0)
+    return float(scores.log_probs[first:].sum()), bool(scores.is_greedy[first:].all())

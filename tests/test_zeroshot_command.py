@@ -1,0 +1,251 @@
+"""``smlp zeroshot`` on small files of all six tasks, against forward passes and rules written out here."""
+
+import json
+import math
+
+import pytest
+import torch
+from running import run_python
+from tiny_checkpoints import write_checkpoint
+from zeroshot_data import WORDS, write_tasks
+
+from smlp.cli.main import main
+from smlp.cli.scoring_options import NEWLINES as NEWLINE_CHOICES
+from smlp.cli.zeroshot import _SCORING, _TASKS, _TEMPLATES
+from smlp.evaluation.texts import NEWLINES
+from smlp.tokenizer import Vocabulary
+from smlp.zeroshot.readers import READERS
+from smlp.zeroshot.report import TABLE_6
+from smlp.zeroshot.rules import RULES
+from smlp.zeroshot.templates import TEMPLATES
+
+SYMBOLS = [*WORDS, ".", "because", "so", ",", "w1:"]
+CONTEXT = 40
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), SYMBOLS, max_tokens=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def partial(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("partial")
+    return write_checkpoint(folder, SYMBOLS, "smlp_partial_tiny", CONTEXT, prefix_fraction=0.4)
+
+
+def zeroshot(path, data, *more):
+    return main(["zeroshot", "--path", str(path), "--data-dir", str(data), "--device", "cpu", *map(str, more)])
+
+
+def results(tmp_path, path, data, *more):
+    """The report, and what was written for each record."""
+    output, report = tmp_path / "answers.jsonl", tmp_path / "report.json"
+    assert zeroshot(path, data, "--output", output, "--json", report, *more) == 0
+    return json.loads(report.read_text()), [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def ids_of(text):
+    vocabulary = Vocabulary(SYMBOLS)
+    ids = []
+    for number, line in enumerate(text.split("\n")):
+        ids += [vocabulary.eos] * (number > 0)
+        ids += [vocabulary.index.get(word, vocabulary.unk) for word in line.split()]
+    return ids
+
+
+@torch.no_grad()
+def log_probs(decoder, ids, num_starts=1):
+    inputs = torch.tensor([[2] * num_starts + ids[:-1]])
+    table = decoder(inputs).logits[0].log_softmax(1)
+    return [float(table[num_starts - 1 + place, token]) for place, token in enumerate(ids)]
+
+
+def headline_score(task, number, texts, values):
+    """Mean after the beginning that all share; for Winogrande the sum over the shared end."""
+    if task == "winogrande":
+        shared = 0
+        while len({text[len(text) - shared - 1] for text in texts}) == 1:
+            shared += 1
+        return sum(values[number][len(texts[number]) - shared :])
+    shared = 0
+    while len({text[shared] for text in texts}) == 1:
+        shared += 1
+    return sum(values[number][shared:]) / (len(texts[number]) - shared)
+
+
+def test_the_report_is_what_plain_forward_passes_say(model, data, tmp_path, capsys):
+    path, decoder = model
+    report, rows = results(tmp_path, path, data, "--tasks", "all", "--batch-tokens", 100)
+    right = {task: [] for task in _TASKS}
+    for row in rows:
+        texts = [ids_of(row["prompt"] + candidate["text"]) for candidate in row["candidates"]]
+        assert row["prefix"] == "</s>" and row["num_cut_tokens"] == row["num_filled"] == 0
+        values = [log_probs(decoder, text) for text in texts]
+        scores = [headline_score(row["task"], number, texts, values) for number in range(len(texts))]
+        for candidate, text, value, score in zip(row["candidates"], texts, values, scores, strict=True):
+            assert candidate["num_tokens"] == len(text)
+            assert candidate["log_probs"] == pytest.approx(value[-len(candidate["log_probs"]) :], abs=1e-5)
+            assert candidate["scored_tokens"][-1] == Vocabulary(SYMBOLS).symbols[text[-1]]
+            assert candidate["scores"][row["rule"]] == pytest.approx(score, abs=1e-5)
+            assert candidate["scores"]["sum"] == pytest.approx(sum(candidate["log_probs"]), abs=1e-4)
+        assert row["choice"] == scores.index(max(scores))
+        assert row["is_right"] == (row["choice"] in row["gold"])
+        right[row["task"]].append(row["is_right"])
+    assert [len(values) for values in right.values()] == [6] * 6
+    for task, values in right.items():
+        summary, share = report["tasks"][task], sum(values) / 6
+        assert summary["accuracy"] == pytest.approx(share) and summary["n"] == 6
+        assert summary["standard_error"] == pytest.approx(math.sqrt(share * (1 - share) / 5))
+        assert summary["wilson_95"][0] < share < summary["wilson_95"][1] or share in (0, 1)
+        assert summary["accuracy_by_rule"][summary["rule"]] == summary["accuracy"]
+    assert report["average"] == pytest.approx(sum(one["accuracy"] for one in report["tasks"].values()) / 6)
+    assert {task: one["chance"] for task, one in report["tasks"].items()} == pytest.approx(
+        {"copa": 0.5, "piqa": 0.5, "storycloze": 0.5, "winogrande": 0.5, "hellaswag": 0.25, "record": 1 / 3}
+    )
+    assert report["tasks"]["copa"]["majority"] == 0.5 and report["tasks"]["record"]["majority"] is None
+    assert report["tasks"]["record"]["exact_match"] == report["tasks"]["record"]["accuracy"]
+    assert report["tasks"]["piqa"]["unknown_share"] > 0 == report["tasks"]["storycloze"]["unknown_share"]
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("HellaSwag", "average", "95 % interval", "prefix </s>", "newline eos"))
+
+
+def test_ranks_write_the_same_files(model, data, tmp_path):
+    path, _ = model
+    command = ["--tasks", "copa,record", "--batch-tokens", "60"]
+    report, rows = results(tmp_path, path, data, *command)
+    files = ["--output", tmp_path / "two.jsonl", "--json", tmp_path / "two.json"]
+    words = ["-m", "smlp", "zeroshot", "--path", path, "--data-dir", data, "--device", "cpu", *command, *files]
+    done = run_python(*words, "--nproc", "2")
+    assert done.rc == 0, done.stderr
+    assert done.stdout.count("average") == 1 and "[rank 1]" not in done.stdout
+    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "answers.jsonl").read_bytes()
+    assert json.loads((tmp_path / "two.json").read_text()) == report and len(rows) == 12
+
+
+def test_short_contexts_are_cut_on_the_left_and_counted(data, tmp_path):
+    path, decoder = write_checkpoint(tmp_path / "short", SYMBOLS, max_tokens=12)
+    report, rows = results(tmp_path, path, data, "--tasks", "hellaswag")
+    cut = [row for row in rows if row["num_cut_tokens"]]
+    assert report["tasks"]["hellaswag"]["num_truncated"] == len(cut) > 0
+    for row in cut:
+        for candidate in row["candidates"]:
+            kept = ids_of(row["prompt"] + candidate["text"])[row["num_cut_tokens"] :]
+            assert candidate["num_tokens"] == len(kept) <= 12
+            assert candidate["log_probs"] == pytest.approx(
+                log_probs(decoder, kept)[-len(candidate["log_probs"]) :], abs=1e-5
+            )
+
+
+def test_candidates_that_no_context_holds_stop_it_or_are_left_out(data, tmp_path, capsys):
+    path, _ = write_checkpoint(tmp_path / "shorter", SYMBOLS, max_tokens=6)
+    assert zeroshot(path, data, "--tasks", "piqa") == 1
+    error = capsys.readouterr().err
+    assert "piqa: " in error and "of 6 examples do not fit" in error and "--skip-too-long" in error
+    report, rows = results(tmp_path, path, data, "--tasks", "piqa", "--skip-too-long")
+    assert report["tasks"]["piqa"]["n"] == len(rows) == 6 - report["tasks"]["piqa"]["num_skipped"] < 6
+
+
+def test_partial_routing_scores_after_its_prefix_or_fills_it(partial, data, tmp_path, capsys):
+    path, decoder = partial
+    assert zeroshot(path, data, "--tasks", "copa") == 1
+    assert "ends within the first 16 positions" in (error := capsys.readouterr().err) and "--fill-prefix" in error
+    report, rows = results(tmp_path, path, data, "--tasks", "copa", "--fill-prefix")
+    assert report["tasks"]["copa"]["num_partly_scored"] == 0
+    for row in rows:
+        context_tokens = row["candidates"][0]["num_context_tokens"]
+        assert row["num_filled"] == 16 - context_tokens > 0
+        for candidate in row["candidates"]:
+            ids = ids_of(row["prompt"] + candidate["text"])
+            value = log_probs(decoder, ids, 1 + row["num_filled"])
+            assert candidate["log_probs"] == pytest.approx(value[-len(candidate["log_probs"]) :], abs=1e-5)
+    # stories are long enough for all that is scored to come after the prefix, or for some of it
+    report, rows = results(tmp_path, path, data, "--tasks", "storycloze")
+    begins = [row["candidates"][0]["num_context_tokens"] for row in rows]
+    assert report["tasks"]["storycloze"]["num_partly_scored"] == sum(begin < 16 for begin in begins)
+    assert all(len(c["log_probs"]) <= c["num_tokens"] - 16 for row in rows for c in row["candidates"])
+
+
+def test_few_shot_priming(model, data, tmp_path):
+    path, _ = model
+    command = ["--tasks", "winogrande", "--num-fewshot", 2, "--skip-too-long"]
+    report, rows = results(tmp_path, path, data, *command, "--fewshot-seed", 3)
+    assert report["tasks"]["winogrande"]["fewshot_split"] == "train_s"
+    zero = results(tmp_path, path, data, "--tasks", "winogrande")[1]
+    train = [json.loads(line) for line in (data / "winogrande" / "train_s.jsonl").read_text().splitlines()]
+    solved = {record["sentence"].replace("_", record["option1"]) for record in train}
+    used = set()
+    for row in rows:
+        bare = next(one for one in zero if one["id"] == row["id"])["prompt"]
+        assert row["prompt"].endswith(f" {bare}")
+        before = row["prompt"].removesuffix(f" {bare}")
+        found = [text for text in solved if text in before]
+        assert len(found) == 2 and len(before) == sum(map(len, found)) + 1
+        used |= set(found)
+    assert len(used) == 2  # the same ones for every record
+    again = results(tmp_path, path, data, *command, "--fewshot-seed", 3)[1]
+    other = results(tmp_path, path, data, *command, "--fewshot-seed", 4)[1]
+    assert again == rows and [row["prompt"] for row in other] != [row["prompt"] for row in rows]
+
+
+def test_unconditional_scores_take_off_what_a_candidate_is_worth_alone(model, data, tmp_path):
+    path, decoder = model
+    _, rows = results(tmp_path, path, data, "--tasks", "copa", "--scoring", "unconditional", "--limit", 3)
+    assert len(rows) == 3
+    for row in rows:
+        for candidate in row["candidates"]:
+            alone = log_probs(decoder, ids_of(f"Answer: {candidate['text']}"))[1:]
+            want = candidate["scores"]["continuation"] - sum(alone)
+            assert candidate["scores"]["unconditional"] == pytest.approx(want, abs=1e-4)
+
+
+def test_line_breaks_as_spaces(model, data, tmp_path):
+    path, _ = model
+    lengths = {}
+    for newline in NEWLINES:
+        report, rows = results(tmp_path, path, data, "--tasks", "record", "--newline", newline)
+        assert report["settings"]["newline"] == newline
+        lengths[newline] = [row["candidates"][0]["num_tokens"] for row in rows]
+    assert [one - 2 for one in lengths["eos"]] == lengths["space"]  # two line breaks in each passage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tasks", "copa,boolq"], ["boolq", "copa, piqa"]),
+        (["--tasks", "copa,piqa", "--split", "train"], ["--split train is for one task, and 2"]),
+        (["--tasks", "copa", "--split", "dev"], ["copa has no split 'dev'", "val, train"]),
+        (["--tasks", "copa", "--limit", "0"], ["--limit must be at least 1, got 0"]),
+        (["--tasks", "copa", "--batch-tokens", "0"], ["--batch-tokens must be at least 1"]),
+        (["--tasks", "copa", "--num-fewshot", "7"], ["--num-fewshot 7", "has 6"]),
+        (["--tasks", "copa", "--output", "/no/such/folder/x"], ["--output /no/such/folder/x"]),
+        (["--tasks", "copa", "--nproc", "0"], ["--nproc must be at least 1, got 0"]),
+        (["--tasks", "copa", "--device", "cuda:99"], ["--device cuda:99 cannot be used here"]),
+    ],
+)
+def test_bad_input_is_one_sentence(model, data, arguments, words, capsys):
+    assert zeroshot(model[0], data, *arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("smlp: error: ") and error.count("\n") == 1 and all(word in error for word in words), error
+
+
+def test_missing_files_and_broken_weights_are_named(data, tmp_path, capsys):
+    path, _ = write_checkpoint(tmp_path / "model", SYMBOLS)
+    assert zeroshot(path, tmp_path, "--tasks", "hellaswag") == 1
+    assert "hellaswag_val.jsonl is missing; it comes from github.com/rowanz/hellaswag" in capsys.readouterr().err
+    state = torch.load(path)
+    state["model"]["decoder.core.norm.weight"].fill_(math.nan)
+    torch.save(state, path)
+    assert zeroshot(path, data, "--tasks", "copa") == 1
+    assert "copa, example 0: scores of the candidates are [nan, nan]" in capsys.readouterr().err
+
+
+def test_the_command_knows_what_the_library_has():
+    """It is not imported for --help, because that would take a second."""
+    assert tuple(READERS) == _TASKS == tuple(TABLE_6) and tuple(TEMPLATES) == _TEMPLATES
+    assert ("auto", *RULES) == _SCORING and NEWLINE_CHOICES == NEWLINES
