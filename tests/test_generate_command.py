@@ -206,3 +206,16 @@ def test_a_line_that_cannot_be_continued_does_not_end_the_loop(monkeypatch, caps
 def test_the_loop_writes_one_text_at_a_time(path, options, capsys):
     assert main(["generate", "--path", path, "--interactive", *options]) == 1
     assert f"leave out {options[0]}" in capsys.readouterr().err
+
+
+def test_experts_take_every_token_whatever_the_model_was_trained_with(tmp_path, prompts, capsys):
+    few = {"eval_capacity_factor": 0.5, "num_heads": 2}
+    path = str(write_checkpoint(tmp_path / "few", WORDS, arch="switch_lm_tiny", **few)[0])
+    command = ["generate", "--path", path, "--greedy", "--max-tokens", "5", "--output", "-"]
+    assert main([*command, "--file", prompts]) == 0
+    together = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for row in together:
+        assert main([*command, "--prompt", row["prompt"]]) == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert alone["tokens"] == row["tokens"]
+        assert alone["token_log_probs"] == pytest.approx(row["token_log_probs"], abs=1e-4)
