@@ -223,8 +223,8 @@ def test_partial_routing_wants_a_prompt_beyond_its_prefix(trained):
     folder, _, _ = trained["smlp_partial_tiny"]
     model = smlp.load_pretrained(folder / "checkpoint_last.pt")
     with pytest.raises(smlp.UserError, match=r"3 tokens \(start symbol included\).*at least 6"):
-        model.generate("the s1", max_new_tokens=2)
-    assert model.generate("the s1 v1 a o3 and", max_new_tokens=2)
+        model.generate("the s1", max_tokens=2)
+    assert model.generate("the s1 v1 a o3 and", max_tokens=2)
 
 
 def test_leaky_routing_does_not_write(trained):
@@ -232,4 +232,4 @@ def test_leaky_routing_does_not_write(trained):
     with pytest.warns(UserWarning, match="look better than they are"):
         model = smlp.load_pretrained(folder / "checkpoint_last.pt")
     with pytest.raises(smlp.UserError, match="cannot write"):
-        model.generate("the s1 v1 a o3 and", max_new_tokens=2)
+        model.generate("the s1 v1 a o3 and", max_tokens=2)

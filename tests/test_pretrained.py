@@ -70,7 +70,7 @@ def test_generate_continues_prompts(checkpoint, tmp_path, capsys):
     path, _ = checkpoint
     model = load_pretrained(path)
     expected = model.generate("the s1", 5, Sampling(temperature=0))
-    command = ["generate", "--path", str(path), "--greedy", "--tokens", "5"]
+    command = ["generate", "--path", str(path), "--greedy", "--max-tokens", "5"]
     assert main([*command, "--prompt", "the s1"]) == 0
     assert capsys.readouterr().out == f"the s1{expected}\n"
     prompts = tmp_path / "prompts.txt"
@@ -84,8 +84,8 @@ def test_generate_continues_prompts(checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--prompt", "the", "--tokens", "12"], ["2 prompt tokens", "max_tokens=12"]),
-        (["--prompt", "the", "--tokens", "0"], ["--tokens", "0"]),
+        (["--prompt", "the", "--max-tokens", "12"], ["2 prompt tokens", "max_tokens=12"]),
+        (["--prompt", "the", "--max-tokens", "0"], ["max_tokens", "0"]),
         (["--prompt", "the", "--top-p", "2"], ["top_p", "2"]),
         (["--file", "missing.txt"], ["missing.txt"]),
         (["--file", "latin1.txt"], ["latin1.txt", "line 2", "UTF-8"]),
@@ -104,7 +104,7 @@ def test_generate_refuses_in_one_line(checkpoint, arguments, words, capsys, monk
 
 def test_sliding_writes_past_the_context(checkpoint, capsys):
     path, _ = checkpoint
-    assert main(["generate", "--path", str(path), "--prompt", "the", "--tokens", "30", "--slide", "--greedy"]) == 0
+    assert main(["generate", "--path", str(path), "--prompt", "the", "--max-tokens", "30", "--slide", "--greedy"]) == 0
     assert len(capsys.readouterr().out.split()) > 12
 
 

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+from smlp.cli.generate_options import DEFAULT_BATCH, add_generation_options, check_options, writer_of
 from smlp.cli.model_options import add_model_options, load_model
+
+if TYPE_CHECKING:
+    from smlp.generation import Continuation, TextWriter
 
 HELP = "continue prompts with a trained model"
 EPILOG = """examples:
   smlp generate --path checkpoints/checkpoint_best.pt --prompt "And it came to pass" --top-p 0.9
-  smlp generate --path checkpoints/checkpoint_best.pt --file prompts.txt --greedy --tokens 40
+  smlp generate --path checkpoints/checkpoint_best.pt --file prompts.txt --greedy --max-tokens 40
+  smlp generate --path checkpoints/checkpoint_best.pt --file prompts.txt --num-return 4 --stop . --output texts.jsonl
+  smlp generate --path checkpoints/checkpoint_best.pt --prompt "The module" --beam 5 --num-return 5
+  smlp generate --path checkpoints/checkpoint_best.pt --interactive --temperature 0.8
 
 dict.txt and sentencepiece.model are looked for beside the checkpoint, then with the data it was trained on; an export
 (smlp checkpoint merge) brings its own.
-Text is written to standard output as it is made; after a --file, one line for each prompt of the file.
+A single text is written to standard output as it is made; of several, each has a line, where " / " stands for a line
+end. --output keeps ids, log-probabilities and why each text ended. Beam search finds what fairseq-generate finds.
 """
 
 
@@ -24,48 +36,79 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "generate", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_options(parser)
-    prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", help="text to continue; may be empty")
-    prompts.add_argument("--file", help="file with one prompt a line ('-' for standard input)")
-    parser.add_argument("--tokens", type=int, default=60, help="how many tokens to write (default: %(default)s)")
-    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
-    parser.add_argument("--temperature", type=float, default=1.0, help="below 1 safer, above wilder; 0 is --greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens only (0: all)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that make up p")
-    parser.add_argument(
-        "--fill-prefix", action="store_true", help="sMLP-partial: put </s> before prompts shorter than its prefix"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: %(default)s)")
-    parser.add_argument("--slide", action="store_true", help="past the context, forget the earlier half and go on")
+    add_generation_options(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the continuations."""
-    from smlp.errors import UserError
-    from smlp.generation import Sampling
+    check_options(args)
+    if args.output not in (None, "-"):
+        from smlp.cli.json_file import check_output
 
-    if args.tokens < 1:
-        raise UserError(f"--tokens must be at least 1, got {args.tokens}")
-    sampling = Sampling(
-        temperature=0.0 if args.greedy else args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        slide=args.slide,
-    )
+        check_output("--output", args.output)
+    if args.interactive:
+        from smlp.cli.prompt_loop import PromptLoop
+
+        return PromptLoop(_writer(args)).run()
     prompts = [args.prompt] if args.prompt is not None else _read_prompts(args.file)
-    model = load_model(args)
-    # All streams are made before the first is read, so that a prompt that is too long stops nothing half-way.
-    streams = [model.stream(prompt, args.tokens, sampling, args.fill_prefix) for prompt in prompts]
-    for prompt, stream in zip(prompts, streams, strict=True):
-        sys.stdout.write(prompt)
-        for piece in stream:
-            # a file's prompts and their continuations stay on one line each
-            sys.stdout.write(piece if args.file is None else piece.replace("\n", " / "))
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+    writer = _writer(args)
+    batch_size = DEFAULT_BATCH if args.batch_size is None else args.batch_size
+    if args.output is not None:
+        _write_file(args, writer, prompts, batch_size)
+    elif args.prompt is not None and args.beam is None and args.num_return == 1:
+        _write_as_it_comes(writer, args.prompt)
+    else:
+        on_one_line = args.file is not None or args.num_return > 1
+        for found in writer.continuations(prompts, batch_size):
+            for continuation in found:
+                text = continuation.prompt + continuation.text
+                print(text.replace("\n", " / ") if on_one_line else text, flush=True)
     return 0
+
+
+def _writer(args: argparse.Namespace) -> TextWriter:
+    from smlp.evaluation.dropless import drop_nothing
+
+    model = load_model(args)
+    drop_nothing(model.decoder)
+    return writer_of(args, model)
+
+
+def _write_as_it_comes(writer: TextWriter, prompt: str) -> None:
+    texts = writer.follow([writer.prompt_tokens(prompt)])
+    sys.stdout.write(prompt)
+    for _, new in texts:
+        sys.stdout.write(new)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _write_file(args: argparse.Namespace, writer: TextWriter, prompts: Sequence[str], batch_size: int) -> None:
+    from smlp.cli.json_file import json_lines
+
+    # made first: a prompt that does not fit is refused before the file is touched
+    texts = writer.continuations(prompts, batch_size)
+    settings = {"path": args.path, **writer.settings()}
+    num_texts, num_tokens, start = 0, 0, time.perf_counter()
+    with json_lines("--output", args.output) as write:
+        for found in texts:
+            for continuation in found:
+                write(_record(continuation, settings))
+                num_texts, num_tokens = num_texts + 1, num_tokens + len(continuation.tokens)
+    seconds = time.perf_counter() - start
+    if args.output != "-":
+        print(
+            f"{args.output}: {num_texts} texts for {len(prompts)} prompts, {num_tokens:,} tokens in {seconds:.1f} s "
+            f"({num_tokens / seconds:,.0f} tokens/s)"
+        )
+
+
+def _record(continuation: Continuation, settings: dict[str, Any]) -> dict[str, Any]:
+    record = dataclasses.asdict(continuation)
+    log_probs = record.pop("log_probs")
+    counted = {"num_tokens": len(continuation.tokens), "log_prob": continuation.log_prob}
+    return {**record, **counted, "token_log_probs": log_probs, "settings": settings}
 
 
 def _read_prompts(path: str) -> list[str]:

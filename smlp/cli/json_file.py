@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,37 @@ def write_json_lines(option: str, path: str, rows: Iterable[Any]) -> None:
     _write(option, path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
+@contextmanager
+def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
+    """Opens what an option names (``-`` is standard output) for objects that come one by one; gives what writes one.
+
+    A line is with the system once it is written, so that an interrupted command leaves what it did.
+
+    Raises:
+        UserError: as :func:`write_json`.
+    """
+    if path == "-":
+        yield lambda row: print(json.dumps(row, ensure_ascii=False), flush=True)
+        return
+    check_output(option, path)
+    with _naming(option, path):
+        file = open(path, "wb", buffering=0)  # noqa: SIM115
+
+    def write(row: Any) -> None:
+        with _naming(option, path):
+            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+
+    with file:
+        yield write
+
+
 def check_output(option: str, path: str) -> None:
     """To be called before long work whose result is to be written there.
 
     Raises:
         UserError: it cannot be written, or there is something else than JSON in it; the message names the file.
     """
-    try:
+    with _naming(option, path):
         if Path(path).is_file() and Path(path).read_bytes()[:1] not in (b"", b"{", b"["):
             raise UserError(f"{option} {path}: there is a file of another kind already: name another one")
         if Path(path).is_dir():
@@ -45,12 +70,16 @@ def check_output(option: str, path: str) -> None:
         place = path if Path(path).exists() else Path(path).parent
         if not os.access(place, os.W_OK):
             raise UserError(f"cannot write {option} {path}: {place} is missing or may not be written to")
-    except OSError as error:
-        raise UserError(f"cannot write {option} {path}: {error.strerror}") from None
 
 
 def _write(option: str, path: str, text: str) -> None:
-    try:
+    with _naming(option, path):
         Path(path).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _naming(option: str, path: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"cannot write {option} {path}: {error.strerror}") from None

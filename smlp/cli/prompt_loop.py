@@ -1,0 +1,141 @@
+"""``smlp generate --interactive``: a text that a person and a model write in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+
+from smlp.errors import UserError
+from smlp.generation import Sampling, Text, TextWriter
+
+HELP = """Type a line: the model continues the text so far, your line last. An empty line lets it go on.
+  /reset            forget the text so far
+  /set              show the settings
+  /set NAME VALUE   change one, such as: /set temperature 0.7
+  /help, /quit
+Ctrl-C stops an answer; the end of input (Ctrl-D) ends the loop."""
+
+_KINDS = {"int": int, "float": float}
+_SWITCH = {"on": True, "off": False}
+
+
+class PromptLoop:
+    """Reads lines from standard input and writes answers to standard output.
+
+    What was typed and written so far is the context of the next answer, each line ended by ``</s>``. Once too few
+    positions are left for an answer, the earlier half is forgotten.
+    """
+
+    def __init__(self, writer: TextWriter) -> None:
+        self._writer = writer
+        self._tokens = [writer.start_token]
+
+    def run(self) -> int:
+        """Until the end of input, or /quit; returns 0."""
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  arrow keys and earlier lines
+            print("/help shows what can be typed here.")
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                print()
+                return 0
+            except KeyboardInterrupt:
+                print()
+                continue
+            except UnicodeDecodeError as error:
+                print(f"(this line is not UTF-8 text: byte {error.start})")
+                continue
+            if line == "/quit":
+                return 0
+            try:
+                if line.startswith("/"):
+                    self._obey(line)
+                else:
+                    self._answer(line)
+            except UserError as error:
+                print(f"({error})")
+
+    def _obey(self, line: str) -> None:
+        command, *words = line.split(maxsplit=2)
+        if command == "/help":
+            print(HELP)
+        elif command == "/reset":
+            self._tokens = [self._writer.start_token]
+            print("(the text so far is forgotten)")
+        elif command == "/set":
+            if words:
+                self._set(words[0], words[1] if len(words) > 1 else "")
+            print("(" + ", ".join(f"{name} {value}" for name, value in self._settings().items()) + ")")
+        else:
+            raise UserError(f"there is no {command}: /help shows what there is")
+
+    def _settings(self) -> dict[str, str]:
+        limits, stops = self._writer.limits, self._writer.stop
+        return {
+            **{name: str(value) for name, value in dataclasses.asdict(self._writer.method).items()},
+            "max_tokens": str(limits.max_tokens),
+            "stop_at_eos": "off" if limits.end is None else "on",
+            "stop": ", ".join(map(repr, stops)) or "nothing",
+        }
+
+    def _set(self, name: str, value: str) -> None:
+        writer, kinds = self._writer, {field.name: field.type for field in dataclasses.fields(Sampling)}
+        if name == "stop":
+            stops = (value.replace("\\n", "\n"),) if value else ()
+            self._writer = dataclasses.replace(writer, stop=stops)
+        elif name == "stop_at_eos":
+            if value not in _SWITCH:
+                raise UserError(f"stop_at_eos is on or off, not {value!r}")
+            end = writer.tokenizer.vocabulary.eos if _SWITCH[value] else None
+            limits = dataclasses.replace(writer.limits, end=end, min_tokens=0)
+            self._writer = dataclasses.replace(writer, limits=limits)
+        elif name == "max_tokens":
+            limits = dataclasses.replace(writer.limits, max_tokens=_number(name, "int", value))
+            self._writer = dataclasses.replace(writer, limits=limits)
+        elif name in kinds:
+            method = dataclasses.replace(writer.method, **{name: _number(name, kinds[name], value)})
+            self._writer = dataclasses.replace(writer, method=method)
+        else:
+            raise UserError(f"there is no setting {name!r}; there are {', '.join(self._settings())}")
+
+    def _answer(self, line: str) -> None:
+        """Continues the text; a line that the model cannot continue leaves it as it was."""
+        writer, end = self._writer, self._writer.tokenizer.vocabulary.eos
+        tokens = list(self._tokens)
+        if line:
+            tokens += [end] if len(tokens) > 1 and tokens[-1] != end else []
+            tokens += writer.tokenizer.encode(line)
+        tokens = self._fitted(tokens)
+        texts = writer.follow([tokens])
+        written, shown = Text(0), ""
+        try:
+            for written, new in texts:  # noqa: B007  used after the loop
+                print(new if shown else new.lstrip(" "), end="", flush=True)
+                shown += new
+        except KeyboardInterrupt:
+            print(" (stopped)", end="")
+        print()
+        # a stop string, which is not shown, is no part of the text
+        answer = writer.tokenizer.encode(shown) if written.finish == "stop" else written.tokens
+        self._tokens = tokens + answer
+
+    def _fitted(self, tokens: list[int]) -> list[int]:
+        """The tokens, or the later ones of them where they leave too few positions for an answer."""
+        config = self._writer.decoder.config
+        half = max(config.max_tokens // 2, config.prefix_tokens + 1)
+        most = max(half, config.max_tokens + 1 - self._writer.limits.max_tokens)
+        if len(tokens) <= most:
+            return tokens
+        print(f"(the context is full: of {len(tokens)} tokens of text, the first {len(tokens) - half} are forgotten)")
+        return tokens[-half:]
+
+
+def _number(name: str, kind: str, value: str) -> int | float:
+    try:
+        return _KINDS[kind](value)
+    except ValueError:
+        raise UserError(f"{name} must be a number ({kind}), not {value!r}") from None

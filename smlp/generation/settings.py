@@ -1,0 +1,132 @@
+"""How tokens are chosen and when a text ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from smlp.errors import UserError
+
+#: what to do with a text that needs more than the model's context
+WHEN_FULL = ("refuse", "stop", "slide")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    #: 0 takes the likeliest token always (greedy)
+    temperature: float = 1.0
+    #: only the k likeliest tokens are drawn, and those that tie with the last of them; 0 for all
+    top_k: int = 0
+    #: only the likeliest tokens whose probabilities sum to at least p are drawn; 1 for all
+    top_p: float = 1.0
+    #: logits of tokens that the text (prompt included) has already are divided by it if positive, multiplied if
+    #: negative (Keskar et al., 2019); 1 leaves them
+    repetition_penalty: float = 1.0
+    #: the same seed and prompt give the same text
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        _require(
+            0 <= self.temperature < math.inf, f"temperature must be a number of at least 0, got {self.temperature}"
+        )
+        _require(self.top_k >= 0, f"top_k must not be negative, got {self.top_k}")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        _require(
+            1 <= self.repetition_penalty < math.inf,
+            f"repetition_penalty must be a number of at least 1, got {self.repetition_penalty}",
+        )
+        _require(0 <= self.seed < 2**63, f"seed must be at least 0 and below 2**63, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class BeamSearch:
+    """How the likeliest texts are looked for.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    #: hypotheses that are kept at every step, and that are finished before a search ends
+    size: int = 5
+    #: a hypothesis is ranked by its log-probability over length ** length_penalty: 0 ranks by the probability itself,
+    #: which favours short texts; more favours long ones
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.size >= 1, f"beam must be at least 1, got {self.size}")
+        _require(math.isfinite(self.length_penalty), f"length_penalty must be a number, got {self.length_penalty}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a text ends.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    #: most new tokens
+    max_tokens: int = 50
+    #: ``end`` is not chosen before so many new tokens
+    min_tokens: int = 0
+    #: id that ends a text (``</s>``), or None where it is a token like others; beam search needs one
+    end: int | None = None
+    #: where prompt and new tokens need more than the model's T positions: "refuse" before anything is written; "stop"
+    #: the text at the last position; "slide": forget the earlier half and go on (not in beam search)
+    when_full: str = "refuse"
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens must be between 0 and max_tokens={self.max_tokens}, got {self.min_tokens}",
+        )
+        _require(
+            self.min_tokens == 0 or self.end is not None,
+            f"min_tokens={self.min_tokens} says how long </s> is held off, and here </s> ends nothing: "
+            "use beam search or stop_at_eos as well",
+        )
+        _require(
+            self.when_full in WHEN_FULL, f"when_full must be one of {', '.join(WHEN_FULL)}, got {self.when_full!r}"
+        )
+
+
+def method_of(greedy: bool = False, beam: int | None = None, **settings: Any) -> Sampling | BeamSearch:
+    """What settings by name ask for: beam search with ``beam`` hypotheses, or else sampling.
+
+    Args:
+        greedy: the same as ``temperature=0``.
+        beam: hypotheses of a beam search.
+        **settings: fields of :class:`Sampling`; with ``beam``, of :class:`BeamSearch`.
+
+    Raises:
+        UserError: settings that have no meaning together, or a value out of range.
+    """
+    of_sampling = {field.name for field in dataclasses.fields(Sampling)}
+    of_beam_search = {field.name for field in dataclasses.fields(BeamSearch)} - {"size"}
+    for name in settings:
+        _require(name in of_sampling | of_beam_search, f"there is no setting {name!r} for writing text")
+    if beam is not None:
+        drawn = [*(["greedy"] if greedy else []), *(name for name in settings if name in of_sampling)]
+        _require(not drawn, f"beam={beam} draws no tokens, so it does not go with {', '.join(drawn)}")
+        return BeamSearch(beam, **settings)
+    searched = [name for name in settings if name in of_beam_search]
+    _require(not searched, f"{', '.join(searched)} needs a beam search: give beam as well")
+    if greedy:
+        drawn = [name for name in ("temperature", "top_k", "top_p", "seed") if name in settings]
+        _require(not drawn, f"greedy always takes the likeliest token, so it does not go with {', '.join(drawn)}")
+        settings["temperature"] = 0.0
+    return Sampling(**settings)
