@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from smlp.checkpoint.load import LanguageModel
     from smlp.generation import TextWriter
+    from smlp.pretrained import LanguageModel
 
 DEFAULT_TOKENS = 60
 DEFAULT_BATCH = 16

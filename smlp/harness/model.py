@@ -19,12 +19,13 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from smlp.checkpoint.load import LanguageModel, load_pretrained
+from smlp.checkpoint.load import load_pretrained
 from smlp.errors import UserError
 from smlp.evaluation.candidates import CandidateScorer, TokenScores
 from smlp.evaluation.dropless import drop_nothing
 from smlp.evaluation.texts import Candidates, TokenizedText, encode, encode_pair, fit
 from smlp.launch.team import Team
+from smlp.pretrained import LanguageModel
 
 Result = tuple[float, bool]
 #: names under which tasks say how many tokens may be written
