@@ -17,7 +17,19 @@ import time
 from pathlib import Path
 
 import torch
-from benchmarks import assignment, decoding, experts, growth, limits, memory, peers, spatial, startup, updates
+from benchmarks import (
+    assignment,
+    decoding,
+    experts,
+    growth,
+    limits,
+    memory,
+    peers,
+    scoring,
+    spatial,
+    startup,
+    updates,
+)
 from benchmarks.report import Row, as_json, as_markdown, as_text, machine
 from benchmarks.settings import Settings
 
@@ -31,6 +43,7 @@ SECTIONS = {
     "experts": experts,
     "updates": updates,
     "decoding": decoding,
+    "scoring": scoring,
     "growth": growth,
     "memory": memory,
     "startup": startup,

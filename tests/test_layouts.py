@@ -83,7 +83,13 @@ def same(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float) -> 
         assert torch.equal(got, want), what
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+# of the others, layer by layer in the default suite: tests/test_parallel_models.py
+IN_DEFAULT_SUITE = ("smlp", "smlp_partial", "switch_lm", "base_lm")
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=[] if arch in IN_DEFAULT_SUITE else pytest.mark.slow) for arch in ARCHS]
+)
 def test_every_layout_trains_the_same_model(arch, tiny_data, tmp_path, run_fairseq_many):
     layouts = [*LAYOUTS, *IN_PAIRS.get(arch, [])] if ARCHS[arch] != DENSE else [(1, 1), (2, 1), (4, 1)]
     folders = {layout: tmp_path / f"W{layout[0]}P{layout[1]}" for layout in layouts}

@@ -1,0 +1,81 @@
+"""Scoring the candidates of multiple-choice records in batches that share prompts, against one candidate at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from benchmarks.models import VOCABULARY, matched
+from benchmarks.report import Row, compared
+from benchmarks.settings import Settings
+from benchmarks.timing import interleaved
+from smlp.evaluation.candidates import CandidateScorer
+from smlp.evaluation.texts import Candidates, TokenizedText, fit
+from smlp.nn.decoder import Decoder
+
+SECTION = "Scoring multiple-choice records, for each record"
+BATCH_TOKENS = 8192
+#: tokens of HellaSwag's contexts and endings (300 records of its validation set, a vocabulary of 8192 pieces): mean,
+#: standard deviation, least, most
+CONTEXT, ENDING = (37, 12, 13, 70), (17, 8, 4, 61)
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """One row for each architecture."""
+    archs = ["smlp"] if settings.quick else ["smlp", "gmlp_lm", "switch_lm", "dense_lm"]
+    (vocab_size,) = settings.sized(VOCABULARY)
+    num_records, num_alone = settings.sized(100 if settings.quick else 400, 20)
+    matches = matched(settings, archs)
+    for arch in archs:
+        model = Decoder(matches[arch].config).to(settings.device, settings.dtype).eval()
+        groups = _records(num_records, vocab_size, model.config.max_tokens)
+        alone = groups[:: max(num_records // num_alone, 1)]
+        variants = {"batched": _batched(model, groups), "alone": _one_at_a_time(model, alone)}
+        seconds = interleaved(variants, 3, settings.device)
+        what = f"{arch}, {num_records} records like HellaSwag's"
+        each = seconds["batched"] / len(groups), seconds["alone"] / len(alone)
+        yield compared(SECTION, what, each[0], "one candidate at a time", each[1], 5.0)
+
+
+def _records(count: int, vocab_size: int, max_tokens: int) -> list[Candidates]:
+    draw = random.Random(0)
+
+    def tokens(mean: int, deviation: int, least: int, most: int) -> tuple[int, ...]:
+        length = min(max(round(draw.gauss(mean, deviation)), least), most)
+        return tuple(draw.randrange(4, max(vocab_size, 5)) for _ in range(length))
+
+    groups = []
+    for _ in range(count):
+        context = tokens(*CONTEXT)
+        texts = [TokenizedText(context + tokens(*ENDING), len(context)) for _ in range(4)]
+        groups.append(fit([_shortened(text, max_tokens) for text in texts], max_tokens))
+    return groups
+
+
+def _shortened(text: TokenizedText, max_tokens: int) -> TokenizedText:
+    """For the tiny models of the tests."""
+    return TokenizedText(text.tokens[: text.num_context + max_tokens], text.num_context)
+
+
+def _batched(model: Decoder, groups: Sequence[Candidates]) -> Callable[[], None]:
+    scorer = CandidateScorer(model)
+
+    def run() -> None:
+        for batch in scorer.plan(groups, BATCH_TOKENS):
+            scorer.score(groups, batch)
+
+    return run
+
+
+def _one_at_a_time(model: Decoder, groups: Sequence[Candidates]) -> Callable[[], None]:
+    @torch.inference_mode()
+    def run() -> None:
+        for group in groups:
+            for text in group.texts:
+                ids = torch.tensor([[*group.lead, *text.tokens]], device=model.embedding.weight.device)
+                log_probs = model(ids[:, :-1]).logits.float().log_softmax(2)
+                log_probs.gather(2, ids[:, 1:].unsqueeze(2)).cpu()
+
+    return run
