@@ -100,7 +100,7 @@ def test_evaluation_agrees_with_validation_and_with_the_core(trained, tiny_data,
     tokens = torch.from_numpy(read_fairseq_tokens(tiny_data / "valid").tokens)
     prefix = model.decoder.config.prefix_tokens
     counted = torch.arange(len(tokens)) % TOKENS >= prefix
-    log_probs = block_log_probs(model.decoder, tokens, model.vocabulary.eos, batch_size=4)[counted]
+    log_probs = block_log_probs(model.decoder, tokens, batch_size=4)[counted]
     assert -float(log_probs.double().mean()) / math.log(2) == pytest.approx(bits, abs=2e-3)
     reported = re.search(r"Evaluated ([\d,]+) tokens", test.stdout + test.stderr).group(1)
     assert int(reported.replace(",", "")) == int(counted.sum())

@@ -154,8 +154,12 @@ def test_perplexity_conventions(tmp_path):
 
 
 def test_perplexity_of_nothing_and_of_bad_files(tmp_path):
-    with pytest.raises(UserError, match="at least one token and one word, not 3 and 0"):
-        Perplexity.of(np.zeros(3), TextSize(0, 3))
+    with pytest.raises(UserError, match="at least one token, not 0"):
+        Perplexity.of(np.zeros(0), TextSize(1, 1, 1))
+    without_words = Perplexity.of(np.full(3, -1.0), TextSize(0, 3, 0))
+    assert without_words.per_word is None and without_words.bits_per_byte is None
+    assert without_words.per_word_or_line_end == pytest.approx(math.e)
+    assert Perplexity.of(np.full(1000, -1.0), TextSize(1, 0, 1)).per_word == math.inf
     with pytest.raises(UserError, match=r"gone.txt cannot be read"):
         measure_text(tmp_path / "gone.txt")
     (tmp_path / "latin.txt").write_bytes(b"\xff")
