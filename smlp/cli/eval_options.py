@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from smlp.errors import UserError
+from smlp.evaluation.choices import BREAK_MODES, DOCUMENTS
 
 #: of a batch, unless the options say otherwise
 DEFAULT_MAX_TOKENS = 2**14
@@ -72,9 +73,6 @@ def check_eval_options(args: argparse.Namespace) -> None:
     Raises:
         UserError: the message names the option.
     """
-    from smlp.evaluation.samples import BREAK_MODES
-    from smlp.evaluation.text_sizes import DOCUMENTS
-
     if args.data is None and args.text is None:
         raise UserError("nothing to evaluate: give a folder of binarised data, or a text file with --text")
     for name, choices in (("sample_break_mode", BREAK_MODES), ("document", DOCUMENTS)):

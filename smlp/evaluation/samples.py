@@ -15,9 +15,6 @@ from torch import Tensor
 from smlp.errors import UserError
 from smlp.tokenizer import Vocabulary
 
-#: fairseq's ``--sample-break-mode``
-BREAK_MODES = ("none", "complete", "complete_doc", "eos")
-
 
 @dataclass(frozen=True)
 class Cutting:
@@ -31,7 +28,7 @@ class Cutting:
     max_tokens: int
     #: fairseq's ``--tokens-per-sample``: tokens of a sample, its context included
     tokens_per_sample: int
-    #: one of :data:`BREAK_MODES`
+    #: one of :data:`smlp.evaluation.choices.BREAK_MODES`
     break_mode: str = "none"
     #: fairseq's ``--context-window``: so many tokens before a sample are fed with it, as far as there are any
     context_window: int = 0

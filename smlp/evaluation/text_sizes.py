@@ -15,8 +15,6 @@ from smlp.evaluation.binarized import BinarizedTokens
 from smlp.evaluation.perplexity import line_sizes
 from smlp.tokenizer import Tokenizer, Vocabulary
 
-#: what ends a document: an empty line, or every line
-DOCUMENTS = ("empty-line", "line")
 _SHOWN_WORDS = 8
 
 
@@ -84,7 +82,7 @@ def documents_of(stream: BinarizedTokens, kind: str) -> np.ndarray:
 
     Args:
         stream: of the text.
-        kind: one of :data:`DOCUMENTS`.
+        kind: one of :data:`smlp.evaluation.choices.DOCUMENTS`.
     """
     last_L = np.cumsum(stream.lengths, dtype=np.int64) - 1
     if kind == "line":
