@@ -154,6 +154,19 @@ def test_documents_add_up_to_the_whole(folder, evaluate, tmp_path, arch, kind):
         assert records[3]["words"] == 0 and records[3]["perplexity_per_word"] is None and records[3]["begins"] == ""
 
 
+def test_an_export_brings_its_dictionary(folder, evaluate, capsys):
+    (folder / "dict.txt").write_bytes((folder / "data" / "dict.txt").read_bytes())
+    whole, export = folder / "switch_lm_tiny.pt", folder / "exports" / "switch_lm_tiny.safetensors"
+    export.parent.mkdir()
+    assert main(["checkpoint", "merge", str(whole), "-o", str(export)]) == 0
+    (folder / "dict.txt").unlink()
+    loss = evaluate("switch_lm_tiny")[0]["bits_per_token"]
+    text = ["--text", str(folder / "text.txt")]
+    for data in ([], [str(folder / "data")]):
+        assert main(["eval-lm", *data, *text, "--path", str(export)]) == 0
+    assert capsys.readouterr().out.count(f"Loss (base 2): {loss:.4f}") == 2
+
+
 def test_places_at_experts_can_be_limited(evaluate):
     dropless, printed = evaluate("switch_lm_tiny")
     assert dropless["dropped_share"] == 0 and "found no place" not in printed
