@@ -281,7 +281,11 @@ def test_parity(on_ranks, evaluate):
     for cell in limited[1::2]:
         assert cell["loss"] == pytest.approx(expected["nats_per_token"], rel=1e-5)
         assert cell["dropped_share"] == pytest.approx(expected["dropped_share"])
-    assert finished.stdout.count("\n") == 9 and "what exceeds 1 k*N/E" in finished.stdout
+    assert (
+        finished.stdout.count("\n") == 10
+        and finished.stdout.startswith("219 tokens of ")
+        and "what exceeds 1 k*N/E" in finished.stdout
+    )
 
 
 def test_parity_leaves_out_what_a_model_does_not_have(on_ranks):

@@ -18,6 +18,7 @@ from smlp.evaluation.leak import randomise
 from smlp.evaluation.samples import Cutting, cut
 from smlp.evaluation.scoring import score_samples
 from smlp.evaluation.text_sizes import decoded_sizes, documents_of, original_sizes, tokens_of
+from smlp.launch.team import Team
 from smlp.tokenizer import Tokenizer, Vocabulary
 
 CONTEXT = 12
@@ -25,10 +26,10 @@ LENGTHS = [5, 1, 1, 7, 12, 2, 3, 1, 4, 13, 9, 1, 1, 6, 2, 8]
 
 
 def stream(lengths=LENGTHS) -> BinarizedTokens:
-    """Random tokens; every line ends in </s>."""
-    tokens = np.random.default_rng(0).integers(4, 40, sum(lengths))
-    tokens[np.cumsum(lengths) - 1] = Vocabulary.eos
-    return BinarizedTokens(tokens, np.array(lengths, dtype=np.int32))
+    """Random tokens; every line ends in </s>, except those of 2, 3 and 8 tokens."""
+    tokens, lengths = np.random.default_rng(0).integers(4, 40, sum(lengths)), np.array(lengths, dtype=np.int32)
+    tokens[(np.cumsum(lengths) - 1)[~np.isin(lengths, (2, 3, 8))]] = Vocabulary.eos
+    return BinarizedTokens(tokens, lengths)
 
 
 def of_fairseq(mode: str, size: int, window: int, has_bos: bool) -> list[tuple[list[int], list[int], int]]:
@@ -104,6 +105,27 @@ def test_scores_do_not_depend_on_batches(arch):
         decoder.norm.weight.fill_(torch.nan)
     with pytest.raises(UserError, match="tokens are NaN"):
         score_samples(decoder, samples, samples.batches(), len(text.tokens))
+
+
+class Lonely(Team):
+    """A rank that hears nothing of the others."""
+
+    def gather(self, part):
+        return [part]
+
+
+def test_ranks_share_the_batches():
+    config = {"vocab_size": 40, "max_tokens": CONTEXT, "embed_dim": 16, "ffn_dim": 16, "num_experts": 4}
+    decoder, text = smlp.build("smlp_tiny", **config).eval(), stream()
+    samples = cut(text.tokens, text.lengths, Cutting(CONTEXT, CONTEXT))
+    batches, seen = samples.batches(1), []
+    parts = [
+        score_samples(decoder, samples, batches, len(text.tokens), Lonely(rank, 4), in_step, seen.append).log_probs_N
+        for rank in range(4)
+        for in_step in (False, True)
+    ]
+    assert len(batches) == 7 and len(seen) == 7 + 8 and seen[-1].num_seqs == 0
+    assert (~np.isnan(parts)).sum(axis=0).tolist() == [2] * len(text.tokens)
 
 
 @pytest.mark.parametrize(

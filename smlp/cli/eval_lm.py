@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from smlp.cli.eval_options import DEFAULT_MAX_TOKENS, PARITY_TOKENS, add_eval_options, check_eval_options
+from smlp.cli.eval_options import CPU_MAX_TOKENS, GPU_MAX_TOKENS, PARITY_TOKENS, add_eval_options, check_eval_options
 from smlp.cli.model_options import add_model_options
 from smlp.cli.team_options import add_team_options, as_team
 from smlp.errors import UserError
@@ -59,8 +60,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_rank() -> bool:
-    import os
-
     from smlp.launch.ranks import has_terminal, place_of
 
     return place_of(os.environ, is_interactive=has_terminal()) is not None
@@ -96,7 +95,7 @@ def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
     limit = args.limit_tokens or (PARITY_TOKENS if args.parity else None)
     if limit is not None:
         samples = samples.up_to(limit)
-    if not samples.batches():
+    if not samples.num_scored:
         raise UserError(
             f"no token of {text.name} can be scored: {len(text.stream.tokens)} tokens in {len(samples)} samples, of "
             f"which the first {config.prefix_tokens} positions are not scored, in a context of {config.max_tokens}"
@@ -111,9 +110,12 @@ def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
 
     parity = compare(model.decoder, samples, len(text.stream.tokens), team)
     if team.is_first:
-        print_parity(parity)
+        print_parity(f"{samples.num_scored:,} tokens of {text.name}", parity)
         if args.json:
-            write_json(args.json, {"checkpoint": args.path, "text": text.name, **parity.to_plain()})
+            write_json(
+                args.json,
+                {"checkpoint": args.path, "text": text.name, "tokens": samples.num_scored, **parity.to_plain()},
+            )
         parity.check()
     return 0
 
@@ -128,7 +130,10 @@ def _evaluate(
         if not routers_with_places(model.decoder):
             raise UserError(f"--eval-capacity-factor: no expert of {args.path} has limited places, in training neither")
         limit_places(model.decoder, args.eval_capacity_factor)
-    max_tokens = args.max_tokens or (DEFAULT_MAX_TOKENS if args.batch_size is None else None)
+    max_tokens = args.max_tokens
+    if max_tokens is None and args.batch_size is None:
+        is_cpu = model.decoder.embedding.weight.device.type == "cpu"
+        max_tokens = CPU_MAX_TOKENS if is_cpu else GPU_MAX_TOKENS
     batches = samples.batches(args.batch_size, max_tokens)
     start = time.perf_counter()
     progress = _progress(team, len(batches))

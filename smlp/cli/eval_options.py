@@ -7,8 +7,8 @@ import argparse
 from smlp.errors import UserError
 from smlp.evaluation.choices import BREAK_MODES, DOCUMENTS
 
-#: of a batch, unless the options say otherwise
-DEFAULT_MAX_TOKENS = 2**14
+#: of a batch, unless the options say otherwise: more do not fit into a CPU's caches, fewer leave a GPU idle
+CPU_MAX_TOKENS, GPU_MAX_TOKENS = 2**12, 2**15
 #: that ``--parity`` scores
 PARITY_TOKENS = 2**14
 
@@ -45,7 +45,7 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"tokens of a batch (default: {DEFAULT_MAX_TOKENS} unless there is a batch size)",
+        help=f"tokens of a batch (default without --batch-size: {CPU_MAX_TOKENS} on a CPU, {GPU_MAX_TOKENS} on a GPU)",
     )
     samples.add_argument(
         "--eval-capacity-factor",

@@ -99,8 +99,9 @@ def print_evaluation(name: str, evaluation: Evaluation, seconds: float, notes: l
         print(f"note: {note}")
 
 
-def print_parity(parity: Parity) -> None:
-    """Prints the losses as a table."""
+def print_parity(what: str, parity: Parity) -> None:
+    """Prints the losses of a text as a table."""
+    print(what)
     print(f"{'dropped':<28}{'ranks':>6}{'batch':>7}{'nats per token':>16}{'difference':>12}{'share':>9}")
     for cell in parity.cells:
         kind = "nothing" if cell.capacity_factor == 0 else f"what exceeds {cell.capacity_factor:g} k*N/E"

@@ -93,6 +93,11 @@ class Samples:
         """Positions of each input, context included."""
         return self.end_S - self.first_S + self.context_S
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens that are scored."""
+        return int(np.maximum(self.lengths_S - self.scored_from_S, 0).sum())
+
     def batches(self, batch_size: int | None = None, max_tokens: int | None = None) -> list[np.ndarray]:
         """Numbers of samples that are fed together, longest inputs first; those without a scored position are left out.
 
