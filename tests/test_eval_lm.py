@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,14 @@ def test_the_loss_is_that_of_fairseq(of_fairseq, evaluate, arch, mode):
     assert f"Loss (base 2): {bits:.4f}, Perplexity: {2**bits:.2f}\n" in printed
     other, _ = evaluate(arch, *MODES[mode], "--max-tokens", 30)
     assert other["nll"] == pytest.approx(result["nll"], rel=1e-6)
+
+
+def test_a_terminal_shows_how_far_it_is(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    words = [str(folder / "data"), "--path", str(folder / "smlp_tiny.pt"), "--batch-size", "10"]
+    assert main(["eval-lm", *words]) == 0
+    shown = capsys.readouterr().err.split("\r")
+    assert [line.split()[0] for line in shown[1:]] == ["1/2", "2/2"] and shown[2].endswith("positions/s \n")
 
 
 def test_words_and_bytes_are_those_of_the_text(folder, evaluate):

@@ -176,8 +176,7 @@ def block_bounds(lengths_L: np.ndarray, break_mode: str, size: int) -> np.ndarra
     """Where samples of ``size`` tokens at most begin and end in the stream, (S, 2) int64.
 
     ``none`` cuts anywhere; ``eos`` makes a sample of each line, ``complete`` of as many whole lines as fit, of one that
-    does not fit too; ``complete_doc`` does the same but begins anew after a line of one token, which is in no sample,
-    nor is a sample of one token.
+    does not fit too; ``complete_doc`` does the same but begins anew after a line of one token, which is in no sample.
     """
     ends_L = np.cumsum(lengths_L, dtype=np.int64)
     total = int(ends_L[-1]) if len(ends_L) else 0
@@ -197,5 +196,4 @@ def block_bounds(lengths_L: np.ndarray, break_mode: str, size: int) -> np.ndarra
         if is_separator:
             start = end
     bounds.append((start, end))
-    shortest = 2 if by_document else 1
-    return np.array([pair for pair in bounds if pair[1] - pair[0] >= shortest], dtype=np.int64).reshape(-1, 2)
+    return np.array([pair for pair in bounds if pair[1] > pair[0]], dtype=np.int64).reshape(-1, 2)
