@@ -145,12 +145,15 @@ def test_perplexity_conventions(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("one two three\n\nfour\n")
     size = measure_text(path)
-    assert size == TextSize(num_words=4, num_lines=3)
+    assert size == TextSize(num_words=4, num_lines=3, num_bytes=20)
     # 4 words of one token each and 3 line ends, each with probability 1/8.
     perplexity = Perplexity.of(np.full(7, math.log(1 / 8)), size)
     assert perplexity.per_token == pytest.approx(8)
     assert perplexity.per_word == pytest.approx(8 ** (7 / 4))
     assert perplexity.per_word_or_line_end == pytest.approx(8)
+    assert perplexity.bits_per_token == pytest.approx(3) and perplexity.bits_per_byte == pytest.approx(7 * 3 / 20)
+    path.write_bytes(b"one two three\r\n\r\nfour")  # fairseq-preprocess makes the same of it
+    assert measure_text(path) == size
 
 
 def test_perplexity_of_nothing_and_of_bad_files(tmp_path):
