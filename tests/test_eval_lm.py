@@ -208,7 +208,9 @@ REFUSED = {
     "no places": (["{data}", "--eval-capacity-factor", "1"], "no expert of"),
     "negative": (["{data}", "--eval-capacity-factor=-1"], "must be at least 0, got -1"),
     "parity": (["{data}", "--parity", "--batch-size", "3"], "leave --batch-size out"),
-    "unwritable": (["{data}", "--per-document", "{root}/none/x"], "cannot write --per-document"),
+    "parity of one": (["{data}", "--parity", "--nproc", "1"], "leave --nproc 1 out"),
+    "unwritable": (["{data}", "--per-document", "{root}/none/x"], "there is no folder {root}/none"),
+    "a mix-up": (["{data}", "--per-document", "{root}/text.txt"], "there is a file of another kind already"),
     "another dictionary": (["{root}/other"], "is not the dictionary of the model"),
     "unknown ids": (["{root}/ids"], "test.bin holds the id 24, but the model has 24 symbols"),
 }
@@ -228,7 +230,7 @@ def mistakes(folder) -> Path:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_mistakes_are_named(mistakes, capsys, name):
-    words, message = REFUSED[name]
+    words, message = REFUSED[name][0], REFUSED[name][1].format(root=mistakes)
     words = [word.format(root=mistakes, data=mistakes / "data") for word in words]
     dictionary = [] if words[:1] == [str(mistakes / "data")] else ["--dict", str(mistakes / "data" / "dict.txt")]
     assert main(["eval-lm", *words, "--path", str(mistakes / "smlp_tiny.pt"), *dictionary]) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +15,6 @@ from smlp.errors import UserError
 if TYPE_CHECKING:
     from smlp.checkpoint.load import LanguageModel
     from smlp.cli.eval_data import EvaluationText
-    from smlp.evaluation.report import Evaluation
     from smlp.evaluation.samples import Samples
     from smlp.evaluation.scoring import Scores
     from smlp.launch.team import Team
@@ -157,9 +155,9 @@ def _report(
     import numpy as np
 
     from smlp.cli.eval_report import notes_of, print_evaluation
-    from smlp.cli.json_file import write_json
+    from smlp.cli.json_file import write_json, write_json_lines
     from smlp.evaluation.report import Evaluation, figures
-    from smlp.evaluation.text_sizes import decoded_sizes
+    from smlp.evaluation.text_sizes import decoded_sizes, documents_of
 
     sizes = text.original
     if sizes is None or np.isnan(scores.log_probs_N).any():
@@ -185,16 +183,5 @@ def _report(
         }
         write_json(args.json, result)
     if args.per_document:
-        _write_documents(args, model, evaluation)
-
-
-def _write_documents(args: argparse.Namespace, model: LanguageModel, evaluation: Evaluation) -> None:
-    from smlp.evaluation.text_sizes import documents_of
-
-    document_N = documents_of(evaluation.stream, args.document)
-    try:
-        with open(args.per_document, "w", encoding="utf-8") as file:
-            for record in evaluation.documents(document_N, model.tokenizer):
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write --per-document {args.per_document}: {error.strerror}") from None
+        documents = evaluation.documents(documents_of(evaluation.stream, args.document), model.tokenizer)
+        write_json_lines("--per-document", args.per_document, documents)

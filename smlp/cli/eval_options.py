@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from smlp.cli.json_file import check_output
 from smlp.errors import UserError
 from smlp.evaluation.choices import BREAK_MODES, DOCUMENTS
 
@@ -85,6 +86,11 @@ def check_eval_options(args: argparse.Namespace) -> None:
     factor = args.eval_capacity_factor
     if factor is not None and not 0 <= factor < float("inf"):
         raise UserError(f"--eval-capacity-factor must be at least 0, got {factor}")
+    for name in ("json", "per_document"):
+        if getattr(args, name):
+            check_output(_option(name), getattr(args, name))
+    if args.parity and args.nproc == 1:
+        raise UserError("--parity compares one rank with several: leave --nproc 1 out")
     if args.parity:
         for name in ("batch_size", "max_tokens", "eval_capacity_factor", "per_document"):
             if getattr(args, name) is not None:
