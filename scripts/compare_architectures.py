@@ -107,7 +107,7 @@ def check_flops(vocab_size: int) -> dict[str, float]:
 
 def log_perplexities(model: LanguageModel, tokens: torch.Tensor) -> dict[str, float]:
     """Mean natural NLL per token: over all positions, and over those that every model predicts."""
-    log_probs = block_log_probs(model.decoder, tokens, model.vocabulary.eos).double()
+    log_probs = block_log_probs(model.decoder, tokens).double()
     prefix = smlp.preset("smlp_partial", max_tokens=TOKENS_PER_SAMPLE).prefix_tokens
     after = torch.arange(len(tokens)) % TOKENS_PER_SAMPLE >= prefix
     return {"all": -float(log_probs.mean()), "after_prefix": -float(log_probs[after].mean())}
@@ -118,7 +118,7 @@ def stepwise_nll(model: LanguageModel, tokens: torch.Tensor) -> dict[str, float]
     tokens = tokens[: STEPWISE_BLOCKS * TOKENS_PER_SAMPLE]
     inputs = torch.cat([torch.tensor([model.vocabulary.eos]), tokens[:-1]]).view(-1, TOKENS_PER_SAMPLE)
     prefix = model.decoder.config.prefix_tokens
-    one_pass = block_log_probs(model.decoder, tokens, model.vocabulary.eos).view(-1, TOKENS_PER_SAMPLE)[:, prefix:]
+    one_pass = block_log_probs(model.decoder, tokens).view(-1, TOKENS_PER_SAMPLE)[:, prefix:]
     stepwise = stepwise_log_probs(model.decoder, inputs, tokens.view(-1, TOKENS_PER_SAMPLE), first=prefix)
     return {"one_pass": -float(one_pass.double().mean()), "stepwise": -float(stepwise.double().mean())}
 

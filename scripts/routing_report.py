@@ -25,9 +25,7 @@ from smlp.moe.routers import BalancedRouter
 from smlp.nn.decoder import Decoder
 
 
-def evaluate(
-    decoder: Decoder, tokens: torch.Tensor, start: int, balanced: bool
-) -> tuple[float, dict[str, torch.Tensor]]:
+def evaluate(decoder: Decoder, tokens: torch.Tensor, balanced: bool) -> tuple[float, dict[str, torch.Tensor]]:
     """Perplexity per token of a stream (N,), in blocks of T, and the load of each expert by layer."""
     loads: dict[str, torch.Tensor] = {}
 
@@ -39,7 +37,7 @@ def evaluate(
     for module in decoder.modules():
         if isinstance(module, BalancedRouter):
             module.training = balanced
-    log_probs = block_log_probs(decoder, tokens, start, seen=count)
+    log_probs = block_log_probs(decoder, tokens, seen=count)
     return math.exp(-float(log_probs.double().mean())), loads
 
 
@@ -52,7 +50,7 @@ def main() -> None:
     model = smlp.load_pretrained(options.path, options.data / "dict.txt")
     tokens = torch.from_numpy(read_fairseq_tokens(options.data / options.subset).tokens)
     for name, balanced in (("greedy", False), ("balanced", True)):
-        perplexity, loads = evaluate(model.decoder, tokens, model.vocabulary.eos, balanced)
+        perplexity, loads = evaluate(model.decoder, tokens, balanced)
         print(f"{name}: perplexity per token {perplexity:.2f}")
         for layer, load in sorted(loads.items()):
             share = load / load.sum() * 100

@@ -23,7 +23,7 @@ def stream(num_tokens):
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 def test_every_token_is_scored_once_in_order(num_tokens, batch_size):
     decoder, tokens = model("switch_lm_tiny"), stream(num_tokens)
-    got = block_log_probs(decoder, tokens, START, batch_size)
+    got = block_log_probs(decoder, tokens, batch_size)
     assert got.shape == (num_tokens,)
     inputs = [START, *tokens.tolist()[:-1]]
     for i in range(num_tokens):
@@ -34,15 +34,15 @@ def test_every_token_is_scored_once_in_order(num_tokens, batch_size):
 
 def test_contexts_are_shown():
     seen = []
-    block_log_probs(model("smlp_tiny"), stream(34), START, batch_size=2, seen=seen.append)
-    assert [tuple(context.tokens_Bn.shape) for context in seen] == [(2, 10), (1, 10), (1, 4)]
+    block_log_probs(model("smlp_tiny"), stream(34), batch_size=2, seen=seen.append)
+    assert [tuple(context.tokens_Bn.shape) for context in seen] == [(2, 10), (2, 10)]
 
 
 @pytest.mark.parametrize(("arch", "same"), [("smlp_partial_tiny", True), ("smlp_leaky_tiny", False)])
 def test_position_by_position_differs_only_where_later_tokens_are_in_sight(arch, same):
     decoder, tokens = model(arch), stream(30)
     first = decoder.config.prefix_tokens
-    one_pass = block_log_probs(decoder, tokens, START).view(3, 10)[:, first:]
+    one_pass = block_log_probs(decoder, tokens).view(3, 10)[:, first:]
     inputs = torch.cat([torch.tensor([START]), tokens[:-1]]).view(3, 10)
     stepwise = stepwise_log_probs(decoder, inputs, tokens.view(3, 10), first)
     assert stepwise.shape == (3, 8)

@@ -14,6 +14,7 @@ ORDER = [
     "context",
     "ops",
     "parallel",
+    "launch",
     "moe",
     "nn",
     "accounting",
@@ -32,7 +33,7 @@ import torch
 
 import smlp
 from smlp.checkpoint import load
-from smlp.evaluation import binarized, curves, ngram, perplexity
+from smlp.evaluation import binarized, curves, ngram, parity, perplexity, report
 from smlp.evaluation.leak import leak_test, randomise
 
 model = randomise(smlp.build("smlp_tiny", vocab_size=20, max_tokens=8, embed_dim=16, ffn_dim=16))

@@ -145,17 +145,24 @@ def test_perplexity_conventions(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("one two three\n\nfour\n")
     size = measure_text(path)
-    assert size == TextSize(num_words=4, num_lines=3)
+    assert size == TextSize(num_words=4, num_lines=3, num_bytes=20)
     # 4 words of one token each and 3 line ends, each with probability 1/8.
     perplexity = Perplexity.of(np.full(7, math.log(1 / 8)), size)
     assert perplexity.per_token == pytest.approx(8)
     assert perplexity.per_word == pytest.approx(8 ** (7 / 4))
     assert perplexity.per_word_or_line_end == pytest.approx(8)
+    assert perplexity.bits_per_token == pytest.approx(3) and perplexity.bits_per_byte == pytest.approx(7 * 3 / 20)
+    path.write_bytes(b"one two three\r\n\r\nfour")  # fairseq-preprocess makes the same of it
+    assert measure_text(path) == size
 
 
 def test_perplexity_of_nothing_and_of_bad_files(tmp_path):
-    with pytest.raises(UserError, match="at least one token and one word, not 3 and 0"):
-        Perplexity.of(np.zeros(3), TextSize(0, 3))
+    with pytest.raises(UserError, match="at least one token, not 0"):
+        Perplexity.of(np.zeros(0), TextSize(1, 1, 1))
+    without_words = Perplexity.of(np.full(3, -1.0), TextSize(0, 3, 0))
+    assert without_words.per_word is None and without_words.bits_per_byte is None
+    assert without_words.per_word_or_line_end == pytest.approx(math.e)
+    assert Perplexity.of(np.full(1000, -1.0), TextSize(1, 0, 1)).per_word == math.inf
     with pytest.raises(UserError, match=r"gone.txt cannot be read"):
         measure_text(tmp_path / "gone.txt")
     (tmp_path / "latin.txt").write_bytes(b"\xff")

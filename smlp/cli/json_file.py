@@ -63,13 +63,16 @@ def check_output(option: str, path: str) -> None:
         UserError: it cannot be written, or there is something else than JSON in it; the message names the file.
     """
     with _naming(option, path):
-        if Path(path).is_file() and Path(path).read_bytes()[:1] not in (b"", b"{", b"["):
-            raise UserError(f"{option} {path}: there is a file of another kind already: name another one")
         if Path(path).is_dir():
             raise UserError(f"{option} {path} is a folder: name a file to write")
+        with open(path if Path(path).is_file() else os.devnull, "rb") as file:
+            if file.read(1) not in (b"", b"{", b"["):
+                raise UserError(f"{option} {path}: there is a file of another kind already: name another one")
+        if not Path(path).parent.is_dir():
+            raise UserError(f"cannot write {option} {path}: there is no folder {Path(path).parent}")
         place = path if Path(path).exists() else Path(path).parent
         if not os.access(place, os.W_OK):
-            raise UserError(f"cannot write {option} {path}: {place} is missing or may not be written to")
+            raise UserError(f"cannot write {option} {path}: {place} may not be written to")
 
 
 def _write(option: str, path: str, text: str) -> None:

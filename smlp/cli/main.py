@@ -7,8 +7,9 @@ A subcommand is a module with
 
 and, if its arguments belong to another program, ``PASS_THROUGH = True``: then everything after its name, apart from
 ``--help``, is handed over untouched as the list ``args.arguments``; other commands find the whole command line in
-``args.words``, should they have to start it again. Modules are imported only when they are called, so
-that ``smlp --help`` answers at once.
+``args.words``, should they have to start it again. A module with ``refuse(message)`` says itself, by raising, what to
+do about options that it does not know. Modules are imported only when they are called, so that ``smlp --help`` answers
+at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from smlp.errors import ParallelError, UserError
 # name: (module, one line for `smlp --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("smlp.cli.train", "train a model: fairseq-train with this package loaded"),
-    "eval-lm": ("smlp.cli.eval_lm", "perplexity of a checkpoint: fairseq-eval-lm with this package loaded"),
+    "eval-lm": ("smlp.cli.eval_lm", "perplexity of a checkpoint per token, per word and per byte"),
     "zeroshot": ("smlp.cli.zeroshot", "accuracy on six tasks: COPA, PIQA, StoryCloze, Winogrande, HellaSwag, ReCoRD"),
     "lm-eval": ("smlp.cli.lm_eval", "any task of lm-evaluation-harness"),
     "generate": ("smlp.cli.generate", "continue a prompt"),
@@ -81,7 +82,9 @@ def _dispatch(argv: list[str]) -> int:
         args = parser.parse_args([name, "--help"] if wants_help else [name])
         args.arguments = rest
     else:
-        args = parser.parse_args(argv)
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            getattr(module, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
         args.words = argv
     return module.run(args)
 

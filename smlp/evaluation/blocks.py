@@ -7,51 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from smlp.context import ForwardContext
+from smlp.evaluation.samples import Cutting, cut
+from smlp.evaluation.scoring import score_samples
 from smlp.nn.decoder import Decoder
 
 
-@torch.no_grad()
 def block_log_probs(
     decoder: Decoder,
     tokens_N: Tensor,
-    start_token: int,
     batch_size: int = 16,
     seen: Callable[[ForwardContext], None] | None = None,
 ) -> Tensor:
     """Natural log-probability of every token given those before it in its block, (N,) float32.
 
     Token i stands at position ``i % T`` of its block and is predicted from the tokens before it in the block and the
-    last one of the block before (or ``start_token``), as fairseq feeds them. The decoder's mode is the caller's.
+    last one of the block before (or ``</s>``), as fairseq feeds them. The decoder's mode is the caller's.
 
     Args:
         decoder: any.
         tokens_N: ids (N,).
-        start_token: what the first token is predicted from.
         batch_size: blocks at a time.
         seen: called with each forward pass's context.
     """
-    device = decoder.embedding.weight.device
     width = decoder.config.max_tokens
-    inputs_N = torch.cat([tokens_N.new_tensor([start_token]), tokens_N[:-1]])
-    num_whole = tokens_N.numel() // width * width
-    inputs = list(inputs_N[:num_whole].view(-1, width).split(batch_size))
-    targets = list(tokens_N[:num_whole].view(-1, width).split(batch_size))
-    if num_whole < tokens_N.numel():
-        inputs.append(inputs_N[num_whole:].unsqueeze(0))
-        targets.append(tokens_N[num_whole:].unsqueeze(0))
-    log_probs = []
-    for source_Bn, target_Bn in zip(inputs, targets, strict=True):
-        context = ForwardContext()
-        logits = decoder(source_Bn.to(device), context=context).logits.float()
-        chosen = logits.log_softmax(dim=2).gather(2, target_Bn.to(device).unsqueeze(2))
-        log_probs.append(chosen.flatten().cpu())
-        if seen is not None:
-            seen(context)
-    return torch.cat(log_probs) if log_probs else torch.zeros(0)
+    samples = cut(tokens_N.numpy(), np.array([tokens_N.numel()]), Cutting(width, width))
+    scores = score_samples(decoder, samples, samples.batches(batch_size), tokens_N.numel(), seen=seen)
+    return torch.from_numpy(scores.log_probs_N)
 
 
 @torch.no_grad()

@@ -2,9 +2,10 @@
 
 A text is a stream of N tokens in which each line ends in ``</s>``; every token, ``</s>`` included, is predicted, and
 the natural negative log-likelihoods add up to the text's total. Per token the total is spread over the N tokens; per
-word over the whitespace-separated words of the original text, a line end being no word. Per-word numbers compare
-models with different vocabularies; per-token numbers do not. Where line ends are counted as words (usual for
-WikiText), the same total is spread over words and lines, which gives smaller figures: never compare across the two.
+word over the whitespace-separated words of the original text, a line end being no word; per byte, and then in bits,
+over its bytes in UTF-8, a line end being one of them. Numbers per word and per byte compare models with different
+vocabularies; per-token numbers do not. Where line ends are counted as words (usual for WikiText), the same total is
+spread over words and lines, which gives smaller figures: never compare across the two.
 """
 
 from __future__ import annotations
@@ -20,25 +21,29 @@ from smlp.errors import UserError
 
 @dataclass(frozen=True)
 class TextSize:
-    """Words and lines of the original text; empty lines count as lines, for they too are predicted."""
+    """Words, lines and UTF-8 bytes of a text; empty lines count as lines, for they too are predicted, and each line's
+    end as one byte."""
 
     num_words: int
     num_lines: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Total negative log-likelihood in nats, over how many tokens, and of what text."""
+    """Total negative log-likelihood in nats, over how many tokens, and of what text.
+
+    Raises:
+        UserError: there is no token.
+    """
 
     total_nll: float
     num_tokens: int
     text: TextSize
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 1 or self.text.num_words < 1:
-            raise UserError(
-                f"a perplexity needs at least one token and one word, not {self.num_tokens} and {self.text.num_words}"
-            )
+        if self.num_tokens < 1:
+            raise UserError(f"a perplexity needs at least one token, not {self.num_tokens}")
 
     @classmethod
     def of(cls, log_probs: np.ndarray, text: TextSize) -> Perplexity:
@@ -46,25 +51,66 @@ class Perplexity:
         return cls(-float(log_probs.sum()), len(log_probs), text)
 
     @property
+    def nats_per_token(self) -> float:
+        return self.total_nll / self.num_tokens
+
+    @property
+    def bits_per_token(self) -> float:
+        """What fairseq prints as its loss."""
+        return self.nats_per_token / math.log(2)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """None of a text without bytes."""
+        return self.total_nll / math.log(2) / self.text.num_bytes if self.text.num_bytes else None
+
+    @property
     def per_token(self) -> float:
-        return math.exp(self.total_nll / self.num_tokens)
+        return _exp(self.nats_per_token)
 
     @property
-    def per_word(self) -> float:
-        return math.exp(self.total_nll / self.text.num_words)
+    def per_word(self) -> float | None:
+        """None of a text without words."""
+        return _exp(self.total_nll / self.text.num_words) if self.text.num_words else None
 
     @property
-    def per_word_or_line_end(self) -> float:
-        return math.exp(self.total_nll / (self.text.num_words + self.text.num_lines))
+    def per_word_or_line_end(self) -> float | None:
+        """None of a text without either."""
+        count = self.text.num_words + self.text.num_lines
+        return _exp(self.total_nll / count) if count else None
 
 
-def measure_text(path: Path) -> TextSize:
-    """Counts a UTF-8 text file's words and lines. Raises UserError if it cannot be read."""
+def _exp(nats: float) -> float:
+    """Infinite where it is too large for a float: a few words of very many tokens."""
     try:
-        with path.open(encoding="utf-8", newline="\n") as lines:
-            words = [len(line.split()) for line in lines]
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
+
+
+def read_lines(path: str | Path) -> list[str]:
+    """The lines of a UTF-8 text file without their ends, which may be of any kind, as ``fairseq-preprocess`` reads it.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as lines:
+            return [line.removesuffix("\n") for line in lines]
     except OSError as error:
         raise UserError(f"text file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"text file {path} is not UTF-8: {error.reason}") from error
-    return TextSize(sum(words), len(words))
+
+
+def line_sizes(lines: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Words and bytes of each line, its end included, both (L,) int64."""
+    words_L = np.array([len(line.split()) for line in lines], dtype=np.int64)
+    bytes_L = np.array([len(line.encode()) + 1 for line in lines], dtype=np.int64)
+    return words_L, bytes_L
+
+
+def measure_text(path: Path) -> TextSize:
+    """Counts a UTF-8 text file's words, lines and bytes. Raises UserError if it cannot be read."""
+    words_L, bytes_L = line_sizes(read_lines(path))
+    return TextSize(int(words_L.sum()), len(words_L), int(bytes_L.sum()))

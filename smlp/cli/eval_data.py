@@ -1,0 +1,89 @@
+"""The text that ``smlp eval-lm`` scores: binarised data or a text file, and the model that goes with it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smlp.errors import UserError
+
+if TYPE_CHECKING:
+    from smlp.checkpoint.load import LanguageModel
+    from smlp.evaluation.binarized import BinarizedTokens
+    from smlp.evaluation.text_sizes import TextSizes
+    from smlp.launch.team import Team
+
+
+@dataclass(frozen=True)
+class EvaluationText:
+    """A stream of tokens, with the sizes of the text that it was made of where that is known."""
+
+    name: str
+    stream: BinarizedTokens
+    original: TextSizes | None
+    #: what a reader of the result should know about it
+    notes: tuple[str, ...] = ()
+
+
+def load_model_for(args: argparse.Namespace, team: Team) -> LanguageModel:
+    """The model; its dictionary and tokenizer are looked for in DATA too, after the places beside the checkpoint.
+
+    Raises:
+        UserError: a file is missing or damaged, or DATA has a dictionary with other symbols.
+    """
+    from smlp.checkpoint.opened import open_checkpoint
+    from smlp.checkpoint.text_files import DICTIONARY, TOKENIZER
+    from smlp.cli.model_options import load_model
+    from smlp.tokenizer import Vocabulary
+
+    folder = data_folder(args.data)
+    if folder is not None and not open_checkpoint(args.path).is_export:
+        beside = Path(args.path).parent
+        for option, name in (("dict", DICTIONARY), ("sentencepiece_model", TOKENIZER)):
+            is_found = getattr(args, option) is not None or (beside / name).is_file()
+            if not is_found and (folder / name).is_file():
+                setattr(args, option, str(folder / name))
+    model = load_model(args, team)
+    if folder is not None and (folder / DICTIONARY).is_file():
+        theirs, ours = Vocabulary.load(folder / DICTIONARY).symbols, model.vocabulary.symbols
+        if theirs != ours:
+            raise UserError(
+                f"{folder / DICTIONARY} ({len(theirs)} symbols) is not the dictionary of the model {args.path} "
+                f"({len(ours)} symbols): binarise the text with that one"
+            )
+    return model
+
+
+def data_folder(data: str | None) -> Path | None:
+    """The folder that is evaluated: the first of several joined by ":", as in fairseq."""
+    return None if data is None else Path(data.split(":")[0])
+
+
+def read_text(args: argparse.Namespace, model: LanguageModel) -> EvaluationText:
+    """What the options name, in the model's tokens.
+
+    Raises:
+        UserError: a file is missing or damaged, holds an id that the model does not know, or the text is not that of
+            the data.
+    """
+    from smlp.evaluation.binarized import read_fairseq_tokens
+    from smlp.evaluation.perplexity import read_lines
+    from smlp.evaluation.text_sizes import original_sizes, tokens_of
+
+    lines = None if args.text is None else read_lines(args.text)
+    folder = data_folder(args.data)
+    if folder is None:
+        if not lines:
+            raise UserError(f"text file {args.text} holds no line")
+        stream = tokens_of(lines, model.tokenizer)
+        return EvaluationText(args.text, stream, original_sizes(lines, stream))
+    prefix = folder / args.gen_subset
+    stream, vocab_size = read_fairseq_tokens(prefix), len(model.vocabulary)
+    if not 0 <= stream.tokens.min(initial=0) <= stream.tokens.max(initial=0) < vocab_size:
+        raise UserError(f"{prefix}.bin holds the id {stream.tokens.max()}, but the model has {vocab_size} symbols")
+    num_folders = len(args.data.split(":"))
+    notes = (f"of {num_folders} folders the first one is evaluated, as by fairseq-eval-lm",) if num_folders > 1 else ()
+    original = None if lines is None else original_sizes(lines, stream)
+    return EvaluationText(str(prefix), stream, original, notes)

@@ -1,0 +1,124 @@
+"""Whether a model's loss depends on how it is computed: batch size, ranks, places at experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from smlp.errors import UserError
+from smlp.evaluation.capacity import limit_places, routers_with_places
+from smlp.evaluation.samples import Samples
+from smlp.evaluation.scoring import score_samples
+from smlp.launch.team import Team
+from smlp.moe.ownership import expert_parameters
+from smlp.nn.decoder import Decoder
+from smlp.parallel import connect, cut_state
+
+BATCH_SIZES = (1, 8)
+#: largest relative difference of losses that rounding explains
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The loss of one way to compute it."""
+
+    #: 0 drops nothing
+    capacity_factor: float
+    #: ranks that the experts are spread over
+    num_ranks: int
+    batch_size: int
+    #: mean over the scored tokens, in nats
+    loss: float
+    #: share of the choices of experts that found no place
+    dropped_share: float
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The losses, dropless ones first; and what could not be compared, one sentence each."""
+
+    cells: tuple[Cell, ...]
+    left_out: tuple[str, ...]
+
+    def relative(self, cell: Cell) -> float:
+        """How far a cell's loss is from that of the first, as a share of the latter."""
+        first = self.cells[0].loss
+        return (cell.loss - first) / first
+
+    def check(self) -> None:
+        """Refuses dropless losses that differ.
+
+        Raises:
+            UserError: by more than :data:`TOLERANCE`; the message names the cell.
+        """
+        first = self.cells[0]
+        for cell in self.cells:
+            if cell.capacity_factor == 0 and not abs(self.relative(cell)) <= TOLERANCE:
+                raise UserError(
+                    f"the loss depends on how it is computed: without drops it is {cell.loss:.8f} with batches "
+                    f"of {cell.batch_size} on {cell.num_ranks} rank{'s' * (cell.num_ranks > 1)}, but {first.loss:.8f} "
+                    f"with batches of {first.batch_size} on one, which is more than {TOLERANCE:g} apart"
+                )
+
+    def to_plain(self) -> dict:
+        """For JSON."""
+        cells = [{**asdict(cell), "relative_difference": self.relative(cell)} for cell in self.cells]
+        return {"tolerance": TOLERANCE, "cells": cells, "left_out": list(self.left_out)}
+
+
+def compare(decoder: Decoder, samples: Samples, num_tokens: int, team: Team) -> Parity:
+    """Scores samples in every way that the model has. A collective; every rank gets the result.
+
+    Args:
+        decoder: with all experts, in evaluation mode; its places in evaluation are changed.
+        samples: of a stream.
+        num_tokens: of the stream.
+        team: the ranks to spread experts over.
+    """
+    decoders, factors, left_out = [(decoder, 1)], [0.0], []
+    if team.size > 1 and team.size == largest_spread(decoder, team.size):
+        decoders.append((spread(decoder), team.size))
+    else:
+        left_out.append(f"{team.size} ranks: {_why_not_spread(decoder)}")
+    trained = decoder.config.moe.capacity_factor
+    if routers_with_places(decoder) and trained > 0:
+        factors.append(trained)
+    else:
+        left_out.append("capacity: no token is ever dropped for lack of places in this model, in training neither")
+    return Parity(tuple(_cells(decoders, factors, samples, num_tokens, team)), tuple(left_out))
+
+
+def _cells(
+    decoders: Sequence[tuple[Decoder, int]], factors: Sequence[float], samples: Samples, num_tokens: int, team: Team
+) -> Iterator[Cell]:
+    for factor in factors:
+        for decoder, num_ranks in decoders:
+            limit_places(decoder, factor)
+            for batch_size in BATCH_SIZES:
+                batches = samples.batches(batch_size)
+                scores = score_samples(decoder, samples, batches, num_tokens, team, in_step=num_ranks > 1)
+                loss = -float(np.nanmean(scores.log_probs_N, dtype=np.float64))
+                yield Cell(factor, num_ranks, batch_size, loss, scores.choices.dropped_share)
+
+
+def largest_spread(decoder: Decoder, num_ranks: int) -> int:
+    """Over how many of so many ranks the experts can be spread evenly."""
+    return int(np.gcd(decoder.config.moe.num_experts, num_ranks)) if decoder.config.num_sparse_layers else 1
+
+
+def _why_not_spread(decoder: Decoder) -> str:
+    if not decoder.config.num_sparse_layers:
+        return "the model has no experts to spread"
+    return f"{decoder.config.moe.num_experts} experts cannot be shared evenly"
+
+
+def spread(decoder: Decoder) -> Decoder:
+    """The same model with its experts over the ranks of torch.distributed; a collective."""
+    ranks = connect(decoder.config.moe.num_experts)
+    part = Decoder(decoder.config, ranks).to(decoder.embedding.weight.device).eval()
+    names = [name for name, _, _ in expert_parameters(decoder)]
+    part.load_state_dict(cut_state(decoder.state_dict(), names, ranks.layout))
+    return part

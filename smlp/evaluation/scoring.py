@@ -1,0 +1,123 @@
+"""Log-probabilities of the tokens of a stream, sample by sample, on one rank or shared out among several.
+
+Letters: ``N`` tokens of the stream, ``B`` samples of a batch, ``n`` their positions, ``K`` scored positions, ``H``
+features, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smlp.context import ForwardContext
+from smlp.errors import UserError
+from smlp.evaluation.samples import Batch, Samples
+from smlp.launch.team import Team
+from smlp.moe.plan import RoutingPlan
+from smlp.nn.decoder import Decoder
+
+# logits in memory at a time: 64 MiB in float32
+_MOST_LOGITS = 2**24
+
+
+@dataclass
+class Choices:
+    """Of experts by tokens, over forward passes: how many could have been dropped for lack of places, how many were."""
+
+    num_choices: int = 0
+    num_dropped: int = 0
+
+    def count(self, context: ForwardContext) -> None:
+        """Adds those of a forward pass that is over."""
+        for plan in context.plans.values():
+            if isinstance(plan, RoutingPlan) and "capacity" in plan.dropped:
+                self.num_choices += plan.choice_NK.numel()
+                self.num_dropped += plan.dropped["capacity"]
+
+    @property
+    def dropped_share(self) -> float:
+        """0 where nothing can be dropped."""
+        return self.num_dropped / self.num_choices if self.num_choices else 0.0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is known of a stream after its samples have been scored."""
+
+    #: natural log-probability of each token, (N,) float32; NaN where it was not scored
+    log_probs_N: np.ndarray
+    choices: Choices = field(default_factory=Choices)
+
+
+@torch.no_grad()
+def score_batch(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
+    """Natural log-probability of each target that is to be scored, in order, (K,) float32 on the CPU.
+
+    Logits are made at these positions only, some at a time.
+    """
+    device = decoder.embedding.weight.device
+    x_BnH, _ = decoder.features(batch.sources_Bn.to(device), context=context)
+    wanted_Bn = batch.places_Bn >= 0
+    x_KH, targets_K = x_BnH[wanted_Bn.to(device)], batch.targets_Bn[wanted_Bn].to(device)
+    num_rows = max(1, _MOST_LOGITS // decoder.config.vocab_size)
+    log_probs = [torch.zeros(0)]
+    for x_RH, targets_R in zip(x_KH.split(num_rows), targets_K.split(num_rows), strict=True):
+        logits_RV = decoder.project(x_RH).float()
+        chosen_R = logits_RV.gather(1, targets_R.unsqueeze(1)).squeeze(1)
+        log_probs.append((chosen_R - logits_RV.logsumexp(dim=1)).cpu())
+    return torch.cat(log_probs)
+
+
+def score_samples(
+    decoder: Decoder,
+    samples: Samples,
+    batches: Sequence[np.ndarray],
+    num_tokens: int,
+    team: Team | None = None,
+    in_step: bool = False,
+    seen: Callable[[ForwardContext], None] | None = None,
+) -> Scores:
+    """Scores samples, each batch on one of the ranks; every rank gets everything. A collective over the team.
+
+    A batch is computed in the same way whichever rank gets it, so that the numbers do not depend on how many there are.
+
+    Args:
+        decoder: in the mode that is wanted.
+        samples: of a stream.
+        batches: numbers of samples that are fed together.
+        num_tokens: N.
+        team: ranks that share the batches; this process alone by default.
+        in_step: whether all ranks shall make equally many forward passes, some with an empty batch: what a decoder
+            needs whose experts are spread over them.
+        seen: called with each forward pass's context on this rank.
+
+    Raises:
+        UserError: a log-probability is NaN.
+    """
+    team = team or Team()
+    own = list(batches[team.rank :: team.size])
+    if in_step:
+        own += [np.zeros(0, dtype=np.int64)] * (-(-len(batches) // team.size) - len(own))
+    choices, parts = Choices(), []
+    for numbers in own:
+        batch, context = samples.batch(numbers), ForwardContext()
+        log_probs_K = score_batch(decoder, batch, context)
+        parts.append((batch.places_Bn[batch.places_Bn >= 0].numpy(), log_probs_K.numpy()))
+        choices.count(context)
+        if seen is not None:
+            seen(context)
+    log_probs_N, total = np.full(num_tokens, np.nan, dtype=np.float32), Choices()
+    for their_parts, theirs in team.gather((parts, choices)):
+        for places_K, log_probs_K in their_parts:
+            if np.isnan(log_probs_K).any():
+                raise UserError(
+                    f"the model's predictions of {np.isnan(log_probs_K).sum()} tokens are NaN: is it whole?"
+                )
+            log_probs_N[places_K] = log_probs_K
+        total.num_choices += theirs.num_choices
+        total.num_dropped += theirs.num_dropped
+    return Scores(log_probs_N, total)
