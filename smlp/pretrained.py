@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from smlp.context import DecodingState
 from smlp.errors import UserError
-from smlp.evaluation.dropless import drop_nothing
+from smlp.evaluation.capacity import drop_nothing
 from smlp.evaluation.text_scores import TextScore, score_texts
 from smlp.generation import BeamSearch, Continuation, Limits, Sampling, TextWriter, method_of
 from smlp.nn.decoder import Decoder, DecoderOutput

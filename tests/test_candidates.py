@@ -11,7 +11,7 @@ import smlp
 from smlp.errors import UserError
 from smlp.evaluation.batching import Reading, partition, plan_batches
 from smlp.evaluation.candidates import CandidateScorer
-from smlp.evaluation.dropless import drop_nothing
+from smlp.evaluation.capacity import drop_nothing
 from smlp.evaluation.leak import randomise
 from smlp.evaluation.texts import Candidates, TokenizedText, TooLongError, common_prefix, encode_pair, fit
 from smlp.moe.routers import TopKRouter

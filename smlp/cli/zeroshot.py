@@ -86,7 +86,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     from tqdm import tqdm
 
     from smlp.evaluation.candidates import CandidateScorer
-    from smlp.evaluation.dropless import drop_nothing
+    from smlp.evaluation.capacity import drop_nothing
     from smlp.zeroshot.evaluate import Protocol, answer_task, read_task
     from smlp.zeroshot.prepare import Encoding
     from smlp.zeroshot.report import average, json_rows, summarise, table, table_6

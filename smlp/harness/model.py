@@ -22,7 +22,7 @@ from tqdm import tqdm
 from smlp.checkpoint.load import load_pretrained
 from smlp.errors import UserError
 from smlp.evaluation.candidates import CandidateScorer, TokenScores
-from smlp.evaluation.dropless import drop_nothing
+from smlp.evaluation.capacity import drop_nothing
 from smlp.evaluation.texts import Candidates, TokenizedText, encode, encode_pair, fit
 from smlp.launch.team import Team
 from smlp.pretrained import LanguageModel
