@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from running import REPOSITORY, as_user, shell
+from zeroshot_data import write_tasks
 
 MARK = "<!-- run by tests/test_readme.py -->\n"
 BLOCK = re.compile(re.escape(MARK) + r"```(\w+)\n(.*?)```", re.S)
@@ -20,17 +21,18 @@ def blocks(language):
 
 @pytest.fixture(scope="module")
 def reader(tiny_data, tmp_path_factory):
-    """A folder as a reader has it: the repository's smlp/ and examples/, and a data-bin/."""
+    """A folder as a reader has it: the repository's smlp/ and examples/, a data-bin/, and tasks/."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("smlp", "examples"):
         (folder / name).symlink_to(REPOSITORY / name)
     (folder / "data-bin").symlink_to(tiny_data)
+    write_tasks(folder / "tasks")
     return folder
 
 
 def test_the_mark_is_on_every_kind_of_block():
-    assert len(blocks("bash")) == 4 and len(blocks("python")) == 1
-    assert README.count(MARK) == 5
+    assert len(blocks("bash")) == 5 and len(blocks("python")) == 1
+    assert README.count(MARK) == 6
 
 
 @pytest.mark.slow
@@ -43,7 +45,7 @@ def test_shown_commands_work(reader):
         assert done.returncode == 0, (text, done.stdout[-1500:], done.stderr[-3000:])
         assert "--max-update 1000" not in text
         output += done.stdout
-    for said in ("no unexpected leak", "The module", "0 problems"):
+    for said in ("no unexpected leak", "The module", "0 problems", "StoryCloze", "|hellaswag|"):
         assert said in output, said
     for text in blocks("python"):
         done = subprocess.run(
