@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -25,7 +26,10 @@ class DecodingState:
         self.capacity = capacity
         #: positions seen so far, the same for all sequences of the batch
         self.length = 0
+        #: what is kept of positions, (B, room, C), of which the first ``length`` are filled
         self._buffers: dict[Any, Tensor] = {}
+        #: what is kept of whole sequences, (B, ...)
+        self._values: dict[Any, Tensor] = {}
 
     def append(self, key: Any, x_BnC: Tensor, max_tokens: int) -> Tensor:
         """Keeps (B, n, C) as the key's next positions; returns all of them so far, (B, m, C)."""
@@ -40,29 +44,40 @@ class DecodingState:
 
     def keep(self, key: Any, value_B: Tensor) -> None:
         """Keeps one value for each sequence, (B, ...), such as a decision that later positions must follow."""
-        self._buffers[key] = value_B
+        self._values[key] = value_B
 
     def kept(self, key: Any) -> Tensor | None:
         """What :meth:`keep` was given, or None."""
-        return self._buffers.get(key)
+        return self._values.get(key)
 
     def reorder(self, index_B: Tensor) -> None:
         """Keeps the sequences at ``index_B`` (any length, repeats allowed), in that order."""
-        self._buffers = self.select(index_B)._buffers
+        chosen = self.select(index_B)
+        self._buffers, self._values = chosen._buffers, chosen._values
 
-    def select(self, index_B: Tensor) -> DecodingState:
-        """A state of its own with the sequences at ``index_B`` (any length, repeats allowed), in that order."""
-        chosen = DecodingState(self.capacity)
+    def select(self, index_B: Tensor, capacity: int | None = None) -> DecodingState:
+        """A state of its own with the sequences at ``index_B`` (any length, repeats allowed), in that order.
+
+        Args:
+            index_B: places of sequences, (B,).
+            capacity: positions to have room for, at least ``length``; by default as before.
+        """
+        chosen = DecodingState(self.capacity if capacity is None else capacity)
         chosen.length = self.length
-        chosen._buffers = {key: buffer.index_select(0, index_B) for key, buffer in self._buffers.items()}
+        for key, buffer_BTC in self._buffers.items():
+            room = buffer_BTC.size(1) if capacity is None else capacity
+            own_BTC = buffer_BTC.new_empty(index_B.numel(), room, buffer_BTC.size(2))
+            own_BTC[:, : self.length] = buffer_BTC[:, : self.length].index_select(0, index_B)
+            chosen._buffers[key] = own_BTC
+        chosen._values = {key: value_B.index_select(0, index_B) for key, value_B in self._values.items()}
         return chosen
 
     def clone(self) -> DecodingState:
         """An independent copy, to continue one prompt in several ways."""
-        copy = DecodingState(self.capacity)
-        copy.length = self.length
-        copy._buffers = {key: buffer.clone() for key, buffer in self._buffers.items()}
-        return copy
+        sequences = next(iter([*self._buffers.values(), *self._values.values()]), None)
+        if sequences is None:
+            return DecodingState(self.capacity)
+        return self.select(torch.arange(sequences.size(0), device=sequences.device))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from smlp.nn.decoder import Decoder
 #: elements of logits at a time
 _LOGITS = 2**25
 #: positions that take as long as what a pass costs whatever its size
-_CALL_ON_CPU, _CALL_ON_GPU = 128, 4096
+_CALL_ON_CPU, _CALL_ON_GPU = 96, 4096
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class CandidateScorer:
             inputs = [readings[member].inputs[number][batch.num_shared :] for member, number in rows]
             own = None
             if state is not None:
-                own = state.select(torch.tensor([member for member, _ in rows], device=self._device))
+                places = torch.tensor([member for member, _ in rows], device=self._device)
+                own = state.select(places, capacity=batch.num_shared + max(map(len, inputs)))
             features_RnH = self.decoder.features(self._padded(inputs), own)[0]
             found.update(zip(rows, self._scores(features_RnH, members, rows, batch.num_shared), strict=True))
         return [[found[member, number] for number in range(len(group.texts))] for member, group in enumerate(members)]
@@ -85,7 +86,7 @@ class CandidateScorer:
         """The state after the first inputs of every group; None if there are none."""
         if not num_shared:
             return None
-        state = DecodingState(capacity=max(reading.longest for reading in readings))
+        state = DecodingState(capacity=num_shared)
         beginnings_Gn = torch.tensor([reading.inputs[0][:num_shared] for reading in readings], device=self._device)
         self.decoder.features(beginnings_Gn, state)
         return state
