@@ -18,6 +18,9 @@ from running import REPOSITORY, USER_DIR
 from slurm_cluster import missing, running_cluster
 from slurm_jobs import SUBMIT, Jobs, programs_first
 from test_layouts import ADAM, SIZES, SPARSE, UPDATES, same, saved
+from zeroshot_data import write_tasks
+
+from smlp.cli.main import main
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -257,6 +260,7 @@ HERE = {
     "--nodes 4 --gpus-per-node 8 --sweep scripts/slurm/sweep.txt": "--nodes 1 --tasks-per-node 1 --sweep list.txt",
     "--nodes 4 --gpus-per-node 8": "--nodes 2 --tasks-per-node 1",
     "--nodes 8 --gpus-per-node 4": "--nodes 1 --tasks-per-node 1",
+    "--nodes=4 --ntasks-per-node=8 --gres=gpu:8 \\\n": "--nodes=2 --ntasks-per-node=1 ",
     "--ntasks-per-node=8 --gres=gpu:8 smlp": "--ntasks-per-node=1 smlp",
     "--ntasks-per-node=8 --gres=gpu:8": "--ntasks-per-node=2",
     "--gres=gpu:8": "",
@@ -275,7 +279,7 @@ def shown(word: str) -> str:
 
 
 def test_every_marked_command_is_known():
-    words = ["doctor", "--dry-run", "--time=24:00:00", "--nodes 8", "--sweep", "eval-lm", "fairseq-train"]
+    words = ["doctor", "--dry-run", "--time=24:00:00", "--nodes 8", "--sweep", "eval-lm", "zeroshot", "fairseq-train"]
     assert [shown(word) for word in words] == [shown(text) for text in SHOWN]
 
 
@@ -305,6 +309,14 @@ def test_the_page_from_the_plan_to_the_evaluation(jobs, tiny_data, run_fairseq_m
     args = [tiny_data, "--user-dir", USER_DIR, "--path", checkpoint, "--gen-subset", "test", "--tokens-per-sample", 16]
     (here,) = run_fairseq_many([{"tool": "eval_lm", "args": args}])
     assert EVALUATED.search(done.stdout + done.stderr)[0] == EVALUATED.search(here.stdout + here.stderr)[0]
+
+    # contexts of 16 tokens: what is longer is left out
+    write_tasks(jobs.folder / "tasks")
+    done = jobs.run("bash", "-ec", f"{shown('zeroshot').rstrip()} --skip-too-long")
+    assert done.rc == 0 and done.stdout.count("average") == 1, done.stderr
+    alone = ["--tasks", "all", "--data-dir", jobs.folder / "tasks", "--skip-too-long", "--output", jobs.folder / "one"]
+    assert main(["zeroshot", "--path", str(checkpoint), *map(str, alone)]) == 0
+    assert (jobs.folder / "answers.jsonl").read_bytes() == (jobs.folder / "one").read_bytes()
 
 
 def test_the_page_on_sweeps(jobs):
