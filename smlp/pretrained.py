@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from smlp.context import DecodingState
 from smlp.errors import UserError
-from smlp.evaluation.capacity import drop_nothing
-from smlp.evaluation.text_scores import TextScore, score_texts
 from smlp.generation import BeamSearch, Continuation, Limits, Sampling, TextWriter, method_of
 from smlp.nn.decoder import Decoder, DecoderOutput
+from smlp.scoring.capacity import drop_nothing
+from smlp.scoring.text_scores import TextScore, score_texts
 from smlp.tokenizer import Tokenizer, Vocabulary
 
 Method = Sampling | BeamSearch
@@ -71,7 +71,7 @@ class LanguageModel(nn.Module):
             batch_tokens: positions in a batch.
 
         Returns:
-            what is known of each text (:class:`smlp.evaluation.text_scores.TextScore`): its ids, the natural
+            what is known of each text (:class:`smlp.scoring.text_scores.TextScore`): its ids, the natural
             log-probability of each, their sum and perplexity; one for one text, a list for several.
 
         Raises:

@@ -9,12 +9,12 @@ import torch
 
 import smlp
 from smlp.errors import UserError
-from smlp.evaluation.batching import Reading, partition, plan_batches
-from smlp.evaluation.candidates import CandidateScorer
-from smlp.evaluation.capacity import drop_nothing
 from smlp.evaluation.leak import randomise
-from smlp.evaluation.texts import Candidates, TokenizedText, TooLongError, common_prefix, encode_pair, fit
 from smlp.moe.routers import TopKRouter
+from smlp.scoring.batching import Reading, partition, plan_batches
+from smlp.scoring.candidates import CandidateScorer
+from smlp.scoring.capacity import drop_nothing
+from smlp.scoring.texts import Candidates, TokenizedText, TooLongError, common_prefix, encode_pair, fit
 
 START, CONTEXT = 2, 20
 ARCHS = [arch for arch in smlp.PRESETS if arch.endswith("_tiny")]

@@ -20,8 +20,12 @@ ORDER = [
     "accounting",
     "tokenizer",
     "generation",
+    "scoring",
+    "pretrained",
     "checkpoint",
     "evaluation",
+    "zeroshot",
+    "harness",
 ]
 
 WITHOUT_FAIRSEQ = """

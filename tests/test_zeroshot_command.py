@@ -12,7 +12,7 @@ from zeroshot_data import WORDS, write_tasks
 from smlp.cli.main import main
 from smlp.cli.scoring_options import NEWLINES as NEWLINE_CHOICES
 from smlp.cli.zeroshot import _SCORING, _TASKS, _TEMPLATES
-from smlp.evaluation.texts import NEWLINES
+from smlp.scoring.texts import NEWLINES
 from smlp.tokenizer import Vocabulary
 from smlp.zeroshot.readers import READERS
 from smlp.zeroshot.report import TABLE_6

@@ -121,8 +121,8 @@ def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
 def _evaluate(
     args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team
 ) -> int:
-    from smlp.evaluation.capacity import limit_places, routers_with_places
     from smlp.evaluation.scoring import score_samples
+    from smlp.scoring.capacity import limit_places, routers_with_places
 
     if args.eval_capacity_factor is not None:
         if not routers_with_places(model.decoder):

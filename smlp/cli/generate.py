@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _writer(args: argparse.Namespace) -> TextWriter:
-    from smlp.evaluation.capacity import drop_nothing
+    from smlp.scoring.capacity import drop_nothing
 
     model = load_model(args)
     drop_nothing(model.decoder)

@@ -85,8 +85,8 @@ def task_names(text: str) -> list[str]:
 def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     from tqdm import tqdm
 
-    from smlp.evaluation.candidates import CandidateScorer
-    from smlp.evaluation.capacity import drop_nothing
+    from smlp.scoring.candidates import CandidateScorer
+    from smlp.scoring.capacity import drop_nothing
     from smlp.zeroshot.evaluate import Protocol, answer_task, read_task
     from smlp.zeroshot.prepare import Encoding
     from smlp.zeroshot.report import average, json_rows, summarise, table, table_6

@@ -1,1 +1,1 @@
-"""Scoring: n-gram baselines on a model's own tokens, perplexities, training curves."""
+"""Perplexities of streams of tokens, leaks, n-gram baselines on the same tokens, training curves."""

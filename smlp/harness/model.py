@@ -21,11 +21,11 @@ from tqdm import tqdm
 
 from smlp.checkpoint.load import load_pretrained
 from smlp.errors import UserError
-from smlp.evaluation.candidates import CandidateScorer, TokenScores
-from smlp.evaluation.capacity import drop_nothing
-from smlp.evaluation.texts import Candidates, TokenizedText, encode, encode_pair, fit
 from smlp.launch.team import Team
 from smlp.pretrained import LanguageModel
+from smlp.scoring.candidates import CandidateScorer, TokenScores
+from smlp.scoring.capacity import drop_nothing
+from smlp.scoring.texts import Candidates, TokenizedText, encode, encode_pair, fit
 
 Result = tuple[float, bool]
 #: names under which tasks say how many tokens may be written

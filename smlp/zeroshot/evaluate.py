@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smlp.errors import UserError
-from smlp.evaluation.candidates import CandidateScorer
 from smlp.launch.team import Team
+from smlp.scoring.candidates import CandidateScorer
 from smlp.zeroshot.prepare import UNCONDITIONAL_CONTEXT, Encoding, Prepared, prepare
 from smlp.zeroshot.priming import draw_shots, primed
 from smlp.zeroshot.readers import READERS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from smlp.config import ModelConfig
 from smlp.errors import UserError
-from smlp.evaluation.texts import Candidates, TokenizedText, TooLongError, encode_pair, fit
+from smlp.scoring.texts import Candidates, TokenizedText, TooLongError, encode_pair, fit
 from smlp.tokenizer import Tokenizer, Vocabulary
 from smlp.zeroshot.templates import Example
 
@@ -30,7 +30,7 @@ class Encoding:
     fill_prefix: bool = False
 
     def group(self, texts: Sequence[TokenizedText]) -> Candidates:
-        """Candidates that fit the model; see :func:`smlp.evaluation.texts.fit`."""
+        """Candidates that fit the model; see :func:`smlp.scoring.texts.fit`."""
         prefix_tokens = self.config.prefix_tokens if self.fill_prefix else 0
         return fit(texts, self.config.max_tokens, self.start_token, prefix_tokens)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from smlp.evaluation.texts import common_prefix
+from smlp.scoring.texts import common_prefix
 from smlp.zeroshot.evaluate import Answer, Task
 from smlp.zeroshot.items import RecordItem
 from smlp.zeroshot.metrics import best_f1, exact_match, standard_error, wilson_interval

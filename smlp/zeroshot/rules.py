@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from smlp.evaluation.texts import common_prefix
+from smlp.scoring.texts import common_prefix
 
 
 @dataclass(frozen=True)

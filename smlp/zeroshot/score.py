@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from smlp.errors import UserError
-from smlp.evaluation.candidates import CandidateScorer, TokenScores
-from smlp.evaluation.texts import Candidates
 from smlp.launch.team import Team
+from smlp.scoring.candidates import CandidateScorer, TokenScores
+from smlp.scoring.texts import Candidates
 from smlp.zeroshot.prepare import Prepared
 from smlp.zeroshot.rules import ScoredText
 

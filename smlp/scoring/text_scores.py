@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smlp.errors import UserError
-from smlp.evaluation.candidates import CandidateScorer
-from smlp.evaluation.texts import encode_pair, fit
 from smlp.nn.decoder import Decoder
+from smlp.scoring.candidates import CandidateScorer
+from smlp.scoring.texts import encode_pair, fit
 from smlp.tokenizer import Tokenizer
 
 

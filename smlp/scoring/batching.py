@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from smlp.evaluation.texts import Candidates
+from smlp.scoring.texts import Candidates
 
 
 @dataclass(frozen=True)

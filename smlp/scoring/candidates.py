@@ -1,7 +1,7 @@
 """Log-probabilities of the tokens of candidates, many groups at a time.
 
 What the candidates of a group begin with alike is read once; then each goes on from a copy of that state
-(:mod:`smlp.evaluation.batching`). Padding stands on the right only.
+(:mod:`smlp.scoring.batching`). Padding stands on the right only.
 
 Letters: ``G`` groups, ``R`` candidates of one pass, ``n`` tokens, ``H`` width, ``V`` vocabulary.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from smlp.context import DecodingState
-from smlp.evaluation.batching import Batch, Reading, plan_batches
-from smlp.evaluation.texts import Candidates
 from smlp.nn.decoder import Decoder
+from smlp.scoring.batching import Batch, Reading, plan_batches
+from smlp.scoring.texts import Candidates
 
 #: elements of logits at a time
 _LOGITS = 2**25
@@ -50,7 +50,7 @@ class CandidateScorer:
         self.share = share and not decoder.config.is_leaky
 
     def plan(self, groups: Sequence[Candidates], batch_tokens: int) -> list[Batch]:
-        """Batches in which to score the groups, see :func:`smlp.evaluation.batching.plan_batches`; they do not depend
+        """Batches in which to score the groups, see :func:`smlp.scoring.batching.plan_batches`; they do not depend
         on who is to score them."""
         call_tokens = _CALL_ON_CPU if self._device.type == "cpu" else _CALL_ON_GPU
         return plan_batches([self._reading(group) for group in groups], batch_tokens, call_tokens)
