@@ -40,9 +40,9 @@ class LanguageModel(nn.Module):
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text; the start symbol, which every prompt is given by itself, is not among them.
 
-        What the dictionary lacks becomes ``<unk>``.
+        What the dictionary lacks becomes ``<unk>``, a line break ``</s>``, the end of a line in training.
         """
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode_lines(text)
 
     def detokenize(self, tokens: Iterable[int]) -> str:
         """The text of ids; ``</s>`` ends a line."""

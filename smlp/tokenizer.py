@@ -34,7 +34,8 @@ class Vocabulary:
             UserError: the file is missing, is not UTF-8, or a line is not a symbol and a count.
         """
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            # not splitlines(): a symbol may be one of Unicode's other line ends
+            lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
         except FileNotFoundError:
             raise UserError(f"there is no dictionary file {path}") from None
         except UnicodeDecodeError as error:
@@ -84,6 +85,22 @@ class Tokenizer:
         """Ids of the text's pieces, with no end symbol added; pieces the dictionary lacks become ``<unk>``."""
         pieces = self._pieces.encode(text, out_type=str) if self._pieces is not None else text.split()
         return [self.vocabulary.index.get(piece, self.vocabulary.unk) for piece in pieces]
+
+    def encode_lines(self, text: str, newline: str = "eos") -> list[int]:
+        """Ids of a text of any number of lines, with no symbol at either end.
+
+        Args:
+            text: any.
+            newline: what a line break becomes, ``"eos"`` (``</s>``, the end of a line in training) or ``"space"``.
+        """
+        if newline == "space":
+            return self.encode(text.replace("\n", " "))
+        ids: list[int] = []
+        for number, line in enumerate(text.split("\n")):
+            if number:
+                ids.append(self.vocabulary.eos)
+            ids += self.encode(line)
+        return ids
 
     def piece(self, token: int) -> str:
         """The text of one token as it continues a line: SentencePiece's word mark becomes a space."""

@@ -15,6 +15,7 @@ from smlp.scoring.batching import Reading, partition, plan_batches
 from smlp.scoring.candidates import CandidateScorer
 from smlp.scoring.capacity import drop_nothing
 from smlp.scoring.texts import Candidates, TokenizedText, TooLongError, common_prefix, encode_pair, fit
+from smlp.tokenizer import Tokenizer, Vocabulary
 
 START, CONTEXT = 2, 20
 ARCHS = [arch for arch in smlp.PRESETS if arch.endswith("_tiny")]
@@ -153,12 +154,14 @@ def test_passes_keep_to_the_batch_size_and_hold_every_candidate():
     assert lengths == sorted(lengths, reverse=True)
 
 
-class Letters:
+class _Letters(Tokenizer):
     """A tokenizer of letters that joins ``a`` and ``b`` where they meet."""
 
-    @staticmethod
-    def encode(text):
+    def encode(self, text):
         return [ord(letter) for letter in text.replace("ab", "\x07")]
+
+
+Letters = _Letters(Vocabulary([]))
 
 
 def test_the_context_ends_where_the_joined_text_departs_from_it():

@@ -127,6 +127,32 @@ def test_long_texts_are_scored_in_windows(harness, length):
     assert found == pytest.approx(want, abs=1e-4)
 
 
+def test_windows_of_partial_routing_follow_a_prefix(tmp_path):
+    """Every token once, after P others or start symbols, in a context of 40 with P = 16."""
+    path, decoder = write_checkpoint(tmp_path, SYMBOLS, "smlp_partial_tiny", 40, prefix_fraction=0.4)
+    lm = smlp.load_pretrained(path)
+    ids = torch.randint(4, 34, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    asked = [request("loglikelihood_rolling", " ".join(lm.vocabulary.symbols[token] for token in ids))]
+    with pytest.raises(UserError, match="first 16 positions of this model only choose experts"):
+        HarnessModel(lm).loglikelihood_rolling(asked)
+    want, stream = 0.0, [2] * 17 + ids
+    for begin in range(0, 70, 24):
+        end = min(begin + 24, 70)
+        want += forward_sum(decoder, stream[max(end + 17 - 41, 0) : begin + 17], stream[begin + 17 : end + 17])
+    (found,) = HarnessModel(lm, fill_prefix=True).loglikelihood_rolling(asked, disable_tqdm=True)
+    assert found == pytest.approx(want, abs=1e-4)
+
+
+def test_what_gives_way_is_counted(tmp_path):
+    path, _ = write_checkpoint(tmp_path, SYMBOLS, "smlp_partial_tiny", 40, prefix_fraction=0.4)
+    model = HarnessModel(smlp.load_pretrained(path))
+    long = " ".join(WORDS * 2)
+    model.loglikelihood([request("loglikelihood", long, " w1"), request("loglikelihood", "w1", " w2" * 18, number=1)])
+    assert (model.num_truncated, model.num_partly_scored) == (1, 1)
+    with pytest.raises(UserError, match="request 0 ends within the first 16 positions"):
+        model._loglikelihood_tokens([(("", ""), [5], [6])])
+
+
 def test_texts_are_written_until_a_stop_string(harness):
     long = " ".join(["w1 w2 w3"] * 40)
     greedy, short = {"until": [" w9", " ."], "max_gen_toks": 20}, {"until": "w1", "max_gen_toks": 5, "do_sample": False}
@@ -172,12 +198,18 @@ def test_the_command_prints_the_harness_table_and_writes_its_results(path, data,
     assert results["copa"]["acc,none"] == sum(row["acc"] for row in rows if row["task"] == "copa") / 3
 
 
+def test_what_the_harness_cannot_do_is_one_sentence(path, data, capsys):
+    assert lm_eval(path, "--tasks", "copa", "--data-dir", data, "--num-fewshot", 70) == 1
+    assert "lm-evaluation-harness cannot run copa (ValueError: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--tasks", " , "], ["--tasks names no task"]),
         (["--tasks", "copa", "--data-dir", "/no/such"], ["--data-dir /no/such is not a folder"]),
         (["--tasks", "copa", "--limit", "0"], ["--limit must be at least 1"]),
+        (["--tasks", "copa", "--json", "x.json", "--output", "./x.json"], ["--output and --json both name"]),
     ],
 )
 def test_bad_input_is_one_sentence(path, arguments, words, capsys):

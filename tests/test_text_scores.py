@@ -41,6 +41,25 @@ def test_texts_and_continuations(lm):
     assert lm.score(("w1 w2", written)).is_greedy and not all(score.is_greedy for score in scores)
 
 
+def test_no_text_depends_on_the_others_room(lm):
+    """A long continuation cuts its own context, not that of others."""
+    context = " ".join(WORDS[:12])
+    alone = lm.score((context, " w1"))
+    beside = lm.score([(context, " w1"), (context, " w2 w3 w4 w5 w6 w7")])
+    assert beside[0].log_probs == pytest.approx(alone.log_probs, abs=1e-5)
+    assert [score.num_cut for score in beside] == [0, 2]
+    ids = lm.tokenize(context)[2:] + beside[1].tokens
+    assert beside[1].log_probs == pytest.approx(log_probs(lm, ids)[-6:], abs=1e-5)
+
+
+def test_line_breaks_are_ends_of_lines_everywhere(lm):
+    assert lm.tokenize("w1\nw2") == [5, 2, 6] == lm.score("w1\nw2").tokens
+    assert lm.detokenize(lm.tokenize("w1\nw2 w3\n")) == "w1\nw2 w3\n"
+    logits = lm(torch.tensor([[2, 5, 2, 6]])).logits[0, -1].detach()
+    logits[[0, 1, 3]] = -torch.inf  # never written
+    assert lm.vocabulary.symbols[int(logits.argmax())] == lm.generate("w1\nw2", max_tokens=1, greedy=True).strip()
+
+
 def test_what_cannot_be_scored_is_said(lm, tmp_path):
     with pytest.raises(UserError, match="20 tokens and the model's context holds 16"):
         lm.score(" ".join(WORDS))

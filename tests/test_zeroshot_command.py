@@ -204,6 +204,28 @@ def test_unconditional_scores_take_off_what_a_candidate_is_worth_alone(model, da
             assert candidate["scores"]["unconditional"] == pytest.approx(want, abs=1e-4)
 
 
+def test_candidates_alone_are_without_what_follows_them(model, data, tmp_path):
+    path, decoder = model
+    _, rows = results(tmp_path, path, data, "--tasks", "winogrande", "--scoring", "unconditional", "--limit", 2)
+    for row in rows:
+        for candidate in row["candidates"]:
+            alone = log_probs(decoder, ids_of(f"Answer: {candidate['bare']}"))[1:]
+            want = candidate["scores"]["continuation"] - sum(alone)
+            assert candidate["scores"]["unconditional"] == pytest.approx(want, abs=1e-4)
+
+
+def test_one_record_has_no_standard_error(model, data, tmp_path):
+    report, _ = results(tmp_path, model[0], data, "--tasks", "copa", "--limit", 1)
+    assert report["tasks"]["copa"]["standard_error"] is None
+    assert report["settings"]["limit"] == 1 and report["settings"]["data_dir"] == str(data)
+
+
+def test_few_shot_examples_do_not_depend_on_the_limit(model, data, tmp_path):
+    command = ["--tasks", "copa", "--split", "train", "--num-fewshot", 1, "--fewshot-seed", 2]
+    prompts = [results(tmp_path, model[0], data, *command, "--limit", limit)[1][0]["prompt"] for limit in (1, 2)]
+    assert prompts[0] == prompts[1]
+
+
 def test_line_breaks_as_spaces(model, data, tmp_path):
     path, _ = model
     lengths = {}
@@ -224,6 +246,7 @@ def test_line_breaks_as_spaces(model, data, tmp_path):
         (["--tasks", "copa", "--batch-tokens", "0"], ["--batch-tokens must be at least 1"]),
         (["--tasks", "copa", "--num-fewshot", "7"], ["--num-fewshot 7", "has 6"]),
         (["--tasks", "copa", "--output", "/no/such/folder/x"], ["--output /no/such/folder/x"]),
+        (["--tasks", "copa", "--output", "x.json", "--json", "./x.json"], ["--output and --json both name ./x.json"]),
         (["--tasks", "copa", "--nproc", "0"], ["--nproc must be at least 1, got 0"]),
         (["--tasks", "copa", "--device", "cuda:99"], ["--device cuda:99 cannot be used here"]),
     ],

@@ -186,6 +186,19 @@ def test_what_is_wrong_is_named(tmp_path, task, file, record, message):
     assert file.partition(".")[0] in str(error.value) and "\n" not in str(error.value)
 
 
+def test_odd_files_are_named_too(tmp_path):
+    folder = tmp_path / "storycloze"
+    folder.mkdir()
+    row = 'id,"open quote,' + "word " * 40_000
+    (folder / f"{CLOZE_FILE}.csv").write_text(f"{CLOZE_HEADER}\n{row}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"csv, line \d+: not a table \(field larger .* is a quote left open"):
+        read("storycloze", tmp_path)
+    for text in ("9" * 5000, "[" * 100_000):
+        (tmp_path / "val.jsonl").write_text(text + "\n", encoding="utf-8")
+        with pytest.raises(UserError, match=r"val.jsonl, line 1: not JSON"):
+            read("copa", tmp_path)
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(UserError, match=r"copa/val.jsonl is missing; it comes from .*SuperGLUE"):
         read("copa", tmp_path)

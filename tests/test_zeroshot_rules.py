@@ -92,4 +92,4 @@ def test_exact_match_and_f1():
     assert normalised_answer("The  U.S. an' A  dog!") == "us dog"
     assert exact_match("the Trump", ["Donald Trump", "Trump"]) == 1 and exact_match("Trumps", ["Trump"]) == 0
     assert best_f1("Donald J. Trump", ["Trump", "Donald Trump"]) == pytest.approx(2 * 2 / 5)
-    assert best_f1("The", ["a"]) == 1 and best_f1("The", ["dog"]) == 0 and best_f1("cat", ["dog"]) == 0
+    assert best_f1("The", ["a"]) == 0 and best_f1("The", ["dog"]) == 0 and best_f1("cat", ["dog"]) == 0

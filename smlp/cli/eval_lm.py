@@ -108,12 +108,12 @@ def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
 
     parity = compare(model.decoder, samples, len(text.stream.tokens), team)
     if team.is_first:
-        print_parity(f"{samples.num_scored:,} tokens of {text.name}", parity)
         if args.json:
             write_json(
                 args.json,
                 {"checkpoint": args.path, "text": text.name, "tokens": samples.num_scored, **parity.to_plain()},
             )
+        print_parity(f"{samples.num_scored:,} tokens of {text.name}", parity)
         parity.check()
     return 0
 
@@ -164,7 +164,6 @@ def _report(
         sizes = decoded_sizes(text.stream, model.tokenizer)
     evaluation = Evaluation(text.stream, scores.log_probs_N, sizes)
     notes = [*text.notes, *notes_of(model.decoder.config, evaluation, scores.choices, text.original is not None)]
-    print_evaluation(text.name, evaluation, seconds, notes)
     if args.json:
         result = {
             "checkpoint": args.path,
@@ -185,3 +184,4 @@ def _report(
     if args.per_document:
         documents = evaluation.documents(documents_of(evaluation.stream, args.document), model.tokenizer)
         write_json_lines("--per-document", args.per_document, documents)
+    print_evaluation(text.name, evaluation, seconds, notes)

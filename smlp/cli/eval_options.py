@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from smlp.cli.json_file import check_output
+from smlp.cli.json_file import check_outputs
 from smlp.errors import UserError
 from smlp.evaluation.choices import BREAK_MODES, DOCUMENTS
 
@@ -86,9 +86,7 @@ def check_eval_options(args: argparse.Namespace) -> None:
     factor = args.eval_capacity_factor
     if factor is not None and not 0 <= factor < float("inf"):
         raise UserError(f"--eval-capacity-factor must be at least 0, got {factor}")
-    for name in ("json", "per_document"):
-        if getattr(args, name):
-            check_output(_option(name), getattr(args, name))
+    check_outputs(json=args.json, per_document=args.per_document)
     if args.parity and args.nproc == 1:
         raise UserError("--parity compares one rank with several: leave --nproc 1 out")
     if args.parity:

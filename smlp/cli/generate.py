@@ -119,7 +119,7 @@ def _read_prompts(path: str) -> list[str]:
     except OSError as error:
         raise UserError(f"cannot read prompts from {path}: {error.strerror}") from None
     try:
-        lines = data.decode("utf-8").splitlines()
+        lines = data.decode("utf-8").removesuffix("\n").split("\n") if data else []
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise UserError(f"{path} is not UTF-8 text: line {line}, byte {error.start}") from None

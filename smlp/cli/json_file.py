@@ -19,7 +19,7 @@ def write_json(path: str, value: Any) -> None:
         UserError: it cannot be written, or there is something else than JSON in it; the message names the file.
     """
     check_output("--json", path)
-    _write("--json", path, json.dumps(value, indent=1) + "\n")
+    _write("--json", path, json.dumps(value, indent=1, default=_plain) + "\n")
 
 
 def write_json_lines(option: str, path: str, rows: Iterable[Any]) -> None:
@@ -29,7 +29,7 @@ def write_json_lines(option: str, path: str, rows: Iterable[Any]) -> None:
         UserError: as :func:`write_json`.
     """
     check_output(option, path)
-    _write(option, path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    _write(option, path, "".join(_line(row) for row in rows))
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
         UserError: as :func:`write_json`.
     """
     if path == "-":
-        yield lambda row: print(json.dumps(row, ensure_ascii=False), flush=True)
+        yield lambda row: print(_line(row), end="", flush=True)
         return
     check_output(option, path)
     with _naming(option, path):
@@ -50,7 +50,7 @@ def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
 
     def write(row: Any) -> None:
         with _naming(option, path):
-            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+            file.write(_line(row).encode())
 
     with file:
         yield write
@@ -73,6 +73,37 @@ def check_output(option: str, path: str) -> None:
         place = path if Path(path).exists() else Path(path).parent
         if not os.access(place, os.W_OK):
             raise UserError(f"cannot write {option} {path}: {place} may not be written to")
+
+
+def check_outputs(**paths: str | None) -> None:
+    """:func:`check_output` for several options of a command, which must not name one file.
+
+    Args:
+        **paths: by option, underscores for dashes; None for one that is not given.
+    """
+    seen: dict[Path, str] = {}
+    for name, path in paths.items():
+        option = f"--{name.replace('_', '-')}"
+        if path is None:
+            continue
+        check_output(option, path)
+        other = seen.setdefault(Path(path).resolve(), option)
+        if other != option:
+            raise UserError(f"{other} and {option} both name {path}: one would be lost")
+
+
+def _line(row: Any) -> str:
+    text = json.dumps(row, ensure_ascii=False, default=_plain) + "\n"
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a character, from bytes or escapes that are no text
+        text = json.dumps(row, default=_plain) + "\n"
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's, anything else as text."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _write(option: str, path: str, text: str) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from smlp.cli.json_file import check_output, write_json, write_json_lines
+from smlp.cli.json_file import check_outputs, write_json, write_json_lines
 from smlp.cli.model_options import add_model_options, load_model
 from smlp.cli.scoring_options import add_scoring_options, check_least
 from smlp.cli.team_options import add_team_options, as_team
@@ -49,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if not names:
         raise UserError("--tasks names no task")
     check_least(args, limit=1, num_fewshot=0, batch_tokens=1)
-    for option in ("output", "json"):
-        if getattr(args, option) is not None:
-            check_output(f"--{option}", getattr(args, option))
+    check_outputs(output=args.output, json=args.json)
     for option in ("data_dir", "include_path"):
         folder = getattr(args, option)
         if folder is not None and not folder.is_dir():
@@ -79,14 +76,37 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     found = evaluate(model, names, args.data_dir, args.include_path, args.num_fewshot, args.limit)
     if found is None:
         return 0
-    print(make_table(found))
-    sys.stdout.flush()
     samples = found.pop("samples")
+    rows = [
+        {"task": task, **sample}
+        for task, answered in samples.items()
+        for sample in sorted(answered, key=lambda sample: sample["doc_id"])
+    ]
     if args.output:
-        rows = [{"task": task, **sample} for task, found_samples in samples.items() for sample in found_samples]
         write_json_lines("--output", args.output, rows)
-        print(f"{len(rows)} records in {args.output}")
     if args.json:
-        settings = {"model": str(args.path), "newline": args.newline, "fill_prefix": args.fill_prefix}
+        settings = {
+            "model": str(args.path),
+            "prefix": model.lm.vocabulary.symbols[model.prefix_token_id],
+            "newline": args.newline,
+            "fill_prefix": args.fill_prefix,
+            "max_tokens": model.max_length,
+            "num_fewshot": args.num_fewshot,
+            "limit": args.limit,
+            "num_truncated": found["num_truncated"],
+            "num_partly_scored": found["num_partly_scored"],
+        }
         write_json(args.json, {"settings": settings, "results": found["results"], "versions": found["versions"]})
+    print(make_table(found))
+    for count, what in (
+        (found["num_truncated"], "records had their context cut on the left"),
+        (
+            found["num_partly_scored"],
+            "records have continuations that begin within the model's prefix, where nothing is scored",
+        ),
+    ):
+        if count:
+            print(f"{count} {what}")
+    if args.output:
+        print(f"{len(rows)} records in {args.output}")
     return 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from smlp.cli.json_file import check_output, write_json, write_json_lines
+from smlp.cli.json_file import check_outputs, write_json, write_json_lines
 from smlp.cli.model_options import add_model_options, load_model
 from smlp.cli.scoring_options import add_scoring_options, check_least
 from smlp.cli.team_options import add_team_options, as_team
@@ -26,6 +25,7 @@ by side; docs/zeroshot.md says where each comes from, what the model reads and h
 """
 _TASKS = ("copa", "piqa", "storycloze", "winogrande", "hellaswag", "record")
 _TEMPLATES = ("fair", "gpt3", "lm-eval")
+_NOT_PRINTED = ("model", "data_dir", "skip_too_long", "batch_tokens")
 _SCORING = ("auto", "sum", "mean", "suffix", "continuation", "chars", "unconditional")
 
 
@@ -61,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
     check_least(args, limit=1, num_fewshot=0, batch_tokens=1)
     if args.split is not None and len(names) > 1:
         raise UserError(f"--split {args.split} is for one task, and {len(names)} are asked for: {', '.join(names)}")
-    for option in ("output", "json"):
-        if getattr(args, option) is not None:
-            check_output(f"--{option}", getattr(args, option))
+    check_outputs(output=args.output, json=args.json)
     return as_team(args, lambda team: _evaluate(args, names, team))
 
 
@@ -124,13 +122,17 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
         "fill_prefix": args.fill_prefix,
         "max_tokens": config.max_tokens,
         "is_leaky": config.is_leaky,
+        "data_dir": str(args.data_dir),
+        "limit": args.limit,
+        "skip_too_long": args.skip_too_long,
+        "batch_tokens": args.batch_tokens,
     }
-    described = ", ".join(f"{name} {value}" for name, value in settings.items() if name != "model")
-    print(f"{args.path}: {described}\n\n{table(summaries)}\n\n{table_6(summaries, Path(args.path).name)}")
-    sys.stdout.flush()
     if args.output:
         write_json_lines("--output", args.output, rows)
-        print(f"\n{len(rows)} records in {args.output}")
     if args.json:
         write_json(args.json, {"settings": settings, "tasks": summaries, "average": average(summaries)})
+    described = ", ".join(f"{name} {value}" for name, value in settings.items() if name not in _NOT_PRINTED)
+    print(f"{args.path}: {described}\n\n{table(summaries)}\n\n{table_6(summaries, Path(args.path).name)}")
+    if args.output:
+        print(f"\n{len(rows)} records in {args.output}")
     return 0

@@ -124,8 +124,8 @@ class TextWriter:
         }
 
     def prompt_tokens(self, prompt: str) -> list[int]:
-        """Ids of a prompt, start symbol first."""
-        return [self.start_token, *self.tokenizer.encode(prompt)]
+        """Ids of a prompt, start symbol first; a line break is ``</s>``, as when it is written."""
+        return [self.start_token, *self.tokenizer.encode_lines(prompt)]
 
     def follow(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
         """Samples continuations of prompts of ids; yields each text as it grows, with what is to be shown next.

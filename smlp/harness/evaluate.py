@@ -26,6 +26,8 @@ def evaluate(
 ) -> dict[str, Any] | None:
     """The harness's results, with every sample; None on all ranks but the first.
 
+    They also have ``num_truncated`` and ``num_partly_scored``: records that had to give way, see :class:`HarnessModel`.
+
     Args:
         model: to be evaluated.
         tasks: names.
@@ -49,12 +51,27 @@ def evaluate(
         unknown = sorted(set(tasks) - set(manager.all_tasks))
         if unknown:
             raise UserError(f"lm-evaluation-harness has no task {', '.join(unknown)}")
-        return lm_eval.simple_evaluate(
-            model,
-            tasks=list(tasks),
-            num_fewshot=num_fewshot,
-            limit=limit,
-            task_manager=manager,
-            bootstrap_iters=1000,
-            log_samples=True,
-        )
+        if limit is not None and limit < model.team.size:
+            raise UserError(f"--limit {limit} leaves some of the {model.team.size} ranks without a record")
+        try:
+            found = lm_eval.simple_evaluate(
+                model,
+                tasks=list(tasks),
+                num_fewshot=num_fewshot,
+                limit=limit,
+                task_manager=manager,
+                bootstrap_iters=1000,
+                log_samples=True,
+            )
+        except UserError:
+            raise
+        except (OSError, ValueError, AssertionError, ImportError) as error:  # no network, too few examples, ...
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"lm-evaluation-harness cannot run {', '.join(tasks)} ({type(error).__name__}: {reason}); --data-dir "
+                "or --include-path has tasks read local files"
+            ) from error
+        counts = model.team.gather((model.num_truncated, model.num_partly_scored))
+        if found is not None:
+            found["num_truncated"], found["num_partly_scored"] = map(sum, zip(*counts, strict=True))
+        return found

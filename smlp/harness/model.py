@@ -16,7 +16,6 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from smlp.checkpoint.load import load_pretrained
@@ -25,7 +24,7 @@ from smlp.launch.team import Team
 from smlp.pretrained import LanguageModel
 from smlp.scoring.candidates import CandidateScorer, TokenScores
 from smlp.scoring.capacity import drop_nothing
-from smlp.scoring.texts import Candidates, TokenizedText, encode, encode_pair, fit
+from smlp.scoring.texts import Candidates, TokenizedText, encode_pair, fit
 
 Result = tuple[float, bool]
 #: names under which tasks say how many tokens may be written
@@ -76,6 +75,8 @@ class HarnessModel(TemplateLM):
         self.newline = newline
         self.fill_prefix = fill_prefix
         self.batch_tokens = batch_tokens
+        #: records whose contexts were cut on the left, and with continuations that begin within the model's prefix
+        self.num_truncated = self.num_partly_scored = 0
         drop_nothing(self.lm.decoder)
         self._scorer = CandidateScorer(self.lm.decoder)
         self._device = self.lm.decoder.embedding.weight.device
@@ -98,7 +99,7 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Ids of a text; no symbol is put before it."""
-        return encode(self.lm.tokenizer, string, self.newline)
+        return self.lm.tokenizer.encode_lines(string, self.newline)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Result]:
         """Log-probability of each continuation given its context, and whether it is what the model would write."""
@@ -131,18 +132,22 @@ class HarnessModel(TemplateLM):
         self, requests: Sequence[Instance], numbers: Sequence[int], texts: Sequence[TokenizedText | None]
     ) -> Candidates:
         request = requests[numbers[0]]
-        where = f"{request.task_name}, example {request.doc_id}"
-        config = self.lm.decoder.config
-        prefix_tokens = config.prefix_tokens if self.fill_prefix else 0
+        return self._fitted([texts[number] for number in numbers], f"{request.task_name}, example {request.doc_id}")
+
+    def _fitted(self, texts: Sequence[TokenizedText], where: str) -> Candidates:
+        """Texts that fit the model, and a count of what had to give way."""
+        prefix_tokens = self.lm.decoder.config.prefix_tokens
         try:
-            group = fit([texts[number] for number in numbers], self.max_length, self.lm.start_token, prefix_tokens)
+            group = fit(texts, self.max_length, self.lm.start_token, prefix_tokens if self.fill_prefix else 0)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        if any(len(text.tokens) + group.num_filled <= config.prefix_tokens for text in group.texts):
+        if group.ends_within(prefix_tokens):
             raise UserError(
-                f"{where} ends within the first {config.prefix_tokens} positions, which only choose experts: "
-                "fill the prefix (--fill-prefix)"
+                f"{where} ends within the first {prefix_tokens} positions, which only choose experts: fill the prefix "
+                "(--fill-prefix)"
             )
+        self.num_truncated += group.num_cut > 0
+        self.num_partly_scored += group.begins_within(prefix_tokens)
         return group
 
     def _loglikelihood_tokens(
@@ -150,25 +155,31 @@ class HarnessModel(TemplateLM):
     ) -> list[Result]:
         """The same for ids; a start symbol at the beginning of a context is not doubled."""
         candidates = []
-        for _, context, continuation in requests:
+        for number, (_, context, continuation) in enumerate(requests):
             known = context[1:] if context[:1] == [self.lm.start_token] else context
-            text = TokenizedText((*known, *continuation), len(known))
-            candidates.append(fit([text], self.max_length, self.lm.start_token))
+            candidates.append(self._fitted([TokenizedText((*known, *continuation), len(known))], f"request {number}"))
         results: list[Result] = [(0.0, True)] * len(requests)
         for place, (scores,) in self._scored(candidates, disable_tqdm):
             results[place] = _of_continuation(candidates[place].texts[0], scores)
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text, in windows of the model's context; every token is scored once, given the
-        start symbol or at least one token before it, as ``fairseq-eval-lm`` does."""
+        """Log-probability of each whole text, see :func:`rolling_windows`.
+
+        Raises:
+            UserError: the model routes by a prefix, which is not to be filled.
+        """
+        prefix_tokens = self.lm.decoder.config.prefix_tokens
+        if prefix_tokens and not self.fill_prefix:
+            raise UserError(
+                f"the first {prefix_tokens} positions of this model only choose experts, so that no text can be scored "
+                "from its beginning: fill the prefix (--fill-prefix)"
+            )
         windows, owners = [], []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            found = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
-            for context, continuation in map(make_disjoint_window, found):
-                text = TokenizedText((*context[1:], *continuation), len(context) - 1)
-                windows.append(Candidates((text,), lead=tuple(context[:1])))
+            for window in rolling_windows(tokens, self.lm.start_token, self.max_length, prefix_tokens):
+                windows.append(window)
                 owners.append(number)
         totals = [0.0] * len(requests)
         for place, (scores,) in self._scored(windows, disable_tqdm):
@@ -237,6 +248,30 @@ class HarnessModel(TemplateLM):
     def barrier(self) -> None:
         """Waits for all ranks."""
         self.team.gather(None)
+
+
+def rolling_windows(
+    tokens: Sequence[int], start_token: int, max_tokens: int, prefix_tokens: int = 0
+) -> Iterator[Candidates]:
+    """Windows of the model's context that score every token of a text once.
+
+    Each token is predicted from at least one token or start symbol before it, and from P more where the first P
+    positions only choose experts; the last window goes back as far as the context holds, as in the harness.
+
+    Args:
+        tokens: of the text.
+        start_token: before it, once and P times more.
+        max_tokens: T.
+        prefix_tokens: P.
+    """
+    lead = prefix_tokens + 1
+    stream = [start_token] * lead + list(tokens)
+    for done in range(0, len(tokens), max_tokens - prefix_tokens):
+        count = min(max_tokens - prefix_tokens, len(tokens) - done)
+        end = lead + done + count
+        begin = max(end - 1 - max_tokens, 0)
+        text = TokenizedText(tuple(stream[begin + 1 : end]), end - begin - 1 - count)
+        yield Candidates((text,), lead=(stream[begin],))
 
 
 def _of_continuation(text: TokenizedText, scores: TokenScores) -> Result:

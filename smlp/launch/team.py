@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from smlp.errors import UserError
+from smlp.errors import ParallelError, UserError
 from smlp.launch.ranks import Place, device_index
 
 if TYPE_CHECKING:
@@ -36,13 +36,21 @@ class Team:
         return self.rank == 0
 
     def gather(self, part: _T) -> list[_T]:
-        """What every rank has given, in the order of the ranks; any object that can be pickled."""
+        """What every rank has given, in the order of the ranks; any object that can be pickled.
+
+        Raises:
+            ParallelError: a rank is gone.
+        """
         if self.size == 1:
             return [part]
         import torch.distributed as dist
 
         parts: list = [None] * self.size
-        dist.all_gather_object(parts, part)
+        try:
+            dist.all_gather_object(parts, part)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ParallelError(f"rank {self.rank} has lost another rank ({reason}): see what that one says") from None
         return parts
 
     def device(self, wanted: str | None) -> torch.device:
@@ -62,6 +70,8 @@ class Team:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"--device {wanted} cannot be used here: {str(error).splitlines()[0]}") from None
+        if device.type == "meta":
+            raise UserError("--device meta computes nothing: name one that does")
         return device
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from smlp.errors import UserError
 from smlp.nn.decoder import Decoder
 from smlp.scoring.candidates import CandidateScorer
-from smlp.scoring.texts import encode_pair, fit
+from smlp.scoring.texts import Candidates, encode_pair, fit
 from smlp.tokenizer import Tokenizer
 
 
@@ -26,6 +26,8 @@ class TextScore:
     log_probs: list[float]
     #: whether greedy decoding would write the text after its context
     is_greedy: bool
+    #: tokens that the context lost on its left to make room
+    num_cut: int
 
     @property
     def log_prob(self) -> float:
@@ -61,23 +63,27 @@ def score_texts(
     Raises:
         UserError: a text is empty, or longer than the model's context, or begins within the prefix.
     """
-    members: dict[str, list[int]] = {}
-    for number, (context, _) in enumerate(pairs):
-        members.setdefault(context, []).append(number)
     prefix_tokens = decoder.config.prefix_tokens
-    groups = []
-    for numbers in members.values():
-        texts = [encode_pair(tokenizer, *pairs[number], newline) for number in numbers]
-        group = fit(texts, decoder.config.max_tokens, start_token, prefix_tokens if fill_prefix else 0)
-        if any(text.num_context + group.num_filled < prefix_tokens for text in group.texts):
+    alike: dict[tuple, list[int]] = {}
+    alone = []
+    for number, pair in enumerate(pairs):
+        text = encode_pair(tokenizer, *pair, newline)
+        one = fit([text], decoder.config.max_tokens, start_token, prefix_tokens if fill_prefix else 0)
+        if one.begins_within(prefix_tokens):
             raise UserError(
-                f"{pairs[numbers[0]][1]!r} begins within the first {prefix_tokens} positions, which only choose "
-                "experts: give a longer context or fill the prefix"
+                f"{pair[1]!r} begins within the first {prefix_tokens} positions, which only choose experts: give a "
+                "longer context or fill the prefix"
             )
-        groups.append(group)
+        alone.append(one)
+        # contexts that lost as much are still alike
+        alike.setdefault((pair[0], one.lead, one.num_cut), []).append(number)
+    groups = [
+        Candidates(tuple(alone[number].texts[0] for number in numbers), num_cut, lead)
+        for (_, lead, num_cut), numbers in alike.items()
+    ]
     scorer = CandidateScorer(decoder)
     found: dict[int, TextScore] = {}
-    numbers_of = list(members.values())
+    numbers_of = list(alike.values())
     for batch in scorer.plan(groups, batch_tokens):
         for place, scored in zip(batch.members, scorer.score(groups, batch), strict=True):
             for number, text, scores in zip(numbers_of[place], groups[place].texts, scored, strict=True):
@@ -87,5 +93,6 @@ def score_texts(
                     tokens=list(text.tokens[-size:]),
                     log_probs=scores.log_probs[-size:].tolist(),
                     is_greedy=bool(scores.is_greedy[-size:].all()),
+                    num_cut=groups[place].num_cut,
                 )
     return [found[number] for number in range(len(pairs))]

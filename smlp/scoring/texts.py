@@ -59,10 +59,13 @@ class Candidates:
         shared = common_prefix([text.tokens for text in self.texts])
         return min(shared, *(text.num_context for text in self.texts))
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest text."""
-        return max(len(text.tokens) for text in self.texts)
+    def ends_within(self, prefix_tokens: int) -> bool:
+        """Whether a whole text lies among the first positions, which only choose experts: nothing of it is scored."""
+        return any(len(text.tokens) + self.num_filled <= prefix_tokens for text in self.texts)
+
+    def begins_within(self, prefix_tokens: int) -> bool:
+        """Whether a continuation begins there, so that not all of it is scored."""
+        return any(text.num_context + self.num_filled < prefix_tokens for text in self.texts)
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
@@ -73,32 +76,14 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
     return next((place for place, alike in enumerate(same) if not alike), shortest)
 
 
-def encode(tokenizer: Tokenizer, text: str, newline: str = "eos") -> list[int]:
-    """Ids of a text, without a symbol at either end.
-
-    Args:
-        tokenizer: of the model.
-        text: any.
-        newline: what a line break becomes, ``"eos"`` as in training or ``"space"``.
-    """
-    if newline == "space":
-        return tokenizer.encode(text.replace("\n", " "))
-    ids: list[int] = []
-    for number, line in enumerate(text.split("\n")):
-        if number:
-            ids.append(Vocabulary.eos)
-        ids += tokenizer.encode(line)
-    return ids
-
-
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, newline: str = "eos") -> TokenizedText:
     """Ids of both texts joined; the context ends where its own ids cease to be the beginning of theirs.
 
     Raises:
         UserError: the continuation has no token of its own.
     """
-    tokens = encode(tokenizer, context + continuation, newline)
-    num_context = common_prefix([encode(tokenizer, context, newline), tokens])
+    tokens = tokenizer.encode_lines(context + continuation, newline)
+    num_context = common_prefix([tokenizer.encode_lines(context, newline), tokens])
     if num_context == len(tokens):
         raise UserError(f"the continuation {continuation!r} adds no token to {_end(context)!r}")
     return TokenizedText(tuple(tokens), num_context)
@@ -114,7 +99,8 @@ def fit(
     """Makes candidates short enough for a model, and long enough if its prefix is to be filled.
 
     Positions count: nothing is ever padded on the left, contexts are cut there. All candidates lose the same number of
-    tokens, so that they still begin alike; none of a continuation.
+    tokens, so that they still begin alike; none of a continuation. (Where contexts differ and a short one is filled up,
+    a long one may have to lose more.)
 
     Args:
         texts: candidates.

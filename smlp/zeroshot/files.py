@@ -56,8 +56,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not JSON ({error.msg})") from None
+        except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, endless brackets
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise UserError(f"{path}, line {number}: not JSON ({reason})") from None
         if not isinstance(record, dict):
             raise UserError(f"{path}, line {number}: expected a JSON object, found {type(record).__name__}")
         yield f"{path}, line {number}", record

@@ -45,6 +45,6 @@ def best_f1(prediction: str, answers: Iterable[str]) -> float:
 
 def _f1(predicted: list[str], wanted: list[str]) -> float:
     shared = (Counter(predicted) & Counter(wanted)).total()
-    if not predicted or not wanted:
-        return float(predicted == wanted)
+    if not shared:
+        return 0.0
     return 2 * shared / (len(predicted) + len(wanted))

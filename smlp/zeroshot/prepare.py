@@ -29,6 +29,10 @@ class Encoding:
     #: whether start symbols fill the prefix of a model with partial routing
     fill_prefix: bool = False
 
+    def pair(self, context: str, continuation: str) -> TokenizedText:
+        """Both texts as ids."""
+        return encode_pair(self.tokenizer, context, continuation, self.newline)
+
     def group(self, texts: Sequence[TokenizedText]) -> Candidates:
         """Candidates that fit the model; see :func:`smlp.scoring.texts.fit`."""
         prefix_tokens = self.config.prefix_tokens if self.fill_prefix else 0
@@ -56,9 +60,7 @@ class Prepared:
 
     def num_partly_scored(self, prefix_tokens: int) -> int:
         """Records with continuations that begin within the model's prefix, where nothing is predicted."""
-        return sum(
-            any(text.num_context + group.num_filled < prefix_tokens for text in group.texts) for group in self.groups
-        )
+        return sum(group.begins_within(prefix_tokens) for group in self.groups)
 
 
 def prepare(
@@ -85,9 +87,11 @@ def prepare(
     num_tokens = num_unknown = 0
     for record in examples:
         try:
-            texts = _tokenized(record, encoding)
+            texts = [encoding.pair(choice.context, choice.continuation) for choice in record.choices]
             group = encoding.group(texts)
-            bare = None if bare_context is None else encoding.group(_tokenized(record, encoding, bare_context))
+            bare = None
+            if bare_context is not None:
+                bare = encoding.group([encoding.pair(bare_context, f" {choice.alone}") for choice in record.choices])
         except TooLongError as error:
             too_long.append((record.id, error))
             continue
@@ -96,7 +100,7 @@ def prepare(
         tokens = [token for text in texts for token in text.tokens]
         num_tokens += len(tokens)
         num_unknown += tokens.count(Vocabulary.unk)
-        if any(_is_unscored(one, encoding.config.prefix_tokens) for one in (group, bare) if one is not None):
+        if any(one.ends_within(encoding.config.prefix_tokens) for one in (group, bare) if one is not None):
             unscored.append(record.id)
         kept.append(record)
         groups.append(group)
@@ -118,16 +122,3 @@ def prepare(
     if not kept:
         raise UserError(f"{task}: none of the {total} examples fits the model's context")
     return Prepared(tuple(kept), tuple(groups), tuple(bare_groups), len(too_long), num_tokens, num_unknown)
-
-
-def _tokenized(record: Example, encoding: Encoding, context: str | None = None) -> list[TokenizedText]:
-    return [
-        encode_pair(
-            encoding.tokenizer, choice.context if context is None else context, choice.continuation, encoding.newline
-        )
-        for choice in record.choices
-    ]
-
-
-def _is_unscored(group: Candidates, prefix_tokens: int) -> bool:
-    return any(len(text.tokens) + group.num_filled <= prefix_tokens for text in group.texts)

@@ -30,13 +30,19 @@ def draw_shots(pool: Sequence[Item], evaluated: Sequence[Item], count: int, seed
     Raises:
         UserError: there are fewer.
     """
-    known = set(evaluated)
-    free = [item for item in pool if item not in known]
+    known = {_without_id(item) for item in evaluated}
+    order = list(pool)
+    random.Random(seed).shuffle(order)
+    free = [item for item in order if _without_id(item) not in known]
     if len(free) < count:
         raise UserError(
             f"--num-fewshot {count}, but the split to take examples from has {len(free)} that are not evaluated"
         )
-    return [_solved(example(item, templates)) for item in random.Random(seed).sample(free, count)]
+    return [_solved(example(item, templates)) for item in free[:count]]
+
+
+def _without_id(item: Item) -> Item:
+    return dataclasses.replace(item, id="")
 
 
 def _solved(solved: Example) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,13 @@ def _hellaswag(path: Path) -> list[items.Item]:
     return found
 
 
+def _each_row(rows: csv.DictReader, path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise UserError(f"{path}, line {rows.line_num}: not a table ({error}); is a quote left open?") from None
+
+
 def _storycloze(path: Path) -> list[items.Item]:
     content = read_text(path)
     header = content.partition("\n")[0]
@@ -136,7 +143,7 @@ def _storycloze(path: Path) -> list[items.Item]:
     else:
         rows = csv.DictReader(io.StringIO(content))
     found = []
-    for row in rows:
+    for row in _each_row(rows, path):
         place = f"{path}, line {rows.line_num}"
         if None in row:
             raise UserError(f"{place}: {len(row[None])} more columns than the header has")

@@ -35,6 +35,13 @@ class Choice:
     continuation: str
     #: the candidate alone, as the data has it
     bare: str
+    #: what of the continuation comes after the candidate
+    tail: str = ""
+
+    @property
+    def alone(self) -> str:
+        """The candidate as it is written in its place; as the data has it where it stands in the context."""
+        return self.continuation.removesuffix(self.tail).strip() or self.bare
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Example:
 def _filled(before: str, candidate: str, bare: str, after: str = "") -> Choice:
     """A candidate between two texts; white space at the end of the first goes to the continuation."""
     context = before.rstrip()
-    return Choice(context, before[len(context) :] + candidate + after, bare)
+    return Choice(context, before[len(context) :] + candidate + after, bare, after)
 
 
 def _example(item: Item, choices: Iterator[Choice]) -> Example:
@@ -97,7 +104,7 @@ def _winogrande_partial(item: WinograndeItem) -> Iterator[Choice]:
     """Both options stand in the context; the rest of the sentence is scored."""
     before, _, after = item.sentence.partition(_BLANK)
     for option in item.options:
-        yield Choice(before + option, after, option)
+        yield Choice(before + option, after, option, after)
 
 
 def _hellaswag(item: HellaSwagItem) -> Iterator[Choice]:
