@@ -39,6 +39,10 @@ class GatedMLPBlock(nn.Module):
         halves = activated_halves(self.proj_in(self.norm(x_BnH)), self.activation)
         return x_BnH + self.dropout(self.proj_out(self.gating(*halves, context))), {}
 
+    def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
+        """Only what later positions need of these, which ``context.state`` keeps."""
+        self.forward(x_BnH, context)
+
 
 class AttentionSublayer(nn.Module):
     """``x + attention(LN(x))``."""
@@ -66,6 +70,10 @@ class TransformerBlock(nn.Module):
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
         x_BnH = self.mixing(x_BnH, context)
         return x_BnH + self.dropout(self.feed_forward(self.norm(x_BnH))), {}
+
+    def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
+        """As in :class:`GatedMLPBlock`: without the feed-forward network, which no other position sees."""
+        self.mixing(x_BnH, context)
 
 
 class FeatureSublayer(nn.Module):
@@ -105,6 +113,13 @@ class SparseBlock(nn.Module):
             x_BnH = self.mixing(x_BnH, context)
         update_BnH, aux_losses = self.token_moe(self.norm(x_BnH), context)
         return x_BnH + self.dropout(update_BnH), aux_losses
+
+    def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
+        """As in :class:`GatedMLPBlock`: experts of tokens are left out, unless it is they that mix them."""
+        if self.mixing is not None:
+            self.mixing(x_BnH, context)
+        else:
+            self.forward(x_BnH, context)
 
 
 def sparse_block(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> SparseBlock:

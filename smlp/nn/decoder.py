@@ -101,6 +101,37 @@ class Decoder(nn.Module):
         context: ForwardContext | None = None,
     ) -> tuple[Tensor, AuxLosses]:
         """Final hidden states (B, n, H) and auxiliary losses; arguments as in :meth:`forward`."""
+        x_BnH, context = self._embedded(tokens_Bn, state, context)
+        total: AuxLosses = {}
+        recompute = self.config.checkpoint_activations and self.training and state is None
+        for block in self.blocks:
+            if recompute:
+                x_BnH, aux_losses = checkpoint(block, x_BnH, context, use_reentrant=False)
+            else:
+                x_BnH, aux_losses = block(x_BnH, context)
+            for name, loss in aux_losses.items():
+                total[name] = total[name] + loss if name in total else loss
+        if state is not None:
+            state.length += tokens_Bn.size(1)
+        return self.norm(x_BnH), total
+
+    def read(self, tokens_Bn: Tensor, state: DecodingState) -> None:
+        """Reads tokens (B, n) into a state, to go on from; cheaper than :meth:`features`, for nothing is predicted.
+
+        Raises:
+            UserError: as :meth:`forward`.
+        """
+        x_BnH, context = self._embedded(tokens_Bn, state, None)
+        *blocks, last = self.blocks
+        for block in blocks:
+            x_BnH, _ = block(x_BnH, context)
+        last.read(x_BnH, context)
+        state.length += tokens_Bn.size(1)
+
+    def _embedded(
+        self, tokens_Bn: Tensor, state: DecodingState | None, context: ForwardContext | None
+    ) -> tuple[Tensor, ForwardContext]:
+        """What goes into the first block, and what travels beside it."""
         start = state.length if state is not None else 0
         end = start + tokens_Bn.size(1)
         if end > self.config.max_tokens:
@@ -123,18 +154,7 @@ class Decoder(nn.Module):
             if self.config.positions != "none":
                 x_BnH = x_BnH * math.sqrt(self.config.embed_dim) + self.positions[start:end].to(x_BnH.dtype)
             x_BnH = self.dropout(x_BnH)
-        total: AuxLosses = {}
-        recompute = self.config.checkpoint_activations and self.training and state is None
-        for block in self.blocks:
-            if recompute:
-                x_BnH, aux_losses = checkpoint(block, x_BnH, context, use_reentrant=False)
-            else:
-                x_BnH, aux_losses = block(x_BnH, context)
-            for name, loss in aux_losses.items():
-                total[name] = total[name] + loss if name in total else loss
-        if state is not None:
-            state.length = end
-        return self.norm(x_BnH), total
+        return x_BnH, context
 
     def project(self, x_BnH: Tensor) -> Tensor:
         """Logits (B, n, V) of hidden states (B, n, H); the output matrix is the embedding."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from smlp.context import DecodingState
@@ -32,7 +33,7 @@ class TokenScores:
 
     #: natural log-probabilities, (s,) float64
     log_probs: np.ndarray
-    #: whether each of them is the likeliest token, (s,)
+    #: whether no token is likelier, (s,)
     is_greedy: np.ndarray
 
 
@@ -88,7 +89,7 @@ class CandidateScorer:
             return None
         state = DecodingState(capacity=num_shared)
         beginnings_Gn = torch.tensor([reading.inputs[0][:num_shared] for reading in readings], device=self._device)
-        self.decoder.features(beginnings_Gn, state)
+        self.decoder.read(beginnings_Gn, state)
         return state
 
     def _scores(
@@ -128,8 +129,8 @@ class CandidateScorer:
         for part_NH, part_N in zip(features_NH.split(size), target_N.split(size), strict=True):
             logits_NV = self.decoder.project(part_NH).float()
             chosen_N = logits_NV.gather(1, part_N.unsqueeze(1)).squeeze(1)
-            log_probs.append((chosen_N - logits_NV.logsumexp(dim=1)).double().cpu())
-            is_greedy.append((logits_NV.argmax(dim=1) == part_N).cpu())
+            is_greedy.append((chosen_N == logits_NV.amax(dim=1)).cpu())
+            log_probs.append(-F.cross_entropy(logits_NV, part_N, reduction="none").double().cpu())
         return torch.cat(log_probs).numpy(), torch.cat(is_greedy).numpy()
 
     @property
