@@ -60,7 +60,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and, on rank 0, prints the tables; with ``--nproc``, starts the ranks that do."""
-    from smlp.cli.local_ranks import this_program
+    from smlp.cli.local_ranks import this_program, without_options
     from smlp.errors import UserError
     from smlp.launch.local import run_ranks
     from smlp.launch.ranks import has_terminal, place_of
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     )
     device = _device(args, place)
     if args.nproc > 1:
-        return run_ranks([*this_program(), "costs", *_arguments_of_ranks(args)], args.nproc)
+        return run_ranks([*this_program(), *without_options(args.words, "--nproc")], args.nproc)
     trace = _trace_file(args.trace, layout)
     measured = _measure(args, config, place, device, trace)
     if measured is not None:
@@ -136,15 +136,6 @@ def _device(args: argparse.Namespace, place: Place | None) -> torch.device:
     if visible < args.nproc:
         raise UserError(f"--nproc {args.nproc} on a machine with {visible} visible GPU(s): give fewer, or --cpu")
     return torch.device("cuda", 0 if place is None else device_index(place, visible))
-
-
-def _arguments_of_ranks(args: argparse.Namespace) -> list[str]:
-    """The options without ``--nproc``."""
-    words = []
-    for name, value in vars(args).items():
-        if name not in ("command", "nproc") and value not in (None, False):
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return words
 
 
 def _trace_file(trace: str | None, layout: ExpertLayout) -> Path | None:
