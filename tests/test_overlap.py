@@ -14,7 +14,9 @@ pytestmark = pytest.mark.timeout(120)
 SPARSE = [arch for arch in ARCHS if arch not in ("dense", "gmlp")]
 
 
-@pytest.mark.parametrize(("world", "group_size", "updates"), [(2, 2, 2), (4, 2, 1), (4, 4, 1)])
+@pytest.mark.parametrize(
+    ("world", "group_size", "updates"), [(2, 2, 2), pytest.param(4, 2, 1, marks=pytest.mark.slow), (4, 4, 1)]
+)
 def test_chunks_change_nothing(world, group_size, updates):
     """Unequal batches, padding, ranks without a batch, with and without recomputation."""
     settings = {"archs": SPARSE, "num_experts": 8, "chunks": 2, "updates": updates}

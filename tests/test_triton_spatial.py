@@ -37,6 +37,7 @@ def test_in_the_interpreter(name, interpreted):
     assert interpreted[name] is None, interpreted[name]
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_compiler_takes_the_kernels(tmp_path):
     script = REPOSITORY / "tests" / "triton_compiling.py"
