@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
-    from smlp.checkpoint.load import LanguageModel
     from smlp.evaluation.binarized import BinarizedTokens
     from smlp.evaluation.text_sizes import TextSizes
     from smlp.launch.team import Team
+    from smlp.pretrained import LanguageModel
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from smlp.cli.team_options import add_team_options, as_team
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
-    from smlp.checkpoint.load import LanguageModel
     from smlp.cli.eval_data import EvaluationText
     from smlp.evaluation.samples import Samples
     from smlp.evaluation.scoring import Scores
     from smlp.launch.team import Team
+    from smlp.pretrained import LanguageModel
 
 HELP = "perplexity of a checkpoint: per token, per word, and bits per byte"
 EPILOG = """examples:

@@ -19,9 +19,7 @@ from smlp.evaluation.samples import Batch, Samples
 from smlp.launch.team import Team
 from smlp.moe.plan import RoutingPlan
 from smlp.nn.decoder import Decoder
-
-# logits in memory at a time: 64 MiB in float32
-_MOST_LOGITS = 2**24
+from smlp.scoring.targets import logits_in_pieces, target_log_probs
 
 
 @dataclass
@@ -63,13 +61,8 @@ def score_batch(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tens
     x_BnH, _ = decoder.features(batch.sources_Bn.to(device), context=context)
     wanted_Bn = batch.places_Bn >= 0
     x_KH, targets_K = x_BnH[wanted_Bn.to(device)], batch.targets_Bn[wanted_Bn].to(device)
-    num_rows = max(1, _MOST_LOGITS // decoder.config.vocab_size)
-    log_probs = [torch.zeros(0)]
-    for x_RH, targets_R in zip(x_KH.split(num_rows), targets_K.split(num_rows), strict=True):
-        logits_RV = decoder.project(x_RH).float()
-        chosen_R = logits_RV.gather(1, targets_R.unsqueeze(1)).squeeze(1)
-        log_probs.append((chosen_R - logits_RV.logsumexp(dim=1)).cpu())
-    return torch.cat(log_probs)
+    pieces = (target_log_probs(*piece).cpu() for piece in logits_in_pieces(decoder, x_KH, targets_K))
+    return torch.cat([torch.zeros(0), *pieces])
 
 
 def score_samples(

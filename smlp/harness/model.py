@@ -230,11 +230,11 @@ class HarnessModel(TemplateLM):
                     yield batch[text.prompt], shown[text.prompt]
 
     def _scored(self, candidates: Sequence[Candidates], disable_tqdm: bool) -> Iterator[tuple[int, list[TokenScores]]]:
-        """Place and scores of every group; batch by batch."""
+        """Place and scores of every group, with a progress bar."""
         with tqdm(total=len(candidates), disable=disable_tqdm or self.rank > 0, unit=" records") as progress:
-            for batch in self._scorer.plan(candidates, self.batch_tokens):
-                yield from zip(batch.members, self._scorer.score(candidates, batch), strict=True)
-                progress.update(len(batch.members))
+            for found in self._scorer.each(candidates, self.batch_tokens):
+                yield found
+                progress.update()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Numbers of all ranks, one after the other."""

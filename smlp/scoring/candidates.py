@@ -3,7 +3,8 @@
 What the candidates of a group begin with alike is read once; then each goes on from a copy of that state
 (:mod:`smlp.scoring.batching`). Padding stands on the right only.
 
-Letters: ``G`` groups, ``R`` candidates of one pass, ``n`` tokens, ``H`` width, ``V`` vocabulary.
+Letters: ``G`` groups, ``R`` candidates of one pass (in ``_predict``: scored positions at a time),
+``n`` tokens, ``K`` scored positions, ``H`` width, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from smlp.context import DecodingState
+from smlp.errors import UserError
 from smlp.nn.decoder import Decoder
 from smlp.scoring.batching import Batch, Reading, plan_batches
+from smlp.scoring.targets import logits_in_pieces, target_log_probs
 from smlp.scoring.texts import Candidates
 
-#: elements of logits at a time
-_LOGITS = 2**25
 #: positions that take as long as what a pass costs whatever its size
 _CALL_ON_CPU, _CALL_ON_GPU = 96, 4096
 
@@ -80,6 +80,24 @@ class CandidateScorer:
             found.update(zip(rows, self._scores(features_RnH, members, rows, batch.num_shared), strict=True))
         return [[found[member, number] for number in range(len(group.texts))] for member, group in enumerate(members)]
 
+    def each(
+        self, groups: Sequence[Candidates], batch_tokens: int, rank: int = 0, num_ranks: int = 1
+    ) -> Iterator[tuple[int, list[TokenScores]]]:
+        """Place and scores of every group, batch by batch; of every ``num_ranks``-th batch only, from ``rank`` on.
+
+        Raises:
+            UserError: a batch does not fit into memory.
+        """
+        for batch in self.plan(groups, batch_tokens)[rank::num_ranks]:
+            try:
+                scored = self.score(groups, batch)
+            except torch.OutOfMemoryError:
+                raise UserError(
+                    f"a batch of {len(batch.members)} examples does not fit into memory: lower --batch-tokens "
+                    f"(now {batch_tokens})"
+                ) from None
+            yield from zip(batch.members, scored, strict=True)
+
     def _reading(self, group: Candidates) -> Reading:
         return Reading.of(group, self.share)
 
@@ -119,19 +137,14 @@ class CandidateScorer:
         self, features_RnH: Tensor, places: Sequence[tuple[int, int]], targets: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities of targets at places (row, position), and whether each target is the likeliest one."""
-        if not places:
-            return np.zeros(0), np.zeros(0, dtype=bool)
-        row, position = torch.tensor(places, device=self._device).unbind(1)
-        features_NH = features_RnH[row, position]
-        target_N = torch.tensor(targets, device=self._device)
-        log_probs, is_greedy = [], []
-        size = max(1, _LOGITS // self.decoder.config.vocab_size)
-        for part_NH, part_N in zip(features_NH.split(size), target_N.split(size), strict=True):
-            logits_NV = self.decoder.project(part_NH).float()
-            chosen_N = logits_NV.gather(1, part_N.unsqueeze(1)).squeeze(1)
-            is_greedy.append((chosen_N == logits_NV.amax(dim=1)).cpu())
-            log_probs.append(-F.cross_entropy(logits_NV, part_N, reduction="none").double().cpu())
-        return torch.cat(log_probs).numpy(), torch.cat(is_greedy).numpy()
+        row_K, position_K = torch.tensor(places, dtype=torch.int64, device=self._device).view(-1, 2).unbind(1)
+        targets_K = torch.tensor(targets, dtype=torch.int64, device=self._device)
+        log_probs, is_greedy = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
+        for logits_RV, targets_R in logits_in_pieces(self.decoder, features_RnH[row_K, position_K], targets_K):
+            chosen_R = logits_RV.gather(1, targets_R.unsqueeze(1)).squeeze(1)
+            is_greedy.append((chosen_R == logits_RV.amax(dim=1)).cpu())
+            log_probs.append(target_log_probs(logits_RV, targets_R).cpu())
+        return torch.cat(log_probs).double().numpy(), torch.cat(is_greedy).numpy()
 
     @property
     def _device(self) -> torch.device:

@@ -81,18 +81,16 @@ def score_texts(
         Candidates(tuple(alone[number].texts[0] for number in numbers), num_cut, lead)
         for (_, lead, num_cut), numbers in alike.items()
     ]
-    scorer = CandidateScorer(decoder)
     found: dict[int, TextScore] = {}
     numbers_of = list(alike.values())
-    for batch in scorer.plan(groups, batch_tokens):
-        for place, scored in zip(batch.members, scorer.score(groups, batch), strict=True):
-            for number, text, scores in zip(numbers_of[place], groups[place].texts, scored, strict=True):
-                size = text.num_continuation
-                found[number] = TextScore(
-                    *pairs[number],
-                    tokens=list(text.tokens[-size:]),
-                    log_probs=scores.log_probs[-size:].tolist(),
-                    is_greedy=bool(scores.is_greedy[-size:].all()),
-                    num_cut=groups[place].num_cut,
-                )
+    for place, scored in CandidateScorer(decoder).each(groups, batch_tokens):
+        for number, text, scores in zip(numbers_of[place], groups[place].texts, scored, strict=True):
+            size = text.num_continuation
+            found[number] = TextScore(
+                *pairs[number],
+                tokens=list(text.tokens[-size:]),
+                log_probs=scores.log_probs[-size:].tolist(),
+                is_greedy=bool(scores.is_greedy[-size:].all()),
+                num_cut=groups[place].num_cut,
+            )
     return [found[number] for number in range(len(pairs))]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from smlp.errors import UserError
 from smlp.tokenizer import Tokenizer, Vocabulary
@@ -53,7 +54,7 @@ class Candidates:
         """Symbols before the one that every text has."""
         return len(self.lead) - 1
 
-    @property
+    @cached_property
     def first(self) -> int:
         """The first token that has to be scored to compare the candidates: all begin alike before it."""
         shared = common_prefix([text.tokens for text in self.texts])

@@ -101,7 +101,7 @@ def answer_task(
         scorer: with the model.
         batch_tokens: positions in a batch.
         team: ranks that share the work; all get the result.
-        scored: called with the number of records after each batch of this rank.
+        scored: called with the number of records that this rank has scored since the last call.
 
     Raises:
         UserError: the model's numbers are NaN or infinite; the message names the record.

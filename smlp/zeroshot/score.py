@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
-from smlp.errors import UserError
 from smlp.launch.team import Team
 from smlp.scoring.candidates import CandidateScorer, TokenScores
 from smlp.scoring.texts import Candidates
@@ -29,23 +26,16 @@ def score_groups(
         groups: of candidates.
         batch_tokens: positions in a batch.
         team: ranks that share the work.
-        scored: called with the number of groups after each batch of this rank.
+        scored: called with the number of groups that this rank has scored since the last call.
 
     Raises:
         UserError: a batch does not fit into memory.
     """
     own = {}
-    for batch in scorer.plan(groups, batch_tokens)[team.rank :: team.size]:
-        try:
-            results = scorer.score(groups, batch)
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"a batch of {len(batch.members)} examples does not fit into memory: lower --batch-tokens "
-                f"(now {batch_tokens})"
-            ) from None
-        own.update(zip(batch.members, results, strict=True))
+    for place, scores in scorer.each(groups, batch_tokens, team.rank, team.size):
+        own[place] = scores
         if scored is not None:
-            scored(len(batch.members))
+            scored(1)
     found = {place: result for part in team.gather(own) for place, result in part.items()}
     return [found[place] for place in range(len(groups))]
 
