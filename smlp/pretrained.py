@@ -12,6 +12,7 @@ from smlp.errors import UserError
 from smlp.generation import BeamSearch, Continuation, Limits, Sampling, TextWriter, method_of
 from smlp.nn.decoder import Decoder, DecoderOutput
 from smlp.scoring.capacity import drop_nothing
+from smlp.scoring.encoding import Encoding
 from smlp.scoring.text_scores import TextScore, score_texts
 from smlp.tokenizer import Tokenizer, Vocabulary
 
@@ -48,6 +49,10 @@ class LanguageModel(nn.Module):
         """The text of ids; ``</s>`` ends a line."""
         return self.tokenizer.decode(tokens)
 
+    def encoding(self, newline: str = "eos", fill_prefix: bool = False) -> Encoding:
+        """How texts become what this model reads; arguments as in :meth:`score`."""
+        return Encoding(self.tokenizer, self.decoder.config, self.start_token, newline, fill_prefix)
+
     def score(
         self,
         texts: str | tuple[str, str] | Sequence[str | tuple[str, str]],
@@ -80,7 +85,7 @@ class LanguageModel(nn.Module):
         alone = isinstance(texts, str | tuple)
         pairs = [("", text) if isinstance(text, str) else text for text in ([texts] if alone else texts)]
         drop_nothing(self.decoder)
-        found = score_texts(self.decoder, self.tokenizer, self.start_token, pairs, batch_tokens, newline, fill_prefix)
+        found = score_texts(self.decoder, self.encoding(newline, fill_prefix), pairs, batch_tokens)
         return found[0] if alone else found
 
     def generate(

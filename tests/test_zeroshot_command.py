@@ -193,23 +193,15 @@ def test_few_shot_priming(model, data, tmp_path):
     assert again == rows and [row["prompt"] for row in other] != [row["prompt"] for row in rows]
 
 
-def test_unconditional_scores_take_off_what_a_candidate_is_worth_alone(model, data, tmp_path):
+@pytest.mark.parametrize(("task", "part", "limit"), [("copa", "text", 3), ("winogrande", "bare", 2)])
+def test_unconditional_scores_take_off_what_a_candidate_is_worth_alone(model, data, tmp_path, task, part, limit):
+    """Without what follows it in its sentence."""
     path, decoder = model
-    _, rows = results(tmp_path, path, data, "--tasks", "copa", "--scoring", "unconditional", "--limit", 3)
-    assert len(rows) == 3
+    _, rows = results(tmp_path, path, data, "--tasks", task, "--scoring", "unconditional", "--limit", limit)
+    assert len(rows) == limit
     for row in rows:
         for candidate in row["candidates"]:
-            alone = log_probs(decoder, ids_of(f"Answer: {candidate['text']}"))[1:]
-            want = candidate["scores"]["continuation"] - sum(alone)
-            assert candidate["scores"]["unconditional"] == pytest.approx(want, abs=1e-4)
-
-
-def test_candidates_alone_are_without_what_follows_them(model, data, tmp_path):
-    path, decoder = model
-    _, rows = results(tmp_path, path, data, "--tasks", "winogrande", "--scoring", "unconditional", "--limit", 2)
-    for row in rows:
-        for candidate in row["candidates"]:
-            alone = log_probs(decoder, ids_of(f"Answer: {candidate['bare']}"))[1:]
+            alone = log_probs(decoder, ids_of(f"Answer: {candidate[part]}"))[1:]
             want = candidate["scores"]["continuation"] - sum(alone)
             assert candidate["scores"]["unconditional"] == pytest.approx(want, abs=1e-4)
 
@@ -269,6 +261,6 @@ def test_missing_files_and_broken_weights_are_named(data, tmp_path, capsys):
 
 
 def test_the_command_knows_what_the_library_has():
-    """It is not imported for --help, because that would take a second."""
+    """And no more: the tasks are the columns of the paper's table, in its order."""
     assert tuple(READERS) == _TASKS == tuple(TABLE_6) and tuple(TEMPLATES) == _TEMPLATES
     assert ("auto", *RULES) == _SCORING and NEWLINE_CHOICES == NEWLINES

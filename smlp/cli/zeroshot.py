@@ -12,6 +12,9 @@ from smlp.cli.scoring_options import add_scoring_options, check_least
 from smlp.cli.team_options import add_team_options, as_team
 from smlp.errors import UserError
 from smlp.launch.team import Team
+from smlp.zeroshot.readers import READERS
+from smlp.zeroshot.rules import RULES
+from smlp.zeroshot.templates import TEMPLATES
 
 HELP = "accuracy on COPA, PIQA, StoryCloze, Winogrande, HellaSwag and ReCoRD"
 EPILOG = """examples:
@@ -23,10 +26,8 @@ EPILOG = """examples:
 The data directory holds the official files, in a folder for each task (copa/val.jsonl, piqa/valid.jsonl, ...) or side
 by side; docs/zeroshot.md says where each comes from, what the model reads and how candidates are scored.
 """
-_TASKS = ("copa", "piqa", "storycloze", "winogrande", "hellaswag", "record")
-_TEMPLATES = ("fair", "gpt3", "lm-eval")
+_TASKS, _TEMPLATES, _SCORING = tuple(READERS), tuple(TEMPLATES), ("auto", *RULES)
 _NOT_PRINTED = ("model", "data_dir", "skip_too_long", "batch_tokens")
-_SCORING = ("auto", "sum", "mean", "suffix", "continuation", "chars", "unconditional")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -86,7 +87,6 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     from smlp.scoring.candidates import CandidateScorer
     from smlp.scoring.capacity import drop_nothing
     from smlp.zeroshot.evaluate import Protocol, answer_task, read_task
-    from smlp.zeroshot.prepare import Encoding
     from smlp.zeroshot.report import average, json_rows, summarise, table, table_6
 
     protocol = Protocol(
@@ -95,7 +95,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     model = load_model(args, team)
     drop_nothing(model.decoder)
     config = model.decoder.config
-    encoding = Encoding(model.tokenizer, config, model.start_token, args.newline, args.fill_prefix)
+    encoding = model.encoding(args.newline, args.fill_prefix)
     tasks = [read_task(name, args.data_dir, protocol, encoding) for name in names]
     scorer = CandidateScorer(model.decoder)
     prefix = model.vocabulary.symbols[model.start_token]

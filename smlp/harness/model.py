@@ -24,7 +24,7 @@ from smlp.launch.team import Team
 from smlp.pretrained import LanguageModel
 from smlp.scoring.candidates import CandidateScorer, TokenScores
 from smlp.scoring.capacity import drop_nothing
-from smlp.scoring.texts import Candidates, TokenizedText, encode_pair, fit
+from smlp.scoring.texts import Candidates, TokenizedText
 
 Result = tuple[float, bool]
 #: names under which tasks say how many tokens may be written
@@ -79,6 +79,7 @@ class HarnessModel(TemplateLM):
         self.num_truncated = self.num_partly_scored = 0
         drop_nothing(self.lm.decoder)
         self._scorer = CandidateScorer(self.lm.decoder)
+        self._encoding = self.lm.encoding(newline, fill_prefix)
         self._device = self.lm.decoder.embedding.weight.device
         self._rank, self._world_size = team.rank, team.size
 
@@ -124,7 +125,7 @@ class HarnessModel(TemplateLM):
 
     def _encoded(self, request: Instance, context: str, continuation: str) -> TokenizedText:
         try:
-            return encode_pair(self.lm.tokenizer, context, continuation, self.newline)
+            return self._encoding.pair(context, continuation)
         except UserError as error:
             raise UserError(f"{request.task_name}, example {request.doc_id}: {error}") from None
 
@@ -138,7 +139,7 @@ class HarnessModel(TemplateLM):
         """Texts that fit the model, and a count of what had to give way."""
         prefix_tokens = self.lm.decoder.config.prefix_tokens
         try:
-            group = fit(texts, self.max_length, self.lm.start_token, prefix_tokens if self.fill_prefix else 0)
+            group = self._encoding.group(texts)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         if group.ends_within(prefix_tokens):

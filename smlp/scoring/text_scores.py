@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from smlp.errors import UserError
 from smlp.nn.decoder import Decoder
 from smlp.scoring.candidates import CandidateScorer
-from smlp.scoring.texts import Candidates, encode_pair, fit
-from smlp.tokenizer import Tokenizer
+from smlp.scoring.encoding import Encoding
+from smlp.scoring.texts import Candidates
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,15 @@ class TextScore:
 
 
 def score_texts(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    start_token: int,
-    pairs: Sequence[tuple[str, str]],
-    batch_tokens: int = 8192,
-    newline: str = "eos",
-    fill_prefix: bool = False,
+    decoder: Decoder, encoding: Encoding, pairs: Sequence[tuple[str, str]], batch_tokens: int = 8192
 ) -> list[TextScore]:
     """Scores of texts after their contexts, in order.
 
     Args:
         decoder: in evaluation mode; should drop no token.
-        tokenizer: of the model.
-        start_token: id before every context.
+        encoding: of its texts.
         pairs: contexts, which may be empty, and what follows them; spaces between them belong to either.
         batch_tokens: positions in a batch.
-        newline: what a line break becomes, ``"eos"`` as in training or ``"space"``.
-        fill_prefix: put start symbols before contexts shorter than the prefix of a model with partial routing.
 
     Raises:
         UserError: a text is empty, or longer than the model's context, or begins within the prefix.
@@ -67,8 +58,7 @@ def score_texts(
     alike: dict[tuple, list[int]] = {}
     alone = []
     for number, pair in enumerate(pairs):
-        text = encode_pair(tokenizer, *pair, newline)
-        one = fit([text], decoder.config.max_tokens, start_token, prefix_tokens if fill_prefix else 0)
+        one = encoding.group([encoding.pair(*pair)])
         if one.begins_within(prefix_tokens):
             raise UserError(
                 f"{pair[1]!r} begins within the first {prefix_tokens} positions, which only choose experts: give a "

@@ -9,7 +9,8 @@ from pathlib import Path
 from smlp.errors import UserError
 from smlp.launch.team import Team
 from smlp.scoring.candidates import CandidateScorer
-from smlp.zeroshot.prepare import UNCONDITIONAL_CONTEXT, Encoding, Prepared, prepare
+from smlp.scoring.encoding import Encoding
+from smlp.zeroshot.prepare import UNCONDITIONAL_CONTEXT, Prepared, prepare
 from smlp.zeroshot.priming import draw_shots, primed
 from smlp.zeroshot.readers import READERS
 from smlp.zeroshot.rules import RULES, ScoredText, choice, headline_rule, scores

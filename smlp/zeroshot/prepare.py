@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from smlp.config import ModelConfig
 from smlp.errors import UserError
-from smlp.scoring.texts import Candidates, TokenizedText, TooLongError, encode_pair, fit
-from smlp.tokenizer import Tokenizer, Vocabulary
+from smlp.scoring.encoding import Encoding
+from smlp.scoring.texts import Candidates, TooLongError
+from smlp.tokenizer import Vocabulary
 from smlp.zeroshot.templates import Example
 
 #: what stands before a candidate that is scored without its context: the field's "Answer:" (Brown et al., 2020,
 #: section 2.4), or nothing, as in lm-evaluation-harness
 UNCONDITIONAL_CONTEXT = {"fair": "Answer:", "gpt3": "Answer:", "lm-eval": ""}
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """How texts become what a model reads."""
-
-    tokenizer: Tokenizer
-    config: ModelConfig
-    #: id before every text
-    start_token: int
-    #: a line break becomes ``</s>`` ("eos") or a space ("space")
-    newline: str = "eos"
-    #: whether start symbols fill the prefix of a model with partial routing
-    fill_prefix: bool = False
-
-    def pair(self, context: str, continuation: str) -> TokenizedText:
-        """Both texts as ids."""
-        return encode_pair(self.tokenizer, context, continuation, self.newline)
-
-    def group(self, texts: Sequence[TokenizedText]) -> Candidates:
-        """Candidates that fit the model; see :func:`smlp.scoring.texts.fit`."""
-        prefix_tokens = self.config.prefix_tokens if self.fill_prefix else 0
-        return fit(texts, self.config.max_tokens, self.start_token, prefix_tokens)
 
 
 @dataclass(frozen=True)
