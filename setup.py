@@ -20,6 +20,19 @@ NO_FAIRSEQ_WHEEL = (
 # Where Triton has wheels. torch's CUDA builds for Linux bring the version that they want, its CPU builds none.
 HAS_TRITON_WHEEL = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 
+# Preparing corpora: formats, languages, near-duplicates, byte-level BPE. Training needs none of them.
+DATA = [
+    *(
+        "datasketch>=1.6",
+        "datasets>=2.18",
+        "ftfy>=6.2",
+        "lxml_html_clean>=0.4",
+        "mwparserfromhell>=0.6.6",
+        "py3langid>=0.3",
+    ),
+    *("pyarrow>=15", "tokenizers>=0.19", "trafilatura>=1.8", "warcio>=1.7.4", "zstandard>=0.22"),
+]
+
 setup(
     name="smlp",
     version=VERSION,
@@ -43,11 +56,13 @@ setup(
     extras_require={
         "bench": ["g-mlp-gpt>=0.0.15", "g-mlp-pytorch>=0.1.5"],
         "lm-eval": ["lm-eval>=0.4.13,<0.5"],
+        "data": DATA,
         "export": ["safetensors>=0.4.3"],
         "plots": ["matplotlib>=3.8"],
         "test": [
             *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", "lm-eval>=0.4.13,<0.5"),
+            *DATA,
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },

@@ -1,0 +1,279 @@
+"""Documents in files: what a step reads and writes.
+
+Formats, each plain or compressed:
+
+- ``.jsonl``: an object a line, ``{"text": ...}``; ``id`` and ``source`` where there are, and any other fields;
+- ``.txt``: documents between empty lines (``blank``), or one a line (``line``), or one a file (``file``);
+- ``.parquet``: a row each, with a column of text (needs pyarrow).
+
+Nothing is lost without a word: what cannot be read comes as a :class:`Loss`, in its place among the documents.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from data_prep.flow.parts import Part
+from data_prep.flow.streams import DamagedFile, open_stream, suffix_of
+from smlp.errors import UserError
+
+FORMATS = (".jsonl", ".txt", ".parquet")
+DOCUMENTS_OF_TEXT = ("blank", "line", "file")
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One document.
+
+    Attributes:
+        text: paragraphs between line breaks.
+        id: where it stands, ``FILE:NUMBER``, or what the file calls it; unique in a corpus.
+        source: the corpus or file it comes from.
+        fields: whatever else its line said.
+    """
+
+    text: str
+    id: str
+    source: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def line(self) -> bytes:
+        """The document as a line of ``.jsonl``."""
+        row = {"id": self.id, "source": self.source, "text": self.text, **self.fields}
+        return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A document that could not be read. ``reason`` is a fixed phrase that counts are kept by; ``where`` the place."""
+
+    reason: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Defect:
+    """Something wrong with a file as a whole, which is no document: it is empty, it breaks off."""
+
+    problem: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are to be read.
+
+    Attributes:
+        text_field: the field or column of the text.
+        documents_of_text: what a document is in ``.txt``: one of ``DOCUMENTS_OF_TEXT``.
+        max_bytes: a longer document is a loss; memory is bounded by some multiples of it.
+    """
+
+    text_field: str = "text"
+    documents_of_text: str = "blank"
+    max_bytes: int = 16 << 20
+
+
+def read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
+    """The documents of a part, in order, with losses in their places and defects of the file at its end.
+
+    Raises:
+        UserError: the format is unknown, or the field or column of the text is nowhere in the file.
+    """
+    kind = suffix_of(part.path)
+    if kind == ".parquet":
+        yield from _read_parquet(part, reading)
+        return
+    if kind not in FORMATS:
+        raise UserError(f"{part.path}: files of documents end in {', '.join(FORMATS)}, plain, .gz, .zst, .xz or .bz2")
+    if part.path.stat().st_size == 0:
+        yield Defect("empty file", str(part.path))
+        return
+    with open_stream(part.path) as stream:
+        lines = _Lines(stream, part, reading.max_bytes)
+        empty = True
+        for piece in _json_lines(lines, part, reading) if kind == ".jsonl" else _texts(lines, part, reading):
+            empty = False
+            yield piece
+        if lines.damage:
+            yield Defect("damaged: it breaks off", lines.damage)
+        elif empty and part.start == 0 and part.stop is None:
+            yield Defect("no document in it", str(part.path))
+
+
+class _Lines:
+    """Lines of a part with their offsets; one longer than ``max_bytes`` comes as None, unread."""
+
+    def __init__(self, stream: BinaryIO, part: Part, max_bytes: int) -> None:
+        self._stream, self._part, self._max_bytes = stream, part, max_bytes
+        self.damage = ""
+        self.broken_off = False  # the last line was handed out without its end, because the file is damaged
+        self.offset = 0  # of the next line, in bytes of the decompressed file
+        if part.start:
+            stream.seek(part.start - 1)
+            self.offset = part.start - 1
+            self._skip_line()
+
+    def __iter__(self) -> Iterator[tuple[int, bytes | None]]:
+        while True:
+            start = self.offset
+            try:
+                line = self._stream.readline(self._max_bytes + 1)
+                self.offset += len(line)
+                if len(line) > self._max_bytes and not line.endswith(b"\n"):
+                    self._skip_line()
+                    line = None
+            except DamagedFile as error:
+                self.damage, self.broken_off = str(error), True
+                yield start, None
+                return
+            if line == b"":
+                return
+            if start == 0 and line is not None:
+                line = line.removeprefix(_BOM)
+            yield start, line
+
+    def _skip_line(self) -> None:
+        while True:
+            line = self._stream.readline(1 << 20)
+            self.offset += len(line)
+            if not line or line.endswith(b"\n"):
+                return
+
+
+def _json_lines(lines: _Lines, part: Part, reading: Reading) -> Iterator[Record | Loss]:
+    for offset, line in lines:
+        if part.stop is not None and offset >= part.stop:
+            return
+        where = f"{part.path}:{offset}"
+        if line is None:
+            yield Loss("cut off by damage" if lines.broken_off else _too_long(reading), where)
+            continue
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except UnicodeDecodeError:
+            yield Loss("not UTF-8", where)
+            continue
+        except (ValueError, RecursionError):
+            yield Loss("not JSON", where)
+            continue
+        if not isinstance(row, dict) or not isinstance(row.get(reading.text_field), str):
+            yield Loss(f"no text in field {reading.text_field!r}", where)
+            continue
+        text = row.pop(reading.text_field)
+        yield Record(
+            text,
+            str(row.pop("id", f"{part.path.name}:{offset}")),
+            str(row.pop("source", part.source)),
+            {name: value for name, value in row.items() if name != "text"},
+        )
+
+
+def _texts(lines: _Lines, part: Part, reading: Reading) -> Iterator[Record | Loss]:
+    """Documents of ``.txt``. In ``blank``, a part owns those after the first empty line that begins in it."""
+    mode = reading.documents_of_text
+    waiting = mode == "blank" and part.start > 0  # for the first empty line: what comes before is the part before's
+    collected: list[bytes] = []
+    first, size, too_long = 0, 0, False
+
+    def finished() -> Iterator[Record | Loss]:
+        if too_long:
+            yield Loss(_too_long(reading), f"{part.path}:{first}")
+        elif collected:
+            yield _decoded(b"".join(collected), first, part)
+
+    for offset, line in lines:
+        past = part.stop is not None and offset >= part.stop
+        if past and mode == "line":
+            return
+        if lines.broken_off:
+            yield Loss("cut off by damage", f"{part.path}:{first if collected or too_long else offset}")
+            return
+        blank = line is not None and not line.strip()
+        if mode == "line":
+            if not blank:
+                yield (
+                    Loss(_too_long(reading), f"{part.path}:{offset}") if line is None else _decoded(line, offset, part)
+                )
+            continue
+        if blank and mode == "blank":
+            if not waiting:
+                yield from finished()
+            collected, size, too_long, waiting = [], 0, False, False
+            if past:
+                return
+            continue
+        if waiting or (blank and not collected and not too_long):
+            continue
+        if not collected and not too_long:
+            first = offset
+        size += reading.max_bytes + 1 if line is None else len(line)
+        if size > reading.max_bytes:
+            collected, too_long = [], True
+        elif not too_long:
+            collected.append(line)
+    if not waiting:
+        yield from finished()
+
+
+def _decoded(content: bytes, offset: int, part: Part) -> Record | Loss:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        return Loss("not UTF-8", f"{part.path}:{offset}")
+    return Record(text.replace("\r\n", "\n").rstrip("\n"), f"{part.path.name}:{offset}", part.source)
+
+
+def _too_long(reading: Reading) -> str:
+    return f"longer than {reading.max_bytes:,} bytes"
+
+
+def _read_parquet(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(f"{part.path}: for .parquet install the extra 'data': pip install 'smlp[data]'") from None
+    try:
+        file = parquet.ParquetFile(part.path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        yield Defect("damaged: no parquet file", f"{part.path}: {' '.join(str(error).split())}")
+        return
+    with file:
+        if reading.text_field not in file.schema_arrow.names:
+            raise UserError(
+                f"{part.path}: no column {reading.text_field!r}; there are {', '.join(file.schema_arrow.names)}"
+            )
+        number = 0
+        try:
+            for batch in file.iter_batches(batch_size=1000):
+                for row in batch.to_pylist():
+                    yield _row(row, number, part, reading)
+                    number += 1
+        except (pyarrow.ArrowException, OSError) as error:
+            lost = file.metadata.num_rows - number
+            yield from (Loss("cut off by damage", f"{part.path}:{number + index}") for index in range(lost))
+            yield Defect("damaged: it breaks off", f"{part.path}: {' '.join(str(error).split())}")
+
+
+def _row(row: dict[str, Any], number: int, part: Part, reading: Reading) -> Record | Loss:
+    text = row.pop(reading.text_field)
+    where = f"{part.path}:{number}"
+    if not isinstance(text, str):
+        return Loss(f"no text in field {reading.text_field!r}", where)
+    if len(text.encode("utf-8", "surrogatepass")) > reading.max_bytes:
+        return Loss(_too_long(reading), where)
+    identity, source = row.pop("id", f"{part.path.name}:{number}"), row.pop("source", part.source)
+    return Record(text, str(identity), str(source), {key: str(value) for key, value in row.items() if key != "text"})
+
+
+def documents_in(path: Path, reading: Reading) -> Iterator[Record | Loss | Defect]:
+    """:func:`read` of a whole file."""
+    return read(Part.whole(path), reading)

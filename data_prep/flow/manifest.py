@@ -1,0 +1,154 @@
+"""What a step says of itself: ``manifest.json`` in its folder, there only when the step is finished.
+
+The same inputs and settings give the same manifest, byte for byte, whatever the number of workers: times and rates go
+to the terminal, not here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_prep.flow.streams import write_bytes
+from smlp import __version__
+from smlp.errors import UserError
+
+MANIFEST = "manifest.json"
+
+
+@dataclass
+class Counts:
+    """Documents in, and where each of them went; ``other`` counts things that are not documents (lines, bytes).
+
+    ``documents_in == kept + sum(dropped.values())`` always: :meth:`check`.
+    """
+
+    documents_in: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    other: Counter[str] = field(default_factory=Counter)
+
+    def keep(self) -> None:
+        self.documents_in += 1
+        self.kept += 1
+
+    def drop(self, reason: str) -> None:
+        self.documents_in += 1
+        self.dropped[reason] += 1
+
+    def add(self, counts: Counts) -> None:
+        self.documents_in += counts.documents_in
+        self.kept += counts.kept
+        self.dropped.update(counts.dropped)
+        self.other.update(counts.other)
+
+    def check(self) -> None:
+        """Raises AssertionError if a document is neither kept nor dropped."""
+        dropped = sum(self.dropped.values())
+        assert self.documents_in == self.kept + dropped, f"{self.documents_in} in, {self.kept} kept, {dropped} dropped"
+
+    def to_json(self) -> dict[str, Any]:
+        self.check()
+        return {
+            "documents_in": self.documents_in,
+            "kept": self.kept,
+            "dropped": dict(sorted(self.dropped.items())),
+            "other": dict(sorted(self.other.items())),
+        }
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Counts:
+        return cls(row["documents_in"], row["kept"], Counter(row["dropped"]), Counter(row["other"]))
+
+    def table(self) -> str:
+        """A few lines for the terminal."""
+        rows = [("in", self.documents_in), ("kept", self.kept)]
+        rows += [(f"dropped: {reason}", number) for reason, number in self.dropped.most_common()]
+        width = max(len(name) for name, _ in rows)
+        lines = [
+            f"documents {name:<{width}} {number:>13,} {_share(number, self.documents_in)}" for name, number in rows
+        ]
+        width = max(map(len, self.other), default=0)
+        lines += [f"{name:<{width}} {number:>13,}" for name, number in sorted(self.other.items())]
+        return "\n".join(lines)
+
+
+def _share(number: int, total: int) -> str:
+    return f"{number / total:>7.2%}" if total else ""
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What a step made of one part.
+
+    Attributes:
+        outputs: files written, ``{"name", "bytes", "sha256", ...}``, names relative to the step's folder.
+        counts: its documents.
+        defects: ``{"problem", "where"}`` of files that something is wrong with.
+        facts: anything else that the step gathers.
+    """
+
+    outputs: list[dict[str, Any]]
+    counts: Counts
+    defects: list[dict[str, str]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def write_manifest(
+    out: Path,
+    step: str,
+    settings: dict[str, Any],
+    inputs: list[dict[str, Any]],
+    results: list[PartResult],
+    facts: dict[str, Any] | None = None,
+    counts: Counts | None = None,
+) -> dict[str, Any]:
+    """Writes ``out/manifest.json`` and returns it.
+
+    Args:
+        out: the step's folder.
+        step: its name.
+        settings: all that its output depends on, the seed included.
+        inputs: ``{"path", "bytes", "sha256"}`` of what was read.
+        results: of all parts, in their order.
+        facts: what the step has to say besides.
+        counts: of the step, where they are not the sum of those of its parts.
+    """
+    if counts is None:
+        counts = Counts()
+        for result in results:
+            counts.add(result.counts)
+    manifest = {
+        "step": step,
+        "smlp": __version__,
+        "settings": settings,
+        "inputs": inputs,
+        "outputs": [output for result in results for output in result.outputs],
+        "counts": counts.to_json(),
+        "defects": [defect for result in results for defect in result.defects],
+        **(facts or {}),
+    }
+    write_bytes(out / MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
+    return manifest
+
+
+def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
+    """The manifest of a finished step.
+
+    Raises:
+        UserError: the step is not finished, or another one made the folder, or the file is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        step = manifest["step"]
+    except FileNotFoundError:
+        raise UserError(f"{folder} has no {MANIFEST}: the step that writes it is not finished") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is no manifest of smlp data") from None
+    if made_by and step != made_by:
+        raise UserError(f"{folder} was made by 'smlp data {step}', not by 'smlp data {made_by}'")
+    return manifest

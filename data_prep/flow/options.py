@@ -1,0 +1,105 @@
+"""Options that the steps of ``smlp data`` share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FORMATS, Reading
+from data_prep.flow.parts import PART_BYTES, Part, find_files, plan_parts
+from data_prep.flow.running import Run
+from smlp.errors import UserError
+
+COMPRESSIONS = {"gz": ".gz", "zst": ".zst", "none": ""}
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """``--out``, ``--workers``, ``--share``, ``--restart``, ``--quiet``."""
+    group = parser.add_argument_group("running")
+    group.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; run again to go on")
+    group.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one for each core)"
+    )
+    group.add_argument(
+        "--share",
+        type=_share,
+        default=(0, 1),
+        metavar="K/N",
+        help="work on every N-th part only, from the K-th on, K counted from 0: for the tasks of a job array",
+    )
+    group.add_argument("--restart", action="store_true", help="throw away what a run with other settings left in --out")
+    group.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def run_of(args: argparse.Namespace) -> Run:
+    """What :func:`add_run_options` was given. Raises UserError for no workers."""
+    if args.workers < 1:
+        raise UserError(f"--workers must be at least 1, not {args.workers}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    return Run(args.out, args.workers, args.share, args.quiet)
+
+
+def add_input_options(parser: argparse.ArgumentParser) -> None:
+    """``--in`` and how documents are read from files."""
+    group = parser.add_argument_group("input")
+    group.add_argument(
+        "--in",
+        dest="inputs",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help=f"files of documents, or folders of them: {', '.join(FORMATS)}, plain, .gz, .zst, .xz or .bz2",
+    )
+    group.add_argument("--text-field", default="text", metavar="NAME", help="of .jsonl, and column of .parquet")
+    group.add_argument(
+        "--documents",
+        choices=DOCUMENTS_OF_TEXT,
+        default="blank",
+        help="a document in .txt: what stands between empty lines, each line, or the whole file (default: blank)",
+    )
+    group.add_argument(
+        "--max-document-bytes", type=int, default=16 << 20, metavar="N", help="longer ones are dropped and counted"
+    )
+    group.add_argument(
+        "--part-bytes", type=int, default=PART_BYTES, metavar="N", help="larger plain files are cut into parts"
+    )
+
+
+def reading_of(args: argparse.Namespace) -> Reading:
+    """How documents are to be read."""
+    if args.max_document_bytes < 1:
+        raise UserError(f"--max-document-bytes must be at least 1, not {args.max_document_bytes}")
+    return Reading(args.text_field, args.documents, args.max_document_bytes)
+
+
+def parts_of(args: argparse.Namespace) -> list[Part]:
+    """The parts of ``--in``."""
+    if args.part_bytes < 1:
+        raise UserError(f"--part-bytes must be at least 1, not {args.part_bytes}")
+    return plan_parts(find_files(args.inputs, FORMATS), args.part_bytes, cut_text=args.documents != "file")
+
+
+def input_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the output depends on among the options of :func:`add_input_options`, for the manifest."""
+    return {
+        "in": [str(path) for path in args.inputs],
+        "text_field": args.text_field,
+        "documents": args.documents,
+        "max_document_bytes": args.max_document_bytes,
+        "part_bytes": args.part_bytes,
+    }
+
+
+def add_compression(parser: argparse.ArgumentParser) -> None:
+    """``--compress`` of files of documents."""
+    parser.add_argument("--compress", choices=COMPRESSIONS, default="gz", help="of what is written (default: gz)")
+
+
+def _share(text: str) -> tuple[int, int]:
+    index, slash, number = text.partition("/")
+    if not (slash and index.isdigit() and number.isdigit() and int(index) < int(number)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 0 to N - 1")
+    return int(index), int(number)

@@ -1,0 +1,258 @@
+"""Parts worked on in parallel, each once: what is finished is kept, whatever happens to the rest.
+
+A part that is done has a file in ``OUT/.state/PHASE/``, written after its outputs. A command that is repeated after a
+kill skips these. Tasks of a Slurm array take a share of the parts each (``--share K/N``) in the same folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from data_prep.flow.manifest import MANIFEST, Counts, PartResult
+from data_prep.flow.parts import Part
+from data_prep.flow.streams import sha256_of, write_bytes
+from smlp.errors import UserError
+
+STATE = ".state"
+POLL_SECONDS = 0.5
+
+_bytes_done: Any = None  # of a worker: the counter that all share
+
+
+class Work(Protocol):
+    """What is done with a part: a function at the top of a module (or a ``functools.partial`` of one)."""
+
+    def __call__(self, part: Part, out: Path) -> PartResult: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a step is to run.
+
+    Attributes:
+        out: the step's folder.
+        workers: processes; 1 works in this one.
+        share: ``(k, n)``: only every n-th part, from the k-th on (counted from 0).
+        quiet: no progress on standard error.
+    """
+
+    out: Path
+    workers: int = 1
+    share: tuple[int, int] = (0, 1)
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What :func:`run_parts` gives: results of all parts in their order, or None while other shares are at work."""
+
+    results: list[PartResult] | None
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    missing: int = 0
+
+
+def begin(run: Run, step: str, settings: dict[str, Any], restart: bool = False) -> None:
+    """Prepares the step's folder: new, or with work of an earlier run with the same settings, which is kept.
+
+    Args:
+        run: how it runs.
+        step: its name.
+        settings: all that its output depends on, inputs' paths included.
+        restart: throw away what an earlier run with other settings left.
+
+    Raises:
+        UserError: the folder was made by another step or with other settings, or holds something else.
+    """
+    state = run.out / STATE
+    wanted = {"step": step, "settings": json.loads(json.dumps(settings))}
+    record = state / "settings.json"
+    if record.is_file():
+        found = json.loads(record.read_text(encoding="utf-8"))
+        if found != wanted:
+            if not restart:
+                raise UserError(
+                    f"{run.out} holds work of 'smlp data {found['step']}' with other settings "
+                    f"({_difference(found, wanted)}): name another --out, or add --restart to throw that work away"
+                )
+            for path in run.out.iterdir():
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    elif run.out.is_dir() and any(path.name != STATE for path in run.out.iterdir()):
+        raise UserError(f"--out {run.out} holds files of something else: name a new or empty folder")
+    if not record.is_file():
+        write_bytes(record, json.dumps(wanted, indent=1).encode())
+
+
+def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    if found["step"] != wanted["step"]:
+        return f"the step was {found['step']}"
+    old, new = found["settings"], wanted["settings"]
+    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return "; ".join(f"{name} was {old.get(name)!r}, now {new.get(name)!r}" for name in changed)
+
+
+def run_parts(run: Run, phase: str, parts: Sequence[Part], work: Work) -> Finished:
+    """Works on the parts that are not done yet.
+
+    Returns:
+        Results of all parts, and their input files with checksums.
+
+    Raises:
+        UserError: a part's own, after the parts at work are finished; or a worker was killed.
+    """
+    if not parts:
+        raise UserError(f"nothing to do for {run.out}: no input")
+    state = run.out / STATE / phase
+    state.mkdir(parents=True, exist_ok=True)
+    with _lock(run, phase):
+        index, number = run.share
+        mine = [part for position, part in enumerate(parts) if position % number == index]
+        todo = [part for part in mine if _stored(run.out, state, part) is None]
+        if todo:
+            (run.out / MANIFEST).unlink(missing_ok=True)  # its presence says that the step is finished
+            _work_on(run, phase, todo, work, done=len(mine) - len(todo))
+    stored = [_stored(run.out, state, part) for part in parts]
+    missing = sum(row is None for row in stored)
+    if missing:
+        return Finished(None, missing=missing)
+    return Finished([_result(row) for row in stored], [row["input"] for row in stored])
+
+
+@contextmanager
+def _lock(run: Run, phase: str):
+    index, number = run.share
+    with open(run.out / STATE / f"{phase}-{index}-of-{number}.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another command is at work in {run.out}: wait for it, or stop it") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def _work_on(run: Run, phase: str, parts: list[Part], work: Work, done: int) -> None:
+    from tqdm import tqdm
+
+    total = sum(part.num_bytes for part in parts)
+    label = f"{phase} ({len(parts)} parts" + (f", {done} done before)" if done else ")")
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=label, disable=run.quiet, file=sys.stderr, mininterval=1)
+    with bar:
+        if run.workers == 1:
+            for part in parts:
+                _do_part(part, run.out, phase, work)
+                bar.update(part.num_bytes)
+            return
+        _in_processes(run, phase, parts, work, bar)
+
+
+def _in_processes(run: Run, phase: str, parts: list[Part], work: Work, bar: Any) -> None:
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", 0)
+    waiting = sorted(parts, key=lambda part: -part.num_bytes)  # the longest first: the end is not one long part
+    errors: list[BaseException] = []
+    running: dict[Future, Part] = {}
+    shown = 0
+    with ProcessPoolExecutor(
+        min(run.workers, len(parts)), mp_context=context, initializer=_begin_worker, initargs=(counter,)
+    ) as pool:
+        try:
+            while running or (waiting and not errors):
+                while waiting and not errors and len(running) < run.workers:
+                    part = waiting.pop(0)
+                    running[pool.submit(_do_part, part, run.out, phase, work)] = part
+                finished, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    part = running.pop(future)
+                    error = future.exception()
+                    if isinstance(error, BrokenProcessPool):
+                        names = ", ".join(sorted({str(part.path), *(str(other.path) for other in running.values())}))
+                        raise UserError(
+                            f"a worker was killed (out of memory?) at {names}; what is finished is kept: run the "
+                            f"same command again, with fewer --workers than {run.workers} if memory was short"
+                        ) from None
+                    if error is not None:
+                        errors.append(error)
+                bar.update(counter.value - shown)
+                shown = counter.value
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if errors:
+        raise errors[0]
+
+
+def _begin_worker(counter: Any) -> None:
+    global _bytes_done
+    _bytes_done = counter
+
+
+def _do_part(part: Part, out: Path, phase: str, work: Work) -> None:
+    before = part.path.stat()
+    result = work(part, out)
+    result.counts.check()
+    after = part.path.stat()
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise UserError(f"{part.path} changed while it was read")
+    row = {
+        "input": {**_identity(part), "sha256": sha256_of(part.path, part.start, part.stop)},
+        "mtime_ns": after.st_mtime_ns,
+        **asdict(result),
+        "counts": result.counts.to_json(),
+    }
+    write_bytes(out / STATE / phase / f"{part.name}.json", json.dumps(row, ensure_ascii=False).encode())
+    if _bytes_done is not None:
+        with _bytes_done.get_lock():
+            _bytes_done.value += part.num_bytes
+
+
+def _identity(part: Part) -> dict[str, Any]:
+    """A part's row among a manifest's inputs, but for the checksum."""
+    row: dict[str, Any] = {"path": str(part.path), "bytes": part.path.stat().st_size}
+    if (part.start, part.stop) != (0, None):
+        row["range"] = [part.start, row["bytes"] if part.stop is None else part.stop]
+    return row
+
+
+def _stored(out: Path, state: Path, part: Part) -> dict[str, Any] | None:
+    """What is on record of a part, if its input is what it was and its outputs are all there."""
+    try:
+        row = json.loads((state / f"{part.name}.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return None
+    facts = part.path.stat()
+    identity = {name: value for name, value in row["input"].items() if name != "sha256"}
+    same = identity == _identity(part) and row["mtime_ns"] == facts.st_mtime_ns
+    for output in row["outputs"]:
+        path = out / output["name"]
+        same = same and path.is_file() and path.stat().st_size == output["bytes"]
+    return row if same else None
+
+
+def _result(row: dict[str, Any]) -> PartResult:
+    return PartResult(row["outputs"], Counts.from_json(row["counts"]), row["defects"], row["facts"])
+
+
+@contextmanager
+def timed(step: str, quiet: bool = False):
+    """Says how long a step took: gives a function to be called with the bytes that it read."""
+    start = time.perf_counter()
+    read: list[int] = []
+    yield read.append
+    seconds = time.perf_counter() - start
+    if not quiet:
+        rate = f", {sum(read) / max(seconds, 1e-9) / 1e6:,.1f} MB/s" if read else ""
+        print(f"{step}: {seconds:,.1f} s{rate}", file=sys.stderr)

@@ -1,0 +1,199 @@
+"""Plain and compressed files as streams of bytes: read as they come, written whole or not at all."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import io
+import lzma
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from smlp.errors import UserError
+
+COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+READ_BYTES = 1 << 20
+# What a reader of a damaged or truncated file meets; zstandard's own error is added where it is imported.
+_DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError)
+
+
+class DamagedFile(Exception):
+    """A compressed file that ends too early, or is not what its name says. What came before has been handed out."""
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix before a compression's: ``.jsonl`` of ``a.jsonl.gz``."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+def name_of(path: Path) -> str:
+    """The name without suffixes of formats: ``a.b`` of ``a.b.jsonl.gz``."""
+    return Path(path.stem).stem if path.suffix in COMPRESSIONS else path.stem
+
+
+class _Checked(io.RawIOBase):
+    """A decompressing stream whose errors are all :class:`DamagedFile`, with the file's name."""
+
+    def __init__(self, stream: Any, path: Path, damage: tuple[type[Exception], ...]) -> None:
+        self._stream, self._path, self._damage = stream, path, damage
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            content = self._stream.read1(len(buffer))  # what there is, before an error is raised
+        except self._damage as error:
+            raise DamagedFile(f"{self._path}: {error or type(error).__name__}") from error
+        except OSError as error:
+            if error.errno is not None:  # the disk's, not the format's
+                raise
+            raise DamagedFile(f"{self._path}: {error}") from error
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def open_stream(path: Path) -> BinaryIO:
+    """The content of a file, decompressed as its suffix says (``.gz``, ``.zst``, ``.xz``, ``.bz2``), buffered.
+
+    Reading raises :class:`DamagedFile` where a compressed file is broken off or is none.
+
+    Raises:
+        UserError: there is no such file, or what decompresses it is not installed.
+    """
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    if path.suffix == ".gz":
+        raw, damage = gzip.GzipFile(path), (*_DAMAGE, _zlib_error())
+    elif path.suffix == ".xz":
+        raw, damage = lzma.LZMAFile(path), _DAMAGE  # noqa: SIM115
+    elif path.suffix == ".bz2":
+        raw, damage = bz2.BZ2File(path), _DAMAGE
+    elif path.suffix == ".zst":
+        zstandard = _zstandard(path)
+        raw = _ZstdFrames(open(path, "rb"), zstandard)  # noqa: SIM115
+        damage = (*_DAMAGE, zstandard.ZstdError)
+    else:
+        return open(path, "rb", buffering=READ_BYTES)
+    return io.BufferedReader(_Checked(raw, path, damage), READ_BYTES)
+
+
+class _ZstdFrames:
+    """Reads all frames of a .zst file; unlike zstandard's own reader it notices a file that is cut off."""
+
+    def __init__(self, file: BinaryIO, zstandard: Any) -> None:
+        self._file, self._zstandard = file, zstandard
+        self._frame, self._ready, self._input = None, b"", b""
+
+    def read1(self, num_bytes: int) -> bytes:
+        while not self._ready:
+            compressed = self._input or self._file.read(READ_BYTES)
+            self._input = b""
+            if not compressed:
+                if self._frame is not None:
+                    raise EOFError("compressed file ended before the end of a frame")
+                return b""
+            if self._frame is None:
+                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+            self._ready = self._frame.decompress(compressed)
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        content, self._ready = self._ready[:num_bytes], self._ready[num_bytes:]
+        return content
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _zlib_error() -> type[Exception]:
+    import zlib
+
+    return zlib.error
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f"{path}: for .zst files install the extra 'data': pip install 'smlp[data]'") from None
+    return zstandard
+
+
+class WrittenFile:
+    """What :func:`write_stream` knows of the file when it is closed: bytes on disk and their SHA-256."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self._file = path, file
+        self._digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, content: bytes) -> int:
+        self._digest.update(content)
+        self.num_bytes += len(content)
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+
+@contextmanager
+def write_stream(path: Path) -> Any:
+    """Opens ``path`` for writing, compressed as its suffix says; gives (stream, :class:`WrittenFile`).
+
+    The file appears under its name when the block ends without an error, on disk and with all its content; until
+    then it is ``NAME.partial``, which an error or a kill may leave and the next run writes over. The same content
+    gives the same bytes.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        written = WrittenFile(path, file)
+        stream = _compressing(path, written)
+        yield stream, written
+        if stream is not written:
+            stream.close()
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _compressing(path: Path, file: Any) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6)
+    if path.suffix == ".zst":
+        return _zstandard(path).ZstdCompressor(level=3).stream_writer(file, closefd=False)
+    if path.suffix == ".xz":
+        return lzma.open(file, "wb")
+    if path.suffix == ".bz2":
+        return bz2.open(file, "wb")
+    return file
+
+
+def write_bytes(path: Path, content: bytes) -> dict[str, Any]:
+    """A small file, whole or not at all; returns its name, bytes and SHA-256."""
+    with write_stream(path) as (stream, written):
+        stream.write(content)
+    return {"name": path.name, "bytes": written.num_bytes, "sha256": written.sha256}
+
+
+def sha256_of(path: Path, start: int = 0, stop: int | None = None) -> str:
+    """Checksum of a file's bytes as they are on disk, or of those from ``start`` to ``stop``."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        file.seek(start)
+        left = (path.stat().st_size if stop is None else stop) - start
+        while left > 0 and (content := file.read(min(left, READ_BYTES))):
+            digest.update(content)
+            left -= len(content)
+    return digest.hexdigest()

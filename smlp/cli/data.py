@@ -1,0 +1,42 @@
+"""``smlp data``: from raw corpora to the sharded data that ``fairseq-train`` reads; its steps are in ``data_prep``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+HELP = "from raw corpora to sharded training data"
+EPILOG = """examples:
+  smlp data clean --in corpora/ --out data/clean
+  smlp data dedup --in data/clean --out data/unique
+  smlp data sample --in data/unique --out data/sample --fraction 0.1
+  smlp data tokenizer --in data/sample/train --out data/tokenizer --vocab-size 32000
+  smlp data binarize --in data/sample --tokenizer data/tokenizer --out data/bin --shards 8
+  smlp data inspect data/bin
+
+Every step reads and writes plain files, works in parallel (--workers), goes on where it was if it is run again, and
+leaves a manifest.json. 'smlp data STEP --help' shows the options of each.
+"""
+
+# name: (module, one line). A module has DESCRIPTION, EPILOG, add_options(parser) and run(args) -> exit status.
+STEPS: dict[str, tuple[str, str]] = {}
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Adds the subcommand, with a parser for each step."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = subparsers.add_parser("data", help=HELP, description=HELP, epilog=EPILOG, formatter_class=raw)
+    steps = parser.add_subparsers(dest="step", required=True, metavar="STEP")
+    for name, (module_name, text) in STEPS.items():
+        module = importlib.import_module(module_name)
+        step = steps.add_parser(
+            name, help=text, description=module.DESCRIPTION, epilog=module.EPILOG, formatter_class=raw
+        )
+        module.add_options(step)
+        step.set_defaults(run_step=module.run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one step."""
+    return args.run_step(args)

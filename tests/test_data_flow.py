@@ -1,0 +1,330 @@
+"""Streams, documents, parts and workers of ``smlp data``."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from running import REPOSITORY
+
+from data_prep.flow.documents import Defect, Loss, Reading, Record, documents_in, read
+from data_prep.flow.manifest import Counts, PartResult, read_manifest, write_manifest
+from data_prep.flow.parts import find_files, plan_parts
+from data_prep.flow.running import Run, begin, run_parts
+from data_prep.flow.streams import DamagedFile, open_stream, write_bytes, write_stream
+from smlp.errors import UserError
+
+SUFFIXES = ["", ".gz", ".zst", ".xz", ".bz2"]
+
+
+def write(path, content):
+    with write_stream(path) as (stream, _):
+        stream.write(content)
+    return path
+
+
+def texts(pieces):
+    return [piece.text if isinstance(piece, Record) else piece for piece in pieces]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_streams_come_back_and_are_the_same_bytes_each_time(tmp_path, suffix):
+    content = b"line of text\n" * 200_000
+    first, second = (write(tmp_path / f"{name}.txt{suffix}", content) for name in "ab")
+    with open_stream(first) as stream:
+        assert stream.read() == content
+    assert first.read_bytes() == second.read_bytes()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES[1:])
+def test_a_file_that_breaks_off_gives_what_came_before(tmp_path, suffix):
+    rows = b"".join(
+        json.dumps({"text": f"{number} {os.urandom(200).hex()}"}).encode() + b"\n" for number in range(5000)
+    )
+    path = write(tmp_path / f"a.jsonl{suffix}", rows)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 2 // 3])
+    pieces = list(documents_in(path, Reading()))
+    records = [piece for piece in pieces if isinstance(piece, Record)]
+    assert 1000 < len(records) < 5000
+    assert [piece.text for piece in records] == [json.loads(row)["text"] for row in rows.splitlines()[: len(records)]]
+    assert [piece.reason for piece in pieces if isinstance(piece, Loss)] == ["cut off by damage"]
+    assert [piece.problem for piece in pieces if isinstance(piece, Defect)] == ["damaged: it breaks off"]
+
+
+def test_a_file_that_is_not_compressed_at_all(tmp_path):
+    for suffix in SUFFIXES[1:]:
+        path = tmp_path / f"a.txt{suffix}"
+        path.write_bytes(b"just text\n\nmore")
+        with pytest.raises(DamagedFile, match=f"a.txt{suffix}"), open_stream(path) as stream:
+            stream.read()
+        assert [type(piece) for piece in documents_in(path, Reading())] == [Loss, Defect]
+
+
+def test_a_write_that_fails_leaves_nothing_under_the_name(tmp_path):
+    path = tmp_path / "a.txt.gz"
+    with pytest.raises(ZeroDivisionError), write_stream(path) as (stream, _):
+        stream.write(b"half")
+        raise ZeroDivisionError
+    assert not path.exists()
+
+
+def test_json_lines_with_every_kind_of_bad_line(tmp_path):
+    path = tmp_path / "web.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "one", "id": "x7", "source": "wiki", "url": "u"}\n'
+        b"not json\n\n"
+        b'{"body": "no text"}\n'
+        b'{"text": 5}\n'
+        b'{"text": "\xff\xfe"}\n' + b'{"text": "' + b"a" * 100 + b'"}\n' + b'{"text": "last"}'
+    )
+    pieces = list(documents_in(path, Reading(max_bytes=90)))
+    assert pieces[0] == Record("one", "x7", "wiki", {"url": "u"})
+    assert [piece.reason for piece in pieces[1:-1]] == [
+        "not JSON",
+        "no text in field 'text'",
+        "no text in field 'text'",
+        "not UTF-8",
+        "longer than 90 bytes",
+    ]
+    assert pieces[-1].text == "last" and pieces[-1].source == "web" and pieces[-1].id.startswith("web.jsonl:")
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("blank", ["a b\nc", "d", "e"]),
+        ("line", ["a b", "c", "d", "e"]),
+        ("file", ["a b\nc\n\n\nd\n\ne"]),
+    ],
+)
+def test_documents_of_plain_text(tmp_path, mode, expected):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\na b\r\nc\n\n \nd\n\ne\n")
+    found = [text.replace("\n \n", "\n\n") for text in texts(documents_in(path, Reading(documents_of_text=mode)))]
+    assert found == expected
+
+
+def test_a_long_line_is_one_lost_document_and_the_rest_goes_on(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\n\nbefore\n" + b"x" * 5000 + b"\nafter\n\ntwo\n\n" + b"y\n" * 600 + b"\nthree\n")
+    pieces = list(documents_in(path, Reading(max_bytes=1000)))
+    assert [piece.text for piece in pieces if isinstance(piece, Record)] == ["one", "two", "three"]
+    assert [piece.where.rsplit(":", 1)[1] for piece in pieces if isinstance(piece, Loss)] == ["5", "5025"]
+
+
+def test_empty_files_are_said_to_be_empty(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "b.txt").write_text("\n\n")
+    assert texts(documents_in(tmp_path / "a.jsonl", Reading())) == [Defect("empty file", str(tmp_path / "a.jsonl"))]
+    assert texts(documents_in(tmp_path / "b.txt", Reading())) == [Defect("no document in it", str(tmp_path / "b.txt"))]
+
+
+@pytest.mark.parametrize("mode", ["blank", "line", "jsonl"])
+def test_parts_of_a_large_file_hold_each_document_once(tmp_path, mode):
+    """Whatever the cuts: in lines, at line ends, in runs of empty lines, in parts without any document."""
+    lengths = [1, 40, 3, 3, 200, 1, 1, 17, 90, 2] * 4
+    documents = [f"{number}:" + "x" * length for number, length in enumerate(lengths)]
+    if mode == "jsonl":
+        path, content = tmp_path / "a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    elif mode == "line":
+        path, content = tmp_path / "a.txt", "\n".join(documents)
+    else:
+        path = tmp_path / "a.txt"
+        documents = [f"{text}\nsecond {text}" for text in documents]
+        content = "\n\n" + "".join(text + "\n" * (2 + index % 3) for index, text in enumerate(documents))
+    path.write_text(content)
+    reading = Reading(documents_of_text="line" if mode == "line" else "blank")
+    for part_bytes in [1, 2, 3, 7, 10, 50, 111, 1000, 10_000]:
+        parts = plan_parts(find_files([path], [".jsonl", ".txt"]), part_bytes)
+        assert len({part.name for part in parts}) == len(parts) == -(-len(content.encode()) // part_bytes)
+        found = [piece.text for part in parts for piece in read(part, reading)]
+        assert found == documents, part_bytes
+        if part_bytes == 1:
+            continue
+        assert len(parts) > 1 or part_bytes > 500
+
+
+def test_parts_have_names_of_their_own(tmp_path):
+    for name in ["x/a.txt", "x/a.jsonl", "y/a.txt.gz", "x/.hidden.txt", ".git/b.txt", "x/note.md"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    parts = plan_parts(find_files([tmp_path], [".txt", ".jsonl"]))
+    assert [part.name for part in parts] == ["x--a", "x--a+2", "y--a"]
+    with pytest.raises(UserError, match="read twice"):
+        find_files([tmp_path, tmp_path / "x" / "a.txt"], [".txt"])
+    with pytest.raises(UserError, match=r"holds no file that ends in \.parquet"):
+        find_files([tmp_path], [".parquet"])
+    with pytest.raises(UserError, match="no file or folder"):
+        find_files([tmp_path / "nowhere"], [".txt"])
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one", None, "x" * 50], "title": ["A", "B", "C"]}), path)
+    pieces = list(documents_in(path, Reading(max_bytes=40)))
+    assert pieces[0] == Record("one", "a.parquet:0", "a", {"title": "A"})
+    assert [piece.reason for piece in pieces[1:]] == ["no text in field 'text'", "longer than 40 bytes"]
+    with pytest.raises(UserError, match="no column 'body'; there are text, title"):
+        list(documents_in(path, Reading(text_field="body")))
+    path.write_bytes(b"no parquet")
+    assert [piece.problem for piece in documents_in(path, Reading())] == ["damaged: no parquet file"]
+
+
+def upper(part, out, log=None, trap=None):
+    """A step for the tests: capitals; drops documents with an x."""
+    if log:
+        with open(log, "a") as file:
+            file.write(f"{part.name}\n")
+    if trap and trap in part.name:
+        os.kill(os.getpid(), signal.SIGKILL)
+    counts = Counts()
+    with write_stream(out / f"{part.name}.jsonl.gz") as (stream, written):
+        for piece in read(part, Reading()):
+            if "x" in piece.text:
+                counts.drop("has an x")
+                continue
+            counts.keep()
+            stream.write(Record(piece.text.upper(), piece.id, piece.source).line())
+    output = {"name": written.path.name, "bytes": written.num_bytes, "sha256": written.sha256}
+    return PartResult([output], counts)
+
+
+def run_upper(source, run, settings=None, restart=False, **more):
+    begin(run, "upper", settings or {}, restart)
+    parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
+    done = run_parts(run, "upper", parts, partial(upper, **more))
+    if done.results is None:
+        return None
+    return write_manifest(run.out, "upper", settings or {}, done.inputs, done.results)
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.txt").write_text(
+            "\n\n".join(f"{name}{number}" + "x" * (number % 3 == 0) for number in range(40))
+        )
+    return folder
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_the_same_files_whatever_the_workers_and_shares(source, tmp_path):
+    manifest = run_upper(source, Run(tmp_path / "one", quiet=True))
+    assert manifest["counts"] == {"documents_in": 120, "kept": 78, "dropped": {"has an x": 42}, "other": {}}
+    assert len(manifest["inputs"]) == len(manifest["outputs"]) > 5
+    run_upper(source, Run(tmp_path / "two", workers=2, quiet=True))
+    assert run_upper(source, Run(tmp_path / "shares", share=(0, 2), quiet=True)) is None
+    run_upper(source, Run(tmp_path / "shares", share=(1, 2), quiet=True))
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two") == files_of(tmp_path / "shares")
+    assert read_manifest(tmp_path / "one", "upper") == manifest
+
+
+def test_what_is_done_is_not_done_again_and_what_changed_is(source, tmp_path):
+    run, log = Run(tmp_path / "out", quiet=True), tmp_path / "log"
+    first = run_upper(source, run, log=str(log))
+    log.write_text("")
+    assert run_upper(source, run, log=str(log)) == first and not log.read_text()
+    (source / "b.txt").write_text("new and short")
+    (run.out / "a-00000.jsonl.gz").unlink()
+    changed = run_upper(source, run, log=str(log))
+    assert log.read_text().split() == ["a-00000", "b"]
+    assert changed["counts"]["documents_in"] == 81
+
+
+def test_a_worker_that_is_killed_is_named_and_the_rest_is_kept(source, tmp_path):
+    run, log = Run(tmp_path / "out", workers=2, quiet=True), tmp_path / "log"
+    with pytest.raises(UserError, match=r"a worker was killed .* at .*c\.txt.*run the same command again"):
+        run_upper(source, run, log=str(log), trap="c-00001")
+    with pytest.raises(UserError, match="not finished"):
+        read_manifest(run.out)
+    assert list((run.out / ".state" / "upper").glob("*.json"))
+    run_upper(source, run, log=str(log))
+    assert read_manifest(run.out)["counts"]["documents_in"] == 120
+
+
+def test_a_killed_command_leaves_no_half_and_goes_on(source, tmp_path):
+    """The whole process group is killed at some moment, as by a scheduler; the repeated command ends as a first one."""
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, 'tests'); import test_data_flow as t;"
+        "from data_prep.flow.running import Run; import time;"
+        "t.run_upper(Path(sys.argv[1]), Run(Path(sys.argv[2]), workers=1, quiet=True))"
+    )
+    slow = code.replace(
+        "t.run_upper(", "w = t.upper; t.upper = lambda *a, **k: (time.sleep(0.1), w(*a, **k))[1];t.run_upper("
+    )
+    command = [sys.executable, "-c", slow, str(source), str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
+    state = tmp_path / "out" / ".state" / "upper"
+    deadline = time.monotonic() + 60
+    while len(list(state.glob("*.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    finished = {path.name: path.stat().st_mtime_ns for path in state.glob("*.json")}
+    assert finished and not (tmp_path / "out" / "manifest.json").exists()
+    run_upper(source, Run(tmp_path / "out", quiet=True))
+    run_upper(source, Run(tmp_path / "fresh", quiet=True))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "fresh")
+    assert all((state / name).stat().st_mtime_ns == then for name, then in finished.items())
+
+
+def test_a_folder_of_other_work_is_not_touched(source, tmp_path):
+    run = Run(tmp_path / "out", quiet=True)
+    run_upper(source, run, {"seed": 1})
+    with pytest.raises(UserError, match=r"with other settings \(seed was 1, now 2\).*--restart"):
+        run_upper(source, run, {"seed": 2})
+    with pytest.raises(UserError, match="the step was upper"):
+        begin(run, "lower", {"seed": 1})
+    assert run_upper(source, run, {"seed": 2}, restart=True)["settings"] == {"seed": 2}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(UserError, match="holds files of something else"):
+        run_upper(source, Run(tmp_path / "mine"), restart=True)
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+
+
+def test_two_commands_at_once_in_one_folder(source, tmp_path):
+    import fcntl
+
+    run = Run(tmp_path / "out", quiet=True)
+    run_upper(source, run)
+    with open(run.out / ".state" / "upper-0-of-1.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another command is at work"):
+            run_upper(source, run)
+
+
+def test_counts_must_add_up():
+    counts = Counts()
+    counts.keep()
+    counts.drop("short")
+    counts.check()
+    counts.documents_in += 1
+    with pytest.raises(AssertionError, match="3 in, 1 kept, 1 dropped"):
+        counts.check()
+
+
+def test_no_manifest(tmp_path):
+    with pytest.raises(UserError, match="not finished"):
+        read_manifest(tmp_path)
+    write_bytes(Path(tmp_path / "manifest.json"), b"{")
+    with pytest.raises(UserError, match="no manifest of smlp data"):
+        read_manifest(tmp_path)
+    write_bytes(tmp_path / "manifest.json", b'{"step": "clean"}')
+    with pytest.raises(UserError, match="made by 'smlp data clean', not by 'smlp data dedup'"):
+        read_manifest(tmp_path, "dedup")
