@@ -164,6 +164,7 @@ def _attempt(
 ) -> None:
     """Brings what is missing. Returns with all of it there, as far as server and list can say."""
     requests, urllib3 = _libraries()
+    total: int | None = None
     have, version = partial.size, partial.version(file.url)
     headers = {"User-Agent": _AGENT, "Accept-Encoding": "identity"}
     if have and (version or file.digest):
@@ -186,7 +187,7 @@ def _attempt(
                 while total is None or have < total:
                     if stop.is_set():
                         raise DownloadFailed(f"{file.url}: stopped after {have:,} bytes")
-                    content = response.raw.read(_CHUNK, decode_content=False)
+                    content = response.raw.read1(_CHUNK, decode_content=False)  # what there is
                     if not content:
                         break
                     out.write(content)
@@ -195,7 +196,8 @@ def _attempt(
     except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema):
         raise DownloadFailed(f"{file.url} is no address of a file: it must begin with http:// or https://") from None
     except passing as error:
-        raise _Passing(f"the connection failed at {partial.size:,} bytes: {_plain(error)}") from error
+        amount = f"after {partial.size:,}" + (" bytes" if total is None else f" of {total:,} bytes")
+        raise _Passing(f"the connection failed {amount}: {_plain(error)}") from error
     if total is not None and have < total:
         raise _Passing(f"{have:,} of {total:,} bytes came")
 

@@ -19,7 +19,9 @@ def print_list(sources: Sequence[Source], json_file: str | None) -> int:
     for source in sources:
         status = f"gone: use {' or '.join(source.replacement)}" if source.status == "gone" else source.status
         sizes = size(source.size.bytes), size(source.size.text_bytes)
-        rows.append((source.name, source.kind, *sizes, textwrap.shorten(source.licence, 50, placeholder=" ..."), status))
+        rows.append(
+            (source.name, source.kind, *sizes, textwrap.shorten(source.licence, 50, placeholder=" ..."), status)
+        )
     print(_table(rows, right=(2, 3)))
     if json_file:
         write_json(json_file, [as_json(source) for source in sources])

@@ -19,9 +19,9 @@ _REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
 # Sections at the end that hold lists of works and links. They and what stands under them are left out.
 END_SECTIONS = frozenset({"references", "external links", "see also", "further reading", "notes", "bibliography"})
 # Taken out before parsing, innermost first: half of an article's markup, which the parser would build trees of.
-_INNERMOST_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
+_INNERMOST_TEMPLATE = re.compile(r"\{\{\{[^{}]*\}\}\}|\{\{[^{}]*\}\}")
 _COMMENT_OR_NOTE = re.compile(r"<!--.*?-->|<ref\b[^>]*/>|<ref\b[^>]*>.*?</ref\s*>", re.IGNORECASE | re.DOTALL)
-_QUOTES = re.compile("'{2,5}")
+_QUOTES_OR_OPEN_NOTE = re.compile(r"'{2,5}|</?ref\b[^<>]*>", re.IGNORECASE)
 _MAGIC_WORD = re.compile(r"__[A-Z]+__")
 _EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;:\s]*\)|\s*\[\s*\]")
 _SPACES = re.compile(r"[ \t\u00a0]+")
@@ -108,7 +108,7 @@ def plain_text(wikitext: str, parser: Any) -> str:
                 pieces.append(f"\n{title}\n")
         elif not skipping:
             pieces.append(_shown_of_node(node))
-    text = _MAGIC_WORD.sub("", _QUOTES.sub("", "".join(pieces)))
+    text = _MAGIC_WORD.sub("", _QUOTES_OR_OPEN_NOTE.sub("", "".join(pieces)))
     paragraphs = (_SPACES.sub(" ", _EMPTY_BRACKETS.sub("", line)).strip() for line in text.split("\n"))
     return "\n".join(paragraph for paragraph in paragraphs if paragraph)
 
