@@ -94,10 +94,10 @@ def test_memory_of_a_long_dump(tmp_path, monkeypatch):
     """Pages that are done with do not stay in the tree."""
     monkeypatch.setattr(wikipedia, "plain_text", lambda wikitext, parser: wikitext[:10])
     path = tmp_path / "a.xml.bz2"
-    path.write_bytes(bz2.compress((HEAD + page(1, "A", "word " * 4000) * 800 + "</mediawiki>").encode()))
+    path.write_bytes(bz2.compress((HEAD + page(1, "A", "word " * 4000) * 400 + "</mediawiki>").encode()))
     tracemalloc.start()
     try:
-        assert sum(isinstance(piece, Record) for piece in wikipedia.articles(path, "wiki", 1 << 20)) == 800
+        assert sum(isinstance(piece, Record) for piece in wikipedia.articles(path, "wiki", 1 << 20)) == 400
         assert tracemalloc.get_traced_memory()[1] < 5 << 20
     finally:
         tracemalloc.stop()
@@ -141,6 +141,8 @@ def test_a_warc_file_that_breaks_off(tmp_path, suffix):
     content = path.read_bytes()
     seen = set()
     for cut in range(len(content) // 3, len(content) - 30, 97 if suffix == ".warc" else 31):
+        if content[cut:].startswith(b"\x1f\x8b\x08"):
+            continue  # between two records
         path.write_bytes(content[:cut])
         pieces = list(warc.pages(path, "news", 1 << 20))
         whole = [number for number in range(4) if any(f"of article {number} says" in text for text in texts(pieces))]

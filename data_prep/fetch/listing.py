@@ -81,7 +81,7 @@ def _listed(listing: Listing, options: dict[str, str], folder: Path, patience: P
         url = _filled(listing.url, value)
         text = _text(url, folder, patience)
         files += _READERS[listing.kind](text, url, replace(listing, base=_filled(listing.base, value)))
-    return [file for file in files if file.url.endswith(listing.ending)]
+    return [file for file in files if re.search(listing.pattern, _base_name(file.url))]
 
 
 def _paths(text: str, url: str, listing: Listing) -> list[RemoteFile]:

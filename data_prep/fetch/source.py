@@ -43,7 +43,7 @@ class Listing:
             sha256sum writes them; ``dumpstatus``: Wikimedia's JSON.
         url: of the list; ``{option}`` stands for an option's value, ``{year}`` and ``{month}`` for each of ``months``.
         base: what a line of ``paths`` is added to.
-        ending: only files whose names end so.
+        pattern: only files in whose names this regular expression is found.
         job: of ``dumpstatus``, whose files are wanted.
         algorithm: of ``checksums``.
         dates: a page whose links are the dates that there are, newest wanted, for the option ``date = "latest"``.
@@ -52,7 +52,7 @@ class Listing:
     kind: str
     url: str
     base: str = ""
-    ending: str = ""
+    pattern: str = ""
     job: str = ""
     algorithm: str = "sha256"
     dates: str = ""
@@ -244,6 +244,10 @@ def _checked(source: Source) -> Source:
     if source.listing:
         one_of("listing.kind", source.listing.kind, LISTINGS)
         one_of("listing.algorithm", source.listing.algorithm, ALGORITHMS)
+        try:
+            re.compile(source.listing.pattern)
+        except re.error as error:
+            raise _Wrong(f"'listing.pattern' is no regular expression: {error}") from None
     if source.hub and source.hub.rows_per_document < 1:
         raise _Wrong(f"'hub.rows_per_document' must be at least 1, not {source.hub.rows_per_document}")
     return source

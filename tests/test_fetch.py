@@ -1,0 +1,399 @@
+"""``smlp data fetch``: sources, lists of files, and whole runs against a local server."""
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fetch_data import WIKITEXT, article, dump, page, write_warc
+from file_server import cut_after, first, serving, status
+from running import REPOSITORY
+
+from data_prep.fetch import checks
+from data_prep.fetch.listing import months
+from data_prep.fetch.source import built_in, read_source
+from data_prep.flow.documents import FORMATS, Reading, Record, read
+from data_prep.flow.manifest import read_manifest
+from data_prep.flow.parts import find_files, plan_parts
+from smlp.cli.main import main
+from smlp.errors import UserError
+
+QUICK = ["--workers", "1", "--quiet", "--attempts", "2", "--retry-wait", "0.01", "--timeout", "5"]
+
+
+@pytest.fixture
+def server():
+    with serving() as state:
+        yield state
+
+
+def run(*words):
+    return main(["data", "fetch", *map(str, words)])
+
+
+def documents(out):
+    """What ``smlp data clean --in OUT`` reads."""
+    parts = plan_parts(find_files([out], FORMATS))
+    return [piece for part in parts for piece in read(part, Reading())]
+
+
+def texts(out):
+    return sorted(piece.text for piece in documents(out))
+
+
+def counts(out):
+    return read_manifest(out, "fetch")["counts"]
+
+
+def source_file(folder, name, body):
+    path = folder / f"{name}.toml"
+    path.write_text(f'title = "{name}"\n{body}')
+    return path
+
+
+def test_the_sources_that_come_with_it():
+    sources = built_in()
+    assert {"wikipedia", "cc-news", "openwebtext", "stories", "bookcorpus", "cc100-en"} <= set(sources)
+    for name, source in sources.items():
+        assert source.name == name and source.title and source.citation and source.notes and source.licence
+        assert all(other in sources for other in source.replacement), name
+        assert (source.status == "gone") == bool(source.replacement), name
+        urls = [file.url for file in source.files] + ([source.listing.url] if source.listing else [])
+        assert all(url.startswith("https://") for url in urls)
+        assert source.size.basis or not any((source.size.bytes, source.size.text_bytes)), name
+
+
+def test_the_package_has_them(monkeypatch):
+    """As setuptools builds it."""
+    from distutils.core import run_setup
+
+    monkeypatch.chdir(REPOSITORY)
+    build = run_setup("setup.py", stop_after="init").get_command_obj("build_py")
+    build.ensure_finalized()
+    (shipped,) = (files for package, _, _, files in build.data_files if package == "data_prep")
+    assert {Path(name).stem for name in shipped} == set(built_in())
+    assert "data_prep.fetch" in build.packages
+
+
+def test_list_and_show(capsys, tmp_path):
+    assert run("--list", "--json", tmp_path / "list.json") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(built_in())
+    (stories,) = (line for line in lines if line.startswith("stories"))
+    assert "gone: use cc-stories" in stories and "31.0 GB" in stories
+    assert {row["name"] for row in json.loads((tmp_path / "list.json").read_text())} == set(built_in())
+    assert run("--show", "cc100-en") == 0
+    shown = capsys.readouterr().out
+    assert "https://data.statmt.org/cc-100/en.txt.xz" in shown and "55,608,000,000" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a source"),
+        (["wikipedia"], "--out DIR is missing"),
+        (["wikipedai", "--out", "x"], "no source, file or folder 'wikipedai': did you mean wikipedia?"),
+        (["stories", "--out", "x"], "stories is gone: .*; instead: cc-stories"),
+        (["hf:a:b:c:d", "--out", "x"], "is not hf:OWNER/NAME"),
+        (["wikipedia", "wikipedia", "--out", "x"], "two sources would be written to x/wikipedia"),
+        (["wikipedia", "--set", "month=3", "--out", "x"], "there are wikipedia.wiki, wikipedia.date"),
+        (["wikipedia", "--limit-files", "0", "--out", "x"], "--limit-files must be at least 1, not 0"),
+        (["wikipedia", "--timeout", "0", "--out", "x"], "--timeout must be above 0"),
+    ],
+)
+def test_what_a_user_gets_wrong(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(*words) == 1
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("format =", "is no TOML"),
+        ('format = "txt"', "exactly one of 'files', 'listing', 'hub' and 'paths' .* there is none"),
+        ('form = "txt"', "unknown field 'form'; there are name, title"),
+        ('format = "doc"\n[[files]]\nurl = "http://x/a"', "'format' is 'doc', but must be one of wikipedia, warc"),
+        ('format = "txt"\n[[files]]\nlink = "http://x/a"', "unknown field 'files.link'"),
+        ('format = "txt"\n[[files]]\nurl = "http://x/a"\nbytes = "9"', "'files.bytes' must be a whole number, not '9'"),
+        ('format = "txt"\n[listing]\nkind = "paths"', "a field is missing: .*'url'"),
+        ('format = "txt"\n[listing]\nkind = "ftp"\nurl = "http://x"', "'listing.kind' is 'ftp', but must be one of"),
+        ('[hub]\nname = "a/b"\nrows_per_document = 0', "must be at least 1, not 0"),
+        ('[hub]\nname = "a/b"\nrows_per_document = "2"', "'hub.rows_per_document' must be a whole number, not '2'"),
+        ('status = "gone"\n[hub]\nname = "a/b"', "'status' is 'gone', so 'hub' must not be there"),
+        ('name = "../up"\npaths = ["x"]', "'name' is '../up', but becomes a folder"),
+        ('paths = "x"', "'paths' must be a list of strings"),
+        ("[options]\nyear = 3", "'options' must be a table of strings"),
+    ],
+)
+def test_a_source_file_that_is_not_in_order(tmp_path, body, message):
+    path = source_file(tmp_path, "mine", body)
+    with pytest.raises(UserError, match=message) as raised:
+        read_source(path)
+    assert str(path) in str(raised.value)
+
+
+def test_months():
+    assert months("2018-11:2019-02") == [("2018", "11"), ("2018", "12"), ("2019", "01"), ("2019", "02")]
+    assert months("2018-03") == [("2018", "03")]
+    for text in ["2018", "2018-13", "2018-02:2018-01", "2018-01:2018-02:x"]:
+        with pytest.raises(UserError, match="option months"):
+            months(text)
+
+
+def wikipedia_server(server, date="20260101", job_status="done"):
+    """A dump of three parts, with an index besides."""
+    files = {}
+    for part in (10, 2, 1):
+        name = f"xwiki-{date}-pages-articles-multistream{part}.xml-p{part}p{part}.bz2"
+        content = dump([page(part, f"Part {part}", WIKITEXT), page(99, "To", "#REDIRECT [[A]]", redirect="A")])
+        server.files[f"xwiki/{date}/{name}"] = content
+        digest = hashlib.sha1(content).hexdigest()
+        files[name] = {"size": len(content), "url": f"/xwiki/{date}/{name}", "sha1": digest}
+    name = f"xwiki-{date}-pages-articles-multistream-index1.txt-p1p1.bz2"
+    files[name] = {"size": 5, "url": f"/xwiki/{date}/{name}", "sha1": "0" * 40}
+    jobs = {"articles": {"status": job_status, "files": files}}
+    server.files[f"xwiki/{date}/dumpstatus.json"] = json.dumps({"version": "0.8", "jobs": jobs}).encode()
+    server.files["xwiki/"] = server.files.get("xwiki/", b"") + f'<a href="{date}/">{date}</a>'.encode()
+
+
+@pytest.fixture
+def wiki(server, tmp_path):
+    """A source file for it."""
+    wikipedia_server(server)
+    wikipedia_server(server, "20260201", job_status="in-progress")
+    listing = built_in()["wikipedia"].listing
+    body = f"""format = "wikipedia"
+[options]
+date = "latest"
+[listing]
+kind = "dumpstatus"
+url = "{server.address}/xwiki/{{date}}/dumpstatus.json"
+dates = "{server.address}/xwiki/"
+job = "articles"
+pattern = '{listing.pattern}'
+"""
+    return source_file(tmp_path, "wiki", body)
+
+
+PART_2 = "xwiki/20260101/xwiki-20260101-pages-articles-multistream2.xml-p2p2.bz2"
+
+
+def test_wikipedia_from_the_list_to_documents(server, wiki, tmp_path, capsys):
+    """The newest dump that is finished; a part that stays broken is named, the rest goes through, and it alone is
+    fetched when the command is repeated."""
+    out = tmp_path / "out"
+    server.faults[PART_2] = status(503)
+    assert run(wiki, "--out", out, *QUICK) == 1
+    error = capsys.readouterr().err
+    assert (
+        f"failed: {server.url(PART_2)}: the server answers 503 Service Unavailable; gave up after 2 attempts" in error
+    )
+    assert "wiki is not finished: run the same command again" in error
+    assert [text.split("\n")[0] for text in texts(out)] == ["Part 1", "Part 10"]
+    assert not (out / "wiki" / "manifest.json").exists()
+
+    server.faults[PART_2] = first(1, cut_after(200))
+    before = len(server.requests)
+    assert run(wiki, "--out", out, *QUICK) == 0
+    assert server.requests[before:] == [(PART_2, ""), (PART_2, "bytes=200-")]
+    assert re.search(r"documents dropped: redirect +3 +50.00%", capsys.readouterr().out)
+    manifest = read_manifest(out / "wiki", "fetch")
+    assert manifest["counts"]["documents_in"] == 6 and manifest["counts"]["kept"] == 3
+    assert [row["path"].rpartition("multistream")[2][:2] for row in manifest["inputs"]] == ["1.", "2.", "10"]
+    assert manifest["inputs"][1]["sha256"] == hashlib.sha256(server.files[PART_2]).hexdigest()
+    assert manifest["corpus"]["title"] == "wiki"
+    assert [text.split("\n")[0] for text in texts(out)] == ["Part 1", "Part 10", "Part 2"]
+
+    before = len(server.requests)
+    assert run(wiki, "--out", out, *QUICK) == 0
+    assert len(server.requests) == before and read_manifest(out / "wiki") == manifest
+
+
+def test_a_date_that_is_not_finished_and_a_job_that_is_not_there(server, wiki, tmp_path, capsys):
+    assert run(wiki, "--set", "date=20260201", "--out", tmp_path / "out", *QUICK) == 1
+    assert "the job 'articles' is not finished there, its status is 'in-progress'" in capsys.readouterr().err
+    wiki.write_text(wiki.read_text().replace('"articles"', '"abstracts"'))
+    assert run(wiki, "--set", "wiki.date=20260101", "--out", tmp_path / "new", *QUICK) == 1
+    assert "is no status of a dump with the job 'abstracts'" in capsys.readouterr().err
+    assert run(wiki, "--set", "date=20250101", "--out", tmp_path / "other", *QUICK) == 1
+    assert "dumpstatus.json: the server answers 404" in capsys.readouterr().err
+
+
+def news_source(server, folder):
+    """Two months of news, two files each."""
+    for month, names in {"2018-12": "ab", "2019-01": "cd"}.items():
+        lines = []
+        for number, name in enumerate(names):
+            path = f"crawl/{name}.warc.gz"
+            pages = [("200 OK", "text/html", article(10 * ord(name) + index).encode()) for index in range(2)]
+            write_warc(folder / "x.warc.gz", [*pages, ("404 Not Found", "text/html", b"")])
+            server.files[path] = (folder / "x.warc.gz").read_bytes()
+            lines.append(f"{path}\n" + "\n" * number)
+        server.files[f"{month}/warc.paths.gz"] = gzip.compress("".join(lines).encode())
+    (folder / "x.warc.gz").unlink()
+    body = f"""format = "warc"
+[options]
+months = "2018-12:2019-01"
+[listing]
+kind = "paths"
+url = "{server.address}/{{year}}-{{month}}/warc.paths.gz"
+base = "{server.address}/"
+"""
+    return source_file(folder, "news", body)
+
+
+def test_news_of_some_months_file_by_file(server, tmp_path, capsys):
+    """With --delete-downloads: one file at a time on the disk, and one that fails leaves the others alone."""
+    source, out = news_source(server, tmp_path), tmp_path / "out"
+    server.faults["crawl/b.warc.gz"] = status(500)
+    assert run(source, "--out", out, "--delete-downloads", *QUICK) == 1
+    assert "crawl/b.warc.gz: the server answers 500" in capsys.readouterr().err
+    assert len(texts(out)) == 6
+    server.faults.clear()
+    assert run(source, "--out", out, "--delete-downloads", *QUICK) == 0
+    assert len(server.asked("crawl/a.warc.gz")) == 1 and len(texts(out)) == 8
+    assert counts(out / "news")["dropped"] == {"no page: the server's answer was not 200": 4}
+    assert not list((out / ".raw" / "news").glob("*.warc.gz"))
+    one = [piece for piece in documents(out) if "of article 970 says" in piece.text]
+    assert len(one) == 1 and one[0].source == "news" and one[0].fields["url"] == "http://example.org/0"
+
+    assert run(source, "--out", tmp_path / "one", "--set", "months=2019-01", "--limit-files", "1", *QUICK) == 0
+    assert [row["path"][-9:] for row in read_manifest(tmp_path / "one" / "news")["inputs"]] == ["c.warc.gz"]
+
+
+def books_source(server, folder):
+    """Plain text of two files, with checksums in a list as sha256sum writes it."""
+    server.files["b/one.txt.xz"] = lzma.compress(b"First.\nStill first.\n\nSecond.\n\n\nThird.\n")
+    server.files["b/two.txt.bz2"] = bz2.compress("".join(f"Document {n}.\n\n" for n in range(300)).encode())
+    names = ["one.txt.xz", "two.txt.bz2"]
+    sums = [f"{hashlib.sha256(server.files[f'b/{name}']).hexdigest()}  {name}\n" for name in names]
+    server.files["b/SHA256SUMS"] = "".join(sums).encode()
+    body = f'format = "txt"\n[listing]\nkind = "checksums"\nurl = "{server.address}/b/SHA256SUMS"\n'
+    return source_file(folder, "books", body)
+
+
+def test_text_in_files_of_some_size_whatever_the_workers(server, tmp_path, capsys):
+    source = books_source(server, tmp_path)
+    for name, more in {"one": [], "two": ["--workers", "2"]}.items():
+        assert run(source, "--out", tmp_path / name, *QUICK, *more, "--file-bytes", "4000") == 0
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / name / "books").glob("[!.]*")} for name in ("one", "two"))
+    assert one == two and len(one) == 1 + 1 + 6
+    assert documents(tmp_path / "one")[0].text == "First.\nStill first."
+    expected = ["First.\\nStill first.", "Second.", "Third.", *(f"Document {number}." for number in range(300))]
+    assert texts(tmp_path / "one") == sorted(expected)
+    rows = read_manifest(tmp_path / "one" / "books")["outputs"]
+    assert sum(row["documents"] for row in rows) == 303
+    server.files["b/SHA256SUMS"] = b"<html>not what you think</html>"
+    assert run(source, "--out", tmp_path / "three", *QUICK) == 1
+    assert "SHA256SUMS is no list of checksums: it has the line '<html>" in capsys.readouterr().err
+
+
+def test_a_file_that_changed_on_the_server_is_void(server, tmp_path, capsys):
+    source, out = books_source(server, tmp_path), tmp_path / "out"
+    assert run(source, "--out", out, *QUICK) == 0
+    server.files["b/one.txt.xz"] = lzma.compress(b"Quite another text.\n")
+    digest = hashlib.sha256(server.files["b/one.txt.xz"]).hexdigest()
+    lines = server.files["b/SHA256SUMS"].decode().splitlines()
+    server.files["b/SHA256SUMS"] = f"{digest}  one.txt.xz\n{lines[1]}\n".encode()
+    before = len(server.requests)
+    assert run(source, "--out", out, *QUICK) == 0 and len(server.requests) == before  # the list is the one of old
+    assert run(source, "--out", out, *QUICK, "--restart") == 0
+    assert [path for path, _ in server.requests[before:]] == ["b/SHA256SUMS", "b/one.txt.xz"]
+    assert "Quite another text." in texts(out) and "Second." not in texts(out)
+    assert run(source, "--out", out, *QUICK, "--limit-documents", "2") == 1
+    assert "with other settings (limit_documents was None, now 2)" in capsys.readouterr().err
+
+
+def test_limits(server, tmp_path):
+    source, out = books_source(server, tmp_path), tmp_path / "out"
+    assert run(source, "--out", out, *QUICK, "--limit-documents", "2") == 0
+    assert texts(out) == ["Document 0.", "Document 1.", "First.\nStill first.", "Second."]
+    assert counts(out / "books")["other"]["parts cut short by --limit-documents"] == 2
+
+
+def test_a_folder_of_mixed_files(tmp_path, capsys):
+    """Each kind of file, one that is empty and one that is damaged, without any network."""
+    folder, out = tmp_path / "my texts", tmp_path / "out"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one\n\ntwo\n")
+    (folder / "b.jsonl").write_text('{"text": "three", "source": "elsewhere"}\nnot json\n')
+    (folder / "c.txt").touch()
+    (folder / "d.txt.gz").write_bytes(gzip.compress(b"four\n\n" + bytes(range(256)) * 40)[:-200])
+    assert run(folder, "--out", out, *QUICK) == 0
+    printed = capsys.readouterr().out
+    assert "defect: empty file: " in printed and "d.txt.gz" in printed and "dropped: not JSON" in printed
+    assert texts(out) == ["four", "one", "three", "two"]
+    assert {piece.source for piece in documents(out)} == {"my-texts", "elsewhere"}
+    row = counts(out / "my-texts")
+    assert row["documents_in"] == 4 + sum(row["dropped"].values()) and row["dropped"]["not JSON"] == 1
+    (folder / "b.jsonl").unlink()
+    assert run(folder, "--out", out, *QUICK) == 0
+    assert texts(out) == ["four", "one", "two"]  # what was made of a file that is no longer there went with it
+
+
+def test_a_dataset_through_datasets(tmp_path, capsys):
+    """From a folder on the disk, which 'datasets' reads as it reads the Hub's. One test: its import takes seconds."""
+    pytest.importorskip("datasets")
+    folder, out = tmp_path / "set", tmp_path / "out"
+    folder.mkdir()
+    for shard in range(3):
+        rows = [{"body": f"Text {shard}-{row}.", "stars": row} for row in range(4)] + [{"body": None, "stars": 0}]
+        (folder / f"train-{shard}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(f"hf:{folder}", "--out", out, *QUICK, "--text-field", "body") == 0
+    found = documents(out)
+    assert [piece.text for piece in found] == [f"Text {shard}-{row}." for shard in range(3) for row in range(4)]
+    assert isinstance(found[5], Record) and found[5].fields == {"stars": "1"}
+    assert found[5].id == "train-00001-of-00003:1"
+    manifest = read_manifest(next(path for path in out.iterdir() if path.name != ".raw"))
+    assert manifest["counts"]["dropped"] == {"no text in field 'body'": 3} and len(manifest["outputs"]) == 3
+    assert run(f"hf:{folder}", "--out", tmp_path / "new", *QUICK) == 1
+    assert "no column 'text'; there are body, stars" in capsys.readouterr().err
+    joined = source_file(tmp_path, "joined", f'text_field = "body"\n[hub]\nname = "{folder}"\nrows_per_document = 3\n')
+    assert run(joined, "--out", out, *QUICK, "--limit-files", "1") == 0
+    assert [piece.text for piece in documents(out / "joined")] == ["Text 0-0.\nText 0-1.\nText 0-2.", "Text 0-3."]
+    assert run(f"hf:{folder}::nosplit", "--out", tmp_path / "new", *QUICK) == 1
+    assert "nosplit" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_stands_against_it(server, tmp_path, capsys, monkeypatch):
+    words = ["wikipedia", "cc100-en", "--set", "date=20260101", "--dry-run"]
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
+    assert run(*words, "--out", tmp_path / "new", "--json", tmp_path / "plan.json") == 0
+    printed = capsys.readouterr().out
+    assert "82.0 GB" in printed and "date=20260101" in printed and not (tmp_path / "new").exists()
+    assert json.loads((tmp_path / "plan.json").read_text())["sources"][1]["files"] == 1
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**11))
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "file").touch()
+    assert run(*words, "--out", tmp_path / "file" / "new") == 1
+    printed = capsys.readouterr().out
+    assert "problem: wikipedia: not installed: mwparserfromhell, requests" in printed
+    assert re.search(r"problem: about 26\d.\d GB are needed in .*, 100.0 GB are free", printed)
+    assert "problem: --out: " in printed and "is no folder" in printed
+    assert run(*words[:-1], "--out", tmp_path / "new") == 1
+    assert "wikipedia needs mwparserfromhell, requests: install the extra 'data'" in capsys.readouterr().err
+    assert not server.requests
+
+
+def test_a_disk_that_is_too_small(server, wiki, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=500))
+    assert run(wiki, "--out", tmp_path / "out", *QUICK) == 1
+    assert "wiki still needs about 0.0 GB in " in capsys.readouterr().err
+    assert not list((tmp_path / "out" / ".raw" / "wiki").glob("*.bz2"))
+    assert run(wiki, "--out", tmp_path / "out", *QUICK, "--no-space-check") == 0
+
+
+def test_shares_of_a_job_array(server, wiki, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(wiki, "--out", out, *QUICK, "--share", "0/2") == 0
+    assert "1 parts are left to other shares" in capsys.readouterr().out and not server.asked(PART_2)
+    assert run(wiki, "--out", out, *QUICK, "--share", "1/2") == 0
+    assert counts(out / "wiki")["kept"] == 3
