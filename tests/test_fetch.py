@@ -287,7 +287,7 @@ def test_text_in_files_of_some_size_whatever_the_workers(server, tmp_path, capsy
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / name / "books").glob("[!.]*")} for name in ("one", "two"))
     assert one == two and len(one) == 1 + 1 + 6
     assert documents(tmp_path / "one")[0].text == "First.\nStill first."
-    expected = ["First.\\nStill first.", "Second.", "Third.", *(f"Document {number}." for number in range(300))]
+    expected = ["First.\nStill first.", "Second.", "Third.", *(f"Document {number}." for number in range(300))]
     assert texts(tmp_path / "one") == sorted(expected)
     rows = read_manifest(tmp_path / "one" / "books")["outputs"]
     assert sum(row["documents"] for row in rows) == 303
