@@ -296,6 +296,33 @@ def test_text_in_files_of_some_size_whatever_the_workers(server, tmp_path, capsy
     assert "SHA256SUMS is no list of checksums: it has the line '<html>" in capsys.readouterr().err
 
 
+def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_path, monkeypatch):
+    """As after a kill: what was written before stays as it is, and all is as if nothing had happened."""
+    from data_prep.fetch import pieces
+
+    source = books_source(server, tmp_path)
+    words = [*QUICK, "--file-bytes", "4000"]
+    assert run(source, "--out", tmp_path / "fresh", *words) == 0
+    whole, opened = pieces.write_stream, []
+
+    def killed(path):
+        opened.append(path.name)
+        if path.name.startswith("two-00003"):
+            raise KeyboardInterrupt
+        return whole(path)
+
+    monkeypatch.setattr(pieces, "write_stream", killed)
+    assert run(source, "--out", tmp_path / "out", *words) == 130
+    monkeypatch.setattr(pieces, "write_stream", lambda path: opened.append(path.name) or whole(path))
+    opened.clear()
+    assert run(source, "--out", tmp_path / "out", *words) == 0
+    assert sorted(opened) == [f"two-{number:05d}.jsonl.gz" for number in range(3, 6)]
+    one, two = (
+        {p.name: p.read_bytes() for p in (tmp_path / name / "books").glob("[!.]*")} for name in ("fresh", "out")
+    )
+    assert one == two
+
+
 def test_a_file_that_changed_on_the_server_is_void(server, tmp_path, capsys):
     source, out = books_source(server, tmp_path), tmp_path / "out"
     assert run(source, "--out", out, *QUICK) == 0

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from data_prep.fetch import hub, warc, wikipedia
 from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download, from_json
+from data_prep.fetch.pieces import Writer
 from data_prep.fetch.source import Hub
 from data_prep.flow.documents import Defect, Loss, Reading, Record, read
-from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.manifest import PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.running import PartFailed
-from data_prep.flow.streams import COMPRESSIONS, sha256_of, suffix_of, write_stream
+from data_prep.flow.streams import COMPRESSIONS, sha256_of, suffix_of
 
 REQUEST = ".request.json"
 _FORMATS = re.compile(r"\.(xml|warc|jsonl|json|txt|parquet)(?=[-.]|$)|\.(gz|bz2|xz|zst)$")
@@ -72,7 +73,7 @@ def convert(part: Part, out: Path, conversion: Conversion) -> PartResult:
     Raises:
         PartFailed: its file is not there and cannot be had.
     """
-    counts, defects, facts = Counts(), [], {}
+    facts: dict[str, Any] = {}
     request = json.loads(part.path.read_text(encoding="utf-8")) if isinstance(part, Requested) else {}
     if "url" in request:
         path, facts = _raw_file(from_json(request), conversion)
@@ -82,11 +83,12 @@ def convert(part: Part, out: Path, conversion: Conversion) -> PartResult:
         pieces = hub.rows(wanted, request["shard"], request["num_shards"], name, conversion.reading)
     else:
         pieces = read(part, conversion.reading)
-    lines = _kept(pieces, counts, defects, conversion.limit)
-    outputs = _write(lines, out, part.name, conversion)
+    key = f"{part} {part.path.stat().st_mtime_ns} {facts} {conversion.reading}"
+    writer = Writer(out, part.name, key, conversion.suffix, conversion.file_bytes, conversion.limit)
+    result = writer.write(iter(pieces))
     if "url" in request and conversion.patience:
         path.unlink()
-    return PartResult(outputs, counts, defects, facts)
+    return replace(result, facts=facts)
 
 
 def _raw_file(file: RemoteFile, conversion: Conversion) -> tuple[Path, dict[str, Any]]:
@@ -116,35 +118,3 @@ def named_by_format(file_name: str, form: str) -> str:
         return file_name
     path = Path(file_name)
     return f"{path.stem}.{form}{path.suffix}" if path.suffix in COMPRESSIONS else f"{file_name}.{form}"
-
-
-def _kept(
-    pieces: Iterator[Record | Loss | Defect], counts: Counts, defects: list[dict[str, str]], limit: int | None
-) -> Iterator[bytes]:
-    for piece in pieces:
-        if isinstance(piece, Defect):
-            defects.append({"problem": piece.problem, "where": piece.where})
-        elif isinstance(piece, Loss):
-            counts.drop(piece.reason)
-        elif limit is not None and counts.kept == limit:
-            counts.other["parts cut short by --limit-documents"] += 1
-            return
-        else:
-            counts.keep()
-            counts.other["bytes of text"] += len(piece.text.encode("utf-8", "surrogatepass"))
-            yield piece.line()
-
-
-def _write(lines: Iterator[bytes], out: Path, name: str, conversion: Conversion) -> list[dict[str, Any]]:
-    outputs = []
-    for line in lines:
-        path = out / f"{name}-{len(outputs):05d}.jsonl{conversion.suffix}"
-        documents, size = 1, len(line)
-        with write_stream(path) as (stream, written):
-            stream.write(line)
-            while size < conversion.file_bytes and (line := next(lines, None)) is not None:
-                stream.write(line)
-                documents, size = documents + 1, size + len(line)
-        row = {"name": path.name, "bytes": written.num_bytes, "sha256": written.sha256, "documents": documents}
-        outputs.append(row)
-    return outputs
