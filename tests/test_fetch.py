@@ -213,6 +213,8 @@ def test_wikipedia_from_the_list_to_documents(server, wiki, tmp_path, capsys):
     assert [text.split("\n")[0] for text in texts(out)] == ["Part 1", "Part 10", "Part 2"]
 
     before = len(server.requests)
+    for path in (out / ".raw" / "wiki").glob("*.bz2"):
+        path.unlink()
     assert run(wiki, "--out", out, *QUICK) == 0
     assert len(server.requests) == before and read_manifest(out / "wiki") == manifest
 
@@ -321,6 +323,25 @@ def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_pat
         {p.name: p.read_bytes() for p in (tmp_path / name / "books").glob("[!.]*")} for name in ("fresh", "out")
     )
     assert one == two
+
+
+def test_what_is_on_record_of_other_content_is_not_used(tmp_path):
+    from data_prep.fetch.pieces import Writer
+
+    def some(text, broken=False):
+        for number in range(5):
+            if broken and number == 3:
+                raise ZeroDivisionError
+            yield Record(f"{text} {number}", str(number), "x")
+
+    def write(key, pieces):
+        return Writer(tmp_path, "a", key, ".gz", 60, None).write(pieces)
+
+    for key, first_text in (("old", "old 0"), ("new", "new 0")):
+        with pytest.raises(ZeroDivisionError):
+            write("old", some("old", broken=True))
+        assert write(key, some("new")).counts.kept == 5
+        assert documents(tmp_path)[0].text == first_text
 
 
 def test_a_file_that_changed_on_the_server_is_void(server, tmp_path, capsys):

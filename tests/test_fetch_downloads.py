@@ -82,7 +82,26 @@ def test_a_file_that_changed_meanwhile_is_not_glued_together(server, tmp_path):
         get(server, tmp_path)
     server.faults.clear()
     server.files["a.bin"] = new = os.urandom(300_000)
+    before = len(server.requests)
     assert get(server, tmp_path) == new
+    assert len(server.requests) == before + 1  # If-Range: the server sends the new one at once
+
+
+def test_ranges_that_come_in_pieces(server, tmp_path):
+    """A server that sends less than it was asked for, and says so."""
+
+    def at_most(handler, content):
+        start = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        if start == 0:
+            return cut_after(50_000)(handler, content)
+        piece = content[start : start + 60_000]
+        span = f"bytes {start}-{start + len(piece) - 1}/{len(content)}"
+        handler.answer(206, piece, {"Content-Range": span, "ETag": handler.tag(content)})
+        return True
+
+    server.faults["a.bin"] = at_most
+    assert get(server, tmp_path) == CONTENT
+    assert len(server.asked("a.bin")) == 5
 
 
 def test_a_server_that_ignores_if_range_is_found_out(server, tmp_path):
@@ -127,7 +146,9 @@ def test_a_kill_between_the_last_byte_and_the_name(server, tmp_path):
     server.faults.clear()
     with open(tmp_path / "a.bin.partial", "ab") as file:
         file.write(CONTENT[-1:])
+    before = len(server.requests)
     assert get(server, tmp_path) == CONTENT  # 416 with the length that is there
+    assert server.requests[before:] == [("a.bin", "bytes=254800-")]
 
 
 def test_a_wrong_length_is_not_taken(server, tmp_path):

@@ -46,7 +46,7 @@ def test_a_dump_of_several_streams(tmp_path):
     pages = [
         page(1, "Ada", WIKITEXT),
         page(2, "Talk:Ada", "hello", namespace=1),
-        page(3, "Lady Ada", "#REDIRECT [[Ada]]", redirect="Ada"),
+        page(3, "Lady Ada", "#WEITERLEITUNG [[Ada]]", redirect="Ada"),
         page(4, "Countess", "#redirect [[Ada]]"),
         page(5, "Empty", "{{stub}}"),
         page(6, "Long", "word " * 2000),
