@@ -161,6 +161,21 @@ def test_a_wrong_length_is_not_taken(server, tmp_path):
     assert "a.bin" not in names(tmp_path)
 
 
+def test_a_server_that_does_not_say_the_length(server, tmp_path):
+    def until_closed(handler, content):
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(content[:-1])
+        handler.close_connection = True
+        return True
+
+    server.faults["a.bin"] = until_closed
+    assert get(server, tmp_path) == CONTENT[:-1]  # nobody can know better
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(DownloadFailed, match=r"254,799 bytes came, its list says 254,800; gave up after 3 attempts"):
+        get(server, tmp_path, num_bytes=len(CONTENT))
+
+
 def test_a_wrong_checksum_is_tried_again_and_then_named(server, tmp_path):
     bad = ("sha1", "0" * 40)
     with pytest.raises(DownloadFailed, match=rf"its sha1 is {SHA1[1]}, expected 0+; gave up after 3 attempts"):

@@ -27,10 +27,10 @@ _FORMATS = re.compile(r"\.(xml|warc|jsonl|json|txt|parquet)(?=[-.]|$)|\.(gz|bz2|
 class Requested(Part):
     """A part that is a file of the web or a shard of the Hub; its ``path`` is the request for it, a small file.
 
-    ``size`` is for progress: bytes of what is asked for, 0 if nobody knows.
+    ``size`` is for progress: bytes of what is asked for, 1 if nobody knows.
     """
 
-    size: int = 0
+    size: int = 1
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +83,7 @@ def convert(part: Part, out: Path, conversion: Conversion) -> PartResult:
         pieces = hub.rows(wanted, request["shard"], request["num_shards"], name, conversion.reading)
     else:
         pieces = read(part, conversion.reading)
-    key = f"{part} {part.path.stat().st_mtime_ns} {facts} {conversion.reading}"
+    key = f"{part.path} {part.start} {part.stop} {part.path.stat().st_mtime_ns} {facts} {conversion.reading}"
     writer = Writer(out, part.name, key, conversion.suffix, conversion.file_bytes, conversion.limit)
     result = writer.write(iter(pieces))
     if "url" in request and conversion.patience:

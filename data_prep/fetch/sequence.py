@@ -75,7 +75,7 @@ class Wanted:
         """What its documents depend on."""
         return {
             "source": self.source.name,
-            "definition": hashlib.sha256(self.source.definition.encode()).hexdigest(),
+            "source_sha256": hashlib.sha256(self.source.definition.encode()).hexdigest(),
             "options": self.options,
             "text_field": self.reading.text_field,
             "documents": self.reading.documents_of_text,
@@ -124,6 +124,8 @@ def fetch(wanted: Wanted) -> Outcome:
         check_space(wanted, absent)
         if not wanted.delete_downloads:
             problems = download_all(absent, wanted.raw, wanted.connections, wanted.patience, wanted.run.quiet)
+        sizes = [_there(wanted.raw / file.name) or part.size for file, part in zip(files, parts, strict=True)]
+        parts = [replace(part, size=size) for part, size in zip(parts, sizes, strict=True)]
     finished = run_parts(wanted.run, _PHASE, parts, partial(convert, conversion=_conversion(wanted)))
     if finished.results is None:
         return Outcome(None, problems or finished.failed, finished.missing)
@@ -181,7 +183,7 @@ def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int
             (wanted.raw / name).unlink(missing_ok=True)
             write_bytes(path, content)
         stem = unique_name(part_name(name), names)
-        parts.append(Requested(path, stem, wanted.source.name, size=size or 0))
+        parts.append(Requested(path, stem, wanted.source.name, size=size or 1))
     return parts
 
 

@@ -7,6 +7,7 @@ import importlib
 
 HELP = "from raw corpora to sharded training data"
 EPILOG = """examples:
+  smlp data fetch wikipedia openwebtext --out corpora
   smlp data clean --in corpora/ --out data/clean
   smlp data dedup --in data/clean --out data/unique
   smlp data sample --in data/unique --out data/sample --fraction 0.1
