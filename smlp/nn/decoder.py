@@ -173,7 +173,8 @@ class Decoder(nn.Module):
                 f"a sequence of {tokens_Bn.size(1)} tokens has none to learn from: the first "
                 f"{self.config.prefix_tokens} only choose experts; give batches with longer sequences"
             )
-        context.valid_Bn = self._valid(tokens_Bn)
+        if not tokens_Bn.is_meta:
+            context.valid_Bn = self._valid(tokens_Bn)
         with span(EMBEDDING):
             x_BnH = self.embedding(tokens_Bn)
             if self.config.positions != "none":
@@ -183,8 +184,6 @@ class Decoder(nn.Module):
 
     def _valid(self, tokens_Bn: Tensor) -> Tensor | None:
         """True at real tokens, (B, n), or None where there is no padding."""
-        if tokens_Bn.is_meta:
-            return None
         valid_Bn = tokens_Bn != self.config.padding_idx
         return None if valid_Bn.all() else valid_Bn
 
