@@ -14,7 +14,7 @@ DOCUMENT_TOKENS = WORDS + 3  # two lines with their ends, and an empty line
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """``DATA1:DATA2`` with 24 documents each, of two lines of 5 words and an empty one; the first has validation data."""
+    """``DATA1:DATA2`` with 24 documents each, of two lines of 5 words and an empty one; the first has a valid split."""
     import torch
     from fairseq.data import Dictionary
     from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
