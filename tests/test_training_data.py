@@ -4,6 +4,7 @@ Documents are runs of numbers that stand nowhere else, so that a block says wher
 """
 
 import json
+import re
 
 import pytest
 from running import TINY_LM, USER_DIR
@@ -102,3 +103,16 @@ def test_with_complete_doc_no_block_holds_two_documents(runs):
 
     assert all(len(documents_in(block)) <= 1 for block in blocks(runs["document"]))
     assert any(len(documents_in(block)) == 2 for block in blocks(runs["whole"]))
+
+
+def test_the_log_says_how_much_of_the_time_goes_into_waiting_for_data(shards, tmp_path, run_fairseq_many):
+    """A loader that sleeps 50 ms a sequence, six of them an update, takes nearly all of the time of a tiny model."""
+    delay = {"rank": 0, "place": "fairseq.data.monolingual_dataset:MonolingualDataset.__getitem__", "how": "delay"}
+    quick = run_case(shards, tmp_path, "quick", "--max-update", "6", "--no-save")
+    slow = {**run_case(shards, tmp_path, "slow", "--max-update", "6", "--no-save"), "fault": delay}
+    waits = []
+    for run in run_fairseq_many([quick, slow]):
+        assert run.rc == 0, run.stderr
+        waits.append([float(share) for share in re.findall(r"data_wait=([\d.]+)", run.stdout)][1:])
+    assert len(waits[0]) == len(waits[1]) == 5
+    assert max(waits[1]) <= 100 and min(waits[1]) > 60 > max(waits[0])
