@@ -377,7 +377,7 @@ def test_a_folder_of_mixed_files(tmp_path, capsys):
     (folder / "d.txt.gz").write_bytes(gzip.compress(b"four\n\n" + bytes(range(256)) * 40)[:-200])
     assert run(folder, "--out", out, *QUICK) == 0
     printed = capsys.readouterr().out
-    assert "defect: empty file: " in printed and "d.txt.gz" in printed and "dropped: not JSON" in printed
+    assert "empty file: " in printed and "d.txt.gz" in printed and "dropped: not JSON" in printed
     assert texts(out) == ["four", "one", "three", "two"]
     assert {piece.source for piece in documents(out)} == {"my-texts", "elsewhere"}
     row = counts(out / "my-texts")

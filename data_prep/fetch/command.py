@@ -11,9 +11,9 @@ from data_prep.fetch.download import Patience
 from data_prep.fetch.sequence import Wanted, fetch, known_files, needed_bytes
 from data_prep.fetch.source import Source, built_in, find_source
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, Reading
-from data_prep.flow.manifest import Counts
 from data_prep.flow.options import add_compression, add_run_options
-from data_prep.flow.running import Run, timed
+from data_prep.flow.reporting import report
+from data_prep.flow.running import Run
 from smlp.errors import UserError
 
 DESCRIPTION = "download corpora, with checks, and turn them into documents for 'smlp data clean'"
@@ -195,22 +195,18 @@ def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
 
 
 def _fetch_one(wanted: Wanted) -> int:
-    source, quiet = wanted.source, wanted.run.quiet
+    name = wanted.source.name
     try:
-        with timed(f"fetch {source.name}", quiet) as read:
+        with report(f"fetch {name}", wanted.run) as ending:
             outcome = fetch(wanted)
-            if outcome.manifest:
-                read(sum(row["bytes"] for row in outcome.manifest["inputs"]))
     except UserError as error:
-        print(f"smlp: error: {source.name}: {error}", file=sys.stderr)
+        print(f"smlp: error: {name}: {error}", file=sys.stderr)
         return 1
     for problem in outcome.problems:
         print(f"failed: {problem}", file=sys.stderr)
+    if outcome.problems:
+        print(f"{name} is not finished: run the same command again for what is missing", file=sys.stderr)
+        return 1
     if outcome.manifest is None:
-        if outcome.problems:
-            print(f"{source.name} is not finished: run the same command again for what is missing", file=sys.stderr)
-            return 1
-        print(f"{source.name}: this share is done; {outcome.missing} parts are left to other shares")
-        return 0
-    overview.print_finished(wanted.run.out, source, outcome.manifest, Counts.from_json(outcome.manifest["counts"]))
-    return 0
+        return ending.waiting(outcome.finished, name)
+    return ending.finished(outcome.manifest, f"{wanted.source.title}; licence: {wanted.source.licence}")

@@ -1,15 +1,13 @@
-"""What ``smlp data fetch`` prints: tables of sources, all of one source, a plan, and what came of it."""
+"""What ``smlp data fetch`` prints: tables of sources, all of one source, and a plan."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from data_prep.fetch.source import Source
-from data_prep.flow.manifest import Counts
 from smlp.cli.json_file import write_json
 
 
@@ -73,16 +71,6 @@ def print_plan(rows: list[dict[str, Any]], free: int, problems: list[str], json_
     if json_file:
         write_json(json_file, {"sources": rows, "free_bytes": free, "problems": problems})
     return 1 if problems else 0
-
-
-def print_finished(out: Path, source: Source, manifest: dict[str, Any], counts: Counts) -> None:
-    """Counts, defects, and where the documents are."""
-    print(f"{source.name}: {source.title}; licence: {source.licence}")
-    print(counts.table())
-    for defect in manifest["defects"]:
-        print(f"defect: {defect['problem']}: {defect['where']}")
-    written = sum(output["bytes"] for output in manifest["outputs"])
-    print(f"wrote {len(manifest['outputs']):,} files, {size(written)}, in {out}")
 
 
 def size(num_bytes: int | None) -> str:

@@ -20,7 +20,7 @@ from data_prep.flow.documents import FORMATS, Reading
 from data_prep.flow.manifest import PartResult, write_manifest
 from data_prep.flow.options import COMPRESSIONS
 from data_prep.flow.parts import PART_BYTES, Part, find_files, plan_parts, unique_name
-from data_prep.flow.running import Run, begin, is_done, run_parts
+from data_prep.flow.running import Finished, Run, begin, is_done, run_parts
 from data_prep.flow.streams import write_bytes
 from smlp.errors import UserError
 
@@ -91,9 +91,9 @@ class Wanted:
 class Outcome:
     """What became of a source: its manifest, or sentences about what failed; neither while other shares are at work."""
 
-    manifest: dict[str, Any] | None
+    finished: Finished
+    manifest: dict[str, Any] | None = None
     problems: list[str] = field(default_factory=list)
-    missing: int = 0
 
 
 def fetch(wanted: Wanted) -> Outcome:
@@ -128,8 +128,8 @@ def fetch(wanted: Wanted) -> Outcome:
         parts = [replace(part, size=size) for part, size in zip(parts, sizes, strict=True)]
     finished = run_parts(wanted.run, _PHASE, parts, partial(convert, conversion=_conversion(wanted)))
     if finished.results is None:
-        return Outcome(None, problems or finished.failed, finished.missing)
-    return Outcome(_finish(wanted, finished.results, finished.inputs))
+        return Outcome(finished, problems=problems or finished.failed)
+    return Outcome(finished, _finish(wanted, finished.results, finished.inputs))
 
 
 def _conversion(wanted: Wanted) -> Conversion:
