@@ -152,7 +152,15 @@ def test_parts_of_a_large_file_hold_each_document_once(tmp_path, mode):
 
 
 def test_parts_have_names_of_their_own(tmp_path):
-    for name in ["x/a.txt", "x/a.jsonl", "y/a.txt.gz", "x/.hidden.txt", ".git/b.txt", "x/note.md"]:
+    for name in [
+        "x/a.txt",
+        "x/a.jsonl",
+        "y/a.txt.gz",
+        "x/.hidden.txt",
+        ".git/b.txt",
+        "x/note.md",
+        "y/removed.jsonl.gz",
+    ]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
     parts = plan_parts(find_files([tmp_path], [".txt", ".jsonl"]))

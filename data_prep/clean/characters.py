@@ -54,7 +54,7 @@ def _character(match: re.Match[str]) -> str:
 
 
 def mojibake(text: str) -> str:
-    """UTF-8 that was read as something else, ``cafÃ©``, put right by ftfy, line by line where it says that one is bad."""
+    """UTF-8 that was read as something else, ``cafÃ©``, put right by ftfy in lines that it says are bad."""
     if text.isascii() or not _MAY_BE_MOJIBAKE.search(text):
         return text
     fixer = _fixer()

@@ -88,7 +88,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
         is_share = name.startswith("max_") and isinstance(getattr(Thresholds(), name, 0), float)
         is_share = (is_share and name != "max_word_length") or name == "min_probability"
-        if not 0 <= value or (is_share and value > 1):
+        if value < 0 or (is_share and value > 1):
             raise UserError(f"{option} must be {'from 0 to 1' if is_share else 'at least 0'}, not {value}")
     if args.language != "any" and "language" not in args.without:
         from data_prep.clean.language import languages

@@ -1,7 +1,7 @@
 """Rules that remove lines: each takes a document's lines and returns those that stay.
 
-Most patterns hold for short lines only, so that a paragraph that speaks of cookies or of JavaScript stays. Raffel et al.
-(2020), "Exploring the limits of transfer learning with a unified text-to-text transformer", section 2.2, remove
+Most patterns hold for short lines only, so that a paragraph that speaks of cookies or of JavaScript stays. Raffel
+et al. (2020), "Exploring the limits of transfer learning with a unified text-to-text transformer", section 2.2, remove
 such lines of any length.
 """
 
@@ -16,7 +16,10 @@ LineRule = Callable[[Sequence[str]], list[str]]
 
 @dataclass(frozen=True)
 class Pattern:
-    """Lines of at most ``max_words`` words in which ``regex`` is found go; one of ``keys`` must be there in lower case."""
+    """Lines of at most ``max_words`` words in which ``regex`` is found go.
+
+    ``keys`` are a quick test: a text in lower case that has none of them has no such line.
+    """
 
     keys: tuple[str, ...]
     regex: re.Pattern[str]

@@ -21,6 +21,7 @@ leaves a manifest.json. 'smlp data STEP --help' shows the options of each.
 # name: (module, one line). A module has DESCRIPTION, EPILOG, add_options(parser) and run(args) -> exit status.
 STEPS: dict[str, tuple[str, str]] = {
     "clean": ("data_prep.clean.command", "characters, boilerplate, language, length and repetition, rule by rule"),
+    "dedup": ("data_prep.dedup.command", "exact and near duplicates, held-out documents, overlap with zero-shot tasks"),
 }
 
 
