@@ -62,10 +62,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UserError if a number is out of its range."""
-    if not 0 < args.threshold <= 1:
-        raise UserError(f"--threshold must be above 0 and at most 1, not {args.threshold}")
-    if not 2 <= args.num_perm <= 4096:
-        raise UserError(f"--num-perm must be from 2 to 4096, not {args.num_perm}")
+    if not 0.1 <= args.threshold <= 1:
+        raise UserError(f"--threshold must be from 0.1 to 1, not {args.threshold}")
+    if not 16 <= args.num_perm <= 4096:
+        raise UserError(f"--num-perm must be from 16 to 4096, not {args.num_perm}")
     for name in ("ngram", "decontaminate_ngram"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")

@@ -94,7 +94,7 @@ def sign_part(part: Part, out: Path, settings: SignSettings) -> PartResult:
                 continue
             counts.keep()
             words = words_of(piece.text)
-            hashes = word_hashes(words)
+            hashes = word_hashes(words) if index or settings.scheme else None
             found = index.hits(hashes) if index else {}
             if found:
                 hits.write(_hit_row(piece, found, words))

@@ -15,7 +15,8 @@ from data_prep.dedup.words import FACTOR, ngram_hashes
 from smlp.errors import UserError
 
 # Of wrong pairs in a band and of pairs missed: wrong ones are looked at again and only cost time.
-WEIGHTS = (0.1, 0.9)
+WEIGHTS = (0.02, 0.98)
+_MAX_LSH = 0.95  # above, datasketch would take a single band
 _CHUNK = 1024  # runs of words hashed at once: the work space is num_perm times as large
 
 
@@ -44,7 +45,7 @@ class Scheme:
         Raises:
             UserError: datasketch is not installed.
         """
-        lsh = _datasketch().MinHashLSH(threshold=threshold, num_perm=num_perm, weights=WEIGHTS)
+        lsh = _datasketch().MinHashLSH(threshold=min(threshold, _MAX_LSH), num_perm=num_perm, weights=WEIGHTS)
         return cls(num_perm, ngram, seed, lsh.b, lsh.r)
 
     def found(self, similarity: float) -> float:
