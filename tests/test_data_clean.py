@@ -61,7 +61,7 @@ def test_changed_characters_are_counted():
         (
             "cookies",
             ["This site uses cookies to improve your visit.", "By going on you accept our cookies.", "Cookie settings"],
-            ["She baked cookies for the school.", " ".join(["long"] * 60) + " this site uses cookies"],
+            ["She baked cookies for the school.", " ".join(["long"] * 80) + " this site uses cookies"],
         ),
         (
             "policies",
@@ -87,7 +87,7 @@ def test_changed_characters_are_counted():
         (
             "invitations",
             ["Click here to subscribe", "Share this on Facebook", "ADVERTISEMENT", "Skip to main content"],
-            ["Sign in, please.", "Leave a reply to nobody but me and my dear old mother", "Advertisements pay for it"],
+            ["Sign in, please.", "Leave a reply to nobody but me and my dear old mother and father", "Advertisements pay for it"],
         ),
     ],
 )

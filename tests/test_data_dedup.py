@@ -1,4 +1,4 @@
-"""``smlp data dedup``: duplicates against a comparison of all pairs, held-out documents, overlap with zero-shot tasks."""
+"""``smlp data dedup`` against a comparison of all pairs; held-out documents; overlap with zero-shot tasks."""
 
 import gzip
 import json
@@ -357,7 +357,7 @@ def test_overlap_with_tasks(tmp_path, tasks, capsys):
 
 
 def test_one_overlap_may_belong_to_several_tasks(tmp_path, tasks):
-    folder, words = tasks
+    _, words = tasks
     texts = {"a/x": [[words[30]], [words[30] + " more"]], "b/x": [["other"], [words[30][:120]]]}
     indexed = index_tasks(texts, 13, tmp_path / "index")
     index = Index(indexed)

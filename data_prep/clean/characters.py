@@ -18,7 +18,7 @@ import numpy as np
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 # Those that are white space (tabs, line breaks, \x1c to \x1f, \x85) are left to that rule.
-_CONTROL_ASCII = re.compile(r"[\x00-\x08\x0e-\x1b\x7f]+")
+_CONTROL_ASCII = bytes([*range(0x09), *range(0x0E, 0x1C), 0x7F])
 _REMOVED = (
     r"\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f"
     r"\xad"  # soft hyphen
@@ -75,7 +75,7 @@ def _fixer() -> Any:
 def control(text: str) -> str:
     """Removes control characters, zero-width ones, byte-order marks, soft hyphens, what is no character at all."""
     if text.isascii():
-        return _CONTROL_ASCII.sub("", text)
+        return text.encode().translate(None, _CONTROL_ASCII).decode()
     return _CONTROL.sub("", text) if _MAY_HAVE_CONTROL.search(text) else text
 
 

@@ -91,15 +91,13 @@ def clean_characters(text: str, off: frozenset[str], tally: Counter[str]) -> str
 def clean_lines(text: str, settings: Settings, tally: Counter[str]) -> tuple[str, list[str]]:
     """The text after the rules of lines, and its lines."""
     kept = text.split("\n")
-    lower = text.lower()
+    notices = lines.may_have_notices(kept)
     for name in LINE_RULES:
         if name in settings.off:
             continue
         number = len(kept)
         if name in lines.PATTERNS:
-            pattern = lines.PATTERNS[name]
-            if any(key in lower for key in pattern.keys):
-                kept = lines.found_in(pattern, kept)
+            kept = lines.without_notices(kept, lines.PATTERNS[name]) if name in notices else kept
         elif name == "short-lines":
             kept = lines.short_lines(kept, settings.min_line_words) if settings.min_line_words else kept
         elif name == "repeated-lines":

@@ -16,18 +16,18 @@ LineRule = Callable[[Sequence[str]], list[str]]
 
 @dataclass(frozen=True)
 class Pattern:
-    """Lines of at most ``max_words`` words in which ``regex`` is found go.
+    """Lines of at most ``max_characters`` in which ``regex`` is found go.
 
-    ``keys`` are a quick test: a text in lower case that has none of them has no such line.
+    ``keys`` are a quick test: lines in lower case that have none of them are not looked at.
     """
 
     keys: tuple[str, ...]
     regex: re.Pattern[str]
-    max_words: int
+    max_characters: int
 
 
-def _pattern(keys: str, regex: str, max_words: int) -> Pattern:
-    return Pattern(tuple(keys.split("|")), re.compile(regex, re.IGNORECASE), max_words)
+def _pattern(keys: str, regex: str, max_characters: int) -> Pattern:
+    return Pattern(tuple(keys.split("|")), re.compile(regex, re.IGNORECASE), max_characters)
 
 
 PATTERNS = {
@@ -35,24 +35,24 @@ PATTERNS = {
         "cookie",
         r"\b(?:uses?|using|accept|allow|enable|disable|our) (?:\w+ ){0,3}cookies\b"
         r"|\bcookie (?:policy|settings|preferences|notice|consent)\b",
-        60,
+        400,
     ),
     "policies": _pattern(
         "terms|privacy",
         r"\bterms of (?:use|service)\b|\bterms (?:and|&) conditions\b|\bprivacy (?:policy|statement|notice)\b",
-        25,
+        160,
     ),
     "copyright": _pattern(
         "rights reserved|copyright|©|(c)",
         r"\ball rights reserved\b"
         r"|^(?:copyright\W*)?(?:©|\(c\)).{0,40}\b(?:19|20)\d\d\b|^copyright\W*(?:19|20)\d\d\b",
-        40,
+        250,
     ),
     "javascript": _pattern(
         "javascript",
         r"\bjavascript\b.*\b(?:enabled?|disabled?|required?|requires|supported|browser)\b"
         r"|\b(?:enable|disabled?|requires?|supports?|browser)\b.*\bjavascript\b",
-        40,
+        250,
     ),
     "placeholder": _pattern("lorem ipsum", r"\blorem ipsum\b", 1 << 30),
     "invitations": _pattern(
@@ -61,20 +61,27 @@ PATTERNS = {
         r"^\W*(?:click here|read more|continue reading|sign (?:up|in)|log ?in|subscribe|share (?:this|on)"
         r"|follow us|like us|skip to (?:main )?content|advertisements?\W*$|related (?:articles|posts|stories)"
         r"|leave a (?:comment|reply)|back to top|print this|e-?mail this|tweet this)\b(?!.*[.!?][\"'”’)]*$)",
-        8,
+        60,
     ),
 }
 
 
-def found_in(pattern: Pattern, lines: Sequence[str]) -> list[str]:
+def without_notices(lines: Sequence[str], pattern: Pattern) -> list[str]:
     """The lines without those that a pattern is found in."""
-    return [line for line in lines if not _is_found(pattern, line)]
+    return [line for line in lines if len(line) > pattern.max_characters or not pattern.regex.search(line)]
 
 
-def _is_found(pattern: Pattern, line: str) -> bool:
-    if not pattern.regex.search(line):
-        return False
-    return len(line.split(None, pattern.max_words)) <= pattern.max_words
+def may_have_notices(lines: Sequence[str]) -> list[str]:
+    """Names of the patterns that may be found: most lines are longer, or have none of the words."""
+    by_length: dict[int, str] = {}
+    names = []
+    for name, pattern in PATTERNS.items():
+        limit = pattern.max_characters
+        if limit not in by_length:
+            by_length[limit] = "\n".join([line for line in lines if len(line) <= limit]).lower()
+        if any(key in by_length[limit] for key in pattern.keys):
+            names.append(name)
+    return names
 
 
 def short_lines(lines: Sequence[str], min_words: int) -> list[str]:
