@@ -165,19 +165,22 @@ def exceeds_ngram_share(words: list[str]) -> bool:
     ids = np.fromiter(map(hash, words), dtype=np.int64, count=len(words))
     lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
     before = np.concatenate(([0], np.cumsum(lengths)))  # characters before each word, and of all
-    keys = ids
+    keys, commonest, num_repeated = ids, len(ids), len(ids)
     for n, threshold in {**TOP_NGRAMS, **REPEATED_NGRAMS}.items():
         keys = keys[:-1] * _HASH_FACTOR + ids[n - 1 :]
+        longest, allowed = int((before[n:] - before[:-n]).max()), threshold * before[-1]
+        # What is repeated of shorter n-grams bounds what can be of these.
+        if (commonest if n in TOP_NGRAMS else num_repeated) * longest <= allowed:
+            continue
         ordered = np.sort(keys)
         same = ordered[1:] == ordered[:-1]
         num_repeated = int(np.count_nonzero(same))
-        if num_repeated == 0:
-            return False  # and longer ones are not repeated either
-        allowed = threshold * before[-1]
-        longest = int((before[n:] - before[:-n]).max())
+        if num_repeated * 2 * longest <= min(REPEATED_NGRAMS.values()) * before[-1] and n >= min(REPEATED_NGRAMS):
+            return False  # longer ones, of up to twice as many words, are fewer
         if n in TOP_NGRAMS:
             edges = np.flatnonzero(np.concatenate(([True], ~same, [True])))
-            if int((edges[1:] - edges[:-1]).max()) * longest > allowed and _top_characters(keys, before, n) > allowed:
+            commonest = int((edges[1:] - edges[:-1]).max())
+            if commonest * longest > allowed and _top_characters(keys, before, n) > allowed:
                 return True
         elif num_repeated * longest > allowed and _repeated_characters(keys, lengths, n) > allowed:
             return True
@@ -188,7 +191,7 @@ def _top_characters(keys: np.ndarray, before: np.ndarray, n: int) -> int:
     """Characters in the n-gram that has most of them, among those that come more than once."""
     _, first, counts = np.unique(keys, return_index=True, return_counts=True)
     characters = counts * (before[first + n] - before[first])
-    return int(characters[counts > 1].max())
+    return int(characters[counts > 1].max(initial=0))
 
 
 def _repeated_characters(keys: np.ndarray, lengths: np.ndarray, n: int) -> int:
