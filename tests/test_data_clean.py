@@ -87,7 +87,11 @@ def test_changed_characters_are_counted():
         (
             "invitations",
             ["Click here to subscribe", "Share this on Facebook", "ADVERTISEMENT", "Skip to main content"],
-            ["Sign in, please.", "Leave a reply to nobody but me and my dear old mother and father", "Advertisements pay for it"],
+            [
+                "Sign in, please.",
+                "Leave a reply to nobody but me and my dear old mother and father",
+                "Advertisements pay for it",
+            ],
         ),
     ],
 )

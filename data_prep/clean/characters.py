@@ -19,6 +19,8 @@ _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 # Those that are white space (tabs, line breaks, \x1c to \x1f, \x85) are left to that rule.
 _CONTROL_ASCII = bytes([*range(0x09), *range(0x0E, 0x1C), 0x7F])
+_OTHER_SPACE = re.compile(r"[^\S\n ]")
+_PLAIN = bytes(code for code in range(128) if not chr(code).isspace() or chr(code) in "\n ")
 _REMOVED = (
     r"\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f"
     r"\xad"  # soft hyphen
@@ -86,6 +88,10 @@ def nfc(text: str) -> str:
 
 def whitespace(text: str) -> str:
     """One space between words, none at the ends of lines, every kind of line break as one, no empty lines."""
+    if not (_OTHER_SPACE.search(text) if not text.isascii() else text.encode().translate(None, _PLAIN)):
+        padded = f"\n{text}\n"
+        if not any(pair in padded for pair in ("  ", "\n\n", "\n ", " \n")):
+            return text
     return "\n".join(filter(None, [" ".join(line.split()) for line in text.splitlines()]))
 
 

@@ -7,7 +7,6 @@ appendix A.1.1, it is marked so; the others are ours.
 from __future__ import annotations
 
 import re
-import string
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,13 +23,16 @@ _HASH_FACTOR = np.int64(0x5851F42D4C957F2D)
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _PUNCTUATION = ".,;:!?'\"()-"
 _TYPOGRAPHIC = frozenset("‘’“”–—…«»‚„¿¡")
-_DIGITS = string.digits.encode()
-_UPPER = string.ascii_uppercase.encode()
-_LETTERS = string.ascii_letters.encode()
-_SYMBOLS = bytes(
-    code for code in range(128) if not chr(code).isalnum() and not chr(code).isspace() and chr(code) not in _PUNCTUATION
+_ASCII = [chr(code) for code in range(128)]
+_SYMBOLS = [not (c.isalnum() or c.isspace() or c in _PUNCTUATION) for c in _ASCII]
+# visible characters, letters, capitals, digits, symbols
+_ASCII_KINDS = np.array(
+    [
+        [not c.isspace() for c in _ASCII],
+        *([f(c) for c in _ASCII] for f in (str.isalpha, str.isupper, str.isdigit)),
+        _SYMBOLS,
+    ]
 )
-_SPACES = string.whitespace.encode()
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,8 @@ class Measures:
     @cached_property
     def shares(self) -> dict[str, float]:
         """``symbols`` and ``digits`` among characters that are no space, ``upper`` among letters."""
-        content = self.text.encode("ascii", "ignore")
-
-        def number_of(characters: bytes) -> int:
-            return len(content) - len(content.translate(None, characters))
-
-        visible = len(content) - number_of(_SPACES)
-        symbols, digits = number_of(_SYMBOLS), number_of(_DIGITS)
-        upper, letters = number_of(_UPPER), number_of(_LETTERS)
+        counts = np.bincount(np.frombuffer(self.text.encode("ascii", "ignore"), dtype=np.uint8), minlength=128)
+        visible, letters, upper, digits, symbols = (int(counts[kind].sum()) for kind in _ASCII_KINDS)
         if not self.text.isascii():
             for character, number in Counter(_NOT_ASCII.findall(self.text)).items():
                 visible += number * (not character.isspace())

@@ -104,6 +104,7 @@ def repeated_lines(lines: Sequence[str], min_words: int) -> list[str]:
 
 
 MENU_ITEM_WORDS = 3
+MENU_LINE_CHARACTERS = 400
 _SEPARATORS = tuple(f" {character} " for character in "|»›·•/>")
 _SEPARATOR = re.compile(r" [|»›·•/>] ")
 _SENTENCE_END = (".", "!", "?", ":", ";", ",", "…", '"', "'", "”", "’", ")")
@@ -112,7 +113,7 @@ _SENTENCE_END = (".", "!", "?", ":", ";", ",", "…", '"', "'", "”", "’", ")
 def navigation(lines: Sequence[str], min_lines: int) -> list[str]:
     """Menus: ``min_lines`` or more lines in a row of at most three words without punctuation at the end, and lines of
     four or more such items between bars or arrows (``Home | About | Contact | Help``)."""
-    text = "\n".join(lines)
+    text = "\n".join([line for line in lines if len(line) <= MENU_LINE_CHARACTERS])
     if any(separator in text for separator in _SEPARATORS):
         lines = [line for line in lines if not _is_menu_line(line)]
     kept: list[str] = []
@@ -134,5 +135,5 @@ def _is_menu_item(text: str) -> bool:
 
 
 def _is_menu_line(line: str) -> bool:
-    items = _SEPARATOR.split(line)
+    items = _SEPARATOR.split(line) if len(line) <= MENU_LINE_CHARACTERS else ()
     return len(items) >= 4 and all(map(_is_menu_item, items))
