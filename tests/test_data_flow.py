@@ -291,6 +291,38 @@ def test_a_killed_command_leaves_no_half_and_goes_on(source, tmp_path):
     assert all((state / name).stat().st_mtime_ns == then for name, then in finished.items())
 
 
+def slow(part, out):
+    (out / f"worker-{os.getpid()}").touch()
+    time.sleep(60)
+
+
+def test_workers_end_with_a_command_that_is_killed(source, tmp_path):
+    """Or they would write into the folder while the repeated command does."""
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, 'tests'); import test_data_flow as t;"
+        "from data_prep.flow.running import Run, run_parts; from data_prep.flow.parts import plan_parts, find_files;"
+        "out = Path(sys.argv[2]); out.mkdir();"
+        "run_parts(Run(out, 2, quiet=True), 'slow', plan_parts(find_files([Path(sys.argv[1])], ['.txt'])), t.slow)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(source), str(tmp_path / "out")], cwd=REPOSITORY)
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "out").glob("worker-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = [int(path.name.split("-")[1]) for path in (tmp_path / "out").glob("worker-*")]
+    process.kill()
+    process.wait(timeout=30)
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(map(is_alive, workers))
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_a_folder_of_other_work_is_not_touched(source, tmp_path):
     run = Run(tmp_path / "out", quiet=True)
     run_upper(source, run, {"seed": 1})

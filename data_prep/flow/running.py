@@ -9,14 +9,17 @@ from __future__ import annotations
 import fcntl
 import json
 import multiprocessing
+import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -196,6 +199,13 @@ def _in_processes(run: Run, phase: str, parts: list[Part], work: Work, bar: Any)
 def _begin_worker(counter: Any) -> None:
     global _bytes_done
     _bytes_done = counter
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would go on writing beside those of the repeated command, and wait forever."""
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def _do_part(part: Part, out: Path, phase: str, work: Work) -> None:
