@@ -44,7 +44,7 @@ The first of several copies stays: inputs in the order given, documents in the o
 """
 __all__ = ["DESCRIPTION", "EPILOG", "add_options", "run"]
 
-PARTITION_BYTES = 256 << 20
+PARTITION_BYTES = 64 << 20
 _EXPANSION = 4  # of compressed text, roughly
 
 
@@ -139,7 +139,7 @@ def _phases(
     decisions = Decisions(folder / "first.bin", folder / "kept.bin", first.dtype.name)
     write_bytes(decisions.exact, first.tobytes())
     if sign.scheme:
-        write_bytes(folder / "unique.bin", (first == np.arange(len(first))).tobytes())
+        write_bytes(folder / "unique.bin", (first == np.arange(len(first), dtype=first.dtype)).tobytes())
         work = partial(
             near_pairs,
             signed=signed,
@@ -197,8 +197,9 @@ def _finish(
     if sign.tasks:
         facts[CONTAMINATED] = _gather(run.out, CONTAMINATED, [f"{name}.hits" for name in names])
         facts["contamination"] = summary(sign.tasks, [result.facts["contamination"] for result in signing.results])
-    results = [replace(result, outputs=result.outputs[:1]) for result in written.results]
-    results[0].defects[:0] = [defect for result in signing.results[:num_held_out] for defect in result.defects]
+    defects = [defect for result in signing.results[:num_held_out] for defect in result.defects]
+    results = [PartResult([], Counts(), defects)]
+    results += [replace(result, outputs=result.outputs[:1]) for result in written.results]
     return write_manifest(run.out, "dedup", recorded, signing.inputs, results, facts)
 
 

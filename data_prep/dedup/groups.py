@@ -80,15 +80,24 @@ def near_pairs(
 
 
 def alike(documents: np.ndarray, lookup: Lookup, threshold: float) -> Iterator[tuple[int, int]]:
-    """Pairs of documents whose signatures are alike; of more than ``ALL_PAIRS``, enough pairs to join them."""
+    """Pairs of documents whose signatures are alike, as many as it takes to join all that such pairs join.
+
+    Of more than ``ALL_PAIRS`` documents, those that are like an earlier one are not compared with later ones.
+    """
     values = lookup.signatures(documents)
-    everything = len(documents) <= ALL_PAIRS
-    while len(documents) > 1:
-        close = similarity(values[0], values[1:]) >= threshold
-        for later in documents[1:][close]:
-            yield int(documents[0]), int(later)
-        stay = np.ones(len(close), dtype=bool) if everything else ~close
-        documents, values = documents[1:][stay], values[1:][stay]
+    if len(documents) > ALL_PAIRS:
+        while len(documents) > 1:
+            close = similarity(values[0], values[1:]) >= threshold
+            yield from ((int(documents[0]), int(later)) for later in documents[1:][close])
+            documents, values = documents[1:][~close], values[1:][~close]
+        return
+    joined = np.arange(len(documents))
+    for place in range(len(documents) - 1):
+        close = similarity(values[place], values[place + 1 :]) >= threshold
+        for later in place + 1 + np.flatnonzero(close):
+            if joined[later] != joined[place]:
+                joined[joined == joined[later]] = joined[place]
+                yield int(documents[place]), int(documents[later])
 
 
 def _write_pairs(out: Path, name: str, pairs: np.ndarray) -> PartResult:

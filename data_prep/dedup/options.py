@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ngram", type=int, default=5, metavar="N", help="words of a run (default: 5)")
     group.add_argument("--seed", type=int, default=1, metavar="N", help="of the signatures (default: 1)")
     group.add_argument(
-        "--partitions", type=int, metavar="N", help="of the rows on disk (default: one for each 256 MiB of text)"
+        "--partitions", type=int, metavar="N", help="of the rows on disk (default: one for each 64 MiB of text)"
     )
     group = parser.add_argument_group("zero-shot tasks")
     group.add_argument(

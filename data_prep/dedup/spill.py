@@ -46,8 +46,11 @@ def spilling(path: Path, width: int, num_partitions: int) -> Iterator[Spill]:
 
 def read_partition(path: Path, width: int, num_partitions: int, partition: int) -> np.ndarray:
     """All rows of a partition in the order they were added: uint64, shape (rows, width)."""
-    index = np.fromfile(path.with_name(path.name + ".index"), dtype=np.int64).reshape(-1, num_partitions + 1)
     pieces = [np.empty((0, width), dtype=np.uint64)]
+    place = path.with_name(path.name + ".index")
+    if not place.stat().st_size:
+        return pieces[0]
+    index = np.memmap(place, dtype=np.int64, mode="r").reshape(-1, num_partitions + 1)
     with open(path, "rb") as file:
         for start, stop in index[:, partition : partition + 2]:
             if stop > start:
