@@ -327,8 +327,9 @@ def test_overlap_with_tasks(tmp_path, tasks, capsys):
         "twelve": " ".join(words[30].split()[4:16]) + " and on",
         "seven": words[7],
         "copy of thirteen": "SO " + " ".join(words[30].split()[4:17]) + " and on",
-        "near thirteen": "nothing else",
     }
+    long = " ".join(random.Random(8).choices(WORDS, k=120)) + " " + " ".join(words[30].split()[4:17])
+    rows["long"], rows["like long"] = long, long.replace(words[30].split()[10], "other")
     path = write_jsonl(tmp_path / "a.jsonl", [{"id": name, "text": text} for name, text in rows.items()])
     options = ["--in", path, "--decontaminate", folder, "--workers", 1]
     manifest = run(*options, out=tmp_path / "report")
@@ -338,22 +339,22 @@ def test_overlap_with_tasks(tmp_path, tasks, capsys):
         **{"documents": 1, "ngrams": 1, "records_found": 1, "records": 2, "records_too_short": 1}
     }
     assert by_task["hellaswag/val"] == {
-        **{"documents": 2, "ngrams": 2, "records_found": 1, "records": 1, "records_too_short": 0}
+        **{"documents": 3, "ngrams": 3, "records_found": 1, "records": 1, "records_too_short": 0}
     }
     assert by_task["piqa/valid"]["documents"] == 0
-    assert manifest["counts"]["dropped"] == {"exact duplicate": 1}
+    assert manifest["counts"]["dropped"] == {"exact duplicate": 1, "near duplicate": 1}
     hits = {row["id"]: row["tasks"] for row in read_rows(tmp_path / "report" / "contaminated.jsonl.gz")}
-    assert set(hits) == {"short record", "thirteen", "copy of thirteen"}
+    assert set(hits) == {"short record", "thirteen", "copy of thirteen", "long"}
     assert hits["short record"] == {"copa/val": {"ngrams": 1, "text": f"{words[10]} aa"}}
     assert "hellaswag/val" in capsys.readouterr().out
 
     removed = run(*options, "--decontaminate-action", "remove", out=tmp_path / "remove")
-    assert removed["counts"]["dropped"] == {"contaminated": 3} and removed["counts"]["kept"] == 4
-    assert {row["task"]: row["documents"] for row in removed["contamination"]}["hellaswag/val"] == 2
+    assert removed["counts"]["dropped"] == {"contaminated": 4}  # so that none of them is the copy that is kept
+    assert {row["task"]: row["documents"] for row in removed["contamination"]}["hellaswag/val"] == 3
     kept = [row["id"] for row in read_rows(tmp_path / "remove" / "a.jsonl.gz")]
-    assert kept == ["not its ending", "twelve", "seven", "near thirteen"]
+    assert kept == ["not its ending", "twelve", "seven", "like long"]
     smaller = run(*options, "--decontaminate-ngram", 12, out=tmp_path / "twelve")
-    assert {row["task"]: row["documents"] for row in smaller["contamination"]}["hellaswag/val"] == 3
+    assert {row["task"]: row["documents"] for row in smaller["contamination"]}["hellaswag/val"] == 4
 
 
 def test_one_overlap_may_belong_to_several_tasks(tmp_path, tasks):
