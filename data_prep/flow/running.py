@@ -10,14 +10,17 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
+import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -235,6 +238,13 @@ def _in_processes(
 def _begin_worker(counter: Any) -> None:
     global _bytes_done
     _bytes_done = counter
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would go on writing beside those of the repeated command, and wait forever."""
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def _do_part(part: Part, out: Path, phase: str, work: Work, key: str) -> None:
