@@ -252,9 +252,13 @@ def test_what_is_done_is_not_done_again_and_what_changed_is(source, tmp_path):
     changed = run_upper(source, run, log=str(log))
     assert log.read_text().split() == ["a-00000", "b"]
     assert changed["counts"]["documents_in"] == 81
+    (source / "c.txt").unlink()
+    shorter = run_upper(source, run)
+    written = {path.name for path in run.out.glob("*.jsonl.gz")}
+    assert written == {output["name"] for output in shorter["outputs"]} and not any("c-" in name for name in written)
     log.write_text("")
     run_upper(source, run, log=str(log), depends={"cut": 5})  # what an earlier phase found has changed
-    assert len(log.read_text().split()) == len(changed["outputs"])
+    assert len(log.read_text().split()) == len(shorter["outputs"])
 
 
 def test_a_worker_that_is_killed_is_named_and_the_rest_is_kept(source, tmp_path):

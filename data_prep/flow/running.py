@@ -149,7 +149,18 @@ def run_parts(run: Run, phase: str, parts: Sequence[Part], work: Work, depends: 
     missing = sum(row is None for row in stored)
     if missing:
         return Finished(None, missing=missing, failed=[failed[part.name] for part in parts if part.name in failed])
+    _remove_others(run.out, state, parts, stored)
     return Finished([_result(row) for row in stored], [row["input"] for row in stored])
+
+
+def _remove_others(out: Path, state: Path, parts: Sequence[Part], stored: Sequence[dict[str, Any]]) -> None:
+    """Removes what an earlier run wrote for inputs that are gone: later steps read whatever lies in the folder."""
+    ours = {output["name"] for row in stored for output in row["outputs"]}
+    for path in set(state.glob("*.json")) - {state / f"{part.name}.json" for part in parts}:
+        for output in json.loads(path.read_text(encoding="utf-8"))["outputs"]:
+            if output["name"] not in ours:
+                (out / output["name"]).unlink(missing_ok=True)
+        path.unlink()
 
 
 def is_done(run: Run, phase: str, part: Part, depends: Any = None) -> bool:
