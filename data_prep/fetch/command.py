@@ -183,6 +183,7 @@ def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
                 "from": one.source.kind,
                 "files": number,
                 "download_bytes": checks.download_bytes(one.source, files, one.limit_files),
+                "text_bytes": one.source.size.text_bytes,
                 "document_bytes": checks.document_bytes(one.source, files, one.limit_files),
                 "needed_bytes": needed_bytes(one, files),
                 "options": one.options,

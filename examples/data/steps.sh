@@ -1,0 +1,170 @@
+# Sourced by the recipes beside it: their options, and how a step is run.
+#
+#   bash examples/data/RECIPE.sh OUT [options]
+#     --dry-run         checks everything but the download: addresses' lists are not asked, but sources, disk and packages
+#                       are checked, time and cost estimated, and all steps rehearsed on a small text; nothing is kept
+#     --workers N       processes of a step (default: the cores of this machine)
+#     --source SOURCE   instead of the recipe's corpora: another source of 'smlp data fetch'; may be given again
+#     --tasks N         submits each step to Slurm as a job array of N tasks, --workers processes in each; options after
+#                       -- are sbatch's: --tasks 32 --workers 16 -- --cpus-per-task 16 --mem 64G --time 24:00:00
+#
+# Run again, a recipe goes on where it was. GPT2_BPE=DIR takes OpenAI's encoder.json and vocab.bpe from there instead of
+# learning a vocabulary of the same kind; TASKS=DIR removes documents that overlap with the zero-shot tasks in it.
+# SMLP replaces "smlp", PRICE the price of a core hour (0.04) that the estimate takes.
+set -euo pipefail
+
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+SMLP="${SMLP:-smlp}"
+out="" dry_run="" tasks="" workers="$(getconf _NPROCESSORS_ONLN)"
+given=() sbatch_options=()
+after="" # the job that the next one waits for
+
+usage() {
+    sed -n '/^#   bash/,/^set -/{/^set -/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2
+    exit 2
+}
+
+begin() {
+    while [ "$#" -gt 0 ]; do
+        case "$1" in
+        --dry-run) dry_run=1 ;;
+        --workers | --source | --tasks)
+            [ "$#" -gt 1 ] || usage
+            case "$1" in
+            --workers) workers="$2" ;;
+            --source) given+=("$2") ;;
+            --tasks) tasks="$2" ;;
+            esac
+            shift
+            ;;
+        --)
+            sbatch_options=("${@:2}")
+            break
+            ;;
+        -*) usage ;;
+        *)
+            [ -z "$out" ] || usage
+            out="$1"
+            ;;
+        esac
+        shift
+    done
+    [ -n "$out" ] || usage
+    local option
+    for option in workers tasks; do
+        if [ -n "${!option}" ] && ! [[ "${!option}" =~ ^[1-9][0-9]*$ ]]; then
+            echo "smlp: error: --$option ${!option} is not a number of at least 1" >&2
+            exit 1
+        fi
+    done
+}
+
+# rounds STEP: how often an array has to run, because tasks wait for what all of them did
+rounds() {
+    case "$1" in
+    sample) echo 2 ;;
+    dedup) echo 4 ;;
+    tokenizer) echo 0 ;;
+    *) echo 1 ;;
+    esac
+}
+
+# step NAME OPTIONS...: here, or as jobs that begin when those before have ended well
+step() {
+    local name="$1" round
+    shift
+    local words=("$SMLP" data "$name" "$@" --workers "$workers")
+    if [ -z "$tasks" ]; then
+        echo "== ${words[*]}"
+        "${words[@]}"
+        return
+    fi
+    for ((round = 0; round < $(rounds "$name"); round++)); do
+        submit "$name" --array="0-$((tasks - 1))" -- "${words[@]}" --share "@TASK@/$tasks"
+    done
+    submit "$name" -- "${words[@]}" # what is left, and the manifest
+}
+
+# submit NAME SBATCH_OPTIONS... -- COMMAND...
+submit() {
+    local name="$1" own=() line
+    shift
+    while [ "$1" != -- ]; do
+        own+=("$1")
+        shift
+    done
+    shift
+    line="$(printf '%q ' "$@")"
+    line="${line//@TASK@/\$SLURM_ARRAY_TASK_ID}"
+    [ -z "$after" ] || own+=(--dependency="afterok:$after")
+    after="$(sbatch --parsable --job-name "smlp-$name" "${sbatch_options[@]}" "${own[@]}" --wrap "$line")"
+    after="${after%%;*}"
+    echo "$after $name: $line"
+}
+
+# inspect BIN: the last step, which is not shared out
+inspect() {
+    local words=("$SMLP" data inspect "$1" --verify --json "$1/report.json")
+    if [ -n "$tasks" ]; then submit inspect -- "${words[@]}"; else "${words[@]}"; fi
+}
+
+# small_or FULL SMALL: a size of the recipe, or that of the rehearsal
+small_or() { if [ -n "${REHEARSAL:-}" ]; then echo "$2"; else echo "$1"; fi; }
+
+# get SOURCES... OPTIONS...: documents of all sources
+get() {
+    local more=()
+    [ -z "${REHEARSAL:-}" ] || more=(--documents file)
+    step fetch "$@" --out "$out/fetched" --delete-downloads --compress zst "${more[@]}"
+}
+
+# folders SOURCES...: sets found to where 'get' put them
+folders() {
+    local source
+    found=()
+    for source in "$@"; do found+=("$out/fetched/$(basename "$source" .toml)"); done
+}
+
+# clean_and_dedup FOLDERS...: what is worth keeping, once, in OUT/unique
+clean_and_dedup() {
+    local rules=() tasks=()
+    [ -z "${REHEARSAL:-}" ] || rules=(--without symbols repeated-ngrams many-repeated-lines short-lines)
+    [ -z "${TASKS:-}" ] || tasks=(--decontaminate "$TASKS" --decontaminate-action remove)
+    step clean --in "$@" --out "$out/clean" --compress zst "${rules[@]}"
+    step dedup --in "$out/clean" --out "$out/unique" --compress zst "${tasks[@]}"
+}
+
+# learn_tokenizer FOLDER: the paper's vocabulary, or one of its kind and size
+learn_tokenizer() {
+    local more=(--pad-to 51200)
+    [ -z "${GPT2_BPE:-}" ] || more+=(--encoder-json "$GPT2_BPE/encoder.json" --vocab-bpe "$GPT2_BPE/vocab.bpe")
+    [ -z "${REHEARSAL:-}" ] || more=(--vocab-size 400 --pad-to 512)
+    step tokenizer --in "$1" --out "$out/tokenizer" --kind gpt2 "${more[@]}"
+}
+
+# rehearse RECIPE ESTIMATE_OPTIONS... -- SOURCES...: the dry run
+rehearse() {
+    local recipe="$1" options=() folder page status=0
+    shift
+    while [ "$1" != -- ]; do
+        options+=("$1")
+        shift
+    done
+    shift
+    folder="$(mktemp -d)"
+    trap 'rm -rf "$folder"' EXIT
+    "$SMLP" data fetch "$@" --out "$out/fetched" --dry-run --delete-downloads --compress zst --json "$folder/plan.json" ||
+        status=1
+    python3 "$HERE/estimate.py" "$folder/plan.json" --workers $((workers * ${tasks:-1})) --price "${PRICE:-0.04}" \
+        "${options[@]}"
+    echo "rehearsal of all steps on this project's documentation:"
+    mkdir "$folder/text"
+    for page in "$HERE"/../../docs/*.md; do cp "$page" "$folder/text/$(basename "$page" .md).txt"; done
+    if REHEARSAL=1 bash "$HERE/$recipe.sh" "$folder/out" --workers 2 --source "$folder/text" >"$folder/log" 2>&1; then
+        echo "  all steps work"
+    else
+        sed 's/^/  /' "$folder/log"
+        status=1
+    fi
+    exit "$status"
+}
