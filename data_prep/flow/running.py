@@ -102,8 +102,16 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     return "; ".join(f"{name} was {old.get(name)!r}, now {new.get(name)!r}" for name in changed)
 
 
-def run_parts(run: Run, phase: str, parts: Sequence[Part], work: Work) -> Finished:
+def run_parts(run: Run, phase: str, parts: Sequence[Part], work: Work, temporary: bool = False) -> Finished:
     """Works on the parts that are not done yet.
+
+    Args:
+        run: how.
+        phase: of the step; each has its own parts.
+        parts: all of them, whatever the share.
+        work: on a part.
+        temporary: the outputs may be gone once the step is finished, that is, while its manifest is there. Where a part
+            has to be done again, the manifest goes, and with it what is on record of parts without outputs.
 
     Returns:
         Results of all parts, and their input files with checksums.
@@ -118,11 +126,12 @@ def run_parts(run: Run, phase: str, parts: Sequence[Part], work: Work) -> Finish
     with _lock(run, phase):
         index, number = run.share
         mine = [part for position, part in enumerate(parts) if position % number == index]
-        todo = [part for part in mine if _stored(run.out, state, part) is None]
+        todo = [part for part in mine if _stored(run.out, state, part, temporary) is None]
         if todo:
             (run.out / MANIFEST).unlink(missing_ok=True)  # its presence says that the step is finished
+            todo = [part for part in mine if _stored(run.out, state, part, temporary) is None]
             _work_on(run, phase, todo, work, done=len(mine) - len(todo))
-    stored = [_stored(run.out, state, part) for part in parts]
+    stored = [_stored(run.out, state, part, temporary) for part in parts]
     missing = sum(row is None for row in stored)
     if missing:
         return Finished(None, missing=missing)
@@ -149,7 +158,7 @@ def _work_on(run: Run, phase: str, parts: list[Part], work: Work, done: int) -> 
     label = f"{phase} ({len(parts)} parts" + (f", {done} done before)" if done else ")")
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=label, disable=run.quiet, file=sys.stderr, mininterval=1)
     with bar:
-        if run.workers == 1:
+        if run.workers == 1 or len(parts) == 1:
             for part in parts:
                 _do_part(part, run.out, phase, work)
                 bar.update(part.num_bytes)
@@ -225,8 +234,8 @@ def _identity(part: Part) -> dict[str, Any]:
     return row
 
 
-def _stored(out: Path, state: Path, part: Part) -> dict[str, Any] | None:
-    """What is on record of a part, if its input is what it was and its outputs are all there."""
+def _stored(out: Path, state: Path, part: Part, temporary: bool = False) -> dict[str, Any] | None:
+    """What is on record of a part, if its input is what it was and its outputs are all there (or need not be)."""
     try:
         row = json.loads((state / f"{part.name}.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -236,7 +245,7 @@ def _stored(out: Path, state: Path, part: Part) -> dict[str, Any] | None:
     facts = part.path.stat()
     identity = {name: value for name, value in row["input"].items() if name != "sha256"}
     same = identity == _identity(part) and row["mtime_ns"] == facts.st_mtime_ns
-    for output in row["outputs"]:
+    for output in row["outputs"] if not (temporary and (out / MANIFEST).is_file()) else ():
         path = out / output["name"]
         same = same and path.is_file() and path.stat().st_size == output["bytes"]
     return row if same else None

@@ -21,6 +21,7 @@ leaves a manifest.json. 'smlp data STEP --help' shows the options of each.
 # name: (module, one line). A module has DESCRIPTION, EPILOG, add_options(parser) and run(args) -> exit status.
 STEPS: dict[str, tuple[str, str]] = {
     "tokenizer": ("data_prep.tokenize.command", "a SentencePiece model or byte-level BPE, and its dictionary"),
+    "binarize": ("data_prep.binarize.command", "text into fairseq's binary shards"),
 }
 
 
