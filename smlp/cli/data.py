@@ -22,6 +22,7 @@ leaves a manifest.json. 'smlp data STEP --help' shows the options of each.
 STEPS: dict[str, tuple[str, str]] = {
     "tokenizer": ("data_prep.tokenize.command", "a SentencePiece model or byte-level BPE, and its dictionary"),
     "binarize": ("data_prep.binarize.command", "text into fairseq's binary shards"),
+    "inspect": ("data_prep.inspecting.command", "what binary data hold, and whether they are whole"),
 }
 
 
