@@ -115,7 +115,9 @@ def _check(args: argparse.Namespace) -> None:
 
 def _maker(args: argparse.Namespace) -> Callable[[Iterator[str]], dict[str, bytes]]:
     """What makes the tokenizer's files, by name, from the lines of the sample; given files are checked at once."""
-    size = args.vocab_size or (50257 if args.kind == GPT2 else 32000)
+    size = args.vocab_size
+    if size is None:
+        size = 50257 if args.kind == GPT2 else 32000
     if args.encoder_json:
         files = given_byte_level(args.encoder_json, args.vocab_bpe)
         return lambda lines: files
