@@ -94,7 +94,8 @@ def _manifest_problems(folder: Path, manifest: dict[str, Any], found: Inspection
     for row in manifest["outputs"]:
         path = folder / row["name"]
         if not path.is_file():
-            yield f"{path} is missing, but the manifest lists it"
+            if f"{path} is missing" not in found.problems:
+                yield f"{path} is missing, but the manifest lists it"
             continue
         if path.stat().st_size != row["bytes"]:
             yield f"{path} has {path.stat().st_size} bytes, the manifest says {row['bytes']}"
