@@ -72,7 +72,8 @@ def make_data(text: Path, pieces: Path, data: Path, vocab_size: int, logs: Path)
         return False
     step = [sys.executable, "-m", "smlp", "data"]
     learn = [*step, "tokenizer", "--in", str(text / "train.txt"), "--documents", "line", "--out", str(pieces)]
-    run_tool("vocabulary", [*learn, "--vocab-size", str(vocab_size), "--restart"], logs / "vocabulary.log")
+    learn += ["--vocab-size", str(vocab_size), "--pad-multiple", "8"]
+    run_tool("vocabulary", [*learn, "--restart"], logs / "vocabulary.log")
     encode = [*step, "binarize", "--format", "lines", "--in", str(text), "--tokenizer", str(pieces)]
     run_tool("binarize", [*encode, "--out", str(data), "--restart"], logs / "binarize.log")
     return True
