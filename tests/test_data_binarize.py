@@ -97,14 +97,14 @@ def text_of(folder, split, tokenizer):
 
 
 ODD_PIECES = (
-    "▁The stone ▁near .\n"
+    "▁stone he ▁river .\n"
     "\n"
     "   \n"
-    "▁not ▁a piece ▁The <unk> <s> </s> <pad>\n"
-    "▁The\u00a0stone\u3000.\tstone\x1cThe\n"
-    "one\r\ntwo\rThe .\n"
-    + "▁The " * 40_000
-    + "\n\n\n▁The"
+    "▁not ▁a piece T <unk> <s> </s> <pad>\n"
+    "▁house\u00a0T\u3000.\ts\x1che\n"
+    "one\r\ntwo\rT .\n"
+    + "▁stone " * 40_000
+    + "\n\n\n▁engine"
 )  # fmt: skip
 
 
@@ -119,6 +119,8 @@ def test_pieces_become_the_bytes_of_fairseq_preprocess(tokenizer, tmp_path, end)
         assert binarize(*arguments, "--part-bytes", part_bytes) == 0
         for name in ("train.bin", "train.idx", "dict.txt"):
             assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    tokens = read_fairseq_tokens(theirs / "train").tokens
+    assert np.count_nonzero(tokens > UNK) > 40_000 and np.count_nonzero(tokens == UNK) == 6
 
 
 def test_raw_lines_become_what_their_pieces_become(tokenizer, tmp_path):
@@ -263,6 +265,16 @@ def test_what_is_finished_is_kept_and_a_changed_file_is_read_again(sample, token
     assert binarize(*common[:-1], 3, "--out", out) == 1
     assert "with other settings (shards was 2, now 3)" in capsys.readouterr().err
     assert files_of(out) == files_of(tmp_path / "new")
+
+
+def test_other_words_of_the_same_number_are_another_shard(tokenizer, tmp_path):
+    text, out = tmp_path / "train.spm", tmp_path / "out"
+    symbols = [line.rsplit(" ", 1)[0] for line in (tokenizer / "dict.txt").read_text().splitlines()]
+    for number in (5, 9):
+        text.write_text(f"{symbols[number]}\n\n")
+        assert binarize("--format", "pieces", "--in", tmp_path, "--tokenizer", tokenizer, "--out", out) == 0
+        stored = read_fairseq_tokens(out / "train").tokens.tolist()
+        assert stored == [4 + number, EOS, EOS]
 
 
 @pytest.mark.timeout(120)
