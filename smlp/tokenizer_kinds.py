@@ -6,7 +6,8 @@ Letters: ``N`` tokens, ``L`` lines, ``O`` ids of the tokenizer's own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from smlp.tokenizer import Vocabulary
 
 WORD_START = "\u2581"
+STRETCH = 1 << 19  # characters that byte-level BPE encodes at a time
+_BEFORE_WORD = re.compile(r"\S \S")
 
 
 class Kind(Protocol):
@@ -142,8 +145,16 @@ class ByteLevelBPE:
         return [self._id_O[number] for number in self._model.encode(line, add_special_tokens=False).ids]
 
     def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        encoded = self._model.encode_batch_fast(list(lines), add_special_tokens=False)
-        return _joined(self._id_O.__getitem__, [line.ids for line in encoded])
+        stretches = [_stretches(line) for line in lines]
+        ids, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for some in _batches(itertools.chain.from_iterable(stretches)):
+            encoded = self._model.encode_batch_fast(some, add_special_tokens=False)
+            ids_N, lengths_S = _joined(self._id_O.__getitem__, [stretch.ids for stretch in encoded])
+            ids.append(ids_N)
+            lengths.append(lengths_S)
+        first_L = np.cumsum([0, *map(len, stretches)])[:-1]
+        lengths_L = np.add.reduceat(np.concatenate(lengths), first_L) if len(lines) else np.empty(0, np.int64)
+        return np.concatenate(ids), lengths_L
 
     def content(self, symbol: str) -> bytes:
         return self._bytes.get(symbol) or symbol.encode()
@@ -184,6 +195,30 @@ class _Index(dict):
 
     def __missing__(self, symbol: str) -> int:
         return self._unknown
+
+
+def _stretches(line: str) -> list[str]:
+    """A line cut where GPT-2's encoding is sure to part it: before a single space between other characters."""
+    if len(line) <= STRETCH:
+        return [line]
+    places = [0]
+    while match := _BEFORE_WORD.search(line, places[-1] + STRETCH):
+        places.append(match.start() + 1)
+    return [line[start:stop] for start, stop in itertools.pairwise([*places, len(line)])]
+
+
+def _batches(stretches: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in lists of about ``STRETCH`` characters: the library keeps a hundred bytes for each token of a list."""
+    batch: list[str] = []
+    size = 0
+    for stretch in stretches:
+        batch.append(stretch)
+        size += len(stretch)
+        if size >= STRETCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _joined(id_of: object, rows: Iterable[Sequence]) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ from tiny_checkpoints import write_checkpoint
 import smlp
 from data_prep.tokenize.byte_level import given_byte_level, train_byte_level
 from data_prep.tokenize.measuring import ODD_LINES, check_lossless
+from smlp import tokenizer_kinds
 from smlp.checkpoint.load import load_pretrained
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.output import write_exported
@@ -68,6 +69,15 @@ def test_every_text_comes_back(tokenizer):
     assert ids.tolist() == [token for line in [*LINES, *ODD_LINES] for token in tokenizer.encode(line)]
     assert lengths.tolist() == [len(tokenizer.encode(line)) for line in [*LINES, "", *ODD_LINES]]
     assert tokenizer.vocabulary.unk not in ids
+
+
+def test_long_lines_are_encoded_in_stretches_with_the_same_ids(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer_kinds, "STRETCH", 5)
+    lines = [" ".join([*LINES, "a  b", " ", "\u00a0 c d'll e"]), "", *LINES, *ODD_LINES, "x" * 30]
+    assert max(len(tokenizer_kinds._stretches(line)) for line in lines) > 8
+    ids, lengths = tokenizer.encode_batch(lines)
+    assert [tokens.tolist() for tokens in np.split(ids, np.cumsum(lengths)[:-1])] == list(map(tokenizer.encode, lines))
+    assert [len(part) for part in tokenizer.encode_batch([])] == [0, 0]
 
 
 def test_text_that_grows_token_by_token_has_whole_characters(tokenizer):
