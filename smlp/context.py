@@ -6,6 +6,7 @@ Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``T`` th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +108,9 @@ class ForwardContext:
     observe: bool = False
     #: by layer (which has a ``name``), so that a block that is computed again does not count twice
     observations: dict[nn.Module, Observation] = field(default_factory=dict)
+    #: where the batch is groups of sequences, (1, N, C) with those of one group after another: each group's
+    #: own ids (B, n) and state. Only what mixes tokens has to tell them apart, see :meth:`by_sequences`
+    groups: tuple[ForwardContext, ...] = ()
 
     @property
     def num_seqs(self) -> int:
@@ -128,6 +132,25 @@ class ForwardContext:
         if self.state is None:
             return x_BnC, 0
         return self.state.append(key, x_BnC, max_tokens), self.state.length
+
+    def by_sequences(self, mix: Callable[..., Tensor], *inputs_BnC: Tensor) -> Tensor:
+        """``mix(*inputs_BnC, context)``, for a function that mixes the tokens of a sequence.
+
+        Where the batch is groups of sequences of one length each, it is applied to one group after the other.
+
+        Args:
+            mix: maps (B, n, C) tensors and the context to (B, n, D).
+            inputs_BnC: its inputs, or (1, N, C) with the sequences of all groups.
+        """
+        if not self.groups:
+            return mix(*inputs_BnC, self)
+        shapes = [group.tokens_Bn.shape for group in self.groups]
+        parts = zip(*(x_1NC[0].split([shape.numel() for shape in shapes]) for x_1NC in inputs_BnC), strict=True)
+        mixed = [
+            mix(*(part.unflatten(0, shape) for part in own), group).flatten(0, 1)
+            for own, shape, group in zip(parts, shapes, self.groups, strict=True)
+        ]
+        return torch.cat(mixed).unsqueeze(0)
 
     def observed(self, layer: nn.Module, observation: Observation) -> None:
         """Leaves an observation if they are wanted."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from smlp.errors import UserError
+from smlp.tokenizer_files import DICTIONARY, find_tokenizer
 from smlp.tokenizer_kinds import kind_of
 
 SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")
@@ -113,6 +114,15 @@ class Tokenizer:
         """Text of the ids; ``</s>`` ends a line."""
         text = b"".join(self.content(token) for token in tokens).decode("utf-8", "replace")
         return "\n".join(line.strip() for line in text.split("\n")) if self.strips_lines else text
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a folder with ``dict.txt`` and, if there is one, a SentencePiece model or byte-level BPE.
+
+    Raises:
+        UserError: the dictionary is missing, or a file is damaged.
+    """
+    return Tokenizer(Vocabulary.load(Path(folder) / DICTIONARY), find_tokenizer([Path(folder)]))
 
 
 class TextDecoder:

@@ -76,7 +76,8 @@ def run_fairseq_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calla
 
     A case is ``{"tool": "train", "args": [...]}`` with, if wanted, ``ranks`` (processes, as torchrun would start them)
     and their ``port``, ``file_size_limit`` (bytes the process may write to one file), ``record`` (a folder for what
-    :mod:`recording` keeps of each rank), ``fault`` (see :mod:`faults`) and ``timeout`` in seconds.
+    :mod:`recording` keeps of each rank), ``samples`` (a file for the sequences of every update), ``fault`` (see
+    :mod:`faults`) and ``timeout`` in seconds.
     """
     log = tmp_path_factory.mktemp("forks") / "server.log"
     with log.open("w") as errors, start_python(Path(__file__).with_name("fairseq_forks.py"), stderr=errors) as server:

@@ -72,6 +72,8 @@ def _fork(case: dict, rank: int, folder: Path) -> int:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))
         if case.get("record"):
             recording.record(Path(case["record"]) / f"{rank}.pt")
+        if case.get("samples"):
+            recording.record_samples(Path(case["samples"]))
         if case.get("fault"):
             faults.prepare(case["fault"], rank)
         if case.get("file_size_limit"):

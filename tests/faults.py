@@ -3,7 +3,7 @@
 Used in the processes of ``fairseq_forks``. A fault is ``{"rank": 1, "place": "smlp.moe.exchange:TokenExchange.combine",
 "call": 3, "how": "kill"}``: at the third call of that function on rank 1 the process kills itself. ``how`` may also be
 ``raise`` (an error of its own), ``exit`` (with status 0, as if it had come to its end), ``stall`` (it waits, holding
-its connections) or ``full`` (the disk is full).
+its connections), ``full`` (the disk is full) or ``delay`` (every call takes 50 ms longer, and that is all).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def _set(fault: dict) -> None:
     def faulty(*args: Any, **kw: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == fault.get("call", 1):
+        if fault["how"] == "delay":
+            time.sleep(0.05)
+        elif calls == fault.get("call", 1):
             _fail(fault["how"])
         return original(*args, **kw)
 

@@ -6,6 +6,7 @@ Used in the processes of ``fairseq_forks``: what it hangs itself on is fairseq's
 from __future__ import annotations
 
 import atexit
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,23 @@ def record(path: Path) -> None:
 
     Trainer._check_grad_norms, Trainer._reduce_and_log_stats = after_clipping, after_update
     atexit.register(lambda: torch.save(updates, path))
+
+
+def record_samples(path: Path) -> None:
+    """From now on keeps the ids of all sequences of every update, and writes them to ``path`` as JSON at the end."""
+    from fairseq.trainer import Trainer
+
+    updates: list[list[list[int]]] = []
+    train_step = Trainer.train_step
+
+    def before(self: Trainer, samples: list, *args: Any, **kwargs: Any) -> Any:
+        pad = self.task.dictionary.pad()
+        rows = [row for sample in samples for row in sample["target"].tolist()]
+        updates.append([[token for token in row if token != pad] for row in rows])
+        return train_step(self, samples, *args, **kwargs)
+
+    Trainer.train_step = before
+    atexit.register(lambda: path.write_text(json.dumps(updates)))
 
 
 def updates_of(folder: Path, ranks: int) -> list[dict[str, Any]]:

@@ -100,7 +100,8 @@ def test_common_beginnings_are_read_once():
 
 def test_leaky_routing_shares_nothing():
     decoder = randomise(smlp.build("smlp_leaky_tiny", **NARROW)).eval()
-    assert all(batch.num_shared == 0 for batch in CandidateScorer(decoder).plan(some_groups(), 100))
+    batches = CandidateScorer(decoder).plan(some_groups(), 100)
+    assert all(beginning.num_shared == 0 for batch in batches for beginning in batch.beginnings)
 
 
 def test_a_model_that_was_trained_with_a_capacity_drops_nothing():
@@ -140,17 +141,31 @@ def test_parts_with_the_least_waste():
 
 def test_passes_keep_to_the_batch_size_and_hold_every_candidate():
     readings = [Reading.of(group) for group in some_groups(count=60)]
-    batches = plan_batches(readings, 100, 16)
-    rows = [(batch.members[member], number) for batch in batches for rows in batch.passes for member, number in rows]
+    batches = plan_batches(readings, 100, 3)
+    rows = [
+        (batch.members[member], number)
+        for batch in batches
+        for blocks in batch.passes
+        for block in blocks
+        for member, number in block.rows
+    ]
     assert sorted(rows) == [(place, n) for place, one in enumerate(readings) for n in range(len(one.inputs))]
+    assert len(batches) > 2 and any(len(blocks) > 1 for batch in batches for blocks in batch.passes)
     for batch in batches:
-        assert batch.num_shared * len(batch.members) <= 100 or len(batch.members) == 1
-        for part in batch.passes:
-            lengths = [
-                len(readings[batch.members[member]].inputs[number]) - batch.num_shared for member, number in part
-            ]
-            assert max(lengths) * len(part) <= 100 or len(part) == 1
-    lengths = [batch.num_shared for batch in batches]
+        assert [group for one in batch.beginnings for group in one.groups] == list(range(len(batch.members)))
+        begun = [one.num_shared * len(one.groups) for one in batch.beginnings]
+        assert sum(begun) <= 100 or len(begun) == 1
+        for one in batch.beginnings:
+            assert one.num_shared == min(readings[batch.members[group]].num_shared for group in one.groups)
+        for blocks in batch.passes:
+            sizes = []
+            for block in blocks:
+                beginning = batch.beginnings[block.beginning]
+                assert all(member in beginning.groups for member, _ in block.rows)
+                inputs = [readings[batch.members[member]].inputs[number] for member, number in block.rows]
+                sizes.append(max(len(row) - beginning.num_shared for row in inputs) * len(inputs))
+            assert sum(sizes) <= 100 or (len(sizes) == 1 and len(blocks[0].rows) == 1)
+    lengths = [beginning.num_shared for batch in batches for beginning in batch.beginnings]
     assert lengths == sorted(lengths, reverse=True)
 
 

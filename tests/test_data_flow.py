@@ -199,10 +199,10 @@ def upper(part, out, log=None, trap=None):
     return PartResult([output], counts)
 
 
-def run_upper(source, run, settings=None, restart=False, **more):
+def run_upper(source, run, settings=None, restart=False, depends=None, **more):
     begin(run, "upper", settings or {}, restart)
     parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
-    done = run_parts(run, "upper", parts, partial(upper, **more))
+    done = run_parts(run, "upper", parts, partial(upper, **more), depends)
     if done.results is None:
         return None
     return write_manifest(run.out, "upper", settings or {}, done.inputs, done.results)
@@ -244,6 +244,9 @@ def test_what_is_done_is_not_done_again_and_what_changed_is(source, tmp_path):
     changed = run_upper(source, run, log=str(log))
     assert log.read_text().split() == ["a-00000", "b"]
     assert changed["counts"]["documents_in"] == 81
+    log.write_text("")
+    run_upper(source, run, log=str(log), depends={"cut": 5})  # what an earlier phase found has changed
+    assert len(log.read_text().split()) == len(changed["outputs"])
 
 
 def test_a_worker_that_is_killed_is_named_and_the_rest_is_kept(source, tmp_path):

@@ -102,8 +102,15 @@ def test_a_dictionary_has_all_pieces_of_the_model_in_its_order(corpus, tmp_path,
 def test_the_same_text_gives_the_same_files(corpus, tmp_path):
     for name in ("one", "two"):
         assert learn("--in", corpus, "--out", tmp_path / name, "--vocab-size", 60) == 0
-    for file in ("sentencepiece.model", "dict.txt", "manifest.json"):
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    files = ("sentencepiece.model", "dict.txt", "manifest.json")
+    first = {name: (tmp_path / "one" / name).read_bytes() for name in files}
+    assert first == {name: (tmp_path / "two" / name).read_bytes() for name in files}
+    before = (tmp_path / "one" / "dict.txt").stat().st_mtime_ns
+    assert learn("--in", corpus, "--out", tmp_path / "one", "--vocab-size", 60) == 0
+    assert (tmp_path / "one" / "dict.txt").stat().st_mtime_ns == before  # it was all there
+    (tmp_path / "one" / "sentencepiece.model").unlink()
+    assert learn("--in", corpus, "--out", tmp_path / "one", "--vocab-size", 60) == 0
+    assert first == {name: (tmp_path / "one" / name).read_bytes() for name in files}
 
 
 def test_what_sentencepiece_changes_is_reported(tmp_path):

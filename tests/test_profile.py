@@ -251,8 +251,9 @@ def test_mfu_is_words_per_second_in_other_units(runs, tiny_data, name, arch, ran
         want = 100 * entry["wps"] * flops_per_word / (float(rate) * 1e9 * ranks)
         assert entry["mfu"] == pytest.approx(want, rel=0.02)
         assert 0.05 < entry["mem_gb"] < 8
+        assert 0 <= entry["data_wait"] < 50
     valid = [line for line in outcomes[name].stdout.splitlines() if "| INFO | valid |" in line]
-    assert valid and all("mfu" not in line and "mem_gb" not in line for line in valid)
+    assert valid and all(name not in line for line in valid for name in ("mfu", "mem_gb", "data_wait"))
 
 
 @pytest.mark.parametrize("without", [False, True])
@@ -264,7 +265,7 @@ def test_runs_go_on_from_checkpoints_with_and_without_these_meters(
     path = tmp_path / "run" / "checkpoint_last.pt"
     state = torch.load(path)
     meters = state["extra_state"]["metrics"]
-    new = {"_model_flops", "mem_gb"}
+    new = {"_model_flops", "mem_gb", "data_wait"}
     assert new <= {key for _, key, _, _ in meters["train"]}
     if without:
         for name, kept in meters.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.corpus import SPLITS
-from data_prep.flow.manifest import MANIFEST, Counts, PartResult, read_manifest, write_manifest
+from data_prep.flow.manifest import MANIFEST, Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.options import add_reading_options, add_run_options, reading_of, reading_settings, run_of
 from data_prep.flow.parts import Part
-from data_prep.flow.running import Finished, Run, begin, run_parts, timed
+from data_prep.flow.reporting import report
+from data_prep.flow.running import Finished, Run, begin, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
 from smlp.errors import UserError
 from smlp.tokenizer_files import DICTIONARY, TOKENIZER_FILES
@@ -82,12 +82,13 @@ def run(args: argparse.Namespace) -> int:
     run, job = run_of(args), Job(args.tokenizer, args.format, reading_of(args), args.shards)
     settings = _settings(args)
     begin(run, "binarize", settings, args.restart)
-    start = time.perf_counter()
-    with timed("smlp data binarize", run.quiet) as read:
-        was_whole = _is_whole(run.out)
+    with report("binarize", run) as done:
+        was_whole = is_whole(run.out)
+        if not was_whole:
+            (run.out / MANIFEST).unlink(missing_ok=True)
         finished = _encode(run, splits, job)
         if was_whole and not (run.out / MANIFEST).is_file():  # an input has changed: all tokens are needed again
-            was_whole, finished = False, _encode(run, splits, job)
+            finished = _encode(run, splits, job)
         missing = sum(done.missing for done in finished.values())
         if missing or run.share[1] > 1:
             print(
@@ -97,10 +98,8 @@ def run(args: argparse.Namespace) -> int:
         if not (run.out / MANIFEST).is_file():
             _merge(run, finished, args, vocab_size, settings)
         shutil.rmtree(run.out / SEGMENTS, ignore_errors=True)
-        read(sum(part.num_bytes for parts in splits.values() for part in parts))
-    manifest = read_manifest(run.out, "binarize")
-    _report(run, manifest, args.shards, 0.0 if was_whole else time.perf_counter() - start)
-    return 0
+        manifest = read_manifest(run.out, "binarize")
+        return done.finished(manifest, *_facts(run.out, manifest, args.shards, time.perf_counter() - done.start))
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -113,17 +112,6 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _tokenizer_files(folder: Path) -> list[Path]:
     return [folder / name for name in (DICTIONARY, *TOKENIZER_FILES) if (folder / name).is_file()]
-
-
-def _is_whole(out: Path) -> bool:
-    """Whether the step was finished and all is there; what is not leads to all being made again."""
-    if not (out / MANIFEST).is_file():
-        return False
-    outputs = read_manifest(out, "binarize")["outputs"]
-    whole = all((out / row["name"]).is_file() and (out / row["name"]).stat().st_size == row["bytes"] for row in outputs)
-    if not whole:
-        (out / MANIFEST).unlink()
-    return whole
 
 
 def _encode(run: Run, splits: dict[str, list[Part]], job: Any) -> dict[str, Finished]:
@@ -173,20 +161,15 @@ def _merge(
     write_manifest(run.out, "binarize", settings, inputs, [*encoded, *merged, PartResult(beside, Counts())], facts)
 
 
-def _report(run: Run, manifest: dict[str, Any], num_shards: int, seconds: float) -> None:
+def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float) -> list[str]:
+    """Lines for the terminal: what each split holds, the rate, and how to train on it."""
     from data_prep.binarize.merging import shard_folders
 
-    if manifest["counts"]["documents_in"]:
-        print(Counts.from_json(manifest["counts"]).table())
-    for defect in manifest["defects"]:
-        print(f"{defect['where']}: {defect['problem']}")
-    for split, row in manifest["splits"].items():
-        print(
-            f"{split:<5} {row['tokens']:>15,} tokens {row['lines']:>12,} lines {row['ends']:>11,} ends of documents "
-            f"{row['unknown_share']:.4%} unknown"
-        )
+    lines = [
+        f"{split:<5} {row['tokens']:>15,} tokens {row['lines']:>12,} lines {row['ends']:>11,} ends of documents "
+        f"{row['unknown_share']:.4%} unknown"
+        for split, row in manifest["splits"].items()
+    ]
     tokens = sum(row["tokens"] for row in manifest["splits"].values())
-    if seconds and not run.quiet:
-        print(f"{tokens / seconds:,.0f} tokens/s", file=sys.stderr)
-    folders = [str(run.out / folder) for folder in shard_folders(num_shards)]
-    print(f"wrote {run.out}; to train: smlp train {':'.join(folders)}")
+    folders = ":".join(str(out / folder) for folder in shard_folders(num_shards))
+    return [*lines, f"{tokens / seconds:,.0f} tokens/s; to train: smlp train {folders}"]

@@ -20,8 +20,8 @@ from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import write_stream
 from smlp.errors import UserError
-from smlp.tokenizer import Tokenizer, Vocabulary
-from smlp.tokenizer_files import DICTIONARY, find_tokenizer
+from smlp.tokenizer import Tokenizer, Vocabulary, load_tokenizer
+from smlp.tokenizer_files import DICTIONARY
 from smlp.tokenizer_kinds import Words
 
 DOCUMENTS, LINES, PIECES = FORMATS = ("documents", "lines", "pieces")
@@ -48,23 +48,14 @@ class Job:
     num_shards: int
 
 
-def load(folder: Path) -> tuple[Vocabulary, Tokenizer]:
-    """A tokenizer with its dictionary.
-
-    Raises:
-        UserError: one is missing or damaged.
-    """
-    vocabulary = Vocabulary.load(folder / DICTIONARY)
-    return vocabulary, Tokenizer(vocabulary, find_tokenizer([folder]))
-
-
 @functools.lru_cache(maxsize=1)
 def _encoder(job: Job) -> tuple[Vocabulary, Tokenizer | Words]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the parts are what is parallel
     if job.format == PIECES:
         vocabulary = Vocabulary.load(job.tokenizer / DICTIONARY)
         return vocabulary, Words(vocabulary)
-    return load(job.tokenizer)
+    tokenizer = load_tokenizer(job.tokenizer)
+    return tokenizer.vocabulary, tokenizer
 
 
 def encode_part(part: Part, out: Path, job: Job) -> PartResult:
@@ -180,4 +171,4 @@ def check_tokenizer(folder: Path, format: str) -> Vocabulary:
     """
     if not folder.is_dir():
         raise UserError(f"--tokenizer {folder} is no folder")
-    return Vocabulary.load(folder / DICTIONARY) if format == PIECES else load(folder)[0]
+    return Vocabulary.load(folder / DICTIONARY) if format == PIECES else load_tokenizer(folder).vocabulary

@@ -152,3 +152,12 @@ def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
     if made_by and step != made_by:
         raise UserError(f"{folder} was made by 'smlp data {step}', not by 'smlp data {made_by}'")
     return manifest
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a step is finished and what it wrote is there, every file of the size that the manifest says."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    rows = read_manifest(folder)["outputs"]
+    paths = [folder / row["name"] for row in rows]
+    return all(path.is_file() and path.stat().st_size == row["bytes"] for path, row in zip(paths, rows, strict=True))

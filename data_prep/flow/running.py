@@ -7,16 +7,17 @@ kill skips these. Tasks of a Slurm array take a share of the parts each (``--sha
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import multiprocessing
 import shutil
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,14 +103,18 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     return "; ".join(f"{name} was {old.get(name)!r}, now {new.get(name)!r}" for name in changed)
 
 
-def run_parts(run: Run, phase: str, parts: Sequence[Part], work: Work, temporary: bool = False) -> Finished:
+def run_parts(
+    run: Run, phase: str, parts: Sequence[Part], work: Work, depends: Any = None, temporary: bool = False
+) -> Finished:
     """Works on the parts that are not done yet.
 
     Args:
-        run: how.
-        phase: of the step; each has its own parts.
-        parts: all of them, whatever the share.
-        work: on a part.
+        run: how it runs.
+        phase: name of this pass over the parts.
+        parts: all of them, also those of other shares.
+        work: what is done with one.
+        depends: plain values that the result depends on and that came from an earlier phase; where they are others
+            than those of a finished part, it is done again.
         temporary: the outputs may be gone once the step is finished, that is, while its manifest is there. Where a part
             has to be done again, the manifest goes, and with it what is on record of parts without outputs.
 
@@ -126,12 +131,15 @@ def run_parts(run: Run, phase: str, parts: Sequence[Part], work: Work, temporary
     with _lock(run, phase):
         index, number = run.share
         mine = [part for position, part in enumerate(parts) if position % number == index]
-        todo = [part for part in mine if _stored(run.out, state, part, temporary) is None]
+        key = hashlib.sha256(repr(depends).encode()).hexdigest()
+        todo = [part for part in mine if _stored(run.out, state, part, key, temporary) is None]
         if todo:
             (run.out / MANIFEST).unlink(missing_ok=True)  # its presence says that the step is finished
-            todo = [part for part in mine if _stored(run.out, state, part, temporary) is None]
-            _work_on(run, phase, todo, work, done=len(mine) - len(todo))
-    stored = [_stored(run.out, state, part, temporary) for part in parts]
+            todo = [part for part in mine if _stored(run.out, state, part, key, temporary) is None]
+            _work_on(
+                run, phase, todo, partial(_do_part, out=run.out, phase=phase, work=work, key=key), len(mine) - len(todo)
+            )
+    stored = [_stored(run.out, state, part, key, temporary) for part in parts]
     missing = sum(row is None for row in stored)
     if missing:
         return Finished(None, missing=missing)
@@ -151,7 +159,7 @@ def _lock(run: Run, phase: str):
         yield
 
 
-def _work_on(run: Run, phase: str, parts: list[Part], work: Work, done: int) -> None:
+def _work_on(run: Run, phase: str, parts: list[Part], do_part: Callable[[Part], None], done: int) -> None:
     from tqdm import tqdm
 
     total = sum(part.num_bytes for part in parts)
@@ -160,13 +168,13 @@ def _work_on(run: Run, phase: str, parts: list[Part], work: Work, done: int) -> 
     with bar:
         if run.workers == 1 or len(parts) == 1:
             for part in parts:
-                _do_part(part, run.out, phase, work)
+                do_part(part)
                 bar.update(part.num_bytes)
             return
-        _in_processes(run, phase, parts, work, bar)
+        _in_processes(run, parts, do_part, bar)
 
 
-def _in_processes(run: Run, phase: str, parts: list[Part], work: Work, bar: Any) -> None:
+def _in_processes(run: Run, parts: list[Part], do_part: Callable[[Part], None], bar: Any) -> None:
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     waiting = sorted(parts, key=lambda part: -part.num_bytes)  # the longest first: the end is not one long part
@@ -180,7 +188,7 @@ def _in_processes(run: Run, phase: str, parts: list[Part], work: Work, bar: Any)
             while running or (waiting and not errors):
                 while waiting and not errors and len(running) < run.workers:
                     part = waiting.pop(0)
-                    running[pool.submit(_do_part, part, run.out, phase, work)] = part
+                    running[pool.submit(do_part, part)] = part
                 finished, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
                 for future in finished:
                     part = running.pop(future)
@@ -207,7 +215,7 @@ def _begin_worker(counter: Any) -> None:
     _bytes_done = counter
 
 
-def _do_part(part: Part, out: Path, phase: str, work: Work) -> None:
+def _do_part(part: Part, out: Path, phase: str, work: Work, key: str) -> None:
     before = part.path.stat()
     result = work(part, out)
     result.counts.check()
@@ -217,6 +225,7 @@ def _do_part(part: Part, out: Path, phase: str, work: Work) -> None:
     row = {
         "input": {**_identity(part), "sha256": sha256_of(part.path, part.start, part.stop)},
         "mtime_ns": after.st_mtime_ns,
+        "depends": key,
         **asdict(result),
         "counts": result.counts.to_json(),
     }
@@ -234,7 +243,7 @@ def _identity(part: Part) -> dict[str, Any]:
     return row
 
 
-def _stored(out: Path, state: Path, part: Part, temporary: bool = False) -> dict[str, Any] | None:
+def _stored(out: Path, state: Path, part: Part, key: str, temporary: bool = False) -> dict[str, Any] | None:
     """What is on record of a part, if its input is what it was and its outputs are all there (or need not be)."""
     try:
         row = json.loads((state / f"{part.name}.json").read_text(encoding="utf-8"))
@@ -244,7 +253,7 @@ def _stored(out: Path, state: Path, part: Part, temporary: bool = False) -> dict
         return None
     facts = part.path.stat()
     identity = {name: value for name, value in row["input"].items() if name != "sha256"}
-    same = identity == _identity(part) and row["mtime_ns"] == facts.st_mtime_ns
+    same = row["depends"] == key and identity == _identity(part) and row["mtime_ns"] == facts.st_mtime_ns
     for output in row["outputs"] if not (temporary and (out / MANIFEST).is_file()) else ():
         path = out / output["name"]
         same = same and path.is_file() and path.stat().st_size == output["bytes"]
@@ -253,15 +262,3 @@ def _stored(out: Path, state: Path, part: Part, temporary: bool = False) -> dict
 
 def _result(row: dict[str, Any]) -> PartResult:
     return PartResult(row["outputs"], Counts.from_json(row["counts"]), row["defects"], row["facts"])
-
-
-@contextmanager
-def timed(step: str, quiet: bool = False):
-    """Says how long a step took: gives a function to be called with the bytes that it read."""
-    start = time.perf_counter()
-    read: list[int] = []
-    yield read.append
-    seconds = time.perf_counter() - start
-    if not quiet:
-        rate = f", {sum(read) / max(seconds, 1e-9) / 1e6:,.1f} MB/s" if read else ""
-        print(f"{step}: {seconds:,.1f} s{rate}", file=sys.stderr)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.manifest import MANIFEST, Counts, PartResult, write_manifest
+from data_prep.flow.manifest import MANIFEST, Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.options import (
     add_input_options,
     add_run_options,
@@ -17,7 +18,8 @@ from data_prep.flow.options import (
     reading_of,
     run_of,
 )
-from data_prep.flow.running import begin, run_parts, timed
+from data_prep.flow.reporting import report
+from data_prep.flow.running import begin, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
 from data_prep.tokenize.byte_level import given_byte_level, num_pieces, train_byte_level
 from data_prep.tokenize.dictionary import dictionary_bytes, padding_of
@@ -76,26 +78,20 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     begin(run, "tokenizer", settings, args.restart)
     total = sum(part.num_bytes for part in parts)
-    with timed("smlp data tokenizer", run.quiet) as read:
+    with report("tokenizer", run) as end:
         work = partial(
             sample_part, reading=reading_of(args), num_bytes=args.sample_bytes, total=max(total, 1), seed=args.seed
         )
         done = run_parts(run, "sample", parts, work)
         if done.results is None:
-            print(f"{done.missing} parts are still to be sampled by other --share commands")
-            return 0
-        files = [run.out / output["name"] for result in done.results for output in result.outputs]
-        outputs, facts = _write(run.out, args, make, partial(drawn_lines, files))
-        counts = Counts()
-        for result in done.results:
-            counts.add(result.counts)
-        defects = [defect for result in done.results for defect in result.defects]
-        write_manifest(
-            run.out, "tokenizer", settings, done.inputs, [PartResult(outputs, counts, defects)], facts, counts
-        )
-        read(total)
-    _report(run.out, counts, defects, facts)
-    return 0
+            return end.waiting(done, "the sample")
+        if not is_whole(run.out):
+            files = [run.out / output["name"] for result in done.results for output in result.outputs]
+            outputs, facts = _write(run.out, args, make, partial(drawn_lines, files))
+            results = [PartResult(outputs, Counts()), *(replace(result, outputs=[]) for result in done.results)]
+            write_manifest(run.out, "tokenizer", settings, done.inputs, results, facts)
+        manifest = read_manifest(run.out, "tokenizer")
+        return end.finished(manifest, *_lines(manifest))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -182,27 +178,19 @@ def _symbols(files: dict[str, bytes]) -> list[str]:
     return pieces_of(files[SENTENCEPIECE_MODEL])
 
 
-def _report(out: Path, counts: Counts, defects: list[dict[str, str]], facts: dict[str, Any]) -> None:
-    vocabulary, sample, back = facts["vocabulary"], facts["sample"], facts["round_trip"]
-    print(counts.table())
-    for defect in defects:
-        print(f"{defect['where']}: {defect['problem']}")
-    print(
+def _lines(manifest: dict[str, Any]) -> list[str]:
+    """Lines for the terminal."""
+    vocabulary, sample, back = manifest["vocabulary"], manifest["sample"], manifest["round_trip"]
+    lines = [
         f"dictionary: {vocabulary['symbols']:,} symbols: {len(vocabulary['special'])} special, "
         f"{vocabulary['pieces']:,} pieces ({vocabulary['never_seen']:,} not seen in the sample), "
-        f"{vocabulary['padding']:,} to fill it"
-    )
-    if vocabulary["pieces"] < (vocabulary["asked_for"] or 0) - SPECIAL_PIECES:
-        print(f"the text is too small for {vocabulary['asked_for']:,} pieces")
-    print(
+        f"{vocabulary['padding']:,} to fill it",
         f"sample: {sample['bytes']:,} bytes, {sample['words']:,} words, {sample['tokens']:,} tokens: "
         f"{sample['tokens_per_word']:.3f} a word, {sample['bytes_per_token']:.2f} bytes each, "
-        f"{sample['unknown_share']:.4%} unknown"
-    )
-    print(
+        f"{sample['unknown_share']:.4%} unknown",
         f"round trip of {back['lines']:,} lines: {back['same']:,} come back as they were, "
-        f"{back['with_unknown_pieces']:,} have unknown pieces, {back['changed_by_normalisation']:,} are changed"
-    )
-    for change in back["examples"][:2]:
-        print(f"  {change['was']!r} becomes {change['becomes']!r}")
-    print(f"wrote {out}: {', '.join(path.name for path in sorted(out.iterdir()) if path.is_file())}")
+        f"{back['with_unknown_pieces']:,} have unknown pieces, {back['changed_by_normalisation']:,} are changed",
+    ]
+    if vocabulary["pieces"] < (vocabulary["asked_for"] or 0) - SPECIAL_PIECES:
+        lines.append(f"the text is too small for {vocabulary['asked_for']:,} pieces")
+    return lines + [f"  {change['was']!r} becomes {change['becomes']!r}" for change in back["examples"][:2]]

@@ -20,6 +20,7 @@ leaves a manifest.json. 'smlp data STEP --help' shows the options of each.
 
 # name: (module, one line). A module has DESCRIPTION, EPILOG, add_options(parser) and run(args) -> exit status.
 STEPS: dict[str, tuple[str, str]] = {
+    "sample": ("data_prep.sample.command", "draw a part of the documents, mix sources, split into train, valid, test"),
     "tokenizer": ("data_prep.tokenize.command", "a SentencePiece model or byte-level BPE, and its dictionary"),
     "binarize": ("data_prep.binarize.command", "text into fairseq's binary shards"),
     "inspect": ("data_prep.inspecting.command", "what binary data hold, and whether they are whole"),

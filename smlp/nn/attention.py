@@ -33,16 +33,21 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
         """(B, n, H) to (B, n, H)."""
-        query_BnH, key_value_Bn2H = self.proj_in(x_BnH).split([x_BnH.size(2), 2 * x_BnH.size(2)], dim=2)
+        return self.proj_out(context.by_sequences(self._mix, self.proj_in(x_BnH)))
+
+    def _mix(self, x_Bn3H: Tensor, context: ForwardContext) -> Tensor:
+        """Queries, keys and values to what each position sees, (B, n, H)."""
+        embed_dim = x_Bn3H.size(2) // 3
+        query_BnH, key_value_Bn2H = x_Bn3H.split([embed_dim, 2 * embed_dim], dim=2)
         key_value_Bm2H, start = context.remember(self, key_value_Bn2H, self.max_tokens)
         query, key, value = map(self._by_head, (query_BnH, *key_value_Bm2H.chunk(2, dim=2)))
         if start == 0:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
             num_new, num_seen = query.size(2), key.size(2)
-            visible_nm = torch.ones(num_new, num_seen, dtype=torch.bool, device=x_BnH.device).tril(diagonal=start)
+            visible_nm = torch.ones(num_new, num_seen, dtype=torch.bool, device=x_Bn3H.device).tril(diagonal=start)
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible_nm)
-        return self.proj_out(mixed.transpose(1, 2).flatten(2))
+        return mixed.transpose(1, 2).flatten(2)
 
     def _by_head(self, x_BmH: Tensor) -> Tensor:
         """(B, m, H) to (B, h, m, d)."""

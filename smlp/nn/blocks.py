@@ -37,7 +37,7 @@ class GatedMLPBlock(nn.Module):
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
         halves = activated_halves(self.proj_in(self.norm(x_BnH)), self.activation)
-        return x_BnH + self.dropout(self.proj_out(self.gating(*halves, context))), {}
+        return x_BnH + self.dropout(self.proj_out(context.by_sequences(self.gating, *halves))), {}
 
     def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
         """Only what later positions need of these, which ``context.state`` keeps."""
@@ -85,7 +85,7 @@ class FeatureSublayer(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
-        return x_BnH + self.dropout(self.feature_moe(x_BnH, context))
+        return x_BnH + self.dropout(context.by_sequences(self.feature_moe, x_BnH))
 
 
 class SparseBlock(nn.Module):
@@ -111,6 +111,8 @@ class SparseBlock(nn.Module):
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
         if self.mixing is not None:
             x_BnH = self.mixing(x_BnH, context)
+        if self.mixing is None and context.groups:  # the experts mix tokens
+            return x_BnH + context.by_sequences(lambda x, own: self.token_moe(x, own)[0], self.norm(x_BnH)), {}
         update_BnH, aux_losses = self.token_moe(self.norm(x_BnH), context)
         return x_BnH + self.dropout(update_BnH), aux_losses
 

@@ -6,6 +6,7 @@ Letters: ``B`` sequences, ``n`` tokens (n <= T), ``T`` context, ``H`` width, ``V
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,18 +116,44 @@ class Decoder(nn.Module):
             state.length += tokens_Bn.size(1)
         return self.norm(x_BnH), total
 
-    def read(self, tokens_Bn: Tensor, state: DecodingState) -> None:
-        """Reads tokens (B, n) into a state, to go on from; cheaper than :meth:`features`, for nothing is predicted.
+    def features_of(self, groups: Sequence[tuple[Tensor, DecodingState | None]]) -> Tensor:
+        """Final hidden states of several groups of sequences at once, in evaluation.
+
+        What works on one token after the other takes all groups together; only what mixes the tokens of a sequence
+        takes one group after the other. So sequences of many lengths need little padding and few passes.
+
+        Args:
+            groups: ids (B, n), and the state after which they come, or None; each group has a B and an n of its own.
+
+        Returns:
+            (N, H): the positions of the first group's first sequence, of its second, ..., of the next group.
 
         Raises:
-            UserError: as :meth:`forward`.
+            UserError, NaNError: as :meth:`forward`.
         """
-        x_BnH, context = self._embedded(tokens_Bn, state, None)
+        x_1NH, context = self._embedded_groups(groups)
+        for block in self.blocks:
+            x_1NH, _ = block(x_1NH, context)
+        _advance(groups)
+        return self.norm(x_1NH)[0]
+
+    def read(self, groups: Sequence[tuple[Tensor, DecodingState]]) -> None:
+        """Reads groups of sequences into their states, to go on from; as :meth:`features_of`, but nothing is predicted
+        and so the last block has less to do."""
+        x_1NH, context = self._embedded_groups(groups)
         *blocks, last = self.blocks
         for block in blocks:
-            x_BnH, _ = block(x_BnH, context)
-        last.read(x_BnH, context)
-        state.length += tokens_Bn.size(1)
+            x_1NH, _ = block(x_1NH, context)
+        last.read(x_1NH, context)
+        _advance(groups)
+
+    def _embedded_groups(self, groups: Sequence[tuple[Tensor, DecodingState | None]]) -> tuple[Tensor, ForwardContext]:
+        """What goes into the first block, (1, N, H), and what travels beside it."""
+        embedded, contexts = zip(*(self._embedded(tokens_Bn, state, None) for tokens_Bn, state in groups), strict=True)
+        together = ForwardContext(groups=contexts)
+        together.tokens_Bn = torch.cat([tokens_Bn.flatten() for tokens_Bn, _ in groups]).unsqueeze(0)
+        together.valid_Bn = self._valid(together.tokens_Bn)
+        return torch.cat([x_BnH.flatten(0, 1) for x_BnH in embedded]).unsqueeze(0), together
 
     def _embedded(
         self, tokens_Bn: Tensor, state: DecodingState | None, context: ForwardContext | None
@@ -147,8 +174,7 @@ class Decoder(nn.Module):
                 f"{self.config.prefix_tokens} only choose experts; give batches with longer sequences"
             )
         if not tokens_Bn.is_meta:
-            valid_Bn = tokens_Bn != self.config.padding_idx
-            context.valid_Bn = None if valid_Bn.all() else valid_Bn
+            context.valid_Bn = self._valid(tokens_Bn)
         with span(EMBEDDING):
             x_BnH = self.embedding(tokens_Bn)
             if self.config.positions != "none":
@@ -156,10 +182,21 @@ class Decoder(nn.Module):
             x_BnH = self.dropout(x_BnH)
         return x_BnH, context
 
+    def _valid(self, tokens_Bn: Tensor) -> Tensor | None:
+        """True at real tokens, (B, n), or None where there is no padding."""
+        valid_Bn = tokens_Bn != self.config.padding_idx
+        return None if valid_Bn.all() else valid_Bn
+
     def project(self, x_BnH: Tensor) -> Tensor:
         """Logits (B, n, V) of hidden states (B, n, H); the output matrix is the embedding."""
         with span(LOGITS):
             return F.linear(x_BnH, self.embedding.weight)
+
+
+def _advance(groups: Sequence[tuple[Tensor, DecodingState | None]]) -> None:
+    for tokens_Bn, state in groups:
+        if state is not None:
+            state.length += tokens_Bn.size(1)
 
 
 def sinusoidal_positions(max_tokens: int, embed_dim: int) -> Tensor:

@@ -1,9 +1,10 @@
-"""Which candidates are read together: common beginnings once, little padding, no more passes than they are worth.
+"""Which candidates are read together: common beginnings once, little padding, full passes.
 
-A batch holds groups whose candidates begin with many tokens alike, as many as the shortest beginning has in all of
-them; these are read once for each group. Then the candidates go on, those of like length together. What a batch costs
-is its positions: padding, and tokens of longer beginnings that are read once for each candidate. One more pass costs
-too, and is put down as so many positions.
+Groups whose candidates begin with as many tokens alike are read together, as far as the shortest beginning of them
+reaches, once for each group. Then the candidates go on, in blocks of those of like length. The cost is positions:
+padding, and tokens of longer beginnings that are read once for each candidate. One more beginning or block costs too,
+for token mixing goes through them one by one, and is put down as so many positions. All else goes through as many
+beginnings, or blocks, at a time as a pass may hold.
 
 Letters: ``G`` groups of a batch, ``n`` items in a list.
 """
@@ -44,24 +45,42 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """Groups of candidates whose first inputs are read together."""
+
+    #: places of the groups in ``Batch.members``
+    groups: tuple[int, ...]
+    #: inputs that are read once for each group
+    num_shared: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Candidates of like length that go on from one beginning, padded to the longest of them."""
+
+    #: place in ``Batch.beginnings``
+    beginning: int
+    #: (place in ``Batch.members``, place in the group)
+    rows: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class Batch:
-    """Groups that are read together."""
+    """Groups of candidates that are scored together: one pass reads all beginnings, further ones the rest."""
 
     #: places of the groups in the list of all
     members: tuple[int, ...]
-    #: inputs that are read once for each group
-    num_shared: int
-    #: candidates of each further pass: (place in ``members``, place in the group)
-    passes: tuple[tuple[tuple[int, int], ...], ...]
+    beginnings: tuple[Beginning, ...]
+    passes: tuple[tuple[Block, ...], ...]
 
 
-def plan_batches(readings: Sequence[Reading], batch_tokens: int, call_tokens: int) -> list[Batch]:
+def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: int) -> list[Batch]:
     """Batches of all groups, those with the longest beginnings first, so that memory runs out at once if it does.
 
     Args:
         readings: of the groups.
         batch_tokens: positions that one pass may take up, padding included; what takes more is on its own.
-        call_tokens: positions that one pass more is worth.
+        block_tokens: positions that one beginning or block more is worth.
     """
     order = sorted(range(len(readings)), key=lambda place: (-readings[place].num_shared, -readings[place].longest))
     shared = [readings[place].num_shared for place in order]
@@ -75,20 +94,44 @@ def plan_batches(readings: Sequence[Reading], batch_tokens: int, call_tokens: in
     def size(begin: int, end: int) -> int:
         return shared[end - 1] * (end - begin)
 
-    parts = partition(len(order), read_again, size, batch_tokens, call_tokens)
-    return [_batch(order[begin:end], readings, batch_tokens, call_tokens) for begin, end in parts]
+    parts = partition(len(order), read_again, size, batch_tokens, block_tokens)
+    together = [parts[begin:end] for begin, end in _fill([size(*part) for part in parts], batch_tokens)]
+    return [_batch(order, some, readings, batch_tokens, block_tokens) for some in together]
 
 
-def _batch(members: Sequence[int], readings: Sequence[Reading], batch_tokens: int, call_tokens: int) -> Batch:
-    num_shared = min(readings[place].num_shared for place in members)
+def _batch(
+    order: Sequence[int],
+    parts: Sequence[tuple[int, int]],
+    readings: Sequence[Reading],
+    batch_tokens: int,
+    block_tokens: int,
+) -> Batch:
+    """The batch of the groups ``order[begin:end]`` for all parts, which follow one another."""
+    first = parts[0][0]
+    members = tuple(order[first : parts[-1][1]])
+    beginnings, blocks, sizes = [], [], []
+    for begin, end in parts:
+        groups = tuple(range(begin - first, end - first))
+        num_shared = min(readings[members[group]].num_shared for group in groups)
+        beginnings.append(Beginning(groups, num_shared))
+        for rows, size in _blocks(members, beginnings[-1], readings, batch_tokens, block_tokens):
+            blocks.append(Block(len(beginnings) - 1, rows))
+            sizes.append(size)
+    passes = tuple(tuple(blocks[begin:end]) for begin, end in _fill(sizes, batch_tokens))
+    return Batch(members, tuple(beginnings), passes)
+
+
+def _blocks(
+    members: Sequence[int], beginning: Beginning, readings: Sequence[Reading], batch_tokens: int, block_tokens: int
+) -> list[tuple[tuple[tuple[int, int], ...], int]]:
+    """Rows and padded size of the blocks that go on from a beginning."""
     rows = [
-        (len(inputs) - num_shared, member, number)
-        for member, place in enumerate(members)
-        for number, inputs in enumerate(readings[place].inputs)
+        (len(inputs) - beginning.num_shared, group, number)
+        for group in beginning.groups
+        for number, inputs in enumerate(readings[members[group]].inputs)
     ]
     rows.sort(key=lambda row: -row[0])
     lengths = [length for length, _, _ in rows]
-
     in_all = [0, *accumulate(lengths)]
 
     def padded(begin: int, end: int) -> int:
@@ -97,9 +140,22 @@ def _batch(members: Sequence[int], readings: Sequence[Reading], batch_tokens: in
     def padding(begin: int, end: int) -> int:
         return padded(begin, end) - (in_all[end] - in_all[begin])
 
-    parts = partition(len(rows), padding, padded, batch_tokens, call_tokens)
-    passes = tuple(tuple((member, number) for _, member, number in rows[begin:end]) for begin, end in parts)
-    return Batch(tuple(members), num_shared, passes)
+    parts = partition(len(rows), padding, padded, batch_tokens, block_tokens)
+    return [(tuple(row[1:] for row in rows[begin:end]), padded(begin, end)) for begin, end in parts]
+
+
+def _fill(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Runs (begin, end) of items, each as long as its sizes add up to at most ``most``; one item alone may be more."""
+    runs: list[tuple[int, int]] = []
+    begin, total = 0, 0
+    for end, size in enumerate(sizes):
+        if end > begin and total + size > most:
+            runs.append((begin, end))
+            begin, total = end, 0
+        total += size
+    if sizes:
+        runs.append((begin, len(sizes)))
+    return runs
 
 
 def partition(

@@ -3,8 +3,8 @@
 What the candidates of a group begin with alike is read once; then each goes on from a copy of that state
 (:mod:`smlp.scoring.batching`). Padding stands on the right only.
 
-Letters: ``G`` groups, ``R`` candidates of one pass (in ``_predict``: scored positions at a time),
-``n`` tokens, ``K`` scored positions, ``H`` width, ``V`` vocabulary.
+Letters: ``R`` candidates of one block (in ``_predict``: scored positions at a time), ``n`` tokens, ``N`` positions of
+one pass, ``K`` scored positions, ``H`` width, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from smlp.context import DecodingState
 from smlp.errors import UserError
 from smlp.nn.decoder import Decoder
-from smlp.scoring.batching import Batch, Reading, plan_batches
+from smlp.scoring.batching import Batch, Block, Reading, plan_batches
 from smlp.scoring.targets import logits_in_pieces, target_log_probs
 from smlp.scoring.texts import Candidates
 
-#: positions that take as long as what a pass costs whatever its size
-_CALL_ON_CPU, _CALL_ON_GPU = 96, 4096
+#: positions that take as long as what a block costs whatever its size
+_BLOCK_ON_CPU, _BLOCK_ON_GPU = 10, 1024
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class CandidateScorer:
     def plan(self, groups: Sequence[Candidates], batch_tokens: int) -> list[Batch]:
         """Batches in which to score the groups, see :func:`smlp.scoring.batching.plan_batches`; they do not depend
         on who is to score them."""
-        call_tokens = _CALL_ON_CPU if self._device.type == "cpu" else _CALL_ON_GPU
-        return plan_batches([self._reading(group) for group in groups], batch_tokens, call_tokens)
+        block_tokens = _BLOCK_ON_CPU if self._device.type == "cpu" else _BLOCK_ON_GPU
+        return plan_batches([self._reading(group) for group in groups], batch_tokens, block_tokens)
 
     @torch.inference_mode()
     def score(self, groups: Sequence[Candidates], batch: Batch) -> list[list[TokenScores]]:
@@ -68,16 +68,14 @@ class CandidateScorer:
         """
         members = [groups[place] for place in batch.members]
         readings = [self._reading(group) for group in members]
-        state = self._read_beginnings(readings, batch.num_shared)
+        states = self._read_beginnings(readings, batch)
         found: dict[tuple[int, int], TokenScores] = {}
-        for rows in batch.passes:
-            inputs = [readings[member].inputs[number][batch.num_shared :] for member, number in rows]
-            own = None
-            if state is not None:
-                places = torch.tensor([member for member, _ in rows], device=self._device)
-                own = state.select(places, capacity=batch.num_shared + max(map(len, inputs)))
-            features_RnH = self.decoder.features(self._padded(inputs), own)[0]
-            found.update(zip(rows, self._scores(features_RnH, members, rows, batch.num_shared), strict=True))
+        for blocks in batch.passes:
+            going_on = [self._block(readings, batch, block, states) for block in blocks]
+            features_NH = self.decoder.features_of(going_on)
+            shapes = [tokens_Rn.shape for tokens_Rn, _ in going_on]
+            rows = [row for block in blocks for row in block.rows]
+            found.update(zip(rows, self._scores(features_NH, members, batch, blocks, shapes), strict=True))
         return [[found[member, number] for number in range(len(group.texts))] for member, group in enumerate(members)]
 
     def each(
@@ -101,46 +99,68 @@ class CandidateScorer:
     def _reading(self, group: Candidates) -> Reading:
         return Reading.of(group, self.share)
 
-    def _read_beginnings(self, readings: Sequence[Reading], num_shared: int) -> DecodingState | None:
-        """The state after the first inputs of every group; None if there are none."""
-        if not num_shared:
-            return None
-        state = DecodingState(capacity=num_shared)
-        beginnings_Gn = torch.tensor([reading.inputs[0][:num_shared] for reading in readings], device=self._device)
-        self.decoder.read(beginnings_Gn, state)
-        return state
+    def _read_beginnings(self, readings: Sequence[Reading], batch: Batch) -> list[DecodingState | None]:
+        """For each beginning the state after it; None where nothing is shared."""
+        states = [DecodingState(one.num_shared) if one.num_shared else None for one in batch.beginnings]
+        reading = [
+            (self._ids([readings[group].inputs[0][: one.num_shared] for group in one.groups]), state)
+            for one, state in zip(batch.beginnings, states, strict=True)
+            if state is not None
+        ]
+        if reading:
+            self.decoder.read(reading)
+        return states
+
+    def _block(
+        self, readings: Sequence[Reading], batch: Batch, block: Block, states: Sequence[DecodingState | None]
+    ) -> tuple[Tensor, DecodingState | None]:
+        """What a block's candidates go on with, (R, n), and a state of their own."""
+        beginning, state = batch.beginnings[block.beginning], states[block.beginning]
+        inputs = [readings[member].inputs[number][beginning.num_shared :] for member, number in block.rows]
+        width = max(map(len, inputs))
+        if state is not None:
+            places = torch.tensor([member - beginning.groups[0] for member, _ in block.rows], device=self._device)
+            state = state.select(places, capacity=beginning.num_shared + width)
+        padding = (self.decoder.config.padding_idx,) * width
+        return self._ids([row + padding[len(row) :] for row in inputs]), state
+
+    def _ids(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(rows, device=self._device)
 
     def _scores(
-        self, features_RnH: Tensor, groups: Sequence[Candidates], rows: Sequence[tuple[int, int]], num_shared: int
+        self,
+        features_NH: Tensor,
+        groups: Sequence[Candidates],
+        batch: Batch,
+        blocks: Sequence[Block],
+        shapes: Sequence[torch.Size],
     ) -> Iterator[TokenScores]:
-        """Scores of the candidates whose features are given from position ``num_shared`` on."""
+        """Scores of the candidates of blocks of these shapes (R, n), whose features follow one another."""
         prefix_tokens = self.decoder.config.prefix_tokens
-        places, targets, sizes = [], [], []
-        for row, (member, number) in enumerate(rows):
-            group = groups[member]
-            tokens = group.texts[number].tokens
-            first = min(max(group.first, prefix_tokens - group.num_filled), len(tokens))
-            begin = group.num_filled + first - num_shared
-            places += [(row, position) for position in range(begin, begin + len(tokens) - first)]
-            targets += tokens[first:]
-            sizes.append(len(tokens) - first)
-        log_probs, is_greedy = self._predict(features_RnH, places, targets)
+        places, targets, sizes, start = [], [], [], 0
+        for block, shape in zip(blocks, shapes, strict=True):
+            num_shared = batch.beginnings[block.beginning].num_shared
+            for member, number in block.rows:
+                group = groups[member]
+                tokens = group.texts[number].tokens
+                first = min(max(group.first, prefix_tokens - group.num_filled), len(tokens))
+                begin = start + group.num_filled + first - num_shared
+                places += range(begin, begin + len(tokens) - first)
+                targets += tokens[first:]
+                sizes.append(len(tokens) - first)
+                start += shape[1]
+        log_probs, is_greedy = self._predict(features_NH, places, targets)
         ends = np.cumsum(sizes)[:-1]
         return map(TokenScores, np.split(log_probs, ends), np.split(is_greedy, ends))
 
-    def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        width = max(map(len, rows))
-        padding = [self.decoder.config.padding_idx] * width
-        return torch.tensor([[*row, *padding[len(row) :]] for row in rows], device=self._device)
-
     def _predict(
-        self, features_RnH: Tensor, places: Sequence[tuple[int, int]], targets: Sequence[int]
+        self, features_NH: Tensor, places: Sequence[int], targets: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probabilities of targets at places (row, position), and whether each target is the likeliest one."""
-        row_K, position_K = torch.tensor(places, dtype=torch.int64, device=self._device).view(-1, 2).unbind(1)
+        """Log-probabilities of targets at places, and whether each target is the likeliest one."""
+        place_K = torch.tensor(places, dtype=torch.int64, device=self._device)
         targets_K = torch.tensor(targets, dtype=torch.int64, device=self._device)
         log_probs, is_greedy = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
-        for logits_RV, targets_R in logits_in_pieces(self.decoder, features_RnH[row_K, position_K], targets_K):
+        for logits_RV, targets_R in logits_in_pieces(self.decoder, features_NH[place_K], targets_K):
             chosen_R = logits_RV.gather(1, targets_R.unsqueeze(1)).squeeze(1)
             is_greedy.append((chosen_R == logits_RV.amax(dim=1)).cpu())
             log_probs.append(target_log_probs(logits_RV, targets_R).cpu())

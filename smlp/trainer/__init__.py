@@ -9,6 +9,7 @@ loading     any checkpoint on any layout
 memory      on a CPU: freed memory is kept
 adam        on a CPU: Adam in one pass
 speed       share of the measured limit, and memory, in the training log
+data_wait   share of the time that is spent in waiting for batches, in the training log
 profiling   --profile-updates: a trace and a table of some updates
 """
 
@@ -24,8 +25,9 @@ def apply() -> None:
         return
     _applied = True
 
-    from smlp.trainer import adam, gradients, loading, memory, profiling, saving, settings, speed, updates
+    from smlp.trainer import adam, data_wait, gradients, loading, memory, profiling, saving, settings, speed, updates
 
-    # speed after updates, whose empty batches it leaves out; profiling last, around all that an update does
-    for group in (settings, gradients, updates, saving, loading, memory, adam, speed, profiling):
+    # speed after updates, whose empty batches it leaves out; profiling and what counts the time between updates last,
+    # around all that an update does
+    for group in (settings, gradients, updates, saving, loading, memory, adam, speed, profiling, data_wait):
         group.apply()

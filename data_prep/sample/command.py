@@ -1,0 +1,132 @@
+"""``smlp data sample``."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from data_prep.flow.manifest import write_manifest
+from data_prep.flow.options import (
+    COMPRESSIONS,
+    add_compression,
+    add_input_options,
+    add_run_options,
+    input_settings,
+    parts_of,
+    reading_of,
+    run_of,
+)
+from data_prep.flow.running import begin, run_parts
+from smlp.errors import UserError
+
+DESCRIPTION = """A part of the documents, drawn by the hashes of their texts, mixed by weights, split into train, valid
+and test. The same document is drawn, or held out, whatever files it stands in; a smaller fraction is a part of a larger
+one; documents with the same text go to the same split."""
+EPILOG = """examples:
+  smlp data sample --in data/unique --out data/tenth --fraction 0.1
+  smlp data sample --in data/unique --out data/mixed --budget 100M --unit words --weights wiki=3,books=1 --repeat
+  smlp data sample --in data/unique --out data/100m --budget 100M --unit tokens --tokenizer data/tokenizer
+"""
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the step."""
+    add_input_options(parser)
+    group = parser.add_argument_group("sample")
+    group.add_argument("--fraction", type=float, default=1.0, metavar="F", help="of the documents (default: all)")
+    group.add_argument("--seed", type=int, default=1, metavar="N", help="another seed draws other documents")
+    group.add_argument("--valid", type=float, default=0.001, metavar="SHARE", help="of documents (default: 0.001)")
+    group.add_argument("--test", type=float, default=0.001, metavar="SHARE", help="of documents (default: 0.001)")
+    group.add_argument("--budget", type=_number, metavar="N", help="of train: 250000, 500K, 100M, 1.5B")
+    group.add_argument(
+        "--unit", choices=("documents", "bytes", "words", "tokens"), default="words", help="of the budget"
+    )
+    group.add_argument("--tokenizer", type=Path, metavar="DIR", help="that 'smlp data tokenizer' wrote, for tokens")
+    group.add_argument("--weights", type=_weights, metavar="SOURCE=W,...", help="of the sources in train")
+    group.add_argument("--repeat", action="store_true", help="read a source again where it has too little")
+    add_compression(group)
+    add_run_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the step."""
+    from data_prep.flow.reporting import report
+    from data_prep.sample.plan import make_plan
+    from data_prep.sample.sizes import Measure
+    from data_prep.sample.survey import Survey, survey_part
+    from data_prep.sample.write import write_part
+
+    _check(args)
+    settings = {
+        **input_settings(args),
+        **{name: getattr(args, name) for name in ("fraction", "seed", "valid", "test", "budget", "unit", "weights")},
+        **{name: getattr(args, name) for name in ("repeat", "compress")},
+        "tokenizer": str(args.tokenizer) if args.tokenizer else None,
+    }
+    work, parts = run_of(args), parts_of(args)
+    begin(work, "sample", settings, args.restart)
+    common = {"reading": reading_of(args), "measure": Measure(args.unit, args.tokenizer), "seed": args.seed}
+    with report("sample", work) as done:
+        surveyed = run_parts(work, "survey", parts, partial(survey_part, **common))
+        if surveyed.results is None:
+            return done.waiting(surveyed, "the survey")
+        survey = Survey(args.out, surveyed.results)
+        plan = make_plan(
+            survey, args.fraction, args.valid, args.test, args.budget, args.weights, args.repeat, args.unit
+        )
+        order = {part.name: index for index, part in enumerate(parts)}
+        writing = partial(write_part, **common, plan=plan, order=order, suffix=COMPRESSIONS[args.compress])
+        written = run_parts(work, "write", parts, writing, depends=plan)
+        if written.results is None:
+            return done.waiting(written, "the writing")
+        sources = {
+            source: {"available": quota.available, "wanted": quota.wanted, "whole_passes": quota.passes}
+            for source, quota in plan.quotas.items()
+        }
+        manifest = write_manifest(
+            args.out, "sample", settings, written.inputs, written.results, {"sources": sources, "unit": args.unit}
+        )
+        return done.finished(manifest)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not 0 < args.fraction <= 1:
+        raise UserError(f"--fraction must be above 0 and at most 1, not {args.fraction}")
+    for name in ("valid", "test"):
+        if not 0 <= getattr(args, name) < 1:
+            raise UserError(f"--{name} must be at least 0 and below 1, not {getattr(args, name)}")
+    if args.unit == "tokens" and args.tokenizer is None:
+        raise UserError("--unit tokens needs --tokenizer, a folder that 'smlp data tokenizer' wrote")
+    if args.tokenizer is not None and not args.tokenizer.is_dir():
+        raise UserError(f"--tokenizer {args.tokenizer}: there is no such folder")
+
+
+def _number(text: str) -> int:
+    scale = _SUFFIXES.get(text[-1:].upper(), 1)
+    try:
+        number = round(float(text[:-1] if scale > 1 else text) * scale)
+    except (ValueError, OverflowError):
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 250000, 500K, 100M or 1.5B")
+    return number
+
+
+def _weights(text: str) -> dict[str, float]:
+    weights: dict[str, float] = {}
+    for item in text.split(","):
+        source, equals, value = item.rpartition("=")
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = -1.0
+        if not (equals and source and 0 <= weight < float("inf")):
+            raise argparse.ArgumentTypeError(f"{item!r} is not SOURCE=WEIGHT with a weight of 0 or more")
+        if source in weights:
+            raise argparse.ArgumentTypeError(f"source {source} is named twice")
+        weights[source] = weight
+    if not any(weights.values()):
+        raise argparse.ArgumentTypeError("all weights are 0")
+    return weights

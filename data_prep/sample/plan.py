@@ -1,0 +1,226 @@
+"""Where to cut: which documents are in the sample, in which split, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_prep.sample.survey import Survey
+from smlp.errors import UserError
+
+_BINS = 1 << 16
+_END = 1 << 64
+Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]]  # keys, sizes, places
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The documents whose (key, place) is below this one; the document at it may be taken in part.
+
+    Attributes:
+        key: hash of the first document that does not fit.
+        place: its place.
+        taken: size of those below.
+        left: what is left of the budget, for the document at the cut.
+    """
+
+    key: int
+    place: int
+    taken: int
+    left: int
+
+    def holds(self, key: int, place: int) -> bool:
+        """Whether a document is below the cut."""
+        return (key, place) < (self.key, self.place)
+
+    def is_at(self, key: int, place: int) -> bool:
+        """Whether it is the document that does not fit whole."""
+        return (key, place) == (self.key, self.place)
+
+
+def find_cut(blocks: Blocks, budget: int) -> Cut:
+    """The cut below which documents, in the order of their keys, add up to at most ``budget``; reads them twice.
+
+    Memory is that of ``_BINS`` numbers and of the documents in one bin of keys.
+    """
+    sums = np.zeros(_BINS, dtype=np.int64)
+    for keys, sizes, _ in blocks():
+        np.add.at(sums, (keys >> np.uint64(48)).astype(np.int64), sizes.astype(np.int64))
+    cumulative = np.cumsum(sums)
+    if cumulative[-1] <= budget:
+        return Cut(_END, 0, int(cumulative[-1]), budget - int(cumulative[-1]))
+    fatal = int(np.searchsorted(cumulative, budget, side="right"))
+    taken = int(cumulative[fatal]) - int(sums[fatal])
+    found: list[tuple[int, int, int]] = []
+    for keys, sizes, places in blocks():
+        inside = (keys >> np.uint64(48)) == fatal
+        found += zip(keys[inside].tolist(), places[inside].tolist(), sizes[inside].tolist(), strict=True)
+    for key, place, size in sorted(found):
+        if taken + size > budget:
+            return Cut(key, place, taken, budget - taken)
+        taken += size
+    raise AssertionError("the bin holds the document that goes over the budget")
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What is taken of one source: all its documents ``passes`` times, and those below ``cut`` once more."""
+
+    available: int
+    wanted: int
+    passes: int
+    cut: Cut
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each document goes; plain values, so that it travels to the workers.
+
+    Attributes:
+        fraction_end: documents whose ``draw`` hash is below are in the fraction.
+        valid: documents of the fraction below it by their ``split`` hash are the validation set.
+        test: those below it and not in ``valid`` are the test set.
+        quotas: by source, of what remains.
+    """
+
+    fraction_end: int
+    valid: Cut
+    test: Cut
+    quotas: dict[str, Quota]
+
+    def place(self, draw: int, split: int, place: int, source: str) -> tuple[str, int, int]:
+        """Split of a document ("" for none), how often it is written whole, and how much of it once more."""
+        if draw >= self.fraction_end:
+            return "", 0, 0
+        if self.valid.holds(split, place):
+            return "valid", 1, 0
+        if self.test.holds(split, place):
+            return "test", 1, 0
+        quota = self.quotas[source]
+        if quota.cut.holds(draw, place):
+            return "train", quota.passes + 1, 0
+        return "train", quota.passes, quota.cut.left if quota.cut.is_at(draw, place) else 0
+
+
+def make_plan(
+    survey: Survey,
+    fraction: float,
+    valid: float,
+    test: float,
+    budget: int | None,
+    weights: dict[str, float] | None,
+    repeat: bool,
+    unit: str,
+) -> Plan:
+    """Finds the cuts.
+
+    Args:
+        survey: of all documents.
+        fraction: of the documents, drawn by hash; a smaller fraction is a part of a larger one.
+        valid: share of the fraction's documents that is the validation set, exact to a document.
+        test: the same of the test set.
+        budget: of the training set, in the unit of the survey; None for all.
+        weights: of the sources in the budget; None for what there is.
+        repeat: a source may be read several times to fill its share.
+        unit: for messages.
+
+    Raises:
+        UserError: a share leaves a split empty, sources and weights do not match, or there is too little.
+    """
+    end = min(round(fraction * _END), _END)
+    last = np.uint64(end - 1)
+
+    def in_fraction() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        for rows, places, sources in survey.blocks():
+            inside = rows["draw"] <= last
+            yield rows[inside], places[inside], sources[inside]
+
+    number = sum(len(rows) for rows, _, _ in in_fraction())
+    if number == 0:
+        raise UserError(f"--fraction {fraction} of the documents leaves none")
+
+    def by_split() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        return ((rows["split"], np.ones(len(rows), np.int64), places) for rows, places, _ in in_fraction())
+
+    num_valid, num_test = (_held_out(number, share, name) for share, name in ((valid, "valid"), (test, "test")))
+    if num_valid + num_test >= number:
+        raise UserError(f"--valid {valid} and --test {test} leave nothing to train on of {number:,} documents")
+    cut_valid, cut_test = (find_cut(by_split, count) for count in (num_valid, num_valid + num_test))
+
+    def for_training() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        for rows, places, sources in in_fraction():
+            held = rows["split"] < np.uint64(cut_test.key)
+            held |= (rows["split"] == np.uint64(cut_test.key)) & (places < cut_test.place)
+            yield rows[~held], places[~held], sources[~held]
+
+    available = np.zeros(len(survey.sources), dtype=np.int64)
+    for rows, _, sources in for_training():
+        np.add.at(available, sources, rows["size"].astype(np.int64))
+    amounts = dict(zip(survey.sources, available.tolist(), strict=True))
+    quotas = {}
+    for index, (source, wanted) in enumerate(_shares(amounts, budget, weights, repeat, unit).items()):
+
+        def of_source(index: int = index) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+            for rows, places, sources in for_training():
+                mine = sources == index
+                yield rows["draw"][mine], rows["size"][mine], places[mine]
+
+        passes = wanted // amounts[source] if amounts[source] else 0
+        quotas[source] = Quota(amounts[source], wanted, passes, find_cut(of_source, wanted - passes * amounts[source]))
+    return Plan(end, cut_valid, cut_test, quotas)
+
+
+def _held_out(number: int, share: float, name: str) -> int:
+    count = round(number * share)
+    if share and not count:
+        raise UserError(
+            f"--{name} {share} of {number:,} documents is less than one document: give a larger share, or 0 for none"
+        )
+    return count
+
+
+def _shares(
+    available: dict[str, int], budget: int | None, weights: dict[str, float] | None, repeat: bool, unit: str
+) -> dict[str, int]:
+    """How much is wanted of each source, in whole units that add up to the budget."""
+    total = sum(available.values())
+    if weights is None:
+        if budget is None:
+            return available
+        if budget > total and not repeat:
+            raise UserError(
+                f"a budget of {budget:,} {unit} is more than the {total:,} that there are: lower it, or add --repeat"
+            )
+        return _divide(budget, {source: float(amount) for source, amount in available.items()})
+    if set(weights) != set(available):
+        missing, unknown = sorted(set(available) - set(weights)), sorted(set(weights) - set(available))
+        raise UserError(
+            "--weights must name each source once: "
+            + "; ".join(
+                ([f"{', '.join(missing)} missing"] if missing else [])
+                + ([f"there is no {', '.join(unknown)}"] if unknown else [])
+            )
+        )
+    used = {source: weight for source, weight in weights.items() if weight}
+    if budget is None:  # as much as the scarcest source allows
+        budget = min(int(available[source] * sum(used.values()) / weight) for source, weight in used.items())
+    wanted = _divide(budget, {source: weights[source] for source in available})
+    for source, amount in wanted.items():
+        if amount > available[source] and (not repeat or not available[source]):
+            raise UserError(
+                f"--weights wants {amount:,} {unit} of source {source}, which has {available[source]:,}: lower its "
+                "weight or the budget" + ("" if not available[source] else ", or add --repeat to read it again")
+            )
+    return wanted
+
+
+def _divide(budget: int, weights: dict[str, float]) -> dict[str, int]:
+    """Whole numbers in proportion to weights that add up to ``budget``."""
+    total, shares, before, running = sum(weights.values()), {}, 0, 0.0
+    for source, weight in weights.items():
+        running += weight
+        upto = round(budget * running / total) if total else 0
+        shares[source], before = upto - before, upto
+    return shares

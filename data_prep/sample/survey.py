@@ -1,0 +1,82 @@
+"""First reading: hash, size and source of every document, on disk, so that memory does not grow with the corpus."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.flow.documents import Defect, Loss, Reading, read
+from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.parts import Part
+from data_prep.flow.running import STATE
+from data_prep.flow.streams import write_stream
+from data_prep.sample.sizes import Measure
+from smlp.errors import UserError
+
+# A document in the survey: its two hashes, its size, and which of the part's sources it is from. 22 bytes.
+ROW = np.dtype([("draw", "<u8"), ("split", "<u8"), ("size", "<u4"), ("source", "<u2")])
+BLOCK_ROWS = 1 << 16
+
+
+def hashes(text: str, seed: int) -> tuple[int, int]:
+    """Two independent numbers below 2**64 that depend on the text and the seed alone: one draws, one splits."""
+    key = seed.to_bytes(8, "little", signed=True)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
+
+def survey_part(part: Part, out: Path, *, reading: Reading, measure: Measure, seed: int) -> PartResult:
+    """Writes a :data:`ROW` for each document of a part."""
+    counts, sources = Counts(), {}
+    with write_stream(out / STATE / "survey-rows" / f"{part.name}.bin") as (stream, written):
+        rows = []
+        for piece in read(part, reading):
+            if isinstance(piece, Defect):
+                continue  # reported when the part is read for writing
+            if isinstance(piece, Loss):
+                counts.drop(piece.reason)
+                continue
+            counts.keep()
+            source = sources.setdefault(piece.source, len(sources))
+            if source > np.iinfo(np.uint16).max:
+                raise UserError(f"{part.path} names more than {source:,} sources: a source is a corpus, not a document")
+            rows.append((*hashes(piece.text, seed), measure(piece.text), source))
+            if len(rows) == BLOCK_ROWS:
+                stream.write(np.array(rows, dtype=ROW).tobytes())
+                rows = []
+        stream.write(np.array(rows, dtype=ROW).tobytes())
+    output = {"name": str(written.path.relative_to(out)), "bytes": written.num_bytes, "sha256": written.sha256}
+    return PartResult([output], counts, facts={"sources": list(sources)})
+
+
+class Survey:
+    """What was written down of all documents; read in blocks.
+
+    Args:
+        out: the step's folder.
+        results: of :func:`survey_part`, in the order of the parts.
+    """
+
+    def __init__(self, out: Path, results: list[PartResult]) -> None:
+        self._files = [out / result.outputs[0]["name"] for result in results]
+        self.sources = sorted({source for result in results for source in result.facts["sources"]})
+        position = {source: index for index, source in enumerate(self.sources)}
+        self._source_of = [np.array([position[name] for name in result.facts["sources"]]) for result in results]
+
+    def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Rows (n,) of :data:`ROW`, their places (n,) in the corpus, and indices (n,) into :attr:`sources`."""
+        for index, (path, source_of) in enumerate(zip(self._files, self._source_of, strict=True)):
+            with open(path, "rb") as file:
+                done = 0
+                while content := file.read(BLOCK_ROWS * ROW.itemsize):
+                    rows = np.frombuffer(content, dtype=ROW)
+                    yield rows, place_of(index, np.arange(done, done + len(rows))), source_of[rows["source"]]
+                    done += len(rows)
+
+
+def place_of(part: int, number: np.ndarray | int) -> np.ndarray | int:
+    """A document's place: documents of earlier parts first; at most 2**40 in a part."""
+    return (part << 40) + number

@@ -1,0 +1,253 @@
+"""``smlp data sample``: fractions, budgets, weights, splits."""
+
+import gzip
+import json
+import random
+
+import numpy as np
+import pytest
+
+from data_prep.flow.streams import write_stream
+from data_prep.sample.plan import find_cut
+from data_prep.sample.sizes import Measure
+from smlp.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Two sources: 300 documents of 10 to 50 words, and 100 of 5 to 25; one text stands in both."""
+    folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(1)
+    for source, number, most in [("wiki", 300, 50), ("books", 100, 25)]:
+        rows = []
+        for index in range(number):
+            words = [f"{source}{draw.randrange(1000)}" for _ in range(draw.randrange(most // 5, most + 1))]
+            half = len(words) // 2
+            rows.append({"id": f"{source}-{index}", "text": " ".join(words[:half]) + "\n" + " ".join(words[half:])})
+        rows[7]["text"] = "the same words in both"
+        for part in range(3):
+            with write_stream(folder / source / f"{part}.jsonl.gz") as (stream, _):
+                stream.write(b"".join(json.dumps({**row, "source": source}).encode() + b"\n" for row in rows[part::3]))
+    return folder
+
+
+def sample(corpus, out, *options, workers=1):
+    status = main(
+        ["data", "sample", "--in", str(corpus), "--out", str(out), "--quiet", "--workers", str(workers), *options]
+    )
+    if status:
+        return None
+    return json.loads((out / "manifest.json").read_text())
+
+
+def rows_of(out, split):
+    files = sorted((out / split).glob("*.jsonl.gz"))
+    assert files
+    return [json.loads(line) for path in files for line in gzip.open(path, "rt", encoding="utf-8")]
+
+
+def ids(out, split="train"):
+    return [row["id"] for row in rows_of(out, split)]
+
+
+def words(rows):
+    return sum(len(row["text"].split()) for row in rows)
+
+
+NO_SPLITS = ("--valid", "0", "--test", "0")
+
+
+def test_a_fraction_is_part_of_a_larger_one_and_depends_on_texts_and_seed_only(corpus, tmp_path):
+    manifest = sample(corpus, tmp_path / "a", "--fraction", "0.3", *NO_SPLITS)
+    drawn = set(ids(tmp_path / "a"))
+    assert 80 < len(drawn) < 160
+    assert manifest["counts"]["documents_in"] == 400
+    assert manifest["counts"]["dropped"] == {"not in the fraction": 400 - len(drawn)}
+    sample(corpus, tmp_path / "b", "--fraction", "0.6", *NO_SPLITS)
+    assert drawn < set(ids(tmp_path / "b"))
+    sample(corpus, tmp_path / "c", "--fraction", "0.3", "--seed", "2", *NO_SPLITS)
+    assert set(ids(tmp_path / "c")) != drawn
+    (tmp_path / "other").mkdir()
+    with write_stream(tmp_path / "other" / "all.jsonl") as (stream, _):
+        for path in sorted(corpus.rglob("*.gz"), reverse=True):
+            stream.write(gzip.decompress(path.read_bytes()))
+    sample(tmp_path / "other", tmp_path / "d", "--fraction", "0.3", "--part-bytes", "9000", *NO_SPLITS)
+    assert set(ids(tmp_path / "d")) == drawn
+
+
+def test_splits_have_the_exact_number_and_no_text_is_in_two(corpus, tmp_path):
+    manifest = sample(corpus, tmp_path / "a", "--valid", "0.05", "--test", "0.1")
+    found = {split: rows_of(tmp_path / "a", split) for split in ("train", "valid", "test")}
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 340, "valid": 20, "test": 40}
+    texts = [{row["text"] for row in rows} for rows in found.values()]
+    assert not (texts[0] & texts[1] or texts[0] & texts[2] or texts[1] & texts[2])
+    assert sorted(row["id"] for rows in found.values() for row in rows) == sorted(
+        f"{source}-{index}" for source, number in [("wiki", 300), ("books", 100)] for index in range(number)
+    )
+    other = manifest["counts"]["other"]
+    assert other["train: words"] == words(found["train"])
+    assert other["valid: documents"] == 20
+
+
+@pytest.mark.parametrize("budget", [1, 57, 1000, 3333])
+def test_a_budget_of_words_is_exact(corpus, tmp_path, budget):
+    """The last document is cut, and where it begins with one word alone, at that word."""
+    sample(corpus, tmp_path / "a", "--budget", str(budget), *NO_SPLITS)
+    assert words(rows_of(tmp_path / "a", "train")) == budget
+
+
+def test_a_smaller_budget_is_part_of_a_larger_one(corpus, tmp_path):
+    for name, budget in [("a", "1K"), ("b", "0.002M")]:
+        sample(corpus, tmp_path / name, "--budget", budget, "--weights", "wiki=1,books=1", *NO_SPLITS)
+    small, large = ({row["id"]: row["text"] for row in rows_of(tmp_path / name, "train")} for name in "ab")
+    assert set(small) < set(large) and sum(large[name] != text for name, text in small.items()) <= 2
+
+
+def test_weights_mix_the_sources_and_repeat_reads_them_again(corpus, tmp_path, capsys):
+    options = ("--budget", "3000", "--weights", "wiki=1,books=3", *NO_SPLITS)
+    books = [
+        json.loads(line) for path in corpus.glob("books/*") for line in gzip.decompress(path.read_bytes()).splitlines()
+    ]
+    words_in_books = words(books)
+    assert words_in_books < 2250
+    assert sample(corpus, tmp_path / "a", *options) is None
+    assert f"wants 2,250 words of source books, which has {words_in_books:,}" in capsys.readouterr().err
+    manifest = sample(corpus, tmp_path / "b", *options, "--repeat")
+    rows = rows_of(tmp_path / "b", "train")
+    assert words([row for row in rows if row["source"] == "books"]) == 2250
+    assert words([row for row in rows if row["source"] == "wiki"]) == 750
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert manifest["sources"]["books"] == {"available": words_in_books, "wanted": 2250, "whole_passes": 1}
+    again = [row for row in rows if row["id"].endswith("#2")]
+    assert manifest["counts"]["other"]["train: documents written again"] == len(again)
+    whole = {row["id"]: row["text"] for row in rows if "#" not in row["id"]}
+    assert sum(whole[row["id"].removesuffix("#2")] != row["text"] for row in again) <= 1
+
+
+def test_weights_without_a_budget_take_as_much_as_there_is(corpus, tmp_path):
+    sample(corpus, tmp_path / "a", "--weights", "wiki=1,books=1", "--unit", "documents", *NO_SPLITS)
+    rows = rows_of(tmp_path / "a", "train")
+    assert [sum(row["source"] == source for row in rows) for source in ("wiki", "books")] == [100, 100]
+    sample(corpus, tmp_path / "b", "--weights", "wiki=0,books=1", *NO_SPLITS)
+    assert {row["source"] for row in rows_of(tmp_path / "b", "train")} == {"books"}
+
+
+def test_the_same_whatever_the_workers(corpus, tmp_path):
+    options = (
+        "--fraction",
+        "0.5",
+        "--budget",
+        "1000",
+        "--weights",
+        "wiki=2,books=1",
+        "--valid",
+        "0.02",
+        "--test",
+        "0.02",
+    )
+    sample(corpus, tmp_path / "a", *options)
+    sample(corpus, tmp_path / "b", *options, workers=2)
+    one, two = (
+        {
+            path.relative_to(tmp_path / name): path.read_bytes()
+            for path in (tmp_path / name).rglob("*.*")
+            if ".state" not in str(path)
+        }
+        for name in "ab"
+    )
+    assert one == two and len(one) == 6 * 3 + 1
+
+
+def test_documents_that_cannot_be_read_are_counted(tmp_path):
+    (tmp_path / "in").mkdir()
+    rows = [json.dumps({"text": f"word number {index}"}) for index in range(9)]
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join([*rows, "no json"]))
+    (tmp_path / "in" / "b.jsonl").touch()
+    manifest = sample(tmp_path / "in", tmp_path / "out", *NO_SPLITS, "--budget", "20")
+    assert manifest["counts"]["dropped"] == {"not JSON": 1, "beyond the budget": 2}
+    assert [defect["problem"] for defect in manifest["defects"]] == ["empty file"]
+    assert manifest["counts"]["documents_in"] == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fraction", "0"], "--fraction must be above 0 and at most 1, not 0.0"),
+        (["--fraction", "1e-12"], "--fraction 1e-12 of the documents leaves none"),
+        (["--valid", "0.0001"], "--valid 0.0001 of 400 documents is less than one document"),
+        (["--valid", "0.5", "--test", "0.5"], "leave nothing to train on of 400 documents"),
+        (["--valid", "1"], "--valid must be at least 0 and below 1, not 1.0"),
+        (["--budget", "1B", *NO_SPLITS], "a budget of 1,000,000,000 words is more than"),
+        (
+            ["--weights", "wiki=1,web=2", *NO_SPLITS],
+            "--weights must name each source once: books missing; there is no web",
+        ),
+        (["--unit", "tokens"], "--unit tokens needs --tokenizer"),
+        (["--tokenizer", "nowhere"], "--tokenizer nowhere: there is no such folder"),
+        (["--workers", "0"], "--workers must be at least 1, not 0"),
+    ],
+)
+def test_mistakes(corpus, tmp_path, capsys, options, message):
+    assert sample(corpus, tmp_path / "a", *options) is None
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "option", [("--budget", "many"), ("--weights", "wiki"), ("--weights", "wiki=0"), ("--share", "2/2")]
+)
+def test_words_that_are_no_numbers(corpus, tmp_path, capsys, option):
+    with pytest.raises(SystemExit):
+        sample(corpus, tmp_path / "a", *option)
+    assert (
+        repr(option[1]) in capsys.readouterr().err
+        or "all weights are 0" in capsys.readouterr().err
+        or option[1] == "wiki=0"
+    )
+
+
+def test_cuts_against_sorting_everything():
+    """Random keys, many of them equal or in one bin, sizes of 0 to 9, every budget near a step."""
+    draw = np.random.default_rng(1)
+    for trial in range(60):
+        number = int(draw.integers(1, 40))
+        keys = draw.integers(0, [1 << 64, 1 << 48, 5][trial % 3], number, dtype=np.uint64)
+        sizes, places = draw.integers(0, 10, number), np.arange(number) * 3
+        order = sorted(zip(keys.tolist(), places.tolist(), sizes.tolist(), strict=True))
+        for budget in range(int(sizes.sum()) + 2):
+            cut = find_cut(
+                lambda k=keys, s=sizes, p=places: iter([(k[:7], s[:7], p[:7]), (k[7:], s[7:], p[7:])]), budget
+            )
+            total, below = 0, []
+            for _key, place, size in order:
+                if total + size > budget:
+                    break
+                total += size
+                below.append(place)
+            assert [place for key, place, _ in order if cut.holds(key, place)] == below
+            assert (cut.taken, cut.left) == (total, budget - total)
+
+
+def test_the_beginning_of_a_document():
+    text = "one two\nthree  four"
+    assert [Measure("words").beginning(text, size) for size in range(6)] == [
+        "",
+        "one",
+        "one two",
+        "one two\nthree",
+        text,
+        text,
+    ]
+    assert Measure("bytes").beginning(text, 12) == "one two"
+    assert Measure("documents").beginning(text, 0) == ""
+
+
+def test_what_is_added_later_moves_the_cut_for_the_files_before(corpus, tmp_path):
+    """The second run finds other cuts, so that parts whose files have not changed are written anew."""
+    (tmp_path / "in").mkdir()
+    for number, path in enumerate(sorted(corpus.rglob("*.gz"))):
+        (tmp_path / "in" / f"{number}.jsonl.gz").write_bytes(path.read_bytes())
+        if number == 3:
+            sample(tmp_path / "in", tmp_path / "a", "--budget", "900", *NO_SPLITS)
+    sample(tmp_path / "in", tmp_path / "a", "--budget", "900", *NO_SPLITS)
+    sample(tmp_path / "in", tmp_path / "b", "--budget", "900", *NO_SPLITS)
+    assert ids(tmp_path / "a") == ids(tmp_path / "b") and words(rows_of(tmp_path / "a", "train")) == 900
