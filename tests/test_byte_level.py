@@ -152,6 +152,18 @@ def test_files_that_are_none(folder, tokenizer, tmp_path):
         given_byte_level(bad, folder / "vocab.bpe")
 
 
+def test_an_entry_without_merges_such_as_gpt2_has_is_never_made_from_text(folder, tmp_path):
+    ids = json.loads((folder / "encoder.json").read_text())
+    (tmp_path / "encoder.json").write_text(json.dumps({**ids, "<|endoftext|>": len(ids)}))
+    (tmp_path / "vocab.bpe").write_bytes((folder / "vocab.bpe").read_bytes())
+    files = given_byte_level(tmp_path / "encoder.json", tmp_path / "vocab.bpe")
+    assert files["vocab.bpe"] == (folder / "vocab.bpe").read_bytes()
+    tokenizer = Tokenizer(Vocabulary(map(str, range(len(ids) + 1))), tmp_path / "encoder.json")
+    tokens = tokenizer.encode("a<|endoftext|>")
+    assert 4 + len(ids) not in tokens and tokenizer.decode(tokens) == "a<|endoftext|>"
+    assert tokenizer.content(4 + len(ids)) == b"<|endoftext|>"
+
+
 def test_the_file_that_is_named_may_have_another_name(tmp_path):
     assert files_of(tmp_path / "mine.json") == {
         "encoder.json": tmp_path / "mine.json",

@@ -261,10 +261,13 @@ def test_what_is_finished_is_kept_and_a_changed_file_is_read_again(sample, token
     write_jsonl(sample / "valid" / "v.jsonl", documents(9, 77))
     assert binarize(*common, "--out", out) == 0 and binarize(*common, "--out", tmp_path / "new") == 0
     assert files_of(out) == files_of(tmp_path / "new") != first
+    write_jsonl(sample / "train" / "b.jsonl", documents(41, 78))
+    assert binarize(*common, "--out", out) == 0 and binarize(*common, "--out", tmp_path / "newer") == 0
+    assert files_of(out) == files_of(tmp_path / "newer") != files_of(tmp_path / "new")
     capsys.readouterr()
     assert binarize(*common[:-1], 3, "--out", out) == 1
     assert "with other settings (shards was 2, now 3)" in capsys.readouterr().err
-    assert files_of(out) == files_of(tmp_path / "new")
+    assert files_of(out) == files_of(tmp_path / "newer")
 
 
 def test_other_words_of_the_same_number_are_another_shard(tokenizer, tmp_path):

@@ -114,11 +114,14 @@ def test_the_same_text_gives_the_same_files(corpus, tmp_path):
 
 
 def test_what_sentencepiece_changes_is_reported(tmp_path):
-    (tmp_path / "a.txt").write_text("\n".join([*sentences(60, 1), "The ﬁrst  stone.", " The stone."]) + "\n")
+    long = "The stone. " * 6000 + "End."
+    text = "\n".join([*sentences(60, 1), "The ﬁrst  stone.", " The stone.", long])
+    (tmp_path / "a.txt").write_text(text + "\n")
     out = tmp_path / "out"
     assert learn("--in", tmp_path / "a.txt", "--out", out, "--vocab-size", 60) == 0
     said = manifest_of(out)["round_trip"]
-    assert said["changed_by_normalisation"] == 2 and said["same"] == 60
+    assert said["changed_by_normalisation"] == 2 and said["same"] == 61
+    assert manifest_of(out)["sample"]["too_long_for_sentencepiece"] == 1
     assert {"was": "The ﬁrst  stone.", "becomes": "The first stone."} in said["examples"]
 
 

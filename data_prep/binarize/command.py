@@ -83,12 +83,9 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     begin(run, "binarize", settings, args.restart)
     with report("binarize", run) as done:
-        was_whole = is_whole(run.out)
-        if not was_whole:
+        if not is_whole(run.out):
             (run.out / MANIFEST).unlink(missing_ok=True)
         finished = _encode(run, splits, job)
-        if was_whole and not (run.out / MANIFEST).is_file():  # an input has changed: all tokens are needed again
-            finished = _encode(run, splits, job)
         missing = sum(done.missing for done in finished.values())
         if missing or run.share[1] > 1:
             print(

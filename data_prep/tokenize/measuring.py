@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.tokenize.sentencepieces import MAX_LINE_BYTES
 from smlp.errors import UserError
 from smlp.tokenizer import Tokenizer
 
@@ -45,7 +46,8 @@ def blocks_of(lines: Iterable[str]) -> Iterator[list[str]]:
 def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray, Counter[str]]:
     """How often each symbol of the dictionary comes, (V,) int64, and lines, words, bytes, tokens and unknown ones.
 
-    Bytes are of the text without line ends, and tokens are without ``</s>``.
+    Bytes are of the text without line ends, and tokens are without ``</s>``; also counts the lines that SentencePiece
+    does not learn from.
     """
     vocabulary = tokenizer.vocabulary
     frequency_V, totals = np.zeros(len(vocabulary), np.int64), Counter()
@@ -54,7 +56,9 @@ def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray
         frequency_V += np.bincount(ids_N, minlength=len(vocabulary))
         totals["lines"] += len(block)
         totals["words"] += sum(len(line.split()) for line in block)
-        totals["bytes"] += sum(len(line.encode()) for line in block)
+        sizes = [len(line.encode()) for line in block]
+        totals["bytes"] += sum(sizes)
+        totals["too_long_for_sentencepiece"] += sum(size > MAX_LINE_BYTES for size in sizes)
         totals["tokens"] += len(ids_N)
     totals["unknown"] = int(frequency_V[vocabulary.unk])
     return frequency_V, totals
