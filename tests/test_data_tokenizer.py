@@ -114,7 +114,7 @@ def test_the_same_text_gives_the_same_files(corpus, tmp_path):
 
 
 def test_what_sentencepiece_changes_is_reported(tmp_path):
-    long = "The stone. " * 6000 + "End."
+    long = "The stone. " * 6000 + "The house."
     text = "\n".join([*sentences(60, 1), "The ﬁrst  stone.", " The stone.", long])
     (tmp_path / "a.txt").write_text(text + "\n")
     out = tmp_path / "out"
