@@ -24,13 +24,14 @@ HAS_TRITON_WHEEL = "sys_platform == 'linux' and (platform_machine == 'x86_64' or
 DATA = [
     *(
         "datasketch>=1.6",
-        "datasets>=2.18",
+        "datasets>=3.2",
         "ftfy>=6.2",
         "lxml_html_clean>=0.4",
         "mwparserfromhell>=0.6.6",
         "py3langid>=0.3",
     ),
-    *("pyarrow>=15", "tokenizers>=0.20", "trafilatura>=1.8", "warcio>=1.7.4", "zstandard>=0.22"),
+    *("pyarrow>=15", "requests>=2.31", "tokenizers>=0.20", "trafilatura>=1.8", "urllib3>=2.1", "warcio>=1.7.4"),
+    "zstandard>=0.22",
 ]
 
 setup(
@@ -42,6 +43,7 @@ setup(
     license="MIT",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["smlp", "smlp.*", "data_prep", "data_prep.*"]),
+    package_data={"data_prep": ["sources/*.toml"]},
     install_requires=[
         "torch>=2.6",
         f"ve-fairseq==0.12.3; {HAS_FAIRSEQ_WHEEL}",

@@ -15,7 +15,7 @@ from running import REPOSITORY
 from data_prep.flow.documents import Defect, Loss, Reading, Record, documents_in, read
 from data_prep.flow.manifest import Counts, PartResult, read_manifest, write_manifest
 from data_prep.flow.parts import find_files, plan_parts
-from data_prep.flow.running import Run, begin, run_parts
+from data_prep.flow.running import PartFailed, Run, begin, is_done, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream, write_bytes, write_stream
 from smlp.errors import UserError
 
@@ -258,6 +258,24 @@ def test_a_worker_that_is_killed_is_named_and_the_rest_is_kept(source, tmp_path)
     assert list((run.out / ".state" / "upper").glob("*.json"))
     run_upper(source, run, log=str(log))
     assert read_manifest(run.out)["counts"]["documents_in"] == 120
+
+
+def upper_but(part, out, broken):
+    """As :func:`upper`, for parts whose name does not hold ``broken``."""
+    if broken in part.name:
+        raise PartFailed(f"{part.name} is not to be had")
+    return upper(part, out)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_part_that_fails_alone_lets_the_others_go_on(source, tmp_path, workers):
+    run = Run(tmp_path / "out", workers, quiet=True)
+    begin(run, "upper", {})
+    parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
+    done = run_parts(run, "upper", parts, partial(upper_but, broken="b-00001"))
+    assert (done.results, done.missing, done.failed) == (None, 1, ["b-00001 is not to be had"])
+    assert [part.name for part in parts if not is_done(run, "upper", part)] == ["b-00001"]
+    assert len(run_parts(run, "upper", parts, upper).results) == len(parts)
 
 
 def test_a_killed_command_leaves_no_half_and_goes_on(source, tmp_path):

@@ -255,7 +255,7 @@ def _read_parquet(part: Part, reading: Reading) -> Iterator[Record | Loss | Defe
         try:
             for batch in file.iter_batches(batch_size=1000):
                 for row in batch.to_pylist():
-                    yield _row(row, number, part, reading)
+                    yield document_of_row(row, number, part, reading)
                     number += 1
         except (pyarrow.ArrowException, OSError) as error:
             lost = file.metadata.num_rows - number
@@ -263,7 +263,8 @@ def _read_parquet(part: Part, reading: Reading) -> Iterator[Record | Loss | Defe
             yield Defect("damaged: it breaks off", f"{part.path}: {' '.join(str(error).split())}")
 
 
-def _row(row: dict[str, Any], number: int, part: Part, reading: Reading) -> Record | Loss:
+def document_of_row(row: dict[str, Any], number: int, part: Part, reading: Reading) -> Record | Loss:
+    """A row of a table that has the column of the text; ``number`` counts from 0 in the part's file."""
     text = row.pop(reading.text_field)
     where = f"{part.path}:{number}"
     if not isinstance(text, str):

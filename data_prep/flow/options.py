@@ -15,10 +15,12 @@ from smlp.errors import UserError
 COMPRESSIONS = {"gz": ".gz", "zst": ".zst", "none": ""}
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
+def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) -> None:
     """``--out``, ``--workers``, ``--share``, ``--restart``, ``--quiet``."""
     group = parser.add_argument_group("running")
-    group.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; run again to go on")
+    group.add_argument(
+        "--out", type=Path, required=out_required, metavar="DIR", help="folder to write; run again to go on"
+    )
     group.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one for each core)"
     )

@@ -102,12 +102,13 @@ def plan_parts(
         number = -(-size // part_bytes) if cuttable and size > part_bytes else 1
         bounds = [size * index // number for index in range(number)]
         for index, start in enumerate(bounds):
-            name = _unique(stem if number == 1 else f"{stem}-{index:05d}", names)
+            name = unique_name(stem if number == 1 else f"{stem}-{index:05d}", names)
             parts.append(Part(path, name, source, start, bounds[index + 1] if index + 1 < number else None))
     return parts
 
 
-def _unique(name: str, names: set[str]) -> str:
+def unique_name(name: str, names: set[str]) -> str:
+    """``name``, or ``name+2`` and so on if it is among ``names``, which takes the result."""
     candidate, copy = name, 1
     while candidate in names:
         copy += 1

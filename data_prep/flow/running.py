@@ -32,6 +32,10 @@ POLL_SECONDS = 0.5
 _bytes_done: Any = None  # of a worker: the counter that all share
 
 
+class PartFailed(Exception):
+    """Raised by a work: this part cannot be done now, the others can. The message is one sentence that names it."""
+
+
 class Work(Protocol):
     """What is done with a part: a function at the top of a module (or a ``functools.partial`` of one)."""
 
@@ -57,11 +61,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Finished:
-    """What :func:`run_parts` gives: results of all parts in their order, or None while other shares are at work."""
+    """What :func:`run_parts` gives: results of all parts in their order, or None while some are missing.
+
+    ``failed`` are sentences of parts that raised :class:`PartFailed`; other missing ones are those of other shares.
+    """
 
     results: list[PartResult] | None
     inputs: list[dict[str, Any]] = field(default_factory=list)
     missing: int = 0
+    failed: list[str] = field(default_factory=list)
 
 
 def begin(run: Run, step: str, settings: dict[str, Any], restart: bool = False) -> None:
@@ -131,19 +139,28 @@ def run_parts(
     with _lock(run, phase):
         index, number = run.share
         mine = [part for position, part in enumerate(parts) if position % number == index]
-        key = hashlib.sha256(repr(depends).encode()).hexdigest()
+        key = _key(depends)
         todo = [part for part in mine if _stored(run.out, state, part, key, temporary) is None]
+        failed: dict[str, str] = {}
         if todo:
             (run.out / MANIFEST).unlink(missing_ok=True)  # its presence says that the step is finished
             todo = [part for part in mine if _stored(run.out, state, part, key, temporary) is None]
-            _work_on(
-                run, phase, todo, partial(_do_part, out=run.out, phase=phase, work=work, key=key), len(mine) - len(todo)
-            )
+            do_part = partial(_do_part, out=run.out, phase=phase, work=work, key=key)
+            _work_on(run, phase, todo, do_part, len(mine) - len(todo), failed)
     stored = [_stored(run.out, state, part, key, temporary) for part in parts]
     missing = sum(row is None for row in stored)
     if missing:
-        return Finished(None, missing=missing)
+        return Finished(None, missing=missing, failed=[failed[part.name] for part in parts if part.name in failed])
     return Finished([_result(row) for row in stored], [row["input"] for row in stored])
+
+
+def is_done(run: Run, phase: str, part: Part, depends: Any = None) -> bool:
+    """Whether :func:`run_parts` has nothing to do for a part."""
+    return _stored(run.out, run.out / STATE / phase, part, _key(depends)) is not None
+
+
+def _key(depends: Any) -> str:
+    return hashlib.sha256(repr(depends).encode()).hexdigest()
 
 
 @contextmanager
@@ -159,7 +176,10 @@ def _lock(run: Run, phase: str):
         yield
 
 
-def _work_on(run: Run, phase: str, parts: list[Part], do_part: Callable[[Part], None], done: int) -> None:
+def _work_on(
+    run: Run, phase: str, parts: list[Part], do_part: Callable[[Part], None], done: int, failed: dict[str, str]
+) -> None:
+    """Works on ``parts``; ``failed`` takes the names of those that raised PartFailed, and what they said."""
     from tqdm import tqdm
 
     total = sum(part.num_bytes for part in parts)
@@ -168,13 +188,18 @@ def _work_on(run: Run, phase: str, parts: list[Part], do_part: Callable[[Part], 
     with bar:
         if run.workers == 1 or len(parts) == 1:
             for part in parts:
-                do_part(part)
+                try:
+                    do_part(part)
+                except PartFailed as error:
+                    failed[part.name] = str(error)
                 bar.update(part.num_bytes)
             return
-        _in_processes(run, parts, do_part, bar)
+        _in_processes(run, parts, do_part, bar, failed)
 
 
-def _in_processes(run: Run, parts: list[Part], do_part: Callable[[Part], None], bar: Any) -> None:
+def _in_processes(
+    run: Run, parts: list[Part], do_part: Callable[[Part], None], bar: Any, failed: dict[str, str]
+) -> None:
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     waiting = sorted(parts, key=lambda part: -part.num_bytes)  # the longest first: the end is not one long part
@@ -199,7 +224,9 @@ def _in_processes(run: Run, parts: list[Part], do_part: Callable[[Part], None], 
                             f"a worker was killed (out of memory?) at {names}; what is finished is kept: run the "
                             f"same command again, with fewer --workers than {run.workers} if memory was short"
                         ) from None
-                    if error is not None:
+                    if isinstance(error, PartFailed):
+                        failed[part.name] = str(error)
+                    elif error is not None:
                         errors.append(error)
                 bar.update(counter.value - shown)
                 shown = counter.value

@@ -7,6 +7,7 @@ import importlib
 
 HELP = "from raw corpora to sharded training data"
 EPILOG = """examples:
+  smlp data fetch wikipedia openwebtext --out corpora
   smlp data clean --in corpora/ --out data/clean
   smlp data dedup --in data/clean --out data/unique
   smlp data sample --in data/unique --out data/sample --fraction 0.1
@@ -20,6 +21,7 @@ leaves a manifest.json. 'smlp data STEP --help' shows the options of each.
 
 # name: (module, one line). A module has DESCRIPTION, EPILOG, add_options(parser) and run(args) -> exit status.
 STEPS: dict[str, tuple[str, str]] = {
+    "fetch": ("data_prep.fetch.command", "download corpora, and turn them into documents"),
     "sample": ("data_prep.sample.command", "draw a part of the documents, mix sources, split into train, valid, test"),
     "tokenizer": ("data_prep.tokenize.command", "a SentencePiece model or byte-level BPE, and its dictionary"),
     "binarize": ("data_prep.binarize.command", "text into fairseq's binary shards"),

@@ -1,0 +1,212 @@
+"""``smlp data fetch``: its options, what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from data_prep.fetch import checks, overview
+from data_prep.fetch.download import Patience
+from data_prep.fetch.sequence import Wanted, fetch, known_files, needed_bytes
+from data_prep.fetch.source import Source, built_in, find_source
+from data_prep.flow.documents import DOCUMENTS_OF_TEXT, Reading
+from data_prep.flow.options import add_compression, add_run_options
+from data_prep.flow.reporting import report
+from data_prep.flow.running import Run
+from smlp.errors import UserError
+
+DESCRIPTION = "download corpora, with checks, and turn them into documents for 'smlp data clean'"
+EPILOG = """A source is a name from --list, hf:OWNER/NAME[:CONFIG][:SPLIT] (any dataset of the Hugging Face Hub), a file
+SOURCE.toml of your own, or a file or folder of .txt, .jsonl or .parquet.
+
+examples:
+  smlp data fetch --list
+  smlp data fetch --show cc-news
+  smlp data fetch wikipedia cc-news openwebtext --out corpora --dry-run
+  smlp data fetch wikipedia --set date=20260101 --out corpora --workers 8
+  smlp data fetch cc-news --set months=2018-01:2018-03 --limit-files 20 --delete-downloads --out corpora
+  smlp data fetch hf:wikimedia/wikipedia:20231101.en my/texts --out corpora
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the step."""
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="what to fetch")
+    parser.add_argument("--list", action="store_true", help="the sources that there are, and exit")
+    parser.add_argument("--show", metavar="SOURCE", help="all that is known of a source, and exit")
+    parser.add_argument("--json", metavar="FILE", help="write what --list, --show or --dry-run print as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="check everything but the download, and exit")
+    group = parser.add_argument_group("what to fetch")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of a source, as date=20260101; SOURCE.NAME=VALUE for one of several",
+    )
+    group.add_argument("--limit-files", type=int, metavar="N", help="the first N files or shards of each source only")
+    group.add_argument("--limit-documents", type=int, metavar="N", help="the first N documents of each file only")
+    group.add_argument(
+        "--text-field", metavar="NAME", help="field or column of the text (default: what the source says)"
+    )
+    group.add_argument(
+        "--documents", choices=DOCUMENTS_OF_TEXT, help="a document in .txt (default: what the source says)"
+    )
+    group.add_argument(
+        "--max-document-bytes", type=int, default=16 << 20, metavar="N", help="longer ones are dropped and counted"
+    )
+    group = parser.add_argument_group("downloads")
+    group.add_argument("--connections", type=int, default=3, metavar="N", help="files at a time (default: 3)")
+    group.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds without a byte (default: 60)")
+    group.add_argument(
+        "--attempts", type=int, default=6, metavar="N", help="failures without progress that end a file (default: 6)"
+    )
+    group.add_argument(
+        "--retry-wait", type=float, default=1.0, metavar="S", help="seconds after the first, then doubled (default: 1)"
+    )
+    group.add_argument(
+        "--delete-downloads",
+        action="store_true",
+        help="each worker downloads a file, converts it and deletes it: little disk, one connection a worker",
+    )
+    group.add_argument("--no-space-check", action="store_true", help="begin even if the disk seems to be too small")
+    add_run_options(parser, out_required=False)
+    add_compression(parser)
+    parser.add_argument(
+        "--file-bytes", type=int, default=256 << 20, metavar="N", help="text in a file that is written, before the next"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the step; 0 if everything that was asked for is there."""
+    if args.list:
+        return overview.print_list(list(built_in().values()), args.json)
+    if args.show:
+        return overview.print_one(find_source(args.show), args.json)
+    if not args.sources:
+        raise UserError("name a source to fetch; 'smlp data fetch --list' shows those that there are")
+    if args.out is None:
+        raise UserError("--out DIR is missing: where the documents are to go")
+    wanted = _wanted(args)
+    if args.dry_run:
+        return _dry_run(wanted, args.json)
+    if problem := checks.not_writable(args.out):
+        raise UserError(f"--out: {problem}")
+    for one in wanted:
+        if packages := _missing(one):
+            raise UserError(
+                f"{one.source.name} needs {', '.join(packages)}: install the extra 'data': pip install 'smlp[data]'"
+            )
+    return max(_fetch_one(one) for one in wanted)
+
+
+def _wanted(args: argparse.Namespace) -> list[Wanted]:
+    for name in (
+        "limit_files",
+        "limit_documents",
+        "max_document_bytes",
+        "connections",
+        "attempts",
+        "file_bytes",
+        "workers",
+    ):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if args.timeout <= 0 or args.retry_wait < 0:
+        raise UserError(
+            f"--timeout must be above 0 and --retry-wait not below, not {args.timeout} and {args.retry_wait}"
+        )
+    sources = [find_source(name) for name in args.sources]
+    for source in sources:
+        if source.status == "gone":
+            raise UserError(f"{source.name} is gone: {source.notes[0]}; instead: {', '.join(source.replacement)}")
+        if sum(other.name == source.name for other in sources) > 1:
+            raise UserError(
+                f"two sources would be written to {args.out / source.name}: rename one, or fetch them apart"
+            )
+    options = _options(sources, args.set)
+    settings = {
+        "compression": args.compress,
+        "file_bytes": args.file_bytes,
+        "limit_files": args.limit_files,
+        "limit_documents": args.limit_documents,
+        "connections": args.connections,
+        "patience": Patience(args.attempts, args.retry_wait, timeout=args.timeout),
+        "delete_downloads": args.delete_downloads,
+        "check_space": not args.no_space_check,
+        "restart": args.restart,
+    }
+    wanted = []
+    for source in sources:
+        reading = Reading(
+            args.text_field or source.text_field, args.documents or source.documents, args.max_document_bytes
+        )
+        run = Run(args.out / source.name, args.workers, args.share, args.quiet)
+        wanted.append(Wanted(source, args.out, run, options[source.name], reading, **settings))
+    return wanted
+
+
+def _options(sources: list[Source], words: list[str]) -> dict[str, dict[str, str]]:
+    """Options of each source, with what ``--set`` says."""
+    options = {source.name: dict(source.options) for source in sources}
+    for word in words:
+        place, equals, value = word.partition("=")
+        owner, point, name = place.rpartition(".")
+        owners = [owner] if point else [source.name for source in sources if place in source.options]
+        if not equals or not owners or any(name not in options.get(one, {}) for one in owners):
+            there = ", ".join(f"{one}.{option}" for one, values in options.items() for option in values) or "none"
+            raise UserError(f"--set {word} is not NAME=VALUE of an option of the sources; there are {there}")
+        for one in owners:
+            options[one][name] = value
+    return options
+
+
+def _missing(wanted: Wanted) -> list[str]:
+    return checks.missing_packages(wanted.source, wanted.source.paths, wanted.compression)
+
+
+def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
+    """Prints what would be done and what stands against it; 1 if anything does."""
+    free, problem = checks.free_bytes(wanted[0].out), checks.not_writable(wanted[0].out)
+    problems = [f"--out: {problem}"] if problem else []
+    rows: list[dict[str, Any]] = []
+    for one in wanted:
+        packages, files = _missing(one), known_files(one)
+        problems += [f"{one.source.name}: not installed: {', '.join(packages)}"] if packages else []
+        number = one.source.size.files if files is None else len(files)
+        number = number if number is None or one.limit_files is None else min(number, one.limit_files)
+        rows.append(
+            {
+                "name": one.source.name,
+                "from": one.source.kind,
+                "files": number,
+                "download_bytes": checks.download_bytes(one.source, files, one.limit_files),
+                "document_bytes": checks.document_bytes(one.source, files, one.limit_files),
+                "needed_bytes": needed_bytes(one, files),
+                "options": one.options,
+            }
+        )
+    needed = sum(row["needed_bytes"] or 0 for row in rows)
+    if needed > free and wanted[0].check_space:
+        problems.append(f"about {needed / 1e9:,.1f} GB are needed in {wanted[0].out}, {free / 1e9:,.1f} GB are free")
+    return overview.print_plan(rows, free, problems, json_file)
+
+
+def _fetch_one(wanted: Wanted) -> int:
+    name = wanted.source.name
+    try:
+        with report(f"fetch {name}", wanted.run) as ending:
+            outcome = fetch(wanted)
+    except UserError as error:
+        print(f"smlp: error: {name}: {error}", file=sys.stderr)
+        return 1
+    for problem in outcome.problems:
+        print(f"failed: {problem}", file=sys.stderr)
+    if outcome.problems:
+        print(f"{name} is not finished: run the same command again for what is missing", file=sys.stderr)
+        return 1
+    if outcome.manifest is None:
+        return ending.waiting(outcome.finished, name)
+    return ending.finished(outcome.manifest, f"{wanted.source.title}; licence: {wanted.source.licence}")

@@ -1,0 +1,289 @@
+"""One file over HTTP: resumed where it broke off, retried, and checked before it gets its name."""
+
+from __future__ import annotations
+
+import email.utils
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.flow.streams import READ_BYTES
+from smlp import __version__
+from smlp.errors import UserError
+
+ALGORITHMS = ("sha256", "sha1", "md5")
+_AGENT = f"smlp/{__version__} (smlp data fetch)"
+_CHUNK = 256 << 10
+_TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class DownloadFailed(Exception):
+    """A file that could not be had; the message is one sentence with its URL."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file to download.
+
+    Attributes:
+        url: where it is.
+        name: what it is called here; unique in its source.
+        num_bytes: its length, where its list says so.
+        digest: ``(algorithm, hexadecimal)``, where its list says so; one of ``ALGORITHMS``.
+    """
+
+    url: str
+    name: str
+    num_bytes: int | None = None
+    digest: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to insist.
+
+    Attributes:
+        attempts: that may fail one after the other without a new byte.
+        first_wait: seconds after the first of them; doubled after each further one.
+        longest_wait: seconds, also of what a server asks for with ``Retry-After``.
+        timeout: seconds without any byte until an attempt has failed.
+    """
+
+    attempts: int = 6
+    first_wait: float = 1.0
+    longest_wait: float = 120.0
+    timeout: float = 60.0
+
+
+class _Passing(Exception):
+    """An attempt failed for a reason that may pass.
+
+    ``wait`` is what the server asks for, in seconds; ``lost`` are bytes that were there and had to be thrown away.
+    """
+
+    def __init__(self, problem: str, wait: float = 0.0, lost: int = 0) -> None:
+        super().__init__(problem)
+        self.wait, self.lost = wait, lost
+
+
+@dataclass
+class _Partial:
+    """What is there of a file: its bytes, and what the server called the version that they are of."""
+
+    path: Path
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size if self.path.is_file() else 0
+
+    @property
+    def _memo(self) -> Path:
+        return self.path.with_name(self.path.name + ".json")
+
+    def version(self, url: str) -> str:
+        """The validator of the version that the bytes are of, or "" if there is none for this URL."""
+        try:
+            row = json.loads(self._memo.read_text(encoding="utf-8"))
+            return row["version"] if row["url"] == url else ""
+        except (OSError, ValueError, KeyError):
+            return ""
+
+    def begin(self, url: str, version: str) -> None:
+        """Throws away what is there and notes what comes next."""
+        self.path.write_bytes(b"")
+        self._memo.write_text(json.dumps({"url": url, "version": version}), encoding="utf-8")
+
+    def discard(self) -> int:
+        """Throws away what is there; returns its bytes."""
+        size = self.size
+        self.path.unlink(missing_ok=True)
+        self._memo.unlink(missing_ok=True)
+        return size
+
+    def keep_as(self, path: Path) -> None:
+        with open(self.path, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(self.path, path)
+        self._memo.unlink(missing_ok=True)
+
+
+def download(
+    file: RemoteFile,
+    path: Path,
+    patience: Patience,
+    advance: Callable[[int], Any] = lambda num_bytes: None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Writes ``path``: whole and checked, or not at all; until then, ``NAME.partial`` holds what there is.
+
+    What an earlier call left is resumed if the server still has the same version (``If-Range`` with its ``ETag`` or
+    date, or a checksum to find out at the end), so that no file is glued together from two.
+
+    Args:
+        file: what to get.
+        path: where to.
+        patience: when to give up.
+        advance: told of bytes that came, and with a negative number of those that had to be thrown away.
+        stop: once set, the download ends with DownloadFailed; what there is stays.
+
+    Raises:
+        DownloadFailed: it cannot be had; the message names URL, reason and numbers.
+        UserError: ``requests`` is not installed.
+    """
+    partial = _Partial(path.with_name(path.name + ".partial"))
+    stop = stop or threading.Event()
+    furthest, failures = partial.size, 0
+    while True:
+        if stop.is_set():
+            raise DownloadFailed(f"{file.url}: stopped after {partial.size:,} bytes")
+        try:
+            _attempt(file, partial, patience, advance, stop)
+            _check(file, partial)
+            break
+        except _Passing as problem:
+            advance(-problem.lost)
+            if partial.size > furthest:
+                furthest, failures = partial.size, 0
+            failures += 1
+            if failures >= patience.attempts:
+                raise DownloadFailed(f"{file.url}: {problem}; gave up after {failures} attempts") from None
+            wait = max(problem.wait, patience.first_wait * 2 ** (failures - 1))
+            stop.wait(min(wait, patience.longest_wait))
+    partial.keep_as(path)
+
+
+def _attempt(
+    file: RemoteFile, partial: _Partial, patience: Patience, advance: Callable[[int], Any], stop: threading.Event
+) -> None:
+    """Brings what is missing. Returns with all of it there, as far as server and list can say."""
+    requests, urllib3 = _libraries()
+    total: int | None = None
+    have, version = partial.size, partial.version(file.url)
+    headers = {"User-Agent": _AGENT, "Accept-Encoding": "identity"}
+    if have and (version or file.digest):
+        headers["Range"] = f"bytes={have}-"
+        if version:
+            headers["If-Range"] = version
+    passing = (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, ConnectionError, TimeoutError)
+    try:
+        with requests.get(file.url, headers=headers, stream=True, timeout=patience.timeout) as response:
+            total, resumed = _accepted(file, partial, response)
+            if total is not None and file.num_bytes not in (None, total):
+                raise DownloadFailed(
+                    f"{file.url}: its list says {file.num_bytes:,} bytes, the server has {total:,}: one of them changed"
+                )
+            if not resumed:
+                advance(-have)
+                partial.begin(file.url, _version_of(response.headers))
+            have = partial.size
+            with open(partial.path, "ab") as out:
+                while total is None or have < total:
+                    if stop.is_set():
+                        raise DownloadFailed(f"{file.url}: stopped after {have:,} bytes")
+                    content = response.raw.read1(_CHUNK, decode_content=False)  # what there is
+                    if not content:
+                        break
+                    out.write(content)
+                    have += len(content)
+                    advance(len(content))
+    except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema):
+        raise DownloadFailed(f"{file.url} is no address of a file: it must begin with http:// or https://") from None
+    except passing as error:
+        amount = f"after {partial.size:,}" + (" bytes" if total is None else f" of {total:,} bytes")
+        raise _Passing(f"the connection failed {amount}: {_plain(error)}") from error
+    if total is not None and have < total:
+        raise _Passing(f"{have:,} of {total:,} bytes came")
+
+
+def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int | None, bool]:
+    """What the answer means: the file's length, if it says so, and whether what comes continues what is there."""
+    status, have = response.status_code, partial.size
+    if status in (206, 416):
+        span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", response.headers.get("Content-Range", ""))
+        old, new = partial.version(file.url), _version_of(response.headers)
+        changed = bool(old and new and old != new)
+        total = int(span[2]) if span else None
+        if span and not changed and (int(span[1]) == have if span[1] else total == have):
+            return total, True
+        problem = "it changed on the server" if changed else "the server did not go on where it was asked to"
+        raise _Passing(problem, lost=partial.discard())
+    if status == 200:
+        length = response.headers.get("Content-Length", "")
+        return (int(length) if length.isdigit() else None), False
+    problem = f"the server answers {status} {response.reason}".rstrip()
+    if status in _TRY_AGAIN:
+        raise _Passing(problem, _seconds(response.headers.get("Retry-After", "")))
+    raise DownloadFailed(f"{file.url}: {problem}")
+
+
+def _version_of(headers: Any) -> str:
+    """What may stand in ``If-Range``: a strong ETag or, without one, a date."""
+    tag = headers.get("ETag", "")
+    return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")
+
+
+def _seconds(retry_after: str) -> float:
+    if retry_after.isdigit():
+        return float(retry_after)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+def _check(file: RemoteFile, partial: _Partial) -> None:
+    """Compares what came with what its list says; what is wrong is thrown away, so that it comes anew."""
+    if file.num_bytes is not None and partial.size != file.num_bytes:
+        have = partial.discard()
+        raise _Passing(f"{have:,} bytes came, its list says {file.num_bytes:,}", lost=have)
+    if file.digest:
+        algorithm, expected = file.digest
+        found = digest_of(partial.path, algorithm)
+        if found != expected.lower():
+            raise _Passing(f"its {algorithm} is {found}, expected {expected}", lost=partial.discard())
+
+
+def digest_of(path: Path, algorithm: str) -> str:
+    """A file's checksum, hexadecimal; it is read as a stream."""
+    digest = hashlib.new(algorithm)
+    with open(path, "rb") as file:
+        while content := file.read(READ_BYTES):
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _plain(error: BaseException) -> str:
+    """An error of the network in a few words: the innermost that says something."""
+    seen = [error]
+    while (inner := getattr(seen[-1], "reason", None) or seen[-1].__cause__ or seen[-1].__context__) is not None:
+        if not isinstance(inner, BaseException) or inner in seen:
+            break
+        seen.append(inner)
+    text = next((" ".join(str(one).split()) for one in reversed(seen) if str(one)), type(error).__name__)
+    return text[:200]
+
+
+def _libraries() -> tuple[Any, Any]:
+    try:
+        import requests
+        import urllib3
+    except ImportError:
+        raise UserError("for downloads install the extra 'data': pip install 'smlp[data]'") from None
+    return requests, urllib3
+
+
+def to_json(file: RemoteFile) -> dict[str, Any]:
+    """A file of a list, for the disk."""
+    return asdict(file)
+
+
+def from_json(row: dict[str, Any]) -> RemoteFile:
+    """What :func:`to_json` gave."""
+    return RemoteFile(row["url"], row["name"], row["num_bytes"], tuple(row["digest"]) if row["digest"] else None)

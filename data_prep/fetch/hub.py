@@ -1,0 +1,93 @@
+"""Datasets of the Hugging Face Hub through ``datasets``: shard by shard, streamed, of a fixed revision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from data_prep.fetch.source import Hub
+from data_prep.flow.documents import Loss, Reading, Record, document_of_row
+from data_prep.flow.parts import Part
+from data_prep.flow.running import PartFailed
+from smlp.errors import UserError
+
+
+def pinned(hub: Hub) -> tuple[Hub, int]:
+    """The dataset with the commit that its revision stands for now, and the number of its shards.
+
+    Raises:
+        UserError: there is no such dataset, configuration or split, or the Hub cannot be reached.
+    """
+    _datasets()
+    try:
+        if not Path(hub.name).exists():
+            from huggingface_hub import HfApi
+
+            hub = replace(hub, revision=HfApi().dataset_info(hub.name, revision=hub.revision or None, timeout=60).sha)
+        return hub, _opened(hub).num_shards
+    except Exception as error:  # of three libraries, each with its own; the sentence is what matters
+        raise UserError(f"hf:{hub.name}: {_sentence(error)}") from error
+
+
+def rows(hub: Hub, shard: int, num_shards: int, part: Part, reading: Reading) -> Iterator[Record | Loss]:
+    """The documents of one shard, in order.
+
+    Args:
+        hub: as :func:`pinned` gives it.
+        shard: from 0.
+        num_shards: of the dataset, as it was when this was planned.
+        part: names documents (``NAME:ROW``) and their source.
+        reading: the column of the text, and the longest document.
+
+    Raises:
+        UserError: there is no such column.
+        PartFailed: the Hub did not answer, or no longer has what it had.
+    """
+    label = f"hf:{hub.name}: shard {shard} of {num_shards}"
+    number, group = 0, []
+    try:
+        dataset = _opened(hub)
+        if dataset.num_shards != num_shards:
+            raise PartFailed(f"{label}: there are {dataset.num_shards} shards now; begin anew with --restart")
+        for row in dataset.shard(num_shards, shard):
+            if reading.text_field not in row:
+                raise UserError(f"hf:{hub.name}: no column {reading.text_field!r}; there are {', '.join(row)}")
+            piece = document_of_row(dict(row), number, part, reading)
+            number += 1
+            if hub.rows_per_document == 1 or isinstance(piece, Loss):
+                yield piece
+                continue
+            group.append(piece)
+            if len(group) == hub.rows_per_document:
+                yield _joined(group)
+                group = []
+    except (UserError, PartFailed):
+        raise
+    except Exception as error:  # the network's, of several libraries, after their own retries
+        raise PartFailed(f"{label}: broke off after {number:,} rows: {_sentence(error)}") from error
+    if group:
+        yield _joined(group)
+
+
+def _joined(group: list[Record]) -> Record:
+    return replace(group[0], text="\n".join(record.text for record in group))
+
+
+def _opened(hub: Hub) -> Any:
+    options = {"split": hub.split, "revision": hub.revision or None, "streaming": True}
+    return _datasets().load_dataset(hub.name, hub.config or None, **options)
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("for datasets of the Hub install the extra 'data': pip install 'smlp[data]'") from None
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

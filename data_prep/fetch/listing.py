@@ -1,0 +1,177 @@
+"""Which files a source on the web has: read once, then kept, so that a repeated command means the same files."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import unquote, urljoin, urlsplit
+
+from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download, from_json, to_json
+from data_prep.fetch.source import Listing, Source
+from data_prep.flow.streams import DamagedFile, open_stream, write_bytes
+from smlp.errors import UserError
+
+KEPT = "listing.json"
+_DATE_LINK = re.compile(r'href="(\d{4}-?\d{2}-?\d{2})/?"')
+_MONTH = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
+
+
+def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[RemoteFile] | None:
+    """The files that an earlier :func:`list_files` found with the same options, or None."""
+    try:
+        row = json.loads((folder / KEPT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if row["definition"] != source.definition or row["options"] != options:
+        return None
+    return [from_json(file) for file in row["files"]]
+
+
+def list_files(source: Source, options: dict[str, str], folder: Path, patience: Patience) -> list[RemoteFile]:
+    """The files of a source, in a fixed order and with names of their own; kept in ``folder``.
+
+    Args:
+        source: one of the web.
+        options: its options with their values.
+        folder: of its downloads.
+        patience: with the server of the list.
+
+    Raises:
+        UserError: the list cannot be had or read, or an option is wrong.
+    """
+    kept = kept_files(source, options, folder)
+    if kept is not None:
+        return kept
+    folder.mkdir(parents=True, exist_ok=True)
+    if source.listing is None:
+        files = list(source.files)
+    elif options.get("date") == "latest":
+        files = _latest(source.listing, options, folder, patience)
+    else:
+        files = _listed(source.listing, options, folder, patience)
+    if not files:
+        raise UserError(f"source {source.name}: its list names no file")
+    files = _named(files)
+    row = {"definition": source.definition, "options": options, "files": [to_json(file) for file in files]}
+    write_bytes(folder / KEPT, json.dumps(row, indent=1).encode())
+    return files
+
+
+def _latest(listing: Listing, options: dict[str, str], folder: Path, patience: Patience) -> list[RemoteFile]:
+    """The files of the newest date that is complete."""
+    page = _filled(listing.dates, options)
+    dates = sorted(set(_DATE_LINK.findall(_text(page, folder, patience))), reverse=True)
+    problem = f"no link to a date on {page}"
+    for date in dates:
+        try:
+            return _listed(listing, {**options, "date": date}, folder, patience)
+        except UserError as error:
+            problem = str(error)
+    raise UserError(f"no complete files for date=latest: {problem}")
+
+
+def _listed(listing: Listing, options: dict[str, str], folder: Path, patience: Patience) -> list[RemoteFile]:
+    values = [options]
+    if "months" in options:
+        values = [{**options, "year": year, "month": month} for year, month in months(options["months"])]
+    files: list[RemoteFile] = []
+    for value in values:
+        url = _filled(listing.url, value)
+        text = _text(url, folder, patience)
+        files += _READERS[listing.kind](text, url, replace(listing, base=_filled(listing.base, value)))
+    return [file for file in files if re.search(listing.pattern, _base_name(file.url))]
+
+
+def _paths(text: str, url: str, listing: Listing) -> list[RemoteFile]:
+    return [RemoteFile(urljoin(listing.base or url, line.strip()), "") for line in text.splitlines() if line.strip()]
+
+
+def _checksums(text: str, url: str, listing: Listing) -> list[RemoteFile]:
+    files = []
+    for line in text.splitlines():
+        digest, _, name = line.strip().partition(" ")
+        if not re.fullmatch(r"[0-9a-fA-F]{32,128}", digest) or not name.strip():
+            raise UserError(f"{url} is no list of checksums: it has the line {line[:80]!r}")
+        place = urljoin(listing.base or url, name.strip().removeprefix("*"))
+        files.append(RemoteFile(place, "", None, (listing.algorithm, digest.lower())))
+    return files
+
+
+def _dumpstatus(text: str, url: str, listing: Listing) -> list[RemoteFile]:
+    try:
+        job = json.loads(text)["jobs"][listing.job]
+        status, rows = job["status"], job.get("files", {})
+        if status != "done":
+            raise UserError(f"{url}: the job {listing.job!r} is not finished there, its status is {status!r}")
+        return [
+            RemoteFile(urljoin(url, row["url"]), "", row["size"], ("sha1", row["sha1"]) if row.get("sha1") else None)
+            for _, row in sorted(rows.items(), key=lambda item: _numbers_apart(item[0]))
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{url} is no status of a dump with the job {listing.job!r}") from None
+
+
+def _numbers_apart(name: str) -> list[tuple[int, str]]:
+    """Sorts part 2 before part 10."""
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
+
+
+_READERS = {"paths": _paths, "checksums": _checksums, "dumpstatus": _dumpstatus}
+
+
+def months(text: str) -> list[tuple[str, str]]:
+    """``2016-09:2019-02`` or a single month as pairs of year and month.
+
+    Raises:
+        UserError: it is neither.
+    """
+    first, _, last = text.partition(":")
+    bounds = [_MONTH.fullmatch(bound) for bound in (first, last or first)]
+    if None in bounds:
+        raise UserError(f"option months is {text!r}, but must be a month, as 2016-09, or two, as 2016-09:2019-02")
+    start, stop = (int(bound[1]) * 12 + int(bound[2]) - 1 for bound in bounds)
+    if start > stop:
+        raise UserError(f"option months is {text!r}: {first} comes after {last}")
+    return [(f"{month // 12:04}", f"{month % 12 + 1:02}") for month in range(start, stop + 1)]
+
+
+def _filled(template: str, options: dict[str, str]) -> str:
+    try:
+        return template.format(**options)
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(f"the address {template!r} has a place for which there is no option: {error}") from None
+
+
+def _text(url: str, folder: Path, patience: Patience) -> str:
+    name = _base_name(url)
+    path = folder / f"list-{name}"
+    try:
+        download(RemoteFile(url, name), path, patience)
+        with open_stream(path) as stream:
+            return stream.read().decode("utf-8")
+    except DownloadFailed as error:
+        raise UserError(str(error)) from None
+    except (DamagedFile, UnicodeDecodeError) as error:
+        raise UserError(f"the list {url} is damaged: {error}") from None
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _base_name(url: str) -> str:
+    name = unquote(urlsplit(url).path).rstrip("/").rpartition("/")[2]
+    return name if name.strip(".") else "index"
+
+
+def _named(files: list[RemoteFile]) -> list[RemoteFile]:
+    """With names for the disk: the last part of the URL, numbered where two are the same."""
+    seen: dict[str, int] = {}
+    named = []
+    for file in files:
+        name = _base_name(file.url)
+        copy = seen[name] = seen.get(name, 0) + 1
+        named.append(replace(file, name=name if copy == 1 else f"{copy}-{name}"))
+    return named

@@ -1,0 +1,105 @@
+"""Web pages in WARC files: the running text of each, without navigation and advertisements."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from data_prep.flow.documents import Defect, Loss, Record
+from data_prep.flow.streams import DamagedFile, open_stream
+from smlp.errors import UserError
+
+_HTML = ("text/html", "application/xhtml+xml")
+
+
+def pages(path: Path, source: str, max_bytes: int) -> Iterator[Record | Loss | Defect]:
+    """The pages of a WARC file, in order, as trafilatura extracts them; what is no page of text comes as a loss.
+
+    A document is a record of type ``response``; requests and the file's own metadata are none. One record at a time is
+    in memory.
+
+    Args:
+        path: the file, ``.warc`` or ``.warc.gz``.
+        source: what documents say they come from.
+        max_bytes: of a page as it was sent; a longer one is a loss.
+
+    Raises:
+        UserError: warcio or trafilatura is not installed.
+    """
+    try:
+        import trafilatura
+        from warcio.archiveiterator import ArchiveIterator
+    except ImportError:
+        raise UserError("for WARC files install the extra 'data': pip install 'smlp[data]'") from None
+    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # it reports every page that holds no article
+    num_records, problem, is_page = 0, "", True
+    with open_stream(path) as stream:
+        content = _UntilDamage(stream)
+        records = ArchiveIterator(content, check_digests=False)
+        while True:
+            try:
+                record = next(records, None)
+            except Exception as error:  # warcio's own, and whatever it stumbles over in a header that is cut off
+                problem = " ".join(str(error).split())[:200]
+                break
+            if record is None:
+                break
+            is_page = record.rec_type == "response"
+            piece = _page(record, path, source, max_bytes, trafilatura.extract) if is_page else None
+            while record.raw_stream.read(1 << 16):
+                pass
+            if getattr(record.raw_stream, "limit", 1) > 0:  # no limit: not even its length was there
+                problem = "a record is cut off"
+                break
+            num_records += 1
+            if piece is not None:
+                yield piece
+    if problem or content.damage:
+        if is_page:
+            yield Loss("cut off by damage", f"{path}: record {num_records + 1}")
+        yield Defect("damaged: it breaks off", f"{path}: after {num_records:,} records: {content.damage or problem}")
+    elif not num_records:
+        yield Defect("no document in it", str(path))
+
+
+class _UntilDamage:
+    """A stream that ends where its file is damaged: warcio then hands out all that comes before."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self.damage = stream, ""
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        try:
+            return self._stream.read1(num_bytes)
+        except DamagedFile as error:
+            self.damage = str(error)
+            return b""
+
+    def tell(self) -> int:
+        return 0  # places in the file are of no use here
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Any) -> Record | Loss:
+    headers, http = record.rec_headers, record.http_headers
+    url = headers.get_header("WARC-Target-URI") or ""
+    where = f"{path}: {url}"
+    if http is None or http.get_statuscode() != "200":
+        return Loss("no page: the server's answer was not 200", where)
+    if (http.get_header("Content-Type") or "").partition(";")[0].strip().lower() not in _HTML:
+        return Loss("not HTML", where)
+    content = record.content_stream().read(max_bytes + 1)
+    if len(content) > max_bytes:
+        return Loss(f"longer than {max_bytes:,} bytes", where)
+    try:
+        text = extract(content, include_comments=False, include_tables=False, url=url or None)
+    except Exception:  # of the parsers below it, on pages that nobody has thought of; the rest of the file goes on
+        return Loss("page that cannot be parsed", where)
+    if not text:
+        return Loss("no text found on the page", where)
+    identity = (headers.get_header("WARC-Record-ID") or url).strip("<>")
+    return Record(text, identity, source, {"url": url, "date": headers.get_header("WARC-Date") or ""})

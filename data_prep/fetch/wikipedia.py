@@ -1,0 +1,138 @@
+"""Articles of Wikipedia: the XML of a dump, page by page, and wikitext as plain paragraphs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from data_prep.flow.documents import Defect, Loss, Record
+from data_prep.flow.streams import DamagedFile, open_stream
+from smlp.errors import UserError
+
+# Namespaces whose links are no text: pictures, categories. Other languages name them differently; English serves all.
+_NO_TEXT_LINKS = re.compile(r"^\s*:?\s*(file|image|media|category)\s*:", re.IGNORECASE)
+_NO_TEXT_TAGS = frozenset({"ref", "references", "table", "gallery", "math", "chem", "timeline", "score", "imagemap"})
+_REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
+# Sections at the end that hold lists of works and links. They and what stands under them are left out.
+END_SECTIONS = frozenset({"references", "external links", "see also", "further reading", "notes", "bibliography"})
+# Taken out before parsing, innermost first: half of an article's markup, which the parser would build trees of.
+_INNERMOST_TEMPLATE = re.compile(r"\{\{\{[^{}]*\}\}\}|\{\{[^{}]*\}\}")
+_COMMENT_OR_NOTE = re.compile(r"<!--.*?-->|<ref\b[^>]*/>|<ref\b[^>]*>.*?</ref\s*>", re.IGNORECASE | re.DOTALL)
+_QUOTES_OR_OPEN_NOTE = re.compile(r"'{2,5}|</?ref\b[^<>]*>", re.IGNORECASE)
+_MAGIC_WORD = re.compile(r"__[A-Z]+__")
+_EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;:\s]*\)|\s*\[\s*\]")
+_SPACES = re.compile(r"[ \t\u00a0]+")
+
+
+def articles(path: Path, source: str, max_bytes: int) -> Iterator[Record | Loss | Defect]:
+    """The articles of a dump, in order; redirects and pages of other namespaces come as losses.
+
+    Args:
+        path: ``pages-articles`` XML, plain or compressed (``.bz2`` of several streams too).
+        source: what documents say they come from.
+        max_bytes: of a page's wikitext; a longer page is a loss.
+
+    Raises:
+        UserError: mwparserfromhell is not installed.
+    """
+    try:
+        import mwparserfromhell
+    except ImportError:
+        raise UserError("for Wikipedia install the extra 'data': pip install 'smlp[data]'") from None
+    num_pages, in_page = 0, False
+    try:
+        with open_stream(path) as stream:
+            events = ElementTree.iterparse(stream, events=("start", "end"))
+            _, root = next(events)
+            for event, element in events:
+                if element.tag.rpartition("}")[2] != "page":
+                    continue
+                in_page = event == "start"
+                if in_page:
+                    continue
+                num_pages += 1
+                yield _article(element, path, source, max_bytes, mwparserfromhell)
+                root.clear()  # pages that are done with, or memory would grow with the file
+    except (DamagedFile, ElementTree.ParseError) as error:
+        if in_page:
+            yield Loss("cut off by damage", f"{path}: page {num_pages + 1}")
+        yield Defect("damaged: it breaks off", f"{path}: after {num_pages:,} pages: {error}")
+
+
+def _article(page: ElementTree.Element, path: Path, source: str, max_bytes: int, parser: Any) -> Record | Loss:
+    values: dict[str, str] = {}
+    for element in page.iter():
+        name = element.tag.rpartition("}")[2]
+        if name in ("title", "ns", "id", "redirect", "text", "timestamp"):
+            values.setdefault(name, element.text or "")  # the first id is the page's, the next its revision's
+    where = f"{path}: page {values.get('id', '?')}"
+    if values.get("ns") != "0":
+        return Loss("not an article (another namespace)", where)
+    wikitext = values.get("text", "")
+    if "redirect" in values or _REDIRECT.match(wikitext):
+        return Loss("redirect", where)
+    if len(wikitext.encode()) > max_bytes:
+        return Loss(f"longer than {max_bytes:,} bytes", where)
+    try:
+        body = plain_text(wikitext, parser)
+    except (parser.parser.ParserError, RecursionError, ValueError):
+        return Loss("wikitext that cannot be parsed", where)
+    if not body:
+        return Loss("no text left", where)
+    title = values.get("title", "")
+    fields = {"title": title, "date": values.get("timestamp", "")}
+    return Record(f"{title}\n{body}", f"{source}:{values.get('id', '?')}", source, fields)
+
+
+def plain_text(wikitext: str, parser: Any) -> str:
+    """The paragraphs of an article, one a line, without what is no running text.
+
+    Templates, tables, footnotes, pictures, categories, formulas, HTML comments and the sections at the end
+    (``END_SECTIONS``) go; links stay as the words that they show; headings stay as lines of their own.
+    """
+    wikitext = _COMMENT_OR_NOTE.sub("", wikitext)
+    while _INNERMOST_TEMPLATE.search(wikitext):
+        wikitext = _INNERMOST_TEMPLATE.sub("", wikitext)
+    pieces: list[str] = []
+    skipping = 0  # level of the heading under which all is left out
+    for node in parser.parse(wikitext, skip_style_tags=True).nodes:
+        if type(node).__name__ == "Heading":
+            if skipping and node.level > skipping:
+                continue
+            title = _shown(node.title)
+            skipping = node.level if title.strip().lower() in END_SECTIONS else 0
+            if not skipping:
+                pieces.append(f"\n{title}\n")
+        elif not skipping:
+            pieces.append(_shown_of_node(node))
+    text = _MAGIC_WORD.sub("", _QUOTES_OR_OPEN_NOTE.sub("", "".join(pieces)))
+    paragraphs = (_SPACES.sub(" ", _EMPTY_BRACKETS.sub("", line)).strip() for line in text.split("\n"))
+    return "\n".join(paragraph for paragraph in paragraphs if paragraph)
+
+
+def _shown(code: Any) -> str:
+    """The words that a reader of the page sees of parsed wikitext."""
+    return "".join(map(_shown_of_node, code.nodes))
+
+
+def _shown_of_node(node: Any) -> str:
+    kind = type(node).__name__
+    if kind == "Text":
+        return node.value
+    if kind == "Wikilink":
+        if _NO_TEXT_LINKS.match(str(node.title)):
+            return ""
+        return _shown(node.title if node.text is None else node.text)
+    if kind == "ExternalLink":
+        return "" if node.title is None else _shown(node.title)
+    if kind == "HTMLEntity":
+        return node.normalize()
+    if kind == "Tag":
+        name = str(node.tag).strip().lower()
+        if name in ("br", "hr"):
+            return "\n"
+        return "" if name in _NO_TEXT_TAGS or node.contents is None else _shown(node.contents)
+    return ""  # templates, their arguments, comments; headings stand between paragraphs, and are seen to there

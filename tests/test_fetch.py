@@ -1,0 +1,304 @@
+"""``smlp data fetch``: whole runs against a local server, and on files of the disk."""
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import re
+from types import SimpleNamespace
+
+import pytest
+from fetch_data import WIKITEXT, article, dump, page, write_warc
+from fetch_running import QUICK, counts, documents, run, source_file, texts
+from file_server import cut_after, first, serving, status
+
+from data_prep.fetch import checks
+from data_prep.fetch.source import built_in
+from data_prep.flow.documents import Record
+from data_prep.flow.manifest import read_manifest
+
+
+@pytest.fixture
+def server():
+    with serving() as state:
+        yield state
+
+
+def wikipedia_server(server, date="20260101", job_status="done"):
+    """A dump of three parts, with an index besides."""
+    files = {}
+    for part in (10, 2, 1):
+        name = f"xwiki-{date}-pages-articles-multistream{part}.xml-p{part}p{part}.bz2"
+        content = dump([page(part, f"Part {part}", WIKITEXT), page(99, "To", "#REDIRECT [[A]]", redirect="A")])
+        server.files[f"xwiki/{date}/{name}"] = content
+        digest = hashlib.sha1(content).hexdigest()
+        files[name] = {"size": len(content), "url": f"/xwiki/{date}/{name}", "sha1": digest}
+    name = f"xwiki-{date}-pages-articles-multistream-index1.txt-p1p1.bz2"
+    files[name] = {"size": 5, "url": f"/xwiki/{date}/{name}", "sha1": "0" * 40}
+    jobs = {"articles": {"status": job_status, "files": files}}
+    server.files[f"xwiki/{date}/dumpstatus.json"] = json.dumps({"version": "0.8", "jobs": jobs}).encode()
+    server.files["xwiki/"] = server.files.get("xwiki/", b"") + f'<a href="{date}/">{date}</a>'.encode()
+
+
+@pytest.fixture
+def wiki(server, tmp_path):
+    """A source file for it."""
+    wikipedia_server(server)
+    wikipedia_server(server, "20260201", job_status="in-progress")
+    listing = built_in()["wikipedia"].listing
+    body = f"""format = "wikipedia"
+[options]
+date = "latest"
+[listing]
+kind = "dumpstatus"
+url = "{server.address}/xwiki/{{date}}/dumpstatus.json"
+dates = "{server.address}/xwiki/"
+job = "articles"
+pattern = '{listing.pattern}'
+"""
+    return source_file(tmp_path, "wiki", body)
+
+
+PART_2 = "xwiki/20260101/xwiki-20260101-pages-articles-multistream2.xml-p2p2.bz2"
+
+
+def test_wikipedia_from_the_list_to_documents(server, wiki, tmp_path, capsys):
+    """The newest dump that is finished; a part that stays broken is named, the rest goes through, and it alone is
+    fetched when the command is repeated."""
+    out = tmp_path / "out"
+    server.faults[PART_2] = status(503)
+    assert run(wiki, "--out", out, *QUICK) == 1
+    error = capsys.readouterr().err
+    assert (
+        f"failed: {server.url(PART_2)}: the server answers 503 Service Unavailable; gave up after 2 attempts" in error
+    )
+    assert "wiki is not finished: run the same command again" in error
+    assert [text.split("\n")[0] for text in texts(out)] == ["Part 1", "Part 10"]
+    assert not (out / "wiki" / "manifest.json").exists()
+
+    server.faults[PART_2] = first(1, cut_after(200))
+    before = len(server.requests)
+    assert run(wiki, "--out", out, *QUICK) == 0
+    assert server.requests[before:] == [(PART_2, ""), (PART_2, "bytes=200-")]
+    assert re.search(r"documents dropped: redirect +3 +50.00%", capsys.readouterr().out)
+    manifest = read_manifest(out / "wiki", "fetch")
+    assert manifest["counts"]["documents_in"] == 6 and manifest["counts"]["kept"] == 3
+    assert [row["path"].rpartition("multistream")[2][:2] for row in manifest["inputs"]] == ["1.", "2.", "10"]
+    assert manifest["inputs"][1]["sha256"] == hashlib.sha256(server.files[PART_2]).hexdigest()
+    assert manifest["corpus"]["title"] == "wiki"
+    assert [text.split("\n")[0] for text in texts(out)] == ["Part 1", "Part 10", "Part 2"]
+
+    before = len(server.requests)
+    for path in (out / ".raw" / "wiki").glob("*.bz2"):
+        path.unlink()
+    assert run(wiki, "--out", out, *QUICK) == 0
+    assert len(server.requests) == before and read_manifest(out / "wiki") == manifest
+
+
+def test_a_date_that_is_not_finished_and_a_job_that_is_not_there(server, wiki, tmp_path, capsys):
+    assert run(wiki, "--set", "date=20260201", "--out", tmp_path / "out", *QUICK) == 1
+    assert "the job 'articles' is not finished there, its status is 'in-progress'" in capsys.readouterr().err
+    wiki.write_text(wiki.read_text().replace('"articles"', '"abstracts"'))
+    assert run(wiki, "--set", "wiki.date=20260101", "--out", tmp_path / "new", *QUICK) == 1
+    assert "is no status of a dump with the job 'abstracts'" in capsys.readouterr().err
+    assert run(wiki, "--set", "date=20250101", "--out", tmp_path / "other", *QUICK) == 1
+    assert "dumpstatus.json: the server answers 404" in capsys.readouterr().err
+
+
+def news_source(server, folder):
+    """Two months of news, two files each."""
+    for month, names in {"2018-12": "ab", "2019-01": "cd"}.items():
+        lines = []
+        for number, name in enumerate(names):
+            path = f"crawl/{name}.warc.gz"
+            pages = [("200 OK", "text/html", article(10 * ord(name) + index).encode()) for index in range(2)]
+            write_warc(folder / "x.warc.gz", [*pages, ("404 Not Found", "text/html", b"")])
+            server.files[path] = (folder / "x.warc.gz").read_bytes()
+            lines.append(f"{path}\n" + "\n" * number)
+        server.files[f"{month}/warc.paths.gz"] = gzip.compress("".join(lines).encode())
+    (folder / "x.warc.gz").unlink()
+    body = f"""format = "warc"
+[options]
+months = "2018-12:2019-01"
+[listing]
+kind = "paths"
+url = "{server.address}/{{year}}-{{month}}/warc.paths.gz"
+base = "{server.address}/"
+"""
+    return source_file(folder, "news", body)
+
+
+def test_news_of_some_months_file_by_file(server, tmp_path, capsys):
+    """With --delete-downloads: one file at a time on the disk, and one that fails leaves the others alone."""
+    source, out = news_source(server, tmp_path), tmp_path / "out"
+    server.faults["crawl/b.warc.gz"] = status(500)
+    assert run(source, "--out", out, "--delete-downloads", *QUICK) == 1
+    assert "crawl/b.warc.gz: the server answers 500" in capsys.readouterr().err
+    assert len(texts(out)) == 6
+    server.faults.clear()
+    assert run(source, "--out", out, "--delete-downloads", *QUICK) == 0
+    assert len(server.asked("crawl/a.warc.gz")) == 1 and len(texts(out)) == 8
+    assert counts(out / "news")["dropped"] == {"no page: the server's answer was not 200": 4}
+    assert not list((out / ".raw" / "news").glob("*.warc.gz"))
+    one = [piece for piece in documents(out) if "of article 970 says" in piece.text]
+    assert len(one) == 1 and one[0].source == "news" and one[0].fields["url"] == "http://example.org/0"
+
+    assert run(source, "--out", tmp_path / "one", "--set", "months=2019-01", "--limit-files", "1", *QUICK) == 0
+    assert [row["path"][-9:] for row in read_manifest(tmp_path / "one" / "news")["inputs"]] == ["c.warc.gz"]
+
+
+def books_source(server, folder):
+    """Plain text of two files, with checksums in a list as sha256sum writes it."""
+    server.files["b/one.txt.xz"] = lzma.compress(b"First.\nStill first.\n\nSecond.\n\n\nThird.\n")
+    server.files["b/two.txt.bz2"] = bz2.compress("".join(f"Document {n}.\n\n" for n in range(300)).encode())
+    names = ["one.txt.xz", "two.txt.bz2"]
+    sums = [f"{hashlib.sha256(server.files[f'b/{name}']).hexdigest()}  {name}\n" for name in names]
+    server.files["b/SHA256SUMS"] = "".join(sums).encode()
+    body = f'format = "txt"\n[listing]\nkind = "checksums"\nurl = "{server.address}/b/SHA256SUMS"\n'
+    return source_file(folder, "books", body)
+
+
+def test_text_in_files_of_some_size_whatever_the_workers(server, tmp_path, capsys):
+    source = books_source(server, tmp_path)
+    for name, more in {"one": [], "two": ["--workers", "2"]}.items():
+        assert run(source, "--out", tmp_path / name, *QUICK, *more, "--file-bytes", "4000") == 0
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / name / "books").glob("[!.]*")} for name in ("one", "two"))
+    assert one == two and len(one) == 1 + 1 + 6
+    assert documents(tmp_path / "one")[0].text == "First.\nStill first."
+    expected = ["First.\nStill first.", "Second.", "Third.", *(f"Document {number}." for number in range(300))]
+    assert texts(tmp_path / "one") == sorted(expected)
+    rows = read_manifest(tmp_path / "one" / "books")["outputs"]
+    assert sum(row["documents"] for row in rows) == 303
+    server.files["b/SHA256SUMS"] = b"<html>not what you think</html>"
+    assert run(source, "--out", tmp_path / "three", *QUICK) == 1
+    assert "SHA256SUMS is no list of checksums: it has the line '<html>" in capsys.readouterr().err
+
+
+def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_path, monkeypatch):
+    """As after a kill: what was written before stays as it is, and all is as if nothing had happened."""
+    from data_prep.fetch import pieces
+
+    source = books_source(server, tmp_path)
+    words = [*QUICK, "--file-bytes", "4000"]
+    assert run(source, "--out", tmp_path / "fresh", *words) == 0
+    whole, opened = pieces.write_stream, []
+
+    def killed(path):
+        opened.append(path.name)
+        if path.name.startswith("two-00003"):
+            raise KeyboardInterrupt
+        return whole(path)
+
+    monkeypatch.setattr(pieces, "write_stream", killed)
+    assert run(source, "--out", tmp_path / "out", *words) == 130
+    monkeypatch.setattr(pieces, "write_stream", lambda path: opened.append(path.name) or whole(path))
+    opened.clear()
+    assert run(source, "--out", tmp_path / "out", *words) == 0
+    assert sorted(opened) == [f"two-{number:05d}.jsonl.gz" for number in range(3, 6)]
+    one, two = (
+        {p.name: p.read_bytes() for p in (tmp_path / name / "books").glob("[!.]*")} for name in ("fresh", "out")
+    )
+    assert one == two
+
+
+def test_what_is_on_record_of_other_content_is_not_used(tmp_path):
+    from data_prep.fetch.pieces import Writer
+
+    def some(text, broken=False):
+        for number in range(5):
+            if broken and number == 3:
+                raise ZeroDivisionError
+            yield Record(f"{text} {number}", str(number), "x")
+
+    def write(key, pieces):
+        return Writer(tmp_path, "a", key, ".gz", 60, None).write(pieces)
+
+    for key, first_text in (("old", "old 0"), ("new", "new 0")):
+        with pytest.raises(ZeroDivisionError):
+            write("old", some("old", broken=True))
+        assert write(key, some("new")).counts.kept == 5
+        assert documents(tmp_path)[0].text == first_text
+
+
+def test_a_file_that_changed_on_the_server_is_void(server, tmp_path, capsys):
+    source, out = books_source(server, tmp_path), tmp_path / "out"
+    assert run(source, "--out", out, *QUICK) == 0
+    server.files["b/one.txt.xz"] = lzma.compress(b"Quite another text.\n")
+    digest = hashlib.sha256(server.files["b/one.txt.xz"]).hexdigest()
+    lines = server.files["b/SHA256SUMS"].decode().splitlines()
+    server.files["b/SHA256SUMS"] = f"{digest}  one.txt.xz\n{lines[1]}\n".encode()
+    before = len(server.requests)
+    assert run(source, "--out", out, *QUICK) == 0 and len(server.requests) == before  # the list is the one of old
+    assert run(source, "--out", out, *QUICK, "--restart") == 0
+    assert [path for path, _ in server.requests[before:]] == ["b/SHA256SUMS", "b/one.txt.xz"]
+    assert "Quite another text." in texts(out) and "Second." not in texts(out)
+    assert run(source, "--out", out, *QUICK, "--limit-documents", "2") == 1
+    assert "with other settings (limit_documents was None, now 2)" in capsys.readouterr().err
+
+
+def test_limits(server, tmp_path):
+    source, out = books_source(server, tmp_path), tmp_path / "out"
+    assert run(source, "--out", out, *QUICK, "--limit-documents", "2") == 0
+    assert texts(out) == ["Document 0.", "Document 1.", "First.\nStill first.", "Second."]
+    assert counts(out / "books")["other"]["parts cut short by --limit-documents"] == 2
+
+
+def test_a_folder_of_mixed_files(tmp_path, capsys):
+    """Each kind of file, one that is empty and one that is damaged, without any network."""
+    folder, out = tmp_path / "my texts", tmp_path / "out"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one\n\ntwo\n")
+    (folder / "b.jsonl").write_text('{"text": "three", "source": "elsewhere"}\nnot json\n')
+    (folder / "c.txt").touch()
+    (folder / "d.txt.gz").write_bytes(gzip.compress(b"four\n\n" + bytes(range(256)) * 40)[:-200])
+    assert run(folder, "--out", out, *QUICK) == 0
+    printed = capsys.readouterr().out
+    assert "empty file: " in printed and "d.txt.gz" in printed and "dropped: not JSON" in printed
+    assert texts(out) == ["four", "one", "three", "two"]
+    assert {piece.source for piece in documents(out)} == {"my-texts", "elsewhere"}
+    row = counts(out / "my-texts")
+    assert row["documents_in"] == 4 + sum(row["dropped"].values()) and row["dropped"]["not JSON"] == 1
+    (folder / "b.jsonl").unlink()
+    assert run(folder, "--out", out, *QUICK) == 0
+    assert texts(out) == ["four", "one", "two"]  # what was made of a file that is no longer there went with it
+
+
+def test_a_dataset_through_datasets(tmp_path, capsys):
+    """From a folder on the disk, which 'datasets' reads as it reads the Hub's. One test: its import takes seconds."""
+    pytest.importorskip("datasets")
+    folder, out = tmp_path / "set", tmp_path / "out"
+    folder.mkdir()
+    for shard in range(3):
+        rows = [{"body": f"Text {shard}-{row}.", "stars": row} for row in range(4)] + [{"body": None, "stars": 0}]
+        (folder / f"train-{shard}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(f"hf:{folder}", "--out", out, *QUICK, "--text-field", "body") == 0
+    found = documents(out)
+    assert [piece.text for piece in found] == [f"Text {shard}-{row}." for shard in range(3) for row in range(4)]
+    assert isinstance(found[5], Record) and found[5].fields == {"stars": "1"}
+    assert found[5].id == "train-00001-of-00003:1"
+    manifest = read_manifest(next(path for path in out.iterdir() if path.name != ".raw"))
+    assert manifest["counts"]["dropped"] == {"no text in field 'body'": 3} and len(manifest["outputs"]) == 3
+    assert run(f"hf:{folder}", "--out", tmp_path / "new", *QUICK) == 1
+    assert "no column 'text'; there are body, stars" in capsys.readouterr().err
+    joined = source_file(tmp_path, "joined", f'text_field = "body"\n[hub]\nname = "{folder}"\nrows_per_document = 3\n')
+    assert run(joined, "--out", out, *QUICK, "--limit-files", "1") == 0
+    assert [piece.text for piece in documents(out / "joined")] == ["Text 0-0.\nText 0-1.\nText 0-2.", "Text 0-3."]
+    assert run(f"hf:{folder}::nosplit", "--out", tmp_path / "new", *QUICK) == 1
+    assert "nosplit" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_too_small(server, wiki, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=500))
+    assert run(wiki, "--out", tmp_path / "out", *QUICK) == 1
+    assert "wiki still needs about 0.0 GB in " in capsys.readouterr().err
+    assert not list((tmp_path / "out" / ".raw" / "wiki").glob("*.bz2"))
+    assert run(wiki, "--out", tmp_path / "out", *QUICK, "--no-space-check") == 0
+
+
+def test_shares_of_a_job_array(server, wiki, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(wiki, "--out", out, *QUICK, "--share", "0/2") == 0
+    assert "1 parts are left to other shares" in capsys.readouterr().out and not server.asked(PART_2)
+    assert run(wiki, "--out", out, *QUICK, "--share", "1/2") == 0
+    assert counts(out / "wiki")["kept"] == 3

@@ -1,0 +1,126 @@
+"""Sources of ``smlp data fetch``: their files, what is printed of them, and what a user gets wrong."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fetch_running import run, source_file
+from running import REPOSITORY
+
+from data_prep.fetch import checks
+from data_prep.fetch.listing import months
+from data_prep.fetch.source import built_in, read_source
+from smlp.errors import UserError
+
+
+def test_the_sources_that_come_with_it():
+    sources = built_in()
+    assert {"wikipedia", "cc-news", "openwebtext", "stories", "bookcorpus", "cc100-en"} <= set(sources)
+    for name, source in sources.items():
+        assert source.name == name and source.title and source.citation and source.notes and source.licence
+        assert all(other in sources for other in source.replacement), name
+        assert (source.status == "gone") == bool(source.replacement), name
+        urls = [file.url for file in source.files] + ([source.listing.url] if source.listing else [])
+        assert all(url.startswith("https://") for url in urls)
+        assert source.size.basis or not any((source.size.bytes, source.size.text_bytes)), name
+
+
+def test_the_package_has_them(monkeypatch):
+    """As setuptools builds it."""
+    from distutils.core import run_setup
+
+    monkeypatch.chdir(REPOSITORY)
+    build = run_setup("setup.py", stop_after="init").get_command_obj("build_py")
+    build.ensure_finalized()
+    (shipped,) = (files for package, _, _, files in build.data_files if package == "data_prep")
+    assert {Path(name).stem for name in shipped} == set(built_in())
+    assert "data_prep.fetch" in build.packages
+
+
+def test_list_and_show(capsys, tmp_path):
+    assert run("--list", "--json", tmp_path / "list.json") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(built_in())
+    (stories,) = (line for line in lines if line.startswith("stories"))
+    assert "gone: use cc-stories" in stories and "31.0 GB" in stories
+    assert {row["name"] for row in json.loads((tmp_path / "list.json").read_text())} == set(built_in())
+    assert run("--show", "cc100-en") == 0
+    shown = capsys.readouterr().out
+    assert "https://data.statmt.org/cc-100/en.txt.xz" in shown and "55,608,000,000" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a source"),
+        (["wikipedia"], "--out DIR is missing"),
+        (["wikipedai", "--out", "x"], "no source, file or folder 'wikipedai': did you mean wikipedia?"),
+        (["stories", "--out", "x"], "stories is gone: .*; instead: cc-stories"),
+        (["hf:a:b:c:d", "--out", "x"], "is not hf:OWNER/NAME"),
+        (["wikipedia", "wikipedia", "--out", "x"], "two sources would be written to x/wikipedia"),
+        (["wikipedia", "--set", "month=3", "--out", "x"], "there are wikipedia.wiki, wikipedia.date"),
+        (["wikipedia", "--limit-files", "0", "--out", "x"], "--limit-files must be at least 1, not 0"),
+        (["wikipedia", "--timeout", "0", "--out", "x"], "--timeout must be above 0"),
+    ],
+)
+def test_what_a_user_gets_wrong(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(*words) == 1
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("format =", "is no TOML"),
+        ('format = "txt"', "exactly one of 'files', 'listing', 'hub' and 'paths' .* there is none"),
+        ('form = "txt"', "unknown field 'form'; there are name, title"),
+        ('format = "doc"\n[[files]]\nurl = "http://x/a"', "'format' is 'doc', but must be one of wikipedia, warc"),
+        ('format = "txt"\n[[files]]\nlink = "http://x/a"', "unknown field 'files.link'"),
+        ('format = "txt"\n[[files]]\nurl = "http://x/a"\nbytes = "9"', "'files.bytes' must be a whole number, not '9'"),
+        ('format = "txt"\n[listing]\nkind = "paths"', "a field is missing: .*'url'"),
+        ('format = "txt"\n[listing]\nkind = "ftp"\nurl = "http://x"', "'listing.kind' is 'ftp', but must be one of"),
+        ('[hub]\nname = "a/b"\nrows_per_document = 0', "must be at least 1, not 0"),
+        ('[hub]\nname = "a/b"\nrows_per_document = "2"', "'hub.rows_per_document' must be a whole number, not '2'"),
+        ('status = "gone"\n[hub]\nname = "a/b"', "'status' is 'gone', so 'hub' must not be there"),
+        ('name = "../up"\npaths = ["x"]', "'name' is '../up', but becomes a folder"),
+        ('paths = "x"', "'paths' must be a list of strings"),
+        ("[options]\nyear = 3", "'options' must be a table of strings"),
+    ],
+)
+def test_a_source_file_that_is_not_in_order(tmp_path, body, message):
+    path = source_file(tmp_path, "mine", body)
+    with pytest.raises(UserError, match=message) as raised:
+        read_source(path)
+    assert str(path) in str(raised.value)
+
+
+def test_months():
+    assert months("2018-11:2019-02") == [("2018", "11"), ("2018", "12"), ("2019", "01"), ("2019", "02")]
+    assert months("2018-03") == [("2018", "03")]
+    for text in ["2018", "2018-13", "2018-02:2018-01", "2018-01:2018-02:x"]:
+        with pytest.raises(UserError, match="option months"):
+            months(text)
+
+
+def test_a_dry_run_says_what_stands_against_it(tmp_path, capsys, monkeypatch):
+    words = ["wikipedia", "cc100-en", "--set", "date=20260101", "--dry-run"]
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
+    assert run(*words, "--out", tmp_path / "new", "--json", tmp_path / "plan.json") == 0
+    printed = capsys.readouterr().out
+    assert "82.0 GB" in printed and "date=20260101" in printed and not (tmp_path / "new").exists()
+    assert json.loads((tmp_path / "plan.json").read_text())["sources"][1]["files"] == 1
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**11))
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "file").touch()
+    assert run(*words, "--out", tmp_path / "file" / "new") == 1
+    printed = capsys.readouterr().out
+    assert "problem: wikipedia: not installed: mwparserfromhell, requests" in printed
+    assert re.search(r"problem: about 26\d.\d GB are needed in .*, 100.0 GB are free", printed)
+    assert "problem: --out: " in printed and "is no folder" in printed
+    assert run(*words[:-1], "--out", tmp_path / "new") == 1
+    assert "wikipedia needs mwparserfromhell, requests: install the extra 'data'" in capsys.readouterr().err
