@@ -12,10 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from smlp.errors import UserError
-from smlp.tokenizer_files import DICTIONARY, find_tokenizer
+from smlp.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS, find_tokenizer
 from smlp.tokenizer_kinds import kind_of
-
-SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")
 
 
 class Vocabulary:

@@ -10,6 +10,7 @@ from pathlib import Path
 from smlp.errors import UserError
 
 DICTIONARY = "dict.txt"
+SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # of every dictionary, before the first line of its file
 SENTENCEPIECE_MODEL = "sentencepiece.model"
 ENCODER_JSON, VOCAB_BPE = "encoder.json", "vocab.bpe"
 #: by the file that names a tokenizer: all files that it consists of

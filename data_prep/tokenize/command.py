@@ -26,7 +26,7 @@ from data_prep.tokenize.dictionary import dictionary_bytes, padding_of
 from data_prep.tokenize.sampling import drawn_lines, sample_part
 from data_prep.tokenize.sentencepieces import KINDS, SPECIAL_PIECES, pieces_of, train_sentencepiece
 from smlp.errors import UserError
-from smlp.tokenizer_files import DICTIONARY, ENCODER_JSON, SENTENCEPIECE_MODEL, find_tokenizer
+from smlp.tokenizer_files import DICTIONARY, ENCODER_JSON, SENTENCEPIECE_MODEL, SPECIAL_SYMBOLS, find_tokenizer
 
 GPT2 = "gpt2"
 SAMPLE_BYTES = 50_000_000
@@ -140,7 +140,7 @@ def _write(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Trains, writes the files and measures; returns what was written, and facts for the manifest."""
     from data_prep.tokenize import measuring
-    from smlp.tokenizer import SPECIAL_SYMBOLS, Tokenizer, Vocabulary
+    from smlp.tokenizer import Tokenizer, Vocabulary
 
     (out / MANIFEST).unlink(missing_ok=True)
     if next(lines(), None) is None:
