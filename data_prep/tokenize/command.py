@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -87,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
             return end.waiting(done, "the sample")
         if not is_whole(run.out):
             files = [run.out / output["name"] for result in done.results for output in result.outputs]
+            if not run.quiet and not args.encoder_json:
+                print("learning from the sample ...", file=sys.stderr)
             outputs, facts = _write(run.out, args, make, partial(drawn_lines, files))
             results = [PartResult(outputs, Counts()), *(replace(result, outputs=[]) for result in done.results)]
             write_manifest(run.out, "tokenizer", settings, done.inputs, results, facts)
