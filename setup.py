@@ -23,12 +23,12 @@ HAS_TRITON_WHEEL = "sys_platform == 'linux' and (platform_machine == 'x86_64' or
 # Preparing corpora: formats, languages, near-duplicates, byte-level BPE. Training needs none of them.
 DATA = [
     *(
-        "datasketch>=1.6",
+        "datasketch>=2",
         "datasets>=3.2",
         "ftfy>=6.2",
         "lxml_html_clean>=0.4",
         "mwparserfromhell>=0.6.6",
-        "py3langid>=0.3",
+        "py3langid>=0.4",
     ),
     *("pyarrow>=15", "requests>=2.31", "tokenizers>=0.20", "trafilatura>=1.8", "urllib3>=2.1", "warcio>=1.7.4"),
     "zstandard>=0.22",

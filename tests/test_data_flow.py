@@ -152,7 +152,15 @@ def test_parts_of_a_large_file_hold_each_document_once(tmp_path, mode):
 
 
 def test_parts_have_names_of_their_own(tmp_path):
-    for name in ["x/a.txt", "x/a.jsonl", "y/a.txt.gz", "x/.hidden.txt", ".git/b.txt", "x/note.md"]:
+    for name in [
+        "x/a.txt",
+        "x/a.jsonl",
+        "y/a.txt.gz",
+        "x/.hidden.txt",
+        ".git/b.txt",
+        "x/note.md",
+        "y/removed.jsonl.gz",
+    ]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
     parts = plan_parts(find_files([tmp_path], [".txt", ".jsonl"]))
@@ -244,9 +252,13 @@ def test_what_is_done_is_not_done_again_and_what_changed_is(source, tmp_path):
     changed = run_upper(source, run, log=str(log))
     assert log.read_text().split() == ["a-00000", "b"]
     assert changed["counts"]["documents_in"] == 81
+    (source / "c.txt").unlink()
+    shorter = run_upper(source, run)
+    written = {path.name for path in run.out.glob("*.jsonl.gz")}
+    assert written == {output["name"] for output in shorter["outputs"]} and not any("c-" in name for name in written)
     log.write_text("")
     run_upper(source, run, log=str(log), depends={"cut": 5})  # what an earlier phase found has changed
-    assert len(log.read_text().split()) == len(changed["outputs"])
+    assert len(log.read_text().split()) == len(shorter["outputs"])
 
 
 def test_a_worker_that_is_killed_is_named_and_the_rest_is_kept(source, tmp_path):
@@ -302,6 +314,38 @@ def test_a_killed_command_leaves_no_half_and_goes_on(source, tmp_path):
     run_upper(source, Run(tmp_path / "fresh", quiet=True))
     assert files_of(tmp_path / "out") == files_of(tmp_path / "fresh")
     assert all((state / name).stat().st_mtime_ns == then for name, then in finished.items())
+
+
+def slow(part, out):
+    (out / f"worker-{os.getpid()}").touch()
+    time.sleep(60)
+
+
+def test_workers_end_with_a_command_that_is_killed(source, tmp_path):
+    """Or they would write into the folder while the repeated command does."""
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, 'tests'); import test_data_flow as t;"
+        "from data_prep.flow.running import Run, run_parts; from data_prep.flow.parts import plan_parts, find_files;"
+        "out = Path(sys.argv[2]); out.mkdir();"
+        "run_parts(Run(out, 2, quiet=True), 'slow', plan_parts(find_files([Path(sys.argv[1])], ['.txt'])), t.slow)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(source), str(tmp_path / "out")], cwd=REPOSITORY)
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "out").glob("worker-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = [int(path.name.split("-")[1]) for path in (tmp_path / "out").glob("worker-*")]
+    process.kill()
+    process.wait(timeout=30)
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(map(is_alive, workers))
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_folder_of_other_work_is_not_touched(source, tmp_path):

@@ -42,7 +42,10 @@ class Report:
 
     def waiting(self, finished: Finished, what: str) -> int:
         """This share is done, others are not: the command must be run again when they are."""
-        print(f"{self.step}: this share of {what} is done; {finished.missing} parts are left to other shares")
+        print(
+            f"{self.step}: this share of {what} is done; {finished.missing} parts are left to other shares: run the "
+            "command again when they have ended"
+        )
         return 0
 
 

@@ -10,14 +10,17 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
+import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -151,7 +154,18 @@ def run_parts(
     missing = sum(row is None for row in stored)
     if missing:
         return Finished(None, missing=missing, failed=[failed[part.name] for part in parts if part.name in failed])
+    _remove_others(run.out, state, parts, stored)
     return Finished([_result(row) for row in stored], [row["input"] for row in stored])
+
+
+def _remove_others(out: Path, state: Path, parts: Sequence[Part], stored: Sequence[dict[str, Any]]) -> None:
+    """Removes what an earlier run wrote for inputs that are gone: later steps read whatever lies in the folder."""
+    ours = {output["name"] for row in stored for output in row["outputs"]}
+    for path in set(state.glob("*.json")) - {state / f"{part.name}.json" for part in parts}:
+        for output in json.loads(path.read_text(encoding="utf-8"))["outputs"]:
+            if output["name"] not in ours:
+                (out / output["name"]).unlink(missing_ok=True)
+        path.unlink()
 
 
 def is_done(run: Run, phase: str, part: Part, depends: Any = None) -> bool:
@@ -240,6 +254,13 @@ def _in_processes(
 def _begin_worker(counter: Any) -> None:
     global _bytes_done
     _bytes_done = counter
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would go on writing beside those of the repeated command, and wait forever."""
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def _do_part(part: Part, out: Path, phase: str, work: Work, key: str) -> None:

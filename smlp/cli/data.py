@@ -22,6 +22,8 @@ leaves a manifest.json. 'smlp data STEP --help' shows the options of each.
 # name: (module, one line). A module has DESCRIPTION, EPILOG, add_options(parser) and run(args) -> exit status.
 STEPS: dict[str, tuple[str, str]] = {
     "fetch": ("data_prep.fetch.command", "download corpora, and turn them into documents"),
+    "clean": ("data_prep.clean.command", "characters, boilerplate, language, length and repetition, rule by rule"),
+    "dedup": ("data_prep.dedup.command", "exact and near duplicates, held-out documents, overlap with zero-shot tasks"),
     "sample": ("data_prep.sample.command", "draw a part of the documents, mix sources, split into train, valid, test"),
     "tokenizer": ("data_prep.tokenize.command", "a SentencePiece model or byte-level BPE, and its dictionary"),
     "binarize": ("data_prep.binarize.command", "text into fairseq's binary shards"),

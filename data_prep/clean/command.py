@@ -1,0 +1,143 @@
+"""``smlp data clean``: options, parts, manifest."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+
+from data_prep.clean.cleaner import RULES, Settings, clean
+from data_prep.clean.filters import Thresholds
+from data_prep.flow.documents import Defect, Loss, Reading, read
+from data_prep.flow.manifest import Counts, PartResult, write_manifest
+from data_prep.flow.options import (
+    COMPRESSIONS,
+    add_compression,
+    add_input_options,
+    add_run_options,
+    input_settings,
+    parts_of,
+    reading_of,
+    run_of,
+)
+from data_prep.flow.parts import Part
+from data_prep.flow.reporting import report
+from data_prep.flow.running import begin, run_parts
+from data_prep.flow.streams import write_stream
+from smlp.errors import UserError
+
+DESCRIPTION = "Clean documents: characters, boilerplate, language, length and repetition; every rule is counted."
+EPILOG = """example:
+  smlp data clean --in corpora/ --out data/clean --workers 8
+  smlp data clean --in books/ --out data/books --language any --without repeated-lines navigation
+
+What the rules do and where their thresholds come from is in docs/data.md.
+"""
+
+_HELP = {
+    "min_words": "fewer words: dropped",
+    "max_words": "more words: dropped",
+    "min_word_length": "shorter words on average, in characters: dropped",
+    "max_word_length": "longer words on average: dropped",
+    "max_symbols": "greater share of symbols (neither letter, digit nor punctuation): dropped",
+    "max_digits": "greater share of digits: dropped",
+    "max_upper_case": "greater share of capitals among letters: dropped",
+    "max_undecodable": "greater share of U+FFFD: dropped",
+    "min_stop_words": "fewer different words of the, be, to, of, and, that, have, with: dropped (--language en only)",
+    "max_repeated_lines": "greater share of lines that stood earlier in the document: dropped",
+    "min_line_words": "lines of fewer words are removed; 0 keeps them",
+    "repeated_line_words": "a line of so many words that comes again in a document is removed",
+    "menu_lines": "so many lines of up to three words in a row are a menu, and removed",
+    "min_probability": "less probably in --language: dropped",
+    "language_characters": "of a document, from its beginning, that tell its language",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All thresholds are options of their own, named as in :class:`Settings` and :class:`Thresholds`."""
+    add_input_options(parser)
+    group = parser.add_argument_group("rules")
+    group.add_argument("--without", nargs="+", default=[], choices=RULES, metavar="RULE", help=", ".join(RULES))
+    group.add_argument(
+        "--language", default=Settings.language, metavar="CODE", help="of documents to keep, or any (default: en)"
+    )
+    for name, default in [*asdict(Thresholds()).items(), *_numbers_of(Settings()).items()]:
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            metavar="N" if isinstance(default, int) else "X",
+            help=f"{_HELP[name]} (default: {default:,})",
+        )
+    add_compression(parser)
+    add_run_options(parser)
+
+
+def _numbers_of(settings: Settings) -> dict[str, int | float]:
+    return {name: value for name, value in vars(settings).items() if isinstance(value, int | float)}
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The rules as options say.
+
+    Raises:
+        UserError: a threshold is negative, a share above 1, or the language is not known.
+    """
+    names = [field.name for field in fields(Thresholds)]
+    for name in [*names, *_numbers_of(Settings())]:
+        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        is_share = name.startswith("max_") and isinstance(getattr(Thresholds(), name, 0), float)
+        is_share = (is_share and name != "max_word_length") or name == "min_probability"
+        if value < 0 or (is_share and value > 1):
+            raise UserError(f"{option} must be {'from 0 to 1' if is_share else 'at least 0'}, not {value}")
+    if args.language != "any" and "language" not in args.without:
+        from data_prep.clean.language import languages
+
+        if args.language not in languages():
+            raise UserError(f"--language {args.language!r} is none of {', '.join(languages())}, or any")
+    settings = Settings(frozenset(args.without), Thresholds(**{name: getattr(args, name) for name in names}))
+    return replace(settings, language=args.language, **{name: getattr(args, name) for name in _numbers_of(settings)})
+
+
+def clean_part(part: Part, out: Path, reading: Reading, settings: Settings, suffix: str) -> PartResult:
+    """Writes the documents of a part that are kept, as ``NAME.jsonl`` with the suffix of a compression."""
+    counts, defects = Counts(), []
+    with write_stream(out / f"{part.name}.jsonl{suffix}") as (stream, written):
+        for piece in read(part, reading):
+            if isinstance(piece, Defect):
+                defects.append({"problem": piece.problem, "where": piece.where})
+            elif isinstance(piece, Loss):
+                counts.drop(piece.reason)
+            else:
+                text, reason = clean(piece.text, settings, counts.other)
+                if reason:
+                    counts.drop(reason)
+                else:
+                    counts.keep()
+                    stream.write(replace(piece, text=text).line())
+                    counts.other["characters kept"] += len(text)
+                counts.other["characters in"] += len(piece.text)
+    output = {"name": written.path.name, "bytes": written.num_bytes, "sha256": written.sha256}
+    return PartResult([{**output, "documents": counts.kept}], counts, defects)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Cleans all parts and says what became of the documents."""
+    settings, reading, run = settings_of(args), reading_of(args), run_of(args)
+    recorded = {
+        **input_settings(args),
+        "compress": args.compress,
+        "without": sorted(settings.off),
+        "language": settings.language,
+        **asdict(settings.thresholds),
+        **_numbers_of(settings),
+    }
+    parts = parts_of(args)
+    begin(run, "clean", recorded, args.restart)
+    work = partial(clean_part, reading=reading, settings=settings, suffix=COMPRESSIONS[args.compress])
+    with report("clean", run) as ending:
+        done = run_parts(run, "clean", parts, work)
+        if done.results is None:
+            return ending.waiting(done, "the parts")
+        return ending.finished(write_manifest(run.out, "clean", recorded, done.inputs, done.results))

@@ -1,0 +1,215 @@
+"""Rules that drop documents. Each takes a document's measures and thresholds, and says whether the document goes.
+
+Where a threshold is of Rae et al. (2021), "Scaling language models: methods, analysis & insights from training Gopher",
+appendix A.1.1, it is marked so; the others are ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))  # Gopher
+# Gopher, table A1: n, and the share of characters that an n-gram may have
+TOP_NGRAMS = {2: 0.20, 3: 0.18, 4: 0.16}  # the commonest one
+REPEATED_NGRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}  # all that come again
+NGRAM_MIN_WORDS = 50  # Gopher drops shorter documents; in them, a pair of words that comes twice is much already
+_HASH_FACTOR = np.int64(0x5851F42D4C957F2D)
+
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_PUNCTUATION = ".,;:!?'\"()-"
+_TYPOGRAPHIC = frozenset("‘’“”–—…«»‚„¿¡")
+_ASCII = [chr(code) for code in range(128)]
+_SYMBOLS = [not (c.isalnum() or c.isspace() or c in _PUNCTUATION) for c in _ASCII]
+# visible characters, letters, capitals, digits, symbols
+_ASCII_KINDS = np.array(
+    [
+        [not c.isspace() for c in _ASCII],
+        *([f(c) for c in _ASCII] for f in (str.isalpha, str.isupper, str.isdigit)),
+        _SYMBOLS,
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What a document must be like; shares are from 0 to 1.
+
+    Attributes:
+        min_words: of a document.
+        max_words: of a document.
+        min_word_length: mean length of its words, in characters (Gopher).
+        max_word_length: the same (Gopher).
+        max_symbols: share of symbols among characters that are no space: neither letter, digit nor punctuation.
+        max_digits: share of digits among the same.
+        max_upper_case: share of capitals among letters.
+        max_undecodable: share of U+FFFD among characters.
+        min_stop_words: different words of ``STOP_WORDS``; of English only (Gopher).
+        max_repeated_lines: share of lines that stood earlier in the document (Gopher).
+    """
+
+    min_words: int = 20
+    max_words: int = 1_000_000
+    min_word_length: float = 3.0
+    max_word_length: float = 10.0
+    max_symbols: float = 0.1
+    max_digits: float = 0.2
+    max_upper_case: float = 0.5
+    max_undecodable: float = 0.001
+    min_stop_words: int = 2
+    max_repeated_lines: float = 0.3
+
+
+@dataclass
+class Measures:
+    """What the filters look at, each computed when it is asked for."""
+
+    text: str
+    lines: list[str] = field(default_factory=list)
+
+    @cached_property
+    def words(self) -> list[str]:
+        return self.text.split()
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """``symbols`` and ``digits`` among characters that are no space, ``upper`` among letters."""
+        counts = np.bincount(np.frombuffer(self.text.encode("ascii", "ignore"), dtype=np.uint8), minlength=128)
+        visible, letters, upper, digits, symbols = (int(counts[kind].sum()) for kind in _ASCII_KINDS)
+        if not self.text.isascii():
+            for character, number in Counter(_NOT_ASCII.findall(self.text)).items():
+                visible += number * (not character.isspace())
+                letters += number * character.isalpha()
+                upper += number * character.isupper()
+                digits += number * character.isdigit()
+                symbols += number * (not (character.isalnum() or character.isspace() or character in _TYPOGRAPHIC))
+        return {
+            "symbols": symbols / max(visible, 1),
+            "digits": digits / max(visible, 1),
+            "upper": upper / max(letters, 1),
+        }
+
+
+def few_words(document: Measures, limit: Thresholds) -> bool:
+    """Fewer than ``min_words`` words."""
+    return len(document.words) < limit.min_words
+
+
+def many_words(document: Measures, limit: Thresholds) -> bool:
+    """More than ``max_words`` words."""
+    return len(document.words) > limit.max_words
+
+
+def word_length(document: Measures, limit: Thresholds) -> bool:
+    """Words that are too short or too long on average."""
+    number = max(len(document.words), 1)
+    letters = len(document.text) - max(number - 1, 0)  # a space or a line break between words
+    return not limit.min_word_length <= letters / number <= limit.max_word_length
+
+
+def symbols(document: Measures, limit: Thresholds) -> bool:
+    """Too many symbols."""
+    return document.shares["symbols"] > limit.max_symbols
+
+
+def digits(document: Measures, limit: Thresholds) -> bool:
+    """Too many digits."""
+    return document.shares["digits"] > limit.max_digits
+
+
+def upper_case(document: Measures, limit: Thresholds) -> bool:
+    """Too many capitals."""
+    return document.shares["upper"] > limit.max_upper_case
+
+
+def undecodable(document: Measures, limit: Thresholds) -> bool:
+    """Too many U+FFFD, which stand for bytes that could not be read."""
+    return not document.text.isascii() and document.text.count("\ufffd") > limit.max_undecodable * len(document.text)
+
+
+def stop_words(document: Measures, limit: Thresholds) -> bool:
+    """Too few of the commonest English words: a list or a table rather than text."""
+    return len(STOP_WORDS.intersection(map(str.lower, document.words))) < limit.min_stop_words
+
+
+def many_repeated_lines(document: Measures, limit: Thresholds) -> bool:
+    """Too many lines that stood earlier in the document."""
+    return share_repeated(document.lines) > limit.max_repeated_lines
+
+
+def share_repeated(lines: list[str]) -> float:
+    """Share of the lines that stood earlier."""
+    return 1 - len(set(lines)) / len(lines) if lines else 0.0
+
+
+def repeated_ngrams(document: Measures, limit: Thresholds) -> bool:
+    """Too many characters in runs of words that come again: ``TOP_NGRAMS``, ``REPEATED_NGRAMS``."""
+    return len(document.words) >= NGRAM_MIN_WORDS and exceeds_ngram_share(document.words)
+
+
+def exceeds_ngram_share(words: list[str]) -> bool:
+    """Whether, for some n, too great a share of the characters (without spaces) is in repeated n-grams.
+
+    For an n of ``TOP_NGRAMS`` it is the share of the commonest n-gram, if it comes more than once: how often times how
+    long. For one of ``REPEATED_NGRAMS`` it is that of all words that lie in an n-gram which stood earlier, each word
+    once. n-grams are compared by a hash of 64 bits. Most documents are done with bounds of these shares.
+    """
+    ids = np.fromiter(map(hash, words), dtype=np.int64, count=len(words))
+    lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
+    before = np.concatenate(([0], np.cumsum(lengths)))  # characters before each word, and of all
+    keys, commonest, num_repeated = ids, len(ids), len(ids)
+    for n, threshold in {**TOP_NGRAMS, **REPEATED_NGRAMS}.items():
+        keys = keys[:-1] * _HASH_FACTOR + ids[n - 1 :]
+        longest, allowed = int((before[n:] - before[:-n]).max()), threshold * before[-1]
+        # What is repeated of shorter n-grams bounds what can be of these.
+        if (commonest if n in TOP_NGRAMS else num_repeated) * longest <= allowed:
+            continue
+        ordered = np.sort(keys)
+        same = ordered[1:] == ordered[:-1]
+        num_repeated = int(np.count_nonzero(same))
+        if num_repeated * 2 * longest <= min(REPEATED_NGRAMS.values()) * before[-1] and n >= min(REPEATED_NGRAMS):
+            return False  # longer ones, of up to twice as many words, are fewer
+        if n in TOP_NGRAMS:
+            edges = np.flatnonzero(np.concatenate(([True], ~same, [True])))
+            commonest = int((edges[1:] - edges[:-1]).max())
+            if commonest * longest > allowed and _top_characters(keys, before, n) > allowed:
+                return True
+        elif num_repeated * longest > allowed and _repeated_characters(keys, lengths, n) > allowed:
+            return True
+    return False
+
+
+def _top_characters(keys: np.ndarray, before: np.ndarray, n: int) -> int:
+    """Characters in the n-gram that has most of them, among those that come more than once."""
+    _, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    characters = counts * (before[first + n] - before[first])
+    return int(characters[counts > 1].max(initial=0))
+
+
+def _repeated_characters(keys: np.ndarray, lengths: np.ndarray, n: int) -> int:
+    """Characters of words in n-grams that stood earlier."""
+    later = np.ones(len(keys), dtype=bool)
+    later[np.unique(keys, return_index=True)[1]] = False
+    edges = np.zeros(len(lengths) + 1, dtype=np.int64)
+    edges[:-n][later] += 1
+    edges[n:][later] -= 1
+    return int(lengths[np.cumsum(edges[:-1]) > 0].sum())
+
+
+# In the order in which they are asked; the language comes last, because it costs most.
+FILTERS = {
+    "few-words": few_words,
+    "many-words": many_words,
+    "word-length": word_length,
+    "undecodable": undecodable,
+    "symbols": symbols,
+    "digits": digits,
+    "upper-case": upper_case,
+    "stop-words": stop_words,
+    "many-repeated-lines": many_repeated_lines,
+    "repeated-ngrams": repeated_ngrams,
+}

@@ -1,0 +1,208 @@
+"""``smlp data dedup``: phases, manifest, report."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.dedup.components import first_of_each
+from data_prep.dedup.contamination import index_tasks, read_tasks, summary
+from data_prep.dedup.files import WORK, Signed
+from data_prep.dedup.groups import exact_pairs, near_pairs, partition_parts
+from data_prep.dedup.options import add_options, check
+from data_prep.dedup.report import describe
+from data_prep.dedup.sign import SignSettings, sign_part
+from data_prep.dedup.signatures import Scheme
+from data_prep.dedup.write import Decisions, write_part
+from data_prep.flow.documents import FORMATS
+from data_prep.flow.manifest import Counts, PartResult, write_manifest
+from data_prep.flow.options import COMPRESSIONS, input_settings, reading_of, run_of
+from data_prep.flow.parts import CONTAMINATED, REMOVED, Part, find_files, plan_parts
+from data_prep.flow.reporting import report
+from data_prep.flow.running import STATE, Finished, Run, begin, run_parts
+from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
+from data_prep.flow.streams import write_bytes, write_stream
+
+DESCRIPTION = (
+    "Remove documents that repeat another one, exactly or nearly, within and across inputs, and held-out documents; "
+    "report or remove those that overlap with the zero-shot tasks."
+)
+EPILOG = """example:
+  smlp data dedup --in data/books data/web --out data/unique --held-out my/valid.txt --workers 8
+  smlp data dedup --in data/clean --out data/unique --decontaminate tasks --decontaminate-action remove
+
+The first of several copies stays: inputs in the order given, documents in the order of their files.
+"""
+__all__ = ["DESCRIPTION", "EPILOG", "add_options", "run"]
+
+PARTITION_BYTES = 64 << 20
+_EXPANSION = 4  # of compressed text, roughly
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the phases that are not done, and says what became of the documents."""
+    check(args)
+    reading, run = reading_of(args), run_of(args)
+    held_out, inputs = _plan(args)
+    num_partitions = args.partitions or _num_partitions([*held_out, *inputs])
+    scheme = Scheme.for_threshold(args.threshold, args.num_perm, args.ngram, args.seed) if args.near else None
+    recorded = _settings(args, scheme, num_partitions)
+    texts = read_tasks(args.decontaminate, args.decontaminate_splits) if args.decontaminate else None
+    begin(run, "dedup", recorded, args.restart)
+    tasks = index_tasks(texts, args.decontaminate_ngram, run.out / WORK / "tasks") if texts else None
+    sign = SignSettings(
+        reading,
+        scheme,
+        num_partitions,
+        tasks,
+        args.decontaminate_action == "remove",
+        frozenset(part.name for part in held_out),
+    )
+    with report("dedup", run) as ending:
+        done = _phases(run, held_out, inputs, sign, args)
+        if isinstance(done, Finished):
+            return ending.waiting(done, "a phase")
+        manifest = _finish(run, recorded, sign, len(held_out), *done)
+        return ending.finished(manifest, *describe(manifest))
+
+
+def _plan(args: argparse.Namespace) -> tuple[list[Part], list[Part]]:
+    """Parts held out, and parts of the inputs; no file is in both, no two have one name."""
+    find_files([*args.held_out, *args.inputs], FORMATS)  # says if a file is named twice
+    cut = args.documents != "file"
+    held_out, inputs = (
+        plan_parts(find_files(paths, FORMATS), args.part_bytes, cut_text=cut) for paths in (args.held_out, args.inputs)
+    )
+    return [replace(part, name=f"held-out+{part.name}") for part in held_out], inputs
+
+
+def _num_partitions(parts: Sequence[Part]) -> int:
+    size = sum(part.num_bytes * (_EXPANSION if part.path.suffix in COMPRESSED else 1) for part in parts)
+    return min(1 + size // PARTITION_BYTES, 4096)
+
+
+def _settings(args: argparse.Namespace, scheme: Scheme | None, num_partitions: int) -> dict[str, Any]:
+    near, tasks = {}, {}
+    if scheme:
+        near = {"threshold": args.threshold, **vars(scheme)}
+    if args.decontaminate:
+        tasks = {
+            "folder": str(args.decontaminate),
+            "action": args.decontaminate_action,
+            "splits": args.decontaminate_splits,
+            "ngram": args.decontaminate_ngram,
+        }
+    held_out = [str(path) for path in args.held_out]
+    return {
+        **input_settings(args),
+        **{"held_out": held_out, "near": near, "decontaminate": tasks},
+        **{"compress": args.compress, "partitions": num_partitions},
+    }
+
+
+def _phases(
+    run: Run, held_out: list[Part], inputs: list[Part], sign: SignSettings, args: argparse.Namespace
+) -> tuple[Finished, Finished] | Finished:
+    """What the first and the last phase gave, or the phase at which other shares are at work."""
+    parts = [*held_out, *inputs]
+    phase = f"sign-{sign.tasks.digest[:8]}" if sign.tasks else "sign"
+    signing = run_parts(run, phase, parts, partial(sign_part, settings=sign))
+    if signing.results is None:
+        return signing
+    sizes = [result.facts["documents"] for result in signing.results]
+    signed = Signed.of(run.out, [part.name for part in parts], sizes, len(held_out))
+    outputs = [result.outputs for result in signing.results]
+    digest = hashlib.sha256(json.dumps([outputs, len(held_out)]).encode()).hexdigest()[:8]
+    _forget(run.out, [phase, *(f"{name}-{digest}" for name in ("exact", "near", "write"))])
+
+    partitions = partition_parts(run.out, sign.num_partitions)
+    work = partial(exact_pairs, signed=signed, num_partitions=sign.num_partitions)
+    exact = run_parts(run, f"exact-{digest}", partitions, work)
+    if exact.results is None:
+        return exact
+    files = _pair_files(run.out, exact.results)
+    first = first_of_each(signed.num_documents, files)
+    folder = run.out / WORK
+    decisions = Decisions(folder / "first.bin", folder / "kept.bin", first.dtype.name)
+    write_bytes(decisions.exact, first.tobytes())
+    if sign.scheme:
+        write_bytes(folder / "unique.bin", (first == np.arange(len(first), dtype=first.dtype)).tobytes())
+        work = partial(
+            near_pairs,
+            signed=signed,
+            num_partitions=sign.num_partitions,
+            scheme=sign.scheme,
+            threshold=args.threshold,
+            unique=folder / "unique.bin",
+        )
+        near = run_parts(run, f"near-{digest}", partitions, work)
+        if near.results is None:
+            return near
+        first = first_of_each(signed.num_documents, [*files, *_pair_files(run.out, near.results)])
+    write_bytes(decisions.kept, first.tobytes())
+    del first
+    work = partial(
+        write_part,
+        reading=sign.reading,
+        signed=signed,
+        decisions=decisions,
+        num_perm=args.num_perm,
+        suffix=COMPRESSIONS[args.compress],
+    )
+    written = run_parts(run, f"write-{digest}", inputs, work)
+    return written if written.results is None else (signing, written)
+
+
+def _pair_files(out: Path, results: list[PartResult]) -> list[Path]:
+    return [out / output["name"] for result in results for output in result.outputs if output["bytes"]]
+
+
+def _forget(out: Path, phases: list[str]) -> None:
+    """Throws away the records of phases that worked on other documents than these."""
+    for path in (out / STATE).iterdir():
+        if path.is_dir() and path.name not in phases:
+            shutil.rmtree(path)
+
+
+def _finish(
+    run: Run, recorded: dict[str, Any], sign: SignSettings, num_held_out: int, signing: Finished, written: Finished
+) -> dict[str, Any]:
+    """Gathers what the parts left, and writes the manifest."""
+    names = [result.outputs[0]["name"].removesuffix(".names") for result in signing.results]
+    facts: dict[str, Any] = {REMOVED: _gather(run.out, REMOVED, [f"{name}.removed" for name in names[num_held_out:]])}
+    held_out = Counts()
+    for result in signing.results[:num_held_out]:
+        held_out.add(result.counts)
+    facts["held_out"] = held_out.to_json()
+    pairs: Counter[tuple[str, ...]] = Counter()
+    for result in written.results:
+        pairs.update({tuple(key): number for *key, number in result.facts["pairs"]})
+    facts["pairs"] = [
+        {"removed_from": source, "because_of": other, "kind": kind, "documents": number}
+        for (source, other, kind), number in sorted(pairs.items(), key=lambda item: (-item[1], item[0]))
+    ]
+    if sign.tasks:
+        facts[CONTAMINATED] = _gather(run.out, CONTAMINATED, [f"{name}.hits" for name in names])
+        facts["contamination"] = summary(sign.tasks, [result.facts["contamination"] for result in signing.results])
+    defects = [defect for result in signing.results[:num_held_out] for defect in result.defects]
+    results = [PartResult([], Counts(), defects)]
+    results += [replace(result, outputs=result.outputs[:1]) for result in written.results]
+    return write_manifest(run.out, "dedup", recorded, signing.inputs, results, facts)
+
+
+def _gather(out: Path, name: str, files: list[str]) -> dict[str, Any]:
+    with write_stream(out / name) as (stream, written):
+        for file in files:
+            with open(out / file, "rb") as lines:
+                shutil.copyfileobj(lines, stream)
+    return {"bytes": written.num_bytes, "sha256": written.sha256}

@@ -1,0 +1,107 @@
+"""Second and third phase, a partition at a time: documents of equal hash; documents that share a band and are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.dedup.files import WORK, Lookup, Signed, output_of
+from data_prep.dedup.signatures import Scheme, similarity
+from data_prep.dedup.spill import read_partition
+from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.parts import Part
+from data_prep.flow.streams import write_stream
+
+# In larger groups, a document that is like the first of those not yet joined is not compared with the others.
+ALL_PAIRS = 256
+GROUP = 1 << 16  # larger groups are taken in pieces, each with the first document of the group
+
+
+def partition_parts(out: Path, num_partitions: int) -> list[Part]:
+    """A part for each partition; its file only says which."""
+    parts = []
+    for number in range(num_partitions):
+        path = out / WORK / "partitions" / f"{number:05d}"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{number}\n")
+        parts.append(Part(path, f"{number:05d}", ""))
+    return parts
+
+
+def _rows(signed: Signed, kind: str, width: int, num_partitions: int, partition: int) -> np.ndarray:
+    """Rows of a partition from all parts, their last number made that of the document among all."""
+    pieces = []
+    for part, base in enumerate(signed.bases[:-1]):
+        rows = read_partition(signed.path(part, kind), width, num_partitions, partition)
+        rows[:, -1] += np.uint64(base)
+        pieces.append(rows)
+    return np.concatenate(pieces)
+
+
+def exact_pairs(part: Part, out: Path, signed: Signed, num_partitions: int) -> PartResult:
+    """Writes ``.work/exact-NAME.pairs``: (first, later) documents of the same words."""
+    rows = _rows(signed, "exact", 3, num_partitions, int(part.name))
+    rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
+    new = np.ones(len(rows), dtype=bool)
+    new[1:] = (rows[1:, :2] != rows[:-1, :2]).any(axis=1)
+    first = rows[np.flatnonzero(new)[np.cumsum(new) - 1], 2] if len(rows) else rows[:, 2]
+    pairs = np.stack([first, rows[:, 2]], axis=1)[~new].astype(np.int64)
+    return _write_pairs(out, f"exact-{part.name}", pairs)
+
+
+def near_pairs(
+    part: Part, out: Path, signed: Signed, num_partitions: int, scheme: Scheme, threshold: float, unique: Path
+) -> PartResult:
+    """Writes ``.work/near-NAME.pairs``: pairs that share a band of the partition, and whose signatures say that they
+    are at least ``threshold`` alike. ``unique`` is a file of a byte a document: 0 for those that take no part."""
+    rows = _rows(signed, "bands", 2, num_partitions, int(part.name))
+    rows = rows[np.memmap(unique, dtype=bool, mode="r")[rows[:, 1].astype(np.int64)]] if len(rows) else rows
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    edges = np.flatnonzero(np.concatenate(([True], rows[1:, 0] != rows[:-1, 0], [True]))) if len(rows) else np.zeros(1)
+    groups = np.flatnonzero(np.diff(edges) > 1)
+    found: set[tuple[int, int]] = set()
+    looked_at: set[bytes] = set()  # groups: alike documents share many bands
+    lookup = Lookup(signed, scheme.num_perm)
+    for group in groups:
+        documents = rows[int(edges[group]) : int(edges[group + 1]), 1].astype(np.int64)
+        key = documents[:ALL_PAIRS].tobytes()
+        if len(documents) <= ALL_PAIRS and key in looked_at:
+            continue
+        looked_at.add(key)
+        for start in range(1, len(documents), GROUP):
+            piece = np.concatenate((documents[:1], documents[start : start + GROUP]))
+            found.update(alike(piece, lookup, threshold))
+    lookup.close()
+    pairs = np.array(sorted(found), dtype=np.int64).reshape(-1, 2)
+    return _write_pairs(out, f"near-{part.name}", pairs)
+
+
+def alike(documents: np.ndarray, lookup: Lookup, threshold: float) -> Iterator[tuple[int, int]]:
+    """Pairs of documents whose signatures are alike, as many as it takes to join all that such pairs join.
+
+    Of more than ``ALL_PAIRS`` documents, those that are like an earlier one are not compared with later ones.
+    """
+    values = lookup.signatures(documents)
+    if len(documents) > ALL_PAIRS:
+        while len(documents) > 1:
+            close = similarity(values[0], values[1:]) >= threshold
+            yield from ((int(documents[0]), int(later)) for later in documents[1:][close])
+            documents, values = documents[1:][~close], values[1:][~close]
+        return
+    joined = np.arange(len(documents))
+    for place in range(len(documents) - 1):
+        close = similarity(values[place], values[place + 1 :]) >= threshold
+        for later in place + 1 + np.flatnonzero(close):
+            if joined[later] != joined[place]:
+                joined[joined == joined[later]] = joined[place]
+                yield int(documents[place]), int(documents[later])
+
+
+def _write_pairs(out: Path, name: str, pairs: np.ndarray) -> PartResult:
+    path = out / WORK / f"{name}.pairs"
+    with write_stream(path) as (stream, _):
+        stream.write(pairs.tobytes())
+    return PartResult([output_of(out, path)], Counts(), facts={"pairs": len(pairs)})

@@ -1,0 +1,100 @@
+"""MinHash signatures (Broder, 1997) by datasketch, and bands of them that similar documents are likely to share.
+
+The Jaccard similarity of two documents is the share of runs of words that both have among those that one of them has;
+the share of equal entries in their signatures estimates it, with a standard error of sqrt(s (1 - s) / num_perm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_prep.dedup.words import FACTOR, ngram_hashes
+from smlp.errors import UserError
+
+# Of wrong pairs in a band and of pairs missed: wrong ones are looked at again and only cost time.
+WEIGHTS = (0.02, 0.98)
+_MAX_LSH = 0.95  # above, datasketch would take a single band
+_CHUNK = 1024  # runs of words hashed at once: the work space is num_perm times as large
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How near duplicates are found.
+
+    Attributes:
+        num_perm: entries of a signature, uint32.
+        ngram: words of a run.
+        seed: of the hash functions.
+        bands: of a signature.
+        rows: entries of a band.
+    """
+
+    num_perm: int
+    ngram: int
+    seed: int
+    bands: int
+    rows: int
+
+    @classmethod
+    def for_threshold(cls, threshold: float, num_perm: int, ngram: int, seed: int) -> Scheme:
+        """With the bands that datasketch holds best for a similarity.
+
+        Raises:
+            UserError: datasketch is not installed.
+        """
+        lsh = _datasketch().MinHashLSH(threshold=min(threshold, _MAX_LSH), num_perm=num_perm, weights=WEIGHTS)
+        return cls(num_perm, ngram, seed, lsh.b, lsh.r)
+
+    def found(self, similarity: float) -> float:
+        """Probability that a pair of documents of this similarity shares a band."""
+        return 1 - (1 - similarity**self.rows) ** self.bands
+
+
+def _datasketch():
+    try:
+        import datasketch
+    except ImportError:
+        raise UserError("near duplicates: install the extra 'data' (pip install 'smlp[data]'), or --no-near") from None
+    return datasketch
+
+
+def shingles(hashes: np.ndarray, ngram: int) -> np.ndarray:
+    """Hashes of a document's runs of words, uint32; one of the whole where it is shorter than a run."""
+    return (ngram_hashes(hashes, max(min(ngram, len(hashes)), 1)) >> np.uint64(32)).astype(np.uint32)
+
+
+def signatures(documents: Sequence[np.ndarray], scheme: Scheme) -> np.ndarray:
+    """Signatures of documents: uint32, shape (documents, num_perm).
+
+    Args:
+        documents: hashes of the runs of words of each, as :func:`shingles` gives them.
+        scheme: how.
+    """
+    sizes = [max(-(-len(hashes) // _CHUNK), 1) for hashes in documents]
+    starts = np.concatenate(([0], np.cumsum(sizes[:-1]))).astype(np.int64)
+    pieces = (
+        hashes[start : start + _CHUNK].tolist()
+        for hashes in documents
+        for start in range(0, max(len(hashes), 1), _CHUNK)
+    )
+    hashed = _datasketch().MinHash.bulk(pieces, num_perm=scheme.num_perm, seed=scheme.seed, hashfunc=int)
+    values = np.stack([piece.hashvalues for piece in hashed]).astype(np.uint32, copy=False)
+    return np.minimum.reduceat(values, starts, axis=0)
+
+
+def band_keys(values: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """A key for each band of each signature: uint64, shape (documents, bands)."""
+    parts = values[:, : scheme.bands * scheme.rows].reshape(len(values), scheme.bands, scheme.rows).astype(np.uint64)
+    keys = np.broadcast_to(np.arange(1, scheme.bands + 1, dtype=np.uint64), parts.shape[:2]).copy()
+    for row in range(scheme.rows):
+        keys = keys * FACTOR + parts[:, :, row]
+        keys ^= keys >> np.uint64(29)
+    return keys
+
+
+def similarity(first: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Estimated Jaccard similarity of a signature (num_perm,) with others (documents, num_perm): float64."""
+    return (others == first).mean(axis=1)

@@ -1,0 +1,313 @@
+"""``smlp data clean``: every rule by hand, counts, and that cleaning again changes nothing."""
+
+import gzip
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from data_prep.clean import characters, lines
+from data_prep.clean.cleaner import RULES, Settings, clean
+from data_prep.clean.filters import FILTERS, REPEATED_NGRAMS, TOP_NGRAMS, Measures, Thresholds, exceeds_ngram_share
+from data_prep.clean.language import excerpt, is_in
+from data_prep.flow.manifest import read_manifest
+from smlp.cli.main import main
+
+ENGLISH = (
+    "The keeper of the light walked along the shore every evening, and he told the children that the ships would "
+    "come back with the spring. They did not believe him, but they liked to hear him speak of the far harbours."
+)
+GERMAN = (
+    "Der Wärter des Leuchtturms ging jeden Abend am Ufer entlang und erzählte den Kindern, dass die Schiffe im "
+    "Frühling zurückkommen würden. Sie glaubten ihm nicht, aber sie hörten ihm gerne zu, wenn er davon sprach."
+)
+ANY = Settings(language="any", thresholds=Thresholds(min_words=1, min_word_length=0, max_symbols=1))
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "expected"),
+    [
+        ("entities", "salt &amp; pepper &#8217; &#x41; &eacute;", "salt & pepper ’ A é"),
+        ("entities", "twice &amp;amp;lt; once", "twice < once"),
+        ("entities", "AT&T &unknown; &notit; R&D; & so", "AT&T &unknown; &notit; R&D; & so"),
+        ("mojibake", "the cafÃ© was â€œopenâ€\x9d", "the café was “open”"),
+        ("mojibake", "a naïve façade, “quoted”", "a naïve façade, “quoted”"),
+        ("mojibake", "plain\nschÃ¶n\nÉtude", "plain\nschön\nÉtude"),
+        ("control", "\ufeffin\u200bvis\xadible\x00 \x1b[0m\x7f", "invisible [0m"),
+        ("control", "half \ud800 of a pair", "half  of a pair"),
+        ("control", "می\u200cخواهم 👩\u200d👩 but fi\u200cn", "می\u200cخواهم 👩\u200d👩 but fin"),
+        ("control", "tab\tand\nline\x1cstay", "tab\tand\nline\x1cstay"),
+        ("nfc", "cafe\u0301 A\u030a", "café Å"),
+        ("whitespace", "  two\u00a0 words\t \r\n\n\u2003\n next\u2028last\x0c", "two words\nnext\nlast"),
+    ],
+)
+def test_rules_of_characters(rule, text, expected):
+    assert characters.RULES[rule](text) == expected
+    assert characters.RULES[rule](expected) == expected
+
+
+def test_changed_characters_are_counted():
+    assert characters.num_changed("same", "same") == 0
+    assert characters.num_changed("a&amp;b", "a&b") == 4
+    assert characters.num_changed("cafÃ©", "café") == 2
+    assert characters.num_changed("tab\tx", "tab x") == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "removed", "kept"),
+    [
+        (
+            "cookies",
+            ["This site uses cookies to improve your visit.", "By going on you accept our cookies.", "Cookie settings"],
+            ["She baked cookies for the school.", " ".join(["long"] * 80) + " this site uses cookies"],
+        ),
+        (
+            "policies",
+            ["Terms of Use | Privacy Policy", "Read our terms and conditions"],
+            ["They came to terms with it.", "The right to privacy is old."],
+        ),
+        (
+            "copyright",
+            [
+                "All rights reserved.",
+                "© 2014 The Daily Example",
+                "Copyright (c) Example Ltd 1999-2004",
+                "Copyright 2014 by us",
+            ],
+            ["Copyright law changed in 1976.", "He had the right to remain in 2014."],
+        ),
+        (
+            "javascript",
+            ["Please enable JavaScript to view this page.", "Your browser does not support Javascript"],
+            ["JavaScript was written in ten days."],
+        ),
+        ("placeholder", ["Lorem ipsum dolor sit amet"], ["A Latin placeholder text"]),
+        (
+            "invitations",
+            ["Click here to subscribe", "Share this on Facebook", "ADVERTISEMENT", "Skip to main content"],
+            [
+                "Sign in, please.",
+                "Leave a reply to nobody but me and my dear old mother and father",
+                "Advertisements pay for it",
+            ],
+        ),
+    ],
+)
+def test_notices_are_removed_and_text_about_them_stays(rule, removed, kept):
+    tally = Counter()
+    mixed = [line for pair in zip(kept * 3, removed, strict=False) for line in pair] + kept
+    settings = replace(ANY, off=frozenset({"repeated-lines", "many-repeated-lines", "repeated-ngrams"}))
+    text, reason = clean("\n".join(mixed), settings, tally)
+    assert not reason and text.split("\n") == [line for line in mixed if line in kept]
+    assert tally == {f"{rule}: lines removed": len(removed)}
+    off = replace(settings, off=settings.off | {rule})
+    assert clean("\n".join(mixed), off, Counter())[0].split("\n") == mixed
+
+
+def test_menus():
+    sentence = "A whole sentence stands here, and it is longer."
+    menu = ["Home", "About us", "Contact", "Our shops", "Help"]
+    assert lines.navigation([sentence, *menu, sentence], 5) == [sentence, sentence]
+    assert lines.navigation([sentence, *menu, sentence], 6) == [sentence, *menu, sentence]
+    assert lines.navigation(["Yes.", "No!", "Who?", "Me;", "Oh,", "He said:"], 5) == [
+        *("Yes.", "No!", "Who?", "Me;", "Oh,", "He said:")
+    ]
+    assert lines.navigation(["Home | About | Contact | Help", "a / b / c", sentence], 5) == ["a / b / c", sentence]
+
+
+def test_repeated_and_short_lines():
+    refrain = "for his mercy endureth for ever"
+    assert lines.repeated_lines([refrain, "Yes.", refrain, "Yes.", "end"], 5) == [refrain, "Yes.", "Yes.", "end"]
+    assert lines.repeated_lines([refrain, "Yes.", refrain, "Yes."], 1) == [refrain, "Yes."]
+    assert lines.short_lines(["one two", "one", "one two three"], 2) == ["one two", "one two three"]
+    tally = Counter()
+    assert clean("one two\none\n" + ENGLISH, replace(ANY, min_line_words=2), tally)[0] == "one two\n" + ENGLISH
+    assert tally == {"short-lines: lines removed": 1}
+
+
+def with_limits(**limits):
+    return replace(ANY, language="any", thresholds=replace(ANY.thresholds, **limits))
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "settings", "kept_with"),
+    [
+        ("few-words", "one two three", with_limits(min_words=4), with_limits(min_words=3)),
+        ("many-words", "one two three", with_limits(max_words=2), with_limits(max_words=3)),
+        ("word-length", "a b c dd", with_limits(min_word_length=1.3), with_limits(min_word_length=1.25)),
+        ("word-length", "abcd\nefgh", with_limits(max_word_length=3.9), with_limits(max_word_length=4.0)),
+        ("undecodable", "caf\ufffd", with_limits(max_undecodable=0.24), with_limits(max_undecodable=0.25)),
+        ("symbols", "ab #| «x»", with_limits(max_symbols=0.28), with_limits(max_symbols=0.29)),
+        ("digits", "ab 12 cé", with_limits(max_digits=0.33), with_limits(max_digits=0.34)),
+        ("upper-case", "AbÉd?", with_limits(max_upper_case=0.49), with_limits(max_upper_case=0.5)),
+        ("stop-words", "The cat and it", replace(with_limits(min_stop_words=3), language="en"), ANY),
+        (
+            "many-repeated-lines",
+            "a\nb\na\nc",
+            with_limits(max_repeated_lines=0.24),
+            with_limits(max_repeated_lines=0.25),
+        ),
+    ],
+)
+def test_filters_at_their_thresholds(rule, text, settings, kept_with):
+    assert clean(text, settings, Counter())[1] == rule
+    assert clean(text, kept_with, Counter())[1] == ""
+    off = replace(settings, off=frozenset({rule, "language"}))
+    assert clean(text, off, Counter())[1] == ""
+
+
+def test_lines_that_were_repeated_before_they_were_removed_count():
+    text = "\n".join([ENGLISH, *["the same line comes again and again"] * 5])
+    assert clean(text, ANY, Counter())[1] == "many-repeated-lines"
+
+
+def test_nothing_left():
+    assert clean(" \n\u200b\n", ANY, Counter()) == ("", "empty")
+    assert clean("All rights reserved.", ANY, Counter()) == ("", "empty")
+
+
+def slow_ngram_shares(words):
+    """The same by counting, without arrays or hashes."""
+    total, shares = sum(map(len, words)), {}
+    for n in TOP_NGRAMS:
+        counts = Counter(zip(*(words[k:] for k in range(n)), strict=False))
+        sizes = [number * sum(map(len, gram)) for gram, number in counts.items() if number > 1]
+        shares[n] = max(sizes, default=0) / total
+    for n in REPEATED_NGRAMS:
+        seen, covered = set(), set()
+        for place in range(len(words) - n + 1):
+            gram = tuple(words[place : place + n])
+            if gram in seen:
+                covered.update(range(place, place + n))
+            seen.add(gram)
+        shares[n] = sum(len(words[place]) for place in covered) / total
+    return shares
+
+
+def test_repeated_runs_of_words_agree_with_counting():
+    draw, found = random.Random(3), Counter()
+    for _ in range(300):
+        vocabulary = [f"{'w' * draw.randint(1, 9)}{number}" for number in range(draw.choice([3, 40, 400]))]
+        words = draw.choices(vocabulary, k=draw.randint(60, 300))
+        for _ in range(draw.randint(0, 3)):
+            size, start, goal = draw.randint(2, 15), draw.randrange(40), draw.randrange(40)
+            words[goal : goal + size] = words[start : start + size]
+        expected = any(share > {**TOP_NGRAMS, **REPEATED_NGRAMS}[n] for n, share in slow_ngram_shares(words).items())
+        assert exceeds_ngram_share(words) == expected
+        found[expected] += 1
+    assert min(found[True], found[False]) > 50
+    assert clean(" ".join(["spam and eggs"] * 30), ANY, Counter())[1] == "repeated-ngrams"
+    assert clean(" ".join(["spam and eggs"] * 10), ANY, Counter())[1] == ""  # too short for this rule
+
+
+def test_language():
+    assert is_in(ENGLISH, "en", 0.9) and not is_in(GERMAN, "en", 0.1) and is_in(GERMAN, "de", 0.9)
+    settings = Settings()
+    assert clean(ENGLISH, settings, Counter())[1] == ""
+    german = replace(settings, off=frozenset({"stop-words"}))
+    assert clean(GERMAN, german, Counter())[1] == "language"
+    assert clean(GERMAN, replace(settings, language="de"), Counter())[1] == ""
+    assert clean(GERMAN, replace(german, language="any"), Counter())[1] == ""
+    assert excerpt("one two three", 9) == "one two" and excerpt("onetwothree", 5) == "onetw"
+
+
+def random_text(draw):
+    pieces = [
+        *("&", "amp;", "#8203;", "#x0;", "lt;", "\u200b", "\u200d", "\u200c", "e\u0301", "\u0301", "Ã©", "â€™", "\x80"),
+        *("\xa0", " ", "  ", "\n", "\r", "\x85", "\u2028", "\ufeff", "\ud800", "\udc00", "\x00", "\x1c", "word", "é"),
+        *(
+            "Home\n",
+            "Cookie policy\n",
+            "All rights reserved\n",
+            "the same line is here again\n",
+            "|",
+            "#",
+            "😀",
+            "한",
+            "ᄒ",
+        ),
+        *("the ", "and ", "of ", "Ångström ", "ﬁ", "\u0344", "க", "\u0bc6\u0bbe", "Yes.\n", "•", "12 ", "\u202e"),
+    ]
+    return "".join(draw.choices(pieces, k=draw.randint(1, 60))) * draw.choice([1, 1, 1, 3])
+
+
+def test_cleaning_twice_changes_nothing_more():
+    draw = random.Random(11)
+    loose = replace(ANY, thresholds=replace(ANY.thresholds, max_repeated_lines=0.6, max_undecodable=1))
+    kept = 0
+    for _ in range(3000):
+        text = random_text(draw)
+        once, reason = clean(text, loose, Counter())
+        if reason:
+            continue
+        tally = Counter()
+        assert clean(once, loose, tally) == (once, ""), text
+        assert not tally
+        once.encode()  # no halves of surrogate pairs
+        kept += 1
+    assert kept > 1000
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_command(tmp_path, capsys):
+    rows = [
+        {"id": "a", "source": "news", "text": f"  {ENGLISH}\u200b \n\nAll rights reserved.", "url": "u"},
+        {"text": "too short"},
+        {"text": GERMAN + " the and"},
+        "no json",
+        {"text": "one\n" + ENGLISH},
+    ]
+    source = write_jsonl(tmp_path / "web.jsonl", rows)
+    (tmp_path / "empty.txt").touch()
+    command = ["data", "clean", "--in", str(source), str(tmp_path / "empty.txt"), "--workers", "1", "--quiet"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    manifest = read_manifest(tmp_path / "out", "clean")
+    assert manifest["counts"] == {
+        "documents_in": 5,
+        "kept": 2,
+        "dropped": {"few-words": 1, "language": 1, "not JSON": 1},
+        "other": {
+            "characters in": sum(len(row["text"]) for row in rows if isinstance(row, dict)),
+            "characters kept": 2 * len(ENGLISH) + 4,
+            "control: characters changed": 1,
+            "copyright: lines removed": 1,
+            "whitespace: characters changed": 4,
+        },
+    }
+    assert [defect["problem"] for defect in manifest["defects"]] == ["empty file"]
+    with gzip.open(tmp_path / "out" / "web.jsonl.gz", "rt") as file:
+        written = [json.loads(line) for line in file]
+    assert written[0] == {"id": "a", "source": "news", "text": ENGLISH, "url": "u"}
+    assert written[1]["text"] == "one\n" + ENGLISH and written[1]["source"] == "web"
+    output = capsys.readouterr().out
+    assert "dropped: language" in output and "empty file" in output and "empty.txt" in output
+    assert main([*command, "--out", str(tmp_path / "out"), "--language", "de"]) == 1
+    assert "language was 'en', now 'de'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-symbols", "1.5"], "--max-symbols must be from 0 to 1, not 1.5"),
+        (["--min-words", "-1"], "--min-words must be at least 0, not -1"),
+        (["--min-probability", "2"], "--min-probability must be from 0 to 1, not 2.0"),
+        (["--language", "xx"], "--language 'xx' is none of"),
+    ],
+)
+def test_wrong_options(tmp_path, capsys, options, message):
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": ENGLISH}])
+    assert main(["data", "clean", "--in", str(source), "--out", str(tmp_path / "out"), *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_every_rule_can_be_turned_off():
+    assert len(set(RULES)) == len(RULES) == len(characters.RULES) + len(lines.PATTERNS) + 3 + len(FILTERS) + 1
+    dirty = "  &amp;\u200b\n\nAll rights reserved\nAll rights reserved"
+    assert clean(dirty, replace(ANY, off=frozenset(RULES)), Counter()) == (dirty, "")
+    assert Measures("").shares == {"symbols": 0, "digits": 0, "upper": 0}
