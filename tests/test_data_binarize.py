@@ -264,10 +264,13 @@ def test_what_is_finished_is_kept_and_a_changed_file_is_read_again(sample, token
     write_jsonl(sample / "train" / "b.jsonl", documents(41, 78))
     assert binarize(*common, "--out", out) == 0 and binarize(*common, "--out", tmp_path / "newer") == 0
     assert files_of(out) == files_of(tmp_path / "newer") != files_of(tmp_path / "new")
+    (sample / "train" / "a.jsonl").rename(tmp_path / "a.jsonl")
+    assert binarize(*common, "--out", out) == 0 and binarize(*common, "--out", tmp_path / "less") == 0
+    assert files_of(out) == files_of(tmp_path / "less") != files_of(tmp_path / "newer")
     capsys.readouterr()
     assert binarize(*common[:-1], 3, "--out", out) == 1
     assert "with other settings (shards was 2, now 3)" in capsys.readouterr().err
-    assert files_of(out) == files_of(tmp_path / "newer")
+    assert files_of(out) == files_of(tmp_path / "less")
 
 
 def test_other_words_of_the_same_number_are_another_shard(tokenizer, tmp_path):

@@ -111,6 +111,9 @@ def test_the_same_text_gives_the_same_files(corpus, tmp_path):
     (tmp_path / "one" / "sentencepiece.model").unlink()
     assert learn("--in", corpus, "--out", tmp_path / "one", "--vocab-size", 60) == 0
     assert first == {name: (tmp_path / "one" / name).read_bytes() for name in files}
+    (corpus / "b.jsonl").unlink()
+    assert learn("--in", corpus, "--out", tmp_path / "one", "--vocab-size", 60) == 0
+    assert manifest_of(tmp_path / "one")["counts"]["documents_in"] == 150
 
 
 def test_what_sentencepiece_changes_is_reported(tmp_path):

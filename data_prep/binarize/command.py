@@ -86,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
         if not is_whole(run.out):
             (run.out / MANIFEST).unlink(missing_ok=True)
         finished = _encode(run, splits, job)
+        if (run.out / MANIFEST).is_file() and not is_whole(run.out, _inputs(finished)):  # one is gone
+            (run.out / MANIFEST).unlink()
+            finished = _encode(run, splits, job)
         missing = sum(done.missing for done in finished.values())
         if missing or run.share[1] > 1:
             print(
@@ -121,6 +124,10 @@ def _encode(run: Run, splits: dict[str, list[Part]], job: Any) -> dict[str, Fini
     return finished
 
 
+def _inputs(finished: dict[str, Finished]) -> list[dict[str, Any]]:
+    return [row for done in finished.values() for row in done.inputs]
+
+
 def _merge(
     run: Run, finished: dict[str, Finished], args: argparse.Namespace, vocab_size: int, settings: dict[str, Any]
 ) -> None:
@@ -154,8 +161,9 @@ def _merge(
         sums = {name: sum(row[name] for row in rows) for name in ("tokens", "lines", "ends")}
         sums["unknown"] = sum(result.facts["unknown"] for result in done.results)
         facts["splits"][split] = {**sums, "unknown_share": sums["unknown"] / sums["tokens"]}
-    inputs = [row for done in finished.values() for row in done.inputs]
-    write_manifest(run.out, "binarize", settings, inputs, [*encoded, *merged, PartResult(beside, Counts())], facts)
+    write_manifest(
+        run.out, "binarize", settings, _inputs(finished), [*encoded, *merged, PartResult(beside, Counts())], facts
+    )
 
 
 def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float) -> list[str]:

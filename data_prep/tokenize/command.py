@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         done = run_parts(run, "sample", parts, work)
         if done.results is None:
             return end.waiting(done, "the sample")
-        if not is_whole(run.out):
+        if not is_whole(run.out, done.inputs):
             files = [run.out / output["name"] for result in done.results for output in result.outputs]
             if not run.quiet and not args.encoder_json:
                 print("learning from the sample ...", file=sys.stderr)
