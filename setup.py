@@ -30,7 +30,7 @@ DATA = [
         "mwparserfromhell>=0.6.6",
         "py3langid>=0.4",
     ),
-    *("pyarrow>=15", "requests>=2.31", "tokenizers>=0.19", "trafilatura>=1.8", "urllib3>=2.1", "warcio>=1.7.4"),
+    *("pyarrow>=15", "requests>=2.31", "tokenizers>=0.20", "trafilatura>=1.8", "urllib3>=2.1", "warcio>=1.7.4"),
     "zstandard>=0.22",
 ]
 

@@ -23,7 +23,6 @@ from training_runs import BATCH_SIZE, ROOT, TOKENS_PER_SAMPLE, TOKENS_PER_UPDATE
 
 import smlp
 from data_prep.corpus import MANIFEST, describe_splits
-from data_prep.tokenizer import MODEL_NAME
 from smlp.errors import UserError
 from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.curves import draw_curves, read_training_log
@@ -236,7 +235,7 @@ def settings_of(options: argparse.Namespace) -> dict:
 
 def check_settings(options: argparse.Namespace) -> None:
     """Refuses a run folder that was made with other settings: its parts would be mixed up with new ones."""
-    settings, data = settings_of(options), options.out / "data" / MODEL_NAME
+    settings, data = settings_of(options), options.out / "data" / MANIFEST
     is_fresh = not data.is_file() or not (options.out / "settings.json").is_file()
     if is_fresh:
         shutil.rmtree(options.out / "text", ignore_errors=True)  # of a try that came no further than its text

@@ -15,8 +15,7 @@ from typing import TextIO
 
 from training_display import TrainingDisplay
 
-from data_prep.binarize import binarize
-from data_prep.tokenizer import MODEL_NAME
+from data_prep.corpus import MANIFEST
 from smlp.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,11 +68,14 @@ def settle(out: Path, settings: dict, is_fresh: bool) -> None:
 
 def make_data(text: Path, pieces: Path, data: Path, vocab_size: int, logs: Path) -> bool:
     """A SentencePiece vocabulary of the training text, and fairseq's binary files; False if they were there."""
-    if (data / MODEL_NAME).is_file():
+    if (data / MANIFEST).is_file():
         return False
-    prepare = [sys.executable, "-m", "data_prep.tokenizer", "--in", str(text), "--out", str(pieces)]
-    run_tool("vocabulary", [*prepare, "--vocab-size", str(vocab_size)], logs / "vocabulary.log")
-    binarize(pieces, data, logs / "binarize.log")
+    step = [sys.executable, "-m", "smlp", "data"]
+    learn = [*step, "tokenizer", "--in", str(text / "train.txt"), "--documents", "line", "--out", str(pieces)]
+    learn += ["--vocab-size", str(vocab_size), "--pad-multiple", "8"]
+    run_tool("vocabulary", [*learn, "--restart"], logs / "vocabulary.log")
+    encode = [*step, "binarize", "--format", "lines", "--in", str(text), "--tokenizer", str(pieces)]
+    run_tool("binarize", [*encode, "--out", str(data), "--restart"], logs / "binarize.log")
     return True
 
 

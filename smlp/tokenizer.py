@@ -1,17 +1,19 @@
-"""Text to ids and back: a fairseq dictionary, with a SentencePiece model where there is one.
+"""Text to ids and back: a fairseq dictionary, with a SentencePiece model or byte-level BPE where there is one.
 
 A fairseq dictionary file has one ``symbol count`` pair a line; the four special symbols come before its first line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import codecs
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from smlp.errors import UserError
+import numpy as np
 
-SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")
-WORD_START = "\u2581"
+from smlp.errors import UserError
+from smlp.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS, find_tokenizer
+from smlp.tokenizer_kinds import kind_of
 
 
 class Vocabulary:
@@ -52,39 +54,33 @@ class Vocabulary:
 class Tokenizer:
     """Encodes text to ids and decodes ids to text.
 
-    Without a SentencePiece model, text is split at spaces, as ``fairseq-preprocess`` does.
+    Without a model, text is split at spaces, as ``fairseq-preprocess`` does.
 
     Args:
         vocabulary: of the model.
-        sentencepiece_model: path of the SentencePiece model that cut the training text, or None.
+        model: path of what cut the training text: a SentencePiece model, or ``encoder.json`` with ``vocab.bpe`` beside
+            it (GPT-2's byte-level BPE, whose ids are the dictionary's symbols); None for words.
 
     Raises:
-        UserError: the model is missing or is none, or it is not given and the dictionary's symbols are pieces.
+        UserError: a file is missing or damaged, or none is given although the dictionary's symbols are pieces.
     """
 
-    def __init__(self, vocabulary: Vocabulary, sentencepiece_model: str | Path | None = None) -> None:
+    def __init__(self, vocabulary: Vocabulary, model: str | Path | None = None) -> None:
         self.vocabulary = vocabulary
-        self._pieces = None
-        if sentencepiece_model is None:
-            if any(symbol.startswith(WORD_START) for symbol in vocabulary.symbols):
-                raise UserError(
-                    "the dictionary holds SentencePiece pieces but there is no sentencepiece.model beside it, beside "
-                    "the checkpoint or with the data: name it with --sentencepiece-model"
-                )
-        else:
-            import sentencepiece
+        self._kind = kind_of(vocabulary, model)
 
-            if not Path(sentencepiece_model).is_file():
-                raise UserError(f"there is no SentencePiece model {sentencepiece_model}")
-            try:
-                self._pieces = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
-            except (RuntimeError, OSError) as error:
-                raise UserError(f"{sentencepiece_model} is not a SentencePiece model ({error})") from None
+    @property
+    def strips_lines(self) -> bool:
+        """Whether decoded lines have no space at their ends; otherwise decoding gives back what was encoded."""
+        return self._kind.strips_lines
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text's pieces, with no end symbol added; pieces the dictionary lacks become ``<unk>``."""
-        pieces = self._pieces.encode(text, out_type=str) if self._pieces is not None else text.split()
-        return [self.vocabulary.index.get(piece, self.vocabulary.unk) for piece in pieces]
+        return self._kind.encode(text)
+
+    def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """:meth:`encode` of many lines: ids one after the other, (N,) int64, and how many are of each, (L,) int64."""
+        return self._kind.encode_batch(lines)
 
     def encode_lines(self, text: str, newline: str = "eos") -> list[int]:
         """Ids of a text of any number of lines, with no symbol at either end.
@@ -102,14 +98,54 @@ class Tokenizer:
             ids += self.encode(line)
         return ids
 
-    def piece(self, token: int) -> str:
-        """The text of one token as it continues a line: SentencePiece's word mark becomes a space."""
+    def content(self, token: int) -> bytes:
+        """The bytes of text of one token as it continues a line; those of a character may lie in several tokens."""
         if token == self.vocabulary.eos:
-            return "\n"
-        symbol = self.vocabulary.symbols[token]
-        return symbol.replace(WORD_START, " ") if self._pieces is not None else f" {symbol}"
+            return b"\n"
+        return self._kind.content(self.vocabulary.symbols[token])
+
+    def decoder(self, before: int) -> TextDecoder:
+        """For the tokens after one that is known, one by one."""
+        return TextDecoder(self, before)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of the ids; ``</s>`` ends a line."""
-        text = "".join(self.piece(token) for token in tokens)
-        return "\n".join(line.strip() for line in text.split("\n"))
+        text = b"".join(self.content(token) for token in tokens).decode("utf-8", "replace")
+        return "\n".join(line.strip() for line in text.split("\n")) if self.strips_lines else text
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a folder with ``dict.txt`` and, if there is one, a SentencePiece model or byte-level BPE.
+
+    Raises:
+        UserError: the dictionary is missing, or a file is damaged.
+    """
+    return Tokenizer(Vocabulary.load(Path(folder) / DICTIONARY), find_tokenizer([Path(folder)]))
+
+
+class TextDecoder:
+    """Text of tokens as they come, in whole characters; no space that a piece brings with it begins a line.
+
+    Args:
+        tokenizer: of the model.
+        before: the token that they follow.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: int) -> None:
+        self._tokenizer, self._before = tokenizer, before
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """What the next token adds to the text."""
+        content = self._tokenizer.content(token)
+        begins_line = self._before in (Vocabulary.eos, Vocabulary.bos)
+        if begins_line and self._tokenizer.strips_lines:
+            content = content.removeprefix(b" ")
+        self._before = token
+        return self._characters.decode(content)
+
+    def rest(self) -> str:
+        """What is left at the end of the text: a replacement character for one that is not complete."""
+        text = self._characters.decode(b"", final=True)
+        self._characters.reset()
+        return text

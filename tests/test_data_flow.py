@@ -393,3 +393,35 @@ def test_no_manifest(tmp_path):
     write_bytes(tmp_path / "manifest.json", b'{"step": "clean"}')
     with pytest.raises(UserError, match="made by 'smlp data clean', not by 'smlp data dedup'"):
         read_manifest(tmp_path, "dedup")
+
+
+def test_outputs_that_are_only_needed_until_the_step_is_finished(source, tmp_path):
+    run, log = Run(tmp_path / "out", quiet=True), tmp_path / "log"
+    parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
+
+    def again():
+        log.write_text("")
+        done = run_parts(run, "upper", parts, partial(upper, log=str(log)), temporary=True)
+        return done, len(log.read_text().split())
+
+    begin(run, "upper", {})
+    first, number = again()
+    assert number == len(parts)
+    write_manifest(run.out, "upper", {}, first.inputs, first.results)
+    for part in parts:
+        (run.out / f"{part.name}.jsonl.gz").unlink()
+    assert again() == (first, 0)  # the manifest says that they are not needed any more
+    (source / "b.txt").write_text("new and short")
+    parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
+    changed, number = again()
+    assert number == len(parts) and not (run.out / "manifest.json").exists()
+    assert sum(result.counts.documents_in for result in changed.results) == 81
+    assert again() == (changed, 0)
+
+
+def test_files_of_lines_are_cut_whatever_their_suffix(tmp_path):
+    (tmp_path / "a.spm").write_text("one\n" * 100)
+    write(tmp_path / "b.spm.gz", b"one\n" * 100)
+    found = find_files([tmp_path], [".spm"])
+    assert [part.name for part in plan_parts(found, 100)] == ["a", "b"]
+    assert [part.name for part in plan_parts(found, 100, all_lines=True)] == [f"a-{n:05d}" for n in range(4)] + ["b"]

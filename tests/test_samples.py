@@ -11,7 +11,7 @@ import torch
 from fairseq.data import Dictionary, LMContextWindowDataset, MonolingualDataset, TokenBlockDataset
 
 import smlp
-from data_prep.tokenizer import train_model
+from data_prep.tokenize.sentencepieces import train_sentencepiece
 from smlp.errors import UserError
 from smlp.evaluation.binarized import BinarizedTokens
 from smlp.evaluation.leak import randomise
@@ -145,7 +145,7 @@ LINES = ["the cat sat on the mat", "", "", "a  cat and a dog", "über dem Café"
 def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
     """One that splits at spaces and does not know every word, and one with pieces."""
     path = tmp_path_factory.mktemp("pieces") / "sentencepiece.model"
-    path.write_bytes(train_model([line for line in LINES * 3 if "end" not in line], 30))
+    path.write_bytes(train_sentencepiece([line for line in LINES * 3 if "end" not in line], 30))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     symbols = [pieces.id_to_piece(number) for number in range(3, pieces.vocab_size())]
     words = sorted({word for line in LINES[:-1] for word in line.split()})

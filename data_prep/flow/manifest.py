@@ -152,3 +152,20 @@ def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
     if made_by and step != made_by:
         raise UserError(f"{folder} was made by 'smlp data {step}', not by 'smlp data {made_by}'")
     return manifest
+
+
+def is_whole(folder: Path, inputs: list[dict[str, Any]] | None = None) -> bool:
+    """Whether a step is finished and what it wrote is there, every file of the size that the manifest says.
+
+    Args:
+        folder: the step's.
+        inputs: that it must have been made of, as in the manifest; None for any.
+    """
+    if not (folder / MANIFEST).is_file():
+        return False
+    manifest = read_manifest(folder)
+    if inputs is not None and manifest["inputs"] != inputs:
+        return False
+    rows = manifest["outputs"]
+    paths = [folder / row["name"] for row in rows]
+    return all(path.is_file() and path.stat().st_size == row["bytes"] for path, row in zip(paths, rows, strict=True))

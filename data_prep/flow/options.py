@@ -55,6 +55,11 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help=f"files of documents, or folders of them: {', '.join(FORMATS)}, plain, .gz, .zst, .xz or .bz2",
     )
+    add_reading_options(group)
+
+
+def add_reading_options(group: Any) -> None:
+    """How documents are read from files, for a parser or a group of one."""
     group.add_argument("--text-field", default="text", metavar="NAME", help="of .jsonl, and column of .parquet")
     group.add_argument(
         "--documents",
@@ -86,8 +91,12 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
 
 def input_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the output depends on among the options of :func:`add_input_options`, for the manifest."""
+    return {"in": [str(path) for path in args.inputs], **reading_settings(args)}
+
+
+def reading_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the output depends on among the options of :func:`add_reading_options`, for the manifest."""
     return {
-        "in": [str(path) for path in args.inputs],
         "text_field": args.text_field,
         "documents": args.documents,
         "max_document_bytes": args.max_document_bytes,

@@ -84,13 +84,16 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
     return found
 
 
-def plan_parts(found: Sequence[tuple[Path, Path]], part_bytes: int = PART_BYTES, cut_text: bool = True) -> list[Part]:
+def plan_parts(
+    found: Sequence[tuple[Path, Path]], part_bytes: int = PART_BYTES, cut_text: bool = True, all_lines: bool = False
+) -> list[Part]:
     """A part for each file, more for plain ``.jsonl`` and ``.txt`` above ``part_bytes``.
 
     Args:
         found: as :func:`find_files` gives it.
         part_bytes: of a part, at most.
         cut_text: False where a ``.txt`` is one document and must stay whole.
+        all_lines: True where every file is lines of text, whatever its suffix, so that all plain ones may be cut.
     """
     parts: list[Part] = []
     names: set[str] = set()
@@ -100,6 +103,7 @@ def plan_parts(found: Sequence[tuple[Path, Path]], part_bytes: int = PART_BYTES,
         source = place.name if place.is_dir() else name_of(path)
         size = path.stat().st_size
         cuttable = path.suffix == ".jsonl" or (path.suffix == ".txt" and cut_text)
+        cuttable = cuttable or (all_lines and path.suffix not in COMPRESSIONS)
         number = -(-size // part_bytes) if cuttable and size > part_bytes else 1
         bounds = [size * index // number for index in range(number)]
         for index, start in enumerate(bounds):

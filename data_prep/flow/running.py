@@ -114,7 +114,9 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     return "; ".join(f"{name} was {old.get(name)!r}, now {new.get(name)!r}" for name in changed)
 
 
-def run_parts(run: Run, phase: str, parts: Sequence[Part], work: Work, depends: Any = None) -> Finished:
+def run_parts(
+    run: Run, phase: str, parts: Sequence[Part], work: Work, depends: Any = None, temporary: bool = False
+) -> Finished:
     """Works on the parts that are not done yet.
 
     Args:
@@ -124,6 +126,8 @@ def run_parts(run: Run, phase: str, parts: Sequence[Part], work: Work, depends: 
         work: what is done with one.
         depends: plain values that the result depends on and that came from an earlier phase; where they are others
             than those of a finished part, it is done again.
+        temporary: the outputs may be gone once the step is finished, that is, while its manifest is there. Where a part
+            has to be done again, the manifest goes, and with it what is on record of parts without outputs.
 
     Returns:
         Results of all parts, and their input files with checksums.
@@ -139,13 +143,14 @@ def run_parts(run: Run, phase: str, parts: Sequence[Part], work: Work, depends: 
         index, number = run.share
         mine = [part for position, part in enumerate(parts) if position % number == index]
         key = _key(depends)
-        todo = [part for part in mine if _stored(run.out, state, part, key) is None]
+        todo = [part for part in mine if _stored(run.out, state, part, key, temporary) is None]
         failed: dict[str, str] = {}
         if todo:
             (run.out / MANIFEST).unlink(missing_ok=True)  # its presence says that the step is finished
+            todo = [part for part in mine if _stored(run.out, state, part, key, temporary) is None]
             do_part = partial(_do_part, out=run.out, phase=phase, work=work, key=key)
             _work_on(run, phase, todo, do_part, len(mine) - len(todo), failed)
-    stored = [_stored(run.out, state, part, key) for part in parts]
+    stored = [_stored(run.out, state, part, key, temporary) for part in parts]
     missing = sum(row is None for row in stored)
     if missing:
         return Finished(None, missing=missing, failed=[failed[part.name] for part in parts if part.name in failed])
@@ -195,7 +200,7 @@ def _work_on(
     label = f"{phase} ({len(parts)} parts" + (f", {done} done before)" if done else ")")
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=label, disable=run.quiet, file=sys.stderr, mininterval=1)
     with bar:
-        if run.workers == 1:
+        if run.workers == 1 or len(parts) == 1:
             for part in parts:
                 try:
                     do_part(part)
@@ -286,8 +291,8 @@ def _identity(part: Part) -> dict[str, Any]:
     return row
 
 
-def _stored(out: Path, state: Path, part: Part, key: str) -> dict[str, Any] | None:
-    """What is on record of a part, if its input is what it was and its outputs are all there."""
+def _stored(out: Path, state: Path, part: Part, key: str, temporary: bool = False) -> dict[str, Any] | None:
+    """What is on record of a part, if its input is what it was and its outputs are all there (or need not be)."""
     try:
         row = json.loads((state / f"{part.name}.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -297,7 +302,7 @@ def _stored(out: Path, state: Path, part: Part, key: str) -> dict[str, Any] | No
     facts = part.path.stat()
     identity = {name: value for name, value in row["input"].items() if name != "sha256"}
     same = row["depends"] == key and identity == _identity(part) and row["mtime_ns"] == facts.st_mtime_ns
-    for output in row["outputs"]:
+    for output in row["outputs"] if not (temporary and (out / MANIFEST).is_file()) else ():
         path = out / output["name"]
         same = same and path.is_file() and path.stat().st_size == output["bytes"]
     return row if same else None

@@ -8,7 +8,8 @@
     num_updates   of the training
     cfg           the configuration of the training run, as fairseq keeps it
     weights       by name: the decoder's state dict
-    files         dict.txt and, if there is one, sentencepiece.model: bytes as uint8 tensors
+    files         dict.txt and, if there is one, the tokenizer (sentencepiece.model, or encoder.json and vocab.bpe):
+                  bytes as uint8 tensors
 
 ``NAME.safetensors`` holds the weights under their names, the files as ``files/NAME``, and the rest as JSON in the
 metadata entry ``smlp``; the entry ``sha256`` is of the file with 64 zeros in the place of that entry.

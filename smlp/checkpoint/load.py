@@ -19,20 +19,20 @@ from smlp.tokenizer import Vocabulary
 def load_pretrained(
     path: str | Path,
     dictionary: str | Path | None = None,
-    sentencepiece_model: str | Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> LanguageModel:
     """A model from a checkpoint of ``fairseq-train --user-dir smlp``, in evaluation mode on the CPU.
 
     The checkpoint may be in one file, in parts written by several ranks, or an export. An export brings its dictionary
-    and tokenizer along. For others, ``dict.txt`` and ``sentencepiece.model`` are looked for beside the checkpoint and
-    then in the data directory that it was trained on, the latter also beside a dictionary that is named; the arguments
-    name other places.
+    and tokenizer along. For others, ``dict.txt`` and ``sentencepiece.model`` (or ``encoder.json`` with ``vocab.bpe``)
+    are looked for beside the checkpoint and then in the data directory that it was trained on, the tokenizer also
+    beside a dictionary that is named; the arguments name other places.
 
     Raises:
         UserError: a file is missing or damaged, or the dictionary does not fit the checkpoint.
     """
     checkpoint = open_checkpoint(path)
-    tokenizer = tokenizer_of(checkpoint, dictionary, sentencepiece_model)
+    text = tokenizer_of(checkpoint, dictionary, tokenizer)
     for problem in fit_problems(checkpoint):
         raise UserError(problem)
     if checkpoint.config.is_leaky:
@@ -42,4 +42,4 @@ def load_pretrained(
         tensor.copy_(checkpoint.state["model"][PREFIX + name].load())
     options = checkpoint.state["cfg"]["model"]
     start_token = Vocabulary.bos if options.get("add_bos_token") else Vocabulary.eos
-    return LanguageModel(decoder, tokenizer, start_token).eval()
+    return LanguageModel(decoder, text, start_token).eval()

@@ -132,7 +132,7 @@ def write_exported(
     checkpoint: Checkpoint,
     target: Path,
     dictionary: str | Path | None = None,
-    sentencepiece_model: str | Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> None:
     """A self-contained export, in safetensors if the name ends so.
 
@@ -142,7 +142,7 @@ def write_exported(
     as_safetensors = target.suffix == ".safetensors"
     if as_safetensors:
         safetensors_library()  # nobody here could read what is written without it
-    files = text_files(checkpoint, dictionary, sentencepiece_model)
+    files = text_files(checkpoint, dictionary, tokenizer)
     export = export_of(checkpoint.state, checkpoint.config, checkpoint.num_updates, files)
     write_whole(target, lambda file: write_export(file, export, as_safetensors))
 

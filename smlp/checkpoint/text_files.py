@@ -13,17 +13,16 @@ from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes
 from smlp.checkpoint.opened import Checkpoint
 from smlp.errors import UserError
 from smlp.tokenizer import Tokenizer, Vocabulary
-
-DICTIONARY, TOKENIZER = "dict.txt", "sentencepiece.model"
+from smlp.tokenizer_files import DICTIONARY, files_of, find_tokenizer
 
 
 def find_files(
     path: str | Path,
     data: str | None,
     dictionary: str | Path | None = None,
-    sentencepiece_model: str | Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> tuple[Path, Path | None]:
-    """The dictionary and, if there is one, the SentencePiece model of a checkpoint.
+    """The dictionary and, if there is one, the tokenizer of a checkpoint: the file that names it.
 
     They are looked for beside the checkpoint and then in its data directory, the latter also beside a dictionary that
     is named.
@@ -31,7 +30,7 @@ def find_files(
     Args:
         path: of the checkpoint.
         data: directories that it was trained on, joined by ":".
-        dictionary, sentencepiece_model: places to look at instead.
+        dictionary, tokenizer: places to look at instead.
 
     Raises:
         UserError: there is no dictionary.
@@ -40,8 +39,8 @@ def find_files(
     dictionary = dictionary or _find(DICTIONARY, folders)
     if dictionary is None:
         raise UserError(f"no {DICTIONARY} beside {path} or in {data}: name it with --dict")
-    sentencepiece_model = sentencepiece_model or _find(TOKENIZER, [Path(dictionary).parent, *folders])
-    return Path(dictionary), sentencepiece_model and Path(sentencepiece_model)
+    tokenizer = tokenizer or find_tokenizer([Path(dictionary).parent, *folders])
+    return Path(dictionary), tokenizer and Path(tokenizer)
 
 
 def _find(name: str, folders: Sequence[Path]) -> Path | None:
@@ -49,7 +48,7 @@ def _find(name: str, folders: Sequence[Path]) -> Path | None:
 
 
 def tokenizer_of(
-    checkpoint: Checkpoint, dictionary: str | Path | None = None, sentencepiece_model: str | Path | None = None
+    checkpoint: Checkpoint, dictionary: str | Path | None = None, tokenizer: str | Path | None = None
 ) -> Tokenizer:
     """The tokenizer of a checkpoint, from the files named, those in it if it is an export, or those found.
 
@@ -60,46 +59,46 @@ def tokenizer_of(
         with tempfile.TemporaryDirectory() as folder:
             for name, tensor in checkpoint.files.items():
                 (Path(folder) / name).write_bytes(_to_bytes(tensor))
-            found = Path(folder) / TOKENIZER if TOKENIZER in checkpoint.files else None
             try:
-                return _read(Path(folder) / DICTIONARY, sentencepiece_model or found, checkpoint)
+                return _read(Path(folder) / DICTIONARY, tokenizer or find_tokenizer([Path(folder)]), checkpoint)
             except UserError as error:
                 raise UserError(f"in {checkpoint.path}: {str(error).replace(f'{folder}/', '')}") from error
-    return _read(*_find_for(checkpoint, dictionary, sentencepiece_model), checkpoint)
+    return _read(*_find_for(checkpoint, dictionary, tokenizer), checkpoint)
 
 
 def _find_for(
-    checkpoint: Checkpoint, dictionary: str | Path | None, sentencepiece_model: str | Path | None
+    checkpoint: Checkpoint, dictionary: str | Path | None, tokenizer: str | Path | None
 ) -> tuple[Path, Path | None]:
     data = (checkpoint.state["cfg"].get("task") or {}).get("data")
-    return find_files(checkpoint.path, data, dictionary, sentencepiece_model)
+    return find_files(checkpoint.path, data, dictionary, tokenizer)
 
 
-def _read(dictionary: Path, sentencepiece_model: str | Path | None, checkpoint: Checkpoint) -> Tokenizer:
+def _read(dictionary: Path, tokenizer: str | Path | None, checkpoint: Checkpoint) -> Tokenizer:
     vocabulary, num_rows = Vocabulary.load(dictionary), checkpoint.config.vocab_size
     if len(vocabulary) != num_rows:
         raise UserError(
             f"dictionary {dictionary} has {len(vocabulary)} symbols but checkpoint {checkpoint.path} was trained with "
             f"{num_rows}"
         )
-    return Tokenizer(vocabulary, sentencepiece_model)
+    return Tokenizer(vocabulary, tokenizer)
 
 
 def text_files(
-    checkpoint: Checkpoint, dictionary: str | Path | None = None, sentencepiece_model: str | Path | None = None
+    checkpoint: Checkpoint, dictionary: str | Path | None = None, tokenizer: str | Path | None = None
 ) -> dict[str, LazyTensor]:
     """What an export of a checkpoint holds: dictionary and tokenizer, by file name; arguments as above.
 
     Raises:
         UserError: as above.
     """
-    tokenizer_of(checkpoint, dictionary, sentencepiece_model)
+    tokenizer_of(checkpoint, dictionary, tokenizer)
     files = dict(checkpoint.files)
     if dictionary is not None or not checkpoint.is_export:
-        dictionary, sentencepiece_model = _find_for(checkpoint, dictionary, sentencepiece_model)
+        dictionary, tokenizer = _find_for(checkpoint, dictionary, tokenizer)
         files[DICTIONARY] = _bytes_of(dictionary)
-    if sentencepiece_model is not None:
-        files[TOKENIZER] = _bytes_of(Path(sentencepiece_model))
+    if tokenizer is not None:
+        files = {name: content for name, content in files.items() if name == DICTIONARY}
+        files |= {name: _bytes_of(path) for name, path in files_of(Path(tokenizer)).items()}
     return files
 
 

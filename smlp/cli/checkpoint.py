@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from smlp.cli.model_options import add_tokenizer_option
+
 HELP = "look at checkpoints, check them, and turn them into others"
 EPILOG = """examples:
   smlp checkpoint info checkpoints/checkpoint_last.pt
@@ -65,7 +67,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "always so for OUT.safetensors",
     )
     merge.add_argument("--dict", help="dict.txt for the export, if it is not found")
-    merge.add_argument("--sentencepiece-model", help="SentencePiece model for the export, if it is not found")
+    add_tokenizer_option(merge)
     split.add_argument("--parts", type=int, required=True, metavar="P", help="files to split the experts into")
     newest = average.add_mutually_exclusive_group()
     newest.add_argument("--num-epoch-checkpoints", type=int, metavar="N", help="of a folder, the last N checkpointE.pt")
@@ -154,7 +156,7 @@ def _merge(args: argparse.Namespace) -> int:
     target = check_target(args.output, [args.path], args.force)
     checkpoint = open_intact(args.path)
     if args.export or target.suffix == ".safetensors":
-        write_exported(checkpoint, target, args.dict, args.sentencepiece_model)
+        write_exported(checkpoint, target, args.dict, args.tokenizer)
         return _report(target)
     if args.no_optimizer:
         checkpoint.state.pop("last_optimizer_state", None)

@@ -25,6 +25,9 @@ STEPS: dict[str, tuple[str, str]] = {
     "clean": ("data_prep.clean.command", "characters, boilerplate, language, length and repetition, rule by rule"),
     "dedup": ("data_prep.dedup.command", "exact and near duplicates, held-out documents, overlap with zero-shot tasks"),
     "sample": ("data_prep.sample.command", "draw a part of the documents, mix sources, split into train, valid, test"),
+    "tokenizer": ("data_prep.tokenize.command", "a SentencePiece model or byte-level BPE, and its dictionary"),
+    "binarize": ("data_prep.binarize.command", "text into fairseq's binary shards"),
+    "inspect": ("data_prep.inspecting.command", "what binary data hold, and whether they are whole"),
 }
 
 

@@ -34,17 +34,17 @@ def load_model_for(args: argparse.Namespace, team: Team) -> LanguageModel:
         UserError: a file is missing or damaged, or DATA has a dictionary with other symbols.
     """
     from smlp.checkpoint.opened import open_checkpoint
-    from smlp.checkpoint.text_files import DICTIONARY, TOKENIZER
     from smlp.cli.model_options import load_model
     from smlp.tokenizer import Vocabulary
+    from smlp.tokenizer_files import DICTIONARY, find_tokenizer
 
     folder = data_folder(args.data)
     if folder is not None and not open_checkpoint(args.path).is_export:
         beside = Path(args.path).parent
-        for option, name in (("dict", DICTIONARY), ("sentencepiece_model", TOKENIZER)):
-            is_found = getattr(args, option) is not None or (beside / name).is_file()
-            if not is_found and (folder / name).is_file():
-                setattr(args, option, str(folder / name))
+        if args.dict is None and not (beside / DICTIONARY).is_file() and (folder / DICTIONARY).is_file():
+            args.dict = str(folder / DICTIONARY)
+        if args.tokenizer is None and find_tokenizer([beside]) is None:
+            args.tokenizer = find_tokenizer([folder])
     model = load_model(args, team)
     if folder is not None and (folder / DICTIONARY).is_file():
         theirs, ours = Vocabulary.load(folder / DICTIONARY).symbols, model.vocabulary.symbols

@@ -12,11 +12,20 @@ if TYPE_CHECKING:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--path``, ``--dict``, ``--sentencepiece-model`` and ``--device``."""
+    """Adds ``--path``, ``--dict``, ``--tokenizer`` and ``--device``."""
     parser.add_argument("--path", required=True, help="checkpoint, in one file or in parts, or an export")
     parser.add_argument("--dict", help="dict.txt, if it is not found")
-    parser.add_argument("--sentencepiece-model", help="SentencePiece model, if it is not found")
+    add_tokenizer_option(parser)
     parser.add_argument("--device", help="torch device (default: a GPU where there is one)")
+
+
+def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--tokenizer``."""
+    parser.add_argument(
+        *("--tokenizer", "--sentencepiece-model"),
+        metavar="FILE",
+        help="SentencePiece model, or encoder.json with vocab.bpe beside it, if it is not found",
+    )
 
 
 def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageModel:
@@ -28,4 +37,4 @@ def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageMo
     from smlp.checkpoint.load import load_pretrained
 
     device = (team or Team()).device(args.device)
-    return load_pretrained(args.path, args.dict, args.sentencepiece_model).to(device)
+    return load_pretrained(args.path, args.dict, args.tokenizer).to(device)

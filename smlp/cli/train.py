@@ -13,15 +13,15 @@ from smlp.cli.local_ranks import positive_number, read_launch_options, train_on_
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option, option_value
 from smlp.launch.stop_signals import EXIT_STOPPED
+from smlp.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 PASS_THROUGH = True
 
 DEFAULT_ARCH = "smlp_tiny"
 TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (smlp.txt, Tables 8 to 10)
 
-# A checkpoint is of no use without these two: they go into the save-dir, so that it can be moved elsewhere.
-DICTIONARY = "dict.txt"
-COMPANIONS = (DICTIONARY, "sentencepiece.model")
+# A checkpoint is of no use without these: they go into the save-dir, so that it can be moved elsewhere.
+COMPANIONS = (DICTIONARY, *TOKENIZER_FILES)
 
 _PROFILE, _PROFILE_UPDATES = "--profile", "--profile-updates"
 _LAUNCH_OPTIONS = """options of its own:
@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
             "fairseq-train with this package loaded. All arguments are handed on untouched; what is not given "
             f"defaults to --task language_modeling, --arch {DEFAULT_ARCH}, --tokens-per-sample as the architecture was "
             f"designed for, batches of {TOKENS_PER_BATCH} tokens and Adam at a learning rate of 5e-4. The save-dir "
-            f"also gets {' and '.join(COMPANIONS)} from DATA."
+            f"also gets {DICTIONARY} and the tokenizer's files from DATA."
         )
         + "\n\n"
         + textwrap.fill(

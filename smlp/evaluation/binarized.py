@@ -16,9 +16,9 @@ import numpy as np
 from smlp.errors import UserError
 
 _PIECE = 2**24  # tokens read at a time
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<QBQ")  # version, type code, number of sentences
-_TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<QBQ")  # version, type code, number of sentences
+TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ def _read(path: Path) -> bytes:
 
 
 def _parse_index(content: bytes, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    start = len(_MAGIC) + _HEADER.size
-    if not content.startswith(_MAGIC) or len(content) < start:
+    start = len(MAGIC) + HEADER.size
+    if not content.startswith(MAGIC) or len(content) < start:
         raise UserError(f"{path} is no fairseq index of the mmap kind: it starts with {content[:9]!r}")
-    version, code, num_sentences = _HEADER.unpack_from(content, len(_MAGIC))
-    if version != 1 or code not in _TOKEN_TYPES:
+    version, code, num_sentences = HEADER.unpack_from(content, len(MAGIC))
+    if version != 1 or code not in TOKEN_TYPES:
         raise UserError(f"{path} has version {version} and token type {code}; version 1 and an integer type are known")
     if len(content) != start + 12 * num_sentences or num_sentences == 0:
         raise UserError(
@@ -97,4 +97,4 @@ def _parse_index(content: bytes, path: Path) -> tuple[np.dtype, np.ndarray, np.n
     offsets = np.frombuffer(content, "<i8", num_sentences, start + 4 * num_sentences)
     if lengths.min() < 0:
         raise UserError(f"{path} is damaged: a sentence of {lengths.min()} tokens")
-    return np.dtype(_TOKEN_TYPES[code]), lengths, offsets
+    return np.dtype(TOKEN_TYPES[code]), lengths, offsets

@@ -52,11 +52,15 @@ def original_sizes(lines: list[str], stream: BinarizedTokens) -> TextSizes:
 
 
 def decoded_sizes(stream: BinarizedTokens, tokenizer: Tokenizer) -> TextSizes:
-    """Sizes of the text that the tokens decode to; a word counts at the token that it starts in."""
+    """Sizes of the text that the tokens decode to; a word counts at the token that it starts in.
+
+    A space other than ASCII's whose bytes lie in several tokens ends no word.
+    """
     ids_V, number_N = np.unique(stream.tokens, return_inverse=True)
-    texts = [tokenizer.piece(int(token)) for token in ids_V]
-    sizes = [(len(text.encode()), len(text.encode()) - len(text.lstrip().encode())) for text in texts]
-    bytes_V, leading_V = np.array(sizes, dtype=np.int64).reshape(-1, 2).T
+    contents = [tokenizer.content(int(token)) for token in ids_V]
+    texts = [content.decode("utf-8", "replace") for content in contents]
+    bytes_V = np.array([len(content) for content in contents], dtype=np.int64)
+    leading_V = np.array([_leading_space(text) if tokenizer.strips_lines else 0 for text in texts], dtype=np.int64)
     starts_inside_V = np.array([_starts_inside(text) for text in texts], dtype=np.int64)
     begins_with_word_V = np.array([not text[:1].isspace() for text in texts], dtype=bool)
     ends_in_space_V = np.array([text[-1:].isspace() for text in texts], dtype=bool)
@@ -66,10 +70,15 @@ def decoded_sizes(stream: BinarizedTokens, tokenizer: Tokenizer) -> TextSizes:
     after_space_N = line_start_N.copy()
     after_space_N[1:] |= ends_in_space_V[number_N[:-1]]
     is_end_N = stream.tokens == Vocabulary.eos
-    # decoded lines have no space at their start
+    # where the tokenizer strips lines, decoded ones have no space at their start
     bytes_N = bytes_V[number_N] - leading_V[number_N] * (line_start_N & ~is_end_N)
     words_N = starts_inside_V[number_N] + (begins_with_word_V[number_N] & after_space_N)
     return TextSizes(False, words_N, bytes_N)
+
+
+def _leading_space(text: str) -> int:
+    """Bytes of white space that a text begins with."""
+    return len(text[: len(text) - len(text.lstrip())].encode())
 
 
 def _starts_inside(text: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -52,29 +51,22 @@ class _Shown:
     """What is to be shown of a text that is being written."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end: int | None, before: int) -> None:
-        self._tokenizer = tokenizer
+        self._decoder = tokenizer.decoder(before)
         self._stops = StopStrings(stops)
         self._end = end
-        #: the last token
-        self._before = before
 
     def follow(self, text: Text) -> str:
         """What to show after the text's last token; sets its ``finish`` where a stop string has come."""
         token = text.tokens[-1]
-        new = self._stops.push("" if token == self._end else _piece(self._tokenizer, self._before, token))
-        self._before = token
+        piece = "" if token == self._end else self._decoder.push(token)
+        if token == self._end or text.finish is not None:
+            piece += self._decoder.rest()
+        new = self._stops.push(piece)
         if self._stops.found:
             text.finish = "stop"
         elif text.finish is not None:
             new += self._stops.rest()
         return new
-
-
-def _piece(tokenizer: Tokenizer, before: int, token: int) -> str:
-    """The text of a token after another one: no space begins a line."""
-    piece = tokenizer.piece(token)
-    begins_line = before in (tokenizer.vocabulary.eos, tokenizer.vocabulary.bos)
-    return piece.removeprefix(" ") if begins_line else piece
 
 
 @dataclass(frozen=True)
@@ -197,8 +189,8 @@ class TextWriter:
         if self._searches:
             found = beam_search(self.decoder, batch, self.limits, self.method, self._banned, self._fill)
             for text in (text for texts in found for text in texts[: self.num_return]):
-                line = [batch[text.prompt][-1], *text.tokens[:-1]]
-                yield text, "".join(_piece(self.tokenizer, *pair) for pair in itertools.pairwise(line))
+                decoder = self.tokenizer.decoder(batch[text.prompt][-1])
+                yield text, "".join(map(decoder.push, text.tokens[:-1])) + decoder.rest()
             return
         shown: dict[tuple[int, int], str] = {}
         for text, new in self.follow(batch):

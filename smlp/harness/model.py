@@ -45,7 +45,7 @@ class HarnessModel(TemplateLM):
         newline: what a line break becomes, ``eos`` (as in training) or ``space``.
         fill_prefix: put start symbols before prompts shorter than the prefix of a model with partial routing.
         device: torch device.
-        dictionary, sentencepiece_model: if they are not found beside the checkpoint.
+        dictionary, tokenizer: if they are not found beside the checkpoint.
         team: ranks among which the harness shares its records.
         **ignored: the harness's ``batch_size`` and ``max_batch_size``.
 
@@ -61,7 +61,7 @@ class HarnessModel(TemplateLM):
         fill_prefix: bool = False,
         device: str | None = None,
         dictionary: str | None = None,
-        sentencepiece_model: str | None = None,
+        tokenizer: str | None = None,
         team: Team | None = None,
         batch_size: Any = None,
         max_batch_size: Any = None,
@@ -69,7 +69,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         team = team or Team()
         if not isinstance(path, LanguageModel):
-            path = load_pretrained(path, dictionary, sentencepiece_model).to(team.device(device))
+            path = load_pretrained(path, dictionary, tokenizer).to(team.device(device))
         self.lm = path
         self.team = team
         self.newline = newline

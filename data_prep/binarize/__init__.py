@@ -1,0 +1,1 @@
+"""``smlp data binarize``: text into fairseq's binary shards."""

@@ -1,0 +1,180 @@
+"""The step ``binarize``: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_prep.corpus import SPLITS
+from data_prep.flow.manifest import MANIFEST, Counts, PartResult, is_whole, read_manifest, write_manifest
+from data_prep.flow.options import add_reading_options, add_run_options, reading_of, reading_settings, run_of
+from data_prep.flow.parts import Part
+from data_prep.flow.reporting import report
+from data_prep.flow.running import Finished, Run, begin, run_parts
+from data_prep.flow.streams import sha256_of, write_bytes
+from smlp.errors import UserError
+from smlp.tokenizer_files import DICTIONARY, TOKENIZER_FILES
+
+# encoding.FORMATS, without what that module imports
+FORMATS = ("documents", "lines", "pieces")
+PART_BYTES = 32 << 20
+DESCRIPTION = """text into fairseq's binary data: train, valid and test (.bin, .idx), with dictionary and tokenizer
+
+A paragraph becomes a line of tokens that ends in </s>; an empty line, a lone </s>, ends a document. With --shards N the
+documents of train are dealt to N folders, to be read one an epoch: fairseq-train OUT/shard00:OUT/shard01:...
+valid and test are in the first, where fairseq looks for them. With one shard all is in OUT itself."""
+EPILOG = """examples:
+  smlp data binarize --in data/sample --tokenizer data/tokenizer --out data/bin --shards 8
+  smlp data binarize --format lines --train train.txt --valid valid.txt --tokenizer data/tokenizer --out data/bin
+  smlp data binarize --format pieces --in spm-encoded --tokenizer data/tokenizer --out data/bin
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of the step."""
+    group = parser.add_argument_group("input")
+    group.add_argument(
+        "--in",
+        dest="sample",
+        type=Path,
+        metavar="DIR",
+        help="folder with the folders train, valid and test, or with files of these names",
+    )
+    for split in SPLITS:
+        group.add_argument(
+            f"--{split}", type=Path, nargs="+", metavar="PATH", help="instead: its files, or folders of them"
+        )
+    group.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="documents",
+        help="documents; lines: each line of text as it is, an empty one too; pieces: lines of symbols of the "
+        "dictionary with spaces between them, as fairseq-preprocess reads them (default: documents)",
+    )
+    add_reading_options(group)
+    parser.set_defaults(part_bytes=PART_BYTES)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="dict.txt, with sentencepiece.model or encoder.json",
+    )
+    group.add_argument("--shards", type=int, default=1, metavar="N", help="folders that train is dealt to (default: 1)")
+    add_run_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Encodes, merges, writes the manifest; returns the exit status."""
+    from data_prep.binarize.encoding import SEGMENTS, Job, check_tokenizer
+    from data_prep.binarize.splits import parts_of_splits
+
+    if args.shards < 1:
+        raise UserError(f"--shards must be at least 1, not {args.shards}")
+    splits = parts_of_splits(args)
+    vocab_size = len(check_tokenizer(args.tokenizer, args.format))
+    run, job = run_of(args), Job(args.tokenizer, args.format, reading_of(args), args.shards)
+    settings = _settings(args)
+    begin(run, "binarize", settings, args.restart)
+    with report("binarize", run) as done:
+        if not is_whole(run.out):
+            (run.out / MANIFEST).unlink(missing_ok=True)
+        finished = _encode(run, splits, job)
+        if (run.out / MANIFEST).is_file() and not is_whole(run.out, _inputs(finished)):  # one is gone
+            (run.out / MANIFEST).unlink()
+            finished = _encode(run, splits, job)
+        missing = sum(done.missing for done in finished.values())
+        if missing or run.share[1] > 1:
+            print(
+                f"{missing} parts are not encoded yet; when none is left, run this without --share to write the shards"
+            )
+            return 0
+        if not (run.out / MANIFEST).is_file():
+            _merge(run, finished, args, vocab_size, settings)
+        shutil.rmtree(run.out / SEGMENTS, ignore_errors=True)
+        manifest = read_manifest(run.out, "binarize")
+        return done.finished(manifest, *_facts(run.out, manifest, args.shards, time.perf_counter() - done.start))
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    inputs = {"in": None if args.sample is None else str(args.sample)}
+    inputs |= {split: list(map(str, getattr(args, split) or ())) for split in SPLITS}
+    files = {path.name: sha256_of(path) for path in _tokenizer_files(args.tokenizer)}
+    tokenizer = {"path": str(args.tokenizer), "sha256": files}
+    return {**inputs, "format": args.format, **reading_settings(args), "tokenizer": tokenizer, "shards": args.shards}
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return [folder / name for name in (DICTIONARY, *TOKENIZER_FILES) if (folder / name).is_file()]
+
+
+def _encode(run: Run, splits: dict[str, list[Part]], job: Any) -> dict[str, Finished]:
+    from data_prep.binarize.encoding import encode_part
+
+    finished = {}
+    for split, parts in splits.items():
+        work = partial(encode_part, job=job if split == "train" else replace(job, num_shards=1))
+        finished[split] = run_parts(run, split, parts, work, temporary=True)
+    return finished
+
+
+def _inputs(finished: dict[str, Finished]) -> list[dict[str, Any]]:
+    return [row for done in finished.values() for row in done.inputs]
+
+
+def _merge(
+    run: Run, finished: dict[str, Finished], args: argparse.Namespace, vocab_size: int, settings: dict[str, Any]
+) -> None:
+    """Writes the shards, then the manifest."""
+    from data_prep.binarize.encoding import DOCUMENTS
+    from data_prep.binarize.merging import merge_part, shard_folders, tokens_of_plan, write_plans
+    from data_prep.binarize.mmap_files import token_type
+
+    dtype, folders, plans = token_type(vocab_size), shard_folders(args.shards), []
+    for split, done in finished.items():
+        own = folders if split == "train" else folders[:1]
+        parts = write_plans(run.out, split, done.results, own, args.format != DOCUMENTS, dtype)
+        empty = sum(tokens_of_plan(part) == 0 for part in parts)
+        if empty:
+            what = f"{empty} of {len(own)} shards of {split} are" if len(own) > 1 else f"{split} is"
+            raise UserError(
+                f"{what} empty: there are too few documents (or parts, which are dealt out where lines are read): "
+                "lower --shards or --part-bytes, or look at what was dropped"
+            )
+        plans += parts
+    merged = run_parts(run, "merge", plans, merge_part).results
+    beside = [
+        {**write_bytes(run.out / f"{folder}{path.name}", path.read_bytes()), "name": f"{folder}{path.name}"}
+        for folder in folders
+        for path in _tokenizer_files(args.tokenizer)
+    ]
+    encoded = [replace(result, outputs=[]) for done in finished.values() for result in done.results]
+    facts = {"splits": {}, "dictionary": vocab_size, "dtype": dtype.str}
+    for split, done in finished.items():
+        rows = [row for result in merged for row in result.outputs if Path(row["name"]).name == f"{split}.bin"]
+        sums = {name: sum(row[name] for row in rows) for name in ("tokens", "lines", "ends")}
+        sums["unknown"] = sum(result.facts["unknown"] for result in done.results)
+        facts["splits"][split] = {**sums, "unknown_share": sums["unknown"] / sums["tokens"]}
+    write_manifest(
+        run.out, "binarize", settings, _inputs(finished), [*encoded, *merged, PartResult(beside, Counts())], facts
+    )
+
+
+def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float) -> list[str]:
+    """Lines for the terminal: what each split holds, the rate, and how to train on it."""
+    from data_prep.binarize.merging import shard_folders
+
+    lines = [
+        f"{split:<5} {row['tokens']:>15,} tokens {row['lines']:>12,} lines {row['ends']:>11,} ends of documents "
+        f"{row['unknown_share']:.4%} unknown"
+        for split, row in manifest["splits"].items()
+    ]
+    tokens = sum(row["tokens"] for row in manifest["splits"].values())
+    folders = ":".join(str(out / folder) for folder in shard_folders(num_shards))
+    return [*lines, f"{tokens / seconds:,.0f} tokens/s; to train: smlp train {folders}"]

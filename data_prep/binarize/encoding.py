@@ -1,0 +1,174 @@
+"""Text of a part into tokens, in documents or line by line."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.binarize.lines import line_blocks
+from data_prep.binarize.mmap_files import token_type, with_ends
+from data_prep.binarize.segments import SegmentWriter
+from data_prep.flow.documents import Defect, Loss, Reading, read
+from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.parts import Part
+from data_prep.flow.running import STATE
+from data_prep.flow.streams import write_stream
+from smlp.errors import UserError
+from smlp.tokenizer import Tokenizer, Vocabulary, load_tokenizer
+from smlp.tokenizer_files import DICTIONARY
+from smlp.tokenizer_kinds import Words
+
+DOCUMENTS, LINES, PIECES = FORMATS = ("documents", "lines", "pieces")
+BLOCK_CHARACTERS = 1 << 20  # of documents that are encoded at a time
+SEGMENTS = f"{STATE}/segments"  # where the tokens of parts lie until they are in shards
+NOT_TEXT, NO_TOKEN = "not text: half of a surrogate pair", "no token in it"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is done with each part.
+
+    Attributes:
+        tokenizer: folder of the tokenizer.
+        format: one of ``FORMATS``: documents whose paragraphs are lines; lines as they are; or lines of symbols of the
+            dictionary.
+        reading: how documents are read.
+        num_shards: that documents are dealt to by a hash of their text; lines all go to the first.
+    """
+
+    tokenizer: Path
+    format: str
+    reading: Reading
+    num_shards: int
+
+
+@functools.lru_cache(maxsize=1)
+def _encoder(job: Job) -> tuple[Vocabulary, Tokenizer | Words]:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the parts are what is parallel
+    if job.format == PIECES:
+        vocabulary = Vocabulary.load(job.tokenizer / DICTIONARY)
+        return vocabulary, Words(vocabulary)
+    tokenizer = load_tokenizer(job.tokenizer)
+    return tokenizer.vocabulary, tokenizer
+
+
+def encode_part(part: Part, out: Path, job: Job) -> PartResult:
+    """Writes the tokens of a part in segments.
+
+    Raises:
+        UserError: lines are not UTF-8, or the file is damaged; of documents, such are counted.
+    """
+    vocabulary, encoder = _encoder(job)
+    counts, defects = Counts(), []
+    name = f"{SEGMENTS}/{part.name}.bin"
+    with write_stream(out / name) as (stream, written):
+        segments = SegmentWriter(stream, job.num_shards)
+        if job.format == DOCUMENTS:
+            blocks = _document_blocks(part, job, encoder, counts, defects)
+        else:
+            blocks = ((*encoder.encode_batch(lines), None) for lines in line_blocks(part))
+        unknown = 0
+        for ids_N, lengths_L, documents in blocks:
+            unknown += int(np.count_nonzero(ids_N == vocabulary.unk))
+            tokens = with_ends(ids_N, lengths_L, vocabulary.eos, token_type(len(vocabulary)))
+            _deal(segments, tokens, lengths_L + 1, documents)
+        segments.finish()
+    output = {"name": name, "bytes": written.num_bytes, "sha256": written.sha256}
+    facts = {"unknown": unknown, "segments": [list(asdict(segment).values()) for segment in segments.segments]}
+    return PartResult([output], counts, defects, facts)
+
+
+@dataclass
+class _Documents:
+    """Where documents stand in a block: for each its shard, and how many lines it has, the empty one included."""
+
+    shards: list[int]
+    num_lines: np.ndarray
+
+
+def _document_blocks(
+    part: Part, job: Job, encoder: Tokenizer, counts: Counts, defects: list[dict[str, str]]
+) -> Iterator[tuple[np.ndarray, np.ndarray, _Documents]]:
+    """Documents in blocks: ids, lengths of lines without their end, and the documents that they make.
+
+    A document is its paragraphs that have a token, and an empty line.
+    """
+    lines: list[str] = []
+    sizes: list[int] = []  # lines of each document
+    shards: list[int] = []
+    characters = 0
+    for piece in read(part, job.reading):
+        if isinstance(piece, Loss):
+            counts.drop(piece.reason)
+            continue
+        if isinstance(piece, Defect):
+            defects.append({"problem": piece.problem, "where": piece.where})
+            continue
+        try:
+            content = piece.text.encode()
+        except UnicodeEncodeError:
+            counts.drop(NOT_TEXT)
+            continue
+        paragraphs = piece.text.split("\n")
+        lines += paragraphs
+        lines.append("")
+        sizes.append(len(paragraphs) + 1)
+        shards.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) % job.num_shards)
+        characters += len(piece.text)
+        if characters >= BLOCK_CHARACTERS:
+            yield _encoded(lines, sizes, shards, encoder, counts)
+            lines, sizes, shards, characters = [], [], [], 0
+    if lines:
+        yield _encoded(lines, sizes, shards, encoder, counts)
+
+
+def _encoded(
+    lines: list[str], sizes: list[int], shards: list[int], encoder: Tokenizer, counts: Counts
+) -> tuple[np.ndarray, np.ndarray, _Documents]:
+    """Encodes a block of documents, each with an empty line at its end; leaves out other lines without a token."""
+    ids_N, lengths_L = encoder.encode_batch(lines)
+    size_D = np.array(sizes)
+    last_D = np.cumsum(size_D) - 1
+    has_token_D = np.add.reduceat(lengths_L, last_D - size_D + 1) > 0
+    is_kept_L = lengths_L > 0
+    is_kept_L[last_D[has_token_D]] = True
+    num_lines_D = np.add.reduceat(is_kept_L, last_D - size_D + 1, dtype=np.int64)[has_token_D]
+    kept = int(np.count_nonzero(has_token_D))
+    counts.documents_in += len(sizes)
+    counts.kept += kept
+    if kept < len(sizes):
+        counts.dropped[NO_TOKEN] += len(sizes) - kept
+    if left_out := int(size_D[has_token_D].sum() - num_lines_D.sum()):
+        counts.other["paragraphs without a token left out"] += left_out
+    kept_shards = [shard for shard, has_token in zip(shards, has_token_D, strict=True) if has_token]
+    return ids_N, lengths_L[is_kept_L], _Documents(kept_shards, num_lines_D)
+
+
+def _deal(segments: SegmentWriter, tokens_N: np.ndarray, lengths_L: np.ndarray, documents: _Documents | None) -> None:
+    """Gives each document to its shard; lines that are no documents go to the first."""
+    if documents is None or not any(documents.shards):
+        segments.add(0, tokens_N, lengths_L)
+        return
+    line_D = np.cumsum(documents.num_lines)
+    token_D = np.cumsum(lengths_L)[line_D - 1]
+    line, token = 0, 0
+    for shard, next_line, next_token in zip(documents.shards, line_D.tolist(), token_D.tolist(), strict=True):
+        segments.add(shard, tokens_N[token:next_token], lengths_L[line:next_line])
+        line, token = next_line, next_token
+
+
+def check_tokenizer(folder: Path, format: str) -> Vocabulary:
+    """The dictionary of a tokenizer that fits a format.
+
+    Raises:
+        UserError: there is no such folder, or something is missing or damaged in it.
+    """
+    if not folder.is_dir():
+        raise UserError(f"--tokenizer {folder} is no folder")
+    return Vocabulary.load(folder / DICTIONARY) if format == PIECES else load_tokenizer(folder).vocabulary

@@ -1,0 +1,1 @@
+"""``smlp data inspect``: what binary data hold, and whether they are whole."""

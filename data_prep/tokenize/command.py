@@ -1,0 +1,199 @@
+"""The step ``tokenizer``: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_prep.flow.manifest import MANIFEST, Counts, PartResult, is_whole, read_manifest, write_manifest
+from data_prep.flow.options import (
+    add_input_options,
+    add_run_options,
+    input_settings,
+    parts_of,
+    reading_of,
+    run_of,
+)
+from data_prep.flow.reporting import report
+from data_prep.flow.running import begin, run_parts
+from data_prep.flow.streams import sha256_of, write_bytes
+from data_prep.tokenize.byte_level import given_byte_level, num_pieces, train_byte_level
+from data_prep.tokenize.dictionary import dictionary_bytes, padding_of
+from data_prep.tokenize.sampling import drawn_lines, sample_part
+from data_prep.tokenize.sentencepieces import KINDS, SPECIAL_PIECES, pieces_of, train_sentencepiece
+from smlp.errors import UserError
+from smlp.tokenizer_files import DICTIONARY, ENCODER_JSON, SENTENCEPIECE_MODEL, SPECIAL_SYMBOLS, find_tokenizer
+
+GPT2 = "gpt2"
+SAMPLE_BYTES = 50_000_000
+DESCRIPTION = """a vocabulary of the training text: a SentencePiece model or byte-level BPE, and fairseq's dict.txt
+
+Learns from a sample of the documents, drawn by their hashes. Writes sentencepiece.model, or encoder.json and vocab.bpe
+as fairseq's --bpe gpt2 reads them, and dict.txt with every piece of the model; manifest.json says how many tokens a
+word takes, what is unknown and whether text comes back as it was."""
+EPILOG = """examples:
+  smlp data tokenizer --in data/sample/train --out data/tokenizer --vocab-size 32000
+  smlp data tokenizer --in data/sample/train --out data/tokenizer --kind gpt2 --pad-to 51200 \\
+      --encoder-json encoder.json --vocab-bpe vocab.bpe
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of the step."""
+    add_input_options(parser)
+    group = parser.add_argument_group("vocabulary")
+    group.add_argument(
+        "--kind",
+        choices=(*KINDS, GPT2),
+        default="unigram",
+        help="SentencePiece unigram or BPE, or GPT-2's byte-level BPE (default: unigram)",
+    )
+    group.add_argument(
+        "--vocab-size", type=int, metavar="N", help="pieces (default: 32000, 50257 for gpt2), without --pad-to's"
+    )
+    group.add_argument(
+        "--byte-fallback", action="store_true", help="SentencePiece: what has no piece becomes bytes, nothing unknown"
+    )
+    group.add_argument("--encoder-json", type=Path, metavar="FILE", help="gpt2: take this and --vocab-bpe, train none")
+    group.add_argument("--vocab-bpe", type=Path, metavar="FILE", help="gpt2: the merges of --encoder-json")
+    padding = group.add_mutually_exclusive_group()
+    padding.add_argument("--pad-to", type=int, metavar="N", help="fill dict.txt up to N symbols, special ones included")
+    padding.add_argument("--pad-multiple", type=int, default=1, metavar="N", help="fill it up to a multiple of N")
+    group.add_argument(
+        "--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N", help=f"of text to learn from ({SAMPLE_BYTES:,})"
+    )
+    group.add_argument("--seed", type=int, default=1, metavar="N", help="of the sample (default: 1)")
+    add_run_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draws the sample, trains, measures, writes; returns the exit status."""
+    _check(args)
+    make = _maker(args)
+    parts, run = parts_of(args), run_of(args)
+    settings = _settings(args)
+    begin(run, "tokenizer", settings, args.restart)
+    total = sum(part.num_bytes for part in parts)
+    with report("tokenizer", run) as end:
+        work = partial(
+            sample_part, reading=reading_of(args), num_bytes=args.sample_bytes, total=max(total, 1), seed=args.seed
+        )
+        done = run_parts(run, "sample", parts, work)
+        if done.results is None:
+            return end.waiting(done, "the sample")
+        if not is_whole(run.out, done.inputs):
+            files = [run.out / output["name"] for result in done.results for output in result.outputs]
+            if not run.quiet and not args.encoder_json:
+                print("learning from the sample ...", file=sys.stderr)
+            outputs, facts = _write(run.out, args, make, partial(drawn_lines, files))
+            results = [PartResult(outputs, Counts()), *(replace(result, outputs=[]) for result in done.results)]
+            write_manifest(run.out, "tokenizer", settings, done.inputs, results, facts)
+        manifest = read_manifest(run.out, "tokenizer")
+        return end.finished(manifest, *_lines(manifest))
+
+
+def _check(args: argparse.Namespace) -> None:
+    for option in ("sample_bytes", "pad_multiple"):
+        if getattr(args, option) < 1:
+            raise UserError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(args, option)}")
+    if not 0 <= args.seed < 1 << 64:
+        raise UserError(f"--seed must be from 0 to 2^64 - 1, not {args.seed}")
+    given = args.encoder_json, args.vocab_bpe
+    if any(given) and (args.kind != GPT2 or not all(given)):
+        raise UserError("--encoder-json and --vocab-bpe are given both or not at all, with --kind gpt2")
+    if all(given) and args.vocab_size is not None:
+        raise UserError("--vocab-size is of a vocabulary that is trained: --encoder-json has its size")
+    if args.byte_fallback and args.kind == GPT2:
+        raise UserError("--byte-fallback is of SentencePiece: --kind gpt2 is of bytes anyway")
+
+
+def _maker(args: argparse.Namespace) -> Callable[[Iterator[str]], dict[str, bytes]]:
+    """What makes the tokenizer's files, by name, from the lines of the sample; given files are checked at once."""
+    size = args.vocab_size
+    if size is None:
+        size = 50257 if args.kind == GPT2 else 32000
+    if args.encoder_json:
+        files = given_byte_level(args.encoder_json, args.vocab_bpe)
+        return lambda lines: files
+    if args.kind == GPT2:
+        return partial(train_byte_level, vocab_size=size)
+    return lambda lines: {SENTENCEPIECE_MODEL: train_sentencepiece(lines, size, args.kind, args.byte_fallback)}
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("kind", "vocab_size", "byte_fallback", "pad_to", "pad_multiple", "sample_bytes", "seed")
+    given = {
+        name: {"path": str(path), "sha256": sha256_of(path)}
+        for name in ("encoder_json", "vocab_bpe")
+        if (path := getattr(args, name)) is not None
+    }
+    return {**input_settings(args), **{name: getattr(args, name) for name in names}, **given}
+
+
+def _write(
+    out: Path,
+    args: argparse.Namespace,
+    make: Callable[[Iterator[str]], dict[str, bytes]],
+    lines: Callable[[], Iterator[str]],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Trains, writes the files and measures; returns what was written, and facts for the manifest."""
+    from data_prep.tokenize import measuring
+    from smlp.tokenizer import Tokenizer, Vocabulary
+
+    (out / MANIFEST).unlink(missing_ok=True)
+    if next(lines(), None) is None:
+        raise UserError(f"{', '.join(map(str, args.inputs))}: no line of text to build a vocabulary from")
+    files = make(lines())
+    symbols = _symbols(files)
+    padding = padding_of(len(SPECIAL_SYMBOLS) + len(symbols), args.pad_to, args.pad_multiple)
+    outputs = [write_bytes(out / name, content) for name, content in files.items()]
+    vocabulary = Vocabulary([*symbols, *padding])
+    tokenizer = Tokenizer(vocabulary, find_tokenizer([out]))
+    if args.kind == GPT2:
+        measuring.check_lossless(tokenizer)
+    frequency_V, totals = measuring.count_pieces(lines(), tokenizer)
+    content = dictionary_bytes([*symbols, *padding], frequency_V[len(SPECIAL_SYMBOLS) :].tolist())
+    outputs.append(write_bytes(out / DICTIONARY, content))
+    facts = {
+        "vocabulary": {
+            "symbols": len(vocabulary),
+            "special": list(SPECIAL_SYMBOLS),
+            "asked_for": args.vocab_size,
+            "pieces": len(symbols),
+            "padding": len(padding),
+            "never_seen": int((frequency_V[len(SPECIAL_SYMBOLS) :][: len(symbols)] == 0).sum()),
+        },
+        "sample": measuring.measures(totals),
+        "round_trip": measuring.round_trip(lines(), tokenizer),
+    }
+    return outputs, facts
+
+
+def _symbols(files: dict[str, bytes]) -> list[str]:
+    """The pieces as ``dict.txt`` names them, in the model's order."""
+    if ENCODER_JSON in files:
+        return list(map(str, range(num_pieces(files[ENCODER_JSON]))))
+    return pieces_of(files[SENTENCEPIECE_MODEL])
+
+
+def _lines(manifest: dict[str, Any]) -> list[str]:
+    """Lines for the terminal."""
+    vocabulary, sample, back = manifest["vocabulary"], manifest["sample"], manifest["round_trip"]
+    lines = [
+        f"dictionary: {vocabulary['symbols']:,} symbols: {len(vocabulary['special'])} special, "
+        f"{vocabulary['pieces']:,} pieces ({vocabulary['never_seen']:,} not seen in the sample), "
+        f"{vocabulary['padding']:,} to fill it",
+        f"sample: {sample['bytes']:,} bytes, {sample['words']:,} words, {sample['tokens']:,} tokens: "
+        f"{sample['tokens_per_word']:.3f} a word, {sample['bytes_per_token']:.2f} bytes each, "
+        f"{sample['unknown_share']:.4%} unknown",
+        f"round trip of {back['lines']:,} lines: {back['same']:,} come back as they were, "
+        f"{back['with_unknown_pieces']:,} have unknown pieces, {back['changed_by_normalisation']:,} are changed",
+    ]
+    if vocabulary["pieces"] < (vocabulary["asked_for"] or 0) - SPECIAL_PIECES:
+        lines.append(f"the text is too small for {vocabulary['asked_for']:,} pieces")
+    return lines + [f"  {change['was']!r} becomes {change['becomes']!r}" for change in back["examples"][:2]]

@@ -1,0 +1,121 @@
+"""What a tokenizer makes of a text: tokens, unknown ones, and what comes back when they are decoded."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from data_prep.tokenize.sentencepieces import MAX_LINE_BYTES
+from smlp.errors import UserError
+from smlp.tokenizer import Tokenizer
+
+BLOCK_CHARACTERS = 1 << 20  # of lines that are encoded at a time
+ROUND_TRIP_CHARACTERS = 4 << 20  # of the sample that are decoded again
+_EXAMPLES, _SHOWN = 5, 60  # changed lines shown, and their characters
+# what text on the web holds and encodings lose: controls, spaces of all kinds, marks, joined emoji, noncharacters
+ODD_LINES = (
+    "".join(chr(code) for code in range(1, 0x250) if chr(code) != "\n"),
+    "  two spaces before, a tab\t, three after   ",
+    "a\u00a0b\u2003c\u3000d\u2028e\u2029f\u0085g\rh",
+    "e\u0301 \u00e9 \ufb01 \uff21 \u212b \u1e9b\u0323",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 \U0001f3f4\U000e0067\U000e0062\U000e007f",
+    "\u0000\ufffd\ufdd0\uffff\ue000\U0010ffff\ufeff\u202e",
+    "\u4e2d\u6587 \u0627\u0644\u0639 \u05e9\u05dc \u0939\u093f\u0928 \u0e44\u0e17\u0e22 \ud55c\uad6d",
+    "'s 't're'VE 12345 x=y<|endoftext|></s><unk>",
+)
+
+
+def blocks_of(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Lines in lists of about ``BLOCK_CHARACTERS``."""
+    block: list[str] = []
+    size = 0
+    for line in lines:
+        block.append(line)
+        size += len(line)
+        if size >= BLOCK_CHARACTERS:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray, Counter[str]]:
+    """How often each symbol of the dictionary comes, (V,) int64, and lines, words, bytes, tokens and unknown ones.
+
+    Bytes are of the text without line ends, and tokens are without ``</s>``; also counts the lines that SentencePiece
+    does not learn from.
+    """
+    vocabulary = tokenizer.vocabulary
+    frequency_V, totals = np.zeros(len(vocabulary), np.int64), Counter()
+    for block in blocks_of(lines):
+        ids_N, _ = tokenizer.encode_batch(block)
+        frequency_V += np.bincount(ids_N, minlength=len(vocabulary))
+        totals["lines"] += len(block)
+        totals["words"] += sum(len(line.split()) for line in block)
+        sizes = [len(line.encode()) for line in block]
+        totals["bytes"] += sum(sizes)
+        totals["too_long_for_sentencepiece"] += sum(size > MAX_LINE_BYTES for size in sizes)
+        totals["tokens"] += len(ids_N)
+    totals["unknown"] = int(frequency_V[vocabulary.unk])
+    return frequency_V, totals
+
+
+def measures(totals: Counter[str]) -> dict[str, Any]:
+    """The totals with unknown share, tokens per word and bytes per token."""
+    tokens = max(totals["tokens"], 1)
+    return {
+        **totals,
+        "unknown_share": totals["unknown"] / tokens,
+        "tokens_per_word": totals["tokens"] / max(totals["words"], 1),
+        "bytes_per_token": totals["bytes"] / tokens,
+    }
+
+
+def round_trip(lines: Iterable[str], tokenizer: Tokenizer) -> dict[str, Any]:
+    """How many lines come back as they were when they are encoded and decoded, and why others do not.
+
+    Reads the first ``ROUND_TRIP_CHARACTERS`` of them.
+    """
+    found, examples, size = Counter(lines=0, same=0, unknown=0, changed=0), [], 0
+    for line in lines:
+        size += len(line)
+        ids = tokenizer.encode(line)
+        back = tokenizer.decode(ids)
+        found["lines"] += 1
+        kind = "same" if back == line else "unknown" if tokenizer.vocabulary.unk in ids else "changed"
+        found[kind] += 1
+        if kind == "changed" and len(examples) < _EXAMPLES:
+            examples.append(_difference(line, back))
+        if size >= ROUND_TRIP_CHARACTERS:
+            break
+    return {
+        "lines": found["lines"],
+        "same": found["same"],
+        "with_unknown_pieces": found["unknown"],
+        "changed_by_normalisation": found["changed"],
+        "examples": examples,
+    }
+
+
+def check_lossless(tokenizer: Tokenizer) -> None:
+    """That odd lines of our own come back as they were.
+
+    Raises:
+        UserError: one does not.
+    """
+    for line in ODD_LINES:
+        back = tokenizer.decode(tokenizer.encode(line))
+        if back != line:
+            changed = _difference(line, back)
+            raise UserError(f"this byte-level BPE is not lossless: {changed['was']!r} becomes {changed['becomes']!r}")
+
+
+def _difference(was: str, becomes: str) -> dict[str, str]:
+    """Both texts from shortly before the place where they part."""
+    pairs = enumerate(itertools.zip_longest(was, becomes))
+    start = max(next(place for place, pair in pairs if pair[0] != pair[1]) - _SHOWN // 3, 0)
+    return {"was": was[start : start + _SHOWN], "becomes": becomes[start : start + _SHOWN]}

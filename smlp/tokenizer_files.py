@@ -1,0 +1,82 @@
+"""The files of tokenizers: their names, where they are found, and the formats of byte-level BPE."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from smlp.errors import UserError
+
+DICTIONARY = "dict.txt"
+SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # of every dictionary, before the first line of its file
+SENTENCEPIECE_MODEL = "sentencepiece.model"
+ENCODER_JSON, VOCAB_BPE = "encoder.json", "vocab.bpe"
+#: by the file that names a tokenizer: all files that it consists of
+TOKENIZERS = {SENTENCEPIECE_MODEL: (SENTENCEPIECE_MODEL,), ENCODER_JSON: (ENCODER_JSON, VOCAB_BPE)}
+TOKENIZER_FILES = tuple(name for names in TOKENIZERS.values() for name in names)
+
+
+def find_tokenizer(folders: Sequence[Path]) -> Path | None:
+    """The file that names a tokenizer, in the first of some folders that has one."""
+    return next((found for folder in folders for name in TOKENIZERS if (found := folder / name).is_file()), None)
+
+
+def files_of(tokenizer: Path) -> dict[str, Path]:
+    """The files of a tokenizer, by the names that they are looked for: the one that names it may have another."""
+    first, *others = TOKENIZERS[ENCODER_JSON if tokenizer.suffix == ".json" else SENTENCEPIECE_MODEL]
+    return {first: tokenizer, **{name: tokenizer.with_name(name) for name in others}}
+
+
+def read_encoder(path: Path) -> dict[str, int]:
+    """The pieces of ``encoder.json`` with their ids.
+
+    Raises:
+        UserError: there is no such file, or it is not in this format.
+    """
+    try:
+        ids = json.loads(_text_of(path))
+    except ValueError as error:
+        raise UserError(f"{path} is no encoder.json of byte-level BPE: {error}") from None
+    if not isinstance(ids, dict) or not all(isinstance(number, int) and number >= 0 for number in ids.values()):
+        raise UserError(f"{path} is no encoder.json of byte-level BPE: pieces with their ids are expected")
+    lacking = sum(character not in ids for character in byte_characters())
+    if lacking:
+        raise UserError(f"{path} is no encoder.json of byte-level BPE: {lacking} of the 256 bytes have no piece")
+    if len(set(ids.values())) < len(ids):
+        raise UserError(f"{path} gives {len(ids)} pieces only {len(set(ids.values()))} different ids")
+    return ids
+
+
+def read_merges(path: Path) -> list[tuple[str, str]]:
+    """The merges of ``vocab.bpe``, most important first.
+
+    Raises:
+        UserError: there is no such file, or it is not in this format.
+    """
+    lines = _text_of(path).split("\n")
+    merges: list[tuple[str, str]] = []
+    for number, line in enumerate(lines[1:], start=2):
+        pair = line.split(" ")
+        if line and len(pair) != 2:
+            raise UserError(f"{path}, line {number}: expected two pieces, found {line[:40]!r}")
+        if line:
+            merges.append((pair[0], pair[1]))
+    return merges
+
+
+def byte_characters() -> dict[str, int]:
+    """The character that GPT-2 writes for each byte: itself if it can be seen, else one of those from U+0100 on."""
+    seen = [byte for byte in range(256) if re.match("[!-~¡-¬®-ÿ]", chr(byte))]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {**{chr(byte): byte for byte in seen}, **{chr(256 + place): byte for place, byte in enumerate(others)}}
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path} of byte-level BPE") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 at byte {error.start}") from None
