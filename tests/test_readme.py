@@ -27,12 +27,15 @@ def reader(tiny_data, tmp_path_factory):
         (folder / name).symlink_to(REPOSITORY / name)
     (folder / "data-bin").symlink_to(tiny_data)
     write_tasks(folder / "tasks")
+    (folder / "corpora").mkdir()
+    for page in (REPOSITORY / "docs").glob("*.md"):
+        (folder / "corpora" / f"{page.stem}.txt").write_text(page.read_text(encoding="utf-8"))
     return folder
 
 
 def test_the_mark_is_on_every_kind_of_block():
-    assert len(blocks("bash")) == 5 and len(blocks("python")) == 1
-    assert README.count(MARK) == 6
+    assert len(blocks("bash")) == 6 and len(blocks("python")) == 1
+    assert README.count(MARK) == 7
 
 
 @pytest.mark.slow
@@ -45,7 +48,7 @@ def test_shown_commands_work(reader):
         assert done.returncode == 0, (text, done.stdout[-1500:], done.stderr[-3000:])
         assert "--max-update 1000" not in text
         output += done.stdout
-    for said in ("no unexpected leak", "The module", "0 problems", "StoryCloze", "|hellaswag|"):
+    for said in ("no unexpected leak", "The module", "0 problems", "StoryCloze", "|hellaswag|", "data/bin"):
         assert said in output, said
     for text in blocks("python"):
         done = subprocess.run(

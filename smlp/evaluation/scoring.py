@@ -19,7 +19,7 @@ from smlp.evaluation.samples import Batch, Samples
 from smlp.launch.team import Team
 from smlp.moe.plan import RoutingPlan
 from smlp.nn.decoder import Decoder
-from smlp.scoring.targets import logits_in_pieces, target_log_probs
+from smlp.scoring.targets import logits_in_pieces, scored
 
 
 @dataclass
@@ -61,7 +61,7 @@ def score_batch(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tens
     x_BnH, _ = decoder.features(batch.sources_Bn.to(device), context=context)
     wanted_Bn = batch.places_Bn >= 0
     x_KH, targets_K = x_BnH[wanted_Bn.to(device)], batch.targets_Bn[wanted_Bn].to(device)
-    pieces = (target_log_probs(*piece).cpu() for piece in logits_in_pieces(decoder, x_KH, targets_K))
+    pieces = (scored(*piece)[0].cpu() for piece in logits_in_pieces(decoder, x_KH, targets_K))
     return torch.cat([torch.zeros(0), *pieces])
 
 

@@ -20,7 +20,7 @@ from smlp.context import DecodingState
 from smlp.errors import UserError
 from smlp.nn.decoder import Decoder
 from smlp.scoring.batching import Batch, Block, Reading, plan_batches
-from smlp.scoring.targets import logits_in_pieces, target_log_probs
+from smlp.scoring.targets import logits_in_pieces, scored
 from smlp.scoring.texts import Candidates
 
 #: positions that take as long as what a block costs whatever its size
@@ -161,9 +161,9 @@ class CandidateScorer:
         targets_K = torch.tensor(targets, dtype=torch.int64, device=self._device)
         log_probs, is_greedy = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
         for logits_RV, targets_R in logits_in_pieces(self.decoder, features_NH[place_K], targets_K):
-            chosen_R = logits_RV.gather(1, targets_R.unsqueeze(1)).squeeze(1)
-            is_greedy.append((chosen_R == logits_RV.amax(dim=1)).cpu())
-            log_probs.append(target_log_probs(logits_RV, targets_R).cpu())
+            pieces = scored(logits_RV, targets_R)
+            log_probs.append(pieces[0].cpu())
+            is_greedy.append(pieces[1].cpu())
         return torch.cat(log_probs).double().numpy(), torch.cat(is_greedy).numpy()
 
     @property

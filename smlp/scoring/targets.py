@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from smlp.nn.decoder import Decoder
 
-# logits in memory at a time: 64 MiB in float32
-_MOST_LOGITS = 2**24
+# logits in memory at a time: 128 MiB in float32
+_MOST_LOGITS = 2**25
 
 
 def logits_in_pieces(decoder: Decoder, x_KH: Tensor, targets_K: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -31,6 +30,13 @@ def logits_in_pieces(decoder: Decoder, x_KH: Tensor, targets_K: Tensor) -> Itera
         yield decoder.project(x_RH).float(), targets_R
 
 
-def target_log_probs(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Natural log-probability of each target, (R,)."""
-    return -F.cross_entropy(logits_RV, targets_R, reduction="none")
+def scored(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Natural log-probability of each target, (R,), and whether no token is likelier, (R,).
+
+    The logits are used up: overwritten, because at a large vocabulary a second tensor of their size costs more than the
+    arithmetic.
+    """
+    chosen_R = logits_RV.gather(1, targets_R.unsqueeze(1)).squeeze(1)
+    largest_R = logits_RV.amax(dim=1)
+    sum_R = logits_RV.sub_(largest_R.unsqueeze(1)).exp_().sum(dim=1)
+    return chosen_R - largest_R - sum_R.log(), chosen_R == largest_R
