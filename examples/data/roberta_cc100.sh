@@ -26,7 +26,7 @@ clean_and_dedup "${found[@]}"
 learn_tokenizer "$out/unique"
 held_out="$(small_or 0.00005 0.2)"
 budget=()
-[ -z "${BUDGET:-}" ] || budget=(--budget "$(small_or "${BUDGET:-}" 2K)" --unit tokens --tokenizer "$out/tokenizer")
+[ -z "${BUDGET:-}" ] || budget=(--budget "$(small_or "${BUDGET:-}" 10K)" --unit tokens --tokenizer "$out/tokenizer")
 step sample --in "$out/unique" --out "$out/sample" --valid "$held_out" --test "$held_out" --compress zst "${budget[@]}"
 step binarize --in "$out/sample" --tokenizer "$out/tokenizer" --out "$out/bin" --shards "$(small_or 64 2)"
 inspect "$out/bin"

@@ -112,11 +112,7 @@ inspect() {
 small_or() { if [ -n "${REHEARSAL:-}" ]; then echo "$2"; else echo "$1"; fi; }
 
 # get SOURCES... OPTIONS...: documents of all sources
-get() {
-    local more=()
-    [ -z "${REHEARSAL:-}" ] || more=(--documents file)
-    step fetch "$@" --out "$out/fetched" --delete-downloads --compress zst "${more[@]}"
-}
+get() { step fetch "$@" --out "$out/fetched" --delete-downloads --compress zst; }
 
 # folders SOURCES...: sets found to where 'get' put them
 folders() {
@@ -127,11 +123,11 @@ folders() {
 
 # clean_and_dedup FOLDERS...: what is worth keeping, once, in OUT/unique
 clean_and_dedup() {
-    local rules=() tasks=()
+    local rules=() overlap=()
     [ -z "${REHEARSAL:-}" ] || rules=(--without symbols repeated-ngrams many-repeated-lines short-lines)
-    [ -z "${TASKS:-}" ] || tasks=(--decontaminate "$TASKS" --decontaminate-action remove)
+    [ -z "${TASKS:-}" ] || overlap=(--decontaminate "$TASKS" --decontaminate-action remove)
     step clean --in "$@" --out "$out/clean" --compress zst "${rules[@]}"
-    step dedup --in "$out/clean" --out "$out/unique" --compress zst "${tasks[@]}"
+    step dedup --in "$out/clean" --out "$out/unique" --compress zst "${overlap[@]}"
 }
 
 # learn_tokenizer FOLDER: the paper's vocabulary, or one of its kind and size
