@@ -35,7 +35,7 @@ class Report:
         seconds = time.perf_counter() - self.start
         megabytes = sum(_size(row) for row in manifest["inputs"]) / 1e6
         print(
-            f"{self.step}: {len(manifest['outputs'])} files in {self.run.out}; {megabytes:,.1f} MB read in "
+            f"{self.step}: {len(manifest['outputs'])} files in {self.run.out}; {megabytes:,.1f} MB of files read in "
             f"{seconds:,.1f} s ({megabytes / max(seconds, 1e-9):,.1f} MB/s with {self.run.workers} workers)"
         )
         return 0

@@ -1,0 +1,68 @@
+"""Perplexity of n-gram models on binarised data: what a network has to be better than.
+
+  python scripts/ngram_baselines.py data/bin/shard00:data/bin/shard01 --orders 1 2 3 5
+
+Trains interpolated modified Kneser-Ney models (smlp.evaluation.ngram) on the tokens of train in all folders, and scores
+valid or test of the first. All tokens are held in memory, and some 40 bytes for each different n-gram.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from smlp.errors import UserError
+from smlp.evaluation.binarized import read_fairseq_tokens
+from smlp.evaluation.ngram import NGramModel
+from smlp.evaluation.perplexity import Perplexity, TextSize
+from smlp.evaluation.text_sizes import decoded_sizes
+from smlp.tokenizer import load_tokenizer
+
+NAMES = {1: "unigram", 2: "bigram", 3: "trigram"}
+
+
+def baselines(folders: list[Path], subset: str, orders: list[int]) -> list[tuple[str, Perplexity]]:
+    """Name and perplexity of each order, on a subset of the first folder.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    tokenizer = load_tokenizer(folders[0])
+    vocab_size = len(tokenizer.vocabulary)
+    train = np.concatenate([read_fairseq_tokens(folder / "train").tokens for folder in folders])
+    scored = read_fairseq_tokens(folders[0] / subset)
+    sizes = decoded_sizes(scored, tokenizer)
+    text = TextSize(int(sizes.words_N.sum()), len(scored.lengths), int(sizes.bytes_N.sum()))
+    rows = []
+    for order in orders:
+        log_probs = NGramModel.fit(train, order, vocab_size).log_probs(scored.tokens)
+        rows.append((NAMES.get(order, f"{order}-gram"), Perplexity.of(log_probs, text)))
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="folder of binarised data, or several with colons between them")
+    parser.add_argument("--subset", choices=("valid", "test"), default="test")
+    parser.add_argument("--orders", type=int, nargs="+", default=[1, 2, 3], metavar="N")
+    options = parser.parse_args(arguments)
+    try:
+        if min(options.orders) < 1:
+            raise UserError(f"--orders must be at least 1, not {min(options.orders)}")
+        rows = baselines([Path(folder) for folder in options.data.split(":")], options.subset, options.orders)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    text = rows[0][1].text
+    print(f"{options.subset}: {rows[0][1].num_tokens:,} tokens, {text.num_words:,} words, {text.num_bytes:,} bytes")
+    print("| model | perplexity per token | per word | bits per byte |\n|---|---:|---:|---:|")
+    for name, row in rows:
+        print(f"| {name} | {row.per_token:,.1f} | {row.per_word:,.1f} | {row.bits_per_byte:.3f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
