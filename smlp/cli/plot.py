@@ -125,7 +125,7 @@ def _print(arch: str, plots: WeightPlots) -> None:
         _print_routing(plots)
     for sentence in plots.left_out:
         print(f"left out: {sentence}")
-    print(f"{len(plots.figures)} pictures in {plots.figures[0].parent}:")
+    print(f"in {plots.figures[0].parent}:")
     for path in plots.figures:
         print(f"  {path.name}")
 
@@ -168,6 +168,6 @@ def _print_routing(plots: WeightPlots) -> None:
     for counts in routing.features:
         experts, agreement = counts.counts_HE.shape[1], counts.agreement_H.mean()
         print(
-            f"{counts.name}: two sequences send a feature to the same of {experts} experts {agreement:.2%} of the time, "
-            f"at random {1 / experts:.2%}"
+            f"{counts.name}: two sequences send a feature to the same of {experts} experts {agreement:.2%} of the "
+            f"time, at random {1 / experts:.2%}"
         )

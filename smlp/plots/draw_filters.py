@@ -43,7 +43,7 @@ def draw_filters(
     groups = -(-len(indices) // columns)
     mean, std = random_toeplitz_share(layer.size)
     figure = new_figure(
-        9.0 if len(indices) == 1 else 3.1 * columns + 0.9,
+        9.0 if len(indices) == 1 else max(3.1 * columns + 0.9, 8.0),
         4.6 if len(indices) == 1 else 5.7 * groups + 0.9,
         f"{model_name}, layer {layer.layer}: spatial filters W of {layer.kind}, {_which(layer, indices)}\n"
         f"Toeplitz share: how much of W is a convolution; a random matrix has {mean:.4f} ± {std:.4f}",

@@ -13,9 +13,13 @@ import numpy as np
 from smlp.plots.drawing import LINES, SEQUENTIAL, label_ticks, new_figure, readable
 from smlp.plots.ordering import like_beside_like
 from smlp.plots.routing import FeatureCounts, TokenCounts
+from smlp.tokenizer import WORD_START
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+#: of a column of the map, in inches
+_PIECE_WIDTH = 0.2
 
 
 def draw_tokens(counts: TokenCounts, symbols: Sequence[str], model_name: str, text: str) -> Figure:
@@ -30,24 +34,27 @@ def draw_tokens(counts: TokenCounts, symbols: Sequence[str], model_name: str, te
     """
     expert_order, piece_order = orders(counts)
     num_pieces, num_experts = counts.counts_PE.shape
+    width = float(np.clip(_PIECE_WIDTH * num_pieces, 5.0, 20.0))
+    what = "tokens" if counts.choices_per_token == 1 else f"choices ({counts.choices_per_token:g} of each token)"
     figure = new_figure(
-        2.2 + max(0.2 * num_pieces, 3.5) + 2.6,
-        2.1 + float(np.clip(0.24 * num_experts, 1.6, 9.0)),
+        width + 4.8,
+        2.3 + float(np.clip(0.24 * num_experts, 1.6, 9.0)),
         f"{model_name}, {counts.name}, {counts.router} router: where the {num_pieces} most frequent pieces go\n"
-        f"{text}; {counts.loyalty:.0%} of these pieces' tokens go to their piece's first expert; the fullest expert has "
-        f"{counts.load_share_E.max():.0%} of all tokens",
+        f"{text}; {counts.loyalty:.0%} of these pieces' {what} are for their piece's first expert\n"
+        f"the fullest expert has {counts.load_share_E.max():.0%} of all {what.split()[0]}",
     )
-    ratios = [max(0.2 * num_pieces, 3.5), 1.7]
-    map_axes, load_axes = figure.subplots(1, 2, width_ratios=ratios, sharey=True)
+    map_axes, load_axes = figure.subplots(1, 2, width_ratios=[width, 1.9], sharey=True)
     shares_EP = counts.shares_PE.T[expert_order][:, piece_order]
-    image = map_axes.imshow(shares_EP, cmap=SEQUENTIAL, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    top = 1 / counts.choices_per_token
+    image = map_axes.imshow(shares_EP, cmap=SEQUENTIAL, vmin=0, vmax=top, aspect="auto", interpolation="nearest")
     names = readable([symbols[piece] for piece in piece_order])
-    label_ticks(map_axes, "x", names, most=80, rotation=90, fontsize=8)
+    label_ticks(map_axes, "x", names, most=int(width / _PIECE_WIDTH), rotation=90, fontsize=8)
     label_ticks(map_axes, "y", [str(expert) for expert in expert_order], most=40, fontsize=8)
-    map_axes.set_xlabel("piece of the vocabulary (▁ begins a word)")
+    begins = f" ({WORD_START} begins a word)" if any(WORD_START in symbol for symbol in symbols) else ""
+    map_axes.set_xlabel(f"piece of the vocabulary{begins}")
     map_axes.set_ylabel("expert")
     bar = figure.colorbar(image, ax=map_axes, pad=0.01, aspect=25)
-    bar.set_label("share of the piece's tokens", fontsize=9)
+    bar.set_label(f"share of the piece's {what.split()[0]}", fontsize=9)
     bar.ax.tick_params(labelsize=8)
 
     places = np.arange(num_experts)
@@ -59,7 +66,7 @@ def draw_tokens(counts: TokenCounts, symbols: Sequence[str], model_name: str, te
         load_axes.plot(100 * own, places, "D", color=LINES[0], label="affinity, own tokens", **style)
         load_axes.plot(100 * everyone, places, "o", color=LINES[1], label="affinity, all tokens", **style)
     load_axes.set_xlim(left=0)
-    load_axes.set_xlabel("load, mean affinity (%)")
+    load_axes.set_xlabel("load (%)" if counts.affinity_E is None else "load, mean affinity (%)")
     load_axes.tick_params(labelsize=8)
     figure.legend(*load_axes.get_legend_handles_labels(), loc="outside lower right", ncols=4, fontsize=8, frameon=False)
     return figure

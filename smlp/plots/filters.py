@@ -121,6 +121,6 @@ def fixed_chunks(config: ModelConfig) -> str | None:
         return None
     experts, width = config.moe.num_experts, config.embed_dim // config.moe.num_experts
     return (
-        f"deterministic routing of features: in every sMoE, expert i (of {experts}) mixes the features {width}*i .. "
-        f"{width}*i+{width - 1} of {config.embed_dim} in every sequence, so that there is no map of features to draw"
+        f"deterministic routing of features: in every sMoE, expert i of 0 .. {experts - 1} mixes the {width} of "
+        f"{config.embed_dim} features from number {width}*i on, in every sequence, so that there is no map to draw"
     )

@@ -41,6 +41,11 @@ class TokenCounts:
     num_tokens: int = 0
 
     @property
+    def choices_per_token(self) -> float:
+        """How many experts a token goes to: 2 for GShard, else 1."""
+        return float(self.load_E.sum()) / max(self.num_tokens, 1)
+
+    @property
     def shares_PE(self) -> np.ndarray:
         """The share of each piece's tokens (for GShard: of its choices) that goes to each expert; rows sum to 1."""
         return self.counts_PE / np.maximum(self.counts_PE.sum(axis=1, keepdims=True), 1)
@@ -64,9 +69,9 @@ class TokenCounts:
 
     @property
     def loyalty(self) -> float:
-        """The share of the counted pieces' tokens that go to the expert to which most of their piece go.
+        """The share of the counted pieces' tokens (choices) that go to the expert to which most of their piece go.
 
-        1 where the piece alone decides; no smaller than the greatest load if pieces decided nothing.
+        1 where the piece alone decides (GShard: 1/2); about the greatest load where pieces decide nothing.
         """
         return float(self.counts_PE.max(axis=1).sum() / max(int(self.counts_PE.sum()), 1))
 

@@ -69,7 +69,8 @@ class WeightPlots:
     layers: list[SpatialLayer]
     #: of every head or expert, by layer number
     filters: dict[int, list[FilterNumbers]]
-    routing: RoutingCounts | None
+    #: None without a text, and for models without experts
+    routing: RoutingCounts | None = None
     #: symbols of ``routing.pieces_P``
     symbols: list[str] = field(default_factory=list)
     figures: list[Path] = field(default_factory=list)
@@ -128,14 +129,11 @@ def plot_weights(
     choice.check(decoder)
     layers, config = spatial_layers(decoder), decoder.config
     refuse_nothing(decoder, samples is not None)
-    filters = {layer.layer: filter_numbers(layer) for layer in layers}
-    routing = None
-    if samples is not None and config.num_sparse_layers:
-        routing = count_routing(decoder, samples, num_pieces, seen=seen)
-    plots = WeightPlots(layers, filters, routing)
+    plots = WeightPlots(layers, {layer.layer: filter_numbers(layer) for layer in layers})
     _draw_filters(plots, choice, out, model_name, file_format)
-    if routing is not None:
-        plots.symbols = [symbols[piece] for piece in routing.pieces_P]
+    if samples is not None and config.num_sparse_layers:
+        plots.routing = count_routing(decoder, samples, num_pieces, seen=seen)
+        plots.symbols = [symbols[piece] for piece in plots.routing.pieces_P]
         _draw_routing(plots, choice, out, model_name, file_format, text)
     plots.left_out += _absent(decoder, samples is not None)
     if not plots.figures:
@@ -173,12 +171,12 @@ def _draw_filters(plots: WeightPlots, choice: Choice, out: Path, model_name: str
     for kind in dict.fromkeys(layer.kind for layer in plots.layers):
         layers = {layer.layer: layer for layer in plots.layers if layer.kind == kind}
         chosen = choice.of_layers(list(layers))
-        _note_layers(plots, f"spatial filters of {kind}", chosen, len(layers))
+        _note_layers(plots, choice, f"spatial filters of {kind}", chosen, len(layers))
         for number in chosen:
             layer = layers[number]
             parts = choice.of_matrices(layer.num_matrices)
             drawn = sum(map(len, parts))
-            if drawn < layer.num_matrices and number == chosen[0]:
+            if choice.experts is None and drawn < layer.num_matrices and number == chosen[0]:
                 plots.left_out.append(
                     f"spatial filters of {kind}: {drawn} of {layer.num_matrices} {layer.unit}s of a layer are drawn "
                     "(--experts all draws every one)"
@@ -193,7 +191,7 @@ def _draw_routing(plots: WeightPlots, choice: Choice, out: Path, model_name: str
     fed = f"{plots.routing.num_tokens:,} tokens of {text}"
     tokens = {layer_number(counts.name): counts for counts in plots.routing.tokens}
     chosen = choice.of_layers(list(tokens))
-    _note_layers(plots, "tokens to experts", chosen, len(tokens))
+    _note_layers(plots, choice, "tokens to experts", chosen, len(tokens))
     for number in chosen:
         figure = draw_tokens(tokens[number], plots.symbols, model_name, fed)
         plots.figures.append(save(figure, out / f"tokens_layer{number}.{file_format}"))
@@ -202,15 +200,15 @@ def _draw_routing(plots: WeightPlots, choice: Choice, out: Path, model_name: str
         plots.left_out.append("features to experts: a single sequence shows nothing; give more text")
         return
     chosen = choice.of_layers(list(features))
-    _note_layers(plots, "features to experts", chosen, len(features))
+    _note_layers(plots, choice, "features to experts", chosen, len(features))
     for number in chosen:
         figure = draw_features(features[number], model_name, f"{plots.routing.num_seqs:,} sequences of {text}")
         plots.figures.append(save(figure, out / f"features_layer{number}.{file_format}"))
 
 
-def _note_layers(plots: WeightPlots, what: str, chosen: Sequence[int], count: int) -> None:
-    if len(chosen) < count:
-        named = ", ".join(map(str, chosen)) or "none"
+def _note_layers(plots: WeightPlots, choice: Choice, what: str, chosen: Sequence[int], count: int) -> None:
+    if choice.layers is None and len(chosen) < count:
+        named = ", ".join(map(str, chosen))
         plots.left_out.append(f"{what}: {len(chosen)} of {count} layers are drawn ({named}); --layers chooses others")
 
 
