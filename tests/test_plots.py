@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -89,6 +90,15 @@ def test_like_rows_stand_side_by_side():
     assert like_beside_like(empty)[-1] == 4
     assert sorted(like_beside_like(empty)) == list(range(13))
     assert like_beside_like(np.zeros((3, 2))) == [0, 1, 2]
+
+
+def test_groups_that_share_nothing_stay_together():
+    for seed in range(30):
+        draw = np.random.default_rng(seed)
+        groups = np.kron(np.eye(4, dtype=int), np.ones((3, 5), dtype=int)) * draw.integers(1, 50, (12, 20))
+        shuffled = draw.permutation(12) if seed % 2 else np.arange(12)
+        found = [shuffled[row] // 3 for row in like_beside_like(groups[shuffled])]
+        assert sum(one != other for one, other in itertools.pairwise(found)) == 3
 
 
 def model(arch: str, **overrides: object) -> Decoder:

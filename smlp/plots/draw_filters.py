@@ -25,6 +25,8 @@ MOST_MATRICES = 8
 _COLUMNS = 4
 #: the share of the weights that the colours tell apart; the few beyond would leave all others pale
 _COLOURED = 0.995
+#: of a matrix on the page, about
+_PIXELS = 300
 _MARKERS = {"SGU": ("o", LINES[0]), "sMoE": ("D", LINES[1]), "gMLP-MoE": ("s", LINES[2])}
 
 
@@ -43,8 +45,8 @@ def draw_filters(
     groups = -(-len(indices) // columns)
     mean, std = random_toeplitz_share(layer.size)
     figure = new_figure(
-        9.0 if len(indices) == 1 else max(3.1 * columns + 0.9, 8.0),
-        4.6 if len(indices) == 1 else 5.7 * groups + 0.9,
+        8.4 if len(indices) == 1 else max(3.1 * columns + 0.9, 8.0),
+        4.4 if len(indices) == 1 else 5.7 * groups + 0.9,
         f"{model_name}, layer {layer.layer}: spatial filters W of {layer.kind}, {_which(layer, indices)}\n"
         f"Toeplitz share: how much of W is a convolution; a random matrix has {mean:.4f} ± {std:.4f}",
     )
@@ -110,7 +112,14 @@ def _draw_matrix(
     lower = np.ma.masked_where(~np.tri(layer.size, dtype=bool), weight_TT)
     axes.set_facecolor(NOTHING)
     image = axes.imshow(
-        lower, cmap=DIVERGING, vmin=-limit, vmax=limit, extent=(first, end, end, first), interpolation="nearest"
+        lower,
+        cmap=DIVERGING,
+        vmin=-limit,
+        vmax=limit,
+        extent=(first, end, end, first),
+        # where a matrix has more rows than pixels, weights (not colours) are averaged, or diagonals could be lost
+        interpolation="nearest" if layer.size <= _PIXELS else "antialiased",
+        interpolation_stage="data",
     )
     share = "no weights" if numbers.toeplitz_share is None else f"Toeplitz share {numbers.toeplitz_share:.3f}"
     axes.set_title(f"{layer.unit} {numbers.index}: {share}", fontsize=9)
@@ -167,7 +176,7 @@ def draw_toeplitz(
         )
         drawn.add("random")
     axes.set_yscale("log")
-    axes.set_ylim(top=1.3)
+    axes.set_ylim(axes.get_ylim()[0] / 1.5, 1.3)
     axes.set_xlabel("layer, counted from 0")
     axes.set_ylabel("Toeplitz share of the energy\n(1: a convolution; log scale)")
     axes.xaxis.get_major_locator().set_params(integer=True)

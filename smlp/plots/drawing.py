@@ -23,7 +23,7 @@ DIVERGING = "PuOr"
 NOTHING = "0.87"
 #: three lines that differ in brightness too (Okabe and Ito's colours)
 LINES = ("#0072B2", "#E69F00", "#000000")
-_DPI = 130
+_DPI = 120
 
 
 def check_matplotlib() -> None:

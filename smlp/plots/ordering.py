@@ -20,8 +20,8 @@ def like_beside_like(profiles_EP: np.ndarray) -> list[int]:
 
     Rows are counts; two are as like as ``sum_p sqrt(q_p r_p)`` of their shares q and r (Bhattacharyya). The order is
     that of the second eigenvector of the Laplacian of these likenesses (the Fiedler vector), which makes the sum of
-    squared distances between like rows small. Rows without a count come last. The end that holds the fullest row of the
-    two halves comes first, so that the order does not depend on an eigenvector's sign.
+    squared distances between like rows small; rows that it does not tell apart go by the next eigenvectors. Rows
+    without a count come last. The half with the fullest row comes first, so that an eigenvector's sign does not matter.
     """
     totals_E = profiles_EP.sum(axis=1)
     full = np.flatnonzero(totals_E > 0)
@@ -32,7 +32,7 @@ def like_beside_like(profiles_EP: np.ndarray) -> list[int]:
     # The constant keeps the graph in one piece; it moves no eigenvector but the constant one.
     likeness = roots @ roots.T + 1.0
     laplacian = np.diag(likeness.sum(axis=1)) - likeness
-    position = np.linalg.eigh(laplacian)[1][:, 1]
-    if position[totals_E[full].argmax()] > 0:
-        position = -position
-    return [*full[position.argsort(kind="stable")].tolist(), *empty]
+    vectors = np.linalg.eigh(laplacian)[1][:, 1:].round(6)
+    if vectors[totals_E[full].argmax(), 0] > 0:
+        vectors = -vectors
+    return [*full[np.lexsort(vectors.T[::-1])].tolist(), *empty]
