@@ -18,6 +18,7 @@ from smlp.evaluation.samples import Cutting, Samples, cut
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder
+from smlp.plots.draw_filters import block_means
 from smlp.plots.filters import filter_numbers, fixed_chunks, spatial_layers
 from smlp.plots.ordering import evenly, like_beside_like
 from smlp.plots.routing import FeatureCounts, RoutingCounts, TokenCounts, count_routing
@@ -70,6 +71,14 @@ def test_half_of_the_energy_is_within_a_distance():
     assert half_energy_distance(far) == 4
     assert half_energy_distance(np.triu(np.ones((5, 5)), 1)) is None
     assert half_energy_distance(np.ones((400, 400))) == pytest.approx((1 - 0.5**0.5) * 400, abs=1)
+
+
+def test_large_matrices_are_averaged_in_blocks():
+    weight = np.arange(1.0, 10).reshape(3, 3)
+    # 1, 4, 5 of the first block; 7, 8 left in the second row of blocks; 9
+    assert block_means(weight, 2)[0, 0] == 10 / 3 and block_means(weight, 2)[1].tolist() == [7.5, 9]
+    assert np.isnan(block_means(weight, 2)[0, 1])
+    assert np.array_equal(block_means(weight, 1), np.where(np.tri(3), weight, np.nan), equal_nan=True)
 
 
 def test_numbers_spread_evenly():

@@ -25,8 +25,8 @@ MOST_MATRICES = 8
 _COLUMNS = 4
 #: the share of the weights that the colours tell apart; the few beyond would leave all others pale
 _COLOURED = 0.995
-#: of a matrix on the page, about
-_PIXELS = 300
+#: rows of a matrix that are drawn one by one; of more, some together
+_MOST_CELLS = 300
 _MARKERS = {"SGU": ("o", LINES[0]), "sMoE": ("D", LINES[1]), "gMLP-MoE": ("s", LINES[2])}
 
 
@@ -50,12 +50,13 @@ def draw_filters(
         f"{model_name}, layer {layer.layer}: spatial filters W of {layer.kind}, {_which(layer, indices)}\n"
         f"Toeplitz share: how much of W is a convolution; a random matrix has {mean:.4f} ± {std:.4f}",
     )
-    weights = {index: layer.weight(index) for index in indices}
-    limit = _colour_limit(list(weights.values()))
+    step = -(-layer.size // _MOST_CELLS)
+    cells = [block_means(layer.weight(index), step) for index in indices]
+    limit = float(np.nanquantile(np.abs(cells), _COLOURED)) or 1.0
     placed = _panels(figure, len(indices), columns)
     for place, (index, panels) in enumerate(zip(indices, placed, strict=True)):
-        image = _draw_matrix(panels[0], layer, weights[index], numbers[index], limit)
-        _draw_rows(panels[1], layer, weights[index])
+        image = _draw_matrix(panels[0], layer, cells[place], step, numbers[index], limit)
+        _draw_rows(panels[1], layer, layer.weight(index))
         panels[2].plot(_positions(layer), layer.bias(index), color=LINES[0], linewidth=0.9)
         panels[2].set_xlabel("position i (tokens)", fontsize=8)
         if place % columns == 0:
@@ -63,8 +64,9 @@ def draw_filters(
             panels[1].set_ylabel("weight W[i, j]", fontsize=8)
             panels[2].set_ylabel("bias b[i]", fontsize=8)
     bar = figure.colorbar(image, ax=[panels[0] for panels in placed], shrink=0.8, aspect=30, pad=0.01, extend="both")
-    beyond = f"{100 * (1 - _COLOURED):.1f} % of the weights lie beyond ±{limit:.2g}"
-    bar.set_label(f"weight (one scale for the figure)\n{beyond}", fontsize=8)
+    what = "weight" if step == 1 else f"mean of {step} x {step} weights"
+    beyond = f"{100 * (1 - _COLOURED):.1f} % lie beyond ±{limit:.2g}"
+    bar.set_label(f"{what}; one scale for the figure,\n{beyond}", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     return figure
 
@@ -94,11 +96,20 @@ def _panels(figure: Figure, count: int, columns: int) -> list[list[Axes]]:
     return placed
 
 
-def _colour_limit(weights: Sequence[np.ndarray]) -> float:
-    """Where the colours end."""
-    size = weights[0].shape[0]
-    values = np.concatenate([np.abs(weight_TT[np.tril_indices(size)]) for weight_TT in weights])
-    return float(np.quantile(values, _COLOURED)) or 1.0
+def block_means(weight_TT: np.ndarray, step: int) -> np.ndarray:
+    """Means of the weights on and below the diagonal in blocks of ``step`` x ``step``; NaN where there are none.
+
+    A matrix with more rows than a page has pixels would otherwise lose some of its diagonals.
+    """
+    size = weight_TT.shape[0]
+    padding = -size % step
+
+    def sums(values_TT: np.ndarray) -> np.ndarray:
+        padded = np.pad(values_TT, (0, padding))
+        return padded.reshape(len(padded) // step, step, -1, step).sum(axis=(1, 3))
+
+    counts = sums(np.tri(size))
+    return np.where(counts > 0, sums(np.tril(weight_TT)) / np.maximum(counts, 1), np.nan)
 
 
 def _positions(layer: SpatialLayer) -> np.ndarray:
@@ -106,22 +117,19 @@ def _positions(layer: SpatialLayer) -> np.ndarray:
 
 
 def _draw_matrix(
-    axes: Axes, layer: SpatialLayer, weight_TT: np.ndarray, numbers: FilterNumbers, limit: float
+    axes: Axes, layer: SpatialLayer, cells: np.ndarray, step: int, numbers: FilterNumbers, limit: float
 ) -> object:
-    first, end = layer.first_position - 0.5, layer.first_position + layer.size - 0.5
-    lower = np.ma.masked_where(~np.tri(layer.size, dtype=bool), weight_TT)
+    first, end = layer.first_position - 0.5, layer.first_position + step * len(cells) - 0.5
     axes.set_facecolor(NOTHING)
     image = axes.imshow(
-        lower,
+        np.ma.masked_invalid(cells),
         cmap=DIVERGING,
         vmin=-limit,
         vmax=limit,
         extent=(first, end, end, first),
-        # where a matrix has more rows than pixels, weights (not colours) are averaged, or diagonals could be lost
-        interpolation="nearest" if layer.size <= _PIXELS else "antialiased",
-        interpolation_stage="data",
+        interpolation="nearest",
     )
-    share = "no weights" if numbers.toeplitz_share is None else f"Toeplitz share {numbers.toeplitz_share:.3f}"
+    share = "no weights" if numbers.toeplitz_share is None else f"Toeplitz share {numbers.toeplitz_share:.4f}"
     axes.set_title(f"{layer.unit} {numbers.index}: {share}", fontsize=9)
     axes.set_xlabel("input position j (tokens)", fontsize=8)
     return image
