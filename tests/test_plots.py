@@ -159,6 +159,12 @@ def test_numbers_of_filters():
     assert numbers[2].toeplitz_share == pytest.approx(1.0)
     assert numbers[2].weight_rms == pytest.approx(0.5)
     assert numbers[2].bias_mean == 5.5 and numbers[2].bias_std == pytest.approx(np.arange(12).std())
+    with torch.no_grad():
+        layer.experts.bias[3, 4] = math.nan
+    with pytest.raises(
+        UserError, match=r"layer 1 \(sMoE \(deterministic\)\): expert 3 has weights that are no numbers"
+    ):
+        filter_numbers(layer)
 
 
 def samples_of(decoder: Decoder, num_tokens: int = 200) -> Samples:

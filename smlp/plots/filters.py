@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from smlp.config import ModelConfig
+from smlp.errors import UserError
 from smlp.moe.experts import SpatialExperts
 from smlp.moe.gated_experts import GatedMLPExperts
 from smlp.nn.blocks import FeatureSublayer, GatedMLPBlock, SparseBlock
@@ -82,10 +83,16 @@ def spatial_layers(decoder: Decoder) -> list[SpatialLayer]:
 
 
 def filter_numbers(layer: SpatialLayer) -> list[FilterNumbers]:
-    """Of every head or expert of a layer, in order."""
+    """Of every head or expert of a layer, in order.
+
+    Raises:
+        UserError: a weight is NaN or infinite.
+    """
     numbers = []
     for index in range(layer.num_matrices):
         weight_TT, bias_T = layer.weight(index), layer.bias(index).astype(np.float64)
+        if not (np.isfinite(weight_TT).all() and np.isfinite(bias_T).all()):
+            raise UserError(f"layer {layer.layer} ({layer.kind}): {layer.unit} {index} has weights that are no numbers")
         share = toeplitz_share(weight_TT)
         num_weights = layer.size * (layer.size + 1) / 2
         numbers.append(
