@@ -24,6 +24,7 @@ ORDER = [
     "pretrained",
     "checkpoint",
     "evaluation",
+    "plots",
     "zeroshot",
     "harness",
 ]

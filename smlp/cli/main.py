@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "flops": ("smlp.cli.flops", "parameters and FLOPs of a model, by formula and counted"),
     "match": ("smlp.cli.match", "settings of every model family for the same FLOPs per token"),
     "costs": ("smlp.cli.costs", "where the time of an update goes, layer by layer"),
+    "plot": ("smlp.cli.plot", "pictures of a checkpoint: spatial filters, what goes to which expert"),
     "data": ("smlp.cli.data", "prepare training data: fetch, clean, dedup, sample, tokenizer, binarize, inspect"),
     "doctor": ("smlp.cli.doctor", "versions, devices, speed: what works here and what does not"),
     "user-dir": ("smlp.cli.user_dir", "print the directory to give to fairseq's --user-dir"),

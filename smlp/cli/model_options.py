@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--path``, ``--dict``, ``--tokenizer`` and ``--device``."""
+    """Adds ``--path``, and what :func:`add_model_files` adds."""
     parser.add_argument("--path", required=True, help="checkpoint, in one file or in parts, or an export")
+    add_model_files(parser)
+
+
+def add_model_files(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--dict``, ``--tokenizer`` and ``--device``, for commands that name the checkpoint otherwise."""
     parser.add_argument("--dict", help="dict.txt, if it is not found")
     add_tokenizer_option(parser)
     parser.add_argument("--device", help="torch device (default: a GPU where there is one)")

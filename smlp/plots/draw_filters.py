@@ -1,0 +1,194 @@
+"""Pictures of spatial filters: the matrices of a layer, rows of them, biases; and how Toeplitz-like all layers are.
+
+After figures 4 (a row of W for each layer) and 9 (whole matrices) of gmlp.txt.
+
+Letters: ``T`` positions that a matrix spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from smlp.plots.drawing import DIVERGING, LINES, NOTHING, new_figure
+from smlp.plots.filters import FilterNumbers, SpatialLayer
+from smlp.plots.toeplitz import random_toeplitz_share
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: matrices in a figure
+MOST_MATRICES = 8
+_COLUMNS = 4
+#: the share of the weights that the colours tell apart; the few beyond would leave all others pale
+_COLOURED = 0.995
+#: rows of a matrix that are drawn one by one; of more, some together
+_MOST_CELLS = 300
+_MARKERS = {"SGU": ("o", LINES[0]), "sMoE": ("D", LINES[1]), "gMLP-MoE": ("s", LINES[2])}
+
+
+def draw_filters(
+    layer: SpatialLayer, numbers: Sequence[FilterNumbers], indices: Sequence[int], model_name: str
+) -> Figure:
+    """Matrices of some heads or experts of a layer, three rows of each as curves, and their biases.
+
+    Args:
+        layer: of the model.
+        numbers: of all its heads or experts.
+        indices: the heads or experts to draw, at most :data:`MOST_MATRICES`.
+        model_name: for the title.
+    """
+    columns = min(_COLUMNS, len(indices))
+    groups = -(-len(indices) // columns)
+    mean, std = random_toeplitz_share(layer.size)
+    figure = new_figure(
+        8.4 if len(indices) == 1 else max(3.1 * columns + 0.9, 8.0),
+        4.4 if len(indices) == 1 else 5.7 * groups + 0.9,
+        f"{model_name}, layer {layer.layer}: spatial filters W of {layer.kind}, {_which(layer, indices)}\n"
+        f"Toeplitz share: how much of W is a convolution; a random matrix has {mean:.4f} ± {std:.4f}",
+    )
+    step = -(-layer.size // _MOST_CELLS)
+    cells = [block_means(layer.weight(index), step) for index in indices]
+    limit = float(np.nanquantile(np.abs(cells), _COLOURED)) or 1.0
+    placed = _panels(figure, len(indices), columns)
+    for place, (index, panels) in enumerate(zip(indices, placed, strict=True)):
+        image = _draw_matrix(panels[0], layer, cells[place], step, numbers[index], limit)
+        _draw_rows(panels[1], layer, layer.weight(index))
+        panels[2].plot(_positions(layer), layer.bias(index), color=LINES[0], linewidth=0.9)
+        panels[2].set_xlabel("position i (tokens)", fontsize=8)
+        if place % columns == 0:
+            panels[0].set_ylabel("output position i (tokens)", fontsize=8)
+            panels[1].set_ylabel("weight W[i, j]", fontsize=8)
+            panels[2].set_ylabel("bias b[i]", fontsize=8)
+    bar = figure.colorbar(image, ax=[panels[0] for panels in placed], shrink=0.8, aspect=30, pad=0.01, extend="both")
+    what = "weight" if step == 1 else f"mean of {step} x {step} weights"
+    beyond = f"{100 * (1 - _COLOURED):.1f} % lie beyond ±{limit:.2g}"
+    bar.set_label(f"{what}; one scale for the figure,\n{beyond}", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    return figure
+
+
+def _which(layer: SpatialLayer, indices: Sequence[int]) -> str:
+    if len(indices) == layer.num_matrices:
+        return f"{layer.num_matrices} {layer.unit}{'s' if layer.num_matrices > 1 else ''}"
+    return f"{len(indices)} of {layer.num_matrices} {layer.unit}s"
+
+
+def _panels(figure: Figure, count: int, columns: int) -> list[list[Axes]]:
+    """For each matrix a panel for it, one for its rows and one for its bias: below it, or beside it if it is alone."""
+    if count == 1:
+        grid = figure.add_gridspec(2, 2, width_ratios=[1, 1.15])
+        placed = [[figure.add_subplot(part) for part in (grid[:, 0], grid[0, 1], grid[1, 1])]]
+    else:
+        groups = -(-count // columns)
+        grid = figure.add_gridspec(3 * groups, columns, height_ratios=[3.0, 1.35, 1.1] * groups)
+        places = [divmod(number, columns) for number in range(count)]
+        placed = [[figure.add_subplot(grid[3 * row + part, column]) for part in range(3)] for row, column in places]
+    for panels in placed:
+        for panel in panels:
+            panel.tick_params(labelsize=7)
+            panel.locator_params(nbins=5)
+        for panel in panels[1:]:
+            panel.grid(alpha=0.3, linewidth=0.5)
+    return placed
+
+
+def block_means(weight_TT: np.ndarray, step: int) -> np.ndarray:
+    """Means of the weights on and below the diagonal in blocks of ``step`` x ``step``; NaN where there are none.
+
+    A matrix with more rows than a page has pixels would otherwise lose some of its diagonals.
+    """
+    size = weight_TT.shape[0]
+    padding = -size % step
+
+    def sums(values_TT: np.ndarray) -> np.ndarray:
+        padded = np.pad(values_TT, (0, padding))
+        return padded.reshape(len(padded) // step, step, -1, step).sum(axis=(1, 3))
+
+    counts = sums(np.tri(size))
+    return np.where(counts > 0, sums(np.tril(weight_TT)) / np.maximum(counts, 1), np.nan)
+
+
+def _positions(layer: SpatialLayer) -> np.ndarray:
+    return layer.first_position + np.arange(layer.size)
+
+
+def _draw_matrix(
+    axes: Axes, layer: SpatialLayer, cells: np.ndarray, step: int, numbers: FilterNumbers, limit: float
+) -> object:
+    first, end = layer.first_position - 0.5, layer.first_position + step * len(cells) - 0.5
+    axes.set_facecolor(NOTHING)
+    image = axes.imshow(
+        np.ma.masked_invalid(cells),
+        cmap=DIVERGING,
+        vmin=-limit,
+        vmax=limit,
+        extent=(first, end, end, first),
+        interpolation="nearest",
+    )
+    share = "no weights" if numbers.toeplitz_share is None else f"Toeplitz share {numbers.toeplitz_share:.4f}"
+    axes.set_title(f"{layer.unit} {numbers.index}: {share}", fontsize=9)
+    axes.set_xlabel("input position j (tokens)", fontsize=8)
+    return image
+
+
+def _draw_rows(axes: Axes, layer: SpatialLayer, weight_TT: np.ndarray) -> None:
+    """Three rows, up to their diagonal."""
+    for share, colour, width in zip((1.0, 0.66, 0.33), LINES, (0.8, 0.8, 1.0), strict=True):
+        row = max(round(share * layer.size) - 1, 0)
+        label = f"i = {row + layer.first_position}"
+        axes.plot(_positions(layer)[: row + 1], weight_TT[row, : row + 1], color=colour, linewidth=width, label=label)
+    axes.axhline(0, color="0.5", linewidth=0.5)
+    axes.margins(y=0.25)
+    axes.legend(fontsize=6, frameon=False, ncols=3, loc="upper left", handlelength=1.0, columnspacing=0.8)
+    axes.set_xlabel("input position j (tokens)", fontsize=8)
+
+
+def draw_toeplitz(
+    layers: Sequence[SpatialLayer], numbers: Mapping[int, Sequence[FilterNumbers]], model_name: str
+) -> Figure:
+    """How Toeplitz-like every head or expert of every layer is, beside what a random matrix of its size would be.
+
+    Args:
+        layers: all of a model.
+        numbers: of their heads or experts, by layer number.
+        model_name: for the title.
+    """
+    figure = new_figure(
+        min(max(6.5, 0.28 * len(layers) + 2.5), 14),
+        4.2,
+        f"{model_name}: how much of each spatial filter depends on the distance alone",
+    )
+    axes = figure.add_subplot()
+    drawn: set[str] = set()
+    for layer in layers:
+        family = layer.kind.split(" ")[0]
+        marker, colour = _MARKERS[family]
+        shares = [each.toeplitz_share for each in numbers[layer.layer] if each.toeplitz_share is not None]
+        across = layer.layer + (np.linspace(-0.25, 0.25, len(shares)) if len(shares) > 1 else np.zeros(len(shares)))
+        label = None if family in drawn else f"{layer.kind}, one for each {layer.unit}"
+        axes.plot(across, shares, marker, color=colour, markersize=4.5, linestyle="none", label=label, alpha=0.85)
+        drawn.add(family)
+        mean, std = random_toeplitz_share(layer.size)
+        band = None if "random" in drawn else "random matrix: mean ± 2 standard deviations"
+        axes.fill_between(
+            [layer.layer - 0.5, layer.layer + 0.5],
+            max(mean - 2 * std, mean / 4),
+            mean + 2 * std,
+            color="0.6",
+            linewidth=0,
+            label=band,
+        )
+        drawn.add("random")
+    axes.set_yscale("log")
+    axes.set_ylim(axes.get_ylim()[0] / 1.5, 1.3)
+    axes.set_xlabel("layer, counted from 0")
+    axes.set_ylabel("Toeplitz share of the energy\n(1: a convolution; log scale)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3, which="both", linewidth=0.5)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    return figure

@@ -1,0 +1,252 @@
+"""Which tokens and which features go to which expert, counted over a text in evaluation mode.
+
+Letters: ``B`` sequences, ``n`` positions, ``N`` routed tokens, ``P`` pieces of the vocabulary that are counted apart,
+``E`` experts, ``H`` features, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from smlp.context import ForwardContext, Observation
+from smlp.errors import UserError
+from smlp.evaluation.samples import Samples
+from smlp.moe.feature_layer import RoutedFeatureMoE
+from smlp.moe.layer import TokenMoE
+from smlp.moe.routers import BalancedRouter, HashRouter, Router
+from smlp.nn.decoder import Decoder
+from smlp.scoring.capacity import drop_nothing
+
+
+@dataclass
+class TokenCounts:
+    """Of one layer that routes tokens. A token counts once for each expert that it goes to (GShard: two)."""
+
+    name: str
+    #: "BASE", "Switch", "GShard" or "Hash"
+    router: str
+    #: for each piece that is counted apart, how many of its tokens go to each expert, (P, E) int64
+    counts_PE: np.ndarray
+    #: the same of all tokens, (E,) int64
+    load_E: np.ndarray
+    #: sum over all tokens of their affinity to each expert, (E,); None for Hash, which has none
+    affinity_E: np.ndarray | None
+    #: the same over the tokens that go to it
+    own_affinity_E: np.ndarray | None
+    num_tokens: int = 0
+
+    @property
+    def choices_per_token(self) -> float:
+        """How many experts a token goes to: 2 for GShard, else 1."""
+        return float(self.load_E.sum()) / max(self.num_tokens, 1)
+
+    @property
+    def shares_PE(self) -> np.ndarray:
+        """The share of each piece's tokens (for GShard: of its choices) that goes to each expert; rows sum to 1."""
+        return self.counts_PE / np.maximum(self.counts_PE.sum(axis=1, keepdims=True), 1)
+
+    @property
+    def load_share_E(self) -> np.ndarray:
+        """The share of all tokens (choices) that goes to each expert."""
+        return self.load_E / max(int(self.load_E.sum()), 1)
+
+    @property
+    def mean_affinity_E(self) -> np.ndarray | None:
+        """Mean affinity of all tokens to each expert."""
+        return None if self.affinity_E is None else self.affinity_E / max(self.num_tokens, 1)
+
+    @property
+    def mean_own_affinity_E(self) -> np.ndarray | None:
+        """Mean affinity to each expert of the tokens that go there; NaN at experts without any."""
+        if self.own_affinity_E is None:
+            return None
+        return np.where(self.load_E > 0, self.own_affinity_E / np.maximum(self.load_E, 1), np.nan)
+
+    @property
+    def loyalty(self) -> float:
+        """The share of the counted pieces' tokens (choices) that go to the expert to which most of their piece go.
+
+        1 where the piece alone decides (GShard: 1/2); about the greatest load where pieces decide nothing.
+        """
+        return float(self.counts_PE.max(axis=1).sum() / max(int(self.counts_PE.sum()), 1))
+
+
+@dataclass
+class FeatureCounts:
+    """Of one sMoE whose features choose experts."""
+
+    name: str
+    #: "partial" or "leaky"
+    routing: str
+    #: in how many sequences each feature went to each expert, (H, E) int64
+    counts_HE: np.ndarray
+    num_seqs: int = 0
+
+    @property
+    def shares_HE(self) -> np.ndarray:
+        """The share of the sequences in which a feature goes to each expert; rows sum to 1."""
+        return self.counts_HE / max(self.num_seqs, 1)
+
+    @property
+    def agreement_H(self) -> np.ndarray:
+        """For each feature, the chance that two different sequences send it to the same expert; NaN for fewer than two.
+
+        ``sum_e n_e (n_e - 1) / (S (S - 1))`` over S sequences: 1 where a feature always goes to one expert, and 1/E on
+        average where every sequence draws a balanced assignment at random.
+        """
+        num_pairs = self.num_seqs * (self.num_seqs - 1)
+        if num_pairs == 0:
+            return np.full(len(self.counts_HE), np.nan)
+        return (self.counts_HE * (self.counts_HE - 1)).sum(axis=1) / num_pairs
+
+
+@dataclass
+class RoutingCounts:
+    """What was counted over a text."""
+
+    #: ids that are counted apart, by falling frequency, (P,)
+    pieces_P: np.ndarray
+    #: how often each was fed, (P,)
+    frequency_P: np.ndarray
+    #: tokens that were fed
+    num_tokens: int
+    num_seqs: int
+    tokens: list[TokenCounts] = field(default_factory=list)
+    features: list[FeatureCounts] = field(default_factory=list)
+
+
+def count_routing(
+    decoder: Decoder,
+    samples: Samples,
+    num_pieces: int = 40,
+    batch_tokens: int = 4096,
+    seen: Callable[[ForwardContext], None] | None = None,
+) -> RoutingCounts:
+    """Feeds samples and counts what goes where.
+
+    The decoder routes as in evaluation, and from now on no expert of it drops a token, so that the counts do not depend
+    on what is fed together. A token is what is fed at a position (not what is to be predicted there).
+
+    Args:
+        decoder: holding all experts; its mode is as before when this returns.
+        samples: to feed; those too short to predict anything are left out.
+        num_pieces: the most frequent ids that are counted one by one.
+        batch_tokens: positions in a batch.
+        seen: called with each forward pass's context.
+
+    Raises:
+        UserError: no sample is long enough.
+        NaNError: routing scores are NaN; the message names the layer.
+    """
+    batches = samples.batches(max_tokens=batch_tokens)
+    if not batches:
+        raise UserError(
+            f"no sample is longer than the prefix of {decoder.config.prefix_tokens} tokens that chooses experts: give "
+            "more text"
+        )
+    vocab_size, padding = decoder.config.vocab_size, decoder.config.padding_idx
+    frequency_V = np.zeros(vocab_size, dtype=np.int64)
+    for numbers in batches:
+        frequency_V += np.bincount(samples.batch(numbers).sources_Bn.flatten().numpy(), minlength=vocab_size)
+    frequency_V[padding] = 0
+    pieces_P = np.argsort(-frequency_V, kind="stable")[: min(num_pieces, int((frequency_V > 0).sum()))]
+    counts = _Counter(decoder, pieces_P)
+    was_training = decoder.training
+    decoder.eval()
+    drop_nothing(decoder)
+    try:
+        with torch.no_grad():
+            for numbers in batches:
+                context = ForwardContext(observe=True)
+                decoder.features(samples.batch(numbers).sources_Bn.to(counts.device), context=context)
+                counts.add(context)
+                if seen is not None:
+                    seen(context)
+    finally:
+        decoder.train(was_training)
+    num_seqs = sum(len(numbers) for numbers in batches)
+    result = RoutingCounts(pieces_P, frequency_V[pieces_P], int(frequency_V.sum()), num_seqs)
+    result.tokens, result.features = list(counts.tokens.values()), list(counts.features.values())
+    return result
+
+
+class _Counter:
+    """Adds up what layers did.
+
+    Args:
+        decoder: whose layers are counted.
+        pieces_P: ids that are counted apart.
+    """
+
+    def __init__(self, decoder: Decoder, pieces_P: np.ndarray) -> None:
+        self.device = decoder.embedding.weight.device
+        self.row_V = torch.full((decoder.config.vocab_size,), -1, device=self.device)
+        self.row_V[torch.from_numpy(pieces_P).to(self.device)] = torch.arange(len(pieces_P), device=self.device)
+        self.tokens: dict[nn.Module, TokenCounts] = {}
+        self.features: dict[nn.Module, FeatureCounts] = {}
+        for module in decoder.modules():
+            if isinstance(module, TokenMoE):
+                self.tokens[module] = _no_counts(module, len(pieces_P), decoder.config.moe.num_experts)
+            elif isinstance(module, RoutedFeatureMoE):
+                counts_HE = np.zeros((decoder.config.embed_dim, module.num_experts), dtype=np.int64)
+                routing = "leaky" if module.is_leaky else "partial"
+                self.features[module] = FeatureCounts(module.name, routing, counts_HE)
+
+    def add(self, context: ForwardContext) -> None:
+        """Counts a forward pass that is over."""
+        ids_N = context.tokens_Bn.flatten()
+        if context.valid_Bn is not None:
+            ids_N = ids_N[context.valid_Bn.flatten()]
+        for layer, counts in self.tokens.items():
+            self._add_tokens(layer.router, counts, ids_N, context.observations[layer])
+        for layer, counts in self.features.items():
+            expert_BH = context.plans[layer]
+            chosen_BHE = nn.functional.one_hot(expert_BH, layer.num_experts)
+            counts.counts_HE += chosen_BHE.sum(dim=0).cpu().numpy()
+            counts.num_seqs += expert_BH.size(0)
+
+    def _add_tokens(self, router: Router, counts: TokenCounts, ids_N: Tensor, observation: Observation) -> None:
+        plan, num_experts = observation.plan, len(counts.load_E)
+        row_A = self.row_V[ids_N[plan.token_A]]
+        cell_A = (row_A * num_experts + plan.expert_A)[row_A >= 0]
+        cells = torch.bincount(cell_A, minlength=counts.counts_PE.size).cpu().numpy()
+        counts.counts_PE += cells.reshape(counts.counts_PE.shape)
+        counts.load_E += plan.counts_E.cpu().numpy()
+        counts.num_tokens += ids_N.numel()
+        if counts.affinity_E is not None:
+            affinity_NE = affinities(router, observation.logits_NE).double()
+            own_A = affinity_NE[plan.token_A, plan.expert_A]
+            own_E = torch.zeros(num_experts, dtype=own_A.dtype, device=own_A.device).index_add(0, plan.expert_A, own_A)
+            counts.affinity_E += affinity_NE.sum(dim=0).cpu().numpy()
+            counts.own_affinity_E += own_E.cpu().numpy()
+
+
+def affinities(router: Router, logits_NE: Tensor) -> Tensor:
+    """How much tokens are drawn to experts, between 0 and 1, (N, E), from a router's scores.
+
+    What the output of a lone choice is weighted by: the score's sigmoid (BASE), or the softmax gate (Switch, GShard).
+    """
+    return logits_NE.sigmoid() if isinstance(router, BalancedRouter) else logits_NE.softmax(dim=1)
+
+
+def _no_counts(layer: TokenMoE, num_pieces: int, num_experts: int) -> TokenCounts:
+    router = layer.router
+    if isinstance(router, HashRouter):
+        name = "Hash"
+    elif isinstance(router, BalancedRouter):
+        name = "BASE"
+    else:
+        name = "Switch" if router.settings.num_choices == 1 else "GShard"
+    sums = (None, None) if name == "Hash" else (np.zeros(num_experts), np.zeros(num_experts))
+    counts_PE = np.zeros((num_pieces, num_experts), dtype=np.int64)
+    return TokenCounts(layer.name, name, counts_PE, np.zeros(num_experts, dtype=np.int64), *sums)
+
+
+def layer_number(name: str) -> int:
+    """The position in the stack of a layer with a ``name`` as in reports, "layer 3 (tMoE)"."""
+    return int(name.split()[1])

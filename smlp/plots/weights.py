@@ -1,0 +1,244 @@
+"""All pictures and numbers of one model: what ``smlp plot weights`` makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smlp.context import ForwardContext
+from smlp.errors import UserError
+from smlp.evaluation.samples import Samples
+from smlp.nn.decoder import Decoder
+from smlp.plots.draw_filters import MOST_MATRICES, draw_filters, draw_toeplitz
+from smlp.plots.draw_routing import draw_features, draw_tokens, orders
+from smlp.plots.drawing import check_matplotlib, save
+from smlp.plots.filters import FilterNumbers, SpatialLayer, filter_numbers, fixed_chunks, layer_facts, spatial_layers
+from smlp.plots.ordering import evenly
+from smlp.plots.routing import FeatureCounts, RoutingCounts, TokenCounts, count_routing, layer_number
+
+#: layers of a kind that are drawn where nobody says which
+MOST_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to draw; numbers are made of all layers, heads and experts.
+
+    Raises:
+        UserError: of :meth:`check`.
+    """
+
+    #: numbers of layers, "all", or None for :data:`MOST_LAYERS` of each kind, spread evenly
+    layers: Sequence[int] | str | None = None
+    #: heads or experts whose matrices are drawn, "all", or None for up to :data:`MOST_MATRICES`, spread evenly
+    experts: Sequence[int] | str | None = None
+
+    def check(self, decoder: Decoder) -> None:
+        """Raises UserError if a layer, or a head or expert, is named that the model does not have."""
+        config = decoder.config
+        most = {"layers": config.num_layers, "experts": 1}
+        most["experts"] = max([each.num_matrices for each in spatial_layers(decoder)], default=1)
+        for name, count in most.items():
+            value = getattr(self, name)
+            wrong = [] if value is None or value == "all" else [each for each in value if not 0 <= each < count]
+            if wrong:
+                what = "layers" if name == "layers" else "heads or experts with a spatial filter in a layer"
+                raise UserError(f"--{name} names {wrong[0]}, but the model has {count} {what}: 0 to {count - 1}")
+
+    def of_layers(self, numbers: Sequence[int]) -> list[int]:
+        """Which of the layers of one kind are drawn."""
+        if self.layers is None:
+            return [numbers[place] for place in evenly(len(numbers), MOST_LAYERS)]
+        return [number for number in numbers if self.layers == "all" or number in self.layers]
+
+    def of_matrices(self, count: int) -> list[list[int]]:
+        """Which heads or experts of a layer are drawn, figure by figure."""
+        if self.experts is None:
+            chosen = evenly(count, MOST_MATRICES)
+        else:
+            chosen = [index for index in range(count) if self.experts == "all" or index in self.experts]
+        return [chosen[start : start + MOST_MATRICES] for start in range(0, len(chosen), MOST_MATRICES)]
+
+
+@dataclass
+class WeightPlots:
+    """What was found and drawn."""
+
+    layers: list[SpatialLayer]
+    #: of every head or expert, by layer number
+    filters: dict[int, list[FilterNumbers]]
+    #: None without a text, and for models without experts
+    routing: RoutingCounts | None = None
+    #: symbols of ``routing.pieces_P``
+    symbols: list[str] = field(default_factory=list)
+    figures: list[Path] = field(default_factory=list)
+    #: sentences about what is not drawn, and why
+    left_out: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """All numbers as plain values."""
+        found: dict[str, Any] = {
+            "spatial": [layer_facts(layer, self.filters[layer.layer]) for layer in self.layers],
+            "figures": [str(path) for path in self.figures],
+            "left_out": self.left_out,
+        }
+        if self.routing is not None:
+            found["tokens_fed"], found["sequences_fed"] = self.routing.num_tokens, self.routing.num_seqs
+            pieces = zip(self.routing.pieces_P.tolist(), self.symbols, self.routing.frequency_P.tolist(), strict=True)
+            found["pieces"] = [{"id": piece, "symbol": symbol, "count": count} for piece, symbol, count in pieces]
+            found["token_routing"] = [_token_facts(counts) for counts in self.routing.tokens]
+            found["feature_routing"] = [_feature_facts(counts) for counts in self.routing.features]
+        return found
+
+
+def plot_weights(
+    decoder: Decoder,
+    out: Path,
+    model_name: str,
+    *,
+    choice: Choice | None = None,
+    file_format: str = "png",
+    samples: Samples | None = None,
+    symbols: Sequence[str] = (),
+    text: str = "",
+    num_pieces: int = 40,
+    seen: Callable[[ForwardContext], None] | None = None,
+) -> WeightPlots:
+    """Draws what a model has learnt.
+
+    Args:
+        decoder: holding all experts.
+        out: folder for the pictures, made if it is not there.
+        model_name: for titles.
+        choice: which layers, heads and experts.
+        file_format: "png" or "svg".
+        samples: of the text whose tokens are to be followed; none by default.
+        symbols: of the vocabulary, (V,); with samples.
+        text: names the text in titles.
+        num_pieces: pieces of the vocabulary in a map.
+        seen: called with each forward pass's context.
+
+    Raises:
+        UserError: matplotlib is missing, the choice names what there is not, nothing can be drawn, or a file cannot be
+            written.
+    """
+    check_matplotlib()
+    choice = choice or Choice()
+    choice.check(decoder)
+    layers, config = spatial_layers(decoder), decoder.config
+    refuse_nothing(decoder, samples is not None)
+    plots = WeightPlots(layers, {layer.layer: filter_numbers(layer) for layer in layers})
+    _draw_filters(plots, choice, out, model_name, file_format)
+    if samples is not None and config.num_sparse_layers:
+        plots.routing = count_routing(decoder, samples, num_pieces, seen=seen)
+        plots.symbols = [symbols[piece] for piece in plots.routing.pieces_P]
+        _draw_routing(plots, choice, out, model_name, file_format, text)
+    plots.left_out += _absent(decoder, samples is not None)
+    if not plots.figures:
+        raise UserError(f"no picture: no layer that --layers names has anything to draw; {'; '.join(plots.left_out)}")
+    return plots
+
+
+def refuse_nothing(decoder: Decoder, has_data: bool) -> None:
+    """Raises UserError, with the reason, for a model of which there is nothing to draw."""
+    if spatial_layers(decoder) or (has_data and decoder.config.num_sparse_layers):
+        return
+    reason = "the model mixes tokens by self-attention alone, so that it has no spatial filters"
+    if decoder.config.num_sparse_layers:
+        raise UserError(f"{reason}: give --data to draw which tokens go to which of its experts")
+    raise UserError(f"{reason}, and it has no experts either: there is nothing to draw")
+
+
+def _absent(decoder: Decoder, has_data: bool) -> list[str]:
+    config, sentences = decoder.config, []
+    if not spatial_layers(decoder):
+        sentences.append("spatial filters: there are none, for tokens are mixed by self-attention alone")
+    if config.num_sparse_layers and not has_data:
+        sentences.append("which tokens and features go to which expert: give binarised text with --data to count that")
+    if has_data and not config.num_sparse_layers:
+        sentences.append("--data: the model has no experts among which tokens could choose")
+    chunks = fixed_chunks(config)
+    return sentences if chunks is None else [*sentences, chunks]
+
+
+def _draw_filters(plots: WeightPlots, choice: Choice, out: Path, model_name: str, file_format: str) -> None:
+    if not plots.layers:
+        return
+    figure = draw_toeplitz(plots.layers, plots.filters, model_name)
+    plots.figures.append(save(figure, out / f"toeplitz.{file_format}"))
+    for kind in dict.fromkeys(layer.kind for layer in plots.layers):
+        layers = {layer.layer: layer for layer in plots.layers if layer.kind == kind}
+        chosen = choice.of_layers(list(layers))
+        _note_layers(plots, choice, f"spatial filters of {kind}", chosen, len(layers))
+        for number in chosen:
+            layer = layers[number]
+            parts = choice.of_matrices(layer.num_matrices)
+            drawn = sum(map(len, parts))
+            if choice.experts is None and drawn < layer.num_matrices and number == chosen[0]:
+                plots.left_out.append(
+                    f"spatial filters of {kind}: {drawn} of {layer.num_matrices} {layer.unit}s of a layer are drawn "
+                    "(--experts all draws every one)"
+                )
+            for place, indices in enumerate(parts):
+                name = f"filters_layer{number}" + (f"_{place}" if len(parts) > 1 else "")
+                figure = draw_filters(layer, plots.filters[number], indices, model_name)
+                plots.figures.append(save(figure, out / f"{name}.{file_format}"))
+
+
+def _draw_routing(plots: WeightPlots, choice: Choice, out: Path, model_name: str, file_format: str, text: str) -> None:
+    fed = f"{plots.routing.num_tokens:,} tokens of {text}"
+    tokens = {layer_number(counts.name): counts for counts in plots.routing.tokens}
+    chosen = choice.of_layers(list(tokens))
+    _note_layers(plots, choice, "tokens to experts", chosen, len(tokens))
+    for number in chosen:
+        figure = draw_tokens(tokens[number], plots.symbols, model_name, fed)
+        plots.figures.append(save(figure, out / f"tokens_layer{number}.{file_format}"))
+    features = {layer_number(counts.name): counts for counts in plots.routing.features}
+    if features and plots.routing.num_seqs < 2:
+        plots.left_out.append("features to experts: a single sequence shows nothing; give more text")
+        return
+    chosen = choice.of_layers(list(features))
+    _note_layers(plots, choice, "features to experts", chosen, len(features))
+    for number in chosen:
+        figure = draw_features(features[number], model_name, f"{plots.routing.num_seqs:,} sequences of {text}")
+        plots.figures.append(save(figure, out / f"features_layer{number}.{file_format}"))
+
+
+def _note_layers(plots: WeightPlots, choice: Choice, what: str, chosen: Sequence[int], count: int) -> None:
+    if choice.layers is None and len(chosen) < count:
+        named = ", ".join(map(str, chosen))
+        plots.left_out.append(f"{what}: {len(chosen)} of {count} layers are drawn ({named}); --layers chooses others")
+
+
+def _token_facts(counts: TokenCounts) -> dict[str, Any]:
+    experts, pieces = orders(counts)
+    own, everyone = counts.mean_own_affinity_E, counts.mean_affinity_E
+    return {
+        "layer": layer_number(counts.name),
+        "name": counts.name,
+        "router": counts.router,
+        "load": counts.load_share_E.tolist(),
+        "mean_affinity": None if everyone is None else everyone.tolist(),
+        "mean_affinity_of_own_tokens": None if own is None else [x if x == x else None for x in own.tolist()],
+        "loyalty": counts.loyalty,
+        # a row for each piece, a column for each expert, both in the order of "pieces" and of expert ids
+        "counts": counts.counts_PE.tolist(),
+        "order_of_experts": experts,
+        "order_of_pieces": pieces,
+    }
+
+
+def _feature_facts(counts: FeatureCounts) -> dict[str, Any]:
+    agreement = counts.agreement_H.tolist()
+    return {
+        "layer": layer_number(counts.name),
+        "name": counts.name,
+        "routing": counts.routing,
+        "sequences": counts.num_seqs,
+        # a row for each feature, a column for each expert
+        "counts": counts.counts_HE.tolist(),
+        "agreement": [None if value != value else value for value in agreement],
+        "random_agreement": 1 / counts.counts_HE.shape[1],
+    }
