@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -22,9 +22,7 @@ from smlp.tokenizer_files import (
     read_encoder,
     read_merges,
 )
-
-if TYPE_CHECKING:
-    from smlp.tokenizer import Vocabulary
+from smlp.vocabulary import Vocabulary
 
 WORD_START = "\u2581"
 STRETCH = 1 << 19  # characters that byte-level BPE encodes at a time

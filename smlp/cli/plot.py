@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         choice=choice,
         file_format=args.format,
         samples=samples,
-        symbols=model.vocabulary.symbols,
+        symbols=_labels(model),
         text=text_name or "",
         num_pieces=args.pieces,
     )
@@ -97,6 +97,20 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, {**about, **plots.as_json()})
     _print(arch, plots)
     return 0
+
+
+def _labels(model: LanguageModel) -> list[str]:
+    """What pieces are called in a picture: their text, where the dictionary has numbers (byte-level BPE)."""
+    from smlp.tokenizer_files import SPECIAL_SYMBOLS
+    from smlp.tokenizer_kinds import WORD_START
+
+    symbols = list(model.vocabulary.symbols)
+    for token in range(len(SPECIAL_SYMBOLS), len(symbols)):
+        if symbols[token].isdecimal():
+            text = model.tokenizer.content(token).decode("utf-8", "replace")
+            if text.strip() != symbols[token]:
+                symbols[token] = text.replace(" ", WORD_START).replace("\n", "\\n")
+    return symbols
 
 
 def _numbers(option: str, words: str | None) -> list[int] | str | None:

@@ -13,7 +13,7 @@ import numpy as np
 from smlp.plots.drawing import LINES, SEQUENTIAL, label_ticks, new_figure, readable
 from smlp.plots.ordering import like_beside_like
 from smlp.plots.routing import FeatureCounts, TokenCounts
-from smlp.tokenizer import WORD_START
+from smlp.tokenizer_kinds import WORD_START
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
