@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -346,7 +347,11 @@ def test_overlap_with_tasks(tmp_path, tasks, capsys):
     hits = {row["id"]: row["tasks"] for row in read_rows(tmp_path / "report" / "contaminated.jsonl.gz")}
     assert set(hits) == {"short record", "thirteen", "copy of thirteen", "long"}
     assert hits["short record"] == {"copa/val": {"ngrams": 1, "text": f"{words[10]} aa"}}
-    assert "hellaswag/val" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "hellaswag/val" in output and "no file of" not in output
+    shutil.rmtree(folder / "piqa")
+    run(*options, out=tmp_path / "fewer")
+    assert f"no file of piqa in {folder}" in capsys.readouterr().out
 
     removed = run(*options, "--decontaminate-action", "remove", out=tmp_path / "remove")
     assert removed["counts"]["dropped"] == {"contaminated": 4}  # so that none of them is the copy that is kept

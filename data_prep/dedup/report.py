@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from smlp.zeroshot.readers import READERS
+
 MAX_ROWS = 20
 
 
@@ -28,6 +30,9 @@ def describe(manifest: dict[str, Any]) -> list[str]:
             for row in manifest["contamination"]
         ]
         lines += _table(["task", "documents", "n-grams", "records found", "too short to look for"], rows)
+        there = {row["task"].split("/")[0] for row in manifest["contamination"]}
+        if missing := [name for name in READERS if name not in there]:
+            lines.append(f"no file of {', '.join(missing)} in {manifest['settings']['decontaminate']['folder']}")
     if manifest["held_out"]["documents_in"]:
         held_out = manifest["held_out"]
         lost = "".join(f", {number:,} {reason}" for reason, number in held_out["dropped"].items())
