@@ -280,7 +280,7 @@ def test_command(tmp_path, capsys):
             "whitespace: characters changed": 4,
         },
     }
-    assert [defect["problem"] for defect in manifest["defects"]] == ["empty file"]
+    assert [defect["problem"] for defect in manifest["defects"]] == ["1 document not JSON", "empty file"]
     with gzip.open(tmp_path / "out" / "web.jsonl.gz", "rt") as file:
         written = [json.loads(line) for line in file]
     assert written[0] == {"id": "a", "source": "news", "text": ENGLISH, "url": "u"}

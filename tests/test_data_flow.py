@@ -1,7 +1,9 @@
 """Streams, documents, parts and workers of ``smlp data``."""
 
 import json
+import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +16,8 @@ from running import REPOSITORY
 
 from data_prep.flow.documents import Defect, Loss, Reading, Record, documents_in, read
 from data_prep.flow.manifest import Counts, PartResult, read_manifest, write_manifest
-from data_prep.flow.parts import find_files, plan_parts
-from data_prep.flow.running import PartFailed, Run, begin, is_done, run_parts
+from data_prep.flow.parts import find_files, left_out, plan_parts
+from data_prep.flow.running import PartFailed, Run, _lock, begin, is_done, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream, write_bytes, write_stream
 from smlp.errors import UserError
 
@@ -55,7 +57,8 @@ def test_a_file_that_breaks_off_gives_what_came_before(tmp_path, suffix):
     assert 1000 < len(records) < 5000
     assert [piece.text for piece in records] == [json.loads(row)["text"] for row in rows.splitlines()[: len(records)]]
     assert [piece.reason for piece in pieces if isinstance(piece, Loss)] == ["cut off by damage"]
-    assert [piece.problem for piece in pieces if isinstance(piece, Defect)] == ["damaged: it breaks off"]
+    problems = [piece.problem for piece in pieces if isinstance(piece, Defect)]
+    assert problems == ["damaged: it breaks off", "1 document lost where it breaks off"]
 
 
 def test_a_file_that_is_not_compressed_at_all(tmp_path):
@@ -64,7 +67,7 @@ def test_a_file_that_is_not_compressed_at_all(tmp_path):
         path.write_bytes(b"just text\n\nmore")
         with pytest.raises(DamagedFile, match=f"a.txt{suffix}"), open_stream(path) as stream:
             stream.read()
-        assert [type(piece) for piece in documents_in(path, Reading())] == [Loss, Defect]
+        assert [type(piece) for piece in documents_in(path, Reading())] == [Loss, Defect, Defect]
 
 
 def test_a_write_that_fails_leaves_nothing_under_the_name(tmp_path):
@@ -86,14 +89,21 @@ def test_json_lines_with_every_kind_of_bad_line(tmp_path):
     )
     pieces = list(documents_in(path, Reading(max_bytes=90)))
     assert pieces[0] == Record("one", "x7", "wiki", {"url": "u"})
-    assert [piece.reason for piece in pieces[1:-1]] == [
+    assert [piece.reason for piece in pieces if isinstance(piece, Loss)] == [
         "not JSON",
         "no text in field 'text'",
         "no text in field 'text'",
         "not UTF-8",
         "longer than 90 bytes",
     ]
-    assert pieces[-1].text == "last" and pieces[-1].source == "web" and pieces[-1].id.startswith("web.jsonl:")
+    assert [(piece.problem, piece.where) for piece in pieces if isinstance(piece, Defect)] == [
+        ("1 document not JSON", str(path)),
+        ("2 documents no text in field 'text'", str(path)),
+        ("1 document not UTF-8", str(path)),
+        ("1 document longer than 90 bytes", str(path)),
+    ]
+    last = pieces[6]
+    assert last.text == "last" and last.source == "web" and last.id.startswith("web.jsonl:")
 
 
 @pytest.mark.parametrize(
@@ -181,9 +191,12 @@ def test_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["one", None, "x" * 50], "title": ["A", "B", "C"]}), path)
     pieces = list(documents_in(path, Reading(max_bytes=40)))
     assert pieces[0] == Record("one", "a.parquet:0", "a", {"title": "A"})
-    assert [piece.reason for piece in pieces[1:]] == ["no text in field 'text'", "longer than 40 bytes"]
-    with pytest.raises(UserError, match="no column 'body'; there are text, title"):
-        list(documents_in(path, Reading(text_field="body")))
+    assert [piece.reason for piece in pieces[1:3]] == ["no text in field 'text'", "longer than 40 bytes"]
+    assert texts(documents_in(path, Reading(text_field="body"))) == [
+        Defect("no column 'body': text, title", str(path)),
+        *(Loss("no text in field 'body'", f"{path}:{number}") for number in range(3)),
+        Defect("3 documents no text in field 'body'", str(path)),
+    ]
     path.write_bytes(b"no parquet")
     assert [piece.problem for piece in documents_in(path, Reading())] == ["damaged: no parquet file"]
 
@@ -368,7 +381,7 @@ def test_two_commands_at_once_in_one_folder(source, tmp_path):
 
     run = Run(tmp_path / "out", quiet=True)
     run_upper(source, run)
-    with open(run.out / ".state" / "upper-0-of-1.lock", "w") as file:
+    with open(run.out / ".state" / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another command is at work"):
             run_upper(source, run)
@@ -425,3 +438,109 @@ def test_files_of_lines_are_cut_whatever_their_suffix(tmp_path):
     found = find_files([tmp_path], [".spm"])
     assert [part.name for part in plan_parts(found, 100)] == ["a", "b"]
     assert [part.name for part in plan_parts(found, 100, all_lines=True)] == [f"a-{n:05d}" for n in range(4)] + ["b"]
+
+
+def test_ids_tell_files_of_one_name_apart(tmp_path):
+    for folder in "pq":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.jsonl").write_text('{"text": "a", "id": null, "source": null}')
+    parts = plan_parts(find_files([tmp_path], [".jsonl"]))
+    records = [piece for part in parts for piece in read(part, Reading())]
+    assert [record.id for record in records] == ["p/same.jsonl:0", "q/same.jsonl:0"]
+    assert {record.source for record in records} == {tmp_path.name}
+
+
+def test_files_that_are_not_read_are_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "there").mkdir()
+    for name in ["in/a.txt", "in/B.TXT", "in/c.json", "in/.hidden", "there/d.txt"]:
+        (tmp_path / name).write_text("text")
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "in" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "there" / "back").symlink_to(tmp_path / "in")
+    found = [str(path.relative_to(tmp_path)) for _, path in find_files([tmp_path / "in"], [".txt"])]
+    assert found == ["in/B.TXT", "in/a.txt", "in/link/d.txt"]
+    assert left_out([tmp_path / "in"], [".txt"]) == [f"not read in {tmp_path / 'in'}: c.json, gone.txt"]
+
+
+def test_a_long_path_gets_a_name_that_fits(tmp_path):
+    deep = tmp_path.joinpath(*["a-folder-with-a-long-name" * 3] * 4)
+    deep.mkdir(parents=True)
+    for name in ("one.txt", "two.txt"):
+        (deep / name).write_text("text")
+    names = [part.name for part in plan_parts(find_files([tmp_path], [".txt"]))]
+    assert len(set(names)) == 2 and all(len(name) < 200 for name in names)
+
+
+def test_what_an_unfinished_step_wrote_is_not_read(source, tmp_path):
+    run_upper(source, Run(tmp_path / "out", share=(0, 2), quiet=True))
+    with pytest.raises(UserError, match="out is not finished: run the step that writes it again"):
+        find_files([tmp_path / "out"], [".jsonl"])
+    run_upper(source, Run(tmp_path / "out", quiet=True))
+    assert find_files([tmp_path / "out"], [".jsonl"])
+
+
+def _one_share(source, out, index, number, barrier):
+    barrier.wait(30)
+    run_upper(source, Run(out, share=(index, number), quiet=True))
+
+
+def test_shares_that_begin_together_do_not_meet(source, tmp_path):
+    """Three processes prepare the same folder at the same moment, each for its share."""
+    context = multiprocessing.get_context("fork")
+    for trial in range(4):
+        barrier = context.Barrier(3)
+        out = tmp_path / f"out{trial}"
+        shares = [context.Process(target=_one_share, args=(source, out, index, 3, barrier)) for index in range(3)]
+        for share in shares:
+            share.start()
+        for share in shares:
+            share.join(60)
+        assert [share.exitcode for share in shares] == [0, 0, 0]
+        run_upper(source, Run(out, quiet=True))
+        assert read_manifest(out)["counts"]["documents_in"] == 120 and not list(out.rglob("*.partial"))
+
+
+def test_a_share_keeps_the_whole_command_out_and_the_other_way_round(source, tmp_path):
+    out = tmp_path / "out"
+    begin(Run(out), "upper", {})
+    with _lock(Run(out, share=(0, 2))):
+        with _lock(Run(out, share=(1, 2))):
+            pass
+        with pytest.raises(UserError, match="another command"), _lock(Run(out)):
+            pass
+        with pytest.raises(UserError, match="another command"):
+            begin(Run(out), "upper", {"seed": 2}, restart=True)
+    with _lock(Run(out)), pytest.raises(UserError, match="another command"), _lock(Run(out, share=(1, 2))):
+        pass
+
+
+def test_a_kill_while_old_work_is_thrown_away_leaves_a_folder_that_is_known(source, tmp_path, monkeypatch):
+    run = Run(tmp_path / "out", quiet=True)
+    run_upper(source, run, {"seed": 1})
+    monkeypatch.setattr(shutil, "rmtree", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_upper(source, run, {"seed": 2}, restart=True)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="seed was 1, now 2"):
+        run_upper(source, run, {"seed": 2})
+    assert run_upper(source, run, {"seed": 2}, restart=True)["counts"]["documents_in"] == 120
+
+
+@pytest.mark.parametrize("out", ["in", "in/out"])
+def test_out_inside_in_is_refused(tmp_path, capsys, out):
+    from smlp.cli.main import main
+
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("text")
+    assert main(["data", "clean", "--in", str(tmp_path / "in"), "--out", str(tmp_path / out)]) == 1
+    assert "which is read: the next run would read its output" in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
+    from smlp.cli.main import main
+
+    (tmp_path / "a.txt").write_text("text")
+    for out in ("a.txt", "a.txt/x"):
+        assert main(["data", "clean", "--in", str(tmp_path / "a.txt"), "--out", str(tmp_path / out)]) == 1
+        assert capsys.readouterr().err.startswith(f"smlp: error: {tmp_path / 'a.txt'}")

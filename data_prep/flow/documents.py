@@ -12,6 +12,7 @@ Nothing is lost without a word: what cannot be read comes as a :class:`Loss`, in
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from smlp.errors import UserError
 FORMATS = (".jsonl", ".txt", ".parquet")
 DOCUMENTS_OF_TEXT = ("blank", "line", "file")
 _BOM = b"\xef\xbb\xbf"
+_PHRASES = {"cut off by damage": "lost where it breaks off"}
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,22 @@ class Reading:
 
 
 def read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
-    """The documents of a part, in order, with losses in their places and defects of the file at its end.
+    """The documents of a part, in order, with losses in their places and defects of the file at its end: also how many
+    of its documents were lost, for each reason.
 
     Raises:
-        UserError: the format is unknown, or the field or column of the text is nowhere in the file.
+        UserError: the format is unknown.
     """
+    losses: Counter[str] = Counter()
+    for piece in _read(part, reading):
+        if isinstance(piece, Loss):
+            losses[piece.reason] += 1
+        yield piece
+    for reason, number in losses.items():
+        yield Defect(f"{number:,} document{'s' if number > 1 else ''} {_PHRASES.get(reason, reason)}", str(part.path))
+
+
+def _read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
     kind = suffix_of(part.path)
     if kind == ".parquet":
         yield from _read_parquet(part, reading)
@@ -170,8 +183,8 @@ def _json_lines(lines: _Lines, part: Part, reading: Reading) -> Iterator[Record 
         text = row.pop(reading.text_field)
         yield Record(
             text,
-            str(row.pop("id", f"{part.path.name}:{offset}")),
-            str(row.pop("source", part.source)),
+            _given(row, "id", f"{part.prefix}:{offset}"),
+            _given(row, "source", part.source),
             {name: value for name, value in row.items() if name != "text"},
         )
 
@@ -228,7 +241,12 @@ def _decoded(content: bytes, offset: int, part: Part) -> Record | Loss:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         return Loss("not UTF-8", f"{part.path}:{offset}")
-    return Record(text.replace("\r\n", "\n").rstrip("\n"), f"{part.path.name}:{offset}", part.source)
+    return Record(text.replace("\r\n", "\n").rstrip("\n"), f"{part.prefix}:{offset}", part.source)
+
+
+def _given(row: dict[str, Any], name: str, otherwise: str) -> str:
+    value = row.pop(name, None)
+    return otherwise if value is None else str(value)
 
 
 def _too_long(reading: Reading) -> str:
@@ -248,9 +266,10 @@ def _read_parquet(part: Part, reading: Reading) -> Iterator[Record | Loss | Defe
         return
     with file:
         if reading.text_field not in file.schema_arrow.names:
-            raise UserError(
-                f"{part.path}: no column {reading.text_field!r}; there are {', '.join(file.schema_arrow.names)}"
-            )
+            yield Defect(f"no column {reading.text_field!r}: {', '.join(file.schema_arrow.names)}", str(part.path))
+            for number in range(file.metadata.num_rows):
+                yield Loss(f"no text in field {reading.text_field!r}", f"{part.path}:{number}")
+            return
         number = 0
         try:
             for batch in file.iter_batches(batch_size=1000):
@@ -271,8 +290,8 @@ def document_of_row(row: dict[str, Any], number: int, part: Part, reading: Readi
         return Loss(f"no text in field {reading.text_field!r}", where)
     if len(text.encode("utf-8", "surrogatepass")) > reading.max_bytes:
         return Loss(_too_long(reading), where)
-    identity, source = row.pop("id", f"{part.path.name}:{number}"), row.pop("source", part.source)
-    return Record(text, str(identity), str(source), {key: str(value) for key, value in row.items() if key != "text"})
+    identity, source = _given(row, "id", f"{part.prefix}:{number}"), _given(row, "source", part.source)
+    return Record(text, identity, source, {key: str(value) for key, value in row.items() if key != "text"})
 
 
 def documents_in(path: Path, reading: Reading) -> Iterator[Record | Loss | Defect]:

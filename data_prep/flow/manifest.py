@@ -17,6 +17,7 @@ from smlp import __version__
 from smlp.errors import UserError
 
 MANIFEST = "manifest.json"
+STATE = ".state"  # of a step's folder: what is done
 
 
 @dataclass
@@ -131,8 +132,16 @@ def write_manifest(
         "defects": [defect for result in results for defect in result.defects],
         **(facts or {}),
     }
-    write_bytes(out / MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
+    write_bytes(out / MANIFEST, as_json(manifest, indent=1) + b"\n")
     return manifest
+
+
+def as_json(value: Any, indent: int | None = None) -> bytes:
+    """UTF-8, or, where a file's name is none, ASCII with escapes."""
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, indent=indent).encode()
 
 
 def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FORMATS, Reading
-from data_prep.flow.parts import PART_BYTES, Part, find_files, plan_parts
+from data_prep.flow.parts import PART_BYTES, Part, find_files, left_out, plan_parts
 from data_prep.flow.running import Run
 from smlp.errors import UserError
 
+MOST_BYTES = 1 << 40
 COMPRESSIONS = {"gz": ".gz", "zst": ".zst", "none": ""}
 
 
@@ -39,6 +41,11 @@ def run_of(args: argparse.Namespace) -> Run:
     """What :func:`add_run_options` was given. Raises UserError for no workers."""
     if args.workers < 1:
         raise UserError(f"--workers must be at least 1, not {args.workers}")
+    for name in ("inputs", "held_out", "sample", "train", "valid", "test"):
+        value = getattr(args, name, None) or []
+        for place in [value] if isinstance(value, Path) else value if isinstance(value, list) else []:
+            if place.is_dir() and args.out.resolve().is_relative_to(place.resolve()):
+                raise UserError(f"--out {args.out} lies in {place}, which is read: the next run would read its output")
     args.out.mkdir(parents=True, exist_ok=True)
     return Run(args.out, args.workers, args.share, args.quiet)
 
@@ -77,8 +84,8 @@ def add_reading_options(group: Any) -> None:
 
 def reading_of(args: argparse.Namespace) -> Reading:
     """How documents are to be read."""
-    if args.max_document_bytes < 1:
-        raise UserError(f"--max-document-bytes must be at least 1, not {args.max_document_bytes}")
+    if not 1 <= args.max_document_bytes <= MOST_BYTES:
+        raise UserError(f"--max-document-bytes must be from 1 to {MOST_BYTES:,}, not {args.max_document_bytes}")
     return Reading(args.text_field, args.documents, args.max_document_bytes)
 
 
@@ -86,7 +93,11 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
     """The parts of ``--in``."""
     if args.part_bytes < 1:
         raise UserError(f"--part-bytes must be at least 1, not {args.part_bytes}")
-    return plan_parts(find_files(args.inputs, FORMATS), args.part_bytes, cut_text=args.documents != "file")
+    found = find_files(args.inputs, FORMATS)
+    if not args.quiet:
+        for line in left_out(args.inputs, FORMATS):
+            print(line, file=sys.stderr)
+    return plan_parts(found, args.part_bytes, cut_text=args.documents != "file")
 
 
 def input_settings(args: argparse.Namespace) -> dict[str, Any]:

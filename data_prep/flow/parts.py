@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.flow.streams import COMPRESSIONS, name_of, suffix_of
+from data_prep.flow.manifest import MANIFEST, STATE
+from data_prep.flow.streams import COMPRESSIONS, PARTIAL, compression_of, name_of, suffix_of
 from smlp.errors import UserError
 
 # Reports of smlp data dedup, which stand beside its documents and hold none.
 REMOVED = "removed.jsonl.gz"
 CONTAMINATED = "contaminated.jsonl.gz"
 
+_SHOWN = 5  # names of files that are not read
+_NAME_BYTES = 160  # of a part's name; file systems allow 255, with suffixes
 PART_BYTES = 256 << 20  # of a plain file: larger ones are cut, so that all workers have something to do
 
 
@@ -26,6 +31,7 @@ class Part:
         source: the corpus, as its documents will say.
         start: first byte.
         stop: byte after the last, or None for the end.
+        label: the file's path below the input that led to it, for the ids of its documents.
     """
 
     path: Path
@@ -33,6 +39,12 @@ class Part:
     source: str
     start: int = 0
     stop: int | None = None
+    label: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """What the ids of its documents begin with."""
+        return self.label or self.path.name
 
     @classmethod
     def whole(cls, path: Path, source: str = "") -> Part:
@@ -62,19 +74,15 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
         if place.is_file():
             files = [place]
         elif place.is_dir():
-            files = sorted(
-                path
-                for path in place.rglob("*")
-                if suffix_of(path) in suffixes
-                and path.name not in (REMOVED, CONTAMINATED)
-                and path.is_file()
-                and not any(name.startswith(".") for name in path.relative_to(place).parts)
-            )
+            files = [path for path in _walk(place) if _is_wanted(path, suffixes)]
             if not files:
                 kinds = ", ".join(suffixes)
                 raise UserError(f"{place} holds no file that ends in {kinds} (plain or {', '.join(COMPRESSIONS)})")
         else:
             raise UserError(f"there is no file or folder {place}")
+        for folder in {parent for path in files for parent in (path.parent, path.parent.parent)}:
+            if (folder / STATE / "settings.json").is_file() and not (folder / MANIFEST).is_file():
+                raise UserError(f"{folder} is not finished: run the step that writes it again")
         found += [(place, path) for path in files]
     seen: dict[Path, Path] = {}
     for place, path in found:
@@ -82,6 +90,43 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
             raise UserError(f"{path} is read twice, by {seen[path.resolve()]} and by {place}: name it once")
         seen[path.resolve()] = place
     return found
+
+
+def left_out(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[str]:
+    """For each folder with files that are not read, a line that says which; what a step itself writes is not named."""
+    lines = []
+    for place in inputs:
+        if not place.is_dir():
+            continue
+        others = [path for path in _walk(place) if not _is_wanted(path, tuple(suffixes)) and path.name != MANIFEST]
+        if others:
+            shown = ", ".join(str(path.relative_to(place)) for path in others[:_SHOWN])
+            more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+            lines.append(f"not read in {place}: {shown}{more}")
+    return lines
+
+
+def _walk(place: Path) -> list[Path]:
+    """All files below a folder, links followed, sorted; none whose name, or folder's name, begins with a point."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename}: {error.strerror}")
+
+    files = []
+    seen: set[Path] = set()
+    for folder, subfolders, names in os.walk(place, onerror=refuse, followlinks=True):
+        real = Path(folder).resolve()
+        if real in seen:  # a link that leads back
+            subfolders.clear()
+            continue
+        seen.add(real)
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        files += [Path(folder) / name for name in names if not name.startswith(".") and not name.endswith(PARTIAL)]
+    return sorted(files)
+
+
+def _is_wanted(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return suffix_of(path) in suffixes and path.is_file() and path.name not in (REMOVED, CONTAMINATED)
 
 
 def plan_parts(
@@ -100,20 +145,26 @@ def plan_parts(
     for place, path in found:
         relative = path.relative_to(place) if place.is_dir() else Path(path.name)
         stem = "--".join([*relative.parent.parts, name_of(path)])
-        source = place.name if place.is_dir() else name_of(path)
+        source = place.resolve().name if place.is_dir() else name_of(path)
         size = path.stat().st_size
-        cuttable = path.suffix == ".jsonl" or (path.suffix == ".txt" and cut_text)
-        cuttable = cuttable or (all_lines and path.suffix not in COMPRESSIONS)
+        cuttable = path.suffix.lower() == ".jsonl" or (path.suffix.lower() == ".txt" and cut_text)
+        cuttable = cuttable or (all_lines and not compression_of(path))
         number = -(-size // part_bytes) if cuttable and size > part_bytes else 1
         bounds = [size * index // number for index in range(number)]
         for index, start in enumerate(bounds):
             name = unique_name(stem if number == 1 else f"{stem}-{index:05d}", names)
-            parts.append(Part(path, name, source, start, bounds[index + 1] if index + 1 < number else None))
+            parts.append(
+                Part(path, name, source, start, bounds[index + 1] if index + 1 < number else None, str(relative))
+            )
     return parts
 
 
 def unique_name(name: str, names: set[str]) -> str:
-    """``name``, or ``name+2`` and so on if it is among ``names``, which takes the result."""
+    """``name`` (its beginning and a checksum, where it is too long for a file's name), or ``name+2`` and so on if it is
+    among ``names``, which takes the result."""
+    if len(os.fsencode(name)) > _NAME_BYTES:
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+        name = f"{os.fsencode(name)[:_NAME_BYTES].decode('utf-8', 'ignore')}-{digest}"
     candidate, copy = name, 1
     while candidate in names:
         copy += 1

@@ -14,22 +14,22 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_prep.flow.manifest import MANIFEST, Counts, PartResult
+from data_prep.flow.manifest import MANIFEST, STATE, Counts, PartResult, as_json
 from data_prep.flow.parts import Part
-from data_prep.flow.streams import sha256_of, write_bytes
+from data_prep.flow.streams import PARTIAL, sha256_of, write_bytes
 from smlp.errors import UserError
 
-STATE = ".state"
+LOCK = "lock"
 POLL_SECONDS = 0.5
 
 _bytes_done: Any = None  # of a worker: the counter that all share
@@ -98,12 +98,21 @@ def begin(run: Run, step: str, settings: dict[str, Any], restart: bool = False) 
                     f"{run.out} holds work of 'smlp data {found['step']}' with other settings "
                     f"({_difference(found, wanted)}): name another --out, or add --restart to throw that work away"
                 )
-            for path in run.out.iterdir():
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            with _lock(replace(run, share=(0, 1))):
+                _throw_away(run.out)
     elif run.out.is_dir() and any(path.name != STATE for path in run.out.iterdir()):
         raise UserError(f"--out {run.out} holds files of something else: name a new or empty folder")
     if not record.is_file():
         write_bytes(record, json.dumps(wanted, indent=1).encode())
+
+
+def _throw_away(out: Path) -> None:
+    """Empties a step's folder; what says whose it is goes last, so that a kill leaves a folder that is known."""
+    state = out / STATE
+    for path in [*(path for path in out.iterdir() if path != state), *state.iterdir()]:
+        if path.name not in ("settings.json", LOCK):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    (state / "settings.json").unlink()
 
 
 def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -139,7 +148,7 @@ def run_parts(
         raise UserError(f"nothing to do for {run.out}: no input")
     state = run.out / STATE / phase
     state.mkdir(parents=True, exist_ok=True)
-    with _lock(run, phase):
+    with _lock(run):
         index, number = run.share
         mine = [part for position, part in enumerate(parts) if position % number == index]
         key = _key(depends)
@@ -178,15 +187,22 @@ def _key(depends: Any) -> str:
 
 
 @contextmanager
-def _lock(run: Run, phase: str):
+def _lock(run: Run) -> Iterator[None]:
+    """The folder for one command, or for several shares of it, of which each is there once."""
     index, number = run.share
-    with open(run.out / STATE / f"{phase}-{index}-of-{number}.lock", "w") as file:
+    state = run.out / STATE
+    state.mkdir(parents=True, exist_ok=True)
+    with open(state / LOCK, "w") as whole, open(state / f"share-{index}-of-{number}.lock", "w") as share:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(whole, (fcntl.LOCK_SH if number > 1 else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(share, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another command is at work in {run.out}: wait for it, or stop it") from None
         except OSError:
             pass  # a file system without locks
+        if number == 1:
+            for path in run.out.rglob(f"*{PARTIAL}"):  # of processes that were killed
+                path.unlink(missing_ok=True)
         yield
 
 
@@ -277,7 +293,7 @@ def _do_part(part: Part, out: Path, phase: str, work: Work, key: str) -> None:
         **asdict(result),
         "counts": result.counts.to_json(),
     }
-    write_bytes(out / STATE / phase / f"{part.name}.json", json.dumps(row, ensure_ascii=False).encode())
+    write_bytes(out / STATE / phase / f"{part.name}.json", as_json(row))
     if _bytes_done is not None:
         with _bytes_done.get_lock():
             _bytes_done.value += part.num_bytes

@@ -8,6 +8,7 @@ import hashlib
 import io
 import lzma
 import os
+import socket
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -15,6 +16,7 @@ from typing import IO, Any, BinaryIO
 from smlp.errors import UserError
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+PARTIAL = ".partial"
 READ_BYTES = 1 << 20
 _GZIP_LEVEL = 4  # three times as fast as 6, and its files of English text are 7 % larger
 # What a reader of a damaged or truncated file meets; zstandard's own error is added where it is imported.
@@ -27,12 +29,17 @@ class DamagedFile(Exception):
 
 def suffix_of(path: Path) -> str:
     """The suffix before a compression's: ``.jsonl`` of ``a.jsonl.gz``."""
-    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+    return (Path(path.stem).suffix if compression_of(path) else path.suffix).lower()
+
+
+def compression_of(path: Path) -> str:
+    """The suffix of a compression, in lower case; "" for a plain file."""
+    return path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
 
 
 def name_of(path: Path) -> str:
     """The name without suffixes of formats: ``a.b`` of ``a.b.jsonl.gz``."""
-    return Path(path.stem).stem if path.suffix in COMPRESSIONS else path.stem
+    return Path(path.stem).stem if compression_of(path) else path.stem
 
 
 class _Checked(io.RawIOBase):
@@ -71,13 +78,14 @@ def open_stream(path: Path) -> BinaryIO:
     """
     if not path.is_file():
         raise UserError(f"there is no file {path}")
-    if path.suffix == ".gz":
+    compression = compression_of(path)
+    if compression == ".gz":
         raw, damage = gzip.GzipFile(path), (*_DAMAGE, _zlib_error())
-    elif path.suffix == ".xz":
+    elif compression == ".xz":
         raw, damage = lzma.LZMAFile(path), _DAMAGE  # noqa: SIM115
-    elif path.suffix == ".bz2":
+    elif compression == ".bz2":
         raw, damage = bz2.BZ2File(path), _DAMAGE
-    elif path.suffix == ".zst":
+    elif compression == ".zst":
         zstandard = _zstandard(path)
         raw = _ZstdFrames(open(path, "rb"), zstandard)  # noqa: SIM115
         damage = (*_DAMAGE, zstandard.ZstdError)
@@ -157,16 +165,20 @@ def write_stream(path: Path) -> Any:
     gives the same bytes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        written = WrittenFile(path, file)
-        stream = _compressing(path, written)
-        yield stream, written
-        if stream is not written:
-            stream.close()
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    partial = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL}")
+    try:
+        with open(partial, "wb") as file:
+            written = WrittenFile(path, file)
+            stream = _compressing(path, written)
+            yield stream, written
+            if stream is not written:
+                stream.close()
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _compressing(path: Path, file: Any) -> IO[bytes]:
