@@ -474,7 +474,7 @@ def test_a_long_path_gets_a_name_that_fits(tmp_path):
 
 def test_what_an_unfinished_step_wrote_is_not_read(source, tmp_path):
     run_upper(source, Run(tmp_path / "out", share=(0, 2), quiet=True))
-    with pytest.raises(UserError, match="out is not finished: run the step that writes it again"):
+    with pytest.raises(UserError, match="out is not finished: run 'smlp data upper' again"):
         find_files([tmp_path / "out"], [".jsonl"])
     run_upper(source, Run(tmp_path / "out", quiet=True))
     assert find_files([tmp_path / "out"], [".jsonl"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
@@ -148,7 +150,7 @@ def _filled(template: str, options: dict[str, str]) -> str:
 
 def _text(url: str, folder: Path, patience: Patience) -> str:
     name = _base_name(url)
-    path = folder / f"list-{name}"
+    path = folder / f"list-{socket.gethostname()}-{os.getpid()}-{name}"  # tasks of an array ask at the same time
     try:
         download(RemoteFile(url, name), path, patience)
         with open_stream(path) as stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -80,9 +81,9 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
                 raise UserError(f"{place} holds no file that ends in {kinds} (plain or {', '.join(COMPRESSIONS)})")
         else:
             raise UserError(f"there is no file or folder {place}")
-        for folder in {parent for path in files for parent in (path.parent, path.parent.parent)}:
-            if (folder / STATE / "settings.json").is_file() and not (folder / MANIFEST).is_file():
-                raise UserError(f"{folder} is not finished: run the step that writes it again")
+        for folder, step in _unfinished(files):
+            if step != "fetch":  # of which a file may stay out of reach
+                raise UserError(f"{folder} is not finished: run 'smlp data {step}' again")
         found += [(place, path) for path in files]
     seen: dict[Path, Path] = {}
     for place, path in found:
@@ -92,13 +93,25 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
     return found
 
 
+def _unfinished(files: Iterable[Path]) -> list[tuple[Path, str]]:
+    """Folders of steps, of which these files are, that have no manifest yet; and the names of the steps."""
+    found = []
+    for folder in sorted({parent for path in files for parent in (path.parent, path.parent.parent)}):
+        record = folder / STATE / "settings.json"
+        if record.is_file() and not (folder / MANIFEST).is_file():
+            found.append((folder, json.loads(record.read_text(encoding="utf-8"))["step"]))
+    return found
+
+
 def left_out(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[str]:
     """For each folder with files that are not read, a line that says which; what a step itself writes is not named."""
     lines = []
     for place in inputs:
         if not place.is_dir():
             continue
-        others = [path for path in _walk(place) if not _is_wanted(path, tuple(suffixes)) and path.name != MANIFEST]
+        files = _walk(place)
+        lines += [f"{folder} is not finished: not all of it is there" for folder, _ in _unfinished(files)]
+        others = [path for path in files if not _is_wanted(path, tuple(suffixes)) and path.name != MANIFEST]
         if others:
             shown = ", ".join(str(path.relative_to(place)) for path in others[:_SHOWN])
             more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
