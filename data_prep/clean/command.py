@@ -91,6 +91,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         is_share = (is_share and name != "max_word_length") or name == "min_probability"
         if value < 0 or (is_share and value > 1):
             raise UserError(f"{option} must be {'from 0 to 1' if is_share else 'at least 0'}, not {value}")
+    if args.language_characters < 1:
+        raise UserError(f"--language-characters must be at least 1, not {args.language_characters}")
     if args.language != "any" and "language" not in args.without:
         from data_prep.clean.language import languages
 
