@@ -202,7 +202,8 @@ def run(*options, out):
 
 
 def files_of(out):
-    return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and path.name != "manifest.json"}
+    paths = [path for path in [*out.iterdir(), *(out / ".reports").iterdir()] if path.is_file()]
+    return {path.name: path.read_bytes() for path in paths if path.name != "manifest.json"}
 
 
 def without(manifest, *names):
@@ -227,7 +228,7 @@ def test_against_all_pairs(tmp_path):
     manifest = run(*options, "--workers", 1, out=tmp_path / "out")
     found = {(name, row["id"]) for name in paths for row in read_rows(tmp_path / "out" / f"{name}.jsonl.gz")}
     assert found == kept
-    removed = read_rows(tmp_path / "out" / "removed.jsonl.gz")
+    removed = read_rows(tmp_path / "out" / ".reports" / "removed.jsonl.gz")
     names = {(s, i): k for k, (_, s, i) in enumerate(order)}
     assert {(row["source"], row["id"]) for row in removed} == {(s, i) for _, s, i in order if i} - kept
     for row in removed:
@@ -290,6 +291,22 @@ def test_reports_are_no_documents_of_the_next_step(tmp_path):
     assert second["counts"]["documents_in"] == second["counts"]["kept"] == 1
 
 
+def test_a_corpus_may_be_called_like_a_report(tmp_path, tasks, capsys):
+    folder, words = tasks
+    for name, text in (("removed", words[30]), ("contaminated", "one two")):
+        write_jsonl(tmp_path / "in" / f"{name}.jsonl", [{"text": text}, {"text": text.upper()}])
+    options = ["--decontaminate", folder, "--workers", 1]
+    manifest = run("--in", tmp_path / "in", *options, out=tmp_path / "first")
+    assert manifest["counts"]["kept"] == 2
+    output = capsys.readouterr().out
+    assert all(f"{tmp_path}/first/.reports/{name}.jsonl.gz" in output for name in ("removed", "contaminated"))
+    rows = [row for name in ("removed", "contaminated") for row in read_rows(tmp_path / "first" / f"{name}.jsonl.gz")]
+    assert [row["text"] for row in rows] == [words[30], "one two"]
+    assert len(read_rows(tmp_path / "first" / ".reports" / "contaminated.jsonl.gz")) == 2
+    second = run("--in", tmp_path / "first", *options, out=tmp_path / "second")
+    assert second["counts"]["documents_in"] == second["counts"]["kept"] == 2
+
+
 def test_losses_and_defects_are_counted(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\nbad\n{"text": "two"}\n')
@@ -344,7 +361,7 @@ def test_overlap_with_tasks(tmp_path, tasks, capsys):
     }
     assert by_task["piqa/valid"]["documents"] == 0
     assert manifest["counts"]["dropped"] == {"exact duplicate": 1, "near duplicate": 1}
-    hits = {row["id"]: row["tasks"] for row in read_rows(tmp_path / "report" / "contaminated.jsonl.gz")}
+    hits = {row["id"]: row["tasks"] for row in read_rows(tmp_path / "report" / ".reports" / "contaminated.jsonl.gz")}
     assert set(hits) == {"short record", "thirteen", "copy of thirteen", "long"}
     assert hits["short record"] == {"copa/val": {"ngrams": 1, "text": f"{words[10]} aa"}}
     output = capsys.readouterr().out

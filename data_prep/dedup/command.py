@@ -17,7 +17,7 @@ import numpy as np
 
 from data_prep.dedup.components import first_of_each
 from data_prep.dedup.contamination import index_tasks, read_tasks, summary
-from data_prep.dedup.files import WORK, Signed
+from data_prep.dedup.files import CONTAMINATED, REMOVED, WORK, Signed
 from data_prep.dedup.groups import exact_pairs, near_pairs, partition_parts
 from data_prep.dedup.options import add_options, check
 from data_prep.dedup.report import describe
@@ -27,7 +27,7 @@ from data_prep.dedup.write import Decisions, write_part
 from data_prep.flow.documents import FORMATS
 from data_prep.flow.manifest import Counts, PartResult, write_manifest
 from data_prep.flow.options import COMPRESSIONS, input_settings, reading_of, run_of
-from data_prep.flow.parts import CONTAMINATED, REMOVED, Part, find_files, plan_parts
+from data_prep.flow.parts import Part, find_files, plan_parts
 from data_prep.flow.reporting import report
 from data_prep.flow.running import STATE, Finished, Run, begin, run_parts
 from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(done, Finished):
             return ending.waiting(done, "a phase")
         manifest = _finish(run, recorded, sign, len(held_out), *done)
-        return ending.finished(manifest, *describe(manifest))
+        return ending.finished(manifest, *describe(manifest, run.out))
 
 
 def _plan(args: argparse.Namespace) -> tuple[list[Part], list[Part]]:

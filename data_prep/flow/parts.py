@@ -9,10 +9,6 @@ from pathlib import Path
 from data_prep.flow.streams import COMPRESSIONS, name_of, suffix_of
 from smlp.errors import UserError
 
-# Reports of smlp data dedup, which stand beside its documents and hold none.
-REMOVED = "removed.jsonl.gz"
-CONTAMINATED = "contaminated.jsonl.gz"
-
 PART_BYTES = 256 << 20  # of a plain file: larger ones are cut, so that all workers have something to do
 
 
@@ -48,7 +44,7 @@ class Part:
 def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Path, Path]]:
     """Files named, and those below folders named that end in ``suffixes`` (or these and a compression's), sorted.
 
-    Left out are folders and files whose name begins with a point, what an unfinished step wrote, and dedup's reports.
+    Left out are folders and files whose name begins with a point: what a step wrote for itself, or has not finished.
 
     Returns:
         Pairs of the input that led to a file, and the file.
@@ -66,7 +62,6 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
                 path
                 for path in place.rglob("*")
                 if suffix_of(path) in suffixes
-                and path.name not in (REMOVED, CONTAMINATED)
                 and path.is_file()
                 and not any(name.startswith(".") for name in path.relative_to(place).parts)
             )
