@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from zeroshot_data import write_tasks
 
-from data_prep.dedup import groups
+from data_prep.dedup import command, groups
 from data_prep.dedup.components import first_of_each
 from data_prep.dedup.contamination import Index, index_tasks, read_tasks, summary
 from data_prep.dedup.signatures import Scheme, band_keys, shingles, signatures, similarity
@@ -202,7 +202,8 @@ def run(*options, out):
 
 
 def files_of(out):
-    return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and path.name != "manifest.json"}
+    paths = [path for path in [*out.iterdir(), *(out / ".reports").iterdir()] if path.is_file()]
+    return {path.name: path.read_bytes() for path in paths if path.name != "manifest.json"}
 
 
 def without(manifest, *names):
@@ -227,7 +228,7 @@ def test_against_all_pairs(tmp_path):
     manifest = run(*options, "--workers", 1, out=tmp_path / "out")
     found = {(name, row["id"]) for name in paths for row in read_rows(tmp_path / "out" / f"{name}.jsonl.gz")}
     assert found == kept
-    removed = read_rows(tmp_path / "out" / "removed.jsonl.gz")
+    removed = read_rows(tmp_path / "out" / ".reports" / "removed.jsonl.gz")
     names = {(s, i): k for k, (_, s, i) in enumerate(order)}
     assert {(row["source"], row["id"]) for row in removed} == {(s, i) for _, s, i in order if i} - kept
     for row in removed:
@@ -283,11 +284,73 @@ def test_what_changes_is_done_again_and_nothing_else(tmp_path):
     assert files_of(tmp_path / "out") == (run(*options, out=tmp_path / "new"), files_of(tmp_path / "new"))[1]
 
 
+def test_what_was_written_for_an_input_that_is_gone_goes_too(tmp_path, tasks):
+    """Also when the tasks have changed, whose n-grams are in the name of the first phase."""
+    folder, _ = tasks
+    for name in ("a", "b", "c"):
+        write_jsonl(tmp_path / "in" / f"{name}.jsonl", [{"text": f"the text of {name}"}])
+    options = ["--in", tmp_path / "in", "--decontaminate", folder, "--workers", 1]
+    run(*options, out=tmp_path / "out")
+    (tmp_path / "in" / "b.jsonl").unlink()
+    manifest = run(*options, out=tmp_path / "out")
+    assert {row["name"] for row in manifest["outputs"]} == {"a.jsonl.gz", "c.jsonl.gz"}
+    assert {path.name for path in (tmp_path / "out").glob("*.gz")} == {"a.jsonl.gz", "c.jsonl.gz"}
+    (tmp_path / "in" / "c.jsonl").unlink()
+    write_jsonl(folder / "copa" / "val.jsonl", [row_of_copa("a premise that is made of quite a few words here")])
+    manifest = run(*options, out=tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").glob("*.gz")} == {"a.jsonl.gz"}
+    assert {path.name for path in (tmp_path / "out" / ".work").glob("*.names")} == {"a.names"}
+    assert manifest == run(*options, out=tmp_path / "new")
+
+
+def test_held_out_parts_have_names_of_their_own(tmp_path):
+    for name, text in (("v.txt", "one"), ("held-out+v.txt", "two"), ("held-out+v+2.txt", "One")):
+        (tmp_path / name).write_text(text)
+    inputs = [tmp_path / "held-out+v.txt", tmp_path / "held-out+v+2.txt"]
+    manifest = run("--in", *inputs, "--held-out", tmp_path / "v.txt", "--workers", 1, out=tmp_path / "out")
+    assert manifest["counts"]["kept"] == 1
+    assert manifest["counts"]["dropped"] == {"exact duplicate of a held-out document": 1}
+
+
+def test_the_number_of_partitions_stays_when_inputs_change(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "in" / "a.jsonl", [{"text": "one two three"}])
+    options = ["--in", tmp_path / "in", "--workers", 1]
+    run(*options, out=tmp_path / "out")
+    signed = tmp_path / "out" / ".work" / "a.signatures"
+    before = signed.stat().st_mtime_ns
+    monkeypatch.setattr(command, "PARTITION_BYTES", 16)
+    write_jsonl(tmp_path / "in" / "b.jsonl", [{"text": "One, two, three!"}, {"text": "four"}])
+    manifest = run(*options, out=tmp_path / "out")
+    assert manifest["counts"]["kept"] == 2 and signed.stat().st_mtime_ns == before
+    assert len(list((tmp_path / "out" / ".work" / "partitions").iterdir())) == 1
+    assert manifest == run(*options, out=tmp_path / "new")
+    assert (
+        len(list((tmp_path / "new" / ".work" / "partitions").iterdir()))
+        == 1 + sum(path.stat().st_size for path in (tmp_path / "in").iterdir()) // 16
+    )
+
+
 def test_reports_are_no_documents_of_the_next_step(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "one two"}, {"text": "One, two."}])
     run("--in", path, "--workers", 1, "--no-near", out=tmp_path / "first")
     second = run("--in", tmp_path / "first", "--workers", 1, "--no-near", out=tmp_path / "second")
     assert second["counts"]["documents_in"] == second["counts"]["kept"] == 1
+
+
+def test_a_corpus_may_be_called_like_a_report(tmp_path, tasks, capsys):
+    folder, words = tasks
+    for name, text in (("removed", words[30]), ("contaminated", "one two")):
+        write_jsonl(tmp_path / "in" / f"{name}.jsonl", [{"text": text}, {"text": text.upper()}])
+    options = ["--decontaminate", folder, "--workers", 1]
+    manifest = run("--in", tmp_path / "in", *options, out=tmp_path / "first")
+    assert manifest["counts"]["kept"] == 2
+    output = capsys.readouterr().out
+    assert all(f"{tmp_path}/first/.reports/{name}.jsonl.gz" in output for name in ("removed", "contaminated"))
+    rows = [row for name in ("removed", "contaminated") for row in read_rows(tmp_path / "first" / f"{name}.jsonl.gz")]
+    assert [row["text"] for row in rows] == [words[30], "one two"]
+    assert len(read_rows(tmp_path / "first" / ".reports" / "contaminated.jsonl.gz")) == 2
+    second = run("--in", tmp_path / "first", *options, out=tmp_path / "second")
+    assert second["counts"]["documents_in"] == second["counts"]["kept"] == 2
 
 
 def test_losses_and_defects_are_counted(tmp_path, capsys):
@@ -304,13 +367,17 @@ def test_losses_and_defects_are_counted(tmp_path, capsys):
     assert "empty file" in output and "held out: 1 documents, 1 not JSON" in output
 
 
+def row_of_copa(premise):
+    return {"premise": premise, "choice1": "aa", "choice2": "bb", "question": "cause", "label": 0}
+
+
 @pytest.fixture
 def tasks(tmp_path):
     """Six tasks; the scored split of COPA and HellaSwag is written by hand."""
     folder = write_tasks(tmp_path / "tasks")
     words = {number: " ".join(WORDS[start : start + number]) for start, number in ((0, 10), (20, 7), (40, 30))}
     rows = [
-        {"premise": words[10], "choice1": "aa", "choice2": "bb", "question": "cause", "label": 0},
+        row_of_copa(words[10]),
         {"premise": words[7], "choice1": "", "choice2": "", "question": "cause", "label": 0},
     ]
     write_jsonl(folder / "copa" / "val.jsonl", rows)
@@ -344,7 +411,7 @@ def test_overlap_with_tasks(tmp_path, tasks, capsys):
     }
     assert by_task["piqa/valid"]["documents"] == 0
     assert manifest["counts"]["dropped"] == {"exact duplicate": 1, "near duplicate": 1}
-    hits = {row["id"]: row["tasks"] for row in read_rows(tmp_path / "report" / "contaminated.jsonl.gz")}
+    hits = {row["id"]: row["tasks"] for row in read_rows(tmp_path / "report" / ".reports" / "contaminated.jsonl.gz")}
     assert set(hits) == {"short record", "thirteen", "copy of thirteen", "long"}
     assert hits["short record"] == {"copa/val": {"ngrams": 1, "text": f"{words[10]} aa"}}
     output = capsys.readouterr().out
@@ -390,7 +457,8 @@ def test_splits_of_tasks(tasks):
         (["--threshold", "0"], "--threshold must be from 0.1 to 1, not 0.0"),
         (["--num-perm", "1"], "--num-perm must be from 16 to 4096, not 1"),
         (["--ngram", "0"], "--ngram must be at least 1, not 0"),
-        (["--partitions", "0"], "--partitions must be from 1 to 65536, not 0"),
+        (["--partitions", "0"], "--partitions must be from 1 to 4096, not 0"),
+        (["--partitions", "4097"], "--partitions must be from 1 to 4096, not 4097"),
         (["--decontaminate", "."], "holds none of the files that 'smlp zeroshot --data-dir' reads"),
         (["--held-out", "a.jsonl"], "is read twice"),
     ],

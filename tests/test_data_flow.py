@@ -174,7 +174,7 @@ def test_parts_have_names_of_their_own(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
     parts = plan_parts(find_files([tmp_path], [".txt", ".jsonl"]))
-    assert [part.name for part in parts] == ["x--a", "x--a+2", "y--a"]
+    assert [part.name for part in parts] == ["x--a", "x--a+2", "y--a", "y--removed"]
     with pytest.raises(UserError, match="read twice"):
         find_files([tmp_path, tmp_path / "x" / "a.txt"], [".txt"])
     with pytest.raises(UserError, match=r"holds no file that ends in \.parquet"):

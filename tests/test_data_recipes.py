@@ -9,7 +9,7 @@ import pytest
 from running import REPOSITORY, as_user
 
 RECIPES = REPOSITORY / "examples" / "data"
-# Runs each job at once, one task after the other, and prints its number: what 'sbatch --parsable' prints.
+# Runs each job at once, all tasks of an array together, and prints its number: what 'sbatch --parsable' prints.
 SBATCH = """#!/usr/bin/env bash
 set -eu
 tasks=none wrap=""
@@ -21,8 +21,15 @@ while [ "$#" -gt 0 ]; do
     esac
     shift
 done
-if [ "$tasks" = none ]; then bash -euc "$wrap" >>"$JOBS.out" 2>&1; else
-    for task in $(seq 0 "$tasks"); do SLURM_ARRAY_TASK_ID="$task" bash -euc "$wrap" >>"$JOBS.out" 2>&1; done
+if [ "$tasks" = none ]; then sh -euc "$wrap" >>"$JOBS.out" 2>&1; else
+    started=""
+    for task in $(seq 0 "$tasks"); do
+        SLURM_ARRAY_TASK_ID="$task" sh -euc "$wrap" >>"$JOBS.out" 2>&1 &
+        started="$started $!"
+    done
+    failed=0
+    for process in $started; do wait "$process" || failed=1; done
+    [ "$failed" = 0 ]
 fi
 wc -l <"$JOBS"
 """
@@ -38,10 +45,18 @@ def recipe(name, *words, **environment):
     )
 
 
+def slurm(folder, jobs):
+    """The environment in which sbatch is the one above."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "sbatch").write_text(SBATCH)
+    (folder / "bin" / "sbatch").chmod(0o755)
+    return {"PATH": f"{folder / 'bin'}:{as_user()['PATH']}", "JOBS": str(jobs)}
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A few pages of English."""
-    folder = tmp_path_factory.mktemp("source") / "pages"
+    """A few pages of English, in a folder whose name is not that of the folder that fetch makes for it."""
+    folder = tmp_path_factory.mktemp("source") / "some pages"
     folder.mkdir()
     for name in ("data", "models", "parallel", "slurm", "generation", "zeroshot", "performance", "launching"):
         shutil.copy(REPOSITORY / "docs" / f"{name}.md", folder / f"{name}.txt")
@@ -61,15 +76,11 @@ def test_a_dry_run_estimates_and_rehearses_all_steps(name, text, tmp_path):
 def test_job_arrays_write_the_same_shards(text, tmp_path):
     here = recipe("roberta_tenth", tmp_path / "here", "--source", text, "--workers", "1", REHEARSAL="1")
     assert here.returncode == 0, here.stdout + here.stderr
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "sbatch").write_text(SBATCH)
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
     jobs = tmp_path / "jobs"
     arrays = recipe(
         "roberta_tenth",
         *(tmp_path / "arrays", "--source", text, "--workers", "1", "--tasks", "2", "--", "--mem", "4G"),
-        PATH=f"{tmp_path / 'bin'}:{as_user()['PATH']}",
-        JOBS=str(jobs),
+        **slurm(tmp_path, jobs),
         REHEARSAL="1",
     )
     assert arrays.returncode == 0, arrays.stdout + arrays.stderr + jobs.with_suffix(".out").read_text()
@@ -82,6 +93,52 @@ def test_job_arrays_write_the_same_shards(text, tmp_path):
     ]
     assert len(files[0]) >= 4 and files[0] == files[1]
     assert json.loads((tmp_path / "arrays" / "bin" / "report.json").read_text())
+
+
+def test_folders_are_those_that_fetch_writes(tmp_path):
+    """Names change where they hold what a folder's should not, and those of files lose their suffixes."""
+    (tmp_path / "some pages").mkdir()
+    (tmp_path / "a.b.jsonl.gz").touch()
+    (tmp_path / "some pages" / "a.txt").write_text("Some text.")
+    done = subprocess.run(
+        [
+            *("bash", "-c", 'source "$0"; begin "$1"; shift; folders; folders "$@"; printf "%s\\n" "${found[@]}"'),
+            *(RECIPES / "steps.sh", "my out", "some pages", "wikipedia", "a.b.jsonl.gz", "hf:owner/name:en"),
+        ],
+        cwd=tmp_path,
+        env=as_user(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    names = ["some-pages", "wikipedia", "a.b", "owner--name--en"]
+    assert done.stdout.splitlines() == [f"my out/fetched/{name}" for name in names]
+
+
+def test_jobs_are_lines_that_any_shell_reads(tmp_path):
+    """Words are those of the command in every task: spaces, quotes and other letters than ASCII in them too."""
+    (tmp_path / "smlp").write_text('#!/bin/sh\nfor word in "$@"; do printf "<%s>" "$word"; done\necho\n')
+    (tmp_path / "smlp").chmod(0o755)
+    out = "it's a \u00fc\n$HOME \\ `id`"
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            'source "$0"; begin "$1" --tasks 2 --workers 3; step clean --out "$out"',
+            RECIPES / "steps.sh",
+            out,
+        ],
+        env={**as_user(), **slurm(tmp_path, tmp_path / "jobs"), "SMLP": str(tmp_path / "smlp"), "LC_ALL": "C"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    command = f"<data><clean><--out><{out}><--workers><3>"
+    found = (tmp_path / "jobs.out").read_text(encoding="utf-8")
+    assert sorted(found.split("<data>")[1:]) == sorted(
+        f"{command}{share}\n".removeprefix("<data>") for share in ("", "<--share><0/2>", "<--share><1/2>")
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,17 @@ import numpy as np
 
 from data_prep.dedup.components import first_of_each
 from data_prep.dedup.contamination import index_tasks, read_tasks, summary
-from data_prep.dedup.files import WORK, Signed
-from data_prep.dedup.groups import exact_pairs, near_pairs, partition_parts
-from data_prep.dedup.options import add_options, check
+from data_prep.dedup.files import CONTAMINATED, REMOVED, WORK, Signed
+from data_prep.dedup.groups import exact_pairs, near_pairs, pairs_name, partition_parts
+from data_prep.dedup.options import MAX_PARTITIONS, add_options, check
 from data_prep.dedup.report import describe
 from data_prep.dedup.sign import SignSettings, sign_part
 from data_prep.dedup.signatures import Scheme
-from data_prep.dedup.write import Decisions, write_part
+from data_prep.dedup.write import Decisions, outputs_of_part, write_part
 from data_prep.flow.documents import FORMATS
 from data_prep.flow.manifest import Counts, PartResult, write_manifest
 from data_prep.flow.options import COMPRESSIONS, input_settings, reading_of, run_of
-from data_prep.flow.parts import CONTAMINATED, REMOVED, Part, find_files, plan_parts
+from data_prep.flow.parts import Part, find_files, plan_parts, unique_name
 from data_prep.flow.reporting import report
 from data_prep.flow.running import STATE, Finished, Run, begin, run_parts
 from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     reading, run = reading_of(args), run_of(args)
     held_out, inputs = _plan(args)
-    num_partitions = args.partitions or _num_partitions([*held_out, *inputs])
     scheme = Scheme.for_threshold(args.threshold, args.num_perm, args.ngram, args.seed) if args.near else None
-    recorded = _settings(args, scheme, num_partitions)
+    recorded = _settings(args, scheme)
     texts = read_tasks(args.decontaminate, args.decontaminate_splits) if args.decontaminate else None
     begin(run, "dedup", recorded, args.restart)
+    num_partitions = args.partitions or _num_partitions(run.out, [*held_out, *inputs])
     tasks = index_tasks(texts, args.decontaminate_ngram, run.out / WORK / "tasks") if texts else None
     sign = SignSettings(
         reading,
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(done, Finished):
             return ending.waiting(done, "a phase")
         manifest = _finish(run, recorded, sign, len(held_out), *done)
-        return ending.finished(manifest, *describe(manifest))
+        return ending.finished(manifest, *describe(manifest, run.out))
 
 
 def _plan(args: argparse.Namespace) -> tuple[list[Part], list[Part]]:
@@ -83,15 +83,22 @@ def _plan(args: argparse.Namespace) -> tuple[list[Part], list[Part]]:
     held_out, inputs = (
         plan_parts(find_files(paths, FORMATS), args.part_bytes, cut_text=cut) for paths in (args.held_out, args.inputs)
     )
-    return [replace(part, name=f"held-out+{part.name}") for part in held_out], inputs
+    names = {part.name for part in inputs}
+    return [replace(part, name=unique_name(f"held-out+{part.name}", names)) for part in held_out], inputs
 
 
-def _num_partitions(parts: Sequence[Part]) -> int:
+def _num_partitions(out: Path, parts: Sequence[Part]) -> int:
+    """That of an earlier run in this folder, whose rows are kept although inputs have changed, or one by size."""
+    record = out / WORK / "num_partitions"
+    if record.is_file():
+        return int(record.read_text())
     size = sum(part.num_bytes * (_EXPANSION if part.path.suffix in COMPRESSED else 1) for part in parts)
-    return min(1 + size // PARTITION_BYTES, 4096)
+    number = min(1 + size // PARTITION_BYTES, MAX_PARTITIONS)
+    write_bytes(record, f"{number}\n".encode())
+    return number
 
 
-def _settings(args: argparse.Namespace, scheme: Scheme | None, num_partitions: int) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, scheme: Scheme | None) -> dict[str, Any]:
     near, tasks = {}, {}
     if scheme:
         near = {"threshold": args.threshold, **vars(scheme)}
@@ -106,7 +113,7 @@ def _settings(args: argparse.Namespace, scheme: Scheme | None, num_partitions: i
     return {
         **input_settings(args),
         **{"held_out": held_out, "near": near, "decontaminate": tasks},
-        **{"compress": args.compress, "partitions": num_partitions},
+        **{"compress": args.compress, "partitions": args.partitions},
     }
 
 
@@ -116,16 +123,20 @@ def _phases(
     """What the first and the last phase gave, or the phase at which other shares are at work."""
     parts = [*held_out, *inputs]
     phase = f"sign-{sign.tasks.digest[:8]}" if sign.tasks else "sign"
-    signing = run_parts(run, phase, parts, partial(sign_part, settings=sign))
+    signing = run_parts(run, phase, parts, partial(sign_part, settings=sign), sign.num_partitions)
     if signing.results is None:
         return signing
     sizes = [result.facts["documents"] for result in signing.results]
     signed = Signed.of(run.out, [part.name for part in parts], sizes, len(held_out))
     outputs = [result.outputs for result in signing.results]
     digest = hashlib.sha256(json.dumps([outputs, len(held_out)]).encode()).hexdigest()[:8]
-    _forget(run.out, [phase, *(f"{name}-{digest}" for name in ("exact", "near", "write"))])
-
+    suffix = COMPRESSIONS[args.compress]
+    current = {output["name"] for rows in outputs for output in rows}
+    current.update(name for part in inputs for name in outputs_of_part(part.name, suffix))
     partitions = partition_parts(run.out, sign.num_partitions)
+    current.update(pairs_name(kind, part) for kind in ("exact", "near") for part in partitions)
+    _forget(run.out, [phase, *(f"{name}-{digest}" for name in ("exact", "near", "write"))], current)
+
     work = partial(exact_pairs, signed=signed, num_partitions=sign.num_partitions)
     exact = run_parts(run, f"exact-{digest}", partitions, work)
     if exact.results is None:
@@ -157,7 +168,7 @@ def _phases(
         signed=signed,
         decisions=decisions,
         num_perm=args.num_perm,
-        suffix=COMPRESSIONS[args.compress],
+        suffix=suffix,
     )
     written = run_parts(run, f"write-{digest}", inputs, work)
     return written if written.results is None else (signing, written)
@@ -167,11 +178,20 @@ def _pair_files(out: Path, results: list[PartResult]) -> list[Path]:
     return [out / output["name"] for result in results for output in result.outputs if output["bytes"]]
 
 
-def _forget(out: Path, phases: list[str]) -> None:
-    """Throws away the records of phases that worked on other documents than these."""
-    for path in (out / STATE).iterdir():
-        if path.is_dir() and path.name not in phases:
-            shutil.rmtree(path)
+def _forget(out: Path, phases: list[str], current: set[str]) -> None:
+    """Throws away the records of phases that worked on other documents than these, and of what they wrote all that is
+    not ``current``: an input may be gone since, and later steps read whatever lies in the folder."""
+    for folder in (out / STATE).iterdir():
+        if not folder.is_dir() or folder.name in phases:
+            continue
+        for path in folder.glob("*.json"):
+            try:
+                outputs = json.loads(path.read_text(encoding="utf-8"))["outputs"]
+            except FileNotFoundError:  # another share does the same
+                continue
+            for name in {output["name"] for output in outputs} - current:
+                (out / name).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _finish(

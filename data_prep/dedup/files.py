@@ -1,4 +1,4 @@
-"""What the phases leave for each other, in ``OUT/.work``, and where a document's number leads."""
+"""What the phases leave for each other, in ``OUT/.work``; the reports; and where a document's number leads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ import numpy as np
 from data_prep.flow.streams import sha256_of
 
 WORK = ".work"
+# The point keeps the next step from reading them as documents, whatever files of the corpus are called.
+REMOVED = ".reports/removed.jsonl.gz"
+CONTAMINATED = ".reports/contaminated.jsonl.gz"
 _OPEN_FILES = 64
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +28,11 @@ def partition_parts(out: Path, num_partitions: int) -> list[Part]:
         path = out / WORK / "partitions" / f"{number:05d}"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{number}\n")
+            # Another share may write it too: whoever comes last must leave the same file, its time included.
+            temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+            temporary.write_text(f"{number}\n")
+            os.utime(temporary, (0, 0))
+            os.replace(temporary, path)
         parts.append(Part(path, f"{number:05d}", ""))
     return parts
 
@@ -49,7 +55,7 @@ def exact_pairs(part: Part, out: Path, signed: Signed, num_partitions: int) -> P
     new[1:] = (rows[1:, :2] != rows[:-1, :2]).any(axis=1)
     first = rows[np.flatnonzero(new)[np.cumsum(new) - 1], 2] if len(rows) else rows[:, 2]
     pairs = np.stack([first, rows[:, 2]], axis=1)[~new].astype(np.int64)
-    return _write_pairs(out, f"exact-{part.name}", pairs)
+    return _write_pairs(out / pairs_name("exact", part), out, pairs)
 
 
 def near_pairs(
@@ -76,7 +82,7 @@ def near_pairs(
             found.update(alike(piece, lookup, threshold))
     lookup.close()
     pairs = np.array(sorted(found), dtype=np.int64).reshape(-1, 2)
-    return _write_pairs(out, f"near-{part.name}", pairs)
+    return _write_pairs(out / pairs_name("near", part), out, pairs)
 
 
 def alike(documents: np.ndarray, lookup: Lookup, threshold: float) -> Iterator[tuple[int, int]]:
@@ -100,8 +106,12 @@ def alike(documents: np.ndarray, lookup: Lookup, threshold: float) -> Iterator[t
                 yield int(documents[place]), int(documents[later])
 
 
-def _write_pairs(out: Path, name: str, pairs: np.ndarray) -> PartResult:
-    path = out / WORK / f"{name}.pairs"
+def pairs_name(kind: str, part: Part) -> str:
+    """Where the pairs of a partition are, in the step's folder; ``kind`` is ``exact`` or ``near``."""
+    return f"{WORK}/{kind}-{part.name}.pairs"
+
+
+def _write_pairs(path: Path, out: Path, pairs: np.ndarray) -> PartResult:
     with write_stream(path) as (stream, _):
         stream.write(pairs.tobytes())
     return PartResult([output_of(out, path)], Counts(), facts={"pairs": len(pairs)})

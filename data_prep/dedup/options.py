@@ -9,6 +9,8 @@ from data_prep.dedup.contamination import MIN_NGRAM, NGRAM
 from data_prep.flow.options import add_compression, add_input_options, add_run_options
 from smlp.errors import UserError
 
+MAX_PARTITIONS = 4096  # a phase has a file for each, and reads a piece of every part for each
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """All options."""
@@ -30,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ngram", type=int, default=5, metavar="N", help="words of a run (default: 5)")
     group.add_argument("--seed", type=int, default=1, metavar="N", help="of the signatures (default: 1)")
     group.add_argument(
-        "--partitions", type=int, metavar="N", help="of the rows on disk (default: one for each 64 MiB of text)"
+        "--partitions", type=int, metavar="N", help="of the rows on disk, up to 4096 (default: one for each 64 MiB)"
     )
     group = parser.add_argument_group("zero-shot tasks")
     group.add_argument(
@@ -71,5 +73,5 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if not 0 <= args.seed < 1 << 32:
         raise UserError(f"--seed must be from 0 to {(1 << 32) - 1}, not {args.seed}")
-    if args.partitions is not None and not 1 <= args.partitions <= 65536:
-        raise UserError(f"--partitions must be from 1 to 65536, not {args.partitions}")
+    if args.partitions is not None and not 1 <= args.partitions <= MAX_PARTITIONS:
+        raise UserError(f"--partitions must be from 1 to {MAX_PARTITIONS}, not {args.partitions}")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from data_prep.dedup.files import CONTAMINATED, REMOVED
 from smlp.zeroshot.readers import READERS
 
 MAX_ROWS = 20
 
 
-def describe(manifest: dict[str, Any]) -> list[str]:
-    """Lines: who was removed because of whom, overlap with tasks."""
+def describe(manifest: dict[str, Any], out: Path) -> list[str]:
+    """Lines: who was removed because of whom, overlap with tasks, where each document of these is named."""
     lines: list[str] = []
     pairs = manifest["pairs"]
     if pairs:
@@ -37,6 +39,9 @@ def describe(manifest: dict[str, Any]) -> list[str]:
         held_out = manifest["held_out"]
         lost = "".join(f", {number:,} {reason}" for reason, number in held_out["dropped"].items())
         lines.append(f"held out: {held_out['kept']:,} documents{lost}")
+    lines.append(f"removed documents, one a line: {out / REMOVED}")
+    if CONTAMINATED in manifest:
+        lines.append(f"documents that overlap with a task, one a line: {out / CONTAMINATED}")
     return lines
 
 

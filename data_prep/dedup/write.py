@@ -40,6 +40,11 @@ class Decisions:
         return np.fromfile(path, dtype=self.kind, offset=start * size, count=stop - start)
 
 
+def outputs_of_part(name: str, suffix: str) -> tuple[str, str]:
+    """What :func:`write_part` writes for a part, as names in the step's folder: documents, and those removed."""
+    return f"{name}.jsonl{suffix}", f"{WORK}/{name}.removed"
+
+
 def write_part(
     part: Part, out: Path, reading: Reading, signed: Signed, decisions: Decisions, num_perm: int, suffix: str
 ) -> PartResult:
@@ -60,12 +65,9 @@ def write_part(
     tainted = np.fromfile(signed.path(number, "tainted"), dtype=bool)
     lookup = Lookup(signed, num_perm)
     counts, defects, pairs = Counts(), [], Counter()
-    removed_path = out / WORK / f"{part.name}.removed"
+    documents_path, removed_path = (out / name for name in outputs_of_part(part.name, suffix))
     index = 0
-    with (
-        write_stream(out / f"{part.name}.jsonl{suffix}") as (stream, written),
-        write_stream(removed_path) as (removed, _),
-    ):
+    with write_stream(documents_path) as (stream, written), write_stream(removed_path) as (removed, _):
         for piece in read(part, reading):
             if isinstance(piece, Defect):
                 defects.append({"problem": piece.problem, "where": piece.where})

@@ -13,10 +13,6 @@ from data_prep.flow.manifest import MANIFEST, STATE
 from data_prep.flow.streams import COMPRESSIONS, PARTIAL, compression_of, name_of, suffix_of
 from smlp.errors import UserError
 
-# Reports of smlp data dedup, which stand beside its documents and hold none.
-REMOVED = "removed.jsonl.gz"
-CONTAMINATED = "contaminated.jsonl.gz"
-
 _SHOWN = 5  # names of files that are not read
 _NAME_BYTES = 160  # of a part's name; file systems allow 255, with suffixes
 PART_BYTES = 256 << 20  # of a plain file: larger ones are cut, so that all workers have something to do
@@ -61,7 +57,7 @@ class Part:
 def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Path, Path]]:
     """Files named, and those below folders named that end in ``suffixes`` (or these and a compression's), sorted.
 
-    Left out are folders and files whose name begins with a point, what an unfinished step wrote, and dedup's reports.
+    Left out are folders and files whose name begins with a point: what a step wrote for itself, or has not finished.
 
     Returns:
         Pairs of the input that led to a file, and the file.
@@ -139,7 +135,7 @@ def _walk(place: Path) -> list[Path]:
 
 
 def _is_wanted(path: Path, suffixes: tuple[str, ...]) -> bool:
-    return suffix_of(path) in suffixes and path.is_file() and path.name not in (REMOVED, CONTAMINATED)
+    return suffix_of(path) in suffixes and path.is_file()
 
 
 def plan_parts(

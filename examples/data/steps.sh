@@ -85,17 +85,25 @@ step() {
     submit "$name" -- "${words[@]}" # what is left, and the manifest
 }
 
+# quoted WORDS...: as one line for any shell; sbatch --wrap gives it to /bin/sh, which may not know $'...' of printf %q
+quoted() {
+    local word quote="'" escaped="'\\''" line=""
+    for word in "$@"; do line+="'${word//$quote/$escaped}' "; done
+    printf '%s' "$line"
+}
+
 # submit NAME SBATCH_OPTIONS... -- COMMAND...
 submit() {
     local name="$1" own=() line
+    local task="'\"\$SLURM_ARRAY_TASK_ID\"'" # ends the quotation around it, and begins it again
     shift
     while [ "$1" != -- ]; do
         own+=("$1")
         shift
     done
     shift
-    line="$(printf '%q ' "$@")"
-    line="${line//@TASK@/\$SLURM_ARRAY_TASK_ID}"
+    line="$(quoted "$@")"
+    line="${line//@TASK@/$task}"
     [ -z "$after" ] || own+=(--dependency="afterok:$after")
     after="$(sbatch --parsable --job-name "smlp-$name" "${sbatch_options[@]}" "${own[@]}" --wrap "$line")"
     after="${after%%;*}"
@@ -114,11 +122,19 @@ small_or() { if [ -n "${REHEARSAL:-}" ]; then echo "$2"; else echo "$1"; fi; }
 # get SOURCES... OPTIONS...: documents of all sources
 get() { step fetch "$@" --out "$out/fetched" --delete-downloads --compress zst; }
 
-# folders SOURCES...: sets found to where 'get' put them
+# folders SOURCES...: sets found to where 'get' puts them; the step itself says by what names
 folders() {
-    local source
+    local plan names name
     found=()
-    for source in "$@"; do found+=("$out/fetched/$(basename "$source" .toml)"); done
+    [ "$#" -gt 0 ] || return 0
+    plan="$(mktemp)"
+    # It ends with 1 also if the disk is too small, which 'get' says; there is no plan if a source is wrong.
+    "$SMLP" data fetch "$@" --out "$out/fetched" --dry-run --json "$plan" >/dev/null || [ -s "$plan" ]
+    names="$(python3 -c 'import json, sys
+for row in json.load(open(sys.argv[1]))["sources"]:
+    print(row["name"])' "$plan")"
+    rm -f "$plan"
+    while read -r name; do found+=("$out/fetched/$name"); done <<<"$names"
 }
 
 # clean_and_dedup FOLDERS...: what is worth keeping, once, in OUT/unique
