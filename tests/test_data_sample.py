@@ -88,6 +88,31 @@ def test_splits_have_the_exact_number_and_no_text_is_in_two(corpus, tmp_path):
     assert other["valid: documents"] == 20
 
 
+@pytest.fixture
+def copies(tmp_path):
+    """Ten documents, and ten more with one text."""
+    texts = [f"text number {index}" for index in range(10)] + ["the same again"] * 10
+    with write_stream(tmp_path / "in" / "a.jsonl") as (stream, _):
+        stream.write(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts))
+    return tmp_path / "in"
+
+
+def test_equal_texts_go_to_one_split_and_make_it_smaller(copies, tmp_path, capsys):
+    seen = set()
+    for seed in range(12):
+        out = tmp_path / str(seed)
+        if sample(copies, out, "--valid", "0.25", "--test", "0.25", "--seed", str(seed)) is None:
+            error = capsys.readouterr().err
+            assert "0.25 of 20 documents is 5, but 10 at its beginning have the same text" in error
+            seen.add("error")
+            continue
+        found = {split: [row["text"] for row in rows_of(out, split)] for split in ("train", "valid", "test")}
+        assert len({text for rows in found.values() for text in set(rows)}) == sum(len(set(row)) for row in found.values())
+        assert max(len(found[split]) for split in ("valid", "test")) <= 5 and found["train"].count("the same again") == 10
+        seen.add(len(found["valid"]) + len(found["test"]))
+    assert "error" in seen and len(seen) > 2
+
+
 @pytest.mark.parametrize("budget", [1, 57, 1000, 3333])
 def test_a_budget_of_words_is_exact(corpus, tmp_path, budget):
     """The last document is cut, and where it begins with one word alone, at that word."""
