@@ -16,9 +16,9 @@ from data_prep.flow.options import add_reading_options, add_run_options, reading
 from data_prep.flow.parts import Part
 from data_prep.flow.reporting import report
 from data_prep.flow.running import Finished, Run, begin, run_parts
-from data_prep.flow.streams import sha256_of, write_bytes
+from data_prep.flow.streams import write_bytes
+from data_prep.tokenize.shared import tokenizer_files, tokenizer_setting
 from smlp.errors import UserError
-from smlp.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 # encoding.FORMATS, without what that module imports
 FORMATS = ("documents", "lines", "pieces")
@@ -105,13 +105,8 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     inputs = {"in": None if args.sample is None else str(args.sample)}
     inputs |= {split: list(map(str, getattr(args, split) or ())) for split in SPLITS}
-    files = {path.name: sha256_of(path) for path in _tokenizer_files(args.tokenizer)}
-    tokenizer = {"path": str(args.tokenizer), "sha256": files}
+    tokenizer = tokenizer_setting(args.tokenizer)
     return {**inputs, "format": args.format, **reading_settings(args), "tokenizer": tokenizer, "shards": args.shards}
-
-
-def _tokenizer_files(folder: Path) -> list[Path]:
-    return [folder / name for name in (DICTIONARY, *TOKENIZER_FILES) if (folder / name).is_file()]
 
 
 def _encode(run: Run, splits: dict[str, list[Part]], job: Any) -> dict[str, Finished]:
@@ -152,7 +147,7 @@ def _merge(
     beside = [
         {**write_bytes(run.out / f"{folder}{path.name}", path.read_bytes()), "name": f"{folder}{path.name}"}
         for folder in folders
-        for path in _tokenizer_files(args.tokenizer)
+        for path in tokenizer_files(args.tokenizer)
     ]
     encoded = [replace(result, outputs=[]) for done in finished.values() for result in done.results]
     facts = {"splits": {}, "dictionary": vocab_size, "dtype": dtype.str}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -204,7 +205,7 @@ def _shares(
             raise UserError(
                 f"a budget of {budget:,} {unit} is more than the {total:,} that there are: lower it, or add --repeat"
             )
-        return _divide(budget, {source: float(amount) for source, amount in available.items()})
+        return _divide(budget, {source: Fraction(amount) for source, amount in available.items()})
     if set(weights) != set(available):
         missing, unknown = sorted(set(available) - set(weights)), sorted(set(weights) - set(available))
         raise UserError(
@@ -214,10 +215,11 @@ def _shares(
                 + ([f"there is no {', '.join(unknown)}"] if unknown else [])
             )
         )
-    used = {source: weight for source, weight in weights.items() if weight}
-    if budget is None:  # as much as the scarcest source allows
-        budget = min(int(available[source] * sum(used.values()) / weight) for source, weight in used.items())
-    wanted = _divide(budget, {source: weights[source] for source in available})
+    exact = {source: Fraction(str(weights[source])) for source in available}
+    if budget is None:  # as much as the scarcest source allows, all of which is taken
+        scale = min(available[source] / weight for source, weight in exact.items() if weight)
+        return {source: int(scale * weight) for source, weight in exact.items()}
+    wanted = _divide(budget, exact)
     for source, amount in wanted.items():
         if amount > available[source] and (not repeat or not available[source]):
             raise UserError(
@@ -227,11 +229,14 @@ def _shares(
     return wanted
 
 
-def _divide(budget: int, weights: dict[str, float]) -> dict[str, int]:
-    """Whole numbers in proportion to weights that add up to ``budget``."""
-    total, shares, before, running = sum(weights.values()), {}, 0, 0.0
-    for source, weight in weights.items():
-        running += weight
-        upto = round(budget * running / total) if total else 0
-        shares[source], before = upto - before, upto
+def _divide(budget: int, weights: dict[str, Fraction]) -> dict[str, int]:
+    """Whole numbers that add up to ``budget``, each the exact share of a weight rounded down or up."""
+    total = sum(weights.values())
+    if not total:
+        return dict.fromkeys(weights, 0)
+    exact = {source: budget * weight / total for source, weight in weights.items()}
+    shares = {source: int(share) for source, share in exact.items()}
+    left = budget - sum(shares.values())
+    for source in sorted(exact, key=lambda source: shares[source] - exact[source])[:left]:  # the largest remainders
+        shares[source] += 1
     return shares

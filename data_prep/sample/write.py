@@ -40,6 +40,9 @@ def write_part(
             if isinstance(piece, Loss):
                 counts.drop(piece.reason)
                 continue
+            if reason := measure.reason_against(piece.text):
+                counts.drop(reason)
+                continue
             draw, split_hash = hashes(piece.text, seed)
             split, times, beginning = plan.place(draw, split_hash, place_of(order[part.name], number), piece.source)
             number += 1

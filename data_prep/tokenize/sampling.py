@@ -16,9 +16,9 @@ from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import open_stream, write_stream
+from data_prep.tokenize.shared import NOT_TEXT
 
 NOT_DRAWN = "not drawn"
-NOT_TEXT = "not text: half of a surrogate pair"
 
 
 def rank_of(text: str, seed: int) -> int:
