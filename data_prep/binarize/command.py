@@ -132,7 +132,8 @@ def _merge(
     from data_prep.binarize.mmap_files import token_type
 
     dtype, folders, plans = token_type(vocab_size), shard_folders(args.shards), []
-    for split, done in finished.items():
+    written = {split: done for split, done in finished.items() if not _left_out(split, done, args)}
+    for split, done in written.items():
         own = folders if split == "train" else folders[:1]
         parts = write_plans(run.out, split, done.results, own, args.format != DOCUMENTS, dtype)
         empty = sum(tokens_of_plan(part) == 0 for part in parts)
@@ -151,7 +152,7 @@ def _merge(
     ]
     encoded = [replace(result, outputs=[]) for done in finished.values() for result in done.results]
     facts = {"splits": {}, "dictionary": vocab_size, "dtype": dtype.str}
-    for split, done in finished.items():
+    for split, done in written.items():
         rows = [row for result in merged for row in result.outputs if Path(row["name"]).name == f"{split}.bin"]
         sums = {name: sum(row[name] for row in rows) for name in ("tokens", "lines", "ends")}
         sums["unknown"] = sum(result.facts["unknown"] for result in done.results)
@@ -159,6 +160,12 @@ def _merge(
     write_manifest(
         run.out, "binarize", settings, _inputs(finished), [*encoded, *merged, PartResult(beside, Counts())], facts
     )
+
+
+def _left_out(split: str, done: Finished, args: argparse.Namespace) -> bool:
+    """Whether it is valid or test of ``--in``, with files that hold nothing: none was wanted."""
+    empty = all(not result.counts.documents_in and not result.facts["segments"] for result in done.results)
+    return empty and split != "train" and args.sample is not None
 
 
 def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float) -> list[str]:
