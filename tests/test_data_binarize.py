@@ -317,7 +317,7 @@ def test_after_a_kill_the_same_shards_and_no_half_one(sample, tokenizer, tmp_pat
         (["--in", "sample", "--shards", 500], "of 500 shards of train are empty"),
         (["--in", "sample", "--train", "sample"], "--in DIR or with --train"),
         ([], "--in DIR or with --train"),
-        (["--in", "nothing"], "holds no folder or file train, valid or test"),
+        (["--in", "nothing"], "holds no folder or file train with text"),
         (["--train", "bad.txt", "--format", "lines"], "bad.txt is not UTF-8: byte 0xff at position 6"),
         (["--train", "cut.txt.gz", "--format", "lines"], "cut.txt.gz: "),
         (["--train", "sample/train/a.jsonl", "--tokenizer", "nowhere"], "--tokenizer nowhere is no folder"),
@@ -337,6 +337,32 @@ def test_mistakes(sample, tokenizer, tmp_path, monkeypatch, capsys, arguments, w
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_splits_that_are_not_there_or_hold_nothing_are_left_out_unless_they_are_named(tokenizer, tmp_path, capsys):
+    write_jsonl(tmp_path / "in" / "a.jsonl", documents(10, 1))
+    out = tmp_path / "sample"
+    run = ["data", "sample", "--in", str(tmp_path / "in"), "--out", str(out), "--workers", "1", "--quiet"]
+    assert main([*run, "--valid", "0", "--test", "0"]) == 0
+    common = ["--tokenizer", tokenizer, "--out"]
+    assert binarize("--in", out, *common, tmp_path / "one") == 0
+    assert set(manifest_of(tmp_path / "one")["splits"]) == {"train"} and not manifest_of(tmp_path / "one")["defects"]
+    (out / "valid").mkdir()
+    (out / "test").mkdir()
+    (out / "test" / "a.jsonl").write_text("\n")
+    assert binarize("--in", out, *common, tmp_path / "two") == 0
+    assert [row["where"] for row in manifest_of(tmp_path / "two")["defects"]] == [str(out / "test" / "a.jsonl")]
+    assert {path.name for path in (tmp_path / "two").glob("*.bin")} == {"train.bin"}
+    assert binarize("--in", out, *common, tmp_path / "two") == 0
+    capsys.readouterr()
+    for split, words in (("test", "test is empty"), ("valid", "holds no file that ends in")):
+        assert (
+            binarize("--train", out / "train", f"--{split}", out / split, *common, tmp_path / "bad", "--restart") == 1
+        )
+        assert words in capsys.readouterr().err
+    (out / "train").rename(out / "valid" / "train")
+    assert binarize("--in", out, *common, tmp_path / "bad", "--restart") == 1
+    assert "holds no folder or file train with text" in capsys.readouterr().err
 
 
 def test_lines_go_to_shards_by_parts(tokenizer, tmp_path):

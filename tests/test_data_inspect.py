@@ -9,7 +9,7 @@ import pytest
 from test_data_binarize import binarize, documents, write_jsonl
 from test_data_tokenizer import sentences
 
-from data_prep.inspecting import statistics, token_file
+from data_prep.inspecting import checks, statistics, token_file
 from data_prep.inspecting.statistics import Statistics
 from data_prep.inspecting.token_file import TokenFile
 from data_prep.tokenize.sentencepieces import pieces_of, train_sentencepiece
@@ -198,6 +198,26 @@ def test_data_of_fairseq_preprocess(tiny_data, capsys):
     assert inspect(tiny_data) == 0
     out = capsys.readouterr().out
     assert "3 files are whole" in out and "--- from test" in out
+
+
+def test_places_that_cannot_be_written_are_found_before_the_work(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checks, "inspect", lambda *_: pytest.fail("the work has begun"))
+    other = tmp_path / "text.txt"
+    other.write_text("no picture and no JSON")
+    both = tmp_path / "both"
+    for arguments, words in [
+        (["--json", tmp_path], f"--json {tmp_path} is a folder: name a file"),
+        (["--json", tmp_path / "no" / "a.json"], f"there is no folder {tmp_path / 'no'}"),
+        (["--json", other], f"--json {other}: there is a file of another kind"),
+        (["--plot", tmp_path], f"--plot {tmp_path} is a folder: name a file"),
+        (["--plot", tmp_path / "no" / "a.png"], f"there is no folder {tmp_path / 'no'}"),
+        (["--plot", other], f"--plot {other}: there is a file of another kind"),
+        (["--plot", both, "--json", both], f"--json and --plot both name {both}"),
+    ]:
+        assert inspect(made, *arguments) == 1
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+    assert other.read_text() == "no picture and no JSON"
 
 
 def test_mistakes(made, tmp_path, capsys):

@@ -6,10 +6,13 @@ import random
 
 import numpy as np
 import pytest
+from test_data_tokenizer import sentences
 
 from data_prep.flow.streams import write_stream
-from data_prep.sample.plan import find_cut
+from data_prep.sample.plan import _shares, find_cut
 from data_prep.sample.sizes import Measure
+from data_prep.sample.survey import hashes
+from data_prep.tokenize.sentencepieces import pieces_of, train_sentencepiece
 from smlp.cli.main import main
 
 
@@ -88,6 +91,35 @@ def test_splits_have_the_exact_number_and_no_text_is_in_two(corpus, tmp_path):
     assert other["valid: documents"] == 20
 
 
+@pytest.fixture
+def copies(tmp_path):
+    """Ten documents, and ten more with one text."""
+    texts = [f"text number {index}" for index in range(10)] + ["the same again"] * 10
+    with write_stream(tmp_path / "in" / "a.jsonl") as (stream, _):
+        stream.write(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts))
+    return tmp_path / "in"
+
+
+def test_equal_texts_go_to_one_split_and_make_it_smaller(copies, tmp_path, capsys):
+    seen = set()
+    for seed in range(12):
+        out = tmp_path / str(seed)
+        if sample(copies, out, "--valid", "0.25", "--test", "0.25", "--seed", str(seed)) is None:
+            error = capsys.readouterr().err
+            assert "0.25 of 20 documents is 5, but 10 at its beginning have the same text" in error
+            seen.add("error")
+            continue
+        found = {split: [row["text"] for row in rows_of(out, split)] for split in ("train", "valid", "test")}
+        assert len({text for rows in found.values() for text in set(rows)}) == sum(
+            len(set(row)) for row in found.values()
+        )
+        assert (
+            max(len(found[split]) for split in ("valid", "test")) <= 5 and found["train"].count("the same again") == 10
+        )
+        seen.add(len(found["valid"]) + len(found["test"]))
+    assert "error" in seen and len(seen) > 2
+
+
 @pytest.mark.parametrize("budget", [1, 57, 1000, 3333])
 def test_a_budget_of_words_is_exact(corpus, tmp_path, budget):
     """The last document is cut, and where it begins with one word alone, at that word."""
@@ -154,7 +186,7 @@ def test_the_same_whatever_the_workers(corpus, tmp_path):
         }
         for name in "ab"
     )
-    assert one == two and len(one) == 6 * 3 + 1
+    assert one == two and {path.parts[0] for path in one} == {"train", "valid", "test", "manifest.json"}
 
 
 def test_documents_that_cannot_be_read_are_counted(tmp_path):
@@ -172,6 +204,9 @@ def test_documents_that_cannot_be_read_are_counted(tmp_path):
     ("options", "message"),
     [
         (["--fraction", "0"], "--fraction must be above 0 and at most 1, not 0.0"),
+        (["--fraction", "1e-19"], "--fraction must be at least 2^-60, about 8.7e-19, not 1e-19"),
+        (["--seed", str(2**63)], "--seed must be from -2^63 to 2^63 - 1, not 9223372036854775808"),
+        (["--seed", str(-(2**63) - 1)], "--seed must be from -2^63 to 2^63 - 1, not -9223372036854775809"),
         (["--fraction", "1e-12"], "--fraction 1e-12 of the documents leaves none"),
         (["--valid", "0.0001"], "--valid 0.0001 of 400 documents is less than one document"),
         (["--valid", "0.5", "--test", "0.5"], "leave nothing to train on of 400 documents"),
@@ -205,6 +240,32 @@ def test_words_that_are_no_numbers(corpus, tmp_path, capsys, option):
     )
 
 
+def test_shares_never_exceed_what_there_is():
+    """Without a budget the scarcest source is used up; with one that they allow, shares add up to it."""
+    draw = random.Random(1)
+    for _ in range(2000):
+        available = {
+            source: draw.randrange(1, draw.choice([5, 500, 10**12])) for source in "abcde"[: draw.randrange(1, 6)]
+        }
+        weights = {source: draw.choice([1.0, 2.0, 0.1, 0.3, draw.random(), 0.0]) for source in available}
+        weights["a"] += 0.5
+        wanted = _shares(available, None, weights, False, "words")
+        assert all(wanted[source] <= available[source] for source in available)
+        assert any(wanted[source] == available[source] for source in available)
+        unit = max(wanted[source] / weight for source, weight in weights.items() if weight)
+        assert all(abs(wanted[source] - unit * weight) <= 1 + 1e-9 * unit for source, weight in weights.items())
+        for budget in {sum(wanted.values()), draw.randint(0, sum(wanted.values()))}:
+            parts = _shares(available, budget, weights, True, "words")
+            assert sum(parts.values()) == budget
+            assert all(parts[source] <= available[source] for source in available)
+        budget = draw.randint(0, sum(available.values()))
+        parts = _shares(available, budget, None, False, "words")
+        assert sum(parts.values()) == budget and all(parts[source] <= available[source] for source in available)
+    found = _shares({"a": 400, "b": 101, "c": 400}, None, {"a": 1, "b": 2, "c": 1}, False, "words")
+    assert found == {"a": 50, "b": 101, "c": 50}
+    assert _shares({"a": 400, "b": 101, "c": 400}, 202, {"a": 1, "b": 2, "c": 1}, False, "words")["b"] == 101
+
+
 def test_cuts_against_sorting_everything():
     """Random keys, many of them equal or in one bin, sizes of 0 to 9, every budget near a step."""
     draw = np.random.default_rng(1)
@@ -227,6 +288,23 @@ def test_cuts_against_sorting_everything():
             assert (cut.taken, cut.left) == (total, budget - total)
 
 
+def test_a_part_without_documents_of_a_split_writes_no_file_of_it(copies, tmp_path):
+    """Nor does one leave there what an earlier run wrote, when more files are given."""
+    assert sample(copies, tmp_path / "a", *NO_SPLITS)["outputs"][0]["name"] == "train/a.jsonl.gz"
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".state", "manifest.json", "train"]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"more {index}"}) + "\n" for index in range(200)))
+    one = tmp_path / "in" / "one.jsonl"
+    one.write_text(json.dumps({"text": "a seldom one"}) + "\n")
+    lowest = min(hashes(f"more {index}", 1)[0] for index in range(200))
+    (tmp_path / "in" / "a.jsonl").unlink()
+    sample(copies, tmp_path / "c", "--budget", "1", "--unit", "documents", *NO_SPLITS)
+    assert (tmp_path / "c" / "train" / "one.jsonl.gz").is_file()
+    assert lowest < hashes("a seldom one", 1)[0]
+    (tmp_path / "b.jsonl").rename(tmp_path / "in" / "b.jsonl")
+    sample(copies, tmp_path / "c", "--budget", "1", "--unit", "documents", *NO_SPLITS)
+    assert [path.name for path in (tmp_path / "c" / "train").iterdir()] == ["b.jsonl.gz"]
+
+
 def test_the_beginning_of_a_document():
     text = "one two\nthree  four"
     assert [Measure("words").beginning(text, size) for size in range(6)] == [
@@ -239,6 +317,35 @@ def test_the_beginning_of_a_document():
     ]
     assert Measure("bytes").beginning(text, 12) == "one two"
     assert Measure("documents").beginning(text, 0) == ""
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    model = train_sentencepiece(sentences(200, 1), 60)
+    (folder / "sentencepiece.model").write_bytes(model)
+    (folder / "dict.txt").write_text("".join(f"{piece} 1\n" for piece in pieces_of(model)))
+    return folder
+
+
+def test_tokens_are_those_that_binarize_writes(tokenizer, tmp_path, capsys):
+    """Zero-width spaces, which are no tokens and no white space to Python, half a character, and white space."""
+    texts = ["The stone.\n\u200b\n\n \nThe river.", "\u200b", " ", "a \ud800 b", *sentences(30, 2)]
+    with write_stream(tmp_path / "in" / "a.jsonl") as (stream, _):
+        stream.write(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts))
+    options = ["--unit", "tokens", "--tokenizer", str(tokenizer), *NO_SPLITS]
+    said = sample(tmp_path / "in", tmp_path / "out", *options)["counts"]
+    assert said["dropped"] == {"not text: half of a surrogate pair": 1}
+    binarize = ["data", "binarize", "--tokenizer", str(tokenizer), "--workers", "1", "--quiet"]
+    train = ["--train", str(tmp_path / "out" / "train")]
+    assert main([*binarize, *train, "--out", str(tmp_path / "bin")]) == 0
+    stored = json.loads((tmp_path / "bin" / "manifest.json").read_text())["splits"]["train"]["tokens"]
+    assert said["other"]["train: tokens"] == stored > 200
+    (tokenizer / "dict.txt").write_text((tokenizer / "dict.txt").read_text() + "more 1\n")
+    capsys.readouterr()
+    assert sample(tmp_path / "in", tmp_path / "out", *options) is None
+    assert "with other settings (tokenizer was " in capsys.readouterr().err
 
 
 def test_what_is_added_later_moves_the_cut_for_the_files_before(corpus, tmp_path):

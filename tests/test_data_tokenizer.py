@@ -9,7 +9,7 @@ import sentencepiece
 from data_prep.flow.documents import Reading
 from data_prep.flow.parts import find_files, plan_parts
 from data_prep.tokenize.dictionary import padding_of
-from data_prep.tokenize.sampling import drawn_lines, drawn_texts, rank_of, sample_part
+from data_prep.tokenize.sampling import Sample, rank_of, sample_part
 from data_prep.tokenize.sentencepieces import train_sentencepiece
 from smlp.cli.main import main
 from smlp.errors import UserError
@@ -50,6 +50,15 @@ def sample(corpus, out, num_bytes, seed=1, part_bytes=10**9):
     return results, [out / result.outputs[0]["name"] for result in results]
 
 
+def drawn_texts(files):
+    """All that was drawn."""
+    return Sample.of(files, 10**9).texts()
+
+
+def drawn_lines(files):
+    return Sample.of(files, 10**9).lines()
+
+
 def test_the_sample_is_the_documents_of_each_file_with_the_smallest_hashes(corpus, tmp_path):
     results, files = sample(corpus, tmp_path / "one", 4000)
     for result, path, seed in zip(results, files, (1, 2), strict=True):
@@ -68,6 +77,28 @@ def test_the_sample_is_the_documents_of_each_file_with_the_smallest_hashes(corpu
     assert sorted(drawn_texts(sample(corpus, tmp_path / "all", 10**6)[1])) == sorted(
         sentences(150, 1) + sentences(150, 2)
     )
+
+
+def test_many_small_files_give_no_more_than_is_asked_for(tmp_path):
+    """Each part draws a document; of these, the smallest hashes of all parts are the sample. One may go over."""
+    texts = [f"{number} " + "word " * (number % 9) for number in range(120)]
+    (tmp_path / "in").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "in" / f"{number:03d}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    for num_bytes in (1, 200, 1000):
+        _, files = sample(tmp_path / "in", tmp_path / "out", num_bytes)
+        in_order, expected = sorted(texts, key=lambda text: rank_of(text, 1)), []
+        while sum(map(len, expected)) < num_bytes:
+            expected.append(in_order[len(expected)])
+        found = Sample.of(files, num_bytes)
+        assert list(found.texts()) == sorted(expected, key=texts.index)
+        assert found.num_drawn == 120
+    assert list(Sample.of(files, 1).texts()) == in_order[:1]
+    assert learn("--in", tmp_path / "in", "--out", tmp_path / "model", "--vocab-size", 40, "--sample-bytes", 1000) == 0
+    said = manifest_of(tmp_path / "model")
+    assert said["counts"]["documents_in"] == 120 and said["counts"]["kept"] == len(expected) < 60
+    assert said["counts"]["dropped"] == {"not drawn": 120 - len(expected)}
+    assert said["sample"]["bytes"] == sum(map(len, expected)) < 1000 + 60
 
 
 def test_half_a_surrogate_pair_is_dropped_and_counted(tmp_path):

@@ -16,9 +16,9 @@ from data_prep.flow.options import add_reading_options, add_run_options, reading
 from data_prep.flow.parts import Part
 from data_prep.flow.reporting import report
 from data_prep.flow.running import Finished, Run, begin, run_parts
-from data_prep.flow.streams import sha256_of, write_bytes
+from data_prep.flow.streams import write_bytes
+from data_prep.tokenize.shared import tokenizer_files, tokenizer_setting
 from smlp.errors import UserError
-from smlp.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 # encoding.FORMATS, without what that module imports
 FORMATS = ("documents", "lines", "pieces")
@@ -105,13 +105,8 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     inputs = {"in": None if args.sample is None else str(args.sample)}
     inputs |= {split: list(map(str, getattr(args, split) or ())) for split in SPLITS}
-    files = {path.name: sha256_of(path) for path in _tokenizer_files(args.tokenizer)}
-    tokenizer = {"path": str(args.tokenizer), "sha256": files}
+    tokenizer = tokenizer_setting(args.tokenizer)
     return {**inputs, "format": args.format, **reading_settings(args), "tokenizer": tokenizer, "shards": args.shards}
-
-
-def _tokenizer_files(folder: Path) -> list[Path]:
-    return [folder / name for name in (DICTIONARY, *TOKENIZER_FILES) if (folder / name).is_file()]
 
 
 def _encode(run: Run, splits: dict[str, list[Part]], job: Any) -> dict[str, Finished]:
@@ -137,7 +132,8 @@ def _merge(
     from data_prep.binarize.mmap_files import token_type
 
     dtype, folders, plans = token_type(vocab_size), shard_folders(args.shards), []
-    for split, done in finished.items():
+    written = {split: done for split, done in finished.items() if not _left_out(split, done, args)}
+    for split, done in written.items():
         own = folders if split == "train" else folders[:1]
         parts = write_plans(run.out, split, done.results, own, args.format != DOCUMENTS, dtype)
         empty = sum(tokens_of_plan(part) == 0 for part in parts)
@@ -152,11 +148,11 @@ def _merge(
     beside = [
         {**write_bytes(run.out / f"{folder}{path.name}", path.read_bytes()), "name": f"{folder}{path.name}"}
         for folder in folders
-        for path in _tokenizer_files(args.tokenizer)
+        for path in tokenizer_files(args.tokenizer)
     ]
     encoded = [replace(result, outputs=[]) for done in finished.values() for result in done.results]
     facts = {"splits": {}, "dictionary": vocab_size, "dtype": dtype.str}
-    for split, done in finished.items():
+    for split, done in written.items():
         rows = [row for result in merged for row in result.outputs if Path(row["name"]).name == f"{split}.bin"]
         sums = {name: sum(row[name] for row in rows) for name in ("tokens", "lines", "ends")}
         sums["unknown"] = sum(result.facts["unknown"] for result in done.results)
@@ -164,6 +160,12 @@ def _merge(
     write_manifest(
         run.out, "binarize", settings, _inputs(finished), [*encoded, *merged, PartResult(beside, Counts())], facts
     )
+
+
+def _left_out(split: str, done: Finished, args: argparse.Namespace) -> bool:
+    """Whether it is valid or test of ``--in``, with files that hold nothing: none was wanted."""
+    empty = all(not result.counts.documents_in and not result.facts["segments"] for result in done.results)
+    return empty and split != "train" and args.sample is not None
 
 
 def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float) -> list[str]:

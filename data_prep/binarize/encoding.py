@@ -19,6 +19,7 @@ from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import write_stream
+from data_prep.tokenize.shared import NOT_TEXT
 from smlp.errors import UserError
 from smlp.tokenizer import Tokenizer, Vocabulary, load_tokenizer
 from smlp.tokenizer_files import DICTIONARY
@@ -27,7 +28,7 @@ from smlp.tokenizer_kinds import Words
 DOCUMENTS, LINES, PIECES = FORMATS = ("documents", "lines", "pieces")
 BLOCK_CHARACTERS = 1 << 20  # of documents that are encoded at a time
 SEGMENTS = f"{STATE}/segments"  # where the tokens of parts lie until they are in shards
-NOT_TEXT, NO_TOKEN = "not text: half of a surrogate pair", "no token in it"
+NO_TOKEN = "no token in it"
 
 
 @dataclass(frozen=True)

@@ -45,19 +45,26 @@ def _inputs(args: argparse.Namespace, suffixes: tuple[str, ...]) -> dict[str, li
     if args.sample is None:
         return named
     found = {split: _of_split(args.sample, split, suffixes) for split in SPLITS}
-    found = {split: inputs for split, inputs in found.items() if inputs}
-    if not found:
+    if not found["train"]:
         kinds = ", ".join(suffixes)
-        raise UserError(f"--in {args.sample} holds no folder or file train, valid or test (files end in {kinds})")
-    return found
+        raise UserError(f"--in {args.sample} holds no folder or file train with text (files end in {kinds})")
+    return {split: inputs for split, inputs in found.items() if inputs}
 
 
 def _of_split(sample: Path, split: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """A folder of that name, or else files of it."""
+    """A folder of that name with files in it, or else files of it."""
     if (sample / split).is_dir():
-        return [sample / split]
+        return [sample / split] if _holds_files(sample / split, suffixes) else []
     return sorted(
         path
         for path in sample.glob(f"{split}.*")
         if path.is_file() and path.name.split(".")[0] == split and suffix_of(path) in suffixes
     )
+
+
+def _holds_files(folder: Path, suffixes: tuple[str, ...]) -> bool:
+    try:
+        find_files([folder], suffixes)
+    except UserError:
+        return False
+    return True

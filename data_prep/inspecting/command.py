@@ -38,10 +38,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Reads, prints and writes; returns 1 if something is wrong."""
     from data_prep.inspecting.checks import inspect
-    from data_prep.inspecting.plot import plot_lengths
+    from data_prep.inspecting.plot import check_plot, plot_lengths
+    from smlp.cli.json_file import check_output
 
     if args.samples < 0:
         raise UserError(f"--samples must be at least 0, not {args.samples}")
+    if args.json:
+        check_output("--json", str(args.json))
+    if args.plot:
+        check_plot(args.plot)
+        if args.json and args.json.resolve() == args.plot.resolve():
+            raise UserError(f"--json and --plot both name {args.json}: one would be lost")
     found = inspect(args.folder, args.verify)
     splits, tokenizer = found.by_split(), _tokenizer(args, found)
     report: dict[str, Any] = {

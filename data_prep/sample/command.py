@@ -18,6 +18,7 @@ from data_prep.flow.options import (
     run_of,
 )
 from data_prep.flow.running import begin, run_parts
+from data_prep.tokenize.shared import tokenizer_setting
 from smlp.errors import UserError
 
 DESCRIPTION = """A part of the documents, drawn by the hashes of their texts, mixed by weights, split into train, valid
@@ -28,6 +29,7 @@ EPILOG = """examples:
   smlp data sample --in data/unique --out data/mixed --budget 100M --unit words --weights wiki=3,books=1 --repeat
   smlp data sample --in data/unique --out data/100m --budget 100M --unit tokens --tokenizer data/tokenizer
 """
+_SMALLEST_FRACTION = 2.0**-60  # of hashes of 64 bits
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         **input_settings(args),
         **{name: getattr(args, name) for name in ("fraction", "seed", "valid", "test", "budget", "unit", "weights")},
         **{name: getattr(args, name) for name in ("repeat", "compress")},
-        "tokenizer": str(args.tokenizer) if args.tokenizer else None,
+        "tokenizer": tokenizer_setting(args.tokenizer) if args.tokenizer else None,
     }
     work, parts = run_of(args), parts_of(args)
     begin(work, "sample", settings, args.restart)
@@ -94,6 +96,10 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if not 0 < args.fraction <= 1:
         raise UserError(f"--fraction must be above 0 and at most 1, not {args.fraction}")
+    if args.fraction < _SMALLEST_FRACTION:
+        raise UserError(f"--fraction must be at least 2^-60, about {_SMALLEST_FRACTION:.1e}, not {args.fraction}")
+    if not -(1 << 63) <= args.seed < 1 << 63:
+        raise UserError(f"--seed must be from -2^63 to 2^63 - 1, not {args.seed}")
     for name in ("valid", "test"):
         if not 0 <= getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 0 and below 1, not {getattr(args, name)}")

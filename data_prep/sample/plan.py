@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -80,23 +81,23 @@ class Plan:
 
     Attributes:
         fraction_end: documents whose ``draw`` hash is below are in the fraction.
-        valid: documents of the fraction below it by their ``split`` hash are the validation set.
-        test: those below it and not in ``valid`` are the test set.
+        valid_end: documents of the fraction whose ``split`` hash is below are the validation set.
+        test_end: those of the others whose ``split`` hash is below are the test set.
         quotas: by source, of what remains.
     """
 
     fraction_end: int
-    valid: Cut
-    test: Cut
+    valid_end: int
+    test_end: int
     quotas: dict[str, Quota]
 
     def place(self, draw: int, split: int, place: int, source: str) -> tuple[str, int, int]:
         """Split of a document ("" for none), how often it is written whole, and how much of it once more."""
         if draw >= self.fraction_end:
             return "", 0, 0
-        if self.valid.holds(split, place):
+        if split < self.valid_end:
             return "valid", 1, 0
-        if self.test.holds(split, place):
+        if split < self.test_end:
             return "test", 1, 0
         quota = self.quotas[source]
         if quota.cut.holds(draw, place):
@@ -119,7 +120,8 @@ def make_plan(
     Args:
         survey: of all documents.
         fraction: of the documents, drawn by hash; a smaller fraction is a part of a larger one.
-        valid: share of the fraction's documents that is the validation set, exact to a document.
+        valid: share of the fraction's documents that is the validation set, exact to a document; equal texts go to
+            one split, so that those at the cut may make it smaller.
         test: the same of the test set.
         budget: of the training set, in the unit of the survey; None for all.
         weights: of the sources in the budget; None for what there is.
@@ -147,12 +149,22 @@ def make_plan(
     num_valid, num_test = (_held_out(number, share, name) for share, name in ((valid, "valid"), (test, "test")))
     if num_valid + num_test >= number:
         raise UserError(f"--valid {valid} and --test {test} leave nothing to train on of {number:,} documents")
-    cut_valid, cut_test = (find_cut(by_split, count) for count in (num_valid, num_valid + num_test))
+    ends, below = [], 0
+    for name, share, count in (("valid", valid, num_valid), ("test", test, num_test)):
+        split_end = find_cut(by_split, below + count).key
+        before = sum(int(np.count_nonzero(keys < np.uint64(split_end))) for keys, _, _ in by_split())
+        if count and before == below:
+            equal = sum(int(np.count_nonzero(keys == np.uint64(split_end))) for keys, _, _ in by_split())
+            raise UserError(
+                f"--{name} {share} of {number:,} documents is {count:,}, but {equal:,} at its beginning have the same "
+                "text, and equal texts go to one split: run 'smlp data dedup' before, or give a larger share"
+            )
+        ends.append(split_end)
+        below = before
 
     def for_training() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for rows, places, sources in in_fraction():
-            held = rows["split"] < np.uint64(cut_test.key)
-            held |= (rows["split"] == np.uint64(cut_test.key)) & (places < cut_test.place)
+            held = rows["split"] < np.uint64(ends[1])
             yield rows[~held], places[~held], sources[~held]
 
     available = np.zeros(len(survey.sources), dtype=np.int64)
@@ -169,7 +181,7 @@ def make_plan(
 
         passes = wanted // amounts[source] if amounts[source] else 0
         quotas[source] = Quota(amounts[source], wanted, passes, find_cut(of_source, wanted - passes * amounts[source]))
-    return Plan(end, cut_valid, cut_test, quotas)
+    return Plan(end, *ends, quotas)
 
 
 def _held_out(number: int, share: float, name: str) -> int:
@@ -193,7 +205,7 @@ def _shares(
             raise UserError(
                 f"a budget of {budget:,} {unit} is more than the {total:,} that there are: lower it, or add --repeat"
             )
-        return _divide(budget, {source: float(amount) for source, amount in available.items()})
+        return _divide(budget, {source: Fraction(amount) for source, amount in available.items()})
     if set(weights) != set(available):
         missing, unknown = sorted(set(available) - set(weights)), sorted(set(weights) - set(available))
         raise UserError(
@@ -203,10 +215,11 @@ def _shares(
                 + ([f"there is no {', '.join(unknown)}"] if unknown else [])
             )
         )
-    used = {source: weight for source, weight in weights.items() if weight}
-    if budget is None:  # as much as the scarcest source allows
-        budget = min(int(available[source] * sum(used.values()) / weight) for source, weight in used.items())
-    wanted = _divide(budget, {source: weights[source] for source in available})
+    exact = {source: Fraction(str(weights[source])) for source in available}
+    if budget is None:  # as much as the scarcest source allows, all of which is taken
+        scale = min(available[source] / weight for source, weight in exact.items() if weight)
+        return {source: int(scale * weight) for source, weight in exact.items()}
+    wanted = _divide(budget, exact)
     for source, amount in wanted.items():
         if amount > available[source] and (not repeat or not available[source]):
             raise UserError(
@@ -216,11 +229,14 @@ def _shares(
     return wanted
 
 
-def _divide(budget: int, weights: dict[str, float]) -> dict[str, int]:
-    """Whole numbers in proportion to weights that add up to ``budget``."""
-    total, shares, before, running = sum(weights.values()), {}, 0, 0.0
-    for source, weight in weights.items():
-        running += weight
-        upto = round(budget * running / total) if total else 0
-        shares[source], before = upto - before, upto
+def _divide(budget: int, weights: dict[str, Fraction]) -> dict[str, int]:
+    """Whole numbers that add up to ``budget``, each the exact share of a weight rounded down or up."""
+    total = sum(weights.values())
+    if not total:
+        return dict.fromkeys(weights, 0)
+    exact = {source: budget * weight / total for source, weight in weights.items()}
+    shares = {source: int(share) for source, share in exact.items()}
+    left = budget - sum(shares.values())
+    for source in sorted(exact, key=lambda source: shares[source] - exact[source])[:left]:  # the largest remainders
+        shares[source] += 1
     return shares

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
+
+from data_prep.tokenize.shared import NOT_TEXT
 
 UNITS = ("documents", "bytes", "words", "tokens")
 
@@ -13,7 +19,7 @@ UNITS = ("documents", "bytes", "words", "tokens")
 class Encoder(Protocol):
     """What tokens are counted with: :class:`smlp.tokenizer.Tokenizer`."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,8 @@ class Measure:
     """Size of a document.
 
     Attributes:
-        unit: one of ``UNITS``. Tokens are those of training: a ``</s>`` for each line and one more for the document.
+        unit: one of ``UNITS``. Tokens are those that ``smlp data binarize`` makes of it: each line with a token
+            in it has a ``</s>``, and a document with such a line one more.
         tokenizer: folder that ``smlp data tokenizer`` wrote, for tokens.
     """
 
@@ -35,9 +42,18 @@ class Measure:
             return len(text.encode("utf-8", "surrogatepass"))
         if self.unit == "words":
             return len(text.split())
-        encoder = _encoder(self.tokenizer)
-        lines = [line for line in text.split("\n") if line.strip()]
-        return sum(len(encoder.encode(line)) + 1 for line in lines) + 1
+        ids_N, lengths_L = _encoder(self.tokenizer).encode_batch(text.split("\n"))
+        num_lines = int(np.count_nonzero(lengths_L))
+        return len(ids_N) + num_lines + 1 if num_lines else 0
+
+    def reason_against(self, text: str) -> str:
+        """Why a text has no size, as a reason to drop it; "" if it has one. Half of a surrogate pair has no tokens."""
+        if self.unit == "tokens":
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                return NOT_TEXT
+        return ""
 
     def beginning(self, text: str, size: int) -> str:
         """The longest beginning of ``text`` of at most ``size``, cut between words; may be empty."""
@@ -60,4 +76,5 @@ class Measure:
 def _encoder(folder: Path) -> Encoder:
     from smlp.tokenizer import load_tokenizer
 
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the parts are what is parallel
     return load_tokenizer(folder)

@@ -39,6 +39,9 @@ def survey_part(part: Part, out: Path, *, reading: Reading, measure: Measure, se
             if isinstance(piece, Loss):
                 counts.drop(piece.reason)
                 continue
+            if reason := measure.reason_against(piece.text):
+                counts.drop(reason)
+                continue
             counts.keep()
             source = sources.setdefault(piece.source, len(sources))
             if source > np.iinfo(np.uint16).max:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 from data_prep.corpus import SPLITS
 from data_prep.flow.documents import Defect, Loss, Reading, Record, read
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
-from data_prep.flow.streams import write_stream
+from data_prep.flow.streams import WrittenFile, write_stream
 from data_prep.sample.plan import Plan
 from data_prep.sample.sizes import Measure
 from data_prep.sample.survey import hashes, place_of
@@ -27,18 +28,23 @@ def write_part(
     order: dict[str, int],
     suffix: str,
 ) -> PartResult:
-    """Writes ``OUT/SPLIT/PART.jsonl`` for the splits; ``order`` gives the position of each part by its name."""
+    """Writes ``OUT/SPLIT/PART.jsonl`` for the splits that it has documents of.
+
+    ``order`` gives the position of each part by its name.
+    """
     counts, defects, number = Counts(), [], 0
+    paths = {split: out / split / f"{part.name}.jsonl{suffix}" for split in SPLITS}
+    opened: dict[str, tuple[BinaryIO, WrittenFile]] = {}
     with ExitStack() as files:
-        opened = {
-            split: files.enter_context(write_stream(out / split / f"{part.name}.jsonl{suffix}")) for split in SPLITS
-        }
         for piece in read(part, reading):
             if isinstance(piece, Defect):
                 defects.append({"problem": piece.problem, "where": piece.where})
                 continue
             if isinstance(piece, Loss):
                 counts.drop(piece.reason)
+                continue
+            if reason := measure.reason_against(piece.text):
+                counts.drop(reason)
                 continue
             draw, split_hash = hashes(piece.text, seed)
             split, times, beginning = plan.place(draw, split_hash, place_of(order[part.name], number), piece.source)
@@ -50,15 +56,19 @@ def write_part(
             counts.keep()
             if len(copies) > 1:
                 counts.other[f"{split}: documents written again"] += len(copies) - 1
+            if split not in opened:
+                opened[split] = files.enter_context(write_stream(paths[split]))
             for copy in copies:
                 opened[split][0].write(copy.line())
                 counts.other[f"{split}: documents"] += 1
                 if measure.unit != "documents":
                     counts.other[f"{split}: {measure.unit}"] += measure(copy.text)
                     counts.other[f"{split}: {measure.unit} of source {copy.source}"] += measure(copy.text)
+    for split in set(SPLITS) - set(opened):
+        paths[split].unlink(missing_ok=True)  # of an earlier run with other files, where this part had documents
     outputs = [
         {"name": f"{split}/{written.path.name}", "bytes": written.num_bytes, "sha256": written.sha256}
-        for split, (_, written) in opened.items()
+        for split, (_, written) in sorted(opened.items())
     ]
     return PartResult(outputs, counts, defects)
 

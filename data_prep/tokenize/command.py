@@ -24,7 +24,7 @@ from data_prep.flow.running import begin, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
 from data_prep.tokenize.byte_level import given_byte_level, num_pieces, train_byte_level
 from data_prep.tokenize.dictionary import dictionary_bytes, padding_of
-from data_prep.tokenize.sampling import drawn_lines, sample_part
+from data_prep.tokenize.sampling import Sample, leave_out, sample_part
 from data_prep.tokenize.sentencepieces import KINDS, SPECIAL_PIECES, pieces_of, train_sentencepiece
 from smlp.errors import UserError
 from smlp.tokenizer_files import DICTIONARY, ENCODER_JSON, SENTENCEPIECE_MODEL, SPECIAL_SYMBOLS, find_tokenizer
@@ -83,16 +83,20 @@ def run(args: argparse.Namespace) -> int:
         work = partial(
             sample_part, reading=reading_of(args), num_bytes=args.sample_bytes, total=max(total, 1), seed=args.seed
         )
-        done = run_parts(run, "sample", parts, work)
+        done = run_parts(run, "draw", parts, work)
         if done.results is None:
             return end.waiting(done, "the sample")
         if not is_whole(run.out, done.inputs):
             files = [run.out / output["name"] for result in done.results for output in result.outputs]
+            sample, counts = Sample.of(files, args.sample_bytes), Counts()
+            for result in done.results:
+                counts.add(result.counts)
+            leave_out(counts, sample.num_drawn - len(sample.numbers))
             if not run.quiet and not args.encoder_json:
                 print("learning from the sample ...", file=sys.stderr)
-            outputs, facts = _write(run.out, args, make, partial(drawn_lines, files))
+            outputs, facts = _write(run.out, args, make, sample.lines)
             results = [PartResult(outputs, Counts()), *(replace(result, outputs=[]) for result in done.results)]
-            write_manifest(run.out, "tokenizer", settings, done.inputs, results, facts)
+            write_manifest(run.out, "tokenizer", settings, done.inputs, results, facts, counts)
         manifest = read_manifest(run.out, "tokenizer")
         return end.finished(manifest, *_lines(manifest))
 

@@ -1,6 +1,7 @@
 """A sample of documents that depends on nothing but the files, their texts and a seed, whatever the workers.
 
-Each part gives a share by its size on disk: its documents with the smallest hashes.
+Each part draws a share by its size on disk, its documents with the smallest hashes, and one at least; of all that are
+drawn, those with the smallest hashes are the sample.
 """
 
 from __future__ import annotations
@@ -9,22 +10,43 @@ import hashlib
 import heapq
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data_prep.flow.documents import Loss, Reading, Record, read
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import open_stream, write_stream
+from data_prep.tokenize.shared import NOT_TEXT
 
 NOT_DRAWN = "not drawn"
-NOT_TEXT = "not text: half of a surrogate pair"
 
 
 def rank_of(text: str, seed: int) -> int:
     """The hash of a text that documents are drawn by, 64 bits."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, salt=seed.to_bytes(8, "little")).digest()
     return int.from_bytes(digest)
+
+
+class _Smallest:
+    """What has the smallest ranks of all that is added: as much as makes ``num_bytes`` full, and one at least."""
+
+    def __init__(self, num_bytes: float) -> None:
+        self._num_bytes, self._size = num_bytes, 0
+        self._kept: list[tuple[int, int, Any]] = []  # a heap, the largest rank first
+
+    def add(self, rank: int, num_bytes: int, item: Any) -> None:
+        """An item of a size; of two with one rank, the smaller item goes first when there is too much."""
+        heapq.heappush(self._kept, (-rank, num_bytes, item))
+        self._size += num_bytes
+        while self._size - self._kept[0][1] >= self._num_bytes and len(self._kept) > 1:
+            self._size -= heapq.heappop(self._kept)[1]
+
+    def items(self) -> list[tuple[int, Any]]:
+        """What is kept, with its ranks, smallest first."""
+        return [(-rank, item) for rank, _, item in sorted(self._kept, reverse=True)]
 
 
 def sample_part(part: Part, out: Path, reading: Reading, num_bytes: int, total: int, seed: int) -> PartResult:
@@ -39,13 +61,11 @@ def sample_part(part: Part, out: Path, reading: Reading, num_bytes: int, total: 
         seed: of the hashes.
 
     Returns:
-        The file and what was drawn: the last document drawn makes the part's share full or more than full. It is what
-        is held in memory.
+        The file, of ranks and texts, and what was drawn: the last document drawn makes the part's share full or more
+        than full. It is what is held in memory.
     """
-    share = num_bytes * part.num_bytes / total
+    smallest = _Smallest(num_bytes * part.num_bytes / total)
     counts, defects = Counts(), []
-    drawn: list[tuple[int, int, str]] = []  # a heap, the largest hash first; hash, bytes, text
-    size = 0
     for piece in read(part, reading):
         if isinstance(piece, Record):
             try:
@@ -54,31 +74,63 @@ def sample_part(part: Part, out: Path, reading: Reading, num_bytes: int, total: 
                 counts.drop(NOT_TEXT)
                 continue
             counts.keep()
-            heapq.heappush(drawn, (-rank_of(piece.text, seed), length, piece.text))
-            size += length
-            while size - drawn[0][1] >= share and len(drawn) > 1:
-                size -= heapq.heappop(drawn)[1]
+            smallest.add(rank_of(piece.text, seed), length, piece.text)
         elif isinstance(piece, Loss):
             counts.drop(piece.reason)
         else:
             defects.append({"problem": piece.problem, "where": piece.where})
-    if len(drawn) < counts.kept:
-        counts.dropped[NOT_DRAWN] += counts.kept - len(drawn)
-    counts.kept = len(drawn)
-    name = f"{STATE}/texts/{part.name}.jsonl.gz"
+    drawn = smallest.items()
+    leave_out(counts, counts.kept - len(drawn))
+    name = f"{STATE}/drawn/{part.name}.jsonl.gz"
     with write_stream(out / name) as (stream, written):
-        for _, _, text in sorted(drawn, reverse=True):
-            stream.write((json.dumps(text) + "\n").encode())
+        for row in drawn:
+            stream.write((json.dumps(row) + "\n").encode())
     return PartResult([{"name": name, "bytes": written.num_bytes, "sha256": written.sha256}], counts, defects)
 
 
-def drawn_texts(files: Sequence[Path]) -> Iterator[str]:
-    """The texts of the sample, part by part."""
+def leave_out(counts: Counts, number: int) -> None:
+    """Counts so many documents that were kept as not drawn."""
+    counts.kept -= number
+    if number:
+        counts.dropped[NOT_DRAWN] += number
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The documents of the sample, on disk.
+
+    Attributes:
+        files: what :func:`sample_part` wrote for all parts, in their order.
+        numbers: of the documents among all that were drawn, counted from 0.
+        num_drawn: how many were drawn.
+    """
+
+    files: Sequence[Path]
+    numbers: frozenset[int]
+    num_drawn: int
+
+    @classmethod
+    def of(cls, files: Sequence[Path], num_bytes: int) -> Sample:
+        """Those with the smallest ranks that make ``num_bytes`` full, or all there are; one at least.
+
+        Memory holds a few numbers for each, no text.
+        """
+        smallest, number = _Smallest(num_bytes), 0
+        for rank, text in _drawn(files):
+            smallest.add(rank, len(text.encode()), -number)
+            number += 1
+        return cls(files, frozenset(-item for _, item in smallest.items()), number)
+
+    def texts(self) -> Iterator[str]:
+        """Part by part."""
+        return (text for number, (_, text) in enumerate(_drawn(self.files)) if number in self.numbers)
+
+    def lines(self) -> Iterator[str]:
+        """Paragraphs that are not blank."""
+        return (line for text in self.texts() for line in text.split("\n") if line.strip())
+
+
+def _drawn(files: Sequence[Path]) -> Iterator[tuple[int, str]]:
     for path in files:
         with open_stream(path) as stream:
             yield from map(json.loads, stream)
-
-
-def drawn_lines(files: Sequence[Path]) -> Iterator[str]:
-    """Paragraphs of the sample that are not blank."""
-    return (line for text in drawn_texts(files) for line in text.split("\n") if line.strip())
