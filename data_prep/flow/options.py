@@ -41,7 +41,7 @@ def run_of(args: argparse.Namespace) -> Run:
     """What :func:`add_run_options` was given. Raises UserError for no workers."""
     if args.workers < 1:
         raise UserError(f"--workers must be at least 1, not {args.workers}")
-    for name in ("inputs", "held_out", "sample", "train", "valid", "test"):
+    for name in ("inputs", "held_out", "train", "valid", "test"):
         value = getattr(args, name, None) or []
         for place in [value] if isinstance(value, Path) else value if isinstance(value, list) else []:
             if place.is_dir() and args.out.resolve().is_relative_to(place.resolve()):
