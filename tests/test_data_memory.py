@@ -11,7 +11,7 @@ from running import run_python
 GIB = 1 << 30
 CORPUS_BYTES = 2_000_000_000
 # The limit holds for each process: this one and, inherited, the workers. Prints the largest peak of any, in KiB: of
-# this process from /proc, because what the system accounts to a process begins with the peak of the one that started it.
+# this process from /proc, for what getrusage says of a process begins with the peak of the one that started it.
 LIMITED = """
 import re, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
