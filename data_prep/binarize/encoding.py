@@ -14,7 +14,8 @@ import numpy as np
 from data_prep.binarize.lines import line_blocks
 from data_prep.binarize.mmap_files import token_type, with_ends
 from data_prep.binarize.segments import SegmentWriter
-from data_prep.flow.documents import Defect, Loss, Reading, read
+from data_prep.flow.counted import counted_records
+from data_prep.flow.documents import Reading
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
@@ -104,13 +105,7 @@ def _document_blocks(
     sizes: list[int] = []  # lines of each document
     shards: list[int] = []
     characters = 0
-    for piece in read(part, job.reading):
-        if isinstance(piece, Loss):
-            counts.drop(piece.reason)
-            continue
-        if isinstance(piece, Defect):
-            defects.append({"problem": piece.problem, "where": piece.where})
-            continue
+    for piece in counted_records(part, job.reading, counts, defects):
         try:
             content = piece.text.encode()
         except UnicodeEncodeError:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from data_prep.clean.cleaner import RULES, Settings, clean
 from data_prep.clean.filters import Thresholds
-from data_prep.flow.documents import Defect, Loss, Reading, read
+from data_prep.flow.counted import counted_records
+from data_prep.flow.documents import Reading
 from data_prep.flow.manifest import Counts, PartResult, write_manifest
 from data_prep.flow.options import (
     COMPRESSIONS,
@@ -106,20 +107,15 @@ def clean_part(part: Part, out: Path, reading: Reading, settings: Settings, suff
     """Writes the documents of a part that are kept, as ``NAME.jsonl`` with the suffix of a compression."""
     counts, defects = Counts(), []
     with write_stream(out / f"{part.name}.jsonl{suffix}") as (stream, written):
-        for piece in read(part, reading):
-            if isinstance(piece, Defect):
-                defects.append({"problem": piece.problem, "where": piece.where})
-            elif isinstance(piece, Loss):
-                counts.drop(piece.reason)
+        for piece in counted_records(part, reading, counts, defects):
+            text, reason = clean(piece.text, settings, counts.other)
+            if reason:
+                counts.drop(reason)
             else:
-                text, reason = clean(piece.text, settings, counts.other)
-                if reason:
-                    counts.drop(reason)
-                else:
-                    counts.keep()
-                    stream.write(replace(piece, text=text).line())
-                    counts.other["characters kept"] += len(text)
-                counts.other["characters in"] += len(piece.text)
+                counts.keep()
+                stream.write(replace(piece, text=text).line())
+                counts.other["characters kept"] += len(text)
+            counts.other["characters in"] += len(piece.text)
     output = {"name": written.path.name, "bytes": written.num_bytes, "sha256": written.sha256}
     return PartResult([{**output, "documents": counts.kept}], counts, defects)
 

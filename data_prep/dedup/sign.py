@@ -15,7 +15,8 @@ from data_prep.dedup.files import WORK, output_of
 from data_prep.dedup.signatures import Scheme, band_keys, shingles, signatures
 from data_prep.dedup.spill import spilling
 from data_prep.dedup.words import text_hash, word_hashes, words_of
-from data_prep.flow.documents import Defect, Loss, Reading, Record, read
+from data_prep.flow.counted import counted_records
+from data_prep.flow.documents import Reading, Record
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.streams import write_stream
@@ -85,13 +86,7 @@ def sign_part(part: Part, out: Path, settings: SignSettings) -> PartResult:
             block = _Block()
 
         offsets.write(np.int64(0).tobytes())
-        for piece in read(part, settings.reading):
-            if isinstance(piece, Defect):
-                defects.append({"problem": piece.problem, "where": piece.where})
-                continue
-            if isinstance(piece, Loss):
-                counts.drop(piece.reason)
-                continue
+        for piece in counted_records(part, settings.reading, counts, defects):
             counts.keep()
             words = words_of(piece.text)
             hashes = word_hashes(words) if index or settings.scheme else None

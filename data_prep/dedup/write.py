@@ -12,7 +12,8 @@ import numpy as np
 
 from data_prep.dedup.files import WORK, Lookup, Signed, output_of
 from data_prep.dedup.signatures import similarity
-from data_prep.flow.documents import Defect, Loss, Reading, read
+from data_prep.flow.counted import counted_records
+from data_prep.flow.documents import Reading
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.streams import write_stream
@@ -68,13 +69,7 @@ def write_part(
     documents_path, removed_path = (out / name for name in outputs_of_part(part.name, suffix))
     index = 0
     with write_stream(documents_path) as (stream, written), write_stream(removed_path) as (removed, _):
-        for piece in read(part, reading):
-            if isinstance(piece, Defect):
-                defects.append({"problem": piece.problem, "where": piece.where})
-                continue
-            if isinstance(piece, Loss):
-                counts.drop(piece.reason)
-                continue
+        for piece in counted_records(part, reading, counts, defects):
             document, index = base + index, index + 1
             if tainted[document - base]:
                 counts.drop("contaminated")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.flow.documents import Defect, Loss, Reading, read
+from data_prep.flow.counted import counted_records
+from data_prep.flow.documents import Reading
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
@@ -33,12 +34,7 @@ def survey_part(part: Part, out: Path, *, reading: Reading, measure: Measure, se
     counts, sources = Counts(), {}
     with write_stream(out / STATE / "survey-rows" / f"{part.name}.bin") as (stream, written):
         rows = []
-        for piece in read(part, reading):
-            if isinstance(piece, Defect):
-                continue  # reported when the part is read for writing
-            if isinstance(piece, Loss):
-                counts.drop(piece.reason)
-                continue
+        for piece in counted_records(part, reading, counts):  # defects are reported when it is read for writing
             if reason := measure.reason_against(piece.text):
                 counts.drop(reason)
                 continue

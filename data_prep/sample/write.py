@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_prep.corpus import SPLITS
-from data_prep.flow.documents import Defect, Loss, Reading, Record, read
+from data_prep.flow.counted import counted_records
+from data_prep.flow.documents import Reading, Record
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.streams import WrittenFile, write_stream
@@ -36,13 +37,7 @@ def write_part(
     paths = {split: out / split / f"{part.name}.jsonl{suffix}" for split in SPLITS}
     opened: dict[str, tuple[BinaryIO, WrittenFile]] = {}
     with ExitStack() as files:
-        for piece in read(part, reading):
-            if isinstance(piece, Defect):
-                defects.append({"problem": piece.problem, "where": piece.where})
-                continue
-            if isinstance(piece, Loss):
-                counts.drop(piece.reason)
-                continue
+        for piece in counted_records(part, reading, counts, defects):
             if reason := measure.reason_against(piece.text):
                 counts.drop(reason)
                 continue
@@ -62,8 +57,9 @@ def write_part(
                 opened[split][0].write(copy.line())
                 counts.other[f"{split}: documents"] += 1
                 if measure.unit != "documents":
-                    counts.other[f"{split}: {measure.unit}"] += measure(copy.text)
-                    counts.other[f"{split}: {measure.unit} of source {copy.source}"] += measure(copy.text)
+                    size = measure(copy.text)
+                    counts.other[f"{split}: {measure.unit}"] += size
+                    counts.other[f"{split}: {measure.unit} of source {copy.source}"] += size
     for split in set(SPLITS) - set(opened):
         paths[split].unlink(missing_ok=True)  # of an earlier run with other files, where this part had documents
     outputs = [
