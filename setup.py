@@ -34,6 +34,9 @@ DATA = [
     "zstandard>=0.22",
 ]
 
+# The documentation site (scripts/docs.sh).
+DOCS = ["furo>=2025.7", "myst-parser>=4", "sphinx>=8.1"]
+
 setup(
     name="smlp",
     version=VERSION,
@@ -59,12 +62,13 @@ setup(
         "bench": ["g-mlp-gpt>=0.0.15", "g-mlp-pytorch>=0.1.5"],
         "lm-eval": ["lm-eval>=0.4.13,<0.5"],
         "data": DATA,
+        "docs": DOCS,
         "export": ["safetensors>=0.4.3"],
-        "plots": ["matplotlib>=3.8"],
+        "plots": ["matplotlib>=3.8", "scipy>=1.11"],
         "test": [
             *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", "lm-eval>=0.4.13,<0.5"),
-            *DATA,
+            *(*DATA, *DOCS),
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },

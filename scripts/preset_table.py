@@ -10,16 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from smlp.accounting.formula import (
-    ATTENTION,
-    FEATURE_MOE,
-    SPATIAL_GATING,
-    components,
-    default_world_size,
-    flops_per_token,
-    forward_flops,
-    parameters,
-)
+from smlp.accounting.formula import components, default_world_size, flops_per_token, forward_flops, parameters
+from smlp.accounting.parts import ATTENTION, FEATURE_MOE, SPATIAL_GATING
 from smlp.config import ModelConfig
 from smlp.presets import PRESETS, preset
 
@@ -89,7 +81,7 @@ def dispatch_masks(config: ModelConfig) -> float:
     """Multiply-adds that dense masks (tokens x experts x places) would take to dispatch and to combine the tokens of a
     batch, with places for k tokens each: 2 * N * (k * N) * H in every sparse layer."""
     num_tokens = NUM_SEQS * config.max_tokens
-    places = config.moe.experts_per_token * num_tokens
+    places = config.experts_per_token * num_tokens
     return 2 * num_tokens * places * config.embed_dim * config.num_sparse_layers
 
 

@@ -4,6 +4,8 @@
 #   bash scripts/test.sh                    format, lint and the default suite, on all cores
 #   bash scripts/test.sh --all              with the slow tests: those of scripts/ and of README's commands
 #   bash scripts/test.sh -k routing -x      a part
+#   bash scripts/test.sh --large            instead: 2 GB through every step of smlp data, each process within 1 GiB: half
+#                                           an hour on two cores, 8 GB of disk; prints what each step held and its time
 #   bash scripts/test.sh --slurm            instead: jobs on a real Slurm, which it installs (Debian, as root) and starts on
 #                                           this machine; status 0 and the reason where that cannot be done
 #
@@ -22,13 +24,17 @@ if [ "${1:-}" = --slurm ]; then
     [ "$status" -eq 0 ] || fail "installing Slurm failed"
     set -- -m slurm tests/test_slurm.py "$@"
 fi
+if [ "${1:-}" = --large ]; then
+    shift
+    set -- -m large -s tests/test_data_memory.py "$@"
+fi
 make_environment "test"
 cd "$ROOT"
 if [ "$#" -eq 0 ] || [ "$*" = --all ]; then
     "$VENV/bin/ruff" check . || fail "lint failed: run .venv/bin/ruff check ."
     "$VENV/bin/ruff" format --check . || fail "formatting failed: run .venv/bin/ruff format ."
     # tests of one file share their fixtures, so they stay together; the longest files first (tests/conftest.py)
-    set -- ${1:+-m "not slurm"} --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+    set -- ${1:+-m "not large and not slurm"} --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 fi
 # One thread for each process: tests start several at a time, and results do not depend on the number of cores.
 export OMP_NUM_THREADS=1

@@ -12,14 +12,12 @@ _WIDTH = 24
 class TrainingDisplay:
     """Feed it the lines of the log.
 
-    On a terminal one line is redrawn; elsewhere, and where others are shown beside it, a line is printed at every
-    tenth of the way.
+    On a terminal one line is redrawn; elsewhere a line is printed at every tenth of the way.
     """
 
-    def __init__(self, name: str, num_updates: int, alone: bool = True) -> None:
+    def __init__(self, name: str, num_updates: int) -> None:
         self.name, self.num_updates = name, num_updates
-        self.live = alone and sys.stdout.isatty()
-        self.label = "" if alone else f"{name:<20} "
+        self.live = sys.stdout.isatty()
         self.valid = ""
         self._start: tuple[float, int] | None = None  # when training was first seen, and at which update
         self._last_tenth = 0
@@ -46,7 +44,7 @@ class TrainingDisplay:
         filled = round(_WIDTH * done / self.num_updates)
         bar = "#" * filled + "." * (_WIDTH - filled)
         line = (
-            f"      {self.label}[{bar}] {done}/{self.num_updates}  train ppl {perplexity:8.1f}{self.valid}  "
+            f"      [{bar}] {done}/{self.num_updates}  train ppl {perplexity:8.1f}{self.valid}  "
             f"{words_per_second} tokens/s  {left}"
         )
         if self.live:

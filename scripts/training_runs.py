@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 import subprocess
@@ -88,12 +87,10 @@ def train(
     validations: int,
     log: Path,
     more: list[str],
-    alone: bool = True,
 ) -> bool:
     """fairseq-train with a live display and its whole output in ``log``; False if it was done before.
 
-    ``more`` are further options; without ``alone``, others are shown at the same time. A run that was stopped goes on
-    from its last checkpoint. ``run/usage.json`` holds the peak memory.
+    ``more`` are further options. A run that was stopped goes on from its last checkpoint.
     """
     if (run / "done").is_file():
         return False
@@ -106,29 +103,27 @@ def train(
     run.mkdir(parents=True, exist_ok=True)
     (run / "command.txt").write_text(shlex.join(command) + "\n")
     with log.open("w") as output:
-        status, peak_memory = _watch(command, TrainingDisplay(name, num_updates, alone), output)
+        status = _watch(command, TrainingDisplay(name, num_updates), output)
     if status != 0:
         raise _failure(f"train {name}", status, log)
-    (run / "usage.json").write_text(json.dumps({"peak_memory_mib": peak_memory}))
     (run / "done").touch()
     return True
 
 
-def _watch(command: list[str], display: TrainingDisplay, output: TextIO) -> tuple[int, float]:
-    """Runs a command, shows and writes down what it prints; returns its exit status and peak memory in MiB."""
+def _watch(command: list[str], display: TrainingDisplay, output: TextIO) -> int:
+    """Runs a command, shows and writes down what it prints; returns its exit status."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         for line in process.stdout:
             output.write(line)
             display.feed(line)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        process.wait()
     finally:
         if process.returncode is None:  # interrupted
             process.terminate()
             process.wait()
         display.close()
-    return process.returncode, usage.ru_maxrss / 1024
+    return process.returncode
 
 
 @dataclass(frozen=True)

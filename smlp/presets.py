@@ -11,8 +11,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from smlp.config import SETTINGS, ModelConfig, unflatten
+from smlp.config import SETTINGS, ModelConfig, all_settings, unflatten
 from smlp.errors import UserError
+from smlp.registry import ARCHITECTURES
 
 # Tiny models are for a laptop and for tests. All of them have the same forward FLOPs per token within 1 %.
 _TINY = {"vocab_size": 8192, "max_tokens": 128, "embed_dim": 256}
@@ -37,7 +38,7 @@ def _layers(num_dense: int, num_sparse: int) -> dict[str, int]:
     return {"num_dense_layers": num_dense, "num_sparse_layers": num_sparse}
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+_BUILT_IN: dict[str, dict[str, Any]] = {
     # sMLP with deterministic routing of features (section 3.2.1)
     "smlp": _SMLP,
     "smlp_tiny": _SMLP_TINY,
@@ -75,6 +76,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "hash_lm_large": {**_HASH, **_LARGE, **_layers(8, 8)},
 }
 
+for _name, _settings in _BUILT_IN.items():
+    ARCHITECTURES.add(_name, _settings)
+#: those above, and what plugins register
+PRESETS = ARCHITECTURES
 
 # Settings that follow from the data and from fairseq's task, not from options of the model; and the task's options.
 FROM_TASK = ("vocab_size", "max_tokens", "padding_idx")
@@ -86,7 +91,7 @@ def preset(arch: str, **overrides: Any) -> ModelConfig:
 
     Args:
         arch: a key of :data:`PRESETS`.
-        **overrides: field names of ``ModelConfig`` and ``MoEConfig``.
+        **overrides: names of settings: fields of ``ModelConfig`` and ``MoEConfig``, and those of plugins.
 
     Raises:
         UserError: the architecture or a setting is unknown, or a value is out of range.
@@ -94,7 +99,7 @@ def preset(arch: str, **overrides: Any) -> ModelConfig:
     if arch not in PRESETS:
         close = difflib.get_close_matches(arch, PRESETS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UserError(f"unknown architecture {arch!r}{hint} (known: {', '.join(sorted(PRESETS))})")
+        raise UserError(f"unknown architecture {arch!r}{hint} (known: {', '.join(sorted(PRESETS))}){PRESETS.hint}")
     return unflatten({**PRESETS[arch], **overrides})
 
 
@@ -110,17 +115,23 @@ def from_training_options(arch: str, options: Mapping[str, Any], vocab_size: int
         UserError: a value is out of range.
     """
     settings = dict(PRESETS.get(arch, {}))
-    settings |= {name: options[name] for name in SETTINGS if name not in FROM_TASK and options.get(name) is not None}
+    given = {name: options[name] for name in all_settings() if options.get(name) is not None}
+    settings |= {name: value for name, value in given.items() if name not in FROM_TASK}
     # With --add-bos-token fairseq puts one token more in front of each sample.
     context = options["tokens_per_sample"] + int(bool(options.get("add_bos_token")))
     max_tokens = options.get("max_target_positions") or context
     return unflatten(settings | {"vocab_size": vocab_size, "max_tokens": max_tokens, "padding_idx": padding_idx})
 
 
+def config_of(options: Any, vocab_size: int, padding_idx: int = 1) -> ModelConfig | None:
+    """The configuration that fairseq's options (``cfg.model``) mean; None for a model of another package."""
+    if not hasattr(options, "num_sparse_layers"):
+        return None
+    settings = {name: getattr(options, name, None) for name in (*all_settings(), *TASK_OPTIONS)}
+    return from_training_options(options._name, settings, vocab_size, padding_idx)
+
+
 def num_experts_of(options: Any) -> int:
     """E of the model that fairseq's options (``cfg.model``) describe; 0 without sparse layers or of another package."""
-    if not hasattr(options, "num_sparse_layers"):
-        return 0
-    settings = {name: getattr(options, name, None) for name in (*SETTINGS, *TASK_OPTIONS)}
-    config = from_training_options(options._name, settings, SETTINGS["vocab_size"].default, padding_idx=1)
-    return config.moe.num_experts if config.num_sparse_layers else 0
+    config = config_of(options, SETTINGS["vocab_size"].default)
+    return config.moe.num_experts if config is not None and config.num_sparse_layers else 0

@@ -6,17 +6,20 @@ import json
 import random
 import select
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from running import TINY_LM, USER_DIR, Finished, run_python, start_python
 
-# tests in them take half a minute or more in all
+# tests in them take half a minute or more in all, the longest first
 LONGEST = (
-    *("test_readme.py", "test_layouts.py", "test_spread_checkpoints.py", "test_scripts.py", "test_parallel_models.py"),
-    *("test_costs.py", "test_overlap.py", "test_rank_failures.py", "test_fairseq_model.py", "test_fairseq_archs.py"),
-    *("test_profile.py", "test_triton_spatial.py"),
+    *("test_layouts.py", "test_spread_checkpoints.py", "test_readme.py", "test_scripts.py", "test_parallel_models.py"),
+    *("test_fairseq_model.py", "test_overlap.py", "test_data_recipes.py", "test_fairseq_archs.py", "test_costs.py"),
+    *("test_fairseq_bad_input.py", "test_accounting.py", "test_data_memory.py", "test_checkpoint_tools.py"),
+    *("test_doctor_parallel.py", "test_profile.py", "test_leak.py", "test_eval_lm.py", "test_rank_failures.py"),
+    *("test_triton_spatial.py", "test_atomic_checkpoints.py"),
 )
 
 
@@ -34,7 +37,8 @@ def tiny_sentences(count: int, seed: int) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where the files are shared out among processes, the longest come first, so that none is left alone at the end."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.path.name not in LONGEST)
+        place = {name: number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +81,7 @@ def run_fairseq_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calla
     A case is ``{"tool": "train", "args": [...]}`` with, if wanted, ``ranks`` (processes, as torchrun would start them)
     and their ``port``, ``file_size_limit`` (bytes the process may write to one file), ``record`` (a folder for what
     :mod:`recording` keeps of each rank), ``samples`` (a file for the sequences of every update), ``fault`` (see
-    :mod:`faults`) and ``timeout`` in seconds.
+    :mod:`faults`), ``environment`` (more variables), ``folder`` (to be in) and ``timeout`` in seconds.
     """
     log = tmp_path_factory.mktemp("forks") / "server.log"
     with log.open("w") as errors, start_python(Path(__file__).with_name("fairseq_forks.py"), stderr=errors) as server:
@@ -126,3 +130,29 @@ def parts(whole: Path, tmp_path: Path) -> Path:
     from checkpoint_states import in_parts
 
     return in_parts(whole, tmp_path / "parts")
+
+
+@pytest.fixture
+def own_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever plugins register in a test is gone after it."""
+    from smlp import registry
+
+    registry.load()
+    modules = dict(sys.modules)
+    for table in registry._TABLES:
+        monkeypatch.setattr(table, "_parts", dict(table._parts))
+    monkeypatch.setattr(registry, "_loaded", None)
+    yield
+    for name in sys.modules.keys() - modules.keys():
+        if name.startswith("smlp_plugin_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def plugged_in(own_tables: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``SMLP_PLUGINS`` names the files of examples/extend/."""
+    from plugin_files import FILES
+
+    from smlp import plugins
+
+    monkeypatch.setenv(plugins.VARIABLE, FILES)

@@ -9,14 +9,19 @@ side by side as the cores allow, and answers with one JSON list of results.
 from __future__ import annotations
 
 import atexit
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import resource
 import runpy
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import faults
 import recording
@@ -70,6 +75,9 @@ def _fork(case: dict, rank: int, folder: Path) -> int:
         if case.get("ranks", 1) > 1:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["ranks"]))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))
+        os.environ.update(case.get("environment", {}))
+        if case.get("folder"):
+            os.chdir(case["folder"])
         if case.get("record"):
             recording.record(Path(case["record"]) / f"{rank}.pt")
         if case.get("samples"):
@@ -93,14 +101,50 @@ def _fork(case: dict, rank: int, folder: Path) -> int:
         os._exit(status)
 
 
+# of this package's own, with what they import: nothing of it registers anything with fairseq or changes it
+PLAIN_PACKAGES = ("accounting", "fairseq_compat", "nn", "trainer")
+
+
+def _remembering(parse: Callable[[Any, str, str], Any]) -> Callable[[Any, str, str], Any]:
+    """Most of the 300 settings that fairseq has hydra parse are the same in every run."""
+    known: dict[tuple[str, str], Any] = {}
+
+    def parse_rule(parser: Any, text: str, rule: str) -> Any:
+        if (text, rule) not in known:
+            known[text, rule] = parse(parser, text, rule)
+        return known[text, rule]
+
+    return parse_rule
+
+
+def _warm_up() -> None:
+    """What every run would otherwise do for itself: imports, and what hydra's parsers and inspect remember."""
+    # Not the tools themselves: they set up logging when they are imported, each in its own order.
+    import fairseq.trainer  # noqa: F401
+    import torch._dynamo
+    import torch.profiler  # noqa: F401
+    from fairseq import options
+    from fairseq.dataclass.initialize import hydra_init
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    package = importlib.import_module("smlp")
+    for name in PLAIN_PACKAGES:
+        for module in pkgutil.iter_modules([str(Path(package.__file__).parent / name)], f"smlp.{name}."):
+            importlib.import_module(module.name)
+    del sys.modules["smlp"]  # else fairseq would hold --user-dir to be loaded, and not look for the models
+    hydra_init()
+    OverridesParser.parse_rule = _remembering(OverridesParser.parse_rule)
+    arguments = ["data", "--task", "language_modeling", "--arch", "transformer_lm", "--optimizer", "adam"]
+    convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), arguments))
+    gc.collect()
+    gc.freeze()  # a run's collections leave alone what is here, and need no copies of its pages
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever fairseq prints while it is imported is not an answer
-    # The expensive part, once: what every tool and every optimiser imports. Not the tools themselves: they set up
-    # logging when they are imported, each in its own order.
-    import fairseq.trainer  # noqa: F401
-    import torch._dynamo  # noqa: F401
-
+    _warm_up()
     for line in sys.stdin:
         request = json.loads(line)
         folder = Path(request["folder"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from smlp.errors import ParallelError, UserError
 from smlp.evaluation import self_check
+from smlp.presets import PRESETS
 
 
 def sabotaged_layout(place: str) -> str:
@@ -36,3 +38,12 @@ def checkpoint_in_own_folder(folder: str) -> str:
         return self_check.check_checkpoint(own, torch.device("cpu"), timedelta(seconds=20))
     except UserError as error:
         return str(error)
+
+
+def same_with_plugins(files: str) -> None:
+    """An update of the architectures that plugins register is the same as in one process."""
+    os.environ["SMLP_PLUGINS"] = files
+    found = PRESETS.added()
+    assert len(found) == 3
+    for arch in found:
+        self_check.check_layout(arch, torch.device("cpu"), timedelta(seconds=20))

@@ -9,7 +9,7 @@ from running import run_python
 from torch import nn
 
 import smlp
-from smlp.accounting import counted, formula
+from smlp.accounting import counted, formula, parts
 from smlp.accounting.counted import build_without_weights, counted_flops, counted_parameters, own_shares
 from smlp.accounting.formula import components, flops_per_token, forward_flops, parameters
 from smlp.accounting.operators import FREE, prepare
@@ -77,15 +77,15 @@ def kind(config, name):
 
 
 def test_modules_of_table_3():
-    attention = kind(preset("dense_lm"), formula.ATTENTION)
+    attention = kind(preset("dense_lm"), parts.ATTENTION)
     assert attention.other_params == pytest.approx(4.198e6, rel=1e-3)
     assert 2048 * attention.flops_per_position == pytest.approx(12.885e9, rel=0.01)
-    assert kind(preset("dense_lm", num_heads=1), formula.ATTENTION) == attention
+    assert kind(preset("dense_lm", num_heads=1), parts.ATTENTION) == attention
     for heads, params in ((16, 16.798e6), (1, 1.054e6)):
-        unit = kind(preset("gmlp_lm", num_heads=heads), formula.SPATIAL_GATING)
+        unit = kind(preset("gmlp_lm", num_heads=heads), parts.SPATIAL_GATING)
         assert unit.other_params == pytest.approx(params, rel=1e-3)
         assert 2048 * unit.flops_per_position == pytest.approx(4.316e9, rel=0.01)
-    expert = kind(preset("smlp"), formula.FEATURE_MOE)
+    expert = kind(preset("smlp"), parts.FEATURE_MOE)
     assert expert.expert_params + expert.other_params == pytest.approx(1.054e6, rel=1e-3)
 
 

@@ -60,7 +60,7 @@ def test_rows_know_whether_they_hold():
     assert "holds" in as_text(rows[0]) and "MISSED" in as_text(rows[1])
     page = as_markdown({"date": "today", "device": "this"}, rows, {"tutel": "not installed"})
     assert "| slow | peer | 2.00 ms | 4.00 ms | 2.00 | >= 3 MISSED |" in page and "tutel (not installed)" in page
-    assert page.index("### s") < page.index("### t")
+    assert page.index("## s") < page.index("## t")
 
 
 def test_the_auction_of_base():
@@ -104,5 +104,5 @@ def test_the_command_writes_its_reports(tmp_path, monkeypatch, capsys):
     assert benchmark.main(benchmark.parse(["--quick", "--only", "assignment", *files])) == 0
     report = json.loads((tmp_path / "b.json").read_text())
     assert report["about"]["GFLOP/s of a matrix product"] == 1 and len(report["rows"]) == 8
-    assert "### Balanced assignment" in (tmp_path / "b.md").read_text()
+    assert "## Balanced assignment" in (tmp_path / "b.md").read_text()
     assert "8 rows in" in capsys.readouterr().out

@@ -7,7 +7,8 @@ import torch
 
 import smlp
 from smlp.accounting.formula import parameters
-from smlp.config import SETTINGS, ModelConfig, MoEConfig, flatten, ignored_settings, unflatten
+from smlp.config import SETTINGS, ModelConfig, MoEConfig, flatten, unflatten
+from smlp.ignored_settings import ignored_settings
 from smlp.presets import PRESETS
 
 # Parameters: of one expert of every sparse layer, and all that are not experts'. docs/presets.md has the paper's.

@@ -63,13 +63,33 @@ def text(tmp_path_factory):
     return folder
 
 
+# Does only what is no work: says what there is to fetch, and that a step is done.
+ONLY_PLANS = """#!/usr/bin/env bash
+case " $* " in *" --dry-run "*) exec smlp "$@" ;; esac
+echo "$2" >>"$STEPS"
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["roberta_tenth", "roberta_cc100"])
-def test_a_dry_run_estimates_and_rehearses_all_steps(name, text, tmp_path):
-    done = recipe(name, tmp_path / "out", "--dry-run", "--source", text, "--workers", "2", BUDGET="50B")
+def test_a_dry_run_estimates_and_rehearses_all_steps(text, tmp_path):
+    done = recipe("roberta_cc100", tmp_path / "out", "--dry-run", "--source", text, "--workers", "2", BUDGET="50B")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all steps work" in done.stdout and "core hours" in done.stdout
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_the_other_recipe(text, tmp_path):
+    """Its estimate, and which steps it rehearses; that they work is tested with the job arrays."""
+    (tmp_path / "smlp").write_text(ONLY_PLANS)
+    (tmp_path / "smlp").chmod(0o755)
+    steps = {"SMLP": str(tmp_path / "smlp"), "STEPS": str(tmp_path / "steps")}
+    done = recipe("roberta_tenth", tmp_path / "out", "--dry-run", "--source", text, "--workers", "2", **steps)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all steps work" in done.stdout and "core hours" in done.stdout
+    assert not (tmp_path / "out").exists()
+    steps = (tmp_path / "steps").read_text().split()
+    assert steps == ["fetch", "sample", "clean", "dedup", "sample", "tokenizer", "binarize", "inspect"]
 
 
 @pytest.mark.slow

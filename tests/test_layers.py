@@ -9,8 +9,14 @@ from running import REPOSITORY
 # From the bottom of the package up: a part may import itself and those before it.
 ORDER = [
     "errors",
+    "plugins",
+    "settings",
+    "registry",
+    "own_settings",
     "config",
+    "ignored_settings",
     "presets",
+    "drawing",
     "context",
     "ops",
     "parallel",
@@ -18,6 +24,7 @@ ORDER = [
     "moe",
     "nn",
     "accounting",
+    "kinds",
     "tokenizer_files",
     "vocabulary",
     "tokenizer_kinds",
@@ -30,6 +37,7 @@ ORDER = [
     "plots",
     "zeroshot",
     "harness",
+    "experiments",
 ]
 
 WITHOUT_FAIRSEQ = """

@@ -4,8 +4,9 @@ import pytest
 from rank_cases import ARCHS
 from rank_running import end_ranks, run_ranks
 
-from smlp.config import ModelConfig, ignored_settings
+from smlp.config import ModelConfig
 from smlp.errors import UserError
+from smlp.ignored_settings import ignored_settings
 from smlp.moe.chunked_exchange import chunk_sizes, travelling_order
 from smlp.presets import preset
 

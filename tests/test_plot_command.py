@@ -128,7 +128,7 @@ def test_experts_in_parts_and_attention_with_data(data, tmp_path, capsys):
         assert [each.name for each in (tmp_path / name).iterdir()] == ["tokens_layer1.png"]
     assert found[0]["token_routing"] == found[1]["token_routing"] and len(found[0]["pieces"]) == 5
     assert found[0]["spatial"] == []
-    assert "spatial filters: there are none, for tokens are mixed by self-attention alone" in capsys.readouterr().out
+    assert "spatial filters: there are none, for tokens are mixed without spatial weights" in capsys.readouterr().out
 
 
 REFUSED = {

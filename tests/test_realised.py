@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import smlp
-from smlp.accounting.formula import ROUTER, TOKEN_EXPERTS, components, flops_per_token
+from smlp.accounting.component import ROUTER
+from smlp.accounting.formula import components, flops_per_token
+from smlp.accounting.parts import TOKEN_EXPERTS
 from smlp.accounting.realised import Work, num_pairs, realised_work
 from smlp.context import ForwardContext
 from smlp.moe.balance import layer_record, routing_sums
@@ -67,7 +69,7 @@ def test_all_tokens_to_one_expert_shows_the_share_that_was_dropped(arch, kept):
         block.token_moe.router.weight[0] = 0.5
     work, context = run(decoder, tokens())
     record = layer_record(routing_sums(context.observations[block.token_moe]))
-    dropped = 1 - kept / (B * T * decoder.config.moe.experts_per_token)
+    dropped = 1 - kept / (B * T * decoder.config.experts_per_token)
     assert record["num_assignments"] == kept and record["drop_share"] == pytest.approx(dropped)
     missing = work.nominal_expert_flops - work.realised_expert_flops
     assert missing / work.nominal_expert_flops == pytest.approx(dropped, rel=1e-12)

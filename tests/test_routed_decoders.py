@@ -75,7 +75,7 @@ def test_in_evaluation_nothing_is_dropped_and_batch_mates_do_not_matter(name):
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)
     for plan in context.plans.values():
         if isinstance(plan, RoutingPlan):
-            assert plan.token_A.numel() == 60 * model.config.moe.experts_per_token
+            assert plan.token_A.numel() == 60 * model.config.experts_per_token
             assert plan.dropped.get("capacity", 0) == plan.dropped.get("second_expert", 0) == 0
 
 

@@ -12,7 +12,7 @@ from smlp.evaluation.leak import randomise
 from smlp.moe.dispatch import LocalDispatcher
 from smlp.moe.layer import TokenMoE
 from smlp.moe.routers import BalancedRouter, HashRouter
-from smlp.nn.sparse_layers import feature_moe, feed_forward_moe, gated_mlp_moe, token_router
+from smlp.nn.sparse_layers import feature_moe, feed_forward_moe, gated_mlp_moe
 
 ROUTERS = {
     "base": {"router": "base"},
@@ -132,7 +132,8 @@ class IdentityExperts(nn.Module):
 @pytest.mark.parametrize("router", ROUTERS)
 def test_identity_experts_are_the_identity(router, case, training):
     num_experts, lengths = CASES[case]
-    module = randomised(token_router(config_of(router, num_experts)))
+    config = config_of(router, num_experts)
+    module = randomised(config.router_kind.build(config))
     set_scores(module, case)
     layer = TokenMoE(module, IdentityExperts(), "layer 1")
     x, valid, outputs, _, context = run(layer, case, training)

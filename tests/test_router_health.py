@@ -10,8 +10,8 @@ import torch
 from running import USER_DIR
 
 import smlp
+from smlp.checkpoint.journal import Journal
 from smlp.context import ForwardContext
-from smlp.criterions.journal import Journal
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder, probe_choices
 
 T = 24
@@ -280,14 +280,14 @@ def test_churn_is_counted_since_the_last_report_also_if_an_update_is_tried_again
 
 def test_a_journal_drops_damaged_lines_and_survives_a_full_disk(tmp_path, caplog):
     path = tmp_path / "new" / "health.jsonl"
-    first = Journal(path, 0)
+    first = Journal(path, 0, "router-health record")
     for update in (1, 2, 3):
         first.append({"update": update})
     with path.open("a") as file:
         file.write('{"update": 4, "wor')
-    Journal(path, 2).append({"update": 3, "again": True})
+    Journal(path, 2, "router-health record").append({"update": 3, "again": True})
     assert journal(path) == [{"update": 1}, {"update": 2}, {"update": 3, "again": True}]
     with caplog.at_level(logging.WARNING):
-        lost = Journal(Path("/dev/null/health.jsonl"), 0)
+        lost = Journal(Path("/dev/null/health.jsonl"), 0, "router-health record")
         lost.append({"update": 1})
     assert len(caplog.messages) == 1 and "/dev/null/health.jsonl" in caplog.messages[0]

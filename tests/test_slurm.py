@@ -5,6 +5,7 @@ Run by ``scripts/test.sh --slurm``; not a part of the default suite.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -336,3 +337,38 @@ def test_the_page_on_sweeps(jobs):
         assert (jobs.folder / "runs" / "sweep" / name / "checkpoint_last.pt").exists()
     assert jobs.end_of(numbers[2]).exit_status != 0
     assert "three" in jobs.log(numbers[2], 0)
+
+
+COMPARISON = """
+data: data-bin
+updates: 4
+tokens_per_sample: 24
+batch_size: 4
+log_interval: 2
+recipe: {optimizer: adam, lr: 5.0e-3, dropout: 0, num_workers: 0}
+models:
+  gMLP: {arch: gmlp_lm_tiny, embed_dim: 16, ffn_dim: 16, num_dense_layers: 1}
+  sMLP E=2: {arch: smlp_tiny, embed_dim: 16, ffn_dim: 16, num_dense_layers: 1, num_sparse_layers: 1, num_experts: 2}
+max_spread: 9
+evaluate: {validations: 1}
+run: {where: slurm, nodes: 1, tasks_per_node: 2}
+"""
+
+
+def test_a_comparison_is_an_array_and_a_job_that_scores(jobs):
+    (jobs.folder / "small.yaml").write_text(COMPARISON)
+    done = jobs.run("smlp", "compare", "run", "small.yaml")
+    assert done.rc == 0, done.stderr
+    training, scoring = re.search(r"job (\d+): 2 runs, 2 ranks each; job (\d+) scores them", done.stdout).groups()
+    again = jobs.run("smlp", "compare", "run", "small.yaml")
+    assert f"{scoring} are in the queue: nothing is submitted" in again.stdout, again.stdout + again.stderr
+    assert jobs.end_of(scoring).state == "COMPLETED", jobs.output(scoring)
+    out = jobs.folder / "runs" / "compare" / "small"
+    runs = [out / "runs" / name for name in ("gMLP-s1", "sMLP_E_2-s1")]
+    assert {json.loads((run / "run.json").read_text())["state"] for run in runs} == {"done"}
+    assert all(json.loads((run / "scores.json").read_text())["num_updates"] == 4 for run in runs)
+    orders = [(run / "data_order.jsonl").read_text() for run in runs]
+    assert orders[0] == orders[1] and len(orders[0].splitlines()) == 4
+    assert "training on 2 devices" in (out / "slurm" / "logs" / f"{training}_2" / "rank-0.log").read_text()
+    last = jobs.run("smlp", "compare", "run", "small.yaml")
+    assert "all runs are trained" in last.stdout, last.stdout + last.stderr

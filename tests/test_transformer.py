@@ -13,7 +13,7 @@ import smlp
 from smlp.context import DecodingState, ForwardContext
 from smlp.evaluation.leak import randomise
 from smlp.nn.attention import CausalSelfAttention
-from smlp.nn.blocks import TransformerBlock
+from smlp.nn.blocks import AttentionSublayer, DenseBlock
 from smlp.nn.decoder import sinusoidal_positions
 from smlp.ops.tolerances import EXACT
 
@@ -68,7 +68,8 @@ def test_attention_in_chunks(chunks):
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_a_block_is_torchs_encoder_layer_with_a_causal_mask(activation):
-    block = randomised(TransformerBlock(smlp.preset("dense_lm", activation=activation, **SMALL)))
+    config = smlp.preset("dense_lm", activation=activation, **SMALL)
+    block = randomised(DenseBlock(config, AttentionSublayer(config)))
     settings = {"dropout": 0.0, "activation": activation, "batch_first": True, "norm_first": True}
     theirs = nn.TransformerEncoderLayer(WIDTH, 3, 20, dtype=torch.double, **settings)
     pairs = {

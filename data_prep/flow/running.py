@@ -90,6 +90,8 @@ def begin(run: Run, step: str, settings: dict[str, Any], restart: bool = False) 
     state = run.out / STATE
     wanted = {"step": step, "settings": json.loads(json.dumps(settings))}
     record = state / "settings.json"
+    # before the record is looked for: what another share writes meanwhile comes after its record
+    holds_files = run.out.is_dir() and any(path.name != STATE for path in run.out.iterdir())
     if record.is_file():
         found = json.loads(record.read_text(encoding="utf-8"))
         if found != wanted:
@@ -100,7 +102,7 @@ def begin(run: Run, step: str, settings: dict[str, Any], restart: bool = False) 
                 )
             with _lock(replace(run, share=(0, 1))):
                 _throw_away(run.out)
-    elif run.out.is_dir() and any(path.name != STATE for path in run.out.iterdir()):
+    elif holds_files:
         raise UserError(f"--out {run.out} holds files of something else: name a new or empty folder")
     if not record.is_file():
         write_bytes(record, json.dumps(wanted, indent=1).encode())

@@ -42,7 +42,7 @@ class Statistics:
         for block in file.token_blocks():
             found.frequency_V += np.bincount(block, minlength=vocab_size)
         open_tokens = 0  # of the document that a block ends in
-        for _, _, lengths_L, _ in file.line_blocks():
+        for _, _, lengths_L in file.line_blocks():
             is_end_L = lengths_L == 1
             found.ends += int(np.count_nonzero(is_end_L))
             tokens_L = np.concatenate([[0], np.cumsum(np.where(is_end_L, 0, lengths_L))])

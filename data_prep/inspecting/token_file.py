@@ -15,8 +15,36 @@ from smlp.errors import UserError
 from smlp.evaluation.binarized import HEADER, MAGIC, TOKEN_TYPES
 from smlp.tokenizer import Vocabulary
 
-BLOCK_LINES = 1 << 20
-BLOCK_TOKENS = 1 << 22
+BLOCK_LINES = 1 << 18
+BLOCK_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """``size`` numbers of a type from a byte of a file on, read where they are asked for.
+
+    Not mapped into memory: of a mapped file, what was read counts as held, and all of it as address space.
+    """
+
+    path: Path
+    dtype: np.dtype
+    first: int
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, place: int | slice) -> np.ndarray | np.integer:
+        """One number, or an array of those of a slice without a step."""
+        if isinstance(place, int):
+            return self[place : place + 1][0] if place >= 0 else self[self.size + place]
+        start, stop, _ = place.indices(self.size)
+        count = max(stop - start, 0)
+        return np.fromfile(self.path, self.dtype, count, offset=self.first + start * self.dtype.itemsize)
+
+    def blocks(self, size: int) -> Iterator[np.ndarray]:
+        """All of them in order, ``size`` at a time."""
+        return (self[start : start + size] for start in range(0, self.size, size))
 
 
 @dataclass(frozen=True)
@@ -24,9 +52,9 @@ class TokenFile:
     """One split in one folder. ``lengths`` and ``pointers`` (L,) and ``tokens`` (N,) lie on disk."""
 
     prefix: Path
-    lengths: np.ndarray
-    pointers: np.ndarray
-    tokens: np.ndarray
+    lengths: Numbers
+    pointers: Numbers
+    tokens: Numbers
 
     @classmethod
     def open(cls, prefix: Path) -> TokenFile:
@@ -52,26 +80,34 @@ class TokenFile:
         if not num_lines:
             raise UserError(f"{index} lists no line")
         dtype = np.dtype(TOKEN_TYPES[code])
-        lengths = np.memmap(index, "<i4", "r", first, (num_lines,))
-        pointers = np.memmap(index, "<i8", "r", first + 4 * num_lines, (num_lines,))
-        listed, found = int(lengths.sum(dtype=np.int64)) * dtype.itemsize, data.stat().st_size
+        lengths = Numbers(index, np.dtype("<i4"), first, num_lines)
+        pointers = Numbers(index, np.dtype("<i8"), first + 4 * num_lines, num_lines)
+        num_tokens = sum(int(lengths_L.sum(dtype=np.int64)) for lengths_L in lengths.blocks(BLOCK_LINES))
+        listed, found = num_tokens * dtype.itemsize, data.stat().st_size
         if listed != found:
             raise UserError(f"{data} has {found} bytes, but the lines of {index.name} need {listed}")
-        return cls(prefix, lengths, pointers, np.memmap(data, dtype, "r"))
+        return cls(prefix, lengths, pointers, Numbers(data, dtype, 0, num_tokens))
 
     def token_blocks(self) -> Iterator[np.ndarray]:
         """The tokens in order."""
-        for start in range(0, len(self.tokens), BLOCK_TOKENS):
-            yield self.tokens[start : start + BLOCK_TOKENS]
+        return self.tokens.blocks(BLOCK_TOKENS)
 
-    def line_blocks(self) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-        """Lines in order: number of the first, its first token, lengths (L,), and the last token of each (L,)."""
-        position = 0
-        for line in range(0, len(self.lengths), BLOCK_LINES):
-            lengths_L = self.lengths[line : line + BLOCK_LINES].astype(np.int64)
-            ends_L = position + np.cumsum(lengths_L)
-            yield line, position, lengths_L, self.tokens[ends_L - 1].astype(np.int64)
-            position = int(ends_L[-1])
+    def line_blocks(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Lines in order: number of the first, its first token, lengths (L,)."""
+        line, position = 0, 0
+        for block in self.lengths.blocks(BLOCK_LINES):
+            lengths_L = block.astype(np.int64)
+            yield line, position, lengths_L
+            line, position = line + len(lengths_L), position + int(lengths_L.sum())
+
+    def _last_tokens(self, position: int, lengths_L: np.ndarray) -> np.ndarray:
+        """The last token of each of some lines (L,) that begin at token ``position``."""
+        last_L = position + np.cumsum(lengths_L) - 1
+        found_L = np.empty(len(last_L), self.tokens.dtype)
+        for start in range(position, int(last_L[-1]) + 1, BLOCK_TOKENS):
+            low, high = np.searchsorted(last_L, [start, start + BLOCK_TOKENS])
+            found_L[low:high] = self.tokens[start : start + BLOCK_TOKENS][last_L[low:high] - start]
+        return found_L
 
     def problems(self, vocab_size: int, needs_document_end: bool) -> Iterator[str]:
         """What is wrong, a sentence each; :meth:`open` has compared sizes.
@@ -82,10 +118,11 @@ class TokenFile:
         """
         name, itemsize = f"{self.prefix}.idx", self.tokens.dtype.itemsize
         end = Vocabulary.eos
-        if self.lengths.min() < 1:
-            yield f"{name} lists a line of {self.lengths.min()} tokens, and each has its </s>"
+        shortest = min(int(lengths_L.min()) for lengths_L in self.lengths.blocks(BLOCK_LINES))
+        if shortest < 1:
+            yield f"{name} lists a line of {shortest} tokens, and each has its </s>"
             return
-        for line, position, lengths_L, last_L in self.line_blocks():
+        for line, position, lengths_L in self.line_blocks():
             starts_L = (position + np.cumsum(lengths_L) - lengths_L) * itemsize
             wrong = np.flatnonzero(self.pointers[line : line + len(lengths_L)] != starts_L)
             if wrong.size:
@@ -95,6 +132,7 @@ class TokenFile:
                     f"at {starts_L[wrong[0]]}"
                 )
                 break
+            last_L = self._last_tokens(position, lengths_L)
             wrong = np.flatnonzero(last_L != end)
             if wrong.size:
                 where = line + int(wrong[0])

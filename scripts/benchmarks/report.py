@@ -83,7 +83,7 @@ def as_markdown(about: dict[str, Any], rows: Iterable[Row], absent: dict[str, st
     for row in rows:
         if row.section != section:
             section = row.section
-            lines += ["", f"### {section}", "", "| what | against | ours | theirs | ratio | target |"]
+            lines += ["", f"## {section}", "", "| what | against | ours | theirs | ratio | target |"]
             lines += ["|---|---|---:|---:|---:|---|"]
         lines.append(
             f"| {row.what} | {row.other} | {row.ours:.2f} {row.unit} | {row.theirs:.2f} {row.unit} | "

@@ -21,6 +21,7 @@ from smlp.accounting.operators import prepare, refuse_if_it_costs, unknown_opera
 from smlp.config import ModelConfig
 from smlp.context import ForwardContext
 from smlp.moe.feature_layer import RoutedFeatureMoE
+from smlp.moe.gated_experts import GatedMLPExperts
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
 from smlp.nn.decoder import Decoder
@@ -125,7 +126,7 @@ def balanced_routing(decoder: Decoder, num_seqs: int, num_tokens: int) -> Forwar
     """Decisions for every sparse layer, dealt out in turn: token i goes to experts i*k, i*k + 1, ... (modulo E)."""
     config = decoder.config
     num_experts = config.moe.num_experts
-    num_choices = min(config.moe.experts_per_token, num_experts)
+    num_choices = min(config.experts_per_token, num_experts)
     choice_NK = torch.arange(num_seqs * num_tokens * num_choices).view(-1, num_choices) % num_experts
     plan = RoutingPlan.from_choices(choice_NK, num_experts)
     expert_BH = (torch.arange(config.embed_dim) % num_experts).expand(num_seqs, -1)
@@ -136,7 +137,7 @@ def balanced_routing(decoder: Decoder, num_seqs: int, num_tokens: int) -> Forwar
         elif isinstance(layer, RoutedFeatureMoE):
             context.plans[layer] = expert_BH
     # A mask, although nothing is padded: from it gMLP-MoE learns the places of its tokens as numbers.
-    if config.uses("gmlp_moe"):
+    if any(isinstance(layer, TokenMoE) and isinstance(layer.experts, GatedMLPExperts) for layer in decoder.modules()):
         context.valid_Bn = torch.ones(num_seqs, num_tokens, dtype=torch.bool)
     return context
 

@@ -12,25 +12,18 @@ Letters: ``T`` context, ``n`` tokens of an input (n <= T), ``H``, ``F``, ``V``, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from smlp.accounting.component import NORMS, OUTPUT, PROJECTIONS, ROUTER, SCORES, SPATIAL, Component
+from smlp.accounting.component import NORMS, OUTPUT, Component
+from smlp.accounting.parts import LAYER_NORM_FLOPS
 from smlp.config import ModelConfig
 from smlp.errors import UserError
+from smlp.registry import DENSE_BLOCKS, SPARSE_BLOCKS
 
-LAYER_NORM_FLOPS = 5
 #: ranks (GPUs) that the paper trains every model on (smlp.txt, appendix C.2)
 PAPER_WORLD_SIZE = 32
 
 EMBEDDING = "embedding and head"
-ATTENTION = "self-attention"
-FEED_FORWARD = "feed-forward"
-GATED_MLP = "gMLP block"
-SPATIAL_GATING = "spatial gating"
-FEATURE_MOE = "sMoE"
-TOKEN_EXPERTS = "tMoE experts"
-GATED_MLP_EXPERTS = "gMLP experts"
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,8 @@ def components(config: ModelConfig, num_tokens: int | None = None) -> list[Compo
     sparse = set(config.sparse_layer_indices())
     parts = [_embedding(config)]
     for layer in range(config.num_layers):
-        parts += (_sparse_block if layer in sparse else _dense_block)(config, layer, n)
+        kind = SPARSE_BLOCKS[config.sparse_block] if layer in sparse else DENSE_BLOCKS[config.dense_block]
+        parts += kind.components(config, layer, n)
     return parts
 
 
@@ -118,11 +112,6 @@ def parameters(config: ModelConfig, world_size: int | None = None) -> Parameters
     return Parameters(per_rank, other, other + config.moe.num_experts * expert)
 
 
-def _linear(inputs: int, outputs: int) -> int:
-    """Parameters of a linear layer; its multiply-adds are ``inputs * outputs``."""
-    return inputs * outputs + outputs
-
-
 def _embedding(config: ModelConfig) -> Component:
     """The tied embedding, learnt positions and the final norm."""
     H, V = config.embed_dim, config.vocab_size
@@ -133,101 +122,4 @@ def _embedding(config: ModelConfig) -> Component:
         EMBEDDING,
         other_params=V * H + positions + 2 * H,
         work={OUTPUT: V * H, NORMS: LAYER_NORM_FLOPS * H},
-    )
-
-
-def _dense_block(config: ModelConfig, layer: int, n: int) -> Iterator[Component]:
-    H, F, T = config.embed_dim, config.ffn_dim, config.max_tokens
-    name = f"blocks.{layer}"
-    if config.dense_block == "transformer":
-        yield _attention(config, layer, n)
-        yield Component(
-            name,
-            layer,
-            FEED_FORWARD,
-            other_params=2 * H + _linear(H, F) + _linear(F, H),
-            work={NORMS: LAYER_NORM_FLOPS * H, PROJECTIONS: 2 * H * F},
-        )
-        return
-    half = F // 2
-    yield Component(
-        name,
-        layer,
-        GATED_MLP,
-        other_params=2 * H + _linear(H, F) + _linear(half, H),
-        work={NORMS: LAYER_NORM_FLOPS * H, PROJECTIONS: H * F + half * H},
-    )
-    yield Component(
-        f"{name}.gating",
-        layer,
-        SPATIAL_GATING,
-        other_params=2 * half + config.num_heads * (T * T + T),
-        work={NORMS: LAYER_NORM_FLOPS * half, SPATIAL: n * half},
-        num_mixed=n,
-    )
-
-
-def _sparse_block(config: ModelConfig, layer: int, n: int) -> Iterator[Component]:
-    H, F, T, moe = config.embed_dim, config.ffn_dim, config.max_tokens, config.moe
-    name, E, k = f"blocks.{layer}", moe.num_experts, min(moe.experts_per_token, moe.num_experts)
-    if moe.router != "hash":
-        yield Component(f"{name}.token_moe.router", layer, ROUTER, other_params=E * H, work={ROUTER: E * H})
-    if config.sparse_block == "gmlp_moe":
-        half = F // 2
-        yield Component(
-            name,
-            layer,
-            GATED_MLP_EXPERTS,
-            expert_params=2 * H + _linear(H, F) + 2 * half + T * T + T + _linear(half, H),
-            num_experts=E,
-            flops_per_assignment=LAYER_NORM_FLOPS * (H + half) + H * F + half * H,
-            assignments_per_token=k,
-            flops_per_pair=half,
-        )
-        return
-    yield _feature_moe(config, layer, n) if config.sparse_block == "smlp" else _attention(config, layer, n)
-    # BASE's experts have a norm of their own each; the others share the block's.
-    own_norm = moe.router == "base"
-    yield Component(
-        name,
-        layer,
-        TOKEN_EXPERTS,
-        expert_params=own_norm * 2 * H + _linear(H, F) + _linear(F, H),
-        num_experts=E,
-        other_params=(not own_norm) * 2 * H,
-        work={} if own_norm else {NORMS: LAYER_NORM_FLOPS * H},
-        flops_per_assignment=own_norm * LAYER_NORM_FLOPS * H + 2 * H * F,
-        assignments_per_token=k,
-    )
-
-
-def _attention(config: ModelConfig, layer: int, n: int) -> Component:
-    """Projections of queries, keys, values and output; n scores and n values of width H for each query."""
-    H = config.embed_dim
-    return Component(
-        f"blocks.{layer}.mixing",
-        layer,
-        ATTENTION,
-        other_params=2 * H + _linear(H, 3 * H) + _linear(H, H),
-        work={NORMS: LAYER_NORM_FLOPS * H, PROJECTIONS: 4 * H * H, SCORES: 2 * n * H},
-        num_mixed=n,
-    )
-
-
-def _feature_moe(config: ModelConfig, layer: int, n: int) -> Component:
-    """Two norms, the router's scores once for each sequence, and experts over the positions after the prefix."""
-    H, E, P = config.embed_dim, config.moe.num_experts, config.prefix_tokens
-    width = config.max_tokens - P
-    read = {"deterministic": 0, "partial": P, "leaky": config.max_tokens}[config.moe.feature_routing]
-    # a sequence that is all prefix passes through unrouted
-    routing = H * min(n, read) * E / n if n > P else 0
-    return Component(
-        f"blocks.{layer}.mixing",
-        layer,
-        FEATURE_MOE,
-        expert_params=width * width + width,
-        num_experts=E,
-        other_params=4 * H + read * E,
-        work={NORMS: 2 * LAYER_NORM_FLOPS * H, SPATIAL: max(n - P, 0) ** 2 * H / n, ROUTER: routing},
-        num_mixed=max(n - P, 0),
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from smlp.accounting.formula import flops_per_token
-from smlp.config import ModelConfig, flatten
+from smlp.config import ModelConfig, differences
 from smlp.errors import UserError
 from smlp.presets import FROM_TASK, PRESETS, preset
 
@@ -31,6 +31,7 @@ FAMILIES = (
     "base_lm",
     "hash_lm",
 )
+_SIZES = ("", "_tiny", "_large")
 #: largest difference from the target, relative
 TOLERANCE = 0.005
 #: feed-forward widths are multiples of this
@@ -43,7 +44,6 @@ SHARE_RANGE = 0.05
 WIDEST_SHARE_RANGE = 0.15
 #: deeper models are not looked for
 MAX_LAYERS = 500
-_SIZES = ("", "_tiny", "_large")
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,23 @@ class Match:
     def arguments(self) -> list[str]:
         """For ``fairseq-train``: the architecture, its layers, and what differs from its preset. The vocabulary comes
         with the data."""
-        own, base = flatten(self.config), flatten(preset(self.arch))
-        shown = {name: own[name] for name in ("num_dense_layers", "num_sparse_layers")}
-        shown |= {name: value for name, value in own.items() if name not in FROM_TASK and value != base[name]}
-        shown["tokens_per_sample"] = own["max_tokens"]
+        shown = {name: getattr(self.config, name) for name in ("num_dense_layers", "num_sparse_layers")}
+        other = differences(self.config, preset(self.arch))
+        shown |= {name: value for name, value in other.items() if name not in FROM_TASK}
+        shown["tokens_per_sample"] = self.config.max_tokens
         words = [("--" + name.replace("_", "-"), str(value)) for name, value in shown.items()]
         return ["--arch", self.arch, *(word for pair in words for word in pair)]
+
+
+def families() -> list[str]:
+    """:data:`FAMILIES`, and the architectures of plugins, of each in one size."""
+    found = list(FAMILIES)
+    for arch in PRESETS.added():
+        base = next((arch.removesuffix(size) for size in _SIZES[1:] if arch.endswith(size)), arch)
+        family = base if base in PRESETS else arch
+        if family not in found:
+            found.append(family)
+    return found
 
 
 def match(
@@ -104,7 +115,7 @@ def match(
     """The settings of a family that come nearest to a target; see :attr:`Match.matches`.
 
     Args:
-        family: one of :data:`FAMILIES`.
+        family: one of :func:`families`.
         target: X, multiply-adds of the forward pass for each token at the full context.
         vary: ``layers`` keeps the share of sparse layers as near to the preset's as it can, and moves the feed-forward
             width as well where whole layers do not do; ``ffn`` moves that width alone.
@@ -194,7 +205,7 @@ def _with_nearest_width(config: ModelConfig, target: float, most: float) -> Mode
 
     The cost is linear in F. Halves of F must divide into the heads of spatial gating units.
     """
-    step = math.lcm(FFN_STEP, 2 * config.num_heads) if config.uses("gmlp", "gmlp_moe") else FFN_STEP
+    step = math.lcm(FFN_STEP, *(kind.ffn_multiple(config) for kind in config.block_kinds))
     low, high = replace(config, ffn_dim=step), replace(config, ffn_dim=2 * step)
     slope = flops_per_token(high) - flops_per_token(low)
     wanted = 1 + round((target - flops_per_token(low)) / slope)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from smlp.accounting.formula import parameters
 from smlp.config import ModelConfig
+from smlp.registry import DENSE_BLOCKS, SPARSE_BLOCKS
 
 #: a layer norm keeps its input, and mean and deviation of each position
 _NORM = 2
@@ -50,40 +51,47 @@ def update_memory(config: ModelConfig, num_positions: int, world_size: int = 1, 
 
 
 def activations_per_position(config: ModelConfig) -> float:
-    """Numbers kept for the backward pass for each position."""
+    """Numbers kept for the backward pass for each position.
+
+    Raises:
+        UserError: a block of the user does not say.
+    """
     sparse = set(config.sparse_layer_indices())
     blocks = sum(
-        _sparse_block(config) if layer in sparse else _dense_block(config) for layer in range(config.num_layers)
+        (
+            SPARSE_BLOCKS[config.sparse_block] if layer in sparse else DENSE_BLOCKS[config.dense_block]
+        ).activations_per_position(config)
+        for layer in range(config.num_layers)
     )
     # the norm's input and output, and log-probabilities
     head = 2 * config.embed_dim + _NORM + config.vocab_size
-    return _mask(config) + blocks + head
+    return mask(config) + blocks + head
 
 
-def _mask(config: ModelConfig) -> int:
+def mask(config: ModelConfig) -> int:
+    """Of a dropout layer."""
     return config.embed_dim if config.dropout else 0
 
 
-def _dense_block(config: ModelConfig) -> float:
-    if config.dense_block == "transformer":
-        return _attention(config) + _mask(config) + 2 * config.embed_dim + _NORM + 2 * config.ffn_dim + _mask(config)
+def gated_mlp(config: ModelConfig) -> float:
+    """Of a gMLP block."""
     # the norm's input and output, before and after the activation, normed half, gate, product
-    return 2 * config.embed_dim + 2 * _NORM + 3.5 * config.ffn_dim + _mask(config)
+    return 2 * config.embed_dim + 2 * _NORM + 3.5 * config.ffn_dim + mask(config)
 
 
-def _sparse_block(config: ModelConfig) -> float:
-    if config.sparse_block == "gmlp_moe":
-        return _gated_experts(config) + _mask(config)
-    mixing = _features(config) if config.sparse_block == "smlp" else _attention(config)
-    return mixing + _mask(config) + _token_experts(config) + _mask(config)
+def feed_forward(config: ModelConfig) -> float:
+    """Of a norm and a feed-forward network."""
+    return 2 * config.embed_dim + _NORM + 2 * config.ffn_dim
 
 
-def _attention(config: ModelConfig) -> float:
+def attention(config: ModelConfig) -> float:
+    """Of a norm and self-attention."""
     # the norm's input and output, queries, keys and values, what they give, the sum of each softmax
     return 6 * config.embed_dim + _NORM + config.num_heads
 
 
-def _features(config: ModelConfig) -> float:
+def feature_moe(config: ModelConfig) -> float:
+    """Of the sMoE."""
     width, share = config.embed_dim, 1 - config.prefix_tokens / config.max_tokens
     # the norms' inputs, the second one's output in the experts' order, gates
     if config.moe.feature_routing == "deterministic":
@@ -92,21 +100,20 @@ def _features(config: ModelConfig) -> float:
     return 2 * width + 2 * _NORM + (1 - share) * width + share * 3 * width
 
 
-def _token_experts(config: ModelConfig) -> float:
-    moe, width = config.moe, config.embed_dim
+def token_experts(config: ModelConfig) -> float:
+    """Of the tMoE, its router included."""
     # for each choice the expert's input and what goes into its activation
-    kept = moe.experts_per_token * (width + config.ffn_dim)
-    if moe.router != "base":
-        kept += width + _NORM  # what goes into the norm before
-    if moe.router != "hash":
-        kept += width + moe.experts_per_token * width  # what is routed; outputs, which weights multiply
-    return kept + (moe.num_experts if moe.router in ("switch", "gshard") else 0)
+    kept = config.experts_per_token * (config.embed_dim + config.ffn_dim)
+    if not config.router_kind.experts_as_in_base:
+        kept += config.embed_dim + _NORM  # what goes into the norm before
+    return kept + config.router_kind.activations_per_position(config)
 
 
-def _gated_experts(config: ModelConfig) -> float:
-    moe, width, hidden = config.moe, config.embed_dim, config.ffn_dim
-    keys = moe.experts_per_token * config.max_tokens / moe.num_experts
+def gated_mlp_experts(config: ModelConfig) -> float:
+    """Of gMLP layers as experts of tokens."""
+    width, hidden = config.embed_dim, config.ffn_dim
+    keys = config.experts_per_token * config.max_tokens / config.moe.num_experts
     # for each choice: input, normed input, before and after the activation; key, gate, and the product with it; the
     # weights that are picked for its keys, and which of them are earlier ones; the output, which a weight multiplies
     each = 2 * width + 2 * hidden + 3 * hidden / 2 + 1.25 * keys + width
-    return width + moe.experts_per_token * each
+    return width + config.experts_per_token * each

@@ -23,9 +23,10 @@ _MOVES = "moves or makes data, no arithmetic"
 _INDICES = "integers about routing, not features"
 #: operators that fvcore does not know and that count as 0, and why
 FREE = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "neg", "clamp_min", "sum"), _ELEMENTWISE),
+    **dict.fromkeys(("add", "sub", "mul", "div", "neg", "clamp_min", "sum", "linalg_vector_norm"), _ELEMENTWISE),
     **dict.fromkeys(("gelu", "silu", "sigmoid", "softmax"), _ELEMENTWISE),
     **dict.fromkeys(("embedding", "index_select", "index_copy", "index_add_", "pad", "tril", "unflatten"), _MOVES),
+    **dict.fromkeys(("expand_as", "unfold"), _MOVES),
     **dict.fromkeys(("argsort", "bincount", "cumsum", "empty_like", "le", "lt", "numel"), _INDICES),
 }
 

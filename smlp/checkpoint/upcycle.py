@@ -32,7 +32,7 @@ from torch import Tensor
 from smlp.checkpoint.export import PREFIX, new_history, new_state
 from smlp.checkpoint.lazy import HeldTensor, LazyTensor, MadeTensor, repeated, scaled
 from smlp.checkpoint.opened import Checkpoint
-from smlp.config import ModelConfig, flatten, unflatten
+from smlp.config import SETTINGS, ModelConfig, differences, flatten, unflatten
 from smlp.errors import UserError
 from smlp.moe.routers.hashed import balanced_table, random_table
 from smlp.nn.blocks import sparse_block
@@ -51,6 +51,8 @@ _FROM_DENSE = (
     *("checkpoint_activations", "embed_init_std", "spatial_init_scale"),
 )
 _GROWN = ("smlp", "gmlp_moe")
+# One over what every token's gates add up to at the start, from E.
+_INVERSE_GATE = {"hash": lambda E: 1, "gshard": lambda E: 1, "switch": lambda E: E, "base": lambda E: 2}
 # In a new sparse block, what is zero so that the block adds nothing.
 _SILENT = ("feature_moe.experts.weight", "feature_moe.experts.bias", "experts.w2", "experts.b2", "w_out", "b_out")
 
@@ -71,13 +73,22 @@ def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) ->
         raise UserError(f"{dense.path} ({dense.arch}) has {own.num_sparse_layers} sparse blocks already")
     if not goal.num_sparse_layers:
         raise UserError(f"--arch {arch} has no sparse blocks")
+    router = overrides.get("router", goal.moe.router)
+    if router not in _INVERSE_GATE:
+        raise UserError(f"upcycling knows the routers {', '.join(_INVERSE_GATE)}, not {router}")
+    if goal.sparse_block not in _GROWN and not goal.sparse_block == goal.dense_block == "transformer":
+        raise UserError(
+            f"upcycling to {arch}: {goal.sparse_block} blocks cannot be made of {goal.dense_block} blocks, only "
+            f"transformer blocks of their like; {' and '.join(_GROWN)} are added to any"
+        )
     if own.dense_block != goal.dense_block:
         raise UserError(
             f"the blocks of {dense.path} ({dense.arch}) are {own.dense_block} blocks, those of {arch} are "
             f"{goal.dense_block} blocks"
         )
     numbers = _layer_numbers(dense, arch, goal, overrides)
-    kept = {name: value for name, value in flatten(own).items() if name in _FROM_DENSE}
+    # and what the blocks themselves bring along
+    kept = {name: value for name, value in flatten(own).items() if name in _FROM_DENSE or name not in SETTINGS}
     return unflatten({**flatten(goal), **kept, **overrides, **numbers})
 
 
@@ -144,10 +155,9 @@ def upcycled(
 
 def training_arguments(checkpoint: Checkpoint) -> list[str]:
     """Options of ``fairseq-train`` for the model of a checkpoint: the architecture and what differs from its preset."""
-    own, base = flatten(checkpoint.config), flatten(preset(checkpoint.arch))
     words = ["--arch", checkpoint.arch]
-    for name, value in own.items():
-        if name not in FROM_TASK and value != base[name]:
+    for name, value in differences(checkpoint.config, preset(checkpoint.arch)).items():
+        if name not in FROM_TASK:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     options = checkpoint.state["cfg"]["model"]
     words += ["--tokens-per-sample", str(options["tokens_per_sample"])]
@@ -209,8 +219,7 @@ class _Making:
         return self.weights[prefix + name]
 
     def _inverse_gate(self) -> int:
-        """One over what every token's gates add up to."""
-        return {"hash": 1, "gshard": 1, "switch": self.config.moe.num_experts, "base": 2}[self.config.moe.router]
+        return _INVERSE_GATE[self.config.moe.router](self.config.moe.num_experts)
 
     def _router(self, index: int, name: str) -> LazyTensor:
         moe, generator = self.config.moe, torch.Generator().manual_seed(self.seed + index)

@@ -81,6 +81,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def _add_upcycling(parser: argparse.ArgumentParser) -> None:
     from smlp.config import SETTINGS
+    from smlp.settings import help_of
 
     parser.add_argument("--arch", required=True, help="architecture of the sparse model")
     parser.add_argument("--router-scale", type=float, metavar="S", help="size of the first weights of the router")
@@ -89,10 +90,10 @@ def _add_upcycling(parser: argparse.ArgumentParser) -> None:
     for name in _sparse_settings():
         setting, flag = SETTINGS[name], "--" + name.replace("_", "-")
         if setting.type == "bool":
-            parser.add_argument(flag, action="store_true", default=None, help=setting.metadata["help"])
+            parser.add_argument(flag, action="store_true", default=None, help=help_of(setting))
         else:
             kind = {"int": int, "float": float}.get(setting.type, str)
-            parser.add_argument(flag, type=kind, help=setting.metadata["help"].replace("%", "%%"))
+            parser.add_argument(flag, type=kind, help=help_of(setting).replace("%", "%%"))
 
 
 def _sparse_settings() -> list[str]:

@@ -60,9 +60,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and, on rank 0, prints the tables; with ``--nproc``, starts the ranks that do."""
-    from smlp.cli.local_ranks import this_program, without_options
+    from smlp.cli.local_ranks import without_options
     from smlp.errors import UserError
     from smlp.launch.local import run_ranks
+    from smlp.launch.program import this_program
     from smlp.launch.ranks import has_terminal, place_of
     from smlp.parallel import ExpertLayout
 

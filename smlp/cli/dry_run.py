@@ -37,17 +37,9 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
     asked = option_value(arguments, _WORLD_SIZE)
     if asked is not None and asked != str(len(seats)):
         raise UserError(f"{_WORLD_SIZE} {asked}, but there are {len(seats)} ranks: leave it out")
-    seen: list[Any] = []
-
-    def stop(cfg: Any) -> None:
-        seen.append(cfg)
-        raise _SeenEnough
-
-    with contextlib.suppress(_SeenEnough):
-        run_tool("train", without_options(arguments, _WORLD_SIZE), before=stop)
+    cfg = configuration_of(without_options(arguments, _WORLD_SIZE))
     from smlp.trainer.settings import check_before_start
 
-    (cfg,) = seen
     check_before_start(cfg, len(seats), has_cuda=any(seat.device != "cpu" for seat in seats))
     if rank == 0:
         user_dir = [] if has_option(arguments, "--user-dir") else ["--user-dir", package_dir()]
@@ -55,6 +47,23 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
         command = shlex.join(["fairseq-train", *user_dir, *arguments])
         print(rank_table(seats, num_experts_of(cfg.model), group_size, command))
     return 0
+
+
+def configuration_of(arguments: list[str]) -> Any:
+    """fairseq's complete configuration for a command line of ``fairseq-train``; nothing is started.
+
+    Raises:
+        UserError: an option is wrong.
+    """
+    seen: list[Any] = []
+
+    def stop(cfg: Any) -> None:
+        seen.append(cfg)
+        raise _SeenEnough
+
+    with contextlib.suppress(_SeenEnough):
+        run_tool("train", arguments, before=stop)
+    return seen[0]
 
 
 def _seats(options: LaunchOptions) -> tuple[list[Seat], int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option, option_value
 from smlp.launch.local import run_ranks
+from smlp.launch.program import this_program
 from smlp.launch.ranks import has_terminal, place_of
 
 _NUMBERS = ("--nproc", "--nodes", "--gpus-per-node")
@@ -101,13 +101,6 @@ def train_on_ranks(options: LaunchOptions) -> int:
     """
     check_nproc(options)
     return run_ranks([*this_program(), "train", *options.rest], options.nproc)
-
-
-def this_program() -> list[str]:
-    """``python -m smlp``, of the package that is running: a folder of that name in the current directory counts only
-    where it did for this process."""
-    by_module = getattr(sys.modules["__main__"], "__spec__", None) is not None
-    return [sys.executable, *([] if by_module else ["-P"]), "-m", "smlp"]
 
 
 def positive_number(arguments: list[str], name: str) -> int | None:

@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("smlp.cli.generate", "continue a prompt"),
     "checkpoint": ("smlp.cli.checkpoint", "look at checkpoints, check them, merge, split, average, upcycle"),
     "leak-test": ("smlp.cli.leak_test", "check that no later token changes an earlier prediction"),
+    "compare": ("smlp.cli.compare", "models at equal FLOPs from one file: train, score, report"),
     "flops": ("smlp.cli.flops", "parameters and FLOPs of a model, by formula and counted"),
     "match": ("smlp.cli.match", "settings of every model family for the same FLOPs per token"),
     "costs": ("smlp.cli.costs", "where the time of an update goes, layer by layer"),

@@ -40,7 +40,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the settings; 1 if a family has none."""
-    from smlp.accounting.match import FAMILIES, check_target, like
+    from smlp.accounting.match import check_target, families, like
     from smlp.cli.json_file import write_json
     from smlp.presets import preset
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         f"V={common.vocab_size}, H={common.embed_dim}; parameters in millions, experts for one rank"
     )
     print(f"{'family':<14}{'M per token':>12}{'difference':>12}{'expert/rank':>13}{'other':>10}{'total':>12}")
-    rows = [_match(family, target, args.vary, size, shared) for family in FAMILIES]
+    rows = [_match(family, target, args.vary, size, shared) for family in families()]
     failed = [row["family"] for row in rows if not row["matches"]]
     print(f"no match: {', '.join(failed)}" if failed else "all families match")
     if args.json:

@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
 def _start_ranks(args: argparse.Namespace) -> int:
     import torch
 
-    from smlp.cli.local_ranks import this_program
     from smlp.launch.local import run_ranks
+    from smlp.launch.program import this_program
 
     num_ranks = args.nproc if args.nproc is not None else max(2, torch.cuda.device_count())
     if num_ranks < 2:
@@ -70,6 +70,7 @@ def _all_checks(device: Any, folder: Path) -> Iterator[Check]:
     import torch
 
     from smlp.evaluation.self_check import ARCHS, check_checkpoint, check_collectives, check_layout, check_uneven_splits
+    from smlp.presets import PRESETS
 
     yield _agreed("ranks", lambda: _describe_ranks(device))
     yield _agreed("collectives", lambda: check_collectives(device))
@@ -77,7 +78,7 @@ def _all_checks(device: Any, folder: Path) -> Iterator[Check]:
     for dtype in [torch.float32, *halves]:
         name = f"uneven splits, {str(dtype).removeprefix('torch.')}"
         yield _agreed(name, lambda dtype=dtype: check_uneven_splits(device, dtype))
-    for arch in ARCHS:
+    for arch in (*ARCHS, *PRESETS.added()):
         yield _agreed(f"experts of {arch}", lambda arch=arch: check_layout(arch, device, TIMEOUT))
     yield _agreed("checkpoint", lambda: check_checkpoint(folder, device, TIMEOUT))
 

@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.eval_data import load_model_for, read_text
     from smlp.cli.json_file import check_outputs, write_json
+    from smlp.drawing import check_matplotlib
     from smlp.launch.team import Team
-    from smlp.plots.drawing import check_matplotlib
     from smlp.plots.weights import Choice, plot_weights
 
     check_matplotlib()

@@ -33,8 +33,8 @@ def as_team(args: argparse.Namespace, work: Callable[[Team], int]) -> int:
         raise UserError(f"--nproc must be at least 1, got {args.nproc}")
     place = place_of(os.environ, is_interactive=has_terminal())
     if place is None and args.nproc not in (None, 1):
-        from smlp.cli.local_ranks import this_program
         from smlp.launch.local import run_ranks
+        from smlp.launch.program import this_program
 
         return run_ranks([*this_program(), *args.words], args.nproc)
     if place is not None and args.nproc not in (None, place.world_size):

@@ -36,9 +36,6 @@ def needs_ours(config: ModelConfig) -> str | None:
     prefix = config.prefix_tokens
     if prefix:
         return f"it would count the first {prefix} of {config.max_tokens} positions, which only choose experts"
-    moe = config.moe
-    if config.num_sparse_layers and moe.router in ("switch", "gshard"):
-        for name in ("load_balance_weight", "router_z_weight"):
-            if getattr(moe, name) > 0:
-                return f"it would leave out the auxiliary loss of {name}={getattr(moe, name)}"
+    for loss in filter(None, (kind.auxiliary_loss(config) for kind in config.kinds)):
+        return f"it would leave out the auxiliary loss of {loss}"
     return None

@@ -16,9 +16,9 @@ from fairseq.logging import metrics
 from omegaconf import II
 from torch import Tensor, nn
 
+from smlp.checkpoint.journal import Journal
 from smlp.context import ForwardContext
 from smlp.criterions.choice import OURS
-from smlp.criterions.journal import Journal
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder
 from smlp.fairseq_compat.core import core_of, prefix_of
 from smlp.nn.decoder import Decoder
@@ -131,7 +131,7 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         done = model.num_updates
         if self._recorder is None:
             is_first = distributed_utils.get_global_rank() == 0
-            journal = Journal(self.health_path, done) if self.health_path and is_first else None
+            journal = Journal(self.health_path, done, "router-health record") if self.health_path and is_first else None
             self._recorder = HealthRecorder(decoder, sample["net_input"]["src_tokens"], journal)
         if self.log_interval < 1 or (done + 1) % self.log_interval:
             return None

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from smlp.accounting.realised import Work, realised_work
+from smlp.checkpoint.journal import Journal
 from smlp.context import ForwardContext
-from smlp.criterions.journal import Journal
 from smlp.moe.balance import first_choices, layer_record, num_sums, pooled_record, routing_sums
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE

@@ -70,6 +70,15 @@ def count_tokens(path_prefix: str | Path, vocab_size: int) -> np.ndarray:
     return counts
 
 
+def num_tokens(path_prefix: str | Path) -> int:
+    """How many tokens ``path_prefix.idx`` lists.
+
+    Raises UserError naming the file if it is missing, empty or damaged.
+    """
+    path = Path(f"{path_prefix}.idx")
+    return int(_parse_index(_read(path), path)[1].sum(dtype=np.int64))
+
+
 def _read(path: Path) -> bytes:
     try:
         content = path.read_bytes()

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from smlp.drawing import OKABE_ITO
 from smlp.errors import UserError
 
-# Okabe and Ito's palette: told apart with any kind of colour vision. Runs also differ in marker.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Runs also differ in marker.
+_COLOURS = tuple(OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky"))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _BASELINE_COLOUR = "#555555"
 
@@ -46,30 +47,47 @@ class TrainingCurve:
     valid: tuple[LossPoint, ...]
 
 
-def read_training_log(path: Path, name: str) -> TrainingCurve:
-    """Reads a log; a point logged twice (repeated lines, a resumed run) counts once, the last time.
+def log_records(path: Path) -> list[dict[str, Any]]:
+    """The report in each line of a log, an empty one for a line that holds none (text, or cut short by a crash).
 
-    A run that never reached its log interval is drawn from its epoch averages. Lines cut short by a crash and losses
-    that are not finite are left out. Raises UserError if the file is missing or holds no loss.
+    Raises:
+        UserError: the file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        return [_parse(line) for line in path.read_text(encoding="utf-8", errors="replace").split("\n")]
     except OSError as error:
         raise UserError(f"training log {path} cannot be read: {error.strerror}") from error
-    points: dict[str, dict[int, float]] = {"": {}, "train_": {}, "valid_": {}}
-    for line in lines:
-        record = _parse(line)
+
+
+def read_training_log(path: Path, name: str) -> TrainingCurve:
+    """Reads a log, see :func:`curve_of`. Raises UserError if the file is missing or holds no loss."""
+    records = log_records(path)
+    curve = curve_of(records, name)
+    if not curve.train and not curve.valid:
+        raise UserError(
+            f"training log {path} holds no loss in {len(records)} lines: was it written with --log-format json?"
+        )
+    return curve
+
+
+def curve_of(records: Iterable[Mapping[str, Any]], name: str, subset: str = "valid") -> TrainingCurve:
+    """The losses of a log; a point logged twice (repeated lines, a resumed run) counts once, the last time.
+
+    A run that never reached its log interval is drawn from its epoch averages. Losses that are not finite are left out.
+
+    Args:
+        records: of :func:`log_records`.
+        name: of the run.
+        subset: the validation set, as fairseq calls it.
+    """
+    points: dict[str, dict[int, float]] = {"": {}, "train_": {}, f"{subset}_": {}}
+    for record in records:
         for prefix, found in points.items():
             bits = record.get(f"{prefix}nll_loss", record.get(f"{prefix}loss"))
             updates = record.get(f"{prefix}num_updates")
             if bits is not None and updates is not None and math.isfinite(float(bits)):
                 found[int(updates)] = float(bits)
-    train, valid = points[""] or points["train_"], points["valid_"]
-    if not train and not valid:
-        raise UserError(
-            f"training log {path} holds no loss in {len(lines)} lines: was it written with --log-format json?"
-        )
-    return TrainingCurve(name, _ordered(train), _ordered(valid))
+    return TrainingCurve(name, _ordered(points[""] or points["train_"]), _ordered(points[f"{subset}_"]))
 
 
 def _parse(line: str) -> dict[str, Any]:

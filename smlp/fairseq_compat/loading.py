@@ -6,6 +6,7 @@ import functools
 import logging
 import pickle
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from smlp.checkpoint.parts import attach
 from smlp.errors import UserError
 from smlp.fairseq_compat.saving import remove_leftovers
+from smlp.registry import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ def apply() -> None:
             raise UserError(damaged(path, error)) from error
         if not isinstance(state.get("model"), dict):
             raise UserError(f"{path} is not a fairseq checkpoint: it has no 'model' among its {len(state)} entries")
+        check_arch_of(state, path)
         attach(state, path)
         return state
 
@@ -82,6 +85,19 @@ def apply() -> None:
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
     checkpoint_utils.load_checkpoint = load_checkpoint
     Trainer.load_checkpoint = trainer_load_checkpoint
+
+
+def check_arch_of(state: Mapping[str, Any], path: str) -> None:
+    """Refuse a checkpoint of an architecture that a plugin registered, where the plugin is missing.
+
+    Raises:
+        UserError: it is one.
+    """
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    options = (state.get("cfg") or {}).get("model") or {}
+    if "num_sparse_layers" in options and options["_name"] not in ARCH_MODEL_REGISTRY:
+        raise UserError(f"{path} is of an unknown architecture, {options['_name']!r}{ARCHITECTURES.hint}")
 
 
 def check_restore_file(cfg: Any, trainer: Any) -> None:

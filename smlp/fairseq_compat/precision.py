@@ -13,6 +13,7 @@ import torch
 
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import option_value
+from smlp.registry import ARCHITECTURES
 
 
 def apply() -> None:
@@ -53,7 +54,9 @@ def check_arch(argv: list[str]) -> None:
         return
     close = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "fairseq-train --help lists them"
-    raise UserError(f"--arch {arch!r} is not among the {len(ARCH_MODEL_REGISTRY)} known architectures; {hint}")
+    raise UserError(
+        f"--arch {arch!r} is not among the {len(ARCH_MODEL_REGISTRY)} known architectures; {hint}{ARCHITECTURES.hint}"
+    )
 
 
 def check_half_precision(cfg: Any) -> None:

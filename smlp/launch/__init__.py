@@ -4,5 +4,6 @@ ranks         which rank this process is, from the variables of torchrun or srun
 slurm         what Slurm's variables say
 local         N ranks on this machine, ended together
 plan          where every rank would run, without starting any
+program       the command that starts this package again
 stop_signals  SIGUSR1 and SIGTERM as a wish to save and leave
 """

@@ -87,7 +87,7 @@ class _LocalRanks:
                 stderr=output,
                 env=own if rank == 0 else {**own, "PYTHONUNBUFFERED": "1"},
                 process_group=0,  # Ctrl-C reaches the ranks once, through this process
-                preexec_fn=_end_with_parent(),
+                preexec_fn=end_with_parent(),
             )
             self.processes.append(process)
         lock = threading.Lock()
@@ -177,7 +177,7 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _end_with_parent() -> Callable[[], None] | None:
+def end_with_parent() -> Callable[[], None] | None:
     """Something to run in a child before its program: the kernel kills it when this process ends. Linux only."""
     if sys.platform != "linux":
         return None

@@ -16,14 +16,16 @@ from fairseq.utils import split_paths
 from omegaconf import II
 from torch import Tensor
 
-from smlp.config import LEAKY_WARNING, SETTINGS, ignored_settings
+from smlp.config import LEAKY_WARNING, all_settings
 from smlp.context import DecodingState, ForwardContext
 from smlp.evaluation.binarized import count_tokens
+from smlp.ignored_settings import ignored_settings
 from smlp.models.fitting import check_fit
-from smlp.moe.routers import HashRouter
+from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder
 from smlp.parallel import Ranks, connect, one_process
 from smlp.presets import FROM_TASK, PRESETS, TASK_OPTIONS, from_training_options
+from smlp.settings import help_of
 from smlp.trainer.profiling import WARM_UP
 from smlp.trainer.spread import SpreadExperts
 
@@ -35,11 +37,12 @@ _OPTION_TYPES = {"int": int, "float": float, "float | None": float, "str": str}
 
 def _option(setting: dataclasses.Field) -> tuple[str, Any, Any]:
     """A command-line option for a setting; None means: as the architecture says."""
+    metadata = {"help": help_of(setting)}
     if setting.type == "bool":
-        return setting.name, bool, dataclasses.field(default=False, metadata=dict(setting.metadata))
+        return setting.name, bool, dataclasses.field(default=False, metadata=metadata)
     # fairseq knows typing.Optional, not `|`
     option_type = Optional[_OPTION_TYPES[setting.type]]  # noqa: UP045
-    return setting.name, option_type, dataclasses.field(default=None, metadata=dict(setting.metadata))
+    return setting.name, option_type, dataclasses.field(default=None, metadata=metadata)
 
 
 _EXPERT_PARALLEL_SIZE = (
@@ -71,9 +74,17 @@ _PROFILING = (
         dataclasses.field(default=None, metadata={"help": "where to write them (default: the --save-dir)"}),
     ),
 )
+_DATA_ORDER_FILE = (
+    "data_order_file",
+    Optional[str],  # noqa: UP045
+    dataclasses.field(
+        default=None,
+        metadata={"help": "write down here what each update is trained on: a line with a digest of its tokens"},
+    ),
+)
 LanguageModelConfig = dataclasses.make_dataclass(
     "LanguageModelConfig",
-    [_option(setting) for name, setting in SETTINGS.items() if name not in FROM_TASK]
+    [_option(setting) for name, setting in all_settings().items() if name not in FROM_TASK]
     + [
         ("add_bos_token", bool, II("task.add_bos_token")),
         ("tokens_per_sample", int, II("task.tokens_per_sample")),
@@ -81,6 +92,7 @@ LanguageModelConfig = dataclasses.make_dataclass(
         ("max_target_positions", Optional[int], II("task.max_target_positions")),  # noqa: UP045
         _EXPERT_PARALLEL_SIZE,
         *_PROFILING,
+        _DATA_ORDER_FILE,
         ("heartbeat_timeout", int, II("distributed_training.heartbeat_timeout")),
     ],
     bases=(FairseqDataclass,),
@@ -88,17 +100,17 @@ LanguageModelConfig = dataclasses.make_dataclass(
 LanguageModelConfig.__module__ = __name__
 
 
-def balance_hash_tables(core: Decoder, data: str, subset: str) -> None:
-    """Builds the tables of ``hash_kind=balanced`` from the token counts of the training split of all shards.
+def balance_routers(core: Decoder, data: str, subset: str) -> None:
+    """Gives routers that ask for it (``hash_kind=balanced``) the token counts of the training split of all shards.
 
-    Where there is no training split in mmap format, as in evaluation, the tables are left empty: a checkpoint brings
+    Where there is no training split in mmap format, as in evaluation, their tables are left empty: a checkpoint brings
     its own, and without one the first forward pass is refused.
 
     Raises:
         UserError: the training data cannot be read.
     """
     config = core.config
-    if not config.num_sparse_layers or config.moe.router != "hash" or config.moe.hash_kind != "balanced":
+    if not config.num_sparse_layers or not config.router_kind.needs_token_counts(config):
         return
     present = []
     for folder in split_paths(data):
@@ -112,8 +124,8 @@ def balance_hash_tables(core: Decoder, data: str, subset: str) -> None:
         return
     frequencies_V = sum(count_tokens(prefix, config.vocab_size) for prefix in present)
     for module in core.modules():
-        if isinstance(module, HashRouter):
-            module.balance(torch.from_numpy(frequencies_V))
+        if isinstance(module, TokenMoE):
+            module.router.balance(torch.from_numpy(frequencies_V))
 
 
 class LanguageModelDecoder(FairseqIncrementalDecoder):
@@ -182,7 +194,7 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
         """Builds the model for fairseq's options and the task's dictionary."""
         dictionary = task.target_dictionary
         arch = getattr(args, "_name", None) or getattr(args, "arch", "smlp")
-        options = {name: getattr(args, name, None) for name in (*SETTINGS, *TASK_OPTIONS)}
+        options = {name: getattr(args, name, None) for name in (*all_settings(), *TASK_OPTIONS)}
         config = from_training_options(arch, options, len(dictionary), dictionary.pad())
         if config.is_leaky:
             logger.warning(LEAKY_WARNING)
@@ -190,7 +202,7 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
             logger.warning("--%s has no effect: %s", name.replace("_", "-"), reason)
         ranks = _ranks_for(config.moe.num_experts if config.num_sparse_layers else 1, args)
         core = Decoder(config, ranks)
-        balance_hash_tables(core, task.args.data, getattr(args, "train_subset", None) or "train")
+        balance_routers(core, task.args.data, getattr(args, "train_subset", None) or "train")
         model = cls(LanguageModelDecoder(dictionary, core))
         model.experts = SpreadExperts.of(model, ranks)
         return model

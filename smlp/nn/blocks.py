@@ -15,15 +15,32 @@ from smlp.nn.attention import CausalSelfAttention
 from smlp.nn.dropout import Dropout
 from smlp.nn.feed_forward import FeedForward
 from smlp.nn.linear import xavier_linear
-from smlp.nn.sparse_layers import feature_moe, feed_forward_moe, gated_mlp_moe, weight_bound
+from smlp.nn.sparse_layers import feature_moe, weight_bound
 from smlp.nn.spatial_gating import SpatialGatingUnit
 from smlp.ops import activated_halves
 from smlp.parallel import Ranks
+from smlp.registry import DENSE_BLOCKS, SPARSE_BLOCKS
 
 AuxLosses = dict[str, Tensor]
 
 
-class GatedMLPBlock(nn.Module):
+class Block(nn.Module):
+    """A residual block; what every block has."""
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
+        """The new x (B, n, H), and losses to add to that of training, by name.
+
+        What mixes the tokens of a sequence goes through :meth:`ForwardContext.by_sequences`, and keeps what later
+        positions need by :meth:`ForwardContext.remember`.
+        """
+        raise NotImplementedError
+
+    def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
+        """Only what later positions need of these, which ``context.state`` keeps: the last block predicts nothing."""
+        self.forward(x_BnH, context)
+
+
+class GatedMLPBlock(Block):
     """``x + V(s(act(U(LN(x)))))`` with the spatial gating unit s (gmlp.txt, equation 1)."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -39,10 +56,6 @@ class GatedMLPBlock(nn.Module):
         halves = activated_halves(self.proj_in(self.norm(x_BnH)), self.activation)
         return x_BnH + self.dropout(self.proj_out(context.by_sequences(self.gating, *halves))), {}
 
-    def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
-        """Only what later positions need of these, which ``context.state`` keeps."""
-        self.forward(x_BnH, context)
-
 
 class AttentionSublayer(nn.Module):
     """``x + attention(LN(x))``."""
@@ -57,12 +70,17 @@ class AttentionSublayer(nn.Module):
         return x_BnH + self.dropout(self.attention(self.norm(x_BnH), context))
 
 
-class TransformerBlock(nn.Module):
-    """Self-attention, then ``x + FFN(LN(x))``."""
+class DenseBlock(Block):
+    """What mixes the tokens (self-attention in a Transformer), then ``x + FFN(LN(x))``.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: of the model.
+        mixing: the sublayer before, with its residual.
+    """
+
+    def __init__(self, config: ModelConfig, mixing: nn.Module) -> None:
         super().__init__()
-        self.mixing = AttentionSublayer(config)
+        self.mixing = mixing
         self.norm = nn.LayerNorm(config.embed_dim)
         self.feed_forward = FeedForward(config.embed_dim, config.ffn_dim, config.activation)
         self.dropout = Dropout(config.dropout)
@@ -72,7 +90,7 @@ class TransformerBlock(nn.Module):
         return x_BnH + self.dropout(self.feed_forward(self.norm(x_BnH))), {}
 
     def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
-        """As in :class:`GatedMLPBlock`: without the feed-forward network, which no other position sees."""
+        """As in :class:`Block`: without the feed-forward network, which no other position sees."""
         self.mixing(x_BnH, context)
 
 
@@ -88,7 +106,7 @@ class FeatureSublayer(nn.Module):
         return x_BnH + self.dropout(context.by_sequences(self.feature_moe, x_BnH))
 
 
-class SparseBlock(nn.Module):
+class SparseBlock(Block):
     """``x + tMoE(x)``, after what mixes the tokens: self-attention, the sMoE, or nothing.
 
     BASE, and experts that are gMLP layers, route x itself and have a norm of their own in each expert; the others
@@ -117,30 +135,22 @@ class SparseBlock(nn.Module):
         return x_BnH + self.dropout(update_BnH), aux_losses
 
     def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
-        """As in :class:`GatedMLPBlock`: experts of tokens are left out, unless it is they that mix them."""
+        """As in :class:`Block`: experts of tokens are left out, unless it is they that mix them."""
         if self.mixing is not None:
             self.mixing(x_BnH, context)
         else:
             self.forward(x_BnH, context)
 
 
-def sparse_block(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> SparseBlock:
-    """The block at ``layer_index`` of the stack: sMLP's (smlp.txt, section 3.1), a sparse Transformer's, gMLP-MoE's."""
-    if config.sparse_block == "gmlp_moe":
-        return SparseBlock(None, gated_mlp_moe(config, layer_index, ranks), nn.Identity(), config.dropout)
-    if config.sparse_block == "smlp":
-        mixing = FeatureSublayer(config, layer_index, ranks)
-    else:
-        mixing = AttentionSublayer(config)
-    norm = nn.Identity() if config.moe.router == "base" else nn.LayerNorm(config.embed_dim)
-    return SparseBlock(mixing, feed_forward_moe(config, layer_index, ranks), norm, config.dropout)
+def sparse_block(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
+    """The sparse block at ``layer_index`` of the stack, with the experts of this rank."""
+    return SPARSE_BLOCKS[config.sparse_block].build(config, layer_index, ranks)
 
 
 def build_blocks(config: ModelConfig, ranks: Ranks | None = None) -> nn.ModuleList:
     """The stack that a configuration describes, with the experts of this rank; with all of them by default."""
-    sparse = set(config.sparse_layer_indices())
-    dense_block = {"gmlp": GatedMLPBlock, "transformer": TransformerBlock}[config.dense_block]
+    sparse, dense_kind = set(config.sparse_layer_indices()), DENSE_BLOCKS[config.dense_block]
     return nn.ModuleList(
-        sparse_block(config, index, ranks) if index in sparse else dense_block(config)
+        sparse_block(config, index, ranks) if index in sparse else dense_kind.build(config, index, ranks)
         for index in range(config.num_layers)
     )

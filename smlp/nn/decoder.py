@@ -212,7 +212,8 @@ def build(arch: str, **overrides: Any) -> Decoder:
 
     Args:
         arch: a name of :data:`smlp.presets.PRESETS`, such as ``"smlp_tiny"``.
-        **overrides: field names of ``ModelConfig`` and ``MoEConfig``, such as ``num_experts=4``.
+        **overrides: settings by name: fields of ``ModelConfig`` and ``MoEConfig``, such as ``num_experts=4``, and those
+            that plugins bring (docs/extending.md).
 
     Raises:
         UserError: the name or a setting is unknown, or a value is out of range.

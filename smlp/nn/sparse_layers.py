@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from torch import nn
 
 from smlp.config import ModelConfig
 from smlp.moe.chunked_exchange import ChunkedFeatureExchange, ChunkedTokenExchange
@@ -12,7 +12,7 @@ from smlp.moe.experts import FeedForwardExperts, SpatialExperts
 from smlp.moe.feature_layer import FeatureMoE, RoutedFeatureMoE
 from smlp.moe.gated_experts import GatedMLPExperts
 from smlp.moe.layer import TokenMoE
-from smlp.moe.routers import BalancedRouter, FeatureRouter, HashRouter, Router, TopKRouter, TopKSettings
+from smlp.moe.routers import FeatureRouter
 from smlp.moe.shuffle import TokenShuffle
 from smlp.parallel import ExpertLayout, Ranks, one_process
 
@@ -22,15 +22,9 @@ def weight_bound(config: ModelConfig) -> float:
     return config.spatial_init_scale / config.max_tokens
 
 
-def token_router(config: ModelConfig) -> Router:
-    """The router of tokens."""
-    moe, width = config.moe, config.embed_dim
-    if moe.router == "base":
-        return BalancedRouter(width, moe.num_experts, moe.centroid_init_gain, moe.base_shuffle)
-    if moe.router == "hash":
-        return HashRouter(config.vocab_size, moe.num_experts, moe.hash_seed if moe.hash_kind == "random" else None)
-    same_name = {field.name: getattr(moe, field.name) for field in fields(TopKSettings) if field.name != "num_choices"}
-    return TopKRouter(width, moe.num_experts, TopKSettings(num_choices=moe.experts_per_token, **same_name))
+def norm_before_experts(config: ModelConfig) -> nn.Module:
+    """The layer norm that all experts of tokens share, or nothing where each has its own."""
+    return nn.Identity() if config.router_kind.experts_as_in_base else nn.LayerNorm(config.embed_dim)
 
 
 def num_chunks(config: ModelConfig, layout: ExpertLayout) -> int:
@@ -64,19 +58,18 @@ def feature_dispatcher(config: ModelConfig, ranks: Ranks, name: str) -> FeatureD
 
 def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
     """Feed-forward experts over tokens, those of this rank; of all in one process by default."""
-    moe, name = config.moe, f"layer {layer_index} (tMoE)"
-    ranks = ranks or one_process(moe.num_experts)
+    ranks, name = ranks or one_process(config.moe.num_experts), f"layer {layer_index} (tMoE)"
     experts = FeedForwardExperts(
         config.embed_dim,
         config.ffn_dim,
         ranks.layout.expert_ids,
         config.activation,
-        as_in_base=moe.router == "base",
+        as_in_base=config.router_kind.experts_as_in_base,
     )
     shuffle = None
-    if moe.router == "base" and moe.base_shuffle and ranks.experts.size > 1:
+    if config.router_kind.mixes_ranks(config) and ranks.experts.size > 1:
         shuffle = TokenShuffle(ranks.experts, ranks.layout, name)
-    return TokenMoE(token_router(config), experts, name, token_dispatcher(config, ranks, name), shuffle)
+    return TokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(config, ranks, name), shuffle)
 
 
 def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
@@ -89,9 +82,9 @@ def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = N
         ranks.layout.expert_ids,
         config.activation,
         weight_bound(config),
-        config.moe.experts_per_token,
+        config.experts_per_token,
     )
-    return TokenMoE(token_router(config), experts, name, token_dispatcher(config, ranks, name))
+    return TokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(config, ranks, name))
 
 
 def feature_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> FeatureMoE:

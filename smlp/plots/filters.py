@@ -68,7 +68,7 @@ class FilterNumbers:
 
 
 def spatial_layers(decoder: Decoder) -> list[SpatialLayer]:
-    """The layers with spatial filters, in order; none for a model whose tokens are mixed by attention alone."""
+    """The layers with spatial filters, in order; none for a model whose tokens are mixed in other ways."""
     config, found = decoder.config, []
     for index, block in enumerate(decoder.blocks):
         if isinstance(block, GatedMLPBlock):
@@ -124,7 +124,7 @@ def layer_facts(layer: SpatialLayer, numbers: list[FilterNumbers]) -> dict[str, 
 
 def fixed_chunks(config: ModelConfig) -> str | None:
     """What deterministic routing of features does, in a sentence; None for models without it."""
-    if not config.uses("smlp") or config.moe.feature_routing != "deterministic":
+    if not config.has_feature_moe or config.moe.feature_routing != "deterministic":
         return None
     experts, width = config.moe.num_experts, config.embed_dim // config.moe.num_experts
     return (

@@ -18,7 +18,6 @@ from smlp.errors import UserError
 from smlp.evaluation.samples import Samples
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
-from smlp.moe.routers import BalancedRouter, HashRouter, Router
 from smlp.nn.decoder import Decoder
 from smlp.scoring.capacity import drop_nothing
 
@@ -28,16 +27,16 @@ class TokenCounts:
     """Of one layer that routes tokens. A token counts once for each expert that it goes to (GShard: two)."""
 
     name: str
-    #: "BASE", "Switch", "GShard" or "Hash"
+    #: "BASE", "Switch", "GShard", "Hash" or that of a plugin
     router: str
     #: for each piece that is counted apart, how many of its tokens go to each expert, (P, E) int64
     counts_PE: np.ndarray
     #: the same of all tokens, (E,) int64
     load_E: np.ndarray
-    #: sum over all tokens of their affinity to each expert, (E,); None for Hash, which has none
-    affinity_E: np.ndarray | None
+    #: sum over all tokens of their affinity to each expert, (E,); None where there are no scores (Hash)
+    affinity_E: np.ndarray | None = None
     #: the same over the tokens that go to it
-    own_affinity_E: np.ndarray | None
+    own_affinity_E: np.ndarray | None = None
     num_tokens: int = 0
 
     @property
@@ -184,14 +183,14 @@ class _Counter:
     """
 
     def __init__(self, decoder: Decoder, pieces_P: np.ndarray) -> None:
-        self.device = decoder.embedding.weight.device
+        self.config, self.device = decoder.config, decoder.embedding.weight.device
         self.row_V = torch.full((decoder.config.vocab_size,), -1, device=self.device)
         self.row_V[torch.from_numpy(pieces_P).to(self.device)] = torch.arange(len(pieces_P), device=self.device)
         self.tokens: dict[nn.Module, TokenCounts] = {}
         self.features: dict[nn.Module, FeatureCounts] = {}
         for module in decoder.modules():
             if isinstance(module, TokenMoE):
-                self.tokens[module] = _no_counts(module, len(pieces_P), decoder.config.moe.num_experts)
+                self.tokens[module] = self._no_counts(module.name, len(pieces_P))
             elif isinstance(module, RoutedFeatureMoE):
                 counts_HE = np.zeros((decoder.config.embed_dim, module.num_experts), dtype=np.int64)
                 routing = "leaky" if module.is_leaky else "partial"
@@ -203,14 +202,14 @@ class _Counter:
         if context.valid_Bn is not None:
             ids_N = ids_N[context.valid_Bn.flatten()]
         for layer, counts in self.tokens.items():
-            self._add_tokens(layer.router, counts, ids_N, context.observations[layer])
+            self._add_tokens(counts, ids_N, context.observations[layer])
         for layer, counts in self.features.items():
             expert_BH = context.plans[layer]
             chosen_BHE = nn.functional.one_hot(expert_BH, layer.num_experts)
             counts.counts_HE += chosen_BHE.sum(dim=0).cpu().numpy()
             counts.num_seqs += expert_BH.size(0)
 
-    def _add_tokens(self, router: Router, counts: TokenCounts, ids_N: Tensor, observation: Observation) -> None:
+    def _add_tokens(self, counts: TokenCounts, ids_N: Tensor, observation: Observation) -> None:
         plan, num_experts = observation.plan, len(counts.load_E)
         row_A = self.row_V[ids_N[plan.token_A]]
         cell_A = (row_A * num_experts + plan.expert_A)[row_A >= 0]
@@ -218,33 +217,19 @@ class _Counter:
         counts.counts_PE += cells.reshape(counts.counts_PE.shape)
         counts.load_E += plan.counts_E.cpu().numpy()
         counts.num_tokens += ids_N.numel()
-        if counts.affinity_E is not None:
-            affinity_NE = affinities(router, observation.logits_NE).double()
+        if observation.logits_NE is not None:
+            affinity_NE = self.config.router_kind.affinities(observation.logits_NE).double()
             own_A = affinity_NE[plan.token_A, plan.expert_A]
             own_E = torch.zeros(num_experts, dtype=own_A.dtype, device=own_A.device).index_add(0, plan.expert_A, own_A)
-            counts.affinity_E += affinity_NE.sum(dim=0).cpu().numpy()
-            counts.own_affinity_E += own_E.cpu().numpy()
+            sums = affinity_NE.sum(dim=0).cpu().numpy(), own_E.cpu().numpy()
+            if counts.affinity_E is not None:
+                sums = counts.affinity_E + sums[0], counts.own_affinity_E + sums[1]
+            counts.affinity_E, counts.own_affinity_E = sums
 
-
-def affinities(router: Router, logits_NE: Tensor) -> Tensor:
-    """How much tokens are drawn to experts, between 0 and 1, (N, E), from a router's scores.
-
-    What the output of a lone choice is weighted by: the score's sigmoid (BASE), or the softmax gate (Switch, GShard).
-    """
-    return logits_NE.sigmoid() if isinstance(router, BalancedRouter) else logits_NE.softmax(dim=1)
-
-
-def _no_counts(layer: TokenMoE, num_pieces: int, num_experts: int) -> TokenCounts:
-    router = layer.router
-    if isinstance(router, HashRouter):
-        name = "Hash"
-    elif isinstance(router, BalancedRouter):
-        name = "BASE"
-    else:
-        name = "Switch" if router.settings.num_choices == 1 else "GShard"
-    sums = (None, None) if name == "Hash" else (np.zeros(num_experts), np.zeros(num_experts))
-    counts_PE = np.zeros((num_pieces, num_experts), dtype=np.int64)
-    return TokenCounts(layer.name, name, counts_PE, np.zeros(num_experts, dtype=np.int64), *sums)
+    def _no_counts(self, name: str, num_pieces: int) -> TokenCounts:
+        kind, num_experts = self.config.router_kind, self.config.moe.num_experts
+        counts_PE = np.zeros((num_pieces, num_experts), dtype=np.int64)
+        return TokenCounts(name, kind.title or kind.name, counts_PE, np.zeros(num_experts, dtype=np.int64))
 
 
 def layer_number(name: str) -> int:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from smlp.context import ForwardContext
+from smlp.drawing import check_matplotlib, save
 from smlp.errors import UserError
 from smlp.evaluation.samples import Samples
 from smlp.nn.decoder import Decoder
 from smlp.plots.draw_filters import MOST_MATRICES, draw_filters, draw_toeplitz
 from smlp.plots.draw_routing import draw_features, draw_tokens, orders
-from smlp.plots.drawing import check_matplotlib, save
 from smlp.plots.filters import FilterNumbers, SpatialLayer, filter_numbers, fixed_chunks, layer_facts, spatial_layers
 from smlp.plots.ordering import evenly
 from smlp.plots.routing import FeatureCounts, RoutingCounts, TokenCounts, count_routing, layer_number
@@ -145,7 +145,9 @@ def refuse_nothing(decoder: Decoder, has_data: bool) -> None:
     """Raises UserError, with the reason, for a model of which there is nothing to draw."""
     if spatial_layers(decoder) or (has_data and decoder.config.num_sparse_layers):
         return
-    reason = "the model mixes tokens by self-attention alone, so that it has no spatial filters"
+    reason = (
+        "the model mixes tokens without spatial weights, by self-attention for one, so that it has no spatial filters"
+    )
     if decoder.config.num_sparse_layers:
         raise UserError(f"{reason}: give --data to draw which tokens go to which of its experts")
     raise UserError(f"{reason}, and it has no experts either: there is nothing to draw")
@@ -154,7 +156,7 @@ def refuse_nothing(decoder: Decoder, has_data: bool) -> None:
 def _absent(decoder: Decoder, has_data: bool) -> list[str]:
     config, sentences = decoder.config, []
     if not spatial_layers(decoder):
-        sentences.append("spatial filters: there are none, for tokens are mixed by self-attention alone")
+        sentences.append("spatial filters: there are none, for tokens are mixed without spatial weights")
     if config.num_sparse_layers and not has_data:
         sentences.append("which tokens and features go to which expert: give binarised text with --data to count that")
     if has_data and not config.num_sparse_layers:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from smlp.moe.routers import TopKRouter
+from smlp.moe.layer import TokenMoE
+from smlp.moe.routers import RouterWithPlaces
 from smlp.nn.decoder import Decoder
 
 
-def routers_with_places(decoder: Decoder) -> list[TopKRouter]:
+def routers_with_places(decoder: Decoder) -> list[RouterWithPlaces]:
     """The routers that can drop tokens; none in models where every token finds its expert."""
-    return [module for module in decoder.modules() if isinstance(module, TopKRouter)]
+    routers = [module.router for module in decoder.modules() if isinstance(module, TokenMoE)]
+    return [router for router in routers if isinstance(router, RouterWithPlaces)]
 
 
 def limit_places(decoder: Decoder, factor: float) -> None:
     """Sets the capacity factor of evaluation in place; 0 drops nothing."""
     for router in routers_with_places(decoder):
-        router.settings = dataclasses.replace(router.settings, eval_capacity_factor=factor)
+        router.limit_places(factor)
 
 
 def drop_nothing(decoder: Decoder) -> None:

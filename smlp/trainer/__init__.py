@@ -10,6 +10,7 @@ memory      on a CPU: freed memory is kept
 adam        on a CPU: Adam in one pass
 speed       share of the measured limit, and memory, in the training log
 data_wait   share of the time that is spent in waiting for batches, in the training log
+data_order  --data-order-file: which tokens each update was trained on
 profiling   --profile-updates: a trace and a table of some updates
 """
 
@@ -25,9 +26,21 @@ def apply() -> None:
         return
     _applied = True
 
-    from smlp.trainer import adam, data_wait, gradients, loading, memory, profiling, saving, settings, speed, updates
+    from smlp.trainer import (
+        adam,
+        data_order,
+        data_wait,
+        gradients,
+        loading,
+        memory,
+        profiling,
+        saving,
+        settings,
+        speed,
+        updates,
+    )
 
     # speed after updates, whose empty batches it leaves out; profiling and what counts the time between updates last,
     # around all that an update does
-    for group in (settings, gradients, updates, saving, loading, memory, adam, speed, profiling, data_wait):
+    for group in (settings, gradients, updates, saving, loading, memory, adam, speed, data_order, profiling, data_wait):
         group.apply()

@@ -3,7 +3,16 @@
 from smlp.moe.routers.balanced import BalancedRouter
 from smlp.moe.routers.features import FeatureRouter
 from smlp.moe.routers.hashed import HashRouter
-from smlp.moe.routers.routing import Router, Routing
+from smlp.moe.routers.routing import Router, RouterWithPlaces, Routing
 from smlp.moe.routers.top_k import TopKRouter, TopKSettings
 
-__all__ = ["BalancedRouter", "FeatureRouter", "HashRouter", "Router", "Routing", "TopKRouter", "TopKSettings"]
+__all__ = [
+    "BalancedRouter",
+    "FeatureRouter",
+    "HashRouter",
+    "Router",
+    "RouterWithPlaces",
+    "Routing",
+    "TopKRouter",
+    "TopKSettings",
+]

@@ -6,7 +6,7 @@ Letters: ``N`` tokens, ``H`` features, ``E`` experts, ``A`` assignments.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ class Router(Protocol):
 
     def looks_ahead(self) -> bool:
         """Whether, in its present mode, where a token goes depends on other tokens of the batch, later ones too."""
+
+
+@runtime_checkable
+class RouterWithPlaces(Protocol):
+    """A router that can drop tokens in evaluation too."""
+
+    def limit_places(self, factor: float) -> None:
+        """Sets the capacity factor of evaluation in place; 0 drops nothing."""
 
 
 def gate_logits(x_NH: Tensor, weight_EH: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Riquelme et al., 2021, section 4.1 (places by gate); Zoph et al., 2022, equation
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +146,10 @@ class TopKRouter(nn.Module):
         capacity = expert_capacity(factor, choice_NK.size(1), choice_NK.size(0), num_experts)
         priority_N = gate_NE.amax(dim=1) if settings.drop_order == "gate" else None
         return RoutingPlan.from_choices(choice_NK, num_experts, capacity, priority_N, wanted_NK)
+
+    def limit_places(self, factor: float) -> None:
+        """Sets the capacity factor of evaluation in place; 0 drops nothing."""
+        self.settings = replace(self.settings, eval_capacity_factor=factor)
 
     def looks_ahead(self) -> bool:
         """Where places are limited, other tokens decide who keeps one."""

@@ -23,10 +23,12 @@ class Journal:
     Args:
         path: of the file; its directory is made.
         num_updates: updates done before this process.
+        what: is recorded, for the warning.
     """
 
-    def __init__(self, path: Path, num_updates: int) -> None:
+    def __init__(self, path: Path, num_updates: int, what: str) -> None:
         self.path: Path | None = path
+        self.what = what
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
@@ -53,7 +55,7 @@ class Journal:
             write_whole(path, lambda file: file.write(kept))
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning(f"no router-health record from here on: cannot write {self.path}: {error}")
+        logger.warning(f"no {self.what} from here on: cannot write {self.path}: {error}")
         self.path = None
 
 

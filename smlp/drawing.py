@@ -21,8 +21,18 @@ SEQUENTIAL = "cividis"
 DIVERGING = "PuOr"
 #: where there is no weight
 NOTHING = "0.87"
-#: three lines that differ in brightness too (Okabe and Ito's colours)
-LINES = ("#0072B2", "#E69F00", "#000000")
+#: Okabe and Ito's colours, told apart with any kind of colour vision; their yellow is too pale for lines on white
+OKABE_ITO = {
+    "black": "#000000",
+    "blue": "#0072B2",
+    "vermillion": "#D55E00",
+    "green": "#009E73",
+    "purple": "#CC79A7",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+}
+#: three lines that differ in brightness too
+LINES = (OKABE_ITO["blue"], OKABE_ITO["orange"], OKABE_ITO["black"])
 _DPI = 120
 
 

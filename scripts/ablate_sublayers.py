@@ -1,0 +1,117 @@
+"""What each part of a trained model is worth: how much worse it predicts without.
+
+    python scripts/ablate_sublayers.py --path checkpoint_last.pt --data data-bin [--subset valid] [--limit-tokens 16384]
+
+Each sublayer in turn adds nothing to its residual stream; each spatial projection (of spatial gating units and sMoE
+experts) in turn has W = 0, so that no position sees another one through it. The rest of the model stays as it was
+trained. A part that changes nothing has learnt nothing, or what others know as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import smlp
+from smlp.errors import UserError
+from smlp.evaluation.binarized import read_fairseq_tokens
+from smlp.evaluation.blocks import block_log_probs
+from smlp.moe.experts import SpatialExperts
+from smlp.moe.feature_layer import FeatureMoE
+from smlp.moe.layer import TokenMoE
+from smlp.nn.attention import CausalSelfAttention
+from smlp.nn.blocks import GatedMLPBlock
+from smlp.nn.decoder import Decoder
+from smlp.nn.feed_forward import FeedForward
+
+#: what is added to a residual stream, and its name
+SUBLAYERS: dict[type[nn.Module], str] = {
+    CausalSelfAttention: "attention",
+    FeedForward: "feed-forward network",
+    FeatureMoE: "sMoE",
+    TokenMoE: "tMoE",
+    GatedMLPBlock: "gMLP block",
+}
+
+
+def parts(decoder: Decoder) -> Iterator[tuple[str, str, nn.Module]]:
+    """Name of the block, what the part is, and the module, in the order of the model."""
+    for name, module in decoder.named_modules():
+        block = ".".join(name.split(".")[:2])
+        for kind, what in SUBLAYERS.items():
+            if isinstance(module, kind):
+                yield block, what, module
+        if isinstance(module, SpatialExperts):
+            yield block, "spatial projection", module
+
+
+@contextmanager
+def without(module: nn.Module) -> Iterator[None]:
+    """Inside the block the part does nothing."""
+    if isinstance(module, SpatialExperts):
+        kept = module.weight.detach().clone()
+        with torch.no_grad():
+            module.weight.zero_()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                module.weight.copy_(kept)
+        return
+    target = module.proj_out if isinstance(module, GatedMLPBlock) else module
+
+    def nothing(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return (output[0] * 0, *output[1:]) if isinstance(output, tuple) else output * 0
+
+    handle = target.register_forward_hook(nothing)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def ablate(decoder: Decoder, tokens: torch.Tensor, say: Callable[[str], None]) -> list[tuple[str, str, float]]:
+    """Block, part, and nats per token that are lost without it; the model's own loss comes first, as block ''."""
+
+    def nll() -> float:
+        return -float(block_log_probs(decoder, tokens).double().mean())
+
+    whole = nll()
+    rows = [("", "the whole model", whole)]
+    say(f"{'the whole model':<40}{whole:>10.4f} nats per token")
+    for block, what, module in parts(decoder):
+        with without(module):
+            lost = nll() - whole
+        rows.append((block, what, lost))
+        say(f"{block:<12}without {what:<20}{lost:>+10.4f}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="ablate_sublayers.py"
+    )
+    parser.add_argument("--path", required=True, help="checkpoint")
+    parser.add_argument("--data", type=Path, required=True, help="binary data")
+    parser.add_argument("--subset", default="valid", help="default: %(default)s")
+    parser.add_argument("--limit-tokens", type=int, default=16384, help="default: %(default)s")
+    options = parser.parse_args()
+    if options.limit_tokens < 1:
+        raise UserError(f"--limit-tokens must be at least 1, got {options.limit_tokens}")
+    model = smlp.load_pretrained(options.path, options.data / "dict.txt")
+    tokens = read_fairseq_tokens(options.data / options.subset).tokens[: options.limit_tokens]
+    ablate(model.decoder, torch.from_numpy(tokens), print)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"smlp: error: {error}")

@@ -1,0 +1,1 @@
+"""The drawings of docs/diagrams, which scripts/draw_diagrams.py writes."""

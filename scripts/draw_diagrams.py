@@ -1,0 +1,48 @@
+"""Draws the pictures of docs/concepts.md into docs/diagrams.
+
+  python scripts/draw_diagrams.py                  the SVG files of the pages
+  python scripts/draw_diagrams.py --png FOLDER     the same as PNG, to look at
+
+Who goes where is computed by the package's own routing code for a small example.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+from diagrams import blocks, features, tokens
+from diagrams.style import SETTINGS
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "diagrams"
+DRAWINGS = {
+    "block-gmlp": blocks.gmlp,
+    "block-sparse": blocks.sparse,
+    "router-base": tokens.base,
+    "router-switch": tokens.switch,
+    "router-gshard": tokens.gshard,
+    "router-hash": tokens.hashed,
+    "features-deterministic": features.deterministic,
+    "features-partial": features.partial,
+    "features-leaky": features.leaky,
+}
+
+
+def draw(folder: Path, kind: str = "svg") -> list[Path]:
+    """Writes all drawings into the folder; returns their files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    with matplotlib.rc_context(SETTINGS):
+        for name, drawing in DRAWINGS.items():
+            files.append(folder / f"{name}.{kind}")
+            drawing().save(files[-1])
+    return files
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="draw PNG files there instead")
+    options = parser.parse_args()
+    for file in draw(options.png or FOLDER, "png" if options.png else "svg"):
+        print(file)

@@ -1,0 +1,290 @@
+"""``smlp compare run``."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from smlp.checkpoint.files import copy_whole
+from smlp.errors import UserError
+from smlp.experiments import slurm
+from smlp.experiments.cost import Cost, estimate
+from smlp.experiments.data import data_of, describe
+from smlp.experiments.environment import environment
+from smlp.experiments.experiment import Experiment, read_experiment
+from smlp.experiments.folder import DONE, FAILED, Folder, write_json
+from smlp.experiments.local import Machine, choose, is_trained, run_here
+from smlp.experiments.plan import (
+    PlannedModel,
+    Run,
+    as_json,
+    main_runs,
+    plan_models,
+    spread_of,
+    training_words,
+    tuning_runs,
+)
+from smlp.experiments.progress import Progress, duration
+from smlp.launch.program import this_module
+from smlp.launch.stop_signals import EXIT_STOPPED
+
+EXIT_INTERRUPTED = 130
+
+
+def run_experiment(path: Path, out: Path, only_scores: bool = False) -> int:
+    """Does what is left of an experiment; returns the exit status.
+
+    Raises:
+        UserError: the file, the data or an option is wrong, or the folder belongs to another experiment.
+    """
+    experiment, folder = read_experiment(path), Folder(out)
+    on_cluster = experiment.place.where == "slurm" and not only_scores
+    if on_cluster and (queued := slurm.jobs_in_queue(folder)):
+        print(f"jobs {', '.join(queued)} are in the queue: nothing is submitted (smlp compare status, squeue --me)")
+        return 0
+    with folder.locked():
+        data, models = _prepare(experiment, folder)
+        if on_cluster:
+            return _submit(experiment, folder, data, models)
+        if only_scores:  # in one process, whatever the training had
+            experiment = replace(experiment, place=replace(experiment.place, where="local", ranks=1, jobs=1))
+        machine = Machine.of(experiment, _num_gpus())
+        tuning = [] if only_scores else tuning_runs(experiment, models)
+        stopped, chosen = None, {}
+        if tuning:
+            stopped = _train(experiment, folder, data, tuning, machine)
+        if stopped is None:
+            chosen = _chosen(experiment, folder, models)
+            runs = main_runs(experiment, models, chosen)
+            if only_scores:
+                runs = [run for run in runs if is_trained(folder.run(run.folder), run.updates)]
+            stopped = _train(experiment, folder, data, runs, machine)
+        if stopped is not None:
+            print(f"stopped by {stopped.name}; the same command goes on", flush=True)
+            return EXIT_INTERRUPTED if stopped == signal.SIGINT else EXIT_STOPPED
+        _time(experiment, folder, runs, machine)
+        return _summary(experiment, folder, models, chosen)
+
+
+def dry_run(path: Path, out: Path) -> int:
+    """Prints what would be done, and what it would cost; makes the data, which the costs follow from.
+
+    Raises:
+        UserError: as :func:`run_experiment`.
+    """
+    experiment, folder = read_experiment(path), Folder(out)
+    _check_zeroshot(experiment)
+    with folder.locked():
+        data = data_of(experiment, folder)
+        models = _plan(experiment, data)
+        place, num_gpus = experiment.place, _num_gpus()
+        is_here = place.where == "local" and (place.device != "gpu" or num_gpus > 0)
+        threads = Machine.of(experiment, num_gpus).threads if is_here else None
+        runs = _all_runs(experiment, models)
+        _print_models(experiment, models)
+        cost = estimate(experiment, models, runs, threads)
+        _print_cost(experiment, runs, cost)
+        first = next(run for run in runs if not run.tuning)
+        words = training_words(experiment, first, data, folder.run(first.folder).path)
+        print(f"the first run of the comparison:\n  smlp train {shlex.join(words)}")
+    return 0
+
+
+def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedModel]]:
+    """Data, models and all that is written down before the first run."""
+    _check_zeroshot(experiment)
+    data = data_of(experiment, folder)
+    models = _plan(experiment, data)
+    described = describe(data, experiment.evaluation.subsets)
+    folder.settle({**as_json(experiment, models), "data_sha256": described["splits"]["train"]["sha256"]})
+    write_json(folder.data, described)
+    if not folder.yaml.exists() or not folder.yaml.samefile(experiment.path):
+        copy_whole(experiment.path, folder.yaml)
+    _print_models(experiment, models)
+    return data, models
+
+
+def _check_zeroshot(experiment: Experiment) -> None:
+    """Refuses, before anything is trained, tasks that could not be scored afterwards."""
+    wanted = experiment.evaluation
+    if wanted.zeroshot_data is None:
+        return
+    from smlp.zeroshot.readers import READERS
+
+    if not wanted.zeroshot_data.is_dir():
+        raise UserError(f"{experiment.path}: evaluate.zeroshot.data: there is no folder {wanted.zeroshot_data}")
+    unknown = [task for task in wanted.zeroshot_tasks if task not in (*READERS, "all")]
+    if unknown:
+        raise UserError(
+            f"{experiment.path}: evaluate.zeroshot.tasks has {unknown[0]!r}; there are {', '.join(READERS)}"
+        )
+
+
+def _plan(experiment: Experiment, data: str) -> list[PlannedModel]:
+    from smlp.cli.dry_run import configuration_of
+    from smlp.presets import config_of
+    from smlp.tokenizer import Vocabulary
+    from smlp.tokenizer_files import DICTIONARY
+
+    vocab_size = len(Vocabulary.load(Path(data.split(":")[0]) / DICTIONARY))
+
+    def configure(words: list[str]) -> Any:
+        cfg = configuration_of([data, "--task", "language_modeling", *words])
+        return config_of(cfg.model, vocab_size)
+
+    return plan_models(experiment, vocab_size, configure)
+
+
+def _train(
+    experiment: Experiment, folder: Folder, data: str, runs: Sequence[Run], machine: Machine
+) -> signal.Signals | None:
+    for run in runs:
+        folder.run(run.folder).claim(run.made_with(experiment))
+    left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
+    if left:
+        write_json(folder.environment, environment(experiment.place))
+        what, jobs = "runs of the grid" if left[0].tuning else "runs", experiment.place.jobs
+        print(f"{len(left)} of {len(runs)} {what} to do, {jobs} at a time, {machine.threads} threads each", flush=True)
+    return run_here(experiment, folder, data, runs, machine, Progress(folder, runs)) if runs else None
+
+
+def _chosen(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel]) -> dict[str, Any]:
+    """The tuned option's value for each model, with a word about values at the edge of the grid."""
+    if experiment.tuning is None:
+        return {}
+    chosen = choose(experiment, models, tuning_runs(experiment, models), folder)
+    name = experiment.tuning.option
+    print(f"tuned {name}: " + ", ".join(f"{model} {value}" for model, value in chosen.items()), flush=True)
+    values = experiment.tuning.values
+    is_ordered = all(isinstance(value, (int, float)) for value in values)
+    at_edge = [model for model, value in chosen.items() if is_ordered and value in (min(values), max(values))]
+    if at_edge:
+        print(f"at the edge of the grid, so a wider one could be better: {', '.join(at_edge)}", flush=True)
+    return chosen
+
+
+def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[PlannedModel]) -> int:
+    """The next array of jobs that can be started: the grid, then the runs."""
+    grid = tuning_runs(experiment, models)
+    left = [run for run in grid if not _is_over(folder, run)]
+    if not left:
+        for run in grid:
+            own = folder.run(run.folder)
+            if is_trained(own, run.updates):
+                own.update_state(model=run.model.name, seed=run.seed, state=DONE, trained=True)
+                own.drop_checkpoints(keep_last=False)
+        chosen = _chosen(experiment, folder, models)
+        runs = main_runs(experiment, models, chosen)
+        left = [run for run in runs if not is_trained(folder.run(run.folder), run.updates)]
+        if not left:
+            if any(folder.run(run.folder).state()["state"] != DONE for run in runs):
+                print(f"all runs are trained; job {slurm.submit_scores(experiment, folder)} scores them", flush=True)
+                return 0
+            print("all runs are trained and scored", flush=True)
+            return _summary(experiment, folder, models, chosen)
+    write_json(folder.environment, environment(experiment.place))
+    for run in left:
+        folder.run(run.folder).claim(run.made_with(experiment))
+        folder.run(run.folder).update_state(model=run.model.name, seed=run.seed, submitted=True)
+    print(slurm.submit(experiment, folder, data, left, then_score=not left[0].tuning), flush=True)
+    if left[0].tuning:
+        print("this is the grid: run the same command again when it is done", flush=True)
+    return 0
+
+
+def _is_over(folder: Folder, run: Run) -> bool:
+    """Whether a run of the grid needs no job: it is trained, or was submitted and has come to nothing."""
+    own = folder.run(run.folder)
+    if is_trained(own, run.updates):
+        return True
+    if own.state().get("submitted"):  # and no job of the experiment is in the queue
+        own.update_state(state=FAILED, message=f"not trained by its job: see {folder.path / 'slurm' / 'logs'}")
+    return own.state()["state"] == FAILED
+
+
+def _time(experiment: Experiment, folder: Folder, runs: Sequence[Run], machine: Machine) -> None:
+    """Time of an update, models in turn; a failure costs this figure and nothing else."""
+    rounds = experiment.evaluation.speed_rounds
+    if not rounds or folder.speed.is_file() or experiment.place.ranks > 1:
+        return
+    if not any(folder.run(run.folder).state()["state"] == DONE for run in runs):
+        return
+    print(f"time of an update, {rounds} rounds, models in turn", flush=True)
+    log = folder.path / "logs" / "speed.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        command = [*this_module("smlp.experiments.speed"), str(folder.path), str(rounds)]
+        threads = machine.threads * experiment.place.jobs  # nothing else is running
+        own = {**os.environ, **machine.environment(0), "OMP_NUM_THREADS": str(threads)}
+        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False, env=own).returncode
+    if status != 0:
+        print(f"smlp: warning: no speed.json: status {status}, see {log}", flush=True)
+
+
+def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel], chosen: dict[str, Any]) -> int:
+    runs = main_runs(experiment, models, chosen)
+    states = {run.name: folder.run(run.folder).state()["state"] for run in runs}
+    failed = [run for run in runs if states[run.name] == FAILED]
+    missing = [name for name, state in states.items() if state not in (DONE, FAILED)]
+    left_out = [model.name for model in models if experiment.tuning is not None and model.name not in chosen]
+    for run in failed:
+        print(f"failed: {run.name}: {folder.run(run.folder).state()['message']}", flush=True)
+    if missing:
+        print(f"not trained yet: {', '.join(missing)}", flush=True)
+    for name in left_out:
+        print(f"not trained: {name}: every run of its grid failed", flush=True)
+    done = list(states.values()).count(DONE)
+    print(f"{done} of {len(runs)} runs are done: smlp compare report {folder.path}", flush=True)
+    return 1 if failed or missing or left_out else 0
+
+
+def _all_runs(experiment: Experiment, models: Sequence[PlannedModel]) -> list[Run]:
+    tuning = experiment.tuning
+    expected = {model.name: tuning.values[0] for model in models} if tuning else {}
+    return [*tuning_runs(experiment, models), *main_runs(experiment, models, expected)]
+
+
+def _print_models(experiment: Experiment, models: Sequence[PlannedModel]) -> None:
+    from smlp.accounting.formula import parameters
+
+    width = max(len(model.name) for model in models)
+    print(f"{'model':<{width}}  {'M multiply-adds per token':>25}  {'M parameters':>12}  architecture")
+    for model in models:
+        total = parameters(model.config, 1).total
+        settings = " ".join(f"{name}={value}" for name, value in model.overrides.items())
+        print(
+            f"{model.name:<{width}}  {model.flops_per_token / 1e6:>25.3f}  {total / 1e6:>12.1f}  "
+            f"{model.arch} {settings}".rstrip()
+        )
+    print(
+        f"spread of the FLOPs {spread_of(list(models)):.2%}; {experiment.tokens:,} tokens for each model and seed "
+        f"({experiment.updates:,} updates of {experiment.tokens_per_update:,})",
+        flush=True,
+    )
+
+
+def _print_cost(experiment: Experiment, runs: Sequence[Run], cost: Cost) -> None:
+    for name, seconds in cost.seconds_per_update.items():
+        print(f"  {name}: {seconds:.3g} s for an update")
+    digits = 1 if cost.device_hours >= 1 else 2
+    on_gpus = experiment.place.gpus_per_node or experiment.place.device == "gpu"
+    devices = "GPU hours" if on_gpus else "hours of all runs one after the other"
+    exponent = math.floor(math.log10(max(1.0, cost.flops)))
+    print(
+        f"{len(runs)} runs: about {duration(cost.seconds)} with {experiment.place.jobs} at a time, "
+        f"{cost.device_hours:.{digits}f} {devices}, {cost.flops / 10**exponent:.2f}e{exponent} floating-point "
+        f"operations, {cost.disk_bytes / 1e9:.1f} GB of checkpoints\n  ({cost.how})"
+    )
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

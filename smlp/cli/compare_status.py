@@ -1,0 +1,69 @@
+"""``smlp compare status``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from smlp.errors import UserError
+from smlp.experiments.experiment import read_experiment
+from smlp.experiments.folder import DONE, RUNNING, STOPPED, WAITING, Folder, read_json
+from smlp.experiments.progress import reached
+
+
+def print_status(out: Path, json_file: str | None) -> int:
+    """Prints the state of every run; 0 if all are done, 1 otherwise.
+
+    Raises:
+        UserError: nothing was begun there.
+    """
+    folder = Folder(out)
+    if not folder.experiment.is_file():
+        raise UserError(f"nothing was begun in {out}: smlp compare run starts an experiment")
+    rows = [_row(folder, name, updates) for name, updates in _runs(folder)]
+    width = max(len(row["run"]) for row in rows)
+    print(f"{'run':<{width}}  {'state':<8} {'updates':>15}  {'train':>9} {'valid':>9}  perplexity per token")
+    for row in rows:
+        numbers = ["" if row[key] is None else f"{row[key]:.2f}" for key in ("train", "valid")]
+        of, message = f"{row['num_updates']:,}/{row['updates']:,}", row["message"] or ""
+        line = f"{row['run']:<{width}}  {row['state']:<8} {of:>15}  {numbers[0]:>9} {numbers[1]:>9}  {message}"
+        print(line.rstrip())
+    states = [row["state"] for row in rows]
+    print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+    if json_file:
+        from smlp.cli.json_file import write_json
+
+        write_json(json_file, rows)
+    return 0 if set(states) == {DONE} else 1
+
+
+def _runs(folder: Folder) -> list[tuple[str, int]]:
+    """Names of all runs, those of a grid first, with their updates."""
+    experiment = read_json(folder.experiment)
+    tuning = read_experiment(folder.yaml).tuning
+    models = experiment["models"]
+    values = tuning.values if tuning else ()
+    grid = [(f"tune/{model['folder']}-{value}", tuning.updates) for value in values for model in models]
+    runs = [
+        (f"runs/{model['folder']}-s{seed}", experiment["updates"]) for seed in experiment["seeds"] for model in models
+    ]
+    return [*grid, *runs]
+
+
+def _row(folder: Folder, name: str, updates: int) -> dict[str, Any]:
+    run = folder.run(name)
+    state, found = run.state(), reached(run.log)
+    what = state["state"]
+    if what == WAITING and found.updates:  # on a cluster nobody else writes it down
+        what = "trained" if found.updates >= updates else RUNNING
+    elif what == RUNNING and not folder.is_locked():
+        what = STOPPED
+    return {
+        "run": name,
+        "state": what,
+        "num_updates": found.updates,
+        "updates": updates,
+        "train": found.train,
+        "valid": found.valid,
+        "message": state["message"],
+    }

@@ -1,0 +1,17 @@
+"""Comparisons at equal FLOPs: an experiment in one file, its runs, and their report (``smlp compare``).
+
+yaml_file     a YAML file in which every mistake is named
+experiment    what such a file says
+plan          what it means: models with their FLOPs, runs with their commands
+folder        the files of an experiment, and the state of each run
+data          data made from text, and what data hold
+environment   versions, machine and revision, so that a third person can repeat it
+cost          how long it will take
+processes     commands that run side by side and end with this one
+local         runs on this machine
+slurm         runs on a cluster
+progress      how far they are
+scores        a trained model's loss on held-out text
+speed         time of an update, models in turn
+report        tables and figures of a folder, from its files alone
+"""

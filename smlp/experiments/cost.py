@@ -1,0 +1,119 @@
+"""How long an experiment will take, and how much disk: said before anything is trained.
+
+On this machine the time of an update is measured, with random weights and random tokens; for a cluster it follows from
+the floating-point operations and the share of the device's peak that training is expected to reach.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from smlp.accounting.formula import parameters
+from smlp.accounting.training import training_flops
+from smlp.experiments.experiment import Experiment
+from smlp.experiments.plan import PlannedModel, Run
+from smlp.nn.decoder import Decoder
+
+#: of a GPU in bf16, without sparsity, where the file does not say otherwise: an A100's data sheet
+GPU_TFLOPS = 312.0
+#: share of the peak that is assumed where the file does not say otherwise
+MFU = 0.3
+#: weights and Adam's two moments, 4 bytes each
+_BYTES_PER_PARAMETER = 12
+#: what fairseq's own loop, validation and checkpoints add to a bare loop's updates, measured on CPUs
+OVERHEAD = 1.15
+#: of a process that starts, and of one that scores
+SECONDS_AROUND = 14.0
+_MEASURED_UPDATES = 3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of all runs."""
+
+    seconds_per_update: dict[str, float]
+    #: as the clock on the wall shows it
+    seconds: float
+    #: of all devices together
+    device_hours: float
+    #: multiply-adds count as two, both passes
+    flops: float
+    disk_bytes: int
+    how: str
+
+
+def estimate(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[Run], threads: int | None) -> Cost:
+    """What some runs cost.
+
+    Args:
+        experiment: what the file says.
+        models: of the runs.
+        runs: that are left to do.
+        threads: that each run has here; None where the runs are not meant for this machine.
+    """
+    place = experiment.place
+    flops = {model.name: training_flops(model.config) * experiment.tokens_per_update / place.ranks for model in models}
+    if threads is not None:
+        seconds = {model.name: measure_update(model, experiment, threads) for model in models}
+        how = f"updates measured here with {threads} threads and random weights; {OVERHEAD - 1:.0%} more for the rest"
+        overhead, around = OVERHEAD, SECONDS_AROUND
+    else:
+        tflops, mfu = place.tflops or GPU_TFLOPS, place.mfu or MFU
+        seconds = {name: each / (tflops * 1e12 * mfu) for name, each in flops.items()}
+        how = f"{mfu:.0%} of {tflops:.0f} TFLOP/s for each GPU (run.mfu, run.tflops)"
+        overhead, around = 1.0, SECONDS_AROUND
+    each = [run.updates * seconds[run.model.name] * overhead + around for run in runs]
+    return Cost(
+        seconds_per_update=seconds,
+        seconds=_end_of_the_last(each, place.jobs),
+        device_hours=sum(each) * (place.ranks if place.where == "slurm" else 1) / 3600,
+        flops=sum(run.updates * flops[run.model.name] * place.ranks for run in runs),
+        disk_bytes=disk_bytes(models, runs),
+        how=how,
+    )
+
+
+def _end_of_the_last(seconds: Sequence[float], jobs: int) -> float:
+    """When the last of some runs ends, ``jobs`` at a time, each begun when one before it has ended."""
+    ends = [0.0] * jobs
+    for one in seconds:
+        heapq.heapreplace(ends, ends[0] + one)
+    return max(ends)
+
+
+def disk_bytes(models: Sequence[PlannedModel], runs: Sequence[Run]) -> int:
+    """Checkpoints that stay: one of each run of the comparison."""
+    sizes = {model.name: _BYTES_PER_PARAMETER * parameters(model.config, 1).total for model in models}
+    return sum(sizes[run.model.name] for run in runs if not run.tuning)
+
+
+def measure_update(model: PlannedModel, experiment: Experiment, threads: int) -> float:
+    """Seconds of forward, backward and Adam, the fastest of a few; with accumulation, of all micro-batches."""
+    device = "cuda" if experiment.place.device != "cpu" and torch.cuda.is_available() else "cpu"
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        decoder = Decoder(model.config).to(device)
+        optimizer = torch.optim.Adam(decoder.parameters())
+        shape = (experiment.batch_size, experiment.tokens_per_sample + 1)
+        tokens = torch.randint(4, model.config.vocab_size, shape, device=device)
+        times = []
+        for _ in range(_MEASURED_UPDATES):
+            start = time.perf_counter()
+            for _ in range(experiment.update_freq):
+                logits = decoder(tokens[:, :-1]).logits
+                F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return min(times)
+    finally:
+        torch.set_num_threads(before)

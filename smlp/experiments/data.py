@@ -1,0 +1,126 @@
+"""Data of an experiment: made from text where the file says so, and what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from smlp.errors import UserError
+from smlp.evaluation.binarized import num_tokens, read_fairseq_tokens
+from smlp.evaluation.text_sizes import decoded_sizes
+from smlp.experiments.experiment import Experiment, Text
+from smlp.experiments.folder import Folder, read_json, write_json
+from smlp.launch.program import this_program
+from smlp.tokenizer import Tokenizer, Vocabulary
+from smlp.tokenizer_files import DICTIONARY, find_tokenizer
+
+_MANIFEST = "manifest.json"
+
+
+def data_of(experiment: Experiment, folder: Folder) -> str:
+    """The argument DATA of every run; made first where the experiment names text.
+
+    Raises:
+        UserError: data or text are missing or damaged.
+    """
+    if experiment.text is None:
+        data = str(experiment.data)
+        for one in data.split(":"):
+            if not (Path(one) / DICTIONARY).is_file():
+                raise UserError(f"{experiment.path}: data {one} has no {DICTIONARY}: smlp data binarize writes one")
+        return data
+    made = folder.path / "data"
+    _check_same_text(experiment.text, folder)
+    if not (made / _MANIFEST).is_file():
+        _make(experiment.text, folder.path)
+    return str(made)
+
+
+def _check_same_text(text: Text, folder: Folder) -> None:
+    """Refuses a folder whose data were made of something else."""
+    record = folder.path / "text.json"
+    wanted = {"source": text.source, "files": [str(path) for path in text.files], "vocab_size": text.vocab_size}
+    if not record.is_file():
+        write_json(record, wanted)
+    found = read_json(record)
+    for name, value in wanted.items():
+        if found[name] != value:
+            raise UserError(
+                f"the data in {folder.path} were made with text.{name} = {found[name]}, not {value}: give another --out"
+            )
+
+
+def _make(text: Text, folder: Path) -> None:
+    """Text, vocabulary and binary files, each step with a log of its own."""
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    splits, pieces = folder / "text", folder / "pieces"
+    if not (splits / _MANIFEST).is_file():
+        missing = [str(path) for path in text.files if not path.is_file()]
+        if missing:
+            raise UserError(f"there is no text file {missing[0]}")
+        module = ["data_prep.python_docs"] if text.source else ["data_prep.text_files", "--text", *map(str, text.files)]
+        _step("text", [sys.executable, "-m", module[0], "--out", str(splits), *module[1:]], logs)
+    step = [*this_program(), "data"]
+    learn = ["tokenizer", "--in", str(splits / "train.txt"), "--documents", "line", "--out", str(pieces)]
+    _step("vocabulary", [*step, *learn, "--vocab-size", str(text.vocab_size), "--pad-multiple", "8", "--restart"], logs)
+    encode = ["binarize", "--format", "lines", "--in", str(splits), "--tokenizer", str(pieces)]
+    _step("binarize", [*step, *encode, "--out", str(folder / "data"), "--restart"], logs)
+
+
+def _step(name: str, command: list[str], logs: Path) -> None:
+    log = logs / f"{name}.log"
+    print(f"data: {name}", flush=True)
+    with log.open("w") as output:
+        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    if status != 0:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        raise UserError(f"data: {name} failed with status {status}, see {log} ({lines[-1] if lines else 'no output'})")
+
+
+def describe(data: str, subsets: tuple[str, ...]) -> dict[str, Any]:
+    """``data.json``: sizes and checksums of the splits, of the first shard for those that are scored.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    folders = [Path(one) for one in data.split(":")]
+    dictionary = folders[0] / DICTIONARY
+    splits: dict[str, Any] = {}
+    train = [folder / "train" for folder in folders]
+    splits["train"] = {
+        "tokens": sum(num_tokens(prefix) for prefix in train),
+        "sha256": hashlib.sha256("".join(checksum(prefix) for prefix in train).encode()).hexdigest()
+        if len(train) > 1
+        else checksum(train[0]),
+    }
+    tokenizer_file = find_tokenizer([folders[0]])
+    tokenizer = Tokenizer(Vocabulary.load(dictionary), tokenizer_file) if tokenizer_file else None
+    for subset in subsets:
+        stream = read_fairseq_tokens(folders[0] / subset)
+        words = int(decoded_sizes(stream, tokenizer).words_N.sum()) if tokenizer else None
+        splits[subset] = {
+            "tokens": len(stream.tokens),
+            "sha256": checksum(folders[0] / subset),
+            "words": words,
+            "words_per_token": words / len(stream.tokens) if words else None,
+        }
+    return {
+        "data": data,
+        "dictionary_sha256": hashlib.sha256(dictionary.read_bytes()).hexdigest(),
+        "vocab_size": len(Vocabulary.load(dictionary)),
+        "splits": splits,
+    }
+
+
+def checksum(prefix: Path) -> str:
+    """SHA-256 of a split's tokens as they lie in the file."""
+    path = Path(f"{prefix}.bin")
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None

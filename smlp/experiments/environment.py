@@ -1,0 +1,77 @@
+"""What a third person needs to know to repeat a run: versions, machine, revision."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import smlp
+from smlp import plugins
+from smlp.experiments.experiment import Place
+from smlp.launch.local import num_cores
+
+_PACKAGES = ("torch", "numpy", "ve-fairseq", "fairseq-fixed", "fairscale", "sentencepiece", "hydra-core", "omegaconf")
+
+
+def environment(place: Place) -> dict[str, Any]:
+    """``environment.json``."""
+    return {
+        "smlp": smlp.__version__,
+        **_versions(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": num_cores(),
+        "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
+        "git": git_revision(Path(smlp.__path__[0]).parent),
+        "plugins": _plugins(),
+        "world_size": place.ranks,
+        **asdict(place),
+    }
+
+
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    """Revision of a clone, and whether tracked files differ from it; None outside of one."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != folder.resolve():
+            return None  # installed inside of somebody else's repository
+        return {"revision": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _plugins() -> dict[str, str]:
+    """SHA-256 of each file that SMLP_PLUGINS names."""
+    files = plugins.named_files(os.environ.get(plugins.VARIABLE, ""))
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            found["fairseq" if "fairseq" in name else name] = f"{name} {version}" if "fairseq" in name else version
+    return found
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

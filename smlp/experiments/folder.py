@@ -1,0 +1,165 @@
+"""The files of an experiment, and the state of each run; docs/compare.md lists them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from smlp.checkpoint.files import write_whole
+from smlp.errors import UserError
+
+#: what a run can be
+WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
+#: settings that all runs of a folder share
+_SHARED = (
+    *("updates", "tokens_per_update", "tokens_per_sample", "batch_size", "update_freq", "tuned_option", "data_sha256"),
+)
+
+
+class Folder:
+    """Paths below the folder of an experiment."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.experiment = path / "experiment.json"
+        self.yaml = path / "experiment.yaml"
+        self.environment = path / "environment.json"
+        self.data = path / "data.json"
+        self.tuned = path / "tuned.json"
+        self.speed = path / "speed.json"
+
+    def run(self, name: str) -> RunFolder:
+        """Of a run: ``runs/MODEL-sSEED`` or ``tune/MODEL-VALUE``."""
+        return RunFolder(self.path / name)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time works here.
+
+        Raises:
+            UserError: another one does, or the folder cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "w")  # noqa: SIM115
+        except OSError as error:
+            raise UserError(f"cannot write to {self.path}: {error.strerror}") from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another smlp compare run is at work in {self.path}") from None
+            except OSError:
+                pass  # a file system without locks
+            yield
+
+    def is_locked(self) -> bool:
+        """Whether a process is at work here."""
+        try:
+            with open(self.path / ".lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def settle(self, planned: dict[str, Any]) -> None:
+        """Writes down what the experiment means; further models and seeds may come to an older one. What single runs
+        were made with is their own record (:meth:`RunFolder.claim`).
+
+        Raises:
+            UserError: the folder holds runs of something else, with which new ones could not be compared.
+        """
+        if self.experiment.is_file():
+            older = read_json(self.experiment)
+            for name in _SHARED:
+                _check_same(self.path, name, older.get(name), planned.get(name))
+        write_json(self.experiment, planned)
+
+
+class RunFolder:
+    """Of one run; it is fairseq's save-dir as well."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.log = path / "train.log"
+        self.order = path / "data_order.jsonl"
+        self.output = path / "output.txt"
+        self.command = path / "command.txt"
+        self.state_file = path / "run.json"
+        self.scores = path / "scores.json"
+        self.zeroshot = path / "zeroshot.json"
+
+    def state(self) -> dict[str, Any]:
+        """What ``run.json`` says; a run that has none is waiting."""
+        if not self.state_file.is_file():
+            return {"state": WAITING, "message": None, "attempts": [], "peak_memory_mib": None}
+        return read_json(self.state_file)
+
+    def update_state(self, **changes: Any) -> None:
+        """Changes single entries of ``run.json``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.state_file, {**self.state(), **changes})
+
+    def claim(self, made_with: dict[str, Any]) -> None:
+        """Writes down what the run is made with, before it begins.
+
+        Raises:
+            UserError: there are weights in it that were made with something else.
+        """
+        before, after = self.state().get("made_with"), _plain(made_with)
+        if before == after:
+            return
+        if before is not None and (self.state().get("trained") or self.last_checkpoint().is_file()):
+            key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
+            _check_same(self.path, key, before.get(key), after.get(key))
+        self.update_state(made_with=after)
+
+    def last_checkpoint(self) -> Path:
+        """Written at the end of the budget, or where the run was stopped."""
+        return self.path / "checkpoint_last.pt"
+
+    def drop_checkpoints(self, keep_last: bool) -> None:
+        """Removes checkpoints that nothing needs any more."""
+        for path in self.path.glob("checkpoint*"):
+            if keep_last and path.name.startswith("checkpoint_last"):
+                continue
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def read_json(path: Path) -> Any:
+    """What a file of ours holds.
+
+    Raises:
+        UserError: it cannot be read, or is damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file whole or not at all."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def _check_same(folder: Path, name: str, before: Any, after: Any) -> None:
+    if _plain(before) != _plain(after):
+        raise UserError(
+            f"{folder} was made with {name} = {before}, and the experiment now says {after}: give another --out"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from a JSON file."""
+    return json.loads(json.dumps(value))

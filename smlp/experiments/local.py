@@ -1,0 +1,219 @@
+"""Runs on this machine: so many at a time, each trained by ``smlp train`` and then scored."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smlp.errors import UserError
+from smlp.evaluation.curves import read_training_log
+from smlp.experiments.experiment import Experiment, option_words
+from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder, read_json, write_json
+from smlp.experiments.plan import PlannedModel, Run, training_words
+from smlp.experiments.processes import Chain, Ended, Step, run_chains
+from smlp.experiments.progress import Progress, reached
+from smlp.launch.local import num_cores
+from smlp.launch.program import this_module, this_program
+from smlp.launch.stop_signals import EXIT_STOPPED
+
+TRAIN, SCORE, ZEROSHOT = "train", "score", "zeroshot"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What of this machine each run gets."""
+
+    threads: int
+    #: numbers of the GPUs of each of the runs that go on at a time; empty on CPUs
+    gpus: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, experiment: Experiment, num_gpus: int) -> Machine:
+        """Shares it out.
+
+        Raises:
+            UserError: there are too few GPUs.
+        """
+        place = experiment.place
+        threads = place.threads or max(1, num_cores() // (place.jobs * place.ranks))
+        if place.device == "cpu" or (place.device is None and num_gpus == 0):
+            return cls(threads)
+        if num_gpus < place.ranks * (place.jobs if place.ranks > 1 else 1) or num_gpus == 0:
+            raise UserError(
+                f"{experiment.path}: run.jobs {place.jobs} at a time with run.ranks {place.ranks} each want more than "
+                f"the {num_gpus} GPUs that are visible here"
+            )
+        # runs of one rank may share a GPU
+        taken = [
+            tuple((job * place.ranks + rank) % num_gpus for rank in range(place.ranks)) for job in range(place.jobs)
+        ]
+        return cls(threads, tuple(taken))
+
+    def environment(self, slot: int) -> dict[str, str]:
+        """Variables of a run."""
+        given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        numbers = self.gpus[slot] if self.gpus else ()
+        visible = ",".join(given[number] if given else str(number) for number in numbers)
+        return {"OMP_NUM_THREADS": str(self.threads), "CUDA_VISIBLE_DEVICES": visible}
+
+
+class RunChain(Chain):
+    """Training, and for a run of the comparison the scores of the trained model."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: Folder,
+        data: str,
+        run: Run,
+        machine: Machine,
+        progress: Progress,
+        prefix: int = 0,
+    ) -> None:
+        self.experiment, self.out, self.data, self.run = experiment, folder, data, run
+        self.machine, self.progress, self.prefix = machine, progress, prefix
+        self.folder = folder.run(run.folder)
+        self._failed = False
+
+    def next_step(self, slot: int) -> Step | None:
+        """Whatever is not there yet."""
+        if self._failed or self.folder.state()["state"] == DONE:
+            return None
+        name = self._missing()
+        if name is None:
+            self.folder.drop_checkpoints(keep_last=not self.run.tuning)
+            self.folder.update_state(state=DONE, message=None)
+            self._report()
+            return None
+        self.folder.update_state(model=self.run.model.name, seed=self.run.seed, state=RUNNING, message=None)
+        step = Step(name, self._command(name), self.folder.output, self.machine.environment(slot))
+        if name == TRAIN:
+            self.folder.command.write_text(shlex.join(step.command) + "\n", encoding="utf-8")
+        return step
+
+    def ended(self, result: Ended) -> None:
+        """Notes the attempt, and why it failed."""
+        state = self.folder.state()
+        start = datetime.datetime.fromtimestamp(result.start, datetime.UTC).isoformat(timespec="seconds")
+        attempt = {"step": result.step.name, "start": start, "seconds": round(result.seconds, 1)}
+        changes: dict[str, Any] = {"attempts": [*state["attempts"], {**attempt, "status": result.status}]}
+        if result.step.name == TRAIN:
+            changes["peak_memory_mib"] = max(result.peak_memory_mib, state.get("peak_memory_mib") or 0.0)
+            changes["trained"] = result.status == 0 and reached(self.folder.log).updates >= self.run.updates
+        if result.status == EXIT_STOPPED or (result.status != 0 and result.is_stopping):
+            changes["state"] = STOPPED
+        elif result.status != 0 or changes.get("trained") is False:
+            self._failed = True
+            last = _last_line(self.folder.output.read_text(errors="replace"))
+            changes |= {
+                "state": FAILED,
+                "message": f"{result.step.name} failed with status {result.status}: {last}",
+            }
+            self.progress.say(f"{self.run.name}: {changes['message']} (see {self.folder.output})")
+        self.folder.update_state(**changes)
+
+    def _missing(self) -> str | None:
+        if not is_trained(self.folder, self.run.updates):
+            return TRAIN
+        if self.run.tuning:
+            return None
+        return what_is_not_scored(self.experiment, self.folder, self.prefix)
+
+    def _command(self, name: str) -> list[str]:
+        if name == TRAIN:
+            ranks = self.experiment.place.ranks
+            launch = ["--nproc", str(ranks)] if ranks > 1 else []
+            words = training_words(self.experiment, self.run, self.data, self.folder.path)
+            return [*this_program(), "train", *launch, *words]
+        if name == SCORE:
+            return [*this_module("smlp.experiments.scores"), str(self.out.path), self.run.folder]
+        wanted = self.experiment.evaluation
+        words = ["--path", str(self.folder.last_checkpoint()), "--data-dir", str(wanted.zeroshot_data)]
+        words += ["--tasks", ",".join(wanted.zeroshot_tasks), *option_words(wanted.zeroshot_options)]
+        return [*this_program(), "zeroshot", *words, "--json", str(self.folder.zeroshot)]
+
+    def _report(self) -> None:
+        found = reached(self.folder.log)
+        valid = "" if found.valid is None else f", validation perplexity {found.valid:.2f} per token"
+        seconds = sum(attempt["seconds"] for attempt in self.folder.state()["attempts"])
+        self.progress.say(f"{self.run.name}: done in {seconds:.0f} s{valid}")
+
+
+def is_trained(run: RunFolder, updates: int) -> bool:
+    """Whether a run has reached its budget; one that Slurm has run says so by its log."""
+    state = run.state()
+    if "trained" in state:
+        return state["trained"]
+    return reached(run.log).updates >= updates and run.last_checkpoint().is_file()
+
+
+def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> str | None:
+    """The step that a trained run lacks; scores on other positions than those of all models count for nothing.
+
+    Args:
+        experiment: what the file says.
+        run: trained.
+        prefix: leading positions that some model of the experiment does not predict.
+    """
+    scores = read_json(run.scores) if run.scores.is_file() else {"subsets": {}, "prefix": None}
+    if scores["prefix"] != prefix or not set(experiment.evaluation.subsets) <= set(scores["subsets"]):
+        return SCORE
+    wants_zeroshot = experiment.evaluation.zeroshot_data is not None
+    return ZEROSHOT if wants_zeroshot and not run.zeroshot.is_file() else None
+
+
+def run_here(
+    experiment: Experiment, folder: Folder, data: str, runs: Sequence[Run], machine: Machine, progress: Progress
+) -> signal.Signals | None:
+    """Does what is left of some runs; returns the signal that stopped it, or None."""
+    prefix = max(run.model.config.prefix_tokens for run in runs)
+    for run in runs:
+        own = folder.run(run.folder)
+        if own.state()["state"] == DONE and not run.tuning and what_is_not_scored(experiment, own, prefix):
+            own.update_state(state=WAITING)  # a model or a task has come to the experiment since
+    left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
+    chains = [RunChain(experiment, folder, data, run, machine, progress, prefix) for run in left]
+    return run_chains(chains, experiment.place.jobs, progress.watch)
+
+
+def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[Run], folder: Folder) -> dict:
+    """The value of the tuned option for each model: that of the lowest validation loss. Writes ``tuned.json``."""
+    tuning = experiment.tuning
+    results: dict[str, dict[str, float | None]] = {model.name: {} for model in models}
+    for run in runs:
+        own = folder.run(run.folder)
+        value = str(run.recipe[tuning.option])
+        results[run.model.name][value] = None
+        if own.state()["state"] == DONE:
+            try:
+                valid = read_training_log(own.log, run.name).valid
+            except UserError:  # no finite loss
+                valid = ()
+            results[run.model.name][value] = valid[-1].perplexity if valid else None
+    by_text = {str(value): value for value in tuning.values}
+    chosen = {}
+    for name, found in results.items():
+        measured = {value: perplexity for value, perplexity in found.items() if perplexity is not None}
+        if measured:
+            chosen[name] = by_text[min(measured, key=measured.get)]
+    write_json(
+        folder.tuned,
+        {
+            "option": "--" + tuning.option.replace("_", "-"),
+            "values": list(tuning.values),
+            "updates": tuning.updates,
+            "seed": tuning.seed,
+            "results": results,
+            "chosen": chosen,
+        },
+    )
+    return chosen
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")

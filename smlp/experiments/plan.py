@@ -1,0 +1,271 @@
+"""What an experiment means: models with what they cost, and the command of every run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from smlp.accounting.formula import flops_per_token, parameters
+from smlp.accounting.match import FAMILIES, like, match
+from smlp.config import ModelConfig, flatten
+from smlp.errors import UserError
+from smlp.experiments.experiment import Experiment, ModelEntry, check_names, option_words
+from smlp.presets import preset
+
+#: sequences of a batch in validation, over those in training
+VALID_BATCHES = 4
+#: epochs after which fairseq would validate and save of its own accord
+_NEVER = "1000000000"
+
+#: what options of fairseq-train mean: fairseq's configuration for a command line
+Configure = Callable[[list[str]], ModelConfig]
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model of the comparison."""
+
+    name: str
+    folder: str
+    #: of :data:`smlp.accounting.match.FAMILIES`, or None
+    family: str | None
+    arch: str
+    overrides: dict[str, Any]
+    #: options of its training, over those that all models share
+    recipe: dict[str, Any]
+    config: ModelConfig
+    #: multiply-adds of the forward pass, nominal
+    flops_per_token: float
+
+    def model_words(self) -> list[str]:
+        """Its architecture as options of fairseq-train."""
+        return ["--arch", self.arch, *option_words(self.overrides)]
+
+    def as_json(self, shared_recipe: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+        """The record of it in ``experiment.json``."""
+        return {
+            "name": self.name,
+            "folder": self.folder,
+            "family": self.family,
+            "arch": self.arch,
+            "overrides": self.overrides,
+            "recipe": option_words({**shared_recipe, **self.recipe}),
+            "config": flatten(self.config),
+            "flops_per_token": self.flops_per_token,
+            "parameters": asdict(parameters(self.config, fitting_ranks(self.config, num_ranks))),
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a model with a seed, and an option that is being tuned or was."""
+
+    model: PlannedModel
+    seed: int
+    updates: int
+    #: the folder of the run, in the experiment's
+    folder: str
+    recipe: dict[str, Any]
+    tuning: bool = False
+
+    def made_with(self, experiment: Experiment) -> dict[str, Any]:
+        """What its weights depend on, beside what all runs of the experiment share."""
+        recipe = {**experiment.recipe, **self.model.recipe, **self.recipe}
+        return {"arch": self.model.arch, "seed": self.seed, "updates": self.updates, **self.model.overrides, **recipe}
+
+    @property
+    def name(self) -> str:
+        """As it is called in messages."""
+        return Path(self.folder).name
+
+
+def entries_of(experiment: Experiment, vocab_size: int) -> list[ModelEntry]:
+    """The models that the file names, and those that it asks to be matched.
+
+    Raises:
+        UserError: a family cannot be matched, or two models share a name.
+    """
+    entries = list(experiment.models)
+    wanted = experiment.matching
+    if wanted is not None:
+        shared = {**wanted.overrides, "vocab_size": vocab_size, "max_tokens": experiment.tokens_per_sample}
+        target, size = wanted.flops_per_token, ""
+        if wanted.like is not None:
+            if "num_experts" in shared:
+                raise UserError(
+                    f"{experiment.path}: match.num_experts and match.like exclude each other: the cost of "
+                    f"{wanted.like} is that of its own experts"
+                )
+            target, size, own = like(wanted.like, shared)
+            shared = {**shared, **own}
+        for family in wanted.families:
+            found = match(family, target, wanted.vary, size, shared)
+            if not found.matches:
+                raise UserError(
+                    f"{experiment.path}: no settings of {family} cost {target:.5g} multiply-adds per token; the "
+                    f"nearest cost {found.flops_per_token:.5g}, {found.difference:+.2%}"
+                )
+            own, base = flatten(found.config), flatten(preset(found.arch))
+            overrides = {name: value for name, value in own.items() if value != base[name] and name not in _FROM_DATA}
+            entries.append(ModelEntry(family, found.arch, overrides, {}))
+    check_names(experiment.path, entries)
+    return entries
+
+
+#: settings that come with the data and the task
+_FROM_DATA = ("vocab_size", "max_tokens", "padding_idx", "dropout")
+
+
+def plan_models(experiment: Experiment, vocab_size: int, configure: Configure) -> list[PlannedModel]:
+    """The models with their configurations and costs, which must agree.
+
+    Args:
+        experiment: what the file says.
+        vocab_size: V, of the data.
+        configure: the configuration that a command line of fairseq-train means.
+
+    Raises:
+        UserError: an option is wrong, or the costs differ by more than ``max_spread``.
+    """
+    models = []
+    for entry in entries_of(experiment, vocab_size):
+        recipe = {**experiment.recipe, **entry.recipe}
+        draft = PlannedModel(
+            entry.name, entry.folder, family_of(entry.arch), entry.arch, entry.overrides, entry.recipe, None, 0.0
+        )
+        words = [*draft.model_words(), *shape_words(experiment), *option_words(recipe)]
+        tuned = [] if models or experiment.tuning is None else experiment.tuning.values  # once: for the first model
+        try:
+            config = configure(words)
+            for value in tuned:
+                if configure([*words, *option_words({experiment.tuning.option: value})]) != config:
+                    raise UserError(f"tune.{experiment.tuning.option} is a setting of the model, not of its training")
+        except UserError as error:
+            raise UserError(f"{experiment.path}: model {entry.name}: {error}") from None
+        fields = {**draft.__dict__, "config": config, "flops_per_token": flops_per_token(config)}
+        models.append(PlannedModel(**fields))
+    check_spread(experiment, models)
+    return models
+
+
+def spread_of(models: list[PlannedModel]) -> float:
+    """How far the largest cost is above the smallest, relative."""
+    costs = [model.flops_per_token for model in models]
+    return max(costs) / min(costs) - 1
+
+
+def check_spread(experiment: Experiment, models: list[PlannedModel]) -> None:
+    """Refuses models that do not cost the same.
+
+    Raises:
+        UserError: it names the two that are furthest apart.
+    """
+    if spread_of(models) > experiment.max_spread:
+        ordered = sorted(models, key=lambda model: model.flops_per_token)
+        low, high = ordered[0], ordered[-1]
+        raise UserError(
+            f"{experiment.path}: forward FLOPs per token differ by {spread_of(models):.2%}, more than max_spread "
+            f"{experiment.max_spread:.2%}: {low.name} {low.flops_per_token / 1e6:.3f} M, {high.name} "
+            f"{high.flops_per_token / 1e6:.3f} M multiply-adds (smlp match finds settings that agree)"
+        )
+
+
+def family_of(arch: str) -> str | None:
+    """The family of an architecture of this package."""
+    return next((arch[: len(name)] for name in sorted(FAMILIES, key=len, reverse=True) if arch.startswith(name)), None)
+
+
+def fitting_ranks(config: ModelConfig, num_ranks: int) -> int:
+    """W, or the number of experts where they cannot be shared out among W ranks."""
+    num_experts = config.moe.num_experts
+    fits = not config.num_sparse_layers or num_experts % num_ranks == 0 or num_ranks % num_experts == 0
+    return num_ranks if fits else num_experts
+
+
+def shape_words(experiment: Experiment) -> list[str]:
+    """Options of fairseq-train for the size of batches, the same for all models."""
+    return [
+        *("--tokens-per-sample", str(experiment.tokens_per_sample), "--batch-size", str(experiment.batch_size)),
+        *("--update-freq", str(experiment.update_freq)),
+        *("--required-batch-size-multiple", "1"),  # fairseq would make batches of 8 out of 12
+    ]
+
+
+def training_words(experiment: Experiment, run: Run, data: str, save_dir: Path) -> list[str]:
+    """The arguments of ``smlp train`` for a run."""
+    # of a run of the grid only the end counts
+    validations = 1 if run.tuning else experiment.evaluation.validations
+    interval = str(math.ceil(run.updates / validations))  # the last one comes with the end
+    words = [data, "--task", "language_modeling", *run.model.model_words(), *shape_words(experiment)]
+    words += ["--batch-size-valid", str(VALID_BATCHES * experiment.batch_size)]
+    words += ["--valid-subset", ",".join(experiment.evaluation.subsets)]
+    words += option_words({**experiment.recipe, **run.model.recipe, **run.recipe})
+    words += ["--seed", str(run.seed), "--max-update", str(run.updates)]
+    words += ["--validate-interval-updates", interval, "--save-interval-updates", interval]
+    words += ["--validate-interval", _NEVER, "--save-interval", _NEVER]
+    words += ["--no-epoch-checkpoints", "--keep-interval-updates", "1"]
+    words += ["--log-format", "json", "--log-interval", str(min(experiment.log_interval, run.updates))]
+    words += ["--log-file", str(save_dir / "train.log"), "--data-order-file", str(save_dir / "data_order.jsonl")]
+    words += ["--save-dir", str(save_dir)]
+    if experiment.place.device == "cpu":
+        words += ["--cpu"]
+    return words
+
+
+def tuning_runs(experiment: Experiment, models: list[PlannedModel]) -> list[Run]:
+    """The runs of the grid."""
+    tuning = experiment.tuning
+    if tuning is None:
+        return []
+    return [
+        Run(model, tuning.seed, tuning.updates, f"tune/{model.folder}-{value}", {tuning.option: value}, tuning=True)
+        for value in tuning.values
+        for model in models
+    ]
+
+
+def main_runs(experiment: Experiment, models: list[PlannedModel], chosen: dict[str, Any]) -> list[Run]:
+    """The runs of the comparison: seed by seed, so that a part of them compares all models.
+
+    Args:
+        experiment: what the file says.
+        models: planned.
+        chosen: the tuned option's value for each model, by name.
+    """
+    tuning = experiment.tuning
+    return [
+        Run(
+            model,
+            seed,
+            experiment.updates,
+            f"runs/{model.folder}-s{seed}",
+            {tuning.option: chosen[model.name]} if tuning is not None and model.name in chosen else {},
+        )
+        for seed in experiment.seeds
+        for model in models
+        if tuning is None or model.name in chosen
+    ]
+
+
+def as_json(experiment: Experiment, models: list[PlannedModel]) -> dict[str, Any]:
+    """``experiment.json``: what the experiment means."""
+    return {
+        "name": experiment.name,
+        "title": experiment.title,
+        "seeds": list(experiment.seeds),
+        "updates": experiment.updates,
+        "tokens_per_update": experiment.tokens_per_update,
+        "tokens": experiment.tokens,
+        "tokens_per_sample": experiment.tokens_per_sample,
+        "batch_size": experiment.batch_size,
+        "update_freq": experiment.update_freq,
+        "log_interval": experiment.log_interval,
+        "max_spread": experiment.max_spread,
+        "evaluation_subsets": list(experiment.evaluation.subsets),
+        "targets": list(experiment.evaluation.targets),
+        "tuned_option": experiment.tuning.option if experiment.tuning else None,
+        "models": [model.as_json(experiment.recipe, experiment.place.ranks) for model in models],
+    }

@@ -1,0 +1,184 @@
+"""Commands that run side by side: so many at a time, one after the other of each chain, ended with this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from smlp.launch.local import FORWARDED, end_with_parent
+from smlp.launch.stop_signals import EXIT_STOPPED
+
+#: seconds from the wish to stop to SIGKILL: a run saves a checkpoint in them
+STOP_SECONDS = 120.0
+_POLL_SECONDS = 0.2
+
+
+@dataclass
+class Step:
+    """A command of a chain.
+
+    Args:
+        name: for messages.
+        command: program and arguments.
+        output: what it prints is added to this file.
+        environment: variables beside those of this process.
+    """
+
+    name: str
+    command: list[str]
+    output: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a step ended."""
+
+    step: Step
+    #: exit status; 128 + the signal that killed it
+    status: int
+    seconds: float
+    #: largest resident set of the process, in MiB
+    peak_memory_mib: float
+    start: float
+    #: whether everything was being stopped by then
+    is_stopping: bool = False
+
+
+class Chain:
+    """The steps of one run: made one by one, so that a later one can depend on what an earlier one left.
+
+    Subclasses say what is next and take note of what has ended.
+    """
+
+    def next_step(self, slot: int) -> Step | None:
+        """The next command, on one of the ``jobs`` slots; None if there is nothing more to do."""
+        raise NotImplementedError
+
+    def ended(self, result: Ended) -> None:
+        """Called when a step has ended, whatever its status."""
+        raise NotImplementedError
+
+
+@dataclass
+class _Running:
+    chain: Chain
+    step: Step
+    process: subprocess.Popen[bytes]
+    slot: int
+    start: float = field(default_factory=time.time)
+
+
+def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) -> signal.Signals | None:
+    """Runs chains in order, ``jobs`` at a time, until all have ended or a signal asks to stop.
+
+    SIGINT, SIGTERM and SIGUSR1 are passed on to what runs as SIGTERM, on which a training saves and leaves; nothing new
+    is started then. On Linux nothing outlives this process.
+
+    Args:
+        chains: what to run.
+        jobs: at a time.
+        watch: called a few times a second.
+
+    Returns:
+        The signal that stopped it, or None.
+    """
+    waiting, running = list(chains), []
+    free = list(range(jobs))
+    stop_by: float | None = None
+    with _noted_signals() as noted:
+        try:
+            while waiting or running:
+                while waiting and free and not noted:
+                    running += _started(waiting.pop(0), free)
+                if noted and not running:
+                    break
+                if noted and stop_by is None:
+                    stop_by = time.monotonic() + STOP_SECONDS
+                    _signal_all(running, signal.SIGTERM)
+                if stop_by is not None and time.monotonic() > stop_by:
+                    _signal_all(running, signal.SIGKILL)
+                running = _still_running(running, free, stopping=bool(noted))
+                watch()
+                time.sleep(_POLL_SECONDS)
+        finally:
+            _signal_all(running, signal.SIGKILL)
+            for one in running:
+                one.process.wait()
+    return noted[0] if noted else None
+
+
+def _started(chain: Chain, free: list[int]) -> list[_Running]:
+    slot = free.pop(0)
+    step = chain.next_step(slot)
+    if step is None:
+        free.insert(0, slot)
+        return []
+    return [_start(chain, step, slot)]
+
+
+def _start(chain: Chain, step: Step, slot: int) -> _Running:
+    step.output.parent.mkdir(parents=True, exist_ok=True)
+    with step.output.open("ab") as output:
+        process = subprocess.Popen(
+            step.command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **step.environment},
+            process_group=0,  # Ctrl-C reaches it once, through this process
+            preexec_fn=end_with_parent(),
+        )
+    return _Running(chain, step, process, slot)
+
+
+def _still_running(running: list[_Running], free: list[int], stopping: bool) -> list[_Running]:
+    kept = []
+    for one in running:
+        pid, status, usage = os.wait4(one.process.pid, os.WNOHANG)
+        if pid == 0:
+            kept.append(one)
+            continue
+        code = one.process.returncode = os.waitstatus_to_exitcode(status)
+        with suppress(ProcessLookupError):  # what it left behind, such as data loaders
+            os.killpg(pid, signal.SIGKILL)
+        code = code if code >= 0 else 128 - code
+        one.chain.ended(Ended(one.step, code, time.time() - one.start, usage.ru_maxrss / 1024, one.start, stopping))
+        step = None if stopping or code == EXIT_STOPPED else one.chain.next_step(one.slot)
+        if step is None:
+            free.append(one.slot)
+            free.sort()
+        else:
+            kept.append(_start(one.chain, step, one.slot))
+    return kept
+
+
+def _signal_all(running: list[_Running], number: signal.Signals) -> None:
+    for one in running:
+        with suppress(ProcessLookupError):
+            if number == signal.SIGKILL:
+                os.killpg(one.process.pid, number)
+            else:
+                one.process.send_signal(number)
+
+
+@contextmanager
+def _noted_signals() -> Iterator[list[signal.Signals]]:
+    noted: list[signal.Signals] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(signal.Signals(number))
+
+    previous = {number: signal.signal(number, note) for number in FORWARDED}
+    try:
+        yield noted
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

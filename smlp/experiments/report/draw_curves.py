@@ -1,0 +1,172 @@
+"""Figures with a line for each model: perplexity against updates, time and FLOPs; routing against updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smlp.drawing import new_figure
+from smlp.experiments.report.details import training_flops
+from smlp.experiments.report.health import pooled_curve
+from smlp.experiments.report.reaching import mean_curve
+from smlp.experiments.report.runs import Experiment, Model
+from smlp.experiments.report.speed import time_unit
+from smlp.experiments.report.statistics import estimate
+from smlp.experiments.report.styles import Style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: opacity of the bands together, and the least and most of one
+_BANDS, _FAINTEST, _DARKEST = 0.5, 0.04, 0.15
+#: in the right-hand panel: updates from this share of the training on
+LAST_SHARE = 0.5
+_ROUTING = (
+    ("drop_share", "dropped (%)", 100),
+    ("load_cv", "CV of the experts' loads", 1),
+    ("gate_entropy", "gate entropy (nats)", 1),
+    ("churn", "churn between records (%)", 100),
+)
+
+
+@dataclass(frozen=True)
+class Horizontal:
+    """What perplexity is drawn against: a name with its unit, and its value for a model at an update."""
+
+    key: str
+    label: str
+    value: Callable[[Model, int], float | None]
+
+
+def horizontals(experiment: Experiment) -> list[Horizontal]:
+    """Updates, training time, FLOPs."""
+    flops = max(
+        training_flops(model.flops_per_token, experiment.updates * experiment.tokens_per_update)
+        for model in experiment.models
+    )
+    size, prefix = next(
+        (unit for unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")) if flops >= unit[0]), (1e6, "M")
+    )
+    totals = [run.timeline.at(run.last_update) for run in experiment.runs if run.timeline and run.last_update]
+    unit, seconds = time_unit(totals)
+
+    def time(model: Model, update: int) -> float | None:
+        values = {run.seed: run.timeline.at(update) / seconds for run in experiment.drawn(model) if run.timeline}
+        found = estimate(values)
+        return found.mean if found else None
+
+    return [
+        Horizontal("updates", "updates", lambda model, update: float(update)),
+        Horizontal("time", f"training time without evaluation ({unit})", time),
+        Horizontal(
+            "flops",
+            f"training {prefix}FLOPs (3 x nominal forward multiply-adds)",
+            lambda model, update: training_flops(model.flops_per_token, update * experiment.tokens_per_update) / size,
+        ),
+    ]
+
+
+def draw_curves(
+    experiment: Experiment, models: Sequence[Model], across: Horizontal, styles: dict[str, Style], title: str
+) -> Figure:
+    """Validation perplexity of models that have some: the whole training on the left, its second half on the right."""
+    figure = new_figure(10.5, 4.6, title)
+    whole, end = figure.subplots(1, 2)
+    shown = sorted(models, key=lambda model: -mean_curve(experiment, model)[-1].bits)
+    opacity = min(max(_BANDS / len(shown), _FAINTEST), _DARKEST)
+    lowest, highest = float("inf"), 0.0
+    for model in shown:
+        curve, style = mean_curve(experiment, model), styles[model.name]
+        points = [(across.value(model, point.num_updates), point) for point in curve]
+        points = [(x, point) for x, point in points if x is not None]
+        first = LAST_SHARE * experiment.updates
+        for axes, part in ((whole, points), (end, [pair for pair in points if pair[1].num_updates >= first])):
+            if not part:
+                continue
+            x, y = [pair[0] for pair in part], [pair[1].perplexity for pair in part]
+            axes.plot(x, y, label=_label(experiment, model), **style.line_options(len(x)))
+            lows, highs = _band(experiment, model, [pair[1].num_updates for pair in part])
+            if lows:
+                axes.fill_between(x, lows, highs, color=style.colour, alpha=opacity, linewidth=0)
+            if axes is end:
+                lowest, highest = min(lowest, *y), max(highest, *y)
+    _finish(whole, across.label, "the whole training, logarithmic")
+    _log_ticks(whole)
+    whole.set_ylabel("validation perplexity per token")
+    _finish(end, across.label, "the second half")
+    if highest:
+        margin = 0.06 * (highest - lowest) or 0.05 * highest
+        end.set_ylim(lowest - margin, highest + margin)
+    handles, labels = whole.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+def _label(experiment: Experiment, model: Model) -> str:
+    name = model.name
+    if model.config.prefix_tokens:
+        name += "\n(after its prefix alone)"
+    if not experiment.done(model):
+        name += "\n(not finished)"
+    return name
+
+
+def _band(experiment: Experiment, model: Model, updates: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Ends of the 95 % interval over seeds at each validation; empty with one seed."""
+    curves = {
+        run.seed: {point.num_updates: point.perplexity for point in run.curve.valid} for run in experiment.drawn(model)
+    }
+    if len(curves) < 2:
+        return [], []
+    found = [estimate({seed: curve[update] for seed, curve in curves.items()}) for update in updates]
+    return [max(one.low, 1.0) for one in found], [one.high for one in found]
+
+
+def _finish(axes: Axes, label: str, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=label == "updates"))
+    axes.set_xlabel(label)
+    axes.set_title(title, fontsize=9)
+    axes.grid(alpha=0.3, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _log_ticks(axes: Axes) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low > 5 else range(1, 10), numticks=15))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def draw_routing(experiment: Experiment, styles: dict[str, Style]) -> Figure | None:
+    """Health of the routers against updates, pooled over layers, mean over seeds; None where nothing is routed."""
+    curves = {
+        key: {model.name: points for model in experiment.models if (points := pooled_curve(experiment, model, key))}
+        for key, _, _ in _ROUTING
+    }
+    panels = [panel for panel in _ROUTING if curves[panel[0]]]
+    if not panels:
+        return None
+    figure = new_figure(
+        10.5, 3.4 if len(panels) <= 2 else 6.2, "Routers in training, pooled over layers, mean over seeds"
+    )
+    grid = figure.subplots(1 if len(panels) <= 2 else 2, min(len(panels), 2), squeeze=False).flatten()
+    handles = {}
+    for axes, (key, label, scale) in zip(grid, panels, strict=False):
+        for name, points in curves[key].items():
+            x, y = zip(*points, strict=True)
+            style = styles[name]
+            handles[name] = axes.plot(x, [scale * value for value in y], **style.line_options(len(x), 4.5))[0]
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]) if key != "gate_entropy" else None)
+        _finish(axes, "updates", label)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    order = [model.name for model in experiment.models if model.name in handles]
+    figure.legend([handles[name] for name in order], order, loc="outside right upper", frameon=False, fontsize=9)
+    return figure

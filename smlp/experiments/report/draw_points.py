@@ -1,0 +1,152 @@
+"""Figures with a point for each model: final perplexity, speed, heads, feature routing, gMLP-MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from smlp.drawing import OKABE_ITO, new_figure
+from smlp.experiments.report import paper
+from smlp.experiments.report.quality import AFTER_PREFIX, perplexity
+from smlp.experiments.report.runs import Experiment, Model
+from smlp.experiments.report.speed import logged_tokens_per_second, timed_tokens_per_second
+from smlp.experiments.report.statistics import Estimate
+from smlp.experiments.report.studies import head_groups, moe_models, num_experts
+from smlp.experiments.report.styles import Style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_HEAD_LINES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
+
+
+def _final(experiment: Experiment, models: Sequence[Model]) -> list[tuple[Model, Estimate]]:
+    """Final perplexity of those that have one, best first."""
+    found = [(model, perplexity(experiment, model, experiment.subsets[0], AFTER_PREFIX)) for model in models]
+    return sorted(((model, one) for model, one in found if one), key=lambda pair: pair[1].mean)
+
+
+def _positions(experiment: Experiment) -> str:
+    return "perplexity per token" + (" after the prefix" if experiment.has_prefix else "")
+
+
+def draw_final(experiment: Experiment, models: Sequence[Model], styles: dict[str, Style], title: str) -> Figure | None:
+    """Final perplexity of each model with its interval and its seeds; None where none has finished."""
+    found = _final(experiment, models)
+    if not found:
+        return None
+    figure = new_figure(7.5, 1.5 + 0.36 * len(found), title)
+    axes = figure.subplots()
+    for row, (model, one) in enumerate(found):
+        style = styles[model.name]
+        seeds = list(one.by_seed.values())
+        axes.plot(seeds, [row + 0.22] * len(seeds), "|", color=style.colour, markersize=7, markeredgewidth=1.2)
+        _point(axes, one.mean, row, style, x_error=one.half)
+    axes.set_yticks(range(len(found)), [model.name for model, _ in found], parse_math=False)
+    axes.set_ylim(len(found) - 0.5, -0.6)
+    _finish(axes, f"validation {_positions(experiment)}: mean, 95 % interval; strokes: the seeds", "")
+    axes.grid(axis="x", alpha=0.3, linewidth=0.6)
+    return figure
+
+
+def draw_quality_and_speed(experiment: Experiment, styles: dict[str, Style]) -> Figure | None:
+    """Final perplexity against tokens per second; None where there are not two models with both."""
+    timed = experiment.speed is not None
+    points = []
+    for model, one in _final(experiment, experiment.models):
+        logged = logged_tokens_per_second(experiment, model)
+        speed = timed_tokens_per_second(experiment, model) if timed else logged and logged.mean
+        if speed:
+            points.append((model, one, speed))
+    if len(points) < 2:
+        return None
+    figure = new_figure(7.5, 4.4, "Quality and speed of training: best at the lower right")
+    axes = figure.subplots()
+    for model, one, speed in points:
+        _point(axes, speed, one.mean, styles[model.name], y_error=one.half, label=model.name)
+    where = "alone on the machine (speed.json)" if timed else "in the training log, without evaluation"
+    _finish(axes, f"tokens per second, {where}", f"validation {_positions(experiment)}")
+    axes.grid(alpha=0.3, linewidth=0.6)
+    axes.margins(0.08)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+def draw_heads(experiment: Experiment) -> Figure | None:
+    """Figure 4: final perplexity against the number of heads; None without models that differ in heads alone."""
+    groups = [[(model, one) for model, one in _final(experiment, group)] for group in head_groups(experiment)]
+    groups = [sorted(group, key=lambda pair: pair[0].config.num_heads) for group in groups if len(group) > 1]
+    if not groups:
+        return None
+    figure = new_figure(7.0, 4.2, "Number of heads (the paper's Figure 4)")
+    axes = figure.subplots()
+    colours = list(OKABE_ITO.values())
+    for place, group in enumerate(groups):
+        marker, line = _HEAD_LINES[place % len(_HEAD_LINES)]
+        axes.errorbar(
+            [model.config.num_heads for model, _ in group],
+            [one.mean for _, one in group],
+            yerr=[one.half or 0.0 for _, one in group],
+            **{"marker": marker, "linestyle": line, "color": colours[place % len(colours)], "capsize": 3},
+            label=paper.NAMES.get(group[0][0].family or "", group[0][0].name),
+        )
+    heads = sorted({model.config.num_heads for group in groups for model, _ in group})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(heads, [str(count) for count in heads])
+    axes.minorticks_off()
+    _finish(axes, "heads", f"validation {_positions(experiment)}")
+    axes.grid(alpha=0.3, linewidth=0.6)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+def draw_moe(experiment: Experiment, styles: dict[str, Style]) -> Figure | None:
+    """Table 7: perplexity of gMLP and gMLP-MoE by number of experts, here and in the paper; None without two."""
+    found = sorted(_final(experiment, moe_models(experiment)), key=lambda pair: num_experts(pair[0]))
+    if len(found) < 2:
+        return None
+    figure = new_figure(8.0, 3.8, "Token-routed gMLP (the paper's Table 7)")
+    here, printed = figure.subplots(1, 2, width_ratios=(max(len(found), 3), 3))
+    for place, (model, one) in enumerate(found):
+        _point(here, place, one.mean, styles[model.name], y_error=one.half)
+    labels = [f"{model.name}\n{_experts(num_experts(model))}" for model, _ in found]
+    here.set_xticks(range(len(found)), labels, fontsize=8, parse_math=False)
+    _finish(here, "here", f"validation {_positions(experiment)}".replace(" after", "\nafter"))
+    printed.plot(range(len(paper.TABLE_7)), list(paper.TABLE_7.values()), "o", color="0.3")
+    names = [f"{'gMLP-MoE' if count else 'gMLP'}\n{_experts(count)}" for count in paper.TABLE_7]
+    printed.set_xticks(range(len(names)), names, fontsize=8)
+    _finish(printed, "the paper", "validation perplexity")
+    for axes in (here, printed):
+        axes.grid(axis="y", alpha=0.3, linewidth=0.6)
+        axes.margins(x=0.2, y=0.15)
+    return figure
+
+
+def _experts(count: int) -> str:
+    return f"{count} experts" if count else "dense"
+
+
+def _point(
+    axes: Axes,
+    x: float,
+    y: float,
+    style: Style,
+    x_error: float | None = None,
+    y_error: float | None = None,
+    label: str | None = None,
+) -> None:
+    axes.errorbar(
+        x,
+        y,
+        xerr=x_error,
+        yerr=y_error,
+        **{"color": style.colour, "marker": style.marker, "markersize": 7, "linestyle": "none"},
+        **{"markeredgecolor": "white", "markeredgewidth": 0.5, "capsize": 3, "elinewidth": 1.2, "label": label},
+    )
+
+
+def _finish(axes: Axes, x_label: str, y_label: str) -> None:
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,120 @@
+"""All figures of a report, with what stands below each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smlp.drawing import FORMATS, save
+from smlp.experiments.report import paper
+from smlp.experiments.report.draw_curves import draw_curves, draw_routing, horizontals
+from smlp.experiments.report.draw_points import draw_final, draw_heads, draw_moe, draw_quality_and_speed
+from smlp.experiments.report.reaching import mean_curve
+from smlp.experiments.report.runs import Experiment
+from smlp.experiments.report.studies import routed_variants
+from smlp.experiments.report.styles import styles
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FOLDER = "figures"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure that was written."""
+
+    name: str
+    title: str
+    caption: str
+    #: files and fields that it shows
+    source: str
+
+    def path(self, ending: str) -> str:
+        """Relative to the report."""
+        return f"{FOLDER}/{self.name}.{ending}"
+
+
+def write_figures(experiment: Experiment, to: Path) -> dict[str, Picture]:
+    """Draws every figure that the experiment has data for, as PNG and SVG, by name."""
+    found = {}
+    for picture, figure in _all(experiment):
+        if figure is not None:
+            for ending in FORMATS:
+                save(figure, to / picture.path(ending))
+            found[picture.name] = picture
+    return found
+
+
+def _all(experiment: Experiment) -> Iterator[tuple[Picture, Figure | None]]:
+    looks = styles(experiment.models)
+    some = [model for model in experiment.models if mean_curve(experiment, model)]
+    titles = {
+        "updates": "Validation perplexity against updates (the paper's Figures 1 and 5)",
+        "time": "Validation perplexity against training time (the paper's Figures 1 and 5)",
+        "flops": "Validation perplexity against FLOPs of training",
+    }
+    sources = {
+        "updates": "train.log: valid_num_updates, valid_loss",
+        "time": "train.log: valid_loss, train_wall narrowed by wps",
+        "flops": "train.log: valid_loss; experiment.json: models.flops_per_token, tokens_per_update",
+    }
+    band = "Mean over seeds; the band is the 95 % interval (Student's t) where there are two or more: how much "
+    band += (
+        "one training differs from the next. Differences between models are better judged seed by seed, in the summary."
+    )
+    if experiment.has_prefix:
+        band += (
+            " Models with a prefix are measured on their own positions here: their lines and others' do not compare."
+        )
+    for across in horizontals(experiment):
+        picture = Picture(f"perplexity-{across.key}", titles[across.key], band, f"runs/*/{sources[across.key]}")
+        yield picture, draw_curves(experiment, some, across, looks, picture.title) if some else None
+    positions = " on the positions that all models predict" if experiment.has_prefix else ""
+    scores = f"runs/*/scores.json: exp(subsets.{experiment.subsets[0]}.nll_after_prefix)"
+    yield (
+        Picture("final", "Validation perplexity at the end", f"Final perplexity{positions}, best first.", scores),
+        draw_final(experiment, experiment.models, looks, "Validation perplexity at the end of training"),
+    )
+    speed = "speed.json" if experiment.speed else "runs/*/train.log: train_wall narrowed by wps"
+    yield (
+        Picture("quality-and-speed", "Quality and speed", f"Final perplexity{positions}.", f"{scores}; {speed}"),
+        draw_quality_and_speed(experiment, looks),
+    )
+    yield (
+        Picture(
+            *("routing", "Routers in training"),
+            "Pooled over layers, mean over seeds; models without a figure have no line (docs/router_health.md).",
+            "runs/*/router_health.jsonl: pooled",
+        ),
+        draw_routing(experiment, looks),
+    )
+    yield Picture("heads", "Number of heads", paper.FIGURE_4, scores), draw_heads(experiment)
+    variants = routed_variants(experiment)
+    own_looks = styles(variants, by_family=False)
+    first = horizontals(experiment)[0]
+    drawn = [model for model in variants if model in some]
+    title = "Deterministic, partial and leaky routing of features (the paper's Figure 7)"
+    yield (
+        Picture(
+            *("feature-routing", title),
+            "Partial and leaky routing are measured after their prefix, deterministic routing on all positions; the "
+            f"next figure compares the same positions. {paper.FIGURE_7}",
+            f"runs/*/{sources['updates']}",
+        ),
+        draw_curves(experiment, drawn, first, own_looks, title) if drawn else None,
+    )
+    yield (
+        Picture(
+            "feature-routing-final", "The same at the end, after the prefix", "The same positions for all.", scores
+        ),
+        draw_final(experiment, variants, own_looks, "Kinds of feature routing at the end, after the prefix")
+        if variants
+        else None,
+    )
+    yield (
+        Picture("gmlp-moe", "Token-routed gMLP", "Left: here; right: the paper's Table 7.", scores),
+        draw_moe(experiment, looks),
+    )

@@ -1,0 +1,177 @@
+"""Tables of routing: work done beside the nominal, and the health of each router by layer."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from smlp.experiments.report.runs import Experiment, Model, Run
+from smlp.experiments.report.speed import over_runs
+from smlp.experiments.report.statistics import estimate
+from smlp.experiments.report.table import Cell, Column, Table, estimated, files, number, text
+
+_FILE = "router_health.jsonl"
+
+
+def work_table(experiment: Experiment) -> Table:
+    """Realised beside nominal FLOPs of the logged updates, and what was dropped."""
+    columns = [
+        Column("model", "model", "experiment.json: models.name"),
+        Column("nominal_mflops_per_token", "nominal MFLOPs per token", f"{_FILE}: mean of work.nominal_flops / tokens"),
+        Column(
+            "realised_mflops_per_token", "realised MFLOPs per token", f"{_FILE}: mean of work.realised_flops / tokens"
+        ),
+        Column("ratio", "realised / nominal", f"{_FILE}: mean of work.ratio over the logged updates"),
+        Column("drop_percent", "dropped, mean (%)", f"{_FILE}: mean of pooled.drop_share over the logged updates"),
+        Column("drop_percent_last", "dropped, last (%)", f"{_FILE}: pooled.drop_share of the last line"),
+        Column("drop_percent_capacity", "expert was full, mean (%)", f"{_FILE}: mean of pooled.drop_share_capacity"),
+    ]
+    rows = []
+    for model in experiment.models:
+        runs = [run for run in experiment.done(model) if run.health]
+        if not runs:
+            continue
+
+        def mean(pattern: str, what: str, read: Callable, scale: float = 1.0, runs: list[Run] = runs) -> Cell:
+            found = estimate({run.seed: _mean(read, run.health, scale) for run in runs})
+            return estimated(found, pattern, files(runs, _FILE, what))
+
+        rows.append(
+            {
+                "model": text(model.name),
+                "nominal_mflops_per_token": mean(",.3f", "work.nominal_flops", _per_token("nominal_flops")),
+                "realised_mflops_per_token": mean(",.3f", "work.realised_flops", _per_token("realised_flops")),
+                "ratio": mean(".3f", "work.ratio", lambda line: line.get("work", {}).get("ratio")),
+                "drop_percent": mean(".1f", "pooled.drop_share", _pooled("drop_share"), 100),
+                "drop_percent_capacity": mean(".1f", "pooled.drop_share_capacity", _pooled("drop_share_capacity"), 100),
+                "drop_percent_last": estimated(
+                    over_runs(experiment, model, lambda run: _mean(_pooled("drop_share"), run.health[-1:], 100)),
+                    ".1f",
+                    files(runs, _FILE, "last line, pooled.drop_share"),
+                ),
+            }
+        )
+    notes = [
+        "Of the logged updates in training. Dropped: choices without a place at an expert (Switch, GShard; for GShard "
+        "second experts that its policy gives up as well). Evaluation drops nothing.",
+        "Where all of a model's routing is balanced or fixed, nothing can be dropped, and the columns are empty.",
+    ]
+    return Table("work", "Realised beside nominal FLOPs", columns, rows, notes)
+
+
+_FIGURES = (
+    ("drop_share", "dropped (%)", 100, ".1f"),
+    ("dead_experts", "dead experts", 1, ".1f"),
+    ("max_over_mean", "largest load / mean", 1, ".2f"),
+    ("load_cv", "CV of loads", 1, ".2f"),
+    ("gate_entropy", "gate entropy / ln E", 1, ".2f"),
+    ("margin", "margin", 1, ".3f"),
+    ("churn", "churn (%)", 100, ".1f"),
+)
+
+
+def layers_table(experiment: Experiment) -> Table:
+    """The last record of each routed layer, and its drops over the whole training."""
+    columns = [
+        Column("model", "model", "experiment.json: models.name"),
+        Column("layer", "layer", f"{_FILE}: layers"),
+        Column("router", "router", f"{_FILE}: layers.router"),
+        Column("experts", "experts", f"{_FILE}: layers.num_experts"),
+        Column("drop_percent_mean", "dropped, mean (%)", f"{_FILE}: mean of layers.drop_share over the logged updates"),
+        *(
+            Column(
+                _last(key),
+                f"{head}, last",
+                f"{_FILE}: layers.{key} of the last line" + _BY_LN * (key == "gate_entropy"),
+            )
+            for key, head, _, _ in _FIGURES
+        ),
+    ]
+    rows = [row for model in experiment.models for row in _layer_rows(experiment, model)]
+    notes = [
+        "Means over seeds. Last: the last logged update; what each figure means and which values are healthy is in "
+        "docs/router_health.md. Figures that make no sense for a router are left out."
+    ]
+    return Table("router-health", "Router health by layer", columns, rows, notes)
+
+
+def _last(key: str) -> str:
+    return f"{key}_last"
+
+
+_BY_LN = ", divided by the logarithm of the number of experts"
+
+
+def _layer_rows(experiment: Experiment, model: Model) -> list[dict[str, Cell]]:
+    runs = [run for run in experiment.done(model) if run.health]
+    if not runs:
+        return []
+    rows = []
+    for name, first in (runs[0].health[-1].get("layers") or {}).items():
+        same = [run for run in runs if name in (run.health[-1].get("layers") or {})]
+        row = {
+            "model": text(model.name),
+            "layer": text(name, f"{_FILE}: layers"),
+            "router": text(first.get("router"), f"{_FILE}: layers.router"),
+            "experts": number(first.get("num_experts"), "d", f"{_FILE}: layers.num_experts"),
+            "drop_percent_mean": _estimated(
+                {run.seed: _mean(_of_layer(name, "drop_share"), run.health, 100) for run in same},
+                ".1f",
+                files(same, _FILE, f"layers.{name}.drop_share, mean over lines"),
+            ),
+        }
+        for key, _, scale, pattern in _FIGURES:
+            values = {}
+            for run in same:
+                read = _of_layer(name, key)(run.health[-1])
+                if read is not None and key == "gate_entropy":
+                    read /= math.log(first["num_experts"])
+                values[run.seed] = None if read is None else scale * read
+            row[_last(key)] = _estimated(values, pattern, files(same, _FILE, f"last line, layers.{name}.{key}"))
+        rows.append(row)
+    return rows
+
+
+def _estimated(values: Mapping[int, float | None], pattern: str, source: str) -> Cell:
+    """The mean alone: intervals of so many figures would hide them. CSV and JSON have them."""
+    found = estimate(values)
+    cell = estimated(found, pattern, source)
+    return (
+        cell
+        if found is None
+        else Cell(*(cell.value, format(found.mean, pattern), source, cell.low, cell.high, cell.by_seed))
+    )
+
+
+def _per_token(key: str) -> Callable[[Mapping[str, Any]], float | None]:
+    def read(line: Mapping[str, Any]) -> float | None:
+        work, tokens = line.get("work") or {}, line.get("tokens")
+        return work[key] / tokens / 1e6 if tokens and key in work else None
+
+    return read
+
+
+def _pooled(key: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda line: (line.get("pooled") or {}).get(key)
+
+
+def _of_layer(name: str, key: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda line: ((line.get("layers") or {}).get(name) or {}).get(key)
+
+
+def _mean(read: Callable, lines: Sequence[Mapping[str, Any]], scale: float = 1.0) -> float | None:
+    values = [value for value in map(read, lines) if value is not None]
+    return scale * statistics.fmean(values) if values else None
+
+
+def pooled_curve(experiment: Experiment, model: Model, key: str) -> list[tuple[int, float]]:
+    """A pooled figure by update: mean over the runs that have it at that update."""
+    by_update: dict[int, list[float]] = {}
+    for run in experiment.drawn(model):
+        for line in run.health:
+            value = _pooled(key)(line)
+            if value is not None:
+                by_update.setdefault(int(line["update"]), []).append(value)
+    return [(update, statistics.fmean(values)) for update, values in sorted(by_update.items())]

@@ -1,0 +1,149 @@
+"""What the paper prints (Yu et al., 2022, "Efficient Language Modeling with Sparse all-MLP"), by table.
+
+Models go by their family (:data:`smlp.accounting.match.FAMILIES`); ``switch_lm_enlarged`` is Table 4's "Switch
+Transformer - Enlarge". The curves of Figures 1, 4, 5 and 7 are pictures without numbers: only what the text says of
+them is here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SOURCE = "Yu et al., 2022 (arXiv:2203.06850)"
+NAMES = {
+    "dense_lm": "Transformer",
+    "gmlp_lm": "gMLP",
+    "smlp": "sMLP-deterministic",
+    "smlp_partial": "sMLP-partial",
+    "smlp_leaky": "sMLP (leaky routing)",
+    "gmlp_moe": "gMLP-MoE",
+    "gshard_lm": "GShard",
+    "switch_lm": "Switch Transformer",
+    "switch_lm_enlarged": "Switch Transformer, enlarged",
+    "base_lm": "BASE Layers",
+    "hash_lm": "HASH Layers",
+    "gpt3": "GPT-3 (Brown et al., 2020)",
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a comparison of the paper was made with."""
+
+    name: str
+    table: str
+    updates: int
+    #: 32 GPUs times batch times gradient accumulation times context (Tables 8 and 10)
+    tokens_per_update: int
+    #: forward multiply-adds, of 2 x 1024 tokens in the paper's count
+    flops_per_token: float
+    gpus: int
+    gpu: str
+    #: of sMLP-deterministic
+    parameters: float
+
+    @property
+    def tokens(self) -> int:
+        return self.updates * self.tokens_per_update
+
+
+_GPU = "Nvidia V100 with 32 GB"
+SMALL = Scale("small, 0.8 TFLOPs", "Table 4, top", 25_000, 32 * 4 * 4 * 1024, 0.83e12 / 2048, 32, _GPU, 3.50e9)
+LARGE = Scale("large, 2.0 TFLOPs", "Table 4, bottom", 100_000, 32 * 2 * 8 * 1024, 2.125e12 / 2048, 32, _GPU, 9.41e9)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A row of Table 4."""
+
+    parameters: float
+    #: validation perplexity after the scale's updates
+    perplexity: float
+    #: "time to quality"
+    hours: float
+    words_per_second: float
+
+
+TABLE_4: dict[str, dict[str, Speed]] = {
+    "small": {
+        "gshard_lm": Speed(3.48e9, 19.26, 27.54, 136e3),
+        "switch_lm": Speed(3.48e9, 15.31, 20.67, 185e3),
+        "base_lm": Speed(3.60e9, 18.16, 21.13, 178e3),
+        "hash_lm": Speed(3.51e9, 13.57, 21.08, 176e3),
+        "smlp": Speed(3.50e9, 13.46, 20.41, 192e3),
+    },
+    "large": {
+        "gshard_lm": Speed(9.03e9, 14.5, 198, 115e3),
+        "switch_lm": Speed(9.03e9, 10.45, 120, 139e3),
+        "base_lm": Speed(10.31e9, 20.36, 115.13, 135e3),  # "(divergence)"
+        "hash_lm": Speed(10.29e9, 16.69, 100, 141e3),
+        "switch_lm_enlarged": Speed(10.31e9, 10.09, 140, 126e3),
+        "smlp": Speed(9.41e9, 9.84, 112, 144e3),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Details:
+    """A row of Table 5: the large models."""
+
+    #: TFLOPs of a forward pass
+    flops: float
+    parameters: float
+    embed_dim: int
+    ffn_dim: int
+    sparse_layers: int
+    dense_layers: int
+    heads: int
+    experts: int
+    gpus: int
+
+
+TABLE_5 = {
+    "gshard_lm": Details(2.0, 9.03e9, 2048, 8192, 7, 7, 16, 64, 32),
+    "switch_lm": Details(2.0, 9.03e9, 2048, 8192, 7, 7, 16, 32, 32),
+    "base_lm": Details(2.0, 10.31e9, 2048, 8192, 8, 8, 16, 32, 32),
+    "hash_lm": Details(2.0, 10.29e9, 2048, 8192, 8, 8, 16, 32, 32),
+    "switch_lm_enlarged": Details(2.3, 10.31e9, 2048, 8192, 8, 8, 16, 32, 32),
+    "smlp": Details(2.0, 9.41e9, 2048, 8192, 7, 22, 1, 32, 32),
+}
+
+#: Table 6, per cent, of the large models: the six tasks under the names of ``smlp zeroshot``, and their mean
+TABLE_6 = {
+    "gpt3": {
+        **{"copa": 73.0, "piqa": 72.9, "storycloze": 72.4, "winogrande": 57.4, "hellaswag": 51.0},
+        **{"record": 82.1, "average": 68.13},
+    },
+    "gshard_lm": {
+        **{"copa": 76.00, "piqa": 68.12, "storycloze": 67.88, "winogrande": 51.068, "hellaswag": 38.00},
+        **{"record": 72.39, "average": 62.24},
+    },
+    "switch_lm": {
+        **{"copa": 75.0, "piqa": 72.96, "storycloze": 73.33, "winogrande": 53.43, "hellaswag": 52.48},
+        **{"record": 79.86, "average": 67.84},
+    },
+    "base_lm": {
+        **{"copa": 63.00, "piqa": 63.82, "storycloze": 61.41, "winogrande": 50.98, "hellaswag": 30.22},
+        **{"record": 60.70, "average": 55.02},
+    },
+    "hash_lm": {
+        **{"copa": 64.00, "piqa": 63.77, "storycloze": 64.72, "winogrande": 51.70, "hellaswag": 33.04},
+        **{"record": 67.15, "average": 57.40},
+    },
+    "smlp": {
+        **{"copa": 79.00, "piqa": 72.96, "storycloze": 74.67, "winogrande": 54.31, "hellaswag": 54.53},
+        **{"record": 73.42, "average": 68.15},
+    },
+}
+
+#: Table 7: validation perplexity by number of experts; 0 is the dense gMLP
+TABLE_7 = {0: 15.7, 32: 17.2, 64: 20.5}
+
+FIGURE_4 = (
+    "In Figure 4 the Transformer gains much from more heads, gMLP gains nothing although its parameters grow, and sMLP "
+    "is ahead of both; the figure prints no numbers."
+)
+FIGURE_7 = (
+    "In Figure 7 the routing that sees all tokens has the lowest perplexity, because it leaks the future (appendix B); "
+    "the figure prints no numbers."
+)

@@ -1,0 +1,229 @@
+"""An experiment's folder as it was read: models, runs, and what is missing of each.
+
+The folder's files are described in docs/compare.md. Only experiment.json must be there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from smlp.config import ModelConfig, unflatten
+from smlp.errors import UserError
+from smlp.evaluation.curves import TrainingCurve, curve_of, log_records
+from smlp.experiments.folder import DONE
+from smlp.experiments.report.files import read_json, read_json_lines
+from smlp.experiments.report.timeline import Timeline, read_timeline, training_lines
+
+MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of the experiment."""
+
+    name: str
+    folder: str
+    #: of :data:`smlp.accounting.match.FAMILIES`, or None for a new one
+    family: str | None
+    arch: str
+    config: ModelConfig
+    #: multiply-adds of the forward pass, by formula
+    flops_per_token: float
+    #: ``expert_per_rank``, ``other``, ``total``
+    parameters: Mapping[str, float]
+
+    @property
+    def num_parameters(self) -> float:
+        """Of all experts together."""
+        return self.parameters["total"]
+
+    @property
+    def paper_name(self) -> str | None:
+        """What :mod:`smlp.experiments.report.paper` calls it."""
+        return "switch_lm_enlarged" if "enlarged" in self.arch else self.family
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model with a seed, as far as it came."""
+
+    model: Model
+    seed: int
+    folder: Path
+    #: as in run.json, or ``missing``
+    state: str
+    #: what it said last, where it failed
+    message: str | None
+    #: files that are missing or damaged
+    notes: tuple[str, ...]
+    #: run.json
+    record: Mapping[str, Any]
+    curve: TrainingCurve
+    timeline: Timeline | None
+    #: training lines of the log by update
+    lines: Mapping[int, Mapping[str, Any]]
+    #: lines of router_health.jsonl
+    health: tuple[Mapping[str, Any], ...]
+    #: digest by update
+    order: Mapping[int, int]
+    scores: Mapping[str, Any] | None
+    zeroshot: Mapping[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.folder.name
+
+    @property
+    def is_done(self) -> bool:
+        return self.state == DONE
+
+    @property
+    def last_update(self) -> int:
+        """As far as log and data order tell; 0 where they tell nothing."""
+        points = self.curve.train[-1:] + self.curve.valid[-1:]
+        return max([0, *(point.num_updates for point in points), *self.order])
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All of it."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    models: tuple[Model, ...]
+    runs: tuple[Run, ...]
+    environment: Mapping[str, Any]
+    data: Mapping[str, Any]
+    tuned: Mapping[str, Any] | None
+    speed: Mapping[str, Any] | None
+    #: about files of the whole experiment
+    notes: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return self.settings.get("title") or self.settings.get("name") or self.folder.name
+
+    @property
+    def seeds(self) -> list[int]:
+        return list(self.settings["seeds"])
+
+    @property
+    def updates(self) -> int:
+        return self.settings["updates"]
+
+    @property
+    def tokens_per_update(self) -> int:
+        return self.settings["tokens_per_update"]
+
+    @property
+    def subsets(self) -> list[str]:
+        """Validation sets; the first is the one of the curves."""
+        return list(self.settings.get("evaluation_subsets") or ["valid"])
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether some model leaves the beginning of a block unpredicted."""
+        return any(model.config.prefix_tokens for model in self.models)
+
+    @cached_property
+    def _by_model(self) -> dict[str, list[Run]]:
+        return {model.name: [run for run in self.runs if run.model is model] for model in self.models}
+
+    def done(self, model: Model) -> list[Run]:
+        """Its finished runs, by seed."""
+        return [run for run in self._by_model[model.name] if run.is_done]
+
+    def drawn(self, model: Model) -> list[Run]:
+        """Runs for its curves: the finished ones, or, where none is, those that have validations."""
+        return self.done(model) or [run for run in self._by_model[model.name] if run.curve.valid]
+
+    def words_per_token(self, subset: str) -> float | None:
+        """Of a validation set; None where the text is not known."""
+        return (self.data.get("splits", {}).get(subset) or {}).get("words_per_token")
+
+
+def read_experiment(folder: Path) -> Experiment:
+    """Reads a folder of ``smlp compare run``.
+
+    Raises:
+        UserError: it holds no readable experiment.json, or one whose fields are not those of an experiment.
+    """
+    path = folder / "experiment.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; name a folder that smlp compare run has made") from None
+    except ValueError:
+        raise UserError(f"{path} is not JSON") from None
+    try:
+        models = tuple(_model(record) for record in settings["models"])
+        seeds = [int(seed) for seed in settings["seeds"]]
+        for name in ("updates", "tokens_per_update", "tokens_per_sample"):
+            int(settings[name])
+    except KeyError as error:
+        raise UserError(f"{path} is no experiment: it has no field {error}") from None
+    except TypeError as error:
+        raise UserError(f"{path} is no experiment: {error}") from None
+    notes: list[str] = []
+    subset = (settings.get("evaluation_subsets") or ["valid"])[0]
+    runs = tuple(_run(folder, model, seed, subset) for model in models for seed in seeds)
+    read = {name: read_json(folder / f"{name}.json", notes) for name in ("environment", "data", "tuned", "speed")}
+    notes += [f"{name}.json is missing" for name in ("environment", "data") if not (folder / f"{name}.json").exists()]
+    return Experiment(
+        folder,
+        settings,
+        models,
+        runs,
+        read["environment"] or {},
+        read["data"] or {},
+        read["tuned"],
+        read["speed"],
+        tuple(notes),
+    )
+
+
+def _model(record: Mapping[str, Any]) -> Model:
+    return Model(
+        record["name"],
+        record["folder"],
+        record.get("family"),
+        record["arch"],
+        unflatten(record["config"]),
+        float(record["flops_per_token"]),
+        {name: float(number) for name, number in record["parameters"].items()},
+    )
+
+
+def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
+    folder = out / "runs" / f"{model.folder}-s{seed}"
+    notes: list[str] = []
+    record = read_json(folder / "run.json", notes) or {}
+    state = record.get("state", "unknown") if folder.is_dir() else MISSING
+    log = log_records(folder / "train.log") if (folder / "train.log").is_file() else []
+    order = read_json_lines(folder / "data_order.jsonl", notes)
+    scores = read_json(folder / "scores.json", notes)
+    if state == DONE:
+        expected = ("train.log", "scores.json", "data_order.jsonl")
+        notes += [f"{name} is missing" for name in expected if not (folder / name).is_file()]
+    return Run(
+        model,
+        seed,
+        folder,
+        state,
+        record.get("message"),
+        tuple(notes),
+        record,
+        curve_of(log, model.name, subset),
+        read_timeline(log),
+        {update: line for update, (line, _) in training_lines(log).items()},
+        tuple(read_json_lines(folder / "router_health.jsonl", notes)),
+        {int(line["update"]): int(line["digest"]) for line in order if {"update", "digest"} <= line.keys()},
+        scores,
+        read_json(folder / "zeroshot.json", notes),
+    )

@@ -1,0 +1,248 @@
+"""Tables of time: Table 4's columns, speed, and where the rest of the time went."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
+from smlp.experiments.report.reaching import Reached, Target, reached, targets
+from smlp.experiments.report.runs import Experiment, Model, Run
+from smlp.experiments.report.statistics import Estimate, estimate
+from smlp.experiments.report.table import EMPTY, Cell, Column, Table, estimated, files, number, text
+
+_UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
+#: a unit is used where the longest time is at least so many of it
+_LEAST = 3
+#: what run.json calls an attempt to train; others score
+_TRAIN = "train"
+_LOG = "train.log: train_wall, narrowed by wps"
+
+
+def training_seconds(run: Run) -> float | None:
+    """In training steps, to its last update."""
+    return run.timeline.at(run.last_update) if run.timeline and run.last_update else None
+
+
+def over_runs(experiment: Experiment, model: Model, read: Callable[[Run], float | None]) -> Estimate | None:
+    """What finished runs say."""
+    return estimate({run.seed: read(run) for run in experiment.done(model)})
+
+
+def logged_tokens_per_second(experiment: Experiment, model: Model) -> Estimate | None:
+    """Of the whole training without evaluation, all positions of a batch counted."""
+
+    def read(run: Run) -> float | None:
+        seconds = training_seconds(run)
+        return experiment.tokens_per_update * run.last_update / seconds if seconds else None
+
+    return over_runs(experiment, model, read)
+
+
+def seconds_by_round(experiment: Experiment, model: Model) -> dict[int, float]:
+    """Seconds of an update by round of speed.json, in which the models took turns; empty where it has none."""
+    timed = ((experiment.speed or {}).get("models") or {}).get(model.name) or {}
+    return dict(enumerate(timed.get("seconds_per_update", [])))
+
+
+def timed_tokens_per_second(experiment: Experiment, model: Model) -> float | None:
+    """Median over the rounds of speed.json."""
+    seconds = seconds_by_round(experiment, model)
+    if not seconds:
+        return None
+    return experiment.speed["models"][model.name]["tokens_per_update"] / statistics.median(seconds.values())
+
+
+def time_unit(seconds: list[float]) -> tuple[str, float]:
+    """A unit in which the longest of some times reads well, and its seconds."""
+    longest = max(seconds, default=0.0)
+    return next((unit for unit in _UNITS if longest >= _LEAST * unit[1]), _UNITS[-1])
+
+
+def _in_unit(found: Estimate | None, unit: float) -> Estimate | None:
+    return None if found is None else Estimate({seed: value / unit for seed, value in found.by_seed.items()})
+
+
+def speed_table(experiment: Experiment) -> Table:
+    """Table 4: parameters, perplexity, time to a perplexity, words per second."""
+    subset, aims = experiment.subsets[0], targets(experiment)
+    words = experiment.words_per_token(subset)
+    whole = {model.name: over_runs(experiment, model, training_seconds) for model in experiment.models}
+    unit, size = time_unit([found.mean for found in whole.values() if found])
+    columns = [
+        Column("model", "model", "experiment.json: models.name"),
+        Column("parameters_millions", "parameters (M)", "experiment.json: models.parameters.total"),
+        Column(
+            "perplexity",
+            f"perplexity after {experiment.updates:,} updates",
+            f"scores.json: exp(subsets.{subset}.nll_all)",
+        ),
+        Column(
+            "perplexity_after_prefix",
+            "after the prefix",
+            f"scores.json: exp(subsets.{subset}.nll_after_prefix)",
+        ),
+        Column(
+            f"training_time_{unit}",
+            f"training time ({unit})",
+            f"{_LOG}; training steps alone, summed to the last update",
+        ),
+        *(
+            Column(
+                _key(aim, unit),
+                f"time to {aim.perplexity:,.2f} ({unit})",
+                f"train.log: valid_loss and train_wall, loss interpolated between validations; the perplexity is from "
+                f"{aim.origin}",
+            )
+            for aim in aims
+        ),
+        Column(
+            "logged_tokens_per_second", "tokens/s, training", f"tokens_per_update * updates / training time; {_LOG}"
+        ),
+        Column("logged_words_per_second", "words/s, training", "the same times words_per_token of data.json"),
+        Column(
+            "timed_tokens_per_second", "tokens/s, alone", "speed.json: tokens_per_update / median of seconds_per_update"
+        ),
+        Column("timed_words_per_second", "words/s, alone", "the same times words_per_token of data.json"),
+    ]
+    rows = []
+    for model in experiment.models:
+        runs = experiment.done(model)
+        logged, timed = logged_tokens_per_second(experiment, model), timed_tokens_per_second(experiment, model)
+        source = files(runs, "train.log", "train_wall, wps") if runs else ""
+        alone = f"speed.json: models.{model.name}"
+        row = {
+            "model": text(model.name),
+            "parameters_millions": number(
+                model.num_parameters / 1e6, ",.1f", "experiment.json: models.parameters.total"
+            ),
+            "perplexity": perplexity_cell(experiment, model, subset, ALL),
+            f"training_time_{unit}": estimated(_in_unit(whole[model.name], size), ",.2f", source),
+            "logged_tokens_per_second": estimated(logged, ",.0f", f"{source}; experiment.json: tokens_per_update"),
+            "timed_tokens_per_second": number(timed, ",.0f", alone),
+        }
+        if experiment.has_prefix:
+            row["perplexity_after_prefix"] = perplexity_cell(experiment, model, subset, AFTER_PREFIX)
+        if words:
+            times_words = None if logged is None else Estimate({s: v * words for s, v in logged.by_seed.items()})
+            row["logged_words_per_second"] = estimated(times_words, ",.0f", f"{source}; data.json: splits.{subset}")
+            row["timed_words_per_second"] = number(
+                timed and timed * words, ",.0f", f"{alone}; data.json: splits.{subset}"
+            )
+        for aim in aims:
+            row[_key(aim, unit)] = _reached_cell(reached(experiment, model, aim), size, source)
+        rows.append(row)
+    return Table("speed", "Time and quality", columns, rows, _notes(experiment, aims, words))
+
+
+def _key(aim: Target, unit: str) -> str:
+    return f"time_to_{aim.perplexity:.2f}_{unit}"
+
+
+def _reached_cell(when: Reached, size: float, source: str) -> Cell:
+    if not when.num_runs:
+        return EMPTY
+    if when.all_runs:
+        return estimated(_in_unit(when.seconds, size), ",.2f", f"{source}, valid_loss")
+    count = when.seconds.count if when.seconds else 0
+    of_runs = f"{count} of {when.num_runs} seeds"
+    if when.mean_curve_seconds is not None:
+        value = when.mean_curve_seconds / size
+        return Cell(
+            value, f"{value:,.2f} (mean curve; {of_runs})", f"{source}, valid_loss; curve of the mean over seeds"
+        )
+    return Cell(None, "not reached" if not count else of_runs, f"{source}, valid_loss")
+
+
+def _notes(experiment: Experiment, aims: list[Target], words: float | None) -> list[str]:
+    jobs, timed = experiment.environment.get("jobs"), experiment.speed
+    notes = [
+        '"Training" speeds and times are of the training steps in the log: validation, saving and starting are left '
+        "out, and shown below."
+    ]
+    if jobs is None or jobs > 1:
+        shared = "environment.json does not say how many" if jobs is None else f"{jobs}"
+        notes.append(
+            f"Runs shared the machine ({shared} at a time): their own speeds are lower and noisier than alone."
+        )
+    if timed:
+        notes.append(
+            f'"Alone" is speed.json: {timed.get("how", "")} (device {timed.get("device")}, threads: '
+            f"{timed.get('threads')}, median of {timed.get('rounds')} rounds)."
+        )
+    if words:
+        notes.append(f"Words are tokens times {words:.4f}, the words per token of the validation text.")
+    else:
+        notes.append("Speeds are in tokens: data.json knows no number of words.")
+    for aim in aims:
+        notes.append(f"{aim.perplexity:,.2f} per token: from {aim.origin}.")
+    if aims:
+        notes.append(
+            "Times to a perplexity come from the validations during training; between two, the loss is taken to fall "
+            "in proportion to the updates. A perplexity that was below already at the first validation counts there. "
+            + _PREFIX
+            * experiment.has_prefix
+        )
+    return notes
+
+
+_PREFIX = "Models with a prefix are measured on their own positions there, which are easier or harder than all."
+
+
+def split_table(experiment: Experiment) -> Table:
+    """Where a run's time went, its memory and how well it used the machine."""
+    columns = [
+        Column("model", "model", "experiment.json: models.name"),
+        Column("training_s", "training steps (s)", _LOG),
+        Column("other_s", "all else (s)", "run.json: sum of attempts.seconds of training, less the training steps"),
+        Column("memory_mib", "peak memory (MiB)", "run.json: peak_memory_mib, of the process"),
+        Column("device_memory_gib", "peak memory, log (GiB)", "train.log: largest mem_gb"),
+        Column(
+            "mfu_percent", "MFU (%)", "train.log: median of mfu, from line to line, evaluation and all else included"
+        ),
+        Column("data_wait_percent", "waiting for data (%)", "train.log: mean of data_wait"),
+    ]
+    rows = []
+    for model in experiment.models:
+        runs = experiment.done(model)
+        if not runs:
+            continue
+        log = files(runs, "train.log", "")
+
+        def logged(name: str, combine: Callable, model: Model = model) -> Estimate | None:
+            return over_runs(experiment, model, lambda run: _combined(run, name, combine))
+
+        rows.append(
+            {
+                "model": text(model.name),
+                "training_s": estimated(
+                    over_runs(experiment, model, training_seconds), ",.1f", log + "train_wall, wps"
+                ),
+                "other_s": estimated(
+                    over_runs(experiment, model, _other_seconds), ",.1f", files(runs, "run.json", "attempts.seconds")
+                ),
+                "memory_mib": estimated(
+                    over_runs(experiment, model, lambda run: run.record.get("peak_memory_mib")),
+                    ",.0f",
+                    files(runs, "run.json", "peak_memory_mib"),
+                ),
+                "device_memory_gib": estimated(logged("mem_gb", max), ",.2f", log + "mem_gb"),
+                "mfu_percent": estimated(logged("mfu", statistics.median), ",.1f", log + "mfu"),
+                "data_wait_percent": estimated(logged("data_wait", statistics.fmean), ",.1f", log + "data_wait"),
+            }
+        )
+    notes = ["All else of the training command: starting, validation, saving, updates that a stopped run did twice."]
+    return Table("time-split", "Where the time went, memory, use of the machine", columns, rows, notes)
+
+
+def _combined(run: Run, name: str, combine: Callable) -> float | None:
+    values = [float(line[name]) for line in run.lines.values() if name in line]
+    return combine(values) if values else None
+
+
+def _other_seconds(run: Run) -> float | None:
+    attempts = [one for one in run.record.get("attempts") or [] if one.get("step", _TRAIN) == _TRAIN]
+    training = training_seconds(run)
+    if training is None or not attempts:
+        return None
+    return sum(attempt.get("seconds") or 0.0 for attempt in attempts) - training

@@ -1,0 +1,202 @@
+"""Tables of the paper's smaller comparisons, for experiments that have the models: heads, routings, gMLP-MoE, tasks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from smlp.experiments.report import paper
+from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
+from smlp.experiments.report.runs import Experiment, Model, Run
+from smlp.experiments.report.speed import over_runs
+from smlp.experiments.report.statistics import estimate
+from smlp.experiments.report.table import EMPTY, Cell, Column, Table, estimated, files, number, text
+from smlp.zeroshot.report import TABLE_6
+
+_MODEL = Column("model", "model", "experiment.json: models.name")
+
+
+def head_groups(experiment: Experiment) -> list[list[Model]]:
+    """Models that differ in ``num_heads`` alone, by that number; groups of two or more."""
+    groups: dict[object, list[Model]] = {}
+    for model in experiment.models:
+        groups.setdefault(repr(replace(model.config, num_heads=1)), []).append(model)
+    return [
+        sorted(group, key=lambda model: model.config.num_heads)
+        for group in groups.values()
+        if len({model.config.num_heads for model in group}) > 1
+    ]
+
+
+def heads_table(experiment: Experiment) -> Table | None:
+    """Figure 4; None where no two models differ in heads alone."""
+    subset = experiment.subsets[0]
+    columns = [
+        _MODEL,
+        Column("heads", "heads", "experiment.json: models.config.num_heads"),
+        Column("parameters_millions", "parameters (M)", "experiment.json: models.parameters.total"),
+        Column("per_token", "perplexity per token", f"scores.json: exp(subsets.{subset}.nll_all)"),
+        Column("after_prefix", "after the prefix", f"scores.json: exp(subsets.{subset}.nll_after_prefix)"),
+    ]
+    rows = []
+    for model in [model for group in head_groups(experiment) for model in group]:
+        row = {
+            "model": text(model.name),
+            "heads": number(model.config.num_heads, "d", "experiment.json: models.config.num_heads"),
+            "parameters_millions": number(
+                model.num_parameters / 1e6, ",.2f", "experiment.json: models.parameters.total"
+            ),
+            "per_token": perplexity_cell(experiment, model, subset, ALL),
+        }
+        if experiment.has_prefix:
+            row["after_prefix"] = perplexity_cell(experiment, model, subset, AFTER_PREFIX)
+        rows.append(row)
+    return Table("heads", "Number of heads (Figure 4)", columns, rows, [paper.FIGURE_4]) if rows else None
+
+
+def routed_variants(experiment: Experiment) -> list[Model]:
+    """sMLP models, where at least two kinds of feature routing are among them."""
+    found = [
+        model for model in experiment.models if model.config.num_sparse_layers and model.config.sparse_block == "smlp"
+    ]
+    return found if len({model.config.moe.feature_routing for model in found}) > 1 else []
+
+
+def variants_table(experiment: Experiment) -> Table | None:
+    """Figure 7; None where there are no two kinds of feature routing."""
+    subset = experiment.subsets[0]
+    columns = [
+        _MODEL,
+        Column("routing", "features are routed", "experiment.json: models.config.feature_routing"),
+        Column("per_token", "per token, all positions", f"scores.json: exp(subsets.{subset}.nll_all)"),
+        Column("after_prefix", "per token, after the prefix", f"scores.json: exp(subsets.{subset}.nll_after_prefix)"),
+    ]
+    rows = [
+        {
+            "model": text(model.name),
+            "routing": text(model.config.moe.feature_routing, "experiment.json: models.config.feature_routing"),
+            "per_token": perplexity_cell(experiment, model, subset, ALL),
+            "after_prefix": perplexity_cell(experiment, model, subset, AFTER_PREFIX),
+        }
+        for model in routed_variants(experiment)
+    ]
+    notes = [
+        paper.FIGURE_7,
+        "Partial and leaky routing predict nothing within the prefix: only the last column compares like with "
+        "like. Leaky routing sees the tokens that it predicts: its perplexity is no measure of a language model.",
+    ]
+    return (
+        Table("feature-routing", "Deterministic, partial and leaky (Figure 7)", columns, rows, notes) if rows else None
+    )
+
+
+def moe_models(experiment: Experiment) -> list[Model]:
+    """The first gMLP, and the gMLP-MoE models by number of experts; empty without a gMLP-MoE."""
+    dense = [model for model in experiment.models if model.family == "gmlp_lm"][:1]
+    sparse = [model for model in experiment.models if model.family == "gmlp_moe"]
+    return dense + sorted(sparse, key=num_experts) if sparse else []
+
+
+def num_experts(model: Model) -> int:
+    """0 for a dense one."""
+    return model.config.moe.num_experts if model.config.num_sparse_layers else 0
+
+
+def moe_table(experiment: Experiment) -> Table | None:
+    """Table 7; None without a gMLP-MoE."""
+    subset = experiment.subsets[0]
+    columns = [
+        _MODEL,
+        Column("experts", "experts", "experiment.json: models.config.num_experts"),
+        Column("per_token", "perplexity per token", f"scores.json: exp(subsets.{subset}.nll_all)"),
+        Column("after_prefix", "after the prefix", f"scores.json: exp(subsets.{subset}.nll_after_prefix)"),
+        Column("paper", "paper, as many experts", f"{paper.SOURCE}, Table 7"),
+    ]
+    rows = []
+    for model in moe_models(experiment):
+        row = {
+            "model": text(model.name),
+            "experts": number(num_experts(model), "d", "experiment.json: models.config.num_experts"),
+            "per_token": perplexity_cell(experiment, model, subset, ALL),
+            "paper": number(paper.TABLE_7.get(num_experts(model)), ".1f", f"{paper.SOURCE}, Table 7"),
+        }
+        if experiment.has_prefix:
+            row["after_prefix"] = perplexity_cell(experiment, model, subset, AFTER_PREFIX)
+        rows.append(row)
+    notes = ["The paper's Table 7: gMLP 15.7, with 32 experts 17.2, with 64 experts 20.5."]
+    return Table("gmlp-moe", "Token-routed gMLP (Table 7)", columns, rows, notes) if rows else None
+
+
+def zeroshot_table(experiment: Experiment) -> Table | None:
+    """Table 6; None where no run has zero-shot scores."""
+    scored = [run for model in experiment.models for run in experiment.done(model) if run.zeroshot]
+    names = task_names(experiment)
+    if not names:
+        return None
+    columns = [
+        Column("model", "model", "experiment.json: models.name; the paper's Table 6"),
+        *(
+            Column(name, TABLE_6[name], f"zeroshot.json: tasks.{name}.accuracy, per cent; the paper's Table 6")
+            for name in names
+        ),
+        Column(
+            "average", "average", f"mean of {', '.join(names)} (the paper's, of all six tasks, only beside all six)"
+        ),
+    ]
+    rows = []
+    for model in experiment.models:
+        runs = [run for run in experiment.done(model) if run.zeroshot]
+        if runs:
+            row = {"model": text(model.name)}
+            for name in names:
+                row[name] = _accuracy_cell(experiment, model, runs, name, "accuracy")
+            row["average"] = estimated(
+                estimate(mean_accuracies(experiment, model)),
+                ".1f",
+                files(runs, "zeroshot.json", "mean of tasks.*.accuracy"),
+            )
+            rows.append(row)
+    chances = {name: _accuracy(scored[0], name, "chance") for name in names}
+    source = files(scored[:1], "zeroshot.json", "tasks.*.chance")
+    rows.append({"model": text("chance", source)} | {name: number(chances[name], ".1f", source) for name in names})
+    families = {model.paper_name for model in experiment.models} | {"gpt3"}
+    for family, row in paper.TABLE_6.items():
+        if family in families:
+            source = f"{paper.SOURCE}, Table 6"
+            shown = [*names, "average"] if len(names) == len(TABLE_6) else names
+            cells = {name: number(row[name], ".1f", source) for name in shown}
+            rows.append({"model": text(f"paper, large: {paper.NAMES[family]}", source)} | cells)
+    counts = ", ".join(
+        f"{TABLE_6[name]} {scored[0].zeroshot['tasks'][name]['n']:,}"
+        for name in names
+        if name in scored[0].zeroshot.get("tasks", {})
+    )
+    notes = [f"Accuracy in per cent, ± over seeds. Records: {counts}. How tasks are scored: docs/zeroshot.md."]
+    return Table("zeroshot", "Zero-shot priming (Table 6)", columns, rows, notes)
+
+
+def task_names(experiment: Experiment) -> list[str]:
+    """Zero-shot tasks that some finished run has."""
+    scored = [run for model in experiment.models for run in experiment.done(model) if run.zeroshot]
+    return [name for name in TABLE_6 if any(name in run.zeroshot.get("tasks", {}) for run in scored)]
+
+
+def mean_accuracies(experiment: Experiment, model: Model) -> dict[int, float | None]:
+    """Mean accuracy over the tasks, per cent, by seed; None for a run that lacks one."""
+    names = task_names(experiment)
+    return {run.seed: _average(run, names) for run in experiment.done(model) if run.zeroshot}
+
+
+def _accuracy_cell(experiment: Experiment, model: Model, runs: list[Run], task: str, field: str) -> Cell:
+    found = over_runs(experiment, model, lambda run: _accuracy(run, task, field))
+    return EMPTY if found is None else estimated(found, ".1f", files(runs, "zeroshot.json", f"tasks.{task}.{field}"))
+
+
+def _accuracy(run: Run, task: str, field: str) -> float | None:
+    """In per cent."""
+    share = (((run.zeroshot or {}).get("tasks") or {}).get(task) or {}).get(field)
+    return None if share is None else 100 * share
+
+
+def _average(run: Run, tasks: list[str]) -> float | None:
+    found = [_accuracy(run, task, "accuracy") for task in tasks]
+    return None if None in found else sum(found) / len(found)

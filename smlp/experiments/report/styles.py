@@ -1,0 +1,61 @@
+"""How models look in figures: colours that print and that colour-blind readers tell apart, markers, line styles.
+
+A family keeps its colour from experiment to experiment. Models of one colour differ in line style, and all models in
+their marker, so that no two are told apart by colour alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smlp.drawing import OKABE_ITO
+from smlp.experiments.report.runs import Model
+
+_FAMILY_COLOURS = {
+    "dense_lm": "black",
+    "gmlp_lm": "blue",
+    "gmlp_moe": "blue",
+    "smlp": "vermillion",
+    "smlp_partial": "vermillion",
+    "smlp_leaky": "vermillion",
+    "gshard_lm": "green",
+    "switch_lm": "orange",
+    "base_lm": "purple",
+    "hash_lm": "sky",
+}
+_OTHER = "0.45"
+_MARKERS = "osD^vPX<>hp*d8"
+_LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 3)))
+
+
+@dataclass(frozen=True)
+class Style:
+    """Of one model's line."""
+
+    colour: str
+    marker: str
+    line: Any
+
+    def line_options(self, points: int, size: float = 5.0) -> dict[str, Any]:
+        """For ``Axes.plot``: markers on at most about twelve points."""
+        return {
+            **{"color": self.colour, "linestyle": self.line, "linewidth": 1.5},
+            **{"marker": self.marker, "markersize": size, "markevery": max(1, points // 12)},
+            **{"markeredgecolor": "white", "markeredgewidth": 0.4},
+        }
+
+
+def styles(models: Sequence[Model], by_family: bool = True) -> dict[str, Style]:
+    """By model name; without ``by_family`` in as many colours as there are, for figures of one family."""
+    colours = list(OKABE_ITO.values())
+    found: dict[str, Style] = {}
+    used: dict[str, int] = {}
+    for place, model in enumerate(models):
+        name = _FAMILY_COLOURS.get(model.family or "")
+        colour = (OKABE_ITO[name] if name else _OTHER) if by_family else colours[place % len(colours)]
+        line = _LINES[used.get(colour, 0) % len(_LINES)]
+        used[colour] = used.get(colour, 0) + 1
+        found[model.name] = Style(colour, _MARKERS[place % len(_MARKERS)], line)
+    return found

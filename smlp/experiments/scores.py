@@ -1,0 +1,101 @@
+"""A trained model's loss on held-out text: ``python -m smlp.experiments.scores OUT RUN`` writes ``scores.json``.
+
+Perplexities of all models are comparable only on positions that every model predicts: sMLP-partial and -leaky leave out
+the first positions of each block, which choose experts. So the loss is given over all positions and over those behind
+the longest prefix of any model of the experiment.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smlp.checkpoint.load import load_pretrained
+from smlp.checkpoint.opened import open_checkpoint
+from smlp.config import unflatten
+from smlp.errors import UserError
+from smlp.evaluation.binarized import read_fairseq_tokens
+from smlp.evaluation.blocks import block_log_probs
+from smlp.evaluation.curves import read_training_log
+from smlp.experiments.folder import Folder, RunFolder, read_json, write_json
+
+#: largest difference from fairseq's own validation, nats per token; it rounds its losses to 0.001 bits
+AGREEMENT = 2e-3
+
+
+def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict[str, Any]:
+    """What ``scores.json`` of a run holds.
+
+    Raises:
+        UserError: checkpoint or data are missing or damaged, or the result is not what fairseq's last validation said.
+    """
+    experiment, data = read_json(folder.experiment), read_json(folder.data)
+    prefix = max(unflatten(model["config"]).prefix_tokens for model in experiment["models"])
+    num_updates = updates_of(run.last_checkpoint())
+    if num_updates != experiment["updates"]:
+        raise UserError(
+            f"{run.last_checkpoint()} is of update {num_updates}, not of update {experiment['updates']}, the run's last"
+        )
+    model = load_pretrained(run.last_checkpoint())
+    decoder = model.decoder.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    own_prefix, width = decoder.config.prefix_tokens, decoder.config.max_tokens
+    subsets = {}
+    for subset in experiment["evaluation_subsets"]:
+        tokens = torch.from_numpy(read_fairseq_tokens(Path(data["data"].split(":")[0]) / subset).tokens)
+        log_probs = block_log_probs(decoder, tokens).double()
+        position = torch.arange(len(tokens)) % width
+        subsets[subset] = {
+            "nll_all": None if own_prefix else _mean_nll(log_probs),
+            "nll_after_prefix": _mean_nll(log_probs[position >= prefix]),
+            "tokens": len(tokens),
+            "words": data["splits"][subset]["words"],
+        }
+        if subset == experiment["evaluation_subsets"][0]:
+            check_agreement(run, subset, _mean_nll(log_probs[position >= own_prefix]))
+    return {
+        "subsets": subsets,
+        "prefix": prefix,
+        "checkpoint": run.last_checkpoint().name,
+        "num_updates": num_updates,
+    }
+
+
+def updates_of(checkpoint: Path) -> int:
+    """How many updates made it."""
+    return int(open_checkpoint(checkpoint).state["optimizer_history"][-1]["num_updates"])
+
+
+def check_agreement(run: RunFolder, subset: str, nll: float) -> None:
+    """Compares with the last validation of the training.
+
+    Raises:
+        UserError: they differ.
+    """
+    valid = read_training_log(run.log, run.path.name).valid
+    if subset == "valid" and valid and abs(valid[-1].bits * math.log(2) - nll) > AGREEMENT:
+        raise UserError(
+            f"{run.path}: {nll:.4f} nats per token on {subset}, but the training's last validation, of update "
+            f"{valid[-1].num_updates}, said {valid[-1].bits * math.log(2):.4f}"
+        )
+
+
+def _mean_nll(log_probs: torch.Tensor) -> float:
+    return -float(log_probs.mean())
+
+
+def main(words: list[str]) -> None:
+    """OUT and RUN, the folder of a run in it."""
+    out, name = words
+    run = Folder(Path(out)).run(name)
+    write_json(run.scores, score_run(Folder(Path(out)), run))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"smlp: error: {error}")

@@ -1,0 +1,135 @@
+"""Runs on a cluster: an array of jobs through ``scripts/slurm``, and a job that scores what they have trained.
+
+The scripts check the options, restart what was pre-empted and keep the runs apart (docs/slurm.md); here is only what an
+experiment adds to them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import smlp
+from smlp.errors import UserError
+from smlp.experiments.experiment import Experiment
+from smlp.experiments.folder import Folder, read_json, write_json
+from smlp.experiments.plan import Run, training_words
+
+_SECONDS = 1800.0  # for checking all runs
+
+
+def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Run], then_score: bool) -> str:
+    """Submits runs as one array of jobs; returns what to tell the user.
+
+    Args:
+        experiment: what the file says.
+        folder: of the experiment.
+        data: argument DATA.
+        runs: not yet trained; all of them below one folder.
+        then_score: also submit the job that scores them.
+
+    Raises:
+        UserError: there is no Slurm, or it refuses.
+    """
+    names = folder.path / "slurm" / "runs.txt"
+    names.parent.mkdir(parents=True, exist_ok=True)
+    names.write_text("".join(sweep_line(experiment, run, data, folder) for run in runs), encoding="utf-8")
+    parent = folder.run(runs[0].folder).path.parent
+    place = experiment.place
+    size = ["--nodes", str(place.nodes)]
+    size += ["--gpus-per-node", str(place.gpus_per_node)] if place.gpus_per_node else []
+    size += ["--tasks-per-node", str(place.tasks_per_node)] if place.tasks_per_node else []
+    logs = ["--logs", str(folder.path / "slurm" / "logs")]
+    array = [f"--array=1-{len(runs)}%{place.jobs}"] if place.jobs > 1 else []
+    command = ["bash", str(script("submit.sh")), *size, "--sweep", str(names), *logs, *array, *place.sbatch]
+    output = _run([*command, "--", data, str(parent)])
+    training = _job_of(output, r"^job (\d+)")
+    write_json(folder.path / "slurm" / "jobs.json", [training])
+    text = f"job {training}: {len(runs)} runs, {place.ranks} ranks each"
+    if then_score:
+        scoring = submit_scores(experiment, folder, f"afterany:{training}")
+        write_json(folder.path / "slurm" / "jobs.json", [training, scoring])
+        text += f"; job {scoring} scores them afterwards"
+    return f"{text}; logs in {folder.path / 'slurm' / 'logs'}"
+
+
+def sweep_line(experiment: Experiment, run: Run, data: str, folder: Folder) -> str:
+    """A line of the list that ``submit.sh --sweep`` reads: what the script adds itself is left out."""
+    words = training_words(experiment, run, data, folder.run(run.folder).path)
+    save_dir = words.index("--save-dir")
+    del words[save_dir : save_dir + 2]
+    return f"{run.name} {shlex.join(words[1:])}\n"
+
+
+def jobs_in_queue(folder: Folder) -> list[str]:
+    """Jobs of this experiment that wait or run."""
+    path = folder.path / "slurm" / "jobs.json"
+    if not path.is_file():
+        return []
+    jobs = read_json(path)
+    try:
+        # %F: of an array the number of all its tasks
+        command = ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"cannot ask Slurm for the jobs {', '.join(jobs)}: {error}") from None
+    if done.returncode != 0 and "invalid job id" not in done.stderr.lower():  # one that Slurm has forgotten
+        raise UserError(f"cannot ask Slurm for the jobs {', '.join(jobs)}: {done.stderr.strip()}")
+    return [job for job in jobs if job in done.stdout.split()]
+
+
+def script(name: str) -> Path:
+    """A file of ``scripts/slurm``.
+
+    Raises:
+        UserError: the package is installed without its clone.
+    """
+    path = Path(smlp.__path__[0]).parent / "scripts" / "slurm" / name
+    if not path.is_file():
+        raise UserError(f"run.where: slurm needs the scripts of a clone, and there is no {path}: pip install -e .")
+    return path
+
+
+def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None = None) -> str:
+    """Submits the job that scores what is trained; returns its number.
+
+    Raises:
+        UserError: as :func:`submit`.
+    """
+    place = experiment.place
+    output = folder.path / "slurm" / "logs" / "%j.out"
+    options = [f"--dependency={dependency}"] if dependency else []
+    options += [f"--output={output}", *place.sbatch]
+    options += ["--gres=gpu:1"] if place.gpus_per_node else ["--gres=none"]
+    command = ["sbatch", "--parsable", *options, str(script("score.sbatch"))]
+    environment = {"SMLP_ROOT": str(Path(smlp.__path__[0]).parent)}
+    return _job_of(_run([*command, str(folder.yaml), str(folder.path)], environment), r"^(\d+)")
+
+
+def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SECONDS,
+            env={**os.environ, **(environment or {})},
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"cannot submit: {error}") from None
+    if done.returncode != 0:
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        raise UserError(f"cannot submit: {(lines or ['no reason given'])[-1].removeprefix('smlp: error: ')}")
+    return done.stdout
+
+
+def _job_of(output: str, pattern: str) -> str:
+    found = re.search(pattern, output, re.MULTILINE)
+    if found is None:
+        raise UserError(f"Slurm took the job, but its number is not in: {output.strip()!r}")
+    return found[1]

@@ -1,0 +1,102 @@
+"""Time of an update, models in turn: ``python -m smlp.experiments.speed OUT ROUNDS`` writes ``speed.json``.
+
+Runs that share a machine slow each other down, and a machine is not as fast today as it was yesterday. So the models,
+with the weights that they have learnt, take turns at single updates on the same training text; medians of the rounds
+can be compared with each other. A plain loop, without fairseq: forward, backward, Adam.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smlp.checkpoint.load import load_pretrained
+from smlp.config import unflatten
+from smlp.errors import UserError
+from smlp.evaluation.binarized import read_fairseq_tokens
+from smlp.experiments.folder import Folder, read_json, write_json
+from smlp.nn.decoder import Decoder
+
+HOW = "forward, backward and Adam in a plain loop, models in turn, nothing else running"
+_LEARNING_RATE = 1e-5  # the weights stay what they are, and with them where tokens go
+
+
+class _Updates:
+    """Updates of one model."""
+
+    def __init__(self, decoder: Decoder, device: str) -> None:
+        self.decoder, self.device = decoder.to(device).train(), device
+        self.optimizer = torch.optim.Adam(decoder.parameters(), lr=_LEARNING_RATE)
+        self.seconds: list[float] = []
+
+    def update(self, source_BT: Tensor, target_BT: Tensor) -> None:
+        """One, timed."""
+        start = time.perf_counter()
+        output = self.decoder(source_BT)
+        prefix = self.decoder.config.prefix_tokens
+        logits = output.logits[:, prefix:].flatten(0, 1).float()
+        loss = F.cross_entropy(logits, target_BT[:, prefix:].flatten()) + sum(output.aux_losses.values())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - start)
+
+
+def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
+    """What ``speed.json`` holds.
+
+    Raises:
+        UserError: data or a checkpoint cannot be read.
+    """
+    experiment, data = read_json(folder.experiment), read_json(folder.data)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch_size, width = experiment["batch_size"], experiment["tokens_per_sample"]
+    tokens = torch.from_numpy(read_fairseq_tokens(Path(data["data"].split(":")[0]) / "train").tokens)
+    models = {model["name"]: _Updates(_decoder(folder, model, experiment), device) for model in experiment["models"]}
+    for number in range(rounds + 1):
+        stretch = batch_size * width
+        start = number * stretch % max(1, len(tokens) - stretch - 1)
+        rows = tokens[start : start + stretch + 1].to(device)
+        for model in models.values():
+            model.update(rows[:-1].view(batch_size, width), rows[1:].view(batch_size, width))
+    return {
+        "models": {
+            name: {"seconds_per_update": model.seconds[1:], "tokens_per_update": batch_size * width}
+            for name, model in models.items()
+        },
+        "rounds": rounds,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "how": HOW,
+    }
+
+
+def _decoder(folder: Folder, model: dict[str, Any], experiment: dict[str, Any]) -> Decoder:
+    """Of the first seed that has a checkpoint; untrained where none has."""
+    for seed in experiment["seeds"]:
+        path = folder.run(f"runs/{model['folder']}-s{seed}").last_checkpoint()
+        if path.is_file():
+            return load_pretrained(path).decoder
+    return Decoder(unflatten(model["config"]))
+
+
+def main(words: list[str]) -> None:
+    """OUT and ROUNDS."""
+    out, rounds = words
+    folder = Folder(Path(out))
+    write_json(folder.speed, time_models(folder, int(rounds)))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"smlp: error: {error}")

@@ -1,0 +1,177 @@
+"""YAML files of settings, in which every mistake is named: duplicate keys, unknown names, values of another type."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from smlp.errors import UserError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_COUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmb]?)", re.IGNORECASE)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, which keeps the last of two equal keys without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (str, int, float, bool)):
+                if key in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key!r} stands twice", problem_mark=key_node.start_mark)
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a file holds.
+
+    Raises:
+        UserError: it cannot be read, is no YAML, or holds something else; the message names file and line.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a subclass of the safe loader
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{line}: {error.problem or 'no YAML'}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is no YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds {_kind(content)}, where names with values are expected")
+    return content
+
+
+class Section:
+    """A part of the file: names with values, each of which is taken once; what is left over is an error.
+
+    Args:
+        name: of the section, for messages, such as ``run``; empty at the top.
+        content: what stands there.
+        path: the file.
+    """
+
+    def __init__(self, name: str, content: Any, path: Path) -> None:
+        self.name, self.path = name, path
+        if content is None:
+            content = {}
+        if not isinstance(content, Mapping):
+            raise UserError(f"{path}: {name} must be names with values, got {_kind(content)}")
+        self._content = dict(content)
+        self._known: list[str] = []
+
+    def __contains__(self, key: str) -> bool:
+        return self._content.get(key) is not None
+
+    def full(self, key: str) -> str:
+        """The name by which a message calls a value."""
+        return f"{self.name}.{key}" if self.name else key
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value as it stands there."""
+        self._known.append(key)
+        value = self._content.pop(key, None)
+        return default if value is None else value
+
+    def section(self, key: str) -> Section:
+        """A part of this part; empty where it is not there."""
+        return Section(self.full(key), self.take(key), self.path)
+
+    def text(self, key: str, default: str | None = None, choices: Iterable[str] = ()) -> str | None:
+        """A word or a line."""
+        value = self.take(key, default)
+        if value is not None and not isinstance(value, str):
+            raise self.error(key, f"must be text, got {value!r}")
+        allowed = list(choices)
+        if allowed and value not in allowed:
+            raise self.error(key, f"must be one of {', '.join(allowed)}, got {value!r}")
+        return value
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int | None:
+        """A whole number, also written 400k, 1.5M or 100B."""
+        value = self.take(key, default)
+        return None if value is None else self.as_count(key, value, least)
+
+    def as_count(self, key: str, value: Any, least: int = 1) -> int:
+        """A value as a whole number."""
+        number = value
+        if isinstance(value, str) and (match := _COUNT.fullmatch(value.strip())):
+            number = Decimal(match[1].replace("_", "")) * _UNITS[match[2].lower()]
+        is_number = isinstance(number, (int, float, Decimal)) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number) or number != int(number):
+            raise self.error(key, f"must be a whole number, got {value!r}")
+        if number < least:
+            raise self.error(key, f"must be at least {least}, got {value!r}")
+        return int(number)
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """A positive number."""
+        value = self.take(key, default)
+        return None if value is None else self.as_number(key, value)
+
+    def as_number(self, key: str, value: Any) -> float:
+        """A value as a positive number; YAML takes 1e-3 for text."""
+        try:
+            number = float("nan") if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not 0 < number < float("inf"):
+            raise self.error(key, f"must be a positive number, got {value!r}")
+        return number
+
+    def values(self, key: str, default: Iterable[Any] = ()) -> list[Any]:
+        """A list, of which a single value is short for one with that value."""
+        value = self.take(key)
+        if value is None:
+            return list(default)
+        return list(value) if isinstance(value, list) else [value]
+
+    def items(self) -> dict[str, Any]:
+        """All that is left, under names as they stand there."""
+        left, self._content = self._content, {}
+        bad = [key for key in left if not isinstance(key, str)]
+        if bad:
+            raise self.error(str(bad[0]), f"is {_kind(bad[0])}, where a name is expected")
+        return left
+
+    def settings(self) -> dict[str, Any]:
+        """All that is left, under names in the style of Python."""
+        found: dict[str, Any] = {}
+        for key, value in self.items().items():
+            name = key.replace("-", "_")
+            if name in found:
+                raise self.error(key, "is given twice, with a dash and with an underscore")
+            found[name] = value
+        return found
+
+    def end(self) -> None:
+        """Refuses what nobody took.
+
+        Raises:
+            UserError: it names the first of them.
+        """
+        for key in self._content:
+            close = difflib.get_close_matches(str(key), self._known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(self._known)}"
+            raise self.error(str(key), f"is unknown; {hint}")
+
+    def error(self, key: str, text: str) -> UserError:
+        """What is wrong with a value, with its file and name."""
+        return UserError(f"{self.path}: {self.full(key)} {text}")
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "text", dict: "names with values", type(None): "nothing", bool: "a truth value"}
+    return names.get(type(value), "a number")

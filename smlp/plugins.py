@@ -1,0 +1,65 @@
+"""Files of the user that register routers, blocks and architectures (docs/extending.md); needs no torch."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import traceback
+import zlib
+from pathlib import Path
+
+from smlp.errors import UserError
+
+#: environment variable that names the files, separated as in PATH; every process of a run inherits it
+VARIABLE = "SMLP_PLUGINS"
+
+
+def named_files(value: str) -> list[Path]:
+    """The files that a value of the variable names, in order, without repetitions.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    files: dict[Path, None] = {}
+    for word in value.split(os.pathsep):
+        if not word:
+            continue
+        path = Path(word).expanduser()
+        if not path.is_file():
+            raise UserError(f"{VARIABLE} names {word}, which is no file")
+        files[path.resolve()] = None
+    return list(files)
+
+
+def import_file(path: Path) -> None:
+    """Runs a file as a module; one that is imported already is left alone.
+
+    Raises:
+        UserError: it fails; the message names the line.
+    """
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    if any(Path(file).resolve() == path for file in files if file.endswith(path.name)):
+        return
+    # a name that no other module has: the file may be called like one of Python's
+    name = f"smlp_plugin_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
+    spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(path)))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception):
+            raise
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{VARIABLE}: {path}{_line(path, error)} cannot be loaded: {reason}") from error
+
+
+def _line(path: Path, error: Exception) -> str:
+    """Where in the file it failed, if that is known."""
+    if isinstance(error, SyntaxError):
+        return ""  # says so itself
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f", line {lines[-1]}," if lines else ""

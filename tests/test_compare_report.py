@@ -1,0 +1,228 @@
+"""The report of an experiment, against numbers worked out by hand from the made-up folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from experiment_folder import MODELS, SEEDS, UPDATES, cell, rewrite, run_folder, tables, write_experiment
+
+from smlp.errors import UserError
+from smlp.evaluation.curves import LossPoint
+from smlp.experiments.report.claims import claims_table
+from smlp.experiments.report.reaching import first_crossing
+from smlp.experiments.report.runs import read_experiment
+from smlp.experiments.report.state import data_orders
+from smlp.experiments.report.statistics import Estimate, t_quantile
+
+pytestmark = pytest.mark.timeout(120)
+#: Student's t with 2 degrees of freedom, 97.5 %, from a printed table
+T_2 = 4.303
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """All runs done; not to be changed."""
+    return write_experiment(tmp_path_factory.mktemp("experiment"))
+
+
+@pytest.fixture
+def out(whole, tmp_path) -> Path:
+    """A copy to change."""
+    return Path(shutil.copytree(whole, tmp_path / "out"))
+
+
+def test_perplexity_with_its_interval_over_seeds(whole):
+    found = cell(tables(whole)["quality-valid"], "gMLP", "per_token")
+    # 4 bits and 0.01 for each seed
+    values = [16 * 2 ** (0.01 * seed) for seed in SEEDS]
+    mean = sum(values) / 3
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / 2)
+    assert found.value == pytest.approx(mean)
+    assert found.high - found.value == pytest.approx(T_2 * deviation / math.sqrt(3), rel=1e-3)
+    assert found.value - found.low == pytest.approx(found.high - found.value)
+    assert found.text == "16.22 ± 0.28"
+    assert found.source == "runs/{gMLP-s1,gMLP-s2,gMLP-s3}/scores.json: subsets.valid, exp(nll_all)"
+
+
+def test_t_quantiles_are_those_of_a_printed_table():
+    assert [round(t_quantile(degrees), 3) for degrees in (1, 2, 4, 9)] == [12.706, 4.303, 2.776, 2.262]
+
+
+def test_one_seed_has_no_interval():
+    assert Estimate({1: 3.0}).half is None
+    assert Estimate({1: 3.0}).mean == 3.0
+
+
+def test_perplexity_per_word_and_after_the_prefix(whole):
+    quality = tables(whole)["quality-valid"]
+    nats = [(4 + 0.01 * seed) * math.log(2) for seed in SEEDS]
+    assert cell(quality, "gMLP", "per_word").value == pytest.approx(sum(math.exp(nat / 0.75) for nat in nats) / 3)
+    assert cell(quality, "gMLP", "after_prefix").value == pytest.approx(sum(math.exp(nat - 0.05) for nat in nats) / 3)
+    assert cell(quality, "sMLP-partial", "per_token").value is None
+    assert any("sMLP-partial predicts nothing within the first 26 of 128" in note for note in quality.notes)
+
+
+def test_seeds_pair(whole):
+    """Seeds move all models alike, so that the difference has no spread although each model has."""
+    found = cell(tables(whole)["quality-valid"], "sMLP", "against_gMLP")
+    assert found.value == pytest.approx(100 * (2**-0.2 - 1))
+    assert found.low == pytest.approx(found.high)
+
+
+def test_the_baseline_can_be_chosen(whole):
+    quality = tables(whole, "Switch", "sMLP")["quality-valid"]
+    assert cell(quality, "gMLP", "against_Switch").value == pytest.approx(100 * (2**0.1 - 1))
+    assert [column.key for column in quality.columns if "against" in column.key] == ["against_Switch", "against_sMLP"]
+    with pytest.raises(UserError, match="--baseline Swich: the experiment's models are gMLP, sMLP"):
+        tables(whole, "Swich")
+
+
+def test_training_time_leaves_evaluation_out_and_undoes_rounding(whole):
+    """gMLP's 5 updates take 2.5 s, which the log has as 2; before two of its lines there is a validation in wps."""
+    speed = tables(whole)["speed"]
+    for model, (*_, pace) in MODELS.items():
+        assert cell(speed, model, "training_time_s").value == pytest.approx(pace * UPDATES, rel=1e-3)
+        assert cell(speed, model, "logged_tokens_per_second").value == pytest.approx(1024 / pace, rel=1e-3)
+        assert cell(speed, model, "logged_words_per_second").value == pytest.approx(0.75 * 1024 / pace, rel=1e-3)
+    assert cell(tables(whole)["time-split"], "Switch", "other_s").value == pytest.approx(7.0, abs=0.05)
+
+
+def test_time_to_a_perplexity_lies_between_validations(out):
+    rewrite(out / "experiment.json", targets=[32.0, 2.0])
+    speed = tables(out)["speed"]
+    # 8 - u / 10 + seed / 100 is 5 bits at u = 30.1, 30.2, 30.3; half a second each
+    assert cell(speed, "gMLP", "time_to_32.00_s").value == pytest.approx(15.1, rel=1e-3)
+    assert cell(speed, "gMLP", "time_to_32.00_s").by_seed == pytest.approx({1: 15.05, 2: 15.1, 3: 15.15}, rel=1e-3)
+    assert cell(speed, "gMLP", "time_to_2.00_s").text == "not reached"
+
+
+def test_without_targets_the_dense_models_set_them(whole):
+    """gMLP's own mean is what one of its three seeds misses: the mean curve says when."""
+    speed = tables(whole)["speed"]
+    assert [column.key for column in speed.columns if "time_to" in column.key] == ["time_to_16.22_s"]
+    assert cell(speed, "gMLP", "time_to_16.22_s").text == "20.00 (mean curve; 2 of 3 seeds)"
+    assert any(note == "16.22 per token: from the last validation of gMLP, mean over seeds." for note in speed.notes)
+    assert cell(speed, "sMLP-partial", "time_to_16.22_s").text == "not reached"
+
+
+def test_crossing():
+    points = [LossPoint(10, 6.0), LossPoint(20, 5.0), LossPoint(30, 5.5), LossPoint(40, 4.0)]
+    assert first_crossing(points, 2**5.25) == pytest.approx(17.5)
+    assert first_crossing(points, 2**5.0) == pytest.approx(20)
+    assert first_crossing(points, 2**4.75) == pytest.approx(35)
+    assert first_crossing(points, 2**7.0) == 10
+    assert first_crossing(points, 2**3.0) is None
+    assert first_crossing([], 2**3.0) is None
+
+
+def test_flops_of_training(whole):
+    details = tables(whole)["details"]
+    record = json.loads((whole / "experiment.json").read_text())["models"][1]
+    expected = 3 * record["flops_per_token"] * 1024 * 40 / 1e12
+    assert cell(details, "sMLP", "training_tflops").value == pytest.approx(expected)
+    costs = [each["flops_per_token"] for each in json.loads((whole / "experiment.json").read_text())["models"]]
+    assert f"differ by {max(costs) / min(costs) - 1:.2%} (1.00% are allowed)" in details.notes[0]
+
+
+def test_drops_and_realised_work(whole):
+    found = tables(whole)
+    assert cell(found["work"], "Switch", "drop_percent").value == pytest.approx(25)
+    assert cell(found["work"], "Switch", "drop_percent_last").value == pytest.approx(10)
+    assert cell(found["work"], "Switch", "ratio").value == pytest.approx(1 - 0.25 / 4)
+    layers = found["router-health"]
+    assert cell(layers, "Switch", "drop_percent_mean").value == pytest.approx(25)
+    assert cell(layers, "Switch", "gate_entropy_last").value == pytest.approx(0.5)
+    assert cell(layers, "sMLP", "drop_percent_mean").value is None
+
+
+def test_the_papers_numbers_stand_beside(whole):
+    table = claims_table(read_experiment(whole))
+    rows = {row["claim"].value: row for row in table.rows}
+    quality = rows["sMLP has lower perplexity than Switch"]
+    assert quality["printed"].value == pytest.approx(100 * (13.46 / 15.31 - 1))
+    assert quality["measured"].value == pytest.approx(100 * (2**-0.1 - 1))
+    assert quality["verdict"].value == "agrees"
+    speed = rows["sMLP has higher words per second than Switch"]
+    assert (speed["verdict"].value, speed["measured"].text[:7]) == ("differs", "-25.0 %")
+
+
+def test_a_verdict_needs_an_interval_without_zero(out):
+    def verdict() -> str:
+        rows = claims_table(read_experiment(out)).rows
+        return next(row["verdict"].value for row in rows if row["claim"].value == "sMLP has lower perplexity than gMLP")
+
+    assert verdict() == "agrees"
+    path = run_folder(out, "sMLP", 3) / "scores.json"
+    path.write_text(path.read_text().replace('"nll_after_prefix": 2.', '"nll_after_prefix": 3.'))
+    assert verdict() == "not decided (interval holds 0)"
+    for seed in (1, 3):
+        shutil.rmtree(run_folder(out, "sMLP", seed))
+    assert verdict() == "not decided (agrees with one seed)"
+    shutil.rmtree(run_folder(out, "sMLP", 2))
+    assert verdict() == "not measured"
+
+
+def test_speed_json_goes_before_the_logs(out):
+    rounds = {"sMLP": [0.1, 0.1, 0.1], "Switch": [0.2, 0.21, 0.19]}
+    models = {name: {"seconds_per_update": times, "tokens_per_update": 1024} for name, times in rounds.items()}
+    (out / "speed.json").write_text(json.dumps({"models": models, "rounds": 3, "threads": 1, "device": "cpu"}))
+    found = tables(out)
+    assert cell(found["speed"], "Switch", "timed_words_per_second").value == pytest.approx(0.75 * 1024 / 0.2)
+    row = next(row for row in found["claims"].rows if "words per second" in row["claim"].value)
+    assert row["verdict"].value == "agrees"
+    assert row["measured"].source.startswith("speed.json")
+
+
+def test_without_words_there_are_tokens(out):
+    data = json.loads((out / "data.json").read_text())
+    data["splits"]["valid"] |= {"words": None, "words_per_token": None}
+    (out / "data.json").write_text(json.dumps(data))
+    speed = tables(out)["speed"]
+    assert not any("words" in column.key for column in speed.columns)
+    assert "Speeds are in tokens: data.json knows no number of words." in speed.notes
+
+
+def test_data_order_is_compared_and_its_digest_known(out):
+    first = data_orders(read_experiment(out))[0]
+    lines = "".join(f"{update} {1000 + update}\n" for update in range(1, UPDATES + 1))
+    assert first.agrees
+    assert set(first.digests.values()) == {hashlib.sha256(lines.encode()).hexdigest()}
+    path = run_folder(out, "Switch", 1) / "data_order.jsonl"
+    path.write_text(path.read_text().replace('"digest": 1017', '"digest": 7'))
+    first, second, _ = data_orders(read_experiment(out))
+    assert (first.agrees, first.differs_at, first.differs.name) == (False, 17, "Switch-s1")
+    assert second.agrees
+    earlier = run_folder(out, "sMLP-partial", 1) / "data_order.jsonl"
+    earlier.write_text(earlier.read_text().replace('"digest": 1020', '"digest": 8'))
+    assert data_orders(read_experiment(out))[0].differs_at == 17
+    verdict = tables(out)["data-order"].rows[0]["verdict"].value
+    assert verdict == "**no**: Switch-s1 differs from gMLP-s1 from update 17 on"
+
+
+def test_grid_of_the_tuning(out):
+    results = {"gMLP": {"0.001": 30.0, "0.002": None, "0.004": 25.0}, "sMLP": {"0.001": 31.0, "0.002": 29.0}}
+    grid = {"option": "--lr", "values": [0.001, 0.002, 0.004], "updates": 20, "seed": 1, "results": results}
+    (out / "tuned.json").write_text(json.dumps({**grid, "chosen": {"gMLP": 0.004, "sMLP": 0.002}}))
+    table = tables(out)["tuning"]
+    shown = [[row.get(key) and row[key].text for key in ("0.001", "0.002", "0.004", "chosen")] for row in table.rows]
+    assert shown == [["30.00", "failed", "25.00", "0.004"], ["31.00", "29.00", None, "0.002"]]
+    assert table.notes[1].endswith("do better: gMLP.")
+
+
+def test_zero_shot_accuracy_beside_the_papers(out):
+    for seed, right in zip(SEEDS, (0.5, 0.6, 0.7), strict=True):
+        for model, more in (("sMLP", 0.0), ("Switch", -0.1)):
+            task = {"accuracy": right + more, "chance": 0.5, "n": 100}
+            (run_folder(out, model, seed) / "zeroshot.json").write_text(json.dumps({"tasks": {"copa": task}}))
+    found = tables(out)
+    table = found["zeroshot"]
+    assert cell(table, "sMLP", "copa").value == pytest.approx(60)
+    assert cell(table, "paper, large: sMLP-deterministic", "copa").value == 79.0
+    assert "average" not in next(row for row in table.rows if "paper" in row["model"].value)
+    rows = {row["claim"].value: row["measured"] for row in found["claims"].rows}
+    assert rows["sMLP has higher zero-shot accuracy than Switch"].by_seed[1] == pytest.approx(100 * (0.5 / 0.4 - 1))

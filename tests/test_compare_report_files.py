@@ -1,0 +1,158 @@
+"""Reports of folders with runs that failed, are missing or half done; and the report's files."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import experiment_folder as folder
+import pytest
+from experiment_folder import MODELS, SEEDS, cell, rewrite, run_folder, tables, training_line, write_experiment
+
+from smlp.cli.compare_report import add_report_options, run_report
+from smlp.errors import UserError
+from smlp.experiments.report.runs import read_experiment
+from smlp.experiments.report.state import incomplete
+from smlp.experiments.report.timeline import read_timeline
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return write_experiment(tmp_path)
+
+
+def damage(out: Path) -> None:
+    """A run that failed, one that was never started, one that is half done, and one whose scores are lost."""
+    rewrite(run_folder(out, "sMLP", 1) / "run.json", state="failed", message="RuntimeError: no more memory")
+    shutil.rmtree(run_folder(out, "sMLP", 2))
+    half = run_folder(out, "Switch", 3)
+    rewrite(half / "run.json", state="running")
+    text = (half / "train.log").read_text()
+    (half / "train.log").write_text(text[: text.index('"valid_num_updates": "30"') - 30])  # in the midst of a line
+    order = (half / "data_order.jsonl").read_text().splitlines()[:33]
+    (half / "data_order.jsonl").write_text("\n".join([*order, '{"update": 34, "dig']))
+    (half / "scores.json").unlink()
+    (run_folder(out, "gMLP", 2) / "scores.json").write_text('{"subsets": ')
+
+
+def test_runs_that_are_not_whole_are_named_and_the_others_reported(out):
+    damage(out)
+    found = {run.name: (run.last_update, reason) for run, reason in incomplete(read_experiment(out))}
+    assert found == {
+        "sMLP-s1": (40, "RuntimeError: no more memory"),
+        "sMLP-s2": (0, "there is no such folder: it was never started"),
+        "Switch-s3": (
+            33,
+            "it had not finished when the report was made, or was killed; "
+            "data_order.jsonl: 1 of 34 lines are damaged and left out",
+        ),
+        "gMLP-s2": (40, "scores.json cannot be read (it is not JSON)"),
+    }
+    quality = tables(out)["quality-valid"]
+    assert cell(quality, "sMLP", "per_token").by_seed == {3: pytest.approx(2 ** (4 - 0.2 + 0.03))}
+    assert list(cell(quality, "Switch", "against_gMLP").by_seed) == [1]
+    assert "seeds" in [column.key for column in tables(out)["summary"].columns]
+
+
+def test_nothing_done_yet(out):
+    shutil.rmtree(out / "runs")
+    found = tables(out)
+    assert len(found["not-whole"].rows) == 12
+    assert cell(found["quality-valid"], "gMLP", "seeds").value == 0
+
+
+def test_a_resumed_log_counts_an_update_once():
+    """Stopped after update 15, resumed from a checkpoint at 10; the line after the stop was cut short."""
+    lines = [training_line("sMLP", 1, update) for update in (5, 10, 15)]
+    again = [training_line("sMLP", 1, 15, train_wall="9", wps=str(5 * 1024 / 9)), training_line("sMLP", 1, 20)]
+    timeline = read_timeline([*lines, {}, *again])
+    assert timeline.updates == (0, 5, 10, 15, 20)
+    assert timeline.seconds == pytest.approx((0, 4, 8, 17, 21))
+    assert timeline.at(12.5) == pytest.approx(12.5)
+    assert timeline.at(25) == pytest.approx(21 * 25 / 20)
+    assert read_timeline([{}, {"valid_loss": "3"}]) is None
+
+
+def test_rounded_times_are_narrowed_only_within_their_rounding():
+    """A whole time of 12 s cannot be in training steps of 4 s: the rest was something else."""
+    strange = training_line("sMLP", 1, 5, wps=str(5 * 1024 / 12))
+    assert read_timeline([strange]).seconds[-1] == pytest.approx(4.5)
+    exact = training_line("sMLP", 1, 5, train_wall="3.125", wps=str(5 * 1024 / 12))
+    assert read_timeline([exact]).seconds[-1] == pytest.approx(3.125, abs=1e-3)
+
+
+def test_what_is_no_experiment_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"experiment\.json: No such file.*smlp compare run"):
+        read_experiment(tmp_path)
+    (tmp_path / "experiment.json").write_text('{"models": [], "seeds": [1], "updates": 3}')
+    with pytest.raises(UserError, match="is no experiment: it has no field 'tokens_per_update'"):
+        read_experiment(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """The report of an experiment that has something for every figure, with runs missing."""
+    pytest.importorskip("matplotlib")
+    models = {**MODELS, "gMLP h=4": ("gmlp_lm", "gmlp_lm_tiny", {"num_heads": 4}, 0.1, 0.5)}
+    models["gMLP-MoE | a"] = ("gmlp_moe", "gmlp_moe_tiny", {}, 0.2, 0.6)
+    out = tmp_path_factory.mktemp("written") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "MODELS", models)
+        write_experiment(out, models)
+        damage(out)
+    parser = argparse.ArgumentParser()
+    add_report_options(parser)
+    assert run_report(parser.parse_args([str(out), "--to", str(out / "there")])) == 0
+    return out / "there"
+
+
+FIGURES = {
+    *("perplexity-updates", "perplexity-time", "perplexity-flops", "final", "quality-and-speed", "routing", "heads"),
+    *("feature-routing", "feature-routing-final", "gmlp-moe"),
+}
+
+
+def test_report_links_what_is_there(written):
+    page = (written / "report.md").read_text()
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert {Path(link).stem for link in links if link.endswith(".png")} == FIGURES
+    assert {Path(link).stem for link in links if link.endswith(".svg")} == FIGURES
+    assert all((written / link).stat().st_size > 0 for link in links)
+    assert "did not finish: sMLP-s1, sMLP-s2, Switch-s3**" in page
+    assert "| gMLP-MoE \\| a |" in page
+    order = "sMLP 13.53, Switch 14.35, gMLP 15.43, sMLP-partial 16.54, gMLP h=4 16.54, gMLP-MoE | a 17.73."
+    assert f"Perplexity per token after the prefix, lowest first: {order}" in page
+    # sMLP has seed 3 alone, which is none of Switch's
+    assert "4 sentences: 1 agree with what was measured, 0 differ, 3 open." in page
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert all(len(re.findall(r"(?<!\\)\|", row)) > 2 for row in rows)
+
+
+def test_every_number_in_the_json_has_a_source(written):
+    report = json.loads((written / "report.json").read_text())
+    cells = [
+        (name, key, one)
+        for name, table in report["tables"].items()
+        for row in table["rows"]
+        for key, one in row.items()
+    ]
+    assert len(cells) > 200
+    assert [place for *place, one in cells if not one["source"]] == []
+    assert set(report["figures"]) == FIGURES
+    assert report["runs"]["Switch-s3"] == {"state": "running", "updates": 33}
+
+
+def test_csv_has_unrounded_values_and_intervals(written):
+    rows = list(csv.DictReader((written / "tables" / "quality-valid.csv").open()))
+    gmlp = next(row for row in rows if row["model"] == "gMLP h=4")
+    values = [2 ** (4.1 + 0.01 * seed) for seed in SEEDS]
+    assert float(gmlp["per_token"]) == pytest.approx(sum(values) / 3, rel=1e-12)
+    assert float(gmlp["per_token_low"]) < float(gmlp["per_token"]) < float(gmlp["per_token_high"])
+    assert gmlp["per_token_seeds"] == "3"
+    assert next(row for row in rows if row["model"] == "sMLP-partial")["per_token"] == ""

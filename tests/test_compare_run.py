@@ -1,0 +1,126 @@
+"""``smlp compare run`` on tiny models: a grid, runs of which one fails, scores, a stop, and a second call."""
+
+import json
+import re
+import shutil
+
+import pytest
+from running import run_python
+
+MODEL = "embed_dim: 16, ffn_dim: 32, num_dense_layers: 1"
+FILE = f"""
+data: DATA
+tokens_per_sample: 24
+batch_size: 4
+updates: 6
+seeds: [1]
+log_interval: 2
+recipe: {{optimizer: adam, lr: 2.0e-3, clip_norm: 1.0, dropout: 0, num_workers: 0}}
+models:
+  gMLP: {{arch: gmlp_lm_tiny, {MODEL}}}
+  partial: {{arch: smlp_partial_tiny, {MODEL}, num_sparse_layers: 1, num_experts: 2}}
+  broken: {{arch: gmlp_lm_tiny, {MODEL}, recipe: {{finetune_from_model: missing.pt}}}}
+max_spread: 9
+evaluate: {{validations: 2, speed_rounds: 2}}
+run: {{jobs: 2, threads: 1, device: cpu}}
+"""
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny_data, tmp_path_factory):
+    """The file, its folder, and what the first and the second call came to."""
+    folder = tmp_path_factory.mktemp("compare")
+    path, out = folder / "tiny.yaml", folder / "out"
+    path.write_text(FILE.replace("DATA", str(tiny_data)))
+    first = run_python("-m", "smlp", "compare", "run", path, "--out", out, timeout=200)
+    before = {file: file.stat().st_mtime_ns for file in (out / "runs").glob("*/checkpoint_last.pt")}
+    text = re.sub(r"  broken:.*\n", "", path.read_text())
+    path.write_text(text.replace("seeds: [1]", "seeds: [1]\ntitle: again"))
+    second = run_python("-m", "smlp", "compare", "run", path, "--out", out, timeout=200)
+    after = {file: file.stat().st_mtime_ns for file in (out / "runs").glob("*/checkpoint_last.pt")}
+    return path, out, first, second, before == after
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def test_one_failure_stops_nothing_else(experiment):
+    _, out, first, _, _ = experiment
+    assert first.rc == 1, first.stderr
+    assert "failed: broken-s1: train failed with status 1: " in first.stdout
+    assert "missing.pt" in first.stdout
+    states = {path.parent.name: read(path)["state"] for path in out.glob("runs/*/run.json")}
+    assert states == {"gMLP-s1": "done", "partial-s1": "done", "broken-s1": "failed"}
+
+
+def test_scores_are_of_the_same_positions(experiment):
+    _, out, *_ = experiment
+    gmlp, partial = (read(out / "runs" / f"{name}-s1" / "scores.json") for name in ("gMLP", "partial"))
+    assert gmlp["prefix"] == partial["prefix"] == 5, "20 % of 24"
+    assert partial["subsets"]["valid"]["nll_all"] is None
+    assert gmlp["subsets"]["valid"]["nll_all"] != gmlp["subsets"]["valid"]["nll_after_prefix"]
+    assert gmlp["num_updates"] == 6
+
+
+def test_what_a_third_person_needs(experiment):
+    path, out, *_ = experiment
+    found = read(out / "experiment.json")
+    assert [model["name"] for model in found["models"]] == ["gMLP", "partial"]
+    assert found["tokens"] == 6 * 4 * 24
+    environment = read(out / "environment.json")
+    assert environment["python"].startswith("3.")
+    assert {"torch", "fairseq", "processor", "git"} <= set(environment)
+    data = read(out / "data.json")
+    assert data["splits"]["train"]["tokens"] > 0
+    assert len(data["splits"]["valid"]["sha256"]) == 64
+    run = out / "runs" / "gMLP-s1"
+    assert " -m smlp train " in (run / "command.txt").read_text()
+    orders = [(out / "runs" / f"{name}-s1" / "data_order.jsonl").read_text() for name in ("gMLP", "partial")]
+    assert orders[0] == orders[1]
+    assert len(orders[0].splitlines()) == 6
+    assert (out / "experiment.yaml").read_text() == path.read_text()
+
+
+def test_speed_is_measured_in_turn(experiment):
+    _, out, *_ = experiment
+    speed = read(out / "speed.json")
+    assert all(len(model["seconds_per_update"]) == 2 for model in speed["models"].values())
+
+
+def test_a_second_call_does_what_is_left(experiment):
+    _, _, _, second, is_untouched = experiment
+    assert second.rc == 0, second.stdout + second.stderr
+    assert is_untouched
+    assert "2 of 2 runs are done" in second.stdout
+
+
+def test_status(experiment):
+    path, out, *_ = experiment
+    done = run_python("-m", "smlp", "compare", "status", path, "--out", out, "--json", out / "status.json")
+    assert done.rc == 0, done.stderr
+    rows = read(out / "status.json")
+    assert [(row["run"], row["state"], row["num_updates"]) for row in rows] == [
+        ("runs/gMLP-s1", "done", 6),
+        ("runs/partial-s1", "done", 6),
+    ]
+    assert rows[0]["valid"] > 1
+
+
+def test_changed_settings_are_refused(experiment, tmp_path):
+    path, out, *_ = experiment
+    other = tmp_path / "other.yaml"
+    other.write_text(path.read_text().replace("updates: 6", "updates: 8"))
+    done = run_python("-m", "smlp", "compare", "run", other, "--out", out)
+    assert done.rc == 1
+    assert "was made with updates = 6, and the experiment now says 8: give another --out" in done.stderr
+
+
+def test_dry_run_trains_nothing(experiment, tmp_path):
+    path, *_ = experiment
+    done = run_python("-m", "smlp", "compare", "run", path, "--out", tmp_path / "dry", "--dry-run")
+    assert done.rc == 0, done.stderr
+    assert re.search(r"2 runs: about \d+ s with 2 at a time", done.stdout)
+    assert "smlp train" in done.stdout
+    assert not list(tmp_path.glob("dry/runs"))
+    shutil.rmtree(tmp_path / "dry")

@@ -1,0 +1,86 @@
+"""``--data-order-file``: what each update was trained on, equal for all models and layouts, also after a stop."""
+
+import json
+
+import pytest
+import torch
+from running import USER_DIR, free_port
+
+from smlp.trainer.data_order import digest
+
+PRIME, BASE = 2**31 - 1, 1_103_515_245
+COMMON = [
+    *("--user-dir", USER_DIR, "--task", "language_modeling", "--optimizer", "adam", "--lr", "1e-3", "--num-workers", 0),
+    *("--no-epoch-checkpoints", "--tokens-per-sample", 24, "--batch-size", 4, "--disable-validation"),
+    *("--embed-dim", 16, "--ffn-dim", 16, "--num-heads", 2, "--num-dense-layers", 1, "--dropout", 0),
+]
+UPDATES = 7
+SPARSE = ["--arch", "smlp_tiny", "--num-sparse-layers", 1, "--num-experts", 2]
+
+
+def slow_digest(rows, pad):
+    """In Python's own integers, token by token."""
+    total = 0
+    for row in rows:
+        one = sum(token * pow(BASE, place, PRIME) for place, token in enumerate(row) if token != pad) % PRIME
+        total += one * one % PRIME
+    return total % PRIME
+
+
+def test_digest_against_python_integers():
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 51200, (16, 1024), generator=generator)
+    tokens[3, 900:] = 1
+    assert int(digest(tokens, pad=1)) == slow_digest(tokens.tolist(), pad=1)
+
+
+def test_digest_knows_sequences_but_not_their_order_or_padding():
+    rows = torch.tensor([[5, 6, 7, 1], [8, 9, 10, 11]])
+    same = torch.tensor([[8, 9, 10, 11, 1, 1], [5, 6, 7, 1, 1, 1]])
+    assert digest(rows, pad=1) == digest(same, pad=1)
+    for other in ([[6, 5, 7, 1], [8, 9, 10, 11]], [[5, 6, 7, 1], [8, 9, 10, 12]], [[8, 6, 7, 1], [5, 9, 10, 11]]):
+        assert digest(torch.tensor(other), pad=1) != digest(rows, pad=1), other
+
+
+@pytest.fixture(scope="module")
+def orders(tiny_data, tmp_path_factory, run_fairseq_many):
+    """The lines of each run's file."""
+    folder = tmp_path_factory.mktemp("order")
+
+    def case(name, *options, updates=UPDATES, file=True, **more):
+        order = ["--data-order-file", folder / name / "order.jsonl"] if file else []
+        args = [tiny_data, *COMMON, "--max-update", updates, "--save-dir", folder / name, *order, *options]
+        return {"tool": "train", "args": args, **more}
+
+    cases = {
+        "gmlp": case("gmlp", "--arch", "gmlp_lm_tiny", "--seed", 3, "--update-freq", 2),
+        "smlp": case("smlp", *SPARSE, "--seed", 3, "--update-freq", 2),
+        "two ranks": case("two ranks", *SPARSE, "--seed", 3, ranks=2, port=free_port()),
+        "other seed": case("other seed", *SPARSE, "--seed", 4, "--update-freq", 2),
+        "stopped": case("stopped", *SPARSE, "--seed", 3, "--update-freq", 2, updates=3),
+        "off": case("off", *SPARSE, updates=2, file=False),
+    }
+    for result in run_fairseq_many(list(cases.values()), timeout=200):
+        assert result.rc == 0, result.stderr
+    (result,) = run_fairseq_many([case("stopped", *SPARSE, "--seed", 3, "--update-freq", 2)])
+    assert result.rc == 0, result.stderr
+    assert not list((folder / "off").glob("*.jsonl"))[1:], "only the router's record"
+    files = {name: folder / name / "order.jsonl" for name in cases if name != "off"}
+    return {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in files.items()}
+
+
+def test_every_model_and_layout_sees_the_same_tokens(orders):
+    assert [line["update"] for line in orders["gmlp"]] == list(range(1, UPDATES + 1))
+    assert len({line["digest"] for line in orders["gmlp"]}) == UPDATES
+    assert orders["smlp"] == orders["gmlp"]
+    assert orders["two ranks"] == orders["gmlp"]
+
+
+def test_another_seed_is_another_order(orders):
+    assert all(
+        one["digest"] != other["digest"] for one, other in zip(orders["smlp"], orders["other seed"], strict=True)
+    )
+
+
+def test_a_run_that_was_stopped_repeats_and_skips_nothing(orders):
+    assert orders["stopped"] == orders["smlp"]

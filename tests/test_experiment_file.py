@@ -1,0 +1,124 @@
+"""The file of an experiment: what it may say, and one clear sentence for everything else."""
+
+import pytest
+
+from smlp.errors import UserError
+from smlp.experiments.experiment import option_words, read_experiment
+
+FILE = """
+data: data-bin
+tokens: 100k
+seeds: [1, 2]
+recipe: {optimizer: adam, adam_betas: "(0.9, 0.98)", lr: 2e-3, clip-norm: 1.0, sync: true, amp: false}
+models:
+  gMLP: {arch: gmlp_lm_tiny}
+  sMLP E=4: {arch: smlp_tiny, num_experts: 4, recipe: {lr: 1.0e-3}}
+"""
+
+
+def read(tmp_path, text, name="small.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return read_experiment(path)
+
+
+def test_what_it_says(tmp_path):
+    found = read(tmp_path, FILE + "evaluate: {validations: 4, targets: [30, 5.0e+1]}\nrun: {jobs: 2, threads: 1}\n")
+    assert (found.name, found.title, found.seeds) == ("small", "small", (1, 2))
+    assert found.tokens_per_update == 1024
+    assert found.updates == 97, "whole updates that 100,000 tokens pay for"
+    assert found.tokens == 97 * 1024
+    gmlp, smlp = found.models
+    assert (gmlp.name, gmlp.arch, gmlp.overrides, gmlp.recipe) == ("gMLP", "gmlp_lm_tiny", {}, {})
+    assert (smlp.overrides, smlp.recipe, smlp.folder) == ({"num_experts": 4}, {"lr": 1e-3}, "sMLP_E_4")
+    assert found.evaluation.targets == (30.0, 50.0)
+    assert found.place.jobs == 2
+    words = option_words(found.recipe)
+    assert words == [
+        *("--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "2e-3", "--clip-norm", "1.0", "--sync"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("budget", "updates"), [("updates: 7", 7), ("tokens: 1.5M", 1464), ("tokens: 2_048", 2), ("tokens: 1024", 1)]
+)
+def test_budgets(tmp_path, budget, updates):
+    assert read(tmp_path, FILE.replace("tokens: 100k", budget)).updates == updates
+
+
+def test_ranks_share_an_update(tmp_path):
+    slurm = "run: {where: slurm, nodes: 2, gpus_per_node: 4}\n"
+    found = read(tmp_path, FILE + slurm)
+    assert (found.place.ranks, found.tokens_per_update) == (8, 8192)
+
+
+def test_names_stay_as_they_stand_there(tmp_path):
+    found = read(tmp_path, FILE.replace("sMLP E=4", "sMLP-E4"))
+    assert [model.name for model in found.models] == ["gMLP", "sMLP-E4"]
+
+
+def test_numbers_that_yaml_takes_for_text(tmp_path):
+    found = read(tmp_path, FILE.replace("100k", "16.1k") + "tune: {lr: [1.0e-3, 2e-3], updates: 5}\n")
+    assert found.updates == 15
+    assert found.tuning.values == (0.001, 0.002)
+    for bad in (".inf", ".nan"):
+        with pytest.raises(UserError, match="tokens must be a whole number"):
+            read(tmp_path, FILE.replace("100k", bad))
+
+
+def test_a_copy_in_the_folder_of_runs_has_the_folders_name(tmp_path):
+    (tmp_path / "quick").mkdir()
+    assert read(tmp_path / "quick", FILE, "experiment.yaml").name == "quick"
+
+
+TUNE = "tune: {lr: [1.0e-3, 2.0e-3], updates: 10}\n"
+MISTAKES = {
+    "twice": (FILE + "seeds: [3]\n", r"small.yaml, line 9: 'seeds' stands twice"),
+    "no yaml": ("models: [a\n", r"small.yaml, line 2: "),
+    "a list": ("- 1\n", r"holds a list, where names with values"),
+    "unknown": (FILE + "model: {}\n", r"model is unknown; did you mean 'models'\?"),
+    "unknown inside": (FILE + "run: {job: 2}\n", r"run.job is unknown; did you mean 'jobs'\?"),
+    "no budget": (FILE.replace("tokens: 100k\n", ""), r"neither tokens nor updates"),
+    "two budgets": (FILE + "updates: 7\n", r"tokens and updates say the same thing"),
+    "less than an update": (FILE.replace("100k", "100"), r"tokens is 100, less than an update's 1024 tokens"),
+    "no number": (FILE.replace("100k", "many"), r"tokens must be a whole number, got 'many'"),
+    "half a token": (FILE.replace("100k", "0.5"), r"tokens must be a whole number, got 0.5"),
+    "no data": (FILE.replace("data: data-bin\n", ""), r"neither data .* nor text"),
+    "two data": (FILE + "text: {source: python}\n", r"data and text are both there"),
+    "text": (FILE.replace("data: data-bin", "text: {source: web}"), r"text.source must be one of python, got 'web'"),
+    "no models": ("data: d\nupdates: 3\n", r"there is nothing to compare"),
+    "no arch": (FILE.replace("smlp_tiny", "smlp_tny"), r"models.sMLP E=4.arch is unknown: 'smlp_tny'"),
+    "reserved": (FILE.replace("lr: 2e-3", "seed: 3"), r"recipe.seed is set by smlp compare; .*: seeds"),
+    "given twice": (FILE.replace("lr: 2e-3", "lr: 2e-3, clip_norm: 2"), r"recipe.clip-norm is given twice"),
+    "same value": (FILE + "tune: {lr: [1e-3, 1.0e-3], updates: 5}\n", r"tune.lr wants at least two different values"),
+    "odd size": (FILE + "match: {like: smlp, embed_dim: [1, 2]}\n", r"match.embed_dim must be a whole number"),
+    "early end": (FILE.replace("lr: 2e-3", "patience: 3"), r"recipe.patience is set by smlp compare"),
+    "reserved setting": (FILE.replace("num_experts: 4", "batch-size: 4"), r"batch_size is the same for all models"),
+    "same seeds": (FILE.replace("[1, 2]", "[1, 1]"), r"seeds must be different numbers, got \[1, 1\]"),
+    "same folder": (FILE + "  sMLP_E 4: {arch: smlp_tiny}\n", r"'sMLP E=4' and 'sMLP_E 4' would share the folder"),
+    "grid": (FILE + "tune: {updates: 10}\n", r"tune wants one option .*; it has no option"),
+    "grid of two": (FILE + TUNE.replace("updates", "clip_norm: [1, 2], updates"), r"it has lr, clip_norm"),
+    "grid of one": (FILE + TUNE.replace(", 2.0e-3", ""), r"tune.lr wants at least two different values"),
+    "match": (FILE + "match: {families: [smlp]}\n", r"match wants either like .* or flops_per_token"),
+    "family": (FILE + "match: {like: smlp, families: [lstm]}\n", r"match.families has 'lstm', which is none of"),
+    "validations": (FILE + "evaluate: {validations: 98}\n", r"evaluate.validations is 98, more than the 97 updates"),
+    "where": (FILE + "run: {where: cloud}\n", r"run.where must be one of local, slurm, got 'cloud'"),
+    "slurm": (FILE + "run: {where: slurm}\n", r"run wants gpus_per_node or"),
+    "mfu": (FILE + "run: {mfu: 30}\n", r"run.mfu is a share .*, got 30"),
+    "warm-up": (
+        FILE.replace("lr: 2e-3", "lr_scheduler: cosine, warmup_updates: 50") + TUNE,
+        r"recipe.warmup_updates is 50, and a run has 10 updates \(tune\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named(tmp_path, mistake):
+    text, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, text)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read .*none.yaml: No such file"):
+        read_experiment(tmp_path / "none.yaml")

@@ -1,0 +1,187 @@
+"""Around the runs of an experiment, without any: what the grid chooses, what a machine gives, progress and costs."""
+
+import json
+
+import pytest
+
+import smlp
+from smlp.errors import UserError
+from smlp.experiments import cost, local
+from smlp.experiments.experiment import read_experiment
+from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, read_json
+from smlp.experiments.local import Machine, RunChain, choose, is_trained
+from smlp.experiments.plan import main_runs, plan_models, tuning_runs
+from smlp.experiments.processes import Ended
+from smlp.experiments.progress import Progress, Reached, duration, reached
+from smlp.nn.decoder import Decoder
+
+FILE = """
+data: data-bin
+updates: 100
+recipe: {optimizer: adam, lr: 1.0e-3, dropout: 0}
+models:
+  a: {arch: gmlp_lm_tiny}
+  b: {arch: smlp_tiny}
+tune: {lr: [1.0e-3, 2.0e-3], updates: 10}
+"""
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """An experiment with its models and folder."""
+
+    def read(text=FILE):
+        path = tmp_path / "small.yaml"
+        path.write_text(text)
+        found = read_experiment(path)
+        models = plan_models(found, 64, lambda words: smlp.preset(words[1], vocab_size=64, max_tokens=128))
+        return found, models, Folder(tmp_path / "out")
+
+    return read
+
+
+def log(folder, updates, valid=None, train=None):
+    """What a run has written."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    lines = ["{'args': 1}", json.dumps({"update": 0.1, "num_updates": "1", "loss": "9.0"})]
+    if train is not None:
+        lines.append(json.dumps({"update": 0.5, "num_updates": str(updates), "loss": str(train)}))
+    if valid is not None:
+        lines.append(json.dumps({"valid_loss": str(valid), "valid_num_updates": str(updates)}))
+    folder.log.write_text("\n".join(lines) + '\n{"update": 0.7, "num_up')
+
+
+def test_where_a_run_is(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    assert reached(run.log) == Reached(0, None, None)
+    log(run, 7, train=4.0)
+    assert reached(run.log) == Reached(7, 16.0, None)
+    log(run, 8, train=4.0, valid=3.0)
+    assert reached(run.log) == Reached(8, 16.0, 8.0)
+
+
+def test_the_grid_chooses_the_lowest_validation_loss(planned):
+    experiment, models, folder = planned()
+    runs = tuning_runs(experiment, models)
+    losses = {"a-0.001": 5.0, "a-0.002": 4.0, "b-0.001": 3.0}
+    for run in runs:
+        own = folder.run(run.folder)
+        if run.name in losses:
+            log(own, 10, valid=losses[run.name])
+            own.update_state(state=DONE)
+        else:
+            own.update_state(state=FAILED)
+    assert choose(experiment, models, runs, folder) == {"a": 0.002, "b": 0.001}
+    record = read_json(folder.tuned)
+    assert record["option"] == "--lr" and record["values"] == [0.001, 0.002]
+    assert record["results"] == {"a": {"0.001": 32.0, "0.002": 16.0}, "b": {"0.001": 8.0, "0.002": None}}
+    assert [run.recipe for run in main_runs(experiment, models, record["chosen"])] == [{"lr": 0.002}, {"lr": 0.001}]
+
+
+def test_a_model_whose_grid_failed_is_left_out(planned):
+    experiment, models, folder = planned()
+    runs = tuning_runs(experiment, models)
+    for run in runs:
+        folder.run(run.folder).update_state(state=FAILED)
+    assert choose(experiment, models, runs, folder) == {}
+    assert main_runs(experiment, models, {}) == []
+
+
+def test_what_a_run_gets_of_a_machine(planned, monkeypatch):
+    monkeypatch.setattr(local, "num_cores", lambda: 12)
+
+    def machine(place, gpus):
+        return Machine.of(planned(FILE + f"run: {{{place}}}\n")[0], gpus)
+
+    assert machine("jobs: 3", 0) == Machine(4)
+    assert machine("jobs: 3, threads: 2, device: cpu", 8) == Machine(2)
+    assert machine("jobs: 2", 2).gpus == ((0,), (1,))
+    assert machine("jobs: 3", 2).gpus == ((0,), (1,), (0,)), "runs of one rank may share a GPU"
+    two = machine("jobs: 2, ranks: 2", 4)
+    assert two.gpus == ((0, 1), (2, 3))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert two.environment(1) == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "2,3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert two.environment(1)["CUDA_VISIBLE_DEVICES"] == "6,7", "of those that this process may use"
+    assert Machine(1).environment(0)["CUDA_VISIBLE_DEVICES"] == "", "none where the runs are on CPUs"
+    for place, gpus in (("device: gpu", 0), ("jobs: 2, ranks: 2", 3)):
+        with pytest.raises(UserError, match=rf"more than the {gpus} GPUs that are visible here"):
+            machine(place, gpus)
+
+
+def test_what_is_left_of_a_run(planned, capsys):
+    experiment, models, folder = planned()
+    run = main_runs(experiment, models, {"a": 0.001})[0]
+    progress = Progress(folder, [run])
+
+    def chain():
+        return RunChain(experiment, folder, "data-bin", run, Machine(1), progress)
+
+    own = folder.run(run.folder)
+    assert (own.state()["state"], is_trained(own, 100)) == (WAITING, False)
+    first = chain()
+    step = first.next_step(0)
+    assert step.name == "train" and own.state()["state"] == RUNNING
+    assert "--max-update 100" in own.command.read_text()
+    log(own, 40, train=5.0)
+    own.output.write_text("something\nKeyError: 'x'\n\n")
+    first.ended(Ended(step, 1, 9.0, 123.0, 0.0))
+    assert first.next_step(0) is None, "a failure ends the chain"
+    assert own.state()["state"] == FAILED
+    assert own.state()["message"] == "train failed with status 1: KeyError: 'x'"
+    second = chain()
+    second.ended(Ended(second.next_step(0), 75, 1.0, 100.0, 0.0))
+    assert own.state()["state"] == STOPPED
+    third = chain()
+    third.ended(Ended(third.next_step(0), 0, 1.0, 100.0, 0.0))
+    assert own.state()["message"].startswith("train failed with status 0"), "the log says 40 of 100 updates"
+    third = chain()
+    third.ended(Ended(third.next_step(0), 143, 1.0, 100.0, 0.0, is_stopping=True))
+    assert own.state()["state"] == STOPPED
+    log(own, 100, train=5.0)
+    third = chain()
+    third.ended(Ended(third.next_step(0), 0, 1.0, 100.0, 0.0))
+    assert own.state()["peak_memory_mib"] == 123.0
+    assert third.next_step(0).name == "score"
+    own.scores.write_text('{"prefix": 5, "subsets": {"valid": {}}}')
+    assert third.next_step(0).name == "score", "on other positions than those of all models"
+    own.scores.write_text('{"prefix": 0, "subsets": {"valid": {}}}')
+    log(own, 100, valid=3.0)
+    assert third.next_step(0) is None
+    assert own.state()["state"] == DONE
+    assert [attempt["status"] for attempt in own.state()["attempts"]] == [1, 75, 0, 143, 0]
+    assert "a-s1: done in 13 s, validation perplexity 8.00 per token" in capsys.readouterr().out
+    assert chain().next_step(0) is None, "nothing is done twice"
+
+
+def test_a_run_on_a_cluster_is_trained_when_its_log_says_so(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    log(run, 100, train=5.0)
+    assert not is_trained(run, 100), "the checkpoint is not there yet"
+    run.last_checkpoint().write_text("x")
+    assert is_trained(run, 100) and not is_trained(run, 101)
+
+
+def test_progress_says_how_long_it_takes(planned):
+    experiment, models, folder = planned()
+    runs = main_runs(experiment, models, {"a": 0.001, "b": 0.001})
+    log(folder.run(runs[0].folder), 20, train=5.0)
+    progress = Progress(folder, runs)
+    assert (progress.total, progress.first) == (200, 20)
+    folder.run(runs[0].folder).update_state(state=RUNNING)
+    line = progress.line(120, progress.start + 50)
+    assert line == "120 of 200 updates (60%), 0 of 2 runs done, 2.0 updates/s, 40 s left: a-s1"
+    assert [duration(seconds) for seconds in (89, 1200, 7260, 400_000)] == ["89 s", "20 min", "2 h 01 min", "4.6 days"]
+
+
+def test_costs(planned, monkeypatch):
+    monkeypatch.setattr(cost, "measure_update", lambda model, experiment, threads: {"a": 0.5, "b": 1.0}[model.name])
+    experiment, models, _ = planned(FILE + "run: {jobs: 2, tflops: 100, mfu: 0.5}\n")
+    runs = main_runs(experiment, models, {"a": 0.001, "b": 0.001})
+    here = cost.estimate(experiment, models, runs, threads=1)
+    assert here.seconds == pytest.approx(100 * cost.OVERHEAD + cost.SECONDS_AROUND), "the longer of two side by side"
+    elsewhere = cost.estimate(experiment, models, runs, threads=None)
+    per_update = elsewhere.seconds_per_update
+    assert sum(per_update.values()) * 100 == pytest.approx(elsewhere.flops / 50e12)
+    sizes = [sum(p.numel() for p in Decoder(model.config).parameters()) for model in models]
+    assert elsewhere.disk_bytes == 12 * sum(sizes)

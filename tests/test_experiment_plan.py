@@ -1,0 +1,202 @@
+"""What an experiment means: models of equal cost, runs with their commands, folders that refuse to be mixed up."""
+
+import itertools
+import json
+import re
+
+import pytest
+from running import REPOSITORY
+
+import smlp
+from smlp.config import flatten
+from smlp.errors import UserError
+from smlp.experiments.experiment import read_experiment
+from smlp.experiments.folder import DONE, Folder, read_json
+from smlp.experiments.plan import as_json, main_runs, plan_models, spread_of, training_words, tuning_runs
+from smlp.experiments.slurm import sweep_line
+
+VOCAB = 64
+FILE = """
+data: data-bin
+updates: 20
+seeds: [1, 2]
+batch_size: 4
+update_freq: 2
+recipe: {optimizer: adam, lr: 1.0e-3, dropout: 0}
+models:
+  gMLP: {arch: gmlp_lm_tiny}
+  sMLP: {arch: smlp_tiny, recipe: {lr: 2.0e-3}}
+"""
+
+
+def experiment(tmp_path, text=FILE):
+    path = tmp_path / "small.yaml"
+    path.write_text(text)
+    return read_experiment(path)
+
+
+def configure_for(vocab_size):
+    """As fairseq's parser would, for settings of this package; other options mean nothing here."""
+
+    def configure(words):
+        settings = {"vocab_size": vocab_size}
+        arch = words[words.index("--arch") + 1]
+        known = flatten(smlp.preset(arch)) | {"tokens_per_sample": 0}
+        for option, value in itertools.pairwise(words):
+            name = option.removeprefix("--").replace("-", "_")
+            if option.startswith("--") and name in known:
+                field = "max_tokens" if name == "tokens_per_sample" else name
+                settings[field] = type(known[name])(value)
+        return smlp.preset(arch, **settings)
+
+    return configure
+
+
+configure = configure_for(VOCAB)
+
+
+def test_models_and_their_costs(tmp_path):
+    found = experiment(tmp_path)
+    models = plan_models(found, VOCAB, configure)
+    assert [(model.name, model.family, model.folder) for model in models] == [
+        ("gMLP", "gmlp_lm", "gMLP"),
+        ("sMLP", "smlp", "sMLP"),
+    ]
+    costs = [model.flops_per_token for model in models]
+    assert spread_of(models) == max(costs) / min(costs) - 1 < 0.01
+    assert models[1].config == smlp.preset("smlp_tiny", vocab_size=VOCAB, max_tokens=128, dropout=0)
+    record = as_json(found, models)
+    assert record["models"][1]["recipe"] == ["--optimizer", "adam", "--lr", "0.002", "--dropout", "0"]
+    assert record["models"][1]["config"] == flatten(models[1].config)
+    assert record["tokens"] == 20 * 4 * 2 * 128
+
+
+def test_costs_that_differ_are_refused(tmp_path):
+    text = FILE.replace("gmlp_lm_tiny", "gmlp_lm_tiny, num_dense_layers: 4")
+    with pytest.raises(UserError, match=r"differ by [\d.]+%, more than max_spread 1.00%: gMLP .* M, sMLP .* M"):
+        plan_models(experiment(tmp_path, text), VOCAB, configure)
+    assert len(plan_models(experiment(tmp_path, text + "max_spread: 1.5\n"), VOCAB, configure)) == 2
+
+
+EXAMPLES = sorted((REPOSITORY / "examples" / "compare").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_cost_what_they_say(path):
+    found = read_experiment(path)
+    vocab_size = 51200 if path.stem.startswith("paper") else 4000
+    models = plan_models(found, vocab_size, configure_for(vocab_size))
+    assert spread_of(models) <= found.max_spread
+    assert len(models) == {"quick": 3, "paper_small": 8, "paper_large": 8}.get(path.stem, 10)
+
+
+def test_an_option_that_fairseq_refuses_names_the_model(tmp_path):
+    def refuse(words):
+        raise UserError("unrecognized arguments: --colour red")
+
+    with pytest.raises(UserError, match=r"small.yaml: model gMLP: unrecognized arguments: --colour red"):
+        plan_models(experiment(tmp_path), VOCAB, refuse)
+
+
+def test_matched_families(tmp_path):
+    text = re.sub(r"models:.*", "match: {like: smlp_tiny, families: [gmlp_lm, smlp, hash_lm]}\n", FILE, flags=re.S)
+    models = plan_models(experiment(tmp_path, text), VOCAB, configure)
+    assert [model.name for model in models] == ["gmlp_lm", "smlp", "hash_lm"]
+    assert spread_of(models) <= 0.01
+    with pytest.raises(UserError, match=r"match.num_experts and match.like exclude each other"):
+        plan_models(experiment(tmp_path, text.replace("like:", "num_experts: 2, like:")), VOCAB, configure)
+    impossible = text.replace("like: smlp_tiny", "flops_per_token: 10.0")
+    with pytest.raises(UserError, match=r"no settings of gmlp_lm cost 10 multiply-adds per token; the nearest cost"):
+        plan_models(experiment(tmp_path, impossible), VOCAB, configure)
+
+
+def test_runs_and_their_commands(tmp_path):
+    text = FILE + "tune: {lr: [1.0e-3, 4.0e-3], updates: 5, seed: 7}\nevaluate: {validations: 4}\n"
+    found = experiment(tmp_path, text)
+    models = plan_models(found, VOCAB, configure)
+    grid = tuning_runs(found, models)
+    assert [run.folder for run in grid] == [f"tune/{m}-{v}" for v in (0.001, 0.004) for m in ("gMLP", "sMLP")]
+    assert {(run.seed, run.updates) for run in grid} == {(7, 5)}
+    runs = main_runs(found, models, {"gMLP": 0.004})
+    assert [run.folder for run in runs] == ["runs/gMLP-s1", "runs/gMLP-s2"], "sMLP has no tuned value"
+    words = training_words(found, runs[1], "data-bin", tmp_path / "save")
+    options = dict(zip(words[1::2], words[2::2], strict=False))
+    assert words[0] == "data-bin"
+    assert words.count("--lr") == 1
+    assert (options["--lr"], options["--seed"], options["--max-update"]) == ("0.004", "2", "20")
+    assert options["--validate-interval-updates"] == options["--save-interval-updates"] == "5"
+    assert words[words.index("--save-dir") + 1] == str(tmp_path / "save")
+    tuned = training_words(found, grid[0], "data-bin", tmp_path / "save")
+    assert tuned[tuned.index("--validate-interval-updates") + 1] == "5", "once, at the end"
+    line = sweep_line(found, runs[1], "data-bin", Folder(tmp_path / "out"))
+    assert line.startswith("gMLP-s2 --task language_modeling --arch gmlp_lm_tiny ")
+    assert "--save-dir" not in line
+    assert f"--log-file {tmp_path}/out/runs/gMLP-s2/train.log " in line
+
+
+def test_a_folder_belongs_to_one_experiment(tmp_path):
+    folder = Folder(tmp_path / "out")
+    folder.path.mkdir()
+    found = experiment(tmp_path)
+    folder.settle(as_json(found, plan_models(found, VOCAB, configure)))
+    more = experiment(tmp_path, FILE.replace("[1, 2]", "[1, 2, 3]") + "  dense: {arch: dense_lm_tiny}\n")
+    folder.settle(as_json(more, plan_models(more, VOCAB, configure)))
+    assert read_json(folder.experiment)["seeds"] == [1, 2, 3]
+    changes = {
+        "updates: 20": ("updates: 21", "was made with updates = 20, and the experiment now says 21"),
+        "batch_size: 4": ("batch_size: 2", "was made with tokens_per_update = 1024, and the experiment now says 512"),
+    }
+    for before, (after, message) in changes.items():
+        other = experiment(tmp_path, FILE.replace(before, after))
+        with pytest.raises(UserError, match=message):
+            folder.settle(as_json(other, plan_models(other, VOCAB, configure)))
+
+
+def test_a_run_with_weights_belongs_to_its_settings(tmp_path):
+    folder = Folder(tmp_path / "out")
+
+    def runs(text):
+        found = experiment(tmp_path, text)
+        return [(run, run.made_with(found)) for run in main_runs(found, plan_models(found, VOCAB, configure), {})]
+
+    for run, made_with in runs(FILE):
+        folder.run(run.folder).claim(made_with)
+    changed = FILE.replace("lr: 2.0e-3", "lr: 3.0e-3")
+    for run, made_with in runs(changed):
+        folder.run(run.folder).claim(made_with)  # nothing was trained yet
+        folder.run(run.folder).last_checkpoint().write_text("weights")
+        folder.run(run.folder).claim(made_with)
+    changes = {"lr: 3.0e-3": "lr: 2.0e-3", "smlp_tiny": "smlp_tiny, num_experts: 4"}
+    messages = ["sMLP-s1 was made with lr = 0.003, and .* now says 0.002", "num_experts = None, and .* now says 4"]
+    for (before, after), message in zip(changes.items(), messages, strict=True):
+        run, made_with = runs(changed.replace(before, after))[1]
+        with pytest.raises(UserError, match=message):
+            folder.run(run.folder).claim(made_with)
+
+
+def test_a_grid_over_the_model_is_refused(tmp_path):
+    text = FILE + "max_spread: 9\ntune: {num_dense_layers: [1, 2], updates: 5}\n"
+    with pytest.raises(UserError, match=r"tune.num_dense_layers is a setting of the model"):
+        plan_models(experiment(tmp_path, text), VOCAB, configure)
+
+
+def test_one_process_at_a_time(tmp_path):
+    folder = Folder(tmp_path / "out")
+    with folder.locked():
+        assert folder.is_locked()
+        with pytest.raises(UserError, match="another smlp compare run is at work"), folder.locked():
+            pass
+    assert not folder.is_locked()
+
+
+def test_checkpoints_of_a_run(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    run.update_state(state=DONE)
+    for name in ("checkpoint_last.pt", "checkpoint_best.pt", "checkpoint_1_20.pt"):
+        (run.path / name).write_text("x")
+    (run.path / "checkpoint_best.parts").mkdir()
+    run.drop_checkpoints(keep_last=True)
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoint_last.pt", "run.json"]
+    run.drop_checkpoints(keep_last=False)
+    assert [path.name for path in run.path.iterdir()] == ["run.json"]
+    assert json.loads(run.state_file.read_text())["state"] == DONE

@@ -1,0 +1,84 @@
+"""Commands that run side by side: so many at a time, chains in order, failures apart, ended together."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from smlp.experiments.processes import Chain, Step, run_chains
+
+pytestmark = pytest.mark.timeout(60)
+NOTE = "import sys, time; open(sys.argv[1], 'a').write(f'{sys.argv[2]} {time.time()}\\n')"
+
+
+class Commands(Chain):
+    """Python programs one after the other; stops at the first that fails."""
+
+    def __init__(self, folder, name, *programs):
+        self.folder, self.name, self.programs, self.results = folder, name, list(programs), []
+
+    def next_step(self, slot):
+        if not self.programs or any(result.status for result in self.results):
+            return None
+        program = self.programs.pop(0)
+        command = [sys.executable, "-c", program, str(self.folder / "notes"), self.name]
+        return Step("step", command, self.folder / f"{self.name}.txt", {"SLOT": str(slot)})
+
+    def ended(self, result):
+        self.results.append(result)
+
+
+def notes(folder):
+    return [line.split()[0] for line in (folder / "notes").read_text().splitlines()]
+
+
+def test_chains_run_in_order_and_fail_apart(tmp_path):
+    good = Commands(tmp_path, "good", NOTE, NOTE)
+    bad = Commands(tmp_path, "bad", NOTE, "raise SystemExit(3)", NOTE)
+    empty = Commands(tmp_path, "empty")
+    last = Commands(tmp_path, "last", NOTE, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert run_chains([good, bad, empty, last], jobs=1, watch=lambda: None) is None
+    assert notes(tmp_path) == ["good", "good", "bad", "last"]
+    assert [result.status for result in bad.results] == [0, 3]
+    assert [result.status for result in last.results] == [0, 128 + signal.SIGKILL]
+    assert all(result.peak_memory_mib > 1 for result in good.results)
+
+
+def test_so_many_at_a_time_each_in_a_slot_of_its_own(tmp_path):
+    wait = NOTE + "; import os; print(os.environ['SLOT']); time.sleep(1.0); " + NOTE[18:]
+    chains = [Commands(tmp_path, f"c{number}", wait) for number in range(4)]
+    assert run_chains(chains, jobs=2, watch=lambda: None) is None
+    events = sorted((float(line.split()[1]), line.split()[0]) for line in (tmp_path / "notes").read_text().splitlines())
+    running, together = set(), 0
+    for _, name in events:
+        running ^= {name}
+        together = max(together, len(running))
+    assert together == 2
+    assert {(tmp_path / f"c{n}.txt").read_text().strip() for n in (0, 1)} == {"0", "1"}
+
+
+def test_a_signal_stops_all_and_starts_nothing_new(tmp_path):
+    save = (
+        "import signal, sys, time\n"
+        "def stop(*_):\n    open(sys.argv[1], 'a').write(f'saved {sys.argv[2]}\\n'); sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, stop)\nprint('ready', flush=True)\ntime.sleep(50)\n"
+    )
+    chains = [Commands(tmp_path, "a", save, NOTE), Commands(tmp_path, "b", save), Commands(tmp_path, "c", NOTE)]
+    timer = threading.Timer(0, lambda: None)
+
+    def watch():
+        ready = all((tmp_path / f"{name}.txt").read_text() for name in "ab")
+        if ready and not timer.is_alive() and not timer.finished.is_set():
+            timer.start()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    start = time.monotonic()
+    assert run_chains(chains, jobs=2, watch=watch) == signal.SIGTERM
+    assert time.monotonic() - start < 20
+    assert sorted((tmp_path / "notes").read_text().splitlines()) == ["saved a", "saved b"]
+    assert [chain.results[0].status for chain in chains[:2]] == [75, 75]
+    assert chains[2].results == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

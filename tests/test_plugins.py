@@ -1,0 +1,179 @@
+"""Files in SMLP_PLUGINS: the settings that they bring, and what is refused."""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+
+import pytest
+from plugin_files import ARCHS, ROUTER, SIZES
+from running import REPOSITORY, run_python
+from tiny_checkpoints import write_checkpoint
+
+import smlp
+from smlp import plugins
+from smlp.accounting.match import FAMILIES, families, like, match
+from smlp.checkpoint.opened import open_checkpoint
+from smlp.checkpoint.upcycle import target_config, upcycled
+from smlp.cli import main
+from smlp.config import SETTINGS, all_settings, differences, flatten, unflatten
+from smlp.criterions.choice import needs_ours
+from smlp.ignored_settings import ignored_settings
+from smlp.kinds import register_architecture
+from smlp.registry import ROUTERS
+from smlp.settings import help_of
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("own_tables")]
+
+
+def test_own_settings_are_settings(plugged_in):
+    config = smlp.preset("smlp_tiny", router="cosine", cosine_temperature=0.5)
+    assert config.own("cosine").temperature == 0.5 and config.own("cosine").balance_weight == 0.01
+    flat = flatten(config)
+    assert flat.keys() - SETTINGS.keys() == {"cosine_temperature", "cosine_balance_weight"}
+    assert unflatten(flat) == config and hash(unflatten(flat)) == hash(config)
+    assert differences(config, smlp.preset("smlp_tiny")) == {"router": "cosine", "cosine_temperature": 0.5}
+    assert needs_ours(config).endswith("cosine_balance_weight=0.01")
+    assert needs_ours(dataclasses.replace(config, extra=(("cosine_balance_weight", 0.0),))) is None
+    plain = smlp.preset("smlp_tiny", conv_width=9)
+    assert ignored_settings(plain, {}).get("conv_width") == "no router or block of the model is conv"
+    assert flatten(smlp.preset("smlp_tiny")).keys() == SETTINGS.keys(), "other models know nothing of it"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"router": "cosine", "cosine_temperature": 0.0}, ["cosine_temperature", "0.0"]),
+        ({"cosine_temperatur": 1.0}, ["cosine_temperatur", "did you mean 'cosine_temperature'"]),
+        ({"router": "cosin"}, ["base, switch, gshard, hash, cosine", "'cosin'", "SMLP_PLUGINS"]),
+        ({"dense_block": "conv", "conv_width": 0}, ["conv_width", "0"]),
+    ],
+)
+def test_bad_own_settings_are_named(plugged_in, settings, words):
+    with pytest.raises(smlp.UserError) as error:
+        smlp.preset("smlp_tiny", **settings)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_upcycling_keeps_settings_of_own_blocks_and_refuses_what_it_does_not_know(plugged_in, tmp_path):
+    register_architecture("conv_smlp", like="smlp_tiny", dense_block="conv")
+    settings = {**SIZES, **ARCHS["conv_lm_tiny"]}
+    settings = {name: value for name, value in settings.items() if name not in ("vocab_size", "max_tokens")}
+    path, decoder = write_checkpoint(tmp_path, [f"w{i}" for i in range(9)], "conv_lm_tiny", **settings)
+    sparse = upcycled(open_checkpoint(path), "conv_smlp", {"num_sparse_layers": 1, "num_experts": 2})
+    assert sparse.config.own("conv").width == decoder.config.own("conv").width == 5
+    with pytest.raises(smlp.UserError, match="upcycling to conv_moe_tiny: conv blocks cannot be made of conv blocks"):
+        target_config(open_checkpoint(path), "conv_moe_tiny", {})
+    with pytest.raises(smlp.UserError, match="upcycling knows the routers hash, gshard, switch, base, not cosine"):
+        target_config(open_checkpoint(path), "cosine_lm_tiny", {})
+
+
+def test_match_finds_sizes_of_own_architectures(plugged_in):
+    target, size, shared = like("smlp_tiny")
+    assert set(families()) - set(FAMILIES) == set(ARCHS)
+    for family in ARCHS:
+        found = match(family, target, "layers", size, shared)
+        assert found.matches and found.arguments()[:2] == ["--arch", family]
+
+
+# --- what is refused
+
+START = """
+from dataclasses import dataclass
+from smlp.kinds import BlockKind, RouterKind, register_architecture, register_dense_block, register_router, setting
+
+class Free(RouterKind):
+    def build(self, config): ...
+    def num_parameters(self, config): return 0
+    def flops_per_token(self, config): return 0
+"""
+BAD = {
+    "syntax": ("def :", ["SyntaxError", "line 1"]),
+    "fails": (START + "print(nothing)\n", ["line 10", "NameError", "nothing"]),
+    "taken": (START + "register_router('base')(Free)", ["router 'base'", "Free in", "from smlp", "another name"]),
+    "name": (START + "register_router('My-Router')(Free)", ["'My-Router'", "lower-case"]),
+    "abstract": (START + "@register_router('x')\nclass X(RouterKind): ...", ["'x' (X) lacks build, flops_per_token"]),
+    "no kind": (START + "@register_dense_block('x')\nclass X(Free): ...", ["'x' (X) is no BlockKind"]),
+    "no dataclass": (
+        START + "@register_router('x')\nclass X(Free):\n  class settings:\n    a: int = 3\n",
+        ["settings of 'x'", "no frozen dataclass"],
+    ),
+    "type": (
+        START + "@dataclass(frozen=True)\nclass S:\n  a: list = setting(None, 'h')\nFree.settings = S\n"
+        "register_router('x')(Free)",
+        ["'a' of 'x'", "int, float, bool or str"],
+    ),
+    "like a setting": (
+        START + "@dataclass(frozen=True)\nclass S:\n  jitter: float = setting(0.1, 'h')\nFree.settings = S\n"
+        "register_router('router')(Free)",
+        ["'router_jitter'", "another setting"],
+    ),
+    "architecture": (START + "register_architecture('y', like='nothing')", ["'y'", "'nothing'"]),
+    "its setting": (START + "register_architecture('y', like='smlp', wdith=3)", ["'y'", "'wdith'"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_whole(tmp_path, monkeypatch, name):
+    text, words = BAD[name]
+    path = tmp_path / "bad.py"
+    path.write_text(text.replace("\nclass Free", "\nregister_architecture('half', like='smlp')\nclass Free"))
+    monkeypatch.setenv(plugins.VARIABLE, f"{ROUTER}{os.pathsep}{path}")
+    for _ in range(2):  # also the second time
+        with pytest.raises(smlp.UserError) as error:
+            smlp.preset("smlp_tiny")
+        assert all(word in str(error.value) for word in [str(path), *words]), str(error.value)
+        assert "\n" not in str(error.value)
+    monkeypatch.setenv(plugins.VARIABLE, str(ROUTER))
+    assert "half" not in smlp.PRESETS and "x" not in ROUTERS and "cosine" in ROUTERS
+
+
+def test_a_missing_file_is_named(monkeypatch, capsys):
+    monkeypatch.setenv(plugins.VARIABLE, "nowhere/router.py")
+    assert main.main(["flops", "--arch", "smlp_tiny"]) == 1
+    error = capsys.readouterr().err
+    assert error == "smlp: error: SMLP_PLUGINS names nowhere/router.py, which is no file\n"
+
+
+def test_a_relative_path_counts_from_where_the_process_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv(plugins.VARIABLE, "examples/extend/cosine_router.py")
+    assert "cosine" in ROUTERS
+    monkeypatch.chdir(tmp_path)
+    assert smlp.preset("cosine_lm_tiny").moe.router == "cosine"
+
+
+def test_choices_of_own_settings_are_checked_and_shown(tmp_path, monkeypatch):
+    path = tmp_path / "free.py"
+    path.write_text(
+        START + "@dataclass(frozen=True)\nclass S:\n  kind: str = setting('a', 'which', ('a', 'b'))\n"
+        "  loud: bool = setting(False, 'whether')\nFree.settings = S\nregister_router('free')(Free)"
+    )
+    monkeypatch.setenv(plugins.VARIABLE, str(path))
+    assert help_of(all_settings()["free_kind"]) == "which: a, b" and all_settings()["free_loud"].type == "bool"
+    assert smlp.preset("smlp_tiny", router="free", free_kind="b", free_loud=True).own("free").loud
+    with pytest.raises(smlp.UserError, match="no router or block 'base' has settings of its own"):
+        smlp.preset("smlp_tiny").own("base")
+    with pytest.raises(smlp.UserError, match="free_kind must be one of a, b, got 'c'"):
+        smlp.preset("smlp_tiny", router="free", free_kind="c")
+
+
+def test_two_files_with_one_name_and_one_file_twice(tmp_path, monkeypatch):
+    other = tmp_path / "other.py"
+    other.write_text(ROUTER.read_text())
+    monkeypatch.setenv(plugins.VARIABLE, os.pathsep.join([str(ROUTER), str(ROUTER)]))
+    assert "cosine" in ROUTERS
+    spec = importlib.util.spec_from_file_location("smlp_plugin_imported", ROUTER)
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])  # the same parts once more, as for who imports the file himself
+    monkeypatch.setenv(plugins.VARIABLE, os.pathsep.join([str(ROUTER), str(other)]))
+    with pytest.raises(smlp.UserError, match=r"'cosine' of Cosine in .*other.py.*from Cosine in .*cosine_router.py"):
+        smlp.preset("smlp_tiny")
+
+
+def test_help_does_not_wait_for_plugins(tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text("raise SystemExit('loaded')")
+    code = f"import os; os.environ['SMLP_PLUGINS'] = {str(slow)!r}\nfrom smlp.cli import main\nmain.main([])"
+    done = run_python("-c", code)
+    assert done.rc == 0 and "commands:" in done.stdout and "loaded" not in done.stderr
