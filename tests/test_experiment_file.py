@@ -90,6 +90,7 @@ MISTAKES = {
     "no arch": (FILE.replace("smlp_tiny", "smlp_tny"), r"models.sMLP E=4.arch is unknown: 'smlp_tny'"),
     "reserved": (FILE.replace("lr: 2e-3", "seed: 3"), r"recipe.seed is set by smlp compare; .*: seeds"),
     "given twice": (FILE.replace("lr: 2e-3", "lr: 2e-3, clip_norm: 2"), r"recipe.clip-norm is given twice"),
+    "a comma": (FILE.replace("lr: 2e-3", "betas: (0.9, 0.98)"), r"recipe.0.98\) is no name of a setting; .* quotes"),
     "same value": (FILE + "tune: {lr: [1e-3, 1.0e-3], updates: 5}\n", r"tune.lr wants at least two different values"),
     "odd size": (FILE + "match: {like: smlp, embed_dim: [1, 2]}\n", r"match.embed_dim must be a whole number"),
     "early end": (FILE.replace("lr: 2e-3", "patience: 3"), r"recipe.patience is set by smlp compare"),

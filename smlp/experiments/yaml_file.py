@@ -16,6 +16,7 @@ from smlp.errors import UserError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _COUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmb]?)", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z]\w*")
 
 
 class _Loader(yaml.SafeLoader):
@@ -151,6 +152,8 @@ class Section:
         found: dict[str, Any] = {}
         for key, value in self.items().items():
             name = key.replace("-", "_")
+            if not _NAME.fullmatch(name):
+                raise self.error(key, "is no name of a setting; a value with a comma needs quotes inside { }")
             if name in found:
                 raise self.error(key, "is given twice, with a dash and with an underscore")
             found[name] = value
