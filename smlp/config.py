@@ -21,6 +21,7 @@ ACTIVATIONS = ("gelu", "relu", "swish")
 POSITIONS = ("none", "sinusoidal", "learned")
 SPARSE_PLACEMENTS = ("spread", "alternate")
 FEATURE_ROUTINGS = ("deterministic", "partial", "leaky")
+FEATURE_EXPERTS = ("gated", "linear")
 DROP_ORDERS = ("position", "gate")
 SECOND_EXPERTS = ("random", "sampled", "all")
 GATE_NORMALISATIONS = ("before_drop", "after_drop")
@@ -39,6 +40,11 @@ class MoEConfig:
     router: str = setting("base", "how tokens choose experts", ROUTERS)
     feature_routing: str = setting("deterministic", "how the sMoE's features choose experts", FEATURE_ROUTINGS)
     prefix_fraction: float = setting(0.2, "share of the context that chooses experts for features (partial, leaky)")
+    feature_experts: str = setting(
+        "gated",
+        "what an expert of the sMoE makes of its features z: z * (W norm(z) + b), or W norm(z) + b",
+        FEATURE_EXPERTS,
+    )
     spatial_bias_init: float = setting(0.0, "initial value of the sMoE's spatial bias")
     centroid_init_gain: float = setting(0.1, "BASE: gain of the orthogonal initialisation of the experts' centroids")
     base_shuffle: bool = setting(

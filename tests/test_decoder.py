@@ -16,6 +16,9 @@ VARIANTS = {
     "smlp, positions": {
         "num_dense_layers": 1, "num_sparse_layers": 1, "num_experts": 4, "positions": "sinusoidal",
     },
+    "smlp, linear": {
+        "num_dense_layers": 1, "num_sparse_layers": 2, "num_experts": 2, "feature_experts": "linear",
+    },
     "gmlp": {"num_dense_layers": 3, "num_sparse_layers": 0},
     "gmlp, 3 heads": {"num_dense_layers": 2, "num_sparse_layers": 0, "num_heads": 3},
     "partial": {"num_dense_layers": 1, "num_sparse_layers": 2, "num_experts": 4},

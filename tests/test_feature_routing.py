@@ -24,9 +24,10 @@ def tokens(*shape):
     return torch.randint(2, 40, shape, generator=torch.Generator().manual_seed(0))
 
 
-def make(kind, num_experts=4):
+def make(kind, num_experts=4, feature_experts="gated"):
     settings = {"vocab_size": 30, "max_tokens": MAX_TOKENS, "embed_dim": WIDTH, "ffn_dim": 8}
     settings |= {"num_dense_layers": 1, "num_sparse_layers": 1, "feature_routing": kind, "num_experts": num_experts}
+    settings["feature_experts"] = feature_experts
     layer = feature_moe(unflatten(settings), layer_index=1)
     assert layer.prefix_tokens == PREFIX and layer.experts.weight.shape == (num_experts, 8, 8)
     return randomised(layer)
@@ -45,7 +46,7 @@ def layer_norm(norm, x):
     return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias)
 
 
-def slow_update(layer, x_BnH, expert_BH):
+def slow_update(layer, x_BnH, expert_BH, gated=True):
     """Equation 5 of smlp.txt for each sequence, feature and position by itself, the experts being given."""
     num_seqs, num_tokens, width = x_BnH.shape
     num_read = min(num_tokens, layer.router.weight.size(1))
@@ -62,7 +63,7 @@ def slow_update(layer, x_BnH, expert_BH):
             column = [x_BnH.new_zeros(())] * min(PREFIX, num_tokens)
             for t in range(PREFIX, num_tokens):
                 mixed = sum(weight[t - PREFIX, s - PREFIX] * u_nH[s, j] for s in range(PREFIX, t + 1))
-                column.append(probability * z_nH[t, j] * (mixed + bias[t - PREFIX]))
+                column.append(probability * (z_nH[t, j] if gated else 1) * (mixed + bias[t - PREFIX]))
             columns.append(torch.stack(column))
         sequences.append(torch.stack(columns, dim=1))
     return torch.stack(sequences)
@@ -81,6 +82,15 @@ def test_against_one_feature_at_a_time(kind, num_experts, num_tokens):
         assert row.bincount(minlength=num_experts).tolist() == [WIDTH // num_experts] * num_experts
     assert not update[:, :PREFIX].any(), "the prefix passes through"
     assert_same(update, slow_update(layer, x, expert_BH), [x, *layer.parameters()], 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear_experts_against_one_feature_at_a_time(kind):
+    layer, x = make(kind, feature_experts="linear").train(), inputs(3, 7)
+    context = context_of(x)
+    update = layer(x, context)
+    expected = slow_update(layer, x, context.plans[layer], gated=False)
+    assert_same(update, expected, [x, *layer.parameters()], 1e-9)
 
 
 def test_the_best_balanced_choice_by_hand():

@@ -51,6 +51,14 @@ def test_activations_are_what_autograd_keeps(arch, dropout):
     assert activations_per_position(config) == pytest.approx(counted, rel=0.02)
 
 
+@pytest.mark.parametrize("arch", ["smlp", "smlp_partial"])
+def test_linear_experts_keep_no_gates(arch):
+    config, gated = config_of(arch, feature_experts="linear"), config_of(arch)
+    counted = bytes_kept(config, 2) / 4 / (2 * config.max_tokens)
+    assert activations_per_position(config) == pytest.approx(counted, rel=0.005)
+    assert activations_per_position(config) < activations_per_position(gated)
+
+
 def test_all_of_an_update():
     config = config_of("smlp")
     memory = update_memory(config, 1024)

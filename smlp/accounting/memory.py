@@ -93,11 +93,12 @@ def attention(config: ModelConfig) -> float:
 def feature_moe(config: ModelConfig) -> float:
     """Of the sMoE."""
     width, share = config.embed_dim, 1 - config.prefix_tokens / config.max_tokens
-    # the norms' inputs, the second one's output in the experts' order, gates
+    gates = width if config.moe.feature_experts == "gated" else 0  # what the features multiply
+    # the norms' inputs, and the second one's output in the experts' order
     if config.moe.feature_routing == "deterministic":
-        return 4 * width + 2 * _NORM
-    # the norms' inputs, what the router reads, and after the prefix: sorted features, gates, and their products
-    return 2 * width + 2 * _NORM + (1 - share) * width + share * 3 * width
+        return 3 * width + 2 * _NORM + gates
+    # the norms' inputs, what the router reads, and after the prefix: sorted features, and what probabilities multiply
+    return 2 * width + 2 * _NORM + (1 - share) * width + share * (2 * width + gates)
 
 
 def token_experts(config: ModelConfig) -> float:

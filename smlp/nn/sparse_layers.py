@@ -96,7 +96,8 @@ def feature_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = Non
         config.max_tokens - prefix, ranks.layout.expert_ids, weight_bound(config), moe.spatial_bias_init
     )
     dispatcher = feature_dispatcher(config, ranks, name)
+    gated = moe.feature_experts == "gated"
     if moe.feature_routing == "deterministic":
-        return FeatureMoE(width, num_experts, experts, dispatcher, name)
+        return FeatureMoE(width, num_experts, experts, dispatcher, name, gated)
     router = FeatureRouter(prefix if moe.feature_routing == "partial" else config.max_tokens, num_experts)
-    return RoutedFeatureMoE(width, num_experts, experts, router, prefix, name, dispatcher)
+    return RoutedFeatureMoE(width, num_experts, experts, router, prefix, name, dispatcher, gated)
