@@ -151,6 +151,20 @@ def test_only_the_known_warnings_are_quiet() -> None:
     assert len(seen) == 3
 
 
+def test_fairseq_compiled_at_every_start_is_quiet_about_its_code() -> None:
+    """PYTHONDONTWRITEBYTECODE, or packages in a folder that cannot be written."""
+    from smlp.fairseq_compat.logs import quiet_known_warnings
+
+    code = "x = 1\nx is not ''"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        quiet_known_warnings()
+        compile(code, "/packages/fairseq/tasks/multires_hubert_pretraining.py", "exec")
+        assert not seen
+        compile(code, "/packages/mine/tasks.py", "exec")
+    assert len(seen) == 1
+
+
 def test_other_exceptions_keep_their_traceback(applied, capsys) -> None:
     for error, expected in ((UserError("wrong number"), "smlp: error: wrong number\n"), (KeyError("x"), "Traceback")):
         try:
