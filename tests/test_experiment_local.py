@@ -1,18 +1,27 @@
 """Around the runs of an experiment, without any: what the grid chooses, what a machine gives, progress and costs."""
 
 import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
 
 import pytest
+import torch
 
 import smlp
 from smlp.errors import UserError
 from smlp.experiments import cost, local
 from smlp.experiments.experiment import read_experiment
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, read_json
-from smlp.experiments.local import Machine, RunChain, choose, is_trained
+from smlp.experiments.local import Machine, RunChain, choose, is_trained, time_here
 from smlp.experiments.plan import main_runs, plan_models, tuning_runs
 from smlp.experiments.processes import Ended
 from smlp.experiments.progress import Progress, Reached, duration, reached
+from smlp.experiments.scores import AGREEMENT, HALF_AGREEMENT, check_agreement
+from smlp.experiments.updates import TimedUpdates, dtype_of
 from smlp.nn.decoder import Decoder
 
 FILE = """
@@ -185,3 +194,62 @@ def test_costs(planned, monkeypatch):
     assert sum(per_update.values()) * 100 == pytest.approx(elsewhere.flops / 50e12)
     sizes = [sum(p.numel() for p in Decoder(model.config).parameters()) for model in models]
     assert elsewhere.disk_bytes == 12 * sum(sizes)
+
+
+@pytest.mark.parametrize(("timed", "again"), [({}, True), ({"a": 1}, True), ({"a": 1, "b": 1}, False)])
+def test_a_model_that_came_later_is_timed(planned, monkeypatch, timed, again):
+    experiment, models, folder = planned()
+    runs = main_runs(experiment, models, {"a": 1.0e-3, "b": 1.0e-3})
+    started = []
+    monkeypatch.setattr(local, "run_chains", lambda chains, jobs, watch: started.append(chains[0].next_step(0)))
+    folder.path.mkdir()
+    if timed:
+        folder.speed.write_text(json.dumps({"models": timed}))
+    assert time_here(experiment, folder, runs, Machine(2)) is None
+    assert not started, "no run is done"
+    folder.run(runs[0].folder).update_state(state=DONE)
+    time_here(experiment, folder, runs, Machine(2))
+    assert [step.command[-2:] for step in started] == ([[str(folder.path), "9"]] if again else [])
+
+
+def test_a_signal_ends_the_timing(planned, monkeypatch):
+    experiment, models, folder = planned()
+    runs = main_runs(experiment, models, {"a": 1.0e-3, "b": 1.0e-3})
+    folder.run(runs[0].folder).update_state(state=DONE)
+    monkeypatch.setattr(local, "this_module", lambda name: [sys.executable, "-c", "import time; time.sleep(60)"])
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    start = time.monotonic()
+    assert time_here(experiment, folder, runs, Machine(1)) == signal.SIGTERM
+    assert time.monotonic() - start < 30
+    timer.join()
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        (["--lr", "1"], torch.float32),
+        (["--bf16"], torch.bfloat16),
+        (["--memory-efficient-bf16"], torch.bfloat16),
+        (["--lr", "1", "--fp16"], torch.float16),
+    ],
+)
+def test_updates_are_timed_in_the_precision_of_the_training(planned, words, dtype):
+    assert dtype_of(words) == dtype
+    config = planned()[1][1].config
+    timed = TimedUpdates(Decoder(config), "cpu", torch.float32 if dtype == torch.float16 else dtype, 1e-3)
+    tokens = torch.randint(4, 64, (2, 17))
+    before = timed.decoder.embedding.weight.clone()
+    timed.update([(tokens[:, :-1], tokens[:, 1:])] * 2)
+    assert len(timed.seconds) == 1
+    assert not torch.equal(timed.decoder.embedding.weight, before)
+    assert dtype == torch.float16 or before.dtype == dtype
+
+
+def test_scores_in_16_bits_agree_less_closely(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    log(run, 8, valid=3.0)
+    nll = 3.0 * math.log(2) + 0.01
+    check_agreement(run, "valid", nll, HALF_AGREEMENT)
+    with pytest.raises(UserError, match=r"2\.0894 nats per token on valid, but .* of update 8, said 2\.0794"):
+        check_agreement(run, "valid", nll, AGREEMENT)

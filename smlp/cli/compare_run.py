@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import signal
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from smlp.experiments.data import data_of, describe
 from smlp.experiments.environment import environment
 from smlp.experiments.experiment import Experiment, read_experiment
 from smlp.experiments.folder import DONE, FAILED, Folder, write_json
-from smlp.experiments.local import Machine, choose, is_trained, run_here
+from smlp.experiments.local import Machine, choose, is_trained, run_here, time_here
 from smlp.experiments.plan import (
     PlannedModel,
     Run,
@@ -32,7 +30,6 @@ from smlp.experiments.plan import (
     tuning_runs,
 )
 from smlp.experiments.progress import Progress, duration
-from smlp.launch.program import this_module
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 EXIT_INTERRUPTED = 130
@@ -66,10 +63,11 @@ def run_experiment(path: Path, out: Path, only_scores: bool = False) -> int:
             if only_scores:
                 runs = [run for run in runs if is_trained(folder.run(run.folder), run.updates)]
             stopped = _train(experiment, folder, data, runs, machine)
+        if stopped is None:
+            stopped = time_here(experiment, folder, runs, machine)
         if stopped is not None:
             print(f"stopped by {stopped.name}; the same command goes on", flush=True)
             return EXIT_INTERRUPTED if stopped == signal.SIGINT else EXIT_STOPPED
-        _time(experiment, folder, runs, machine)
         return _summary(experiment, folder, models, chosen)
 
 
@@ -207,25 +205,6 @@ def _is_over(folder: Folder, run: Run) -> bool:
     if own.state().get("submitted"):  # and no job of the experiment is in the queue
         own.update_state(state=FAILED, message=f"not trained by its job: see {folder.path / 'slurm' / 'logs'}")
     return own.state()["state"] == FAILED
-
-
-def _time(experiment: Experiment, folder: Folder, runs: Sequence[Run], machine: Machine) -> None:
-    """Time of an update, models in turn; a failure costs this figure and nothing else."""
-    rounds = experiment.evaluation.speed_rounds
-    if not rounds or folder.speed.is_file() or experiment.place.ranks > 1:
-        return
-    if not any(folder.run(run.folder).state()["state"] == DONE for run in runs):
-        return
-    print(f"time of an update, {rounds} rounds, models in turn", flush=True)
-    log = folder.path / "logs" / "speed.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        command = [*this_module("smlp.experiments.speed"), str(folder.path), str(rounds)]
-        threads = machine.threads * experiment.place.jobs  # nothing else is running
-        own = {**os.environ, **machine.environment(0), "OMP_NUM_THREADS": str(threads)}
-        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False, env=own).returncode
-    if status != 0:
-        print(f"smlp: warning: no speed.json: status {status}, see {log}", flush=True)
 
 
 def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel], chosen: dict[str, Any]) -> int:

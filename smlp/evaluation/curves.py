@@ -54,7 +54,7 @@ def log_records(path: Path) -> list[dict[str, Any]]:
         UserError: the file cannot be read.
     """
     try:
-        return [_parse(line) for line in path.read_text(encoding="utf-8", errors="replace").split("\n")]
+        return [log_record(line) for line in path.read_text(encoding="utf-8", errors="replace").split("\n")]
     except OSError as error:
         raise UserError(f"training log {path} cannot be read: {error.strerror}") from error
 
@@ -90,7 +90,8 @@ def curve_of(records: Iterable[Mapping[str, Any]], name: str, subset: str = "val
     return TrainingCurve(name, _ordered(points[""] or points["train_"]), _ordered(points[f"{subset}_"]))
 
 
-def _parse(line: str) -> dict[str, Any]:
+def log_record(line: str) -> dict[str, Any]:
+    """The report in a line of a log; empty if it holds none."""
     if not line.startswith("{"):
         return {}
     try:

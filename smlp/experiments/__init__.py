@@ -13,5 +13,6 @@ slurm         runs on a cluster
 progress      how far they are
 scores        a trained model's loss on held-out text
 speed         time of an update, models in turn
+updates       updates in a plain loop, timed
 report        tables and figures of a folder, from its files alone
 """

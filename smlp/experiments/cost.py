@@ -7,17 +7,16 @@ the floating-point operations and the share of the device's peak that training i
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from smlp.accounting.formula import parameters
 from smlp.accounting.training import training_flops
-from smlp.experiments.experiment import Experiment
+from smlp.experiments.experiment import Experiment, option_words
 from smlp.experiments.plan import PlannedModel, Run
+from smlp.experiments.updates import TimedUpdates, dtype_of
 from smlp.nn.decoder import Decoder
 
 #: of a GPU in bf16, without sparsity, where the file does not say otherwise: an A100's data sheet
@@ -31,6 +30,7 @@ OVERHEAD = 1.15
 #: of a process that starts, and of one that scores
 SECONDS_AROUND = 14.0
 _MEASURED_UPDATES = 3
+_LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -99,21 +99,12 @@ def measure_update(model: PlannedModel, experiment: Experiment, threads: int) ->
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        decoder = Decoder(model.config).to(device)
-        optimizer = torch.optim.Adam(decoder.parameters())
+        words = option_words({**experiment.recipe, **model.recipe})
+        timed = TimedUpdates(Decoder(model.config), device, dtype_of(words), _LEARNING_RATE)
         shape = (experiment.batch_size, experiment.tokens_per_sample + 1)
         tokens = torch.randint(4, model.config.vocab_size, shape, device=device)
-        times = []
         for _ in range(_MEASURED_UPDATES):
-            start = time.perf_counter()
-            for _ in range(experiment.update_freq):
-                logits = decoder(tokens[:, :-1]).logits
-                F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return min(times)
+            timed.update([(tokens[:, :-1], tokens[:, 1:])] * experiment.update_freq)
+        return min(timed.seconds)
     finally:
         torch.set_num_threads(before)

@@ -8,6 +8,7 @@ import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
@@ -179,6 +180,41 @@ def run_here(
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
     chains = [RunChain(experiment, folder, data, run, machine, progress, prefix) for run in left]
     return run_chains(chains, experiment.place.jobs, progress.watch)
+
+
+class _Timing(Chain):
+    """One command, of which nothing else depends."""
+
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
+        self._steps = [Step("speed", command, log, environment)]
+
+    def next_step(self, slot: int) -> Step | None:
+        return self._steps.pop() if self._steps else None
+
+    def ended(self, result: Ended) -> None:
+        if result.status != 0 and not result.is_stopping:
+            print(f"smlp: warning: no speed.json: status {result.status}, see {result.step.output}", flush=True)
+
+
+def time_here(experiment: Experiment, folder: Folder, runs: Sequence[Run], machine: Machine) -> signal.Signals | None:
+    """Time of an update, models in turn, if a model has none; a failure costs this figure and nothing else.
+
+    Returns:
+        The signal that stopped it, or None.
+    """
+    rounds = experiment.evaluation.speed_rounds
+    timed = read_json(folder.speed)["models"] if folder.speed.is_file() else {}
+    if not rounds or experiment.place.ranks > 1 or all(run.model.name in timed for run in runs):
+        return None
+    if not any(folder.run(run.folder).state()["state"] == DONE for run in runs):
+        return None
+    print(f"time of an update, {rounds} rounds, models in turn", flush=True)
+    log = folder.path / "logs" / "speed.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [*this_module("smlp.experiments.speed"), str(folder.path), str(rounds)]
+    threads = machine.threads * experiment.place.jobs  # nothing else is running
+    environment = {**machine.environment(0), "OMP_NUM_THREADS": str(threads)}
+    return run_chains([_Timing(command, log, environment)], 1, lambda: None)
 
 
 def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[Run], folder: Folder) -> dict:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from smlp.evaluation.curves import log_record
 from smlp.experiments.folder import DONE, FAILED, RUNNING, Folder
 from smlp.experiments.plan import Run
 
@@ -39,12 +39,7 @@ def reached(log: Path) -> Reached:
         return Reached()
     updates, train, valid = 0, None, None
     for line in lines:
-        if not line.startswith("{"):
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # cut short, or the configuration
-            continue
+        record = log_record(line)
         if "valid_num_updates" in record:
             updates = int(record["valid_num_updates"])
             valid = perplexity(record.get("valid_nll_loss", record["valid_loss"]))

@@ -22,9 +22,12 @@ from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.blocks import block_log_probs
 from smlp.evaluation.curves import read_training_log
 from smlp.experiments.folder import Folder, RunFolder, read_json, write_json
+from smlp.experiments.updates import dtype_of
 
 #: largest difference from fairseq's own validation, nats per token; it rounds its losses to 0.001 bits
 AGREEMENT = 2e-3
+#: the same where the training, and so its validation, computed in 16 bits
+HALF_AGREEMENT = 2e-2
 
 
 def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict[str, Any]:
@@ -55,7 +58,9 @@ def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict
             "words": data["splits"][subset]["words"],
         }
         if subset == experiment["evaluation_subsets"][0]:
-            check_agreement(run, subset, _mean_nll(log_probs[position >= own_prefix]))
+            words = next(model["recipe"] for model in experiment["models"] if model["name"] == run.state()["model"])
+            tolerance = AGREEMENT if dtype_of(words) == torch.float32 else HALF_AGREEMENT
+            check_agreement(run, subset, _mean_nll(log_probs[position >= own_prefix]), tolerance)
     return {
         "subsets": subsets,
         "prefix": prefix,
@@ -69,14 +74,14 @@ def updates_of(checkpoint: Path) -> int:
     return int(open_checkpoint(checkpoint).state["optimizer_history"][-1]["num_updates"])
 
 
-def check_agreement(run: RunFolder, subset: str, nll: float) -> None:
+def check_agreement(run: RunFolder, subset: str, nll: float, tolerance: float) -> None:
     """Compares with the last validation of the training.
 
     Raises:
-        UserError: they differ.
+        UserError: they differ by more than the tolerance.
     """
     valid = read_training_log(run.log, run.path.name).valid
-    if subset == "valid" and valid and abs(valid[-1].bits * math.log(2) - nll) > AGREEMENT:
+    if subset == "valid" and valid and abs(valid[-1].bits * math.log(2) - nll) > tolerance:
         raise UserError(
             f"{run.path}: {nll:.4f} nats per token on {subset}, but the training's last validation, of update "
             f"{valid[-1].num_updates}, said {valid[-1].bits * math.log(2):.4f}"

@@ -2,52 +2,27 @@
 
 Runs that share a machine slow each other down, and a machine is not as fast today as it was yesterday. So the models,
 with the weights that they have learnt, take turns at single updates on the same training text; medians of the rounds
-can be compared with each other. A plain loop, without fairseq: forward, backward, Adam.
+can be compared with each other.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from smlp.checkpoint.load import load_pretrained
 from smlp.config import unflatten
 from smlp.errors import UserError
 from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.experiments.folder import Folder, read_json, write_json
+from smlp.experiments.updates import TimedUpdates, dtype_of
 from smlp.nn.decoder import Decoder
 
 HOW = "forward, backward and Adam in a plain loop, models in turn, nothing else running"
 _LEARNING_RATE = 1e-5  # the weights stay what they are, and with them where tokens go
-
-
-class _Updates:
-    """Updates of one model."""
-
-    def __init__(self, decoder: Decoder, device: str) -> None:
-        self.decoder, self.device = decoder.to(device).train(), device
-        self.optimizer = torch.optim.Adam(decoder.parameters(), lr=_LEARNING_RATE)
-        self.seconds: list[float] = []
-
-    def update(self, source_BT: Tensor, target_BT: Tensor) -> None:
-        """One, timed."""
-        start = time.perf_counter()
-        output = self.decoder(source_BT)
-        prefix = self.decoder.config.prefix_tokens
-        logits = output.logits[:, prefix:].flatten(0, 1).float()
-        loss = F.cross_entropy(logits, target_BT[:, prefix:].flatten()) + sum(output.aux_losses.values())
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - start)
 
 
 def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
@@ -60,13 +35,18 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch_size, width = experiment["batch_size"], experiment["tokens_per_sample"]
     tokens = torch.from_numpy(read_fairseq_tokens(Path(data["data"].split(":")[0]) / "train").tokens)
-    models = {model["name"]: _Updates(_decoder(folder, model, experiment), device) for model in experiment["models"]}
+    models = {
+        model["name"]: TimedUpdates(
+            _decoder(folder, model, experiment), device, dtype_of(model["recipe"]), _LEARNING_RATE
+        )
+        for model in experiment["models"]
+    }
     for number in range(rounds + 1):
         stretch = batch_size * width
         start = number * stretch % max(1, len(tokens) - stretch - 1)
         rows = tokens[start : start + stretch + 1].to(device)
         for model in models.values():
-            model.update(rows[:-1].view(batch_size, width), rows[1:].view(batch_size, width))
+            model.update([(rows[:-1].view(batch_size, width), rows[1:].view(batch_size, width))])
     return {
         "models": {
             name: {"seconds_per_update": model.seconds[1:], "tokens_per_update": batch_size * width}

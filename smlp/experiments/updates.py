@@ -1,0 +1,53 @@
+"""Timed updates of a model in a plain loop, without fairseq: forward, backward, Adam."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smlp.nn.decoder import Decoder
+
+
+def dtype_of(words: Sequence[str]) -> torch.dtype:
+    """In which options of ``fairseq-train`` have a model compute."""
+    if "--bf16" in words or "--memory-efficient-bf16" in words:
+        return torch.bfloat16
+    if "--fp16" in words or "--memory-efficient-fp16" in words:
+        return torch.float16
+    return torch.float32
+
+
+class TimedUpdates:
+    """Updates of one model.
+
+    Args:
+        decoder: the model; its weights change.
+        device: on which it computes.
+        dtype: in which it computes; losses are float32.
+        learning_rate: of Adam.
+    """
+
+    def __init__(self, decoder: Decoder, device: str, dtype: torch.dtype, learning_rate: float) -> None:
+        self.decoder, self.device = decoder.to(device, dtype).train(), device
+        self.optimizer = torch.optim.Adam(decoder.parameters(), lr=learning_rate)
+        #: of each update so far
+        self.seconds: list[float] = []
+
+    def update(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """One, of batches of tokens (B, T) and those that follow them."""
+        start = time.perf_counter()
+        prefix = self.decoder.config.prefix_tokens
+        for source_BT, target_BT in batches:
+            output = self.decoder(source_BT)
+            logits = output.logits[:, prefix:].flatten(0, 1).float()
+            loss = F.cross_entropy(logits, target_BT[:, prefix:].flatten()) + sum(output.aux_losses.values())
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - start)
