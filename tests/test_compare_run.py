@@ -116,6 +116,13 @@ def test_changed_settings_are_refused(experiment, tmp_path):
     assert "was made with updates = 6, and the experiment now says 8: give another --out" in done.stderr
 
 
+def test_dry_run_says_what_is_left(experiment):
+    path, out, *_ = experiment
+    done = run_python("-m", "smlp", "compare", "run", path, "--out", out, "--dry-run")
+    assert done.rc == 0, done.stderr
+    assert "2 of 2 runs are done already\n" in done.stdout and "\n0 runs: about 0 s" in done.stdout
+
+
 def test_dry_run_trains_nothing(experiment, tmp_path):
     path, *_ = experiment
     done = run_python("-m", "smlp", "compare", "run", path, "--out", tmp_path / "dry", "--dry-run")

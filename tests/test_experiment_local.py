@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import smlp
+from smlp.cli import compare_status
 from smlp.errors import UserError
 from smlp.experiments import cost, local
 from smlp.experiments.experiment import read_experiment
-from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, read_json
+from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, read_json, write_json
 from smlp.experiments.local import Machine, RunChain, choose, is_trained, time_here
-from smlp.experiments.plan import main_runs, plan_models, tuning_runs
+from smlp.experiments.plan import as_json, main_runs, plan_models, tuning_runs
 from smlp.experiments.processes import Ended
 from smlp.experiments.progress import Progress, Reached, duration, reached
 from smlp.experiments.scores import AGREEMENT, HALF_AGREEMENT, check_agreement
@@ -169,6 +170,36 @@ def test_a_run_on_a_cluster_is_trained_when_its_log_says_so(tmp_path):
     assert not is_trained(run, 100), "the checkpoint is not there yet"
     run.last_checkpoint().write_text("x")
     assert is_trained(run, 100) and not is_trained(run, 101)
+
+
+@pytest.mark.parametrize(
+    ("queue", "states"),
+    [
+        (["7"], ["trained", RUNNING, WAITING]),
+        ([], ["trained", STOPPED, STOPPED]),
+        (None, ["trained", RUNNING, WAITING]),
+    ],
+)
+def test_a_job_that_has_ended_is_not_shown_as_running(planned, monkeypatch, capsys, queue, states):
+    text = FILE.replace("  b:", "  c: {arch: gmlp_lm_tiny}\n  b:") + "run: {where: slurm, nodes: 1, gpus_per_node: 1}\n"
+    experiment, models, folder = planned(text.replace("tune", "#"))
+    for run, updates in zip(main_runs(experiment, models, {}), (100, 40, 0), strict=True):
+        own = folder.run(run.folder)
+        own.update_state(model=run.model.name, submitted=True)
+        log(own, updates, train=4.0)
+    write_json(folder.experiment, as_json(experiment, models))
+    folder.yaml.write_text(experiment.path.read_text())
+
+    def jobs_in_queue(folder):
+        if queue is None:
+            raise UserError("cannot ask Slurm")
+        return queue
+
+    monkeypatch.setattr(compare_status.slurm, "jobs_in_queue", jobs_in_queue)
+    assert compare_status.print_status(folder.path, None) == 1
+    lines = capsys.readouterr().out.splitlines()[1:4]
+    assert [line.split()[1] for line in lines] == states
+    assert [str(folder.path / "slurm" / "logs") in line for line in lines] == [state == STOPPED for state in states]
 
 
 def test_progress_says_how_long_it_takes(planned):

@@ -10,6 +10,7 @@ from running import REPOSITORY
 import smlp
 from smlp.config import flatten
 from smlp.errors import UserError
+from smlp.experiments import slurm
 from smlp.experiments.experiment import read_experiment
 from smlp.experiments.folder import DONE, Folder, read_json
 from smlp.experiments.plan import as_json, main_runs, plan_models, spread_of, training_words, tuning_runs
@@ -132,6 +133,9 @@ def test_runs_and_their_commands(tmp_path):
     assert line.startswith("gMLP-s2 --task language_modeling --arch gmlp_lm_tiny ")
     assert "--save-dir" not in line
     assert f"--log-file {tmp_path}/out/runs/gMLP-s2/train.log " in line
+    slurm.write_command(found, runs[1], "data-bin", Folder(tmp_path / "out"))
+    command = (tmp_path / "out" / "runs" / "gMLP-s2" / "command.txt").read_text()
+    assert re.match(rf"srun --ntasks=1 \S+ -m smlp train data-bin .*--save-dir {tmp_path}/out/runs/gMLP-s2", command)
 
 
 def test_a_folder_belongs_to_one_experiment(tmp_path):

@@ -87,8 +87,10 @@ def dry_run(path: Path, out: Path) -> int:
         threads = Machine.of(experiment, num_gpus).threads if is_here else None
         runs = _all_runs(experiment, models)
         _print_models(experiment, models)
-        cost = estimate(experiment, models, runs, threads)
-        _print_cost(experiment, runs, cost)
+        left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
+        if len(left) < len(runs):
+            print(f"{len(runs) - len(left)} of {len(runs)} runs are done already")
+        _print_cost(experiment, left, estimate(experiment, models, left, threads))
         first = next(run for run in runs if not run.tuning)
         words = training_words(experiment, first, data, folder.run(first.folder).path)
         print(f"the first run of the comparison:\n  smlp train {shlex.join(words)}")

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.experiments.experiment import read_experiment
+from smlp.experiments import slurm
+from smlp.experiments.experiment import Experiment, read_experiment
 from smlp.experiments.folder import DONE, RUNNING, STOPPED, WAITING, Folder, read_json
 from smlp.experiments.progress import reached
 
@@ -20,7 +21,9 @@ def print_status(out: Path, json_file: str | None) -> int:
     folder = Folder(out)
     if not folder.experiment.is_file():
         raise UserError(f"nothing was begun in {out}: smlp compare run starts an experiment")
-    rows = [_row(folder, name, updates) for name, updates in _runs(folder)]
+    experiment = read_experiment(folder.yaml)
+    is_over = _is_over(experiment, folder)
+    rows = [_row(folder, name, updates, is_over) for name, updates in _runs(folder, experiment)]
     width = max(len(row["run"]) for row in rows)
     print(f"{'run':<{width}}  {'state':<8} {'updates':>15}  {'train':>9} {'valid':>9}  perplexity per token")
     for row in rows:
@@ -37,25 +40,38 @@ def print_status(out: Path, json_file: str | None) -> int:
     return 0 if set(states) == {DONE} else 1
 
 
-def _runs(folder: Folder) -> list[tuple[str, int]]:
+def _is_over(experiment: Experiment, folder: Folder) -> bool:
+    """Whether it is known that no job of the experiment waits or runs any more."""
+    if experiment.place.where != "slurm":
+        return False
+    try:
+        return not slurm.jobs_in_queue(folder)
+    except UserError:  # away from the cluster
+        return False
+
+
+def _runs(folder: Folder, experiment: Experiment) -> list[tuple[str, int]]:
     """Names of all runs, those of a grid first, with their updates."""
-    experiment = read_json(folder.experiment)
-    tuning = read_experiment(folder.yaml).tuning
-    models = experiment["models"]
+    tuning, settled = experiment.tuning, read_json(folder.experiment)
+    models = settled["models"]
     values = tuning.values if tuning else ()
     grid = [(f"tune/{model['folder']}-{value}", tuning.updates) for value in values for model in models]
-    runs = [
-        (f"runs/{model['folder']}-s{seed}", experiment["updates"]) for seed in experiment["seeds"] for model in models
-    ]
+    runs = [(f"runs/{model['folder']}-s{seed}", settled["updates"]) for seed in settled["seeds"] for model in models]
     return [*grid, *runs]
 
 
-def _row(folder: Folder, name: str, updates: int) -> dict[str, Any]:
+def _row(folder: Folder, name: str, updates: int, is_over: bool) -> dict[str, Any]:
+    """A line of the table; ``is_over`` as :func:`_is_over`."""
     run = folder.run(name)
     state, found = run.state(), reached(run.log)
-    what = state["state"]
-    if what == WAITING and found.updates:  # on a cluster nobody else writes it down
-        what = "trained" if found.updates >= updates else RUNNING
+    what, message = state["state"], state["message"]
+    if what == WAITING:  # on a cluster nobody else writes it down
+        if found.updates >= updates:
+            what = "trained"
+        elif is_over and state.get("submitted"):
+            what, message = STOPPED, f"its job has ended: {folder.path / 'slurm' / 'logs'}"
+        elif found.updates:
+            what = RUNNING
     elif what == RUNNING and not folder.is_locked():
         what = STOPPED
     return {
@@ -65,5 +81,5 @@ def _row(folder: Folder, name: str, updates: int) -> dict[str, Any]:
         "updates": updates,
         "train": found.train,
         "valid": found.valid,
-        "message": state["message"],
+        "message": message,
     }

@@ -18,6 +18,7 @@ from smlp.errors import UserError
 from smlp.experiments.experiment import Experiment
 from smlp.experiments.folder import Folder, read_json, write_json
 from smlp.experiments.plan import Run, training_words
+from smlp.launch.program import this_program
 
 _SECONDS = 1800.0  # for checking all runs
 
@@ -38,6 +39,8 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Run
     names = folder.path / "slurm" / "runs.txt"
     names.parent.mkdir(parents=True, exist_ok=True)
     names.write_text("".join(sweep_line(experiment, run, data, folder) for run in runs), encoding="utf-8")
+    for run in runs:
+        write_command(experiment, run, data, folder)
     parent = folder.run(runs[0].folder).path.parent
     place = experiment.place
     size = ["--nodes", str(place.nodes)]
@@ -63,6 +66,14 @@ def sweep_line(experiment: Experiment, run: Run, data: str, folder: Folder) -> s
     save_dir = words.index("--save-dir")
     del words[save_dir : save_dir + 2]
     return f"{run.name} {shlex.join(words[1:])}\n"
+
+
+def write_command(experiment: Experiment, run: Run, data: str, folder: Folder) -> None:
+    """Writes down what the job of a run starts, to be repeated without these scripts."""
+    own = folder.run(run.folder)
+    own.path.mkdir(parents=True, exist_ok=True)
+    words = ["srun", f"--ntasks={experiment.place.ranks}", *this_program(), "train"]
+    own.command.write_text(shlex.join([*words, *training_words(experiment, run, data, own.path)]) + "\n")
 
 
 def jobs_in_queue(folder: Folder) -> list[str]:
