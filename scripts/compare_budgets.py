@@ -1,0 +1,148 @@
+"""The same models after different numbers of tokens: from when on is one ahead of another?
+
+    python scripts/compare_budgets.py --baseline gMLP --to docs/results/experts runs/compare/experts_*
+
+Each folder is of ``smlp compare run`` with the same models and another token budget. Writes ``budgets.md``,
+``budgets.csv`` and a figure: how much higher the perplexity of each model is than the baseline's, seed by seed, after
+each budget. Models or runs that a folder lacks are left out there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from smlp.drawing import FORMATS, new_figure, save
+from smlp.errors import UserError
+from smlp.experiments.report.quality import AFTER_PREFIX, difference, perplexity
+from smlp.experiments.report.runs import Experiment, Model, read_experiment
+from smlp.experiments.report.statistics import Estimate
+from smlp.experiments.report.styles import styles
+from smlp.experiments.report.table import Cell
+
+
+def in_order(folders: Sequence[Path]) -> list[Experiment]:
+    """Experiments by their budget.
+
+    Raises:
+        UserError: one cannot be read, or two have the same budget.
+    """
+    experiments = sorted((read_experiment(folder) for folder in folders), key=tokens_of)
+    for one, other in itertools.pairwise(experiments):
+        if tokens_of(one) == tokens_of(other):
+            raise UserError(f"{one.folder} and {other.folder} have the same budget, {tokens_of(one):,} tokens")
+    return experiments
+
+
+def tokens_of(experiment: Experiment) -> int:
+    """Of each run."""
+    return experiment.updates * experiment.tokens_per_update
+
+
+def find(experiment: Experiment, name: str) -> Model | None:
+    """The model of a name, if the experiment has it."""
+    return next((model for model in experiment.models if model.name == name), None)
+
+
+def names_of(experiments: Sequence[Experiment], baseline: str) -> list[str]:
+    """All models, the baseline first.
+
+    Raises:
+        UserError: an experiment lacks the baseline.
+    """
+    for experiment in experiments:
+        if find(experiment, baseline) is None:
+            names = ", ".join(model.name for model in experiment.models)
+            raise UserError(f"--baseline {baseline}: the models of {experiment.folder} are {names}")
+    names = dict.fromkeys(model.name for experiment in experiments for model in experiment.models)
+    return [baseline, *(name for name in names if name != baseline)]
+
+
+def measured(experiment: Experiment, name: str, baseline: str) -> tuple[Estimate | None, Cell | None]:
+    """Perplexity per token, and how much higher it is than the baseline's."""
+    model, other, subset = find(experiment, name), find(experiment, baseline), experiment.subsets[0]
+    if model is None:
+        return None, None
+    found = perplexity(experiment, model, subset, AFTER_PREFIX)
+    return found, difference(experiment, model, other, subset)[1] if found and model is not other else None
+
+
+def write_tables(experiments: Sequence[Experiment], names: Sequence[str], baseline: str, out: Path) -> None:
+    """``budgets.md`` and ``budgets.csv``."""
+    heads = [f"{tokens_of(experiment) / 1e6:.2f} M tokens" for experiment in experiments]
+    lines = [f"| model | parameters (M) | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
+    with (out / "budgets.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["model", "tokens", "seeds", "perplexity", "difference_percent", "low", "high", "folder"])
+        for name in names:
+            cells, parameters = [], 0.0
+            for experiment in experiments:
+                found, against = measured(experiment, name, baseline)
+                if found is None:
+                    cells.append("–")
+                    continue
+                parameters = find(experiment, name).parameters["total"]
+                values = (against.value, against.low, against.high) if against else (None, None, None)
+                row = [name, tokens_of(experiment), found.count, found.mean, *values, experiment.folder.name]
+                table.writerow(["" if value is None else value for value in row])
+                cells.append(f"{found.mean:.2f}" + (f" ({against.text})" if against else ""))
+            lines.append(f"| {name} | {parameters / 1e6:.2f} | {' | '.join(cells)} |")
+    (out / "budgets.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def draw(experiments: Sequence[Experiment], names: Sequence[str], baseline: str, out: Path) -> None:
+    """``budgets.png`` and ``.svg``."""
+    widest = max(experiments, key=lambda experiment: len(experiment.models))
+    looks = styles(widest.models, by_family=False)
+    figure = new_figure(7.5, 4.6, f"Perplexity against {baseline}'s after each budget: lower is better")
+    axes = figure.subplots()
+    axes.axhline(0, color="0.3", linewidth=1)
+    axes.annotate(baseline, (tokens_of(experiments[0]), 0), xytext=(2, 3), textcoords="offset points", fontsize=8)
+    for name in names[1:]:
+        points = []
+        for experiment in experiments:
+            _, against = measured(experiment, name, baseline)
+            if against is not None and against.value is not None:
+                low = against.value if against.low is None else against.low
+                high = against.value if against.high is None else against.high
+                points.append((tokens_of(experiment), against.value, against.value - low, high - against.value))
+        if points:
+            tokens, values, below, above = zip(*points, strict=True)
+            options = looks[name].line_options(len(points), size=6) if name in looks else {}
+            axes.errorbar(tokens, values, yerr=(below, above), label=name, capsize=3, elinewidth=1, **options)
+    axes.set_xscale("log")
+    ticks = [tokens_of(experiment) for experiment in experiments]
+    axes.set_xticks(ticks, [f"{tokens / 1e6:.3g} M" for tokens in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("tokens of training")
+    axes.set_ylabel(f"perplexity above {baseline}'s (%)")
+    axes.grid(alpha=0.3, linewidth=0.6)
+    axes.legend(fontsize=8)
+    for ending in FORMATS:
+        save(figure, out / f"budgets.{ending}")
+
+
+def main() -> None:
+    """Reads, writes, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="OUT", help="folder of smlp compare run")
+    parser.add_argument("--baseline", required=True, metavar="MODEL", help="hold all models against this one")
+    parser.add_argument("--to", required=True, type=Path, metavar="DIR", help="folder for tables and figure")
+    args = parser.parse_args()
+    experiments = in_order(args.folders)
+    names = names_of(experiments, args.baseline)
+    args.to.mkdir(parents=True, exist_ok=True)
+    write_tables(experiments, names, args.baseline, args.to)
+    draw(experiments, names, args.baseline, args.to)
+    print((args.to / "budgets.md").read_text(encoding="utf-8"), end="")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"smlp: error: {error}")
