@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import smlp
-from smlp.cli import compare_status
+from smlp.cli import compare_run, compare_status
 from smlp.errors import UserError
 from smlp.experiments import cost, local
 from smlp.experiments.experiment import read_experiment
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, read_json, write_json
-from smlp.experiments.local import Machine, RunChain, choose, is_trained, time_here
+from smlp.experiments.local import Machine, RunChain, choose, is_trained, time_here, what_is_not_scored
 from smlp.experiments.plan import as_json, main_runs, plan_models, tuning_runs
 from smlp.experiments.processes import Ended
 from smlp.experiments.progress import Progress, Reached, duration, reached
@@ -125,7 +125,7 @@ def test_what_is_left_of_a_run(planned, capsys):
     progress = Progress(folder, [run])
 
     def chain():
-        return RunChain(experiment, folder, "data-bin", run, Machine(1), progress)
+        return RunChain(experiment, folder, "data-bin", run, Machine(1), progress, prefix=0)
 
     own = folder.run(run.folder)
     assert (own.state()["state"], is_trained(own, 100)) == (WAITING, False)
@@ -154,6 +154,10 @@ def test_what_is_left_of_a_run(planned, capsys):
     assert own.state()["peak_memory_mib"] == 123.0
     assert third.next_step(0).name == "score"
     own.scores.write_text('{"prefix": 5, "subsets": {"valid": {}}}')
+    assert third.next_step(0) is None, "one that comes to nothing is not begun again and again"
+    assert own.state()["message"] == "score left nothing behind, although it ended with status 0"
+    assert own.state()["state"] == FAILED
+    third = chain()
     assert third.next_step(0).name == "score", "on other positions than those of all models"
     own.scores.write_text('{"prefix": 0, "subsets": {"valid": {}}}')
     log(own, 100, valid=3.0)
@@ -164,12 +168,106 @@ def test_what_is_left_of_a_run(planned, capsys):
     assert chain().next_step(0) is None, "nothing is done twice"
 
 
-def test_a_run_on_a_cluster_is_trained_when_its_log_says_so(tmp_path):
+def test_a_run_on_a_cluster_is_trained_when_its_checkpoint_says_so(tmp_path, monkeypatch):
     run = Folder(tmp_path).run("runs/a-s1")
-    log(run, 100, train=5.0)
+    log(run, 100, train=5.0, valid=3.0)
     assert not is_trained(run, 100), "the checkpoint is not there yet"
     run.last_checkpoint().write_text("x")
+    assert not is_trained(run, 100), "it cannot be read"
+    updates = 75
+    monkeypatch.setattr(local, "updates_of", lambda checkpoint: updates)
+    assert not is_trained(run, 100), "it ended between the last validation and the checkpoint"
+    updates = 100
     assert is_trained(run, 100) and not is_trained(run, 101)
+
+
+ZEROSHOT = FILE + "evaluate: {zeroshot: {data: TASKS, tasks: [copa], limit: 3}}\n"
+
+
+def test_answers_to_other_tasks_are_not_there_yet(planned, tmp_path):
+    (tmp_path / "tasks").mkdir()
+    text = ZEROSHOT.replace("TASKS", str(tmp_path / "tasks"))
+
+    def begin(text):
+        experiment, models, folder = planned(text)
+        run = main_runs(experiment, models, {"a": 0.001})[0]
+        return RunChain(experiment, folder, "data-bin", run, Machine(1), Progress(folder, [run]), prefix=0)
+
+    chain = begin(text)
+    own = chain.folder
+    own.update_state(trained=True)
+    log(own, 100, valid=3.0)
+    own.scores.write_text('{"prefix": 0, "subsets": {"valid": {}}}')
+    own.output.write_text("OSError: no tasks\n")
+    step = chain.next_step(0)
+    assert step.name == "zeroshot" and step.command[step.command.index("--limit") + 1] == "3"
+    chain.ended(Ended(step, 1, 1.0, 1.0, 0.0))
+    assert chain.next_step(0) is None
+    assert own.state()["state"] == DONE, "what was trained and scored stays in the comparison"
+    assert own.state()["message"] == "zeroshot failed with status 1: OSError: no tasks"
+    chain = begin(text)
+    assert what_is_not_scored(chain.experiment, own, 0) == "zeroshot"
+    own.update_state(state=WAITING)  # as run_here does
+    step = chain.next_step(0)
+    own.zeroshot.write_text("{}")
+    chain.ended(Ended(step, 0, 1.0, 1.0, 0.0))
+    assert chain.next_step(0) is None and own.state()["message"] is None
+    assert what_is_not_scored(chain.experiment, own, 0) is None
+    for other in (text.replace("limit: 3", "limit: 4"), text.replace("[copa]", "[copa, piqa]")):
+        assert what_is_not_scored(planned(other)[0], own, 0) == "zeroshot", other
+
+
+def test_positions_are_those_of_all_models_also_where_one_is_not_scored(planned, monkeypatch):
+    text = FILE.replace("b: {arch: smlp_tiny}", "b: {arch: smlp_partial_tiny}").replace("tune", "#")
+    experiment, models, folder = planned(text + "max_spread: 0.1\n")
+    prefixes = []
+    monkeypatch.setattr(compare_run, "run_here", lambda *args: prefixes.append(args[-1]))
+    runs = main_runs(experiment, models, {})
+    compare_run._train(experiment, folder, "data-bin", models, runs[:1], Machine(1))
+    assert (runs[0].model.name, prefixes) == ("a", [26])
+
+
+CLUSTER = FILE + "run: {where: slurm, nodes: 1, gpus_per_node: 2}\n"
+
+
+def test_jobs_that_come_to_nothing_are_submitted_again_but_not_for_ever(planned, monkeypatch, capsys):
+    experiment, models, folder = planned(CLUSTER)
+    folder.path.mkdir()
+    submitted = []
+
+    def refuse(*args, **kw):
+        raise UserError("cannot submit: invalid partition")
+
+    def submit(experiment, folder, data, runs, then_score):
+        submitted.append(sorted(run.name for run in runs))
+        return "job 7"
+
+    monkeypatch.setattr(compare_run.slurm, "submit", refuse)
+    for _ in range(3):
+        with pytest.raises(UserError, match="invalid partition"):
+            compare_run._submit(experiment, folder, "data-bin", models)
+    monkeypatch.setattr(compare_run.slurm, "submit", submit)
+    grid = sorted(run.name for run in tuning_runs(experiment, models))
+    compare_run._submit(experiment, folder, "data-bin", models)
+    log(folder.run("tune/a-0.001"), 4, train=4.0)  # cancelled on its way
+    compare_run._submit(experiment, folder, "data-bin", models)
+    compare_run._submit(experiment, folder, "data-bin", models)
+    assert submitted == [grid, grid, [name for name in grid if name.endswith("a-0.001")]]
+    capsys.readouterr()
+    assert compare_run._submit(experiment, folder, "data-bin", models) == 1
+    printed = capsys.readouterr().out
+    assert "not trained: a: every run of its grid failed" in printed and "all runs are trained" not in printed
+    assert "two jobs did not train it" in folder.run("tune/b-0.002").state()["message"]
+
+
+def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
+    experiment, _, folder = planned(CLUSTER)
+    monkeypatch.setattr(compare_run.slurm, "_run", lambda command, environment=None: "12\n")
+    assert compare_run.slurm.submit_scores(experiment, folder) == "12"
+    monkeypatch.setattr(compare_run.slurm, "_run", lambda command, environment=None: "13;cluster\n")
+    compare_run.slurm.submit_scores(experiment, folder)
+    assert read_json(folder.path / "slurm" / "jobs.json") == ["12", "13"]
+    assert experiment.place.at_a_time(9) == 9, "no limit where the file has none"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +283,7 @@ def test_a_job_that_has_ended_is_not_shown_as_running(planned, monkeypatch, caps
     experiment, models, folder = planned(text.replace("tune", "#"))
     for run, updates in zip(main_runs(experiment, models, {}), (100, 40, 0), strict=True):
         own = folder.run(run.folder)
-        own.update_state(model=run.model.name, submitted=True)
+        own.update_state(model=run.model.name, submitted=[0])
         log(own, updates, train=4.0)
     write_json(folder.experiment, as_json(experiment, models))
     folder.yaml.write_text(experiment.path.read_text())
@@ -227,7 +325,7 @@ def test_costs(planned, monkeypatch):
     assert elsewhere.disk_bytes == 12 * sum(sizes)
 
 
-@pytest.mark.parametrize(("timed", "again"), [({}, True), ({"a": 1}, True), ({"a": 1, "b": 1}, False)])
+@pytest.mark.parametrize(("timed", "again"), [({}, True), ({"b": 1}, True), ({"a": 1}, False)])
 def test_a_model_that_came_later_is_timed(planned, monkeypatch, timed, again):
     experiment, models, folder = planned()
     runs = main_runs(experiment, models, {"a": 1.0e-3, "b": 1.0e-3})

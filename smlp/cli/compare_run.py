@@ -6,18 +6,18 @@ import math
 import shlex
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from smlp.checkpoint.files import copy_whole
+from smlp.environment import environment
 from smlp.errors import UserError
 from smlp.experiments import slurm
 from smlp.experiments.cost import Cost, estimate
 from smlp.experiments.data import data_of, describe
-from smlp.experiments.environment import environment
 from smlp.experiments.experiment import Experiment, read_experiment
-from smlp.experiments.folder import DONE, FAILED, Folder, write_json
+from smlp.experiments.folder import DONE, FAILED, WAITING, Folder, write_json
 from smlp.experiments.local import Machine, choose, is_trained, run_here, time_here
 from smlp.experiments.plan import (
     PlannedModel,
@@ -29,7 +29,7 @@ from smlp.experiments.plan import (
     training_words,
     tuning_runs,
 )
-from smlp.experiments.progress import Progress, duration
+from smlp.experiments.progress import Progress, duration, reached
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 EXIT_INTERRUPTED = 130
@@ -50,20 +50,24 @@ def run_experiment(path: Path, out: Path, only_scores: bool = False) -> int:
         data, models = _prepare(experiment, folder)
         if on_cluster:
             return _submit(experiment, folder, data, models)
+        is_alone = experiment.place.ranks == 1  # of several ranks, what one does alone says nothing
         if only_scores:  # in one process, whatever the training had
             experiment = replace(experiment, place=replace(experiment.place, where="local", ranks=1, jobs=1))
         machine = Machine.of(experiment, _num_gpus())
         tuning = [] if only_scores else tuning_runs(experiment, models)
         stopped, chosen = None, {}
         if tuning:
-            stopped = _train(experiment, folder, data, tuning, machine)
+            _note_environment(experiment, folder, tuning, machine)
+            stopped = _train(experiment, folder, data, models, tuning, machine)
         if stopped is None:
             chosen = _chosen(experiment, folder, models)
             runs = main_runs(experiment, models, chosen)
             if only_scores:
                 runs = [run for run in runs if is_trained(folder.run(run.folder), run.updates)]
-            stopped = _train(experiment, folder, data, runs, machine)
-        if stopped is None:
+            else:
+                _note_environment(experiment, folder, runs, machine)
+            stopped = _train(experiment, folder, data, models, runs, machine)
+        if stopped is None and is_alone:
             stopped = time_here(experiment, folder, runs, machine)
         if stopped is not None:
             print(f"stopped by {stopped.name}; the same command goes on", flush=True)
@@ -87,7 +91,7 @@ def dry_run(path: Path, out: Path) -> int:
         threads = Machine.of(experiment, num_gpus).threads if is_here else None
         runs = _all_runs(experiment, models)
         _print_models(experiment, models)
-        left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
+        left = _left(folder, runs)
         if len(left) < len(runs):
             print(f"{len(runs) - len(left)} of {len(runs)} runs are done already")
         _print_cost(experiment, left, estimate(experiment, models, left, threads))
@@ -143,16 +147,38 @@ def _plan(experiment: Experiment, data: str) -> list[PlannedModel]:
 
 
 def _train(
-    experiment: Experiment, folder: Folder, data: str, runs: Sequence[Run], machine: Machine
+    experiment: Experiment,
+    folder: Folder,
+    data: str,
+    models: Sequence[PlannedModel],
+    runs: Sequence[Run],
+    machine: Machine,
 ) -> signal.Signals | None:
     for run in runs:
         folder.run(run.folder).claim(run.made_with(experiment))
-    left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
+    left = _left(folder, runs)
     if left:
-        write_json(folder.environment, environment(experiment.place))
-        what, jobs = "runs of the grid" if left[0].tuning else "runs", experiment.place.jobs
+        what, jobs = "runs of the grid" if left[0].tuning else "runs", experiment.place.at_a_time(len(left))
         print(f"{len(left)} of {len(runs)} {what} to do, {jobs} at a time, {machine.threads} threads each", flush=True)
-    return run_here(experiment, folder, data, runs, machine, Progress(folder, runs)) if runs else None
+    prefix = max(model.config.prefix_tokens for model in models)
+    return run_here(experiment, folder, data, runs, machine, Progress(folder, runs), prefix) if runs else None
+
+
+def _left(folder: Folder, runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
+
+
+def _note_environment(experiment: Experiment, folder: Folder, runs: Sequence[Run], machine: Machine | None) -> None:
+    """``environment.json``, where runs are left: of the machine that started them; each run has its own as well."""
+    import torch
+
+    if not _left(folder, runs):
+        return
+    place = experiment.place
+    gpus = [] if place.device == "cpu" else [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    threads = machine.threads if machine else place.threads
+    record = {**environment(), "gpus": gpus, "world_size": place.ranks, **asdict(place), "threads": threads}
+    write_json(folder.environment, record)
 
 
 def _chosen(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel]) -> dict[str, Any]:
@@ -187,32 +213,38 @@ def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[
             if any(folder.run(run.folder).state()["state"] != DONE for run in runs):
                 print(f"all runs are trained; job {slurm.submit_scores(experiment, folder)} scores them", flush=True)
                 return 0
-            print("all runs are trained and scored", flush=True)
+            if runs:
+                print("all runs are trained and scored", flush=True)
             return _summary(experiment, folder, models, chosen)
-    write_json(folder.environment, environment(experiment.place))
+    _note_environment(experiment, folder, left, None)
     for run in left:
         folder.run(run.folder).claim(run.made_with(experiment))
-        folder.run(run.folder).update_state(model=run.model.name, seed=run.seed, submitted=True)
     print(slurm.submit(experiment, folder, data, left, then_score=not left[0].tuning), flush=True)
+    for run in left:
+        own = folder.run(run.folder)
+        own.update_state(model=run.model.name, seed=run.seed, state=WAITING, message=None)
+        own.update_state(submitted=[*own.state().get("submitted", []), reached(own.log).updates])
     if left[0].tuning:
         print("this is the grid: run the same command again when it is done", flush=True)
     return 0
 
 
 def _is_over(folder: Folder, run: Run) -> bool:
-    """Whether a run of the grid needs no job: it is trained, or was submitted and has come to nothing."""
+    """Whether a run of the grid needs no job: it is trained, or two jobs in a row have brought it no further."""
     own = folder.run(run.folder)
     if is_trained(own, run.updates):
         return True
-    if own.state().get("submitted"):  # and no job of the experiment is in the queue
-        own.update_state(state=FAILED, message=f"not trained by its job: see {folder.path / 'slurm' / 'logs'}")
-    return own.state()["state"] == FAILED
+    before = own.state().get("submitted", [])  # how far it was each time; no job of the experiment is in the queue
+    if len(before) < 2 or reached(own.log).updates > before[-2]:
+        return False
+    own.update_state(state=FAILED, message=f"two jobs did not train it: see {folder.path / 'slurm' / 'logs'}")
+    return True
 
 
 def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel], chosen: dict[str, Any]) -> int:
     runs = main_runs(experiment, models, chosen)
     states = {run.name: folder.run(run.folder).state()["state"] for run in runs}
-    failed = [run for run in runs if states[run.name] == FAILED]
+    failed = [run for run in runs if folder.run(run.folder).state()["message"]]  # also tasks that were not answered
     missing = [name for name, state in states.items() if state not in (DONE, FAILED)]
     left_out = [model.name for model in models if experiment.tuning is not None and model.name not in chosen]
     for run in failed:
@@ -255,13 +287,12 @@ def _print_cost(experiment: Experiment, runs: Sequence[Run], cost: Cost) -> None
     for name, seconds in cost.seconds_per_update.items():
         print(f"  {name}: {seconds:.3g} s for an update")
     digits = 1 if cost.device_hours >= 1 else 2
-    on_gpus = experiment.place.gpus_per_node or experiment.place.device == "gpu"
-    devices = "GPU hours" if on_gpus else "hours of all runs one after the other"
+    devices = "GPU hours" if experiment.place.is_on_gpus else "hours of all runs one after the other"
     exponent = math.floor(math.log10(max(1.0, cost.flops)))
     print(
-        f"{len(runs)} runs: about {duration(cost.seconds)} with {experiment.place.jobs} at a time, "
+        f"{len(runs)} runs: about {duration(cost.seconds)} with {experiment.place.at_a_time(len(runs))} at a time, "
         f"{cost.device_hours:.{digits}f} {devices}, {cost.flops / 10**exponent:.2f}e{exponent} floating-point "
-        f"operations, {cost.disk_bytes / 1e9:.1f} GB of checkpoints\n  ({cost.how})"
+        f"operations (a multiply-add is two), {cost.disk_bytes / 1e9:.1f} GB of checkpoints\n  ({cost.how})"
     )
 
 

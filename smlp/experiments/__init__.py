@@ -5,7 +5,6 @@ experiment    what such a file says
 plan          what it means: models with their FLOPs, runs with their commands
 folder        the files of an experiment, and the state of each run
 data          data made from text, and what data hold
-environment   versions, machine and revision, so that a third person can repeat it
 cost          how long it will take
 processes     commands that run side by side and end with this one
 local         runs on this machine

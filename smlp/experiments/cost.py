@@ -71,8 +71,8 @@ def estimate(experiment: Experiment, models: Sequence[PlannedModel], runs: Seque
     each = [run.updates * seconds[run.model.name] * overhead + around for run in runs]
     return Cost(
         seconds_per_update=seconds,
-        seconds=_end_of_the_last(each, place.jobs),
-        device_hours=sum(each) * (place.ranks if place.where == "slurm" else 1) / 3600,
+        seconds=_end_of_the_last(each, place.at_a_time(len(runs))),
+        device_hours=sum(each) * (place.ranks if place.is_on_gpus or place.where == "slurm" else 1) / 3600,
         flops=sum(run.updates * flops[run.model.name] * place.ranks for run in runs),
         disk_bytes=disk_bytes(models, runs),
         how=how,

@@ -21,7 +21,8 @@ RESERVED = {
     "log_file": "nothing", "log_format": "nothing", "log_interval": "log_interval", "valid_subset": "evaluate.subsets",
     "validate_interval_updates": "evaluate.validations", "save_interval_updates": "evaluate.validations",
     "validate_interval": "evaluate.validations", "save_interval": "evaluate.validations", "cpu": "run.device",
-    "data_order_file": "nothing", "router_health_file": "nothing", "user_dir": "nothing", "nproc": "run.ranks",
+    "data_order_file": "nothing", "environment_file": "nothing", "router_health_file": "nothing",
+    "user_dir": "nothing", "nproc": "run.ranks",
     "train_subset": "data", "no_save": "nothing", "restore_file": "nothing", "distributed_world_size": "run.ranks",
     "no_epoch_checkpoints": "nothing", "keep_interval_updates": "nothing", "max_sentences": "batch_size",
     "required_batch_size_multiple": "nothing", "batch_size_valid": "nothing", "max_sentences_valid": "nothing",
@@ -100,7 +101,8 @@ class Place:
 
     where: str
     device: str | None
-    jobs: int
+    #: runs at a time; None, on a cluster, as many as it starts
+    jobs: int | None
     threads: int | None
     ranks: int
     nodes: int
@@ -109,6 +111,15 @@ class Place:
     sbatch: tuple[str, ...]
     tflops: float | None
     mfu: float | None
+
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether the file asks for GPUs."""
+        return bool(self.gpus_per_node) or self.device == "gpu"
+
+    def at_a_time(self, num_runs: int) -> int:
+        """How many of so many runs go on side by side."""
+        return max(1, num_runs) if self.jobs is None else self.jobs
 
 
 @dataclass(frozen=True)
@@ -357,7 +368,7 @@ def _place(section: Section) -> Place:
     place = Place(
         where=where,
         device=section.text("device", None) if where == "local" else None,
-        jobs=section.count("jobs", 1),
+        jobs=section.count("jobs", 1 if where == "local" else None),
         threads=section.count("threads"),
         ranks=ranks or 1,
         nodes=nodes,

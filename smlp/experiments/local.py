@@ -18,6 +18,7 @@ from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Fol
 from smlp.experiments.plan import PlannedModel, Run, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.progress import Progress, reached
+from smlp.experiments.scores import updates_of
 from smlp.launch.local import num_cores
 from smlp.launch.program import this_module, this_program
 from smlp.launch.stop_signals import EXIT_STOPPED
@@ -41,18 +42,17 @@ class Machine:
             UserError: there are too few GPUs.
         """
         place = experiment.place
-        threads = place.threads or max(1, num_cores() // (place.jobs * place.ranks))
+        jobs = place.at_a_time(1)
+        threads = place.threads or max(1, num_cores() // (jobs * place.ranks))
         if place.device == "cpu" or (place.device is None and num_gpus == 0):
             return cls(threads)
-        if num_gpus < place.ranks * (place.jobs if place.ranks > 1 else 1) or num_gpus == 0:
+        if num_gpus < place.ranks * (jobs if place.ranks > 1 else 1) or num_gpus == 0:
             raise UserError(
-                f"{experiment.path}: run.jobs {place.jobs} at a time with run.ranks {place.ranks} each want more than "
+                f"{experiment.path}: run.jobs {jobs} at a time with run.ranks {place.ranks} each want more than "
                 f"the {num_gpus} GPUs that are visible here"
             )
         # runs of one rank may share a GPU
-        taken = [
-            tuple((job * place.ranks + rank) % num_gpus for rank in range(place.ranks)) for job in range(place.jobs)
-        ]
+        taken = [tuple((job * place.ranks + rank) % num_gpus for rank in range(place.ranks)) for job in range(jobs)]
         return cls(threads, tuple(taken))
 
     def environment(self, slot: int) -> dict[str, str]:
@@ -74,12 +74,13 @@ class RunChain(Chain):
         run: Run,
         machine: Machine,
         progress: Progress,
-        prefix: int = 0,
+        prefix: int,
     ) -> None:
         self.experiment, self.out, self.data, self.run = experiment, folder, data, run
         self.machine, self.progress, self.prefix = machine, progress, prefix
         self.folder = folder.run(run.folder)
         self._failed = False
+        self._begun: set[str] = set()
 
     def next_step(self, slot: int) -> Step | None:
         """Whatever is not there yet."""
@@ -91,6 +92,10 @@ class RunChain(Chain):
             self.folder.update_state(state=DONE, message=None)
             self._report()
             return None
+        if name in self._begun:  # it ended well, and what it was to leave is not there
+            self._fail(name, "left nothing behind, although it ended with status 0")
+            return None
+        self._begun.add(name)
         self.folder.update_state(model=self.run.model.name, seed=self.run.seed, state=RUNNING, message=None)
         step = Step(name, self._command(name), self.folder.output, self.machine.environment(slot))
         if name == TRAIN:
@@ -106,17 +111,21 @@ class RunChain(Chain):
         if result.step.name == TRAIN:
             changes["peak_memory_mib"] = max(result.peak_memory_mib, state.get("peak_memory_mib") or 0.0)
             changes["trained"] = result.status == 0 and reached(self.folder.log).updates >= self.run.updates
+        if result.step.name == ZEROSHOT and result.status == 0:
+            changes["zeroshot_of"] = _zeroshot_of(self.experiment)
         if result.status == EXIT_STOPPED or (result.status != 0 and result.is_stopping):
             changes["state"] = STOPPED
-        elif result.status != 0 or changes.get("trained") is False:
-            self._failed = True
-            last = _last_line(self.folder.output.read_text(errors="replace"))
-            changes |= {
-                "state": FAILED,
-                "message": f"{result.step.name} failed with status {result.status}: {last}",
-            }
-            self.progress.say(f"{self.run.name}: {changes['message']} (see {self.folder.output})")
         self.folder.update_state(**changes)
+        if "state" not in changes and (result.status != 0 or changes.get("trained") is False):
+            last = _last_line(self.folder.output.read_text(errors="replace"))
+            self._fail(result.step.name, f"failed with status {result.status}: {last}")
+
+    def _fail(self, name: str, what: str) -> None:
+        """Notes why the run goes no further; without its answers to tasks it is still a trained and scored one."""
+        self._failed = True
+        message = f"{name} {what}"
+        self.folder.update_state(state=DONE if name == ZEROSHOT else FAILED, message=message)
+        self.progress.say(f"{self.run.name}: {message} (see {self.folder.output})")
 
     def _missing(self) -> str | None:
         if not is_trained(self.folder, self.run.updates):
@@ -146,11 +155,19 @@ class RunChain(Chain):
 
 
 def is_trained(run: RunFolder, updates: int) -> bool:
-    """Whether a run has reached its budget; one that Slurm has run says so by its log."""
+    """Whether a run has reached its budget; one that Slurm has run, or whose end nobody saw, by its last checkpoint.
+
+    The log says so too early: fairseq writes the last validation down before it saves.
+    """
     state = run.state()
     if "trained" in state:
         return state["trained"]
-    return reached(run.log).updates >= updates and run.last_checkpoint().is_file()
+    if reached(run.log).updates < updates:  # cheaper than a checkpoint
+        return False
+    try:
+        return updates_of(run.last_checkpoint()) >= updates
+    except UserError:  # there is none that can be read: the training says what is wrong with it
+        return False
 
 
 def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> str | None:
@@ -164,22 +181,51 @@ def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> s
     scores = read_json(run.scores) if run.scores.is_file() else {"subsets": {}, "prefix": None}
     if scores["prefix"] != prefix or not set(experiment.evaluation.subsets) <= set(scores["subsets"]):
         return SCORE
-    wants_zeroshot = experiment.evaluation.zeroshot_data is not None
-    return ZEROSHOT if wants_zeroshot and not run.zeroshot.is_file() else None
+    wanted = _zeroshot_of(experiment)
+    if wanted is None or (run.zeroshot.is_file() and run.state().get("zeroshot_of") == wanted):
+        return None
+    return ZEROSHOT
+
+
+def _zeroshot_of(experiment: Experiment) -> dict[str, Any] | None:
+    """What is to be answered, as ``run.json`` keeps it."""
+    wanted = experiment.evaluation
+    if wanted.zeroshot_data is None:
+        return None
+    return {
+        "data": str(wanted.zeroshot_data),
+        "tasks": list(wanted.zeroshot_tasks),
+        "options": option_words(wanted.zeroshot_options),
+    }
 
 
 def run_here(
-    experiment: Experiment, folder: Folder, data: str, runs: Sequence[Run], machine: Machine, progress: Progress
+    experiment: Experiment,
+    folder: Folder,
+    data: str,
+    runs: Sequence[Run],
+    machine: Machine,
+    progress: Progress,
+    prefix: int,
 ) -> signal.Signals | None:
-    """Does what is left of some runs; returns the signal that stopped it, or None."""
-    prefix = max(run.model.config.prefix_tokens for run in runs)
+    """Does what is left of some runs; returns the signal that stopped it, or None.
+
+    Args:
+        experiment: what the file says.
+        folder: of the experiment.
+        data: argument DATA.
+        runs: to be done.
+        machine: what each of them gets.
+        progress: says how far they are.
+        prefix: leading positions that some model of the experiment does not predict, among these runs or not.
+    """
     for run in runs:
         own = folder.run(run.folder)
         if own.state()["state"] == DONE and not run.tuning and what_is_not_scored(experiment, own, prefix):
             own.update_state(state=WAITING)  # a model or a task has come to the experiment since
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
     chains = [RunChain(experiment, folder, data, run, machine, progress, prefix) for run in left]
-    return run_chains(chains, experiment.place.jobs, progress.watch)
+    return run_chains(chains, experiment.place.at_a_time(len(left)), progress.watch)
 
 
 class _Timing(Chain):
@@ -204,15 +250,16 @@ def time_here(experiment: Experiment, folder: Folder, runs: Sequence[Run], machi
     """
     rounds = experiment.evaluation.speed_rounds
     timed = read_json(folder.speed)["models"] if folder.speed.is_file() else {}
-    if not rounds or experiment.place.ranks > 1 or all(run.model.name in timed for run in runs):
+    if not rounds:
         return None
-    if not any(folder.run(run.folder).state()["state"] == DONE for run in runs):
+    trained = [run for run in runs if folder.run(run.folder).state()["state"] == DONE]
+    if all(run.model.name in timed for run in trained):
         return None
     print(f"time of an update, {rounds} rounds, models in turn", flush=True)
     log = folder.path / "logs" / "speed.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [*this_module("smlp.experiments.speed"), str(folder.path), str(rounds)]
-    threads = machine.threads * experiment.place.jobs  # nothing else is running
+    threads = machine.threads * experiment.place.at_a_time(len(runs))  # nothing else is running
     environment = {**machine.environment(0), "OMP_NUM_THREADS": str(threads)}
     return run_chains([_Timing(command, log, environment)], 1, lambda: None)
 

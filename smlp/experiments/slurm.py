@@ -47,15 +47,14 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Run
     size += ["--gpus-per-node", str(place.gpus_per_node)] if place.gpus_per_node else []
     size += ["--tasks-per-node", str(place.tasks_per_node)] if place.tasks_per_node else []
     logs = ["--logs", str(folder.path / "slurm" / "logs")]
-    array = [f"--array=1-{len(runs)}%{place.jobs}"] if place.jobs > 1 else []
+    array = [f"--array=1-{len(runs)}%{place.jobs}"] if place.jobs is not None else []
     command = ["bash", str(script("submit.sh")), *size, "--sweep", str(names), *logs, *array, *place.sbatch]
     output = _run([*command, "--", data, str(parent)])
     training = _job_of(output, r"^job (\d+)")
-    write_json(folder.path / "slurm" / "jobs.json", [training])
+    _note_job(folder, training)
     text = f"job {training}: {len(runs)} runs, {place.ranks} ranks each"
     if then_score:
         scoring = submit_scores(experiment, folder, f"afterany:{training}")
-        write_json(folder.path / "slurm" / "jobs.json", [training, scoring])
         text += f"; job {scoring} scores them afterwards"
     return f"{text}; logs in {folder.path / 'slurm' / 'logs'}"
 
@@ -118,7 +117,16 @@ def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None
     options += ["--gres=gpu:1"] if place.gpus_per_node else ["--gres=none"]
     command = ["sbatch", "--parsable", *options, str(script("score.sbatch"))]
     environment = {"SMLP_ROOT": str(Path(smlp.__path__[0]).parent)}
-    return _job_of(_run([*command, str(folder.yaml), str(folder.path)], environment), r"^(\d+)")
+    job = _job_of(_run([*command, str(folder.yaml), str(folder.path)], environment), r"^(\d+)")
+    _note_job(folder, job)
+    return job
+
+
+def _note_job(folder: Folder, job: str) -> None:
+    """Adds a job to those of the experiment."""
+    path = folder.path / "slurm" / "jobs.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, [*(read_json(path) if path.is_file() else []), job])
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> str:

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 from smlp.checkpoint.load import load_pretrained
-from smlp.config import unflatten
 from smlp.errors import UserError
 from smlp.evaluation.binarized import read_fairseq_tokens
-from smlp.experiments.folder import Folder, read_json, write_json
+from smlp.experiments.folder import DONE, Folder, read_json, write_json
 from smlp.experiments.updates import TimedUpdates, dtype_of
-from smlp.nn.decoder import Decoder
 
 HOW = "forward, backward and Adam in a plain loop, models in turn, nothing else running"
 _LEARNING_RATE = 1e-5  # the weights stay what they are, and with them where tokens go
@@ -37,9 +35,10 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
     tokens = torch.from_numpy(read_fairseq_tokens(Path(data["data"].split(":")[0]) / "train").tokens)
     models = {
         model["name"]: TimedUpdates(
-            _decoder(folder, model, experiment), device, dtype_of(model["recipe"]), _LEARNING_RATE
+            load_pretrained(checkpoint).decoder, device, dtype_of(model["recipe"]), _LEARNING_RATE
         )
         for model in experiment["models"]
+        if (checkpoint := _checkpoint(folder, model, experiment)) is not None
     }
     for number in range(rounds + 1):
         stretch = batch_size * width
@@ -59,13 +58,13 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
     }
 
 
-def _decoder(folder: Folder, model: dict[str, Any], experiment: dict[str, Any]) -> Decoder:
-    """Of the first seed that has a checkpoint; untrained where none has."""
+def _checkpoint(folder: Folder, model: dict[str, Any], experiment: dict[str, Any]) -> Path | None:
+    """Of the first seed that is done; None for a model without one."""
     for seed in experiment["seeds"]:
-        path = folder.run(f"runs/{model['folder']}-s{seed}").last_checkpoint()
-        if path.is_file():
-            return load_pretrained(path).decoder
-    return Decoder(unflatten(model["config"]))
+        run = folder.run(f"runs/{model['folder']}-s{seed}")
+        if run.state()["state"] == DONE:
+            return run.last_checkpoint()
+    return None
 
 
 def main(words: list[str]) -> None:

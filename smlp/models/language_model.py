@@ -74,12 +74,22 @@ _PROFILING = (
         dataclasses.field(default=None, metadata={"help": "where to write them (default: the --save-dir)"}),
     ),
 )
-_DATA_ORDER_FILE = (
-    "data_order_file",
-    Optional[str],  # noqa: UP045
-    dataclasses.field(
-        default=None,
-        metadata={"help": "write down here what each update is trained on: a line with a digest of its tokens"},
+_RECORDS = (
+    (
+        "data_order_file",
+        Optional[str],  # noqa: UP045
+        dataclasses.field(
+            default=None,
+            metadata={"help": "write down here what each update is trained on: a line with a digest of its tokens"},
+        ),
+    ),
+    (
+        "environment_file",
+        Optional[str],  # noqa: UP045
+        dataclasses.field(
+            default=None,
+            metadata={"help": "add a line to this file at each start: versions, machine, ranks, git revision, plugins"},
+        ),
     ),
 )
 LanguageModelConfig = dataclasses.make_dataclass(
@@ -92,7 +102,7 @@ LanguageModelConfig = dataclasses.make_dataclass(
         ("max_target_positions", Optional[int], II("task.max_target_positions")),  # noqa: UP045
         _EXPERT_PARALLEL_SIZE,
         *_PROFILING,
-        _DATA_ORDER_FILE,
+        *_RECORDS,
         ("heartbeat_timeout", int, II("distributed_training.heartbeat_timeout")),
     ],
     bases=(FairseqDataclass,),

@@ -11,6 +11,7 @@ adam        on a CPU: Adam in one pass
 speed       share of the measured limit, and memory, in the training log
 data_wait   share of the time that is spent in waiting for batches, in the training log
 data_order  --data-order-file: which tokens each update was trained on
+environment_file  --environment-file: versions, machine and revision of each start
 profiling   --profile-updates: a trace and a table of some updates
 """
 
@@ -30,6 +31,7 @@ def apply() -> None:
         adam,
         data_order,
         data_wait,
+        environment_file,
         gradients,
         loading,
         memory,
@@ -42,5 +44,6 @@ def apply() -> None:
 
     # speed after updates, whose empty batches it leaves out; profiling and what counts the time between updates last,
     # around all that an update does
-    for group in (settings, gradients, updates, saving, loading, memory, adam, speed, data_order, profiling, data_wait):
+    first = (settings, gradients, updates, saving, loading, memory, adam, speed, data_order, environment_file)
+    for group in (*first, profiling, data_wait):
         group.apply()

@@ -1,4 +1,4 @@
-"""What a third person needs to know to repeat a run: versions, machine, revision."""
+"""What a third person needs to know of where something was computed: versions, machine, revision, plugins."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import os
 import platform
 import subprocess
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import smlp
 from smlp import plugins
-from smlp.experiments.experiment import Place
 from smlp.launch.local import num_cores
 
 _PACKAGES = ("torch", "numpy", "ve-fairseq", "fairseq-fixed", "fairscale", "sentencepiece", "hydra-core", "omegaconf")
 
 
-def environment(place: Place) -> dict[str, Any]:
-    """``environment.json``."""
+def environment() -> dict[str, Any]:
+    """Of this process, by name."""
     return {
         "smlp": smlp.__version__,
         **_versions(),
@@ -31,16 +27,13 @@ def environment(place: Place) -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": _processor(),
         "cores": num_cores(),
-        "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         "git": git_revision(Path(smlp.__path__[0]).parent),
         "plugins": _plugins(),
-        "world_size": place.ranks,
-        **asdict(place),
     }
 
 
 def git_revision(folder: Path) -> dict[str, Any] | None:
-    """Revision of a clone, and whether tracked files differ from it; None outside of one."""
+    """Revision of a clone and whether tracked files differ from it, with the SHA-256 of that; None outside of one."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(folder), *words]
@@ -49,7 +42,10 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != folder.resolve():
             return None  # installed inside of somebody else's repository
-        return {"revision": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+        found = {"revision": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+        if found["changed"]:
+            found["difference_sha256"] = hashlib.sha256(git("diff", "HEAD").encode()).hexdigest()
+        return found
     except (OSError, subprocess.SubprocessError):
         return None
 
