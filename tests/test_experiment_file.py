@@ -120,6 +120,22 @@ def test_mistakes_are_named(tmp_path, mistake):
         read(tmp_path, text)
 
 
+def test_data_in_several_folders(tmp_path):
+    for name in ("shard10", "shard02"):
+        (tmp_path / name).mkdir()
+    pattern = f"{tmp_path}/shard*"
+    assert read(tmp_path, FILE.replace("data-bin", pattern)).data == f"{tmp_path}/shard02:{tmp_path}/shard10"
+    assert read(tmp_path, FILE.replace("data-bin", f"[one, '{pattern}']")).data.split(":")[::2] == [
+        "one",
+        f"{tmp_path}/shard10",
+    ]
+    assert read(tmp_path, FILE.replace("data-bin", "none*")).data == "none*", (
+        "whoever opens it says that it is not there"
+    )
+    with pytest.raises(UserError, match=r"data must be a folder, a pattern or a list of them, got 3"):
+        read(tmp_path, FILE.replace("data-bin", "[a, 3]"))
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*none.yaml: No such file"):
         read_experiment(tmp_path / "none.yaml")

@@ -7,12 +7,14 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import smlp
-from smlp.cli import compare_run, compare_status
+from smlp.cli import compare_dry_run, compare_run, compare_status
 from smlp.errors import UserError
 from smlp.experiments import cost, local
 from smlp.experiments.experiment import read_experiment
@@ -225,6 +227,50 @@ def test_positions_are_those_of_all_models_also_where_one_is_not_scored(planned,
     runs = main_runs(experiment, models, {})
     compare_run._train(experiment, folder, "data-bin", models, runs[:1], Machine(1))
     assert (runs[0].model.name, prefixes) == ("a", [26])
+
+
+def test_a_dry_run_needs_no_data(planned, tmp_path, monkeypatch, capsys):
+    def configuration_of(words):
+        arch = words[words.index("--arch") + 1]
+        return SimpleNamespace(model=smlp.preset(arch, vocab_size=64, max_tokens=128))
+
+    monkeypatch.setattr("smlp.cli.dry_run.configuration_of", configuration_of)
+    monkeypatch.setattr("smlp.presets.config_of", lambda model, vocab_size: replace(model, vocab_size=vocab_size))
+    monkeypatch.setattr(cost, "measure_update", lambda model, experiment, threads: 0.5)
+    path = planned(ZEROSHOT.replace("TASKS", "no/tasks") + "max_spread: 0.1\n")[0].path
+    with pytest.raises(UserError, match=r"data data-bin is not there: for a dry run without it, say vocab_size"):
+        compare_dry_run.dry_run(path, tmp_path / "out")
+    path.write_text(path.read_text() + "vocab_size: 4000\n")
+    assert compare_dry_run.dry_run(path, tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    assert "no data yet: 4,000 pieces are assumed" in printed
+    size = smlp.accounting.formula.flops_per_token(smlp.preset("gmlp_lm_tiny", vocab_size=4000, max_tokens=128))
+    assert f"{size / 1e6:.3f}" in printed
+    assert "6 runs: about" in printed
+    assert not (tmp_path / "out").exists(), "nothing is made"
+    with pytest.raises(UserError, match=r"there is no folder no/tasks"):
+        compare_run.run_experiment(path, tmp_path / "out")
+
+
+def test_validations_take_time_too(planned, monkeypatch):
+    experiment, models, _ = planned(FILE + "evaluate: {validations: 4}\nrun: {jobs: 1}\n")
+    monkeypatch.setattr(cost, "measure_update", lambda model, experiment, threads: 0.5)
+    runs = [*tuning_runs(experiment, models)[:1], *main_runs(experiment, models, {"a": 0.001})]
+    without, held_out = (cost.estimate(experiment, models, runs, 1, tokens).seconds for tokens in (0, 3 * 1024 * 10))
+    assert held_out - without == pytest.approx((1 + 4 + 1) * 10 * 0.5), "a forward pass is a third of an update"
+
+
+def test_time_left_of_a_run(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    log(run, 40, train=4.0)
+    lines = run.log.read_text().replace('"update": 0.5', '"update": 0.5, "ups": "2.5"')
+    run.log.write_text(lines)
+    run.update_state(state=RUNNING)
+    folder = Folder(tmp_path)
+    with folder.locked():
+        row = compare_status._row(folder, "runs/a-s1", 100, is_over=False)
+    assert (row["state"], row["seconds_left"]) == (RUNNING, 24.0)
+    assert compare_status._row(folder, "runs/a-s1", 100, is_over=False)["seconds_left"] is None, "it was stopped"
 
 
 CLUSTER = FILE + "run: {where: slurm, nodes: 1, gpus_per_node: 2}\n"

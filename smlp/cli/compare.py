@@ -35,7 +35,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help=RUN_HELP,
         description=RUN_HELP,
         epilog="example:\n  smlp compare run examples/compare/quick.yaml --dry-run\n\n"
-        "exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command goes on)",
+        "exit status: 0 all runs are done, or their jobs submitted, 1 one failed, 75 stopped by a signal (the same\n"
+        "command goes on)",
         formatter_class=_RAW,
     )
     add_experiment(run_parser)
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from smlp.cli.compare_run import dry_run, run_experiment
+    from smlp.cli.compare_dry_run import dry_run
+    from smlp.cli.compare_run import run_experiment
 
     path, out = experiment_and_folder(args.experiment, args.out)
     return dry_run(path, out) if args.dry_run else run_experiment(path, out, only_scores=args.only == "scores")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -11,25 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from smlp.checkpoint.files import copy_whole
+from smlp.cli.compare_models import check_zeroshot, not_done, num_gpus, plan, print_models
 from smlp.environment import environment
-from smlp.errors import UserError
 from smlp.experiments import slurm
-from smlp.experiments.cost import Cost, estimate
-from smlp.experiments.data import data_of, describe
+from smlp.experiments.data import data_of, describe, dictionary_size
 from smlp.experiments.experiment import Experiment, read_experiment
 from smlp.experiments.folder import DONE, FAILED, WAITING, Folder, write_json
 from smlp.experiments.local import Machine, choose, is_trained, run_here, time_here
-from smlp.experiments.plan import (
-    PlannedModel,
-    Run,
-    as_json,
-    main_runs,
-    plan_models,
-    spread_of,
-    training_words,
-    tuning_runs,
-)
-from smlp.experiments.progress import Progress, duration, reached
+from smlp.experiments.plan import PlannedModel, Run, as_json, main_runs, tuning_runs
+from smlp.experiments.progress import Progress, reached
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 EXIT_INTERRUPTED = 130
@@ -53,7 +41,7 @@ def run_experiment(path: Path, out: Path, only_scores: bool = False) -> int:
         is_alone = experiment.place.ranks == 1  # of several ranks, what one does alone says nothing
         if only_scores:  # in one process, whatever the training had
             experiment = replace(experiment, place=replace(experiment.place, where="local", ranks=1, jobs=1))
-        machine = Machine.of(experiment, _num_gpus())
+        machine = Machine.of(experiment, num_gpus())
         tuning = [] if only_scores else tuning_runs(experiment, models)
         stopped, chosen = None, {}
         if tuning:
@@ -75,75 +63,18 @@ def run_experiment(path: Path, out: Path, only_scores: bool = False) -> int:
         return _summary(experiment, folder, models, chosen)
 
 
-def dry_run(path: Path, out: Path) -> int:
-    """Prints what would be done, and what it would cost; makes the data, which the costs follow from.
-
-    Raises:
-        UserError: as :func:`run_experiment`.
-    """
-    experiment, folder = read_experiment(path), Folder(out)
-    _check_zeroshot(experiment)
-    with folder.locked():
-        data = data_of(experiment, folder)
-        models = _plan(experiment, data)
-        place, num_gpus = experiment.place, _num_gpus()
-        is_here = place.where == "local" and (place.device != "gpu" or num_gpus > 0)
-        threads = Machine.of(experiment, num_gpus).threads if is_here else None
-        runs = _all_runs(experiment, models)
-        _print_models(experiment, models)
-        left = _left(folder, runs)
-        if len(left) < len(runs):
-            print(f"{len(runs) - len(left)} of {len(runs)} runs are done already")
-        _print_cost(experiment, left, estimate(experiment, models, left, threads))
-        first = next(run for run in runs if not run.tuning)
-        words = training_words(experiment, first, data, folder.run(first.folder).path)
-        print(f"the first run of the comparison:\n  smlp train {shlex.join(words)}")
-    return 0
-
-
 def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedModel]]:
     """Data, models and all that is written down before the first run."""
-    _check_zeroshot(experiment)
+    check_zeroshot(experiment)
     data = data_of(experiment, folder)
-    models = _plan(experiment, data)
+    models = plan(experiment, data, dictionary_size(experiment, data))
     described = describe(data, experiment.evaluation.subsets)
     folder.settle({**as_json(experiment, models), "data_sha256": described["splits"]["train"]["sha256"]})
     write_json(folder.data, described)
     if not folder.yaml.exists() or not folder.yaml.samefile(experiment.path):
         copy_whole(experiment.path, folder.yaml)
-    _print_models(experiment, models)
+    print_models(experiment, models)
     return data, models
-
-
-def _check_zeroshot(experiment: Experiment) -> None:
-    """Refuses, before anything is trained, tasks that could not be scored afterwards."""
-    wanted = experiment.evaluation
-    if wanted.zeroshot_data is None:
-        return
-    from smlp.zeroshot.readers import READERS
-
-    if not wanted.zeroshot_data.is_dir():
-        raise UserError(f"{experiment.path}: evaluate.zeroshot.data: there is no folder {wanted.zeroshot_data}")
-    unknown = [task for task in wanted.zeroshot_tasks if task not in (*READERS, "all")]
-    if unknown:
-        raise UserError(
-            f"{experiment.path}: evaluate.zeroshot.tasks has {unknown[0]!r}; there are {', '.join(READERS)}"
-        )
-
-
-def _plan(experiment: Experiment, data: str) -> list[PlannedModel]:
-    from smlp.cli.dry_run import configuration_of
-    from smlp.presets import config_of
-    from smlp.tokenizer import Vocabulary
-    from smlp.tokenizer_files import DICTIONARY
-
-    vocab_size = len(Vocabulary.load(Path(data.split(":")[0]) / DICTIONARY))
-
-    def configure(words: list[str]) -> Any:
-        cfg = configuration_of([data, "--task", "language_modeling", *words])
-        return config_of(cfg.model, vocab_size)
-
-    return plan_models(experiment, vocab_size, configure)
 
 
 def _train(
@@ -156,7 +87,7 @@ def _train(
 ) -> signal.Signals | None:
     for run in runs:
         folder.run(run.folder).claim(run.made_with(experiment))
-    left = _left(folder, runs)
+    left = not_done(folder, runs)
     if left:
         what, jobs = "runs of the grid" if left[0].tuning else "runs", experiment.place.at_a_time(len(left))
         print(f"{len(left)} of {len(runs)} {what} to do, {jobs} at a time, {machine.threads} threads each", flush=True)
@@ -164,15 +95,11 @@ def _train(
     return run_here(experiment, folder, data, runs, machine, Progress(folder, runs), prefix) if runs else None
 
 
-def _left(folder: Folder, runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
-
-
 def _note_environment(experiment: Experiment, folder: Folder, runs: Sequence[Run], machine: Machine | None) -> None:
     """``environment.json``, where runs are left: of the machine that started them; each run has its own as well."""
     import torch
 
-    if not _left(folder, runs):
+    if not not_done(folder, runs):
         return
     place = experiment.place
     gpus = [] if place.device == "cpu" else [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
@@ -256,47 +183,3 @@ def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedMod
     done = list(states.values()).count(DONE)
     print(f"{done} of {len(runs)} runs are done: smlp compare report {folder.path}", flush=True)
     return 1 if failed or missing or left_out else 0
-
-
-def _all_runs(experiment: Experiment, models: Sequence[PlannedModel]) -> list[Run]:
-    tuning = experiment.tuning
-    expected = {model.name: tuning.values[0] for model in models} if tuning else {}
-    return [*tuning_runs(experiment, models), *main_runs(experiment, models, expected)]
-
-
-def _print_models(experiment: Experiment, models: Sequence[PlannedModel]) -> None:
-    from smlp.accounting.formula import parameters
-
-    width = max(len(model.name) for model in models)
-    print(f"{'model':<{width}}  {'M multiply-adds per token':>25}  {'M parameters':>12}  architecture")
-    for model in models:
-        total = parameters(model.config, 1).total
-        settings = " ".join(f"{name}={value}" for name, value in model.overrides.items())
-        print(
-            f"{model.name:<{width}}  {model.flops_per_token / 1e6:>25.3f}  {total / 1e6:>12.1f}  "
-            f"{model.arch} {settings}".rstrip()
-        )
-    print(
-        f"spread of the FLOPs {spread_of(list(models)):.2%}; {experiment.tokens:,} tokens for each model and seed "
-        f"({experiment.updates:,} updates of {experiment.tokens_per_update:,})",
-        flush=True,
-    )
-
-
-def _print_cost(experiment: Experiment, runs: Sequence[Run], cost: Cost) -> None:
-    for name, seconds in cost.seconds_per_update.items():
-        print(f"  {name}: {seconds:.3g} s for an update")
-    digits = 1 if cost.device_hours >= 1 else 2
-    devices = "GPU hours" if experiment.place.is_on_gpus else "hours of all runs one after the other"
-    exponent = math.floor(math.log10(max(1.0, cost.flops)))
-    print(
-        f"{len(runs)} runs: about {duration(cost.seconds)} with {experiment.place.at_a_time(len(runs))} at a time, "
-        f"{cost.device_hours:.{digits}f} {devices}, {cost.flops / 10**exponent:.2f}e{exponent} floating-point "
-        f"operations (a multiply-add is two), {cost.disk_bytes / 1e9:.1f} GB of checkpoints\n  ({cost.how})"
-    )
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

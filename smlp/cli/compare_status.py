@@ -9,7 +9,7 @@ from smlp.errors import UserError
 from smlp.experiments import slurm
 from smlp.experiments.experiment import Experiment, read_experiment
 from smlp.experiments.folder import DONE, RUNNING, STOPPED, WAITING, Folder, read_json
-from smlp.experiments.progress import reached
+from smlp.experiments.progress import duration, reached
 
 
 def print_status(out: Path, json_file: str | None) -> int:
@@ -25,11 +25,16 @@ def print_status(out: Path, json_file: str | None) -> int:
     is_over = _is_over(experiment, folder)
     rows = [_row(folder, name, updates, is_over) for name, updates in _runs(folder, experiment)]
     width = max(len(row["run"]) for row in rows)
-    print(f"{'run':<{width}}  {'state':<8} {'updates':>15}  {'train':>9} {'valid':>9}  perplexity per token")
+    print(
+        f"{'run':<{width}}  {'state':<8} {'updates':>15}  {'left':>10}  {'train':>9} {'valid':>9}  perplexity per token"
+    )
     for row in rows:
         numbers = ["" if row[key] is None else f"{row[key]:.2f}" for key in ("train", "valid")]
         of, message = f"{row['num_updates']:,}/{row['updates']:,}", row["message"] or ""
-        line = f"{row['run']:<{width}}  {row['state']:<8} {of:>15}  {numbers[0]:>9} {numbers[1]:>9}  {message}"
+        left = "" if row["seconds_left"] is None else duration(row["seconds_left"])
+        line = (
+            f"{row['run']:<{width}}  {row['state']:<8} {of:>15}  {left:>10}  {numbers[0]:>9} {numbers[1]:>9}  {message}"
+        )
         print(line.rstrip())
     states = [row["state"] for row in rows]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
@@ -64,7 +69,7 @@ def _row(folder: Folder, name: str, updates: int, is_over: bool) -> dict[str, An
     """A line of the table; ``is_over`` as :func:`_is_over`."""
     run = folder.run(name)
     state, found = run.state(), reached(run.log)
-    what, message = state["state"], state["message"]
+    what, message, pace = state["state"], state["message"], found.updates_per_second
     if what == WAITING:  # on a cluster nobody else writes it down
         if found.updates >= updates:
             what = "trained"
@@ -79,6 +84,7 @@ def _row(folder: Folder, name: str, updates: int, is_over: bool) -> dict[str, An
         "state": what,
         "num_updates": found.updates,
         "updates": updates,
+        "seconds_left": (updates - found.updates) / pace if what == RUNNING and pace else None,
         "train": found.train,
         "valid": found.valid,
         "message": message,

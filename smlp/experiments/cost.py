@@ -48,27 +48,40 @@ class Cost:
     how: str
 
 
-def estimate(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[Run], threads: int | None) -> Cost:
-    """What some runs cost.
+def estimate(
+    experiment: Experiment,
+    models: Sequence[PlannedModel],
+    runs: Sequence[Run],
+    threads: int | None,
+    held_out: int = 0,
+) -> Cost:
+    """What some runs cost; zero-shot tasks are left out.
 
     Args:
         experiment: what the file says.
         models: of the runs.
         runs: that are left to do.
         threads: that each run has here; None where the runs are not meant for this machine.
+        held_out: tokens of the splits that are scored, at each validation and at the end.
     """
     place = experiment.place
     flops = {model.name: training_flops(model.config) * experiment.tokens_per_update / place.ranks for model in models}
     if threads is not None:
         seconds = {model.name: measure_update(model, experiment, threads) for model in models}
-        how = f"updates measured here with {threads} threads and random weights; {OVERHEAD - 1:.0%} more for the rest"
+        with_what = f"{threads} threads" if _device(experiment) == "cpu" else torch.cuda.get_device_name()
+        how = f"updates measured here with {with_what} and random weights; {OVERHEAD - 1:.0%} more for the rest"
         overhead, around = OVERHEAD, SECONDS_AROUND
     else:
         tflops, mfu = place.tflops or GPU_TFLOPS, place.mfu or MFU
         seconds = {name: each / (tflops * 1e12 * mfu) for name, each in flops.items()}
         how = f"{mfu:.0%} of {tflops:.0f} TFLOP/s for each GPU (run.mfu, run.tflops)"
         overhead, around = 1.0, SECONDS_AROUND
-    each = [run.updates * seconds[run.model.name] * overhead + around for run in runs]
+    # one at the end of a run of the grid; of the others the scores as well
+    validations = {True: 1, False: experiment.evaluation.validations + 1}
+    passes = held_out / experiment.tokens_per_update / 3  # a forward pass is a third of an update
+    each = [
+        (run.updates * overhead + validations[run.tuning] * passes) * seconds[run.model.name] + around for run in runs
+    ]
     return Cost(
         seconds_per_update=seconds,
         seconds=_end_of_the_last(each, place.at_a_time(len(runs))),
@@ -93,9 +106,13 @@ def disk_bytes(models: Sequence[PlannedModel], runs: Sequence[Run]) -> int:
     return sum(sizes[run.model.name] for run in runs if not run.tuning)
 
 
+def _device(experiment: Experiment) -> str:
+    return "cuda" if experiment.place.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
 def measure_update(model: PlannedModel, experiment: Experiment, threads: int) -> float:
     """Seconds of forward, backward and Adam, the fastest of a few; with accumulation, of all micro-batches."""
-    device = "cuda" if experiment.place.device != "cpu" and torch.cuda.is_available() else "cpu"
+    device = _device(experiment)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

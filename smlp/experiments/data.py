@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,47 @@ def data_of(experiment: Experiment, folder: Folder) -> str:
         UserError: data or text are missing or damaged.
     """
     if experiment.text is None:
-        data = str(experiment.data)
-        for one in data.split(":"):
+        for one in experiment.data.split(":"):
             if not (Path(one) / DICTIONARY).is_file():
                 raise UserError(f"{experiment.path}: data {one} has no {DICTIONARY}: smlp data binarize writes one")
-        return data
+        return experiment.data
     made = folder.path / "data"
     _check_same_text(experiment.text, folder)
     if not (made / _MANIFEST).is_file():
         _make(experiment.text, folder.path)
     return str(made)
+
+
+def find_data(experiment: Experiment, folder: Folder) -> str | None:
+    """The argument DATA if all of it is there already; nothing is made."""
+    data = str(folder.path / "data") if experiment.text else experiment.data
+    is_there = all((Path(one) / DICTIONARY).is_file() for one in data.split(":"))
+    return data if is_there else None
+
+
+def dictionary_size(experiment: Experiment, data: str | None) -> int:
+    """Symbols of the dictionary; without data those that the file names.
+
+    Raises:
+        UserError: it names none.
+    """
+    if data is not None:
+        return len(Vocabulary.load(Path(data.split(":")[0]) / DICTIONARY))
+    size = experiment.text.vocab_size if experiment.text else experiment.vocab_size
+    if size is None:
+        raise UserError(
+            f"{experiment.path}: data {experiment.data} is not there: for a dry run without it, say vocab_size"
+        )
+    return size
+
+
+def held_out_tokens(data: str, subsets: Sequence[str]) -> int:
+    """Of all splits that are scored.
+
+    Raises:
+        UserError: one is missing or damaged.
+    """
+    return sum(num_tokens(Path(data.split(":")[0]) / subset) for subset in subsets)
 
 
 def _check_same_text(text: Text, folder: Folder) -> None:

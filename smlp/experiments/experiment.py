@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -128,8 +129,11 @@ class Experiment:
 
     path: Path
     title: str
-    data: Path | None
+    #: folders with colons between them, or None
+    data: str | None
     text: Text | None
+    #: symbols of the dictionary, for a dry run without data
+    vocab_size: int | None
     tokens_per_sample: int
     batch_size: int
     update_freq: int
@@ -180,6 +184,7 @@ def read_experiment(path: Path) -> Experiment:
         title=top.text("title", _name_of(path)),
         data=data,
         text=text,
+        vocab_size=top.count("vocab_size"),
         tokens_per_sample=tokens_per_sample,
         batch_size=batch_size,
         update_freq=update_freq,
@@ -239,16 +244,16 @@ def _updates(section: Section, tokens_per_update: int) -> int | None:
     return tokens // tokens_per_update
 
 
-def _data(top: Section) -> tuple[Path | None, Text | None]:
+def _data(top: Section) -> tuple[str | None, Text | None]:
     """Data that are there, or text that they are made of; paths are as on a command line, from the current folder."""
-    data, section = top.text("data"), top.section("text")
+    data, section = _folders(top), top.section("text")
     source, files = section.text("source"), [str(name) for name in section.values("files")]
     vocab_size = section.count("vocab_size", 4096)
     section.end()
     if source is None and not files:
         if data is None:
             raise UserError(f"{top.path}: neither data (a folder of binary data) nor text (to make them of) is there")
-        return Path(data), None
+        return data, None
     if data is not None:
         raise UserError(f"{top.path}: data and text are both there: give one of the two")
     if source is not None and files:
@@ -256,6 +261,16 @@ def _data(top: Section) -> tuple[Path | None, Text | None]:
     if source is not None and source not in TEXT_SOURCES:
         raise section.error("source", f"must be one of {', '.join(TEXT_SOURCES)}, got {source!r}")
     return None, Text(source, tuple(Path(name) for name in files), vocab_size)
+
+
+def _folders(top: Section) -> str | None:
+    """DATA1:DATA2 from one name, a pattern or a list of them."""
+    found: list[str] = []
+    for value in top.values("data"):
+        if not isinstance(value, str):
+            raise top.error("data", f"must be a folder, a pattern or a list of them, got {value!r}")
+        found += (sorted(glob.glob(value)) if glob.has_magic(value) else []) or [value]
+    return ":".join(found) or None
 
 
 def _recipe(section: Section) -> dict[str, Any]:

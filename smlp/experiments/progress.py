@@ -27,6 +27,8 @@ class Reached:
     #: per token, of the last lines that have one
     train: float | None = None
     valid: float | None = None
+    #: as the last training line says
+    updates_per_second: float | None = None
 
 
 def reached(log: Path) -> Reached:
@@ -37,7 +39,7 @@ def reached(log: Path) -> Reached:
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return Reached()
-    updates, train, valid = 0, None, None
+    updates, train, valid, pace = 0, None, None, None
     for line in lines:
         record = log_record(line)
         if "valid_num_updates" in record:
@@ -45,7 +47,8 @@ def reached(log: Path) -> Reached:
             valid = perplexity(record.get("valid_nll_loss", record["valid_loss"]))
         elif "num_updates" in record and "update" in record:
             updates, train = int(record["num_updates"]), perplexity(record.get("nll_loss", record["loss"]))
-    return Reached(updates, train, valid)
+            pace = float(record.get("ups", 0)) or None
+    return Reached(updates, train, valid, pace)
 
 
 def perplexity(bits: str | float) -> float:
