@@ -1,4 +1,5 @@
-"""``--data-order-file``: what each update was trained on, equal for all models and layouts, also after a stop."""
+"""``--data-order-file``: what each update was trained on, equal for all models and layouts, also after a stop; and
+``--environment-file``: where each start of a run was."""
 
 import json
 
@@ -6,7 +7,9 @@ import pytest
 import torch
 from running import USER_DIR, free_port
 
+from smlp.errors import UserError
 from smlp.trainer.data_order import digest
+from smlp.trainer.environment_file import write
 
 PRIME, BASE = 2**31 - 1, 1_103_515_245
 COMMON = [
@@ -43,12 +46,13 @@ def test_digest_knows_sequences_but_not_their_order_or_padding():
 
 
 @pytest.fixture(scope="module")
-def orders(tiny_data, tmp_path_factory, run_fairseq_many):
-    """The lines of each run's file."""
+def records(tiny_data, tmp_path_factory, run_fairseq_many):
+    """The lines of each run's files, by run: of the data's order, and of its environments."""
     folder = tmp_path_factory.mktemp("order")
 
     def case(name, *options, updates=UPDATES, file=True, **more):
         order = ["--data-order-file", folder / name / "order.jsonl"] if file else []
+        order += ["--environment-file", folder / name / "environment.jsonl"] if file else []
         args = [tiny_data, *COMMON, "--max-update", updates, "--save-dir", folder / name, *order, *options]
         return {"tool": "train", "args": args, **more}
 
@@ -65,8 +69,19 @@ def orders(tiny_data, tmp_path_factory, run_fairseq_many):
     (result,) = run_fairseq_many([case("stopped", *SPARSE, "--seed", 3, "--update-freq", 2)])
     assert result.rc == 0, result.stderr
     assert not list((folder / "off").glob("*.jsonl"))[1:], "only the router's record"
-    files = {name: folder / name / "order.jsonl" for name in cases if name != "off"}
-    return {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in files.items()}
+    return {
+        name: [
+            [json.loads(line) for line in (folder / name / f"{what}.jsonl").read_text().splitlines()]
+            for what in ("order", "environment")
+        ]
+        for name in cases
+        if name != "off"
+    }
+
+
+@pytest.fixture
+def orders(records):
+    return {name: order for name, (order, _) in records.items()}
 
 
 def test_every_model_and_layout_sees_the_same_tokens(orders):
@@ -84,3 +99,19 @@ def test_another_seed_is_another_order(orders):
 
 def test_a_run_that_was_stopped_repeats_and_skips_nothing(orders):
     assert orders["stopped"] == orders["smlp"]
+
+
+def test_each_start_writes_down_where_it_is(records):
+    environments = {name: lines for name, (_, lines) in records.items()}
+    assert {name: len(lines) for name, lines in environments.items()} == {name: 1 for name in records} | {"stopped": 2}
+    (line,), (two,) = environments["smlp"], environments["two ranks"]
+    assert (line["world_size"], two["world_size"], line["gpu"], line["threads"]) == (1, 2, None, 1)
+    assert line["torch"] == torch.__version__.split("+")[0] or line["torch"] == torch.__version__
+    assert {"smlp", "fairseq", "python", "processor", "git", "plugins", "start"} <= set(line)
+    assert environments["stopped"][0]["start"] <= environments["stopped"][1]["start"]
+
+
+def test_an_environment_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--environment-file .*file/e.jsonl cannot be written: "):
+        write(tmp_path / "file" / "e.jsonl", torch.device("cpu"), 1)
