@@ -371,4 +371,4 @@ def test_a_comparison_is_an_array_and_a_job_that_scores(jobs):
     assert orders[0] == orders[1] and len(orders[0].splitlines()) == 4
     assert "training on 2 devices" in (out / "slurm" / "logs" / f"{training}_2" / "rank-0.log").read_text()
     last = jobs.run("smlp", "compare", "run", "small.yaml")
-    assert "all runs are trained" in last.stdout, last.stdout + last.stderr
+    assert "all runs are trained and scored" in last.stdout, last.stdout + last.stderr
