@@ -1,8 +1,7 @@
-"""``smlp compare run`` on tiny models: a grid, runs of which one fails, scores, a stop, and a second call."""
+"""``smlp compare run`` on tiny models: runs of which one fails, scores, speed, and a second call."""
 
 import json
 import re
-import shutil
 
 import pytest
 from running import run_python
@@ -129,5 +128,4 @@ def test_dry_run_trains_nothing(experiment, tmp_path):
     assert done.rc == 0, done.stderr
     assert re.search(r"2 runs: about \d+ s with 2 at a time", done.stdout)
     assert "smlp train" in done.stdout
-    assert not list(tmp_path.glob("dry/runs"))
-    shutil.rmtree(tmp_path / "dry")
+    assert not (tmp_path / "dry").exists()
