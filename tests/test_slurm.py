@@ -370,5 +370,11 @@ def test_a_comparison_is_an_array_and_a_job_that_scores(jobs):
     orders = [(run / "data_order.jsonl").read_text() for run in runs]
     assert orders[0] == orders[1] and len(orders[0].splitlines()) == 4
     assert "training on 2 devices" in (out / "slurm" / "logs" / f"{training}_2" / "rank-0.log").read_text()
+    environments = [json.loads((run / "environment.jsonl").read_text()) for run in runs]
+    assert [one["world_size"] for one in environments] == [2, 2]
+    assert json.loads((out / "environment.json").read_text())["tasks_per_node"] == 2, "not of the job that scores"
+    assert not (out / "speed.json").exists(), "one process says nothing about two ranks"
+    assert json.loads((out / "slurm" / "jobs.json").read_text()) == [training, scoring]
+    assert (runs[0] / "command.txt").read_text().startswith("srun --ntasks=2 ")
     last = jobs.run("smlp", "compare", "run", "small.yaml")
     assert "all runs are trained and scored" in last.stdout, last.stdout + last.stderr
