@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import math
 import shutil
@@ -18,6 +20,7 @@ from smlp.experiments.report.reaching import first_crossing
 from smlp.experiments.report.runs import read_experiment
 from smlp.experiments.report.state import data_orders
 from smlp.experiments.report.statistics import Estimate, t_quantile
+from smlp.experiments.report.table import Table
 
 pytestmark = pytest.mark.timeout(120)
 #: Student's t with 2 degrees of freedom, 97.5 %, from a printed table
@@ -124,7 +127,7 @@ def test_flops_of_training(whole):
     details = tables(whole)["details"]
     record = json.loads((whole / "experiment.json").read_text())["models"][1]
     expected = 3 * record["flops_per_token"] * 1024 * 40 / 1e12
-    assert cell(details, "sMLP", "training_tflops").value == pytest.approx(expected)
+    assert cell(details, "sMLP", "training_multiply_adds_trillions").value == pytest.approx(expected)
     costs = [each["flops_per_token"] for each in json.loads((whole / "experiment.json").read_text())["models"]]
     assert f"differ by {max(costs) / min(costs) - 1:.2%} (1.00% are allowed)" in details.notes[0]
 
@@ -174,8 +177,30 @@ def test_speed_json_goes_before_the_logs(out):
     found = tables(out)
     assert cell(found["speed"], "Switch", "timed_words_per_second").value == pytest.approx(0.75 * 1024 / 0.2)
     row = next(row for row in found["claims"].rows if "words per second" in row["claim"].value)
-    assert row["verdict"].value == "agrees"
+    assert row["verdict"].value == "agrees (the interval is the timer's noise alone)"
     assert row["measured"].source.startswith("speed.json")
+
+
+def test_rounds_of_the_timer_are_no_seeds(out):
+    """Words per second and perplexity stand in one column, with intervals over other things."""
+
+    def claims(**rounds: list[float]) -> Table:
+        models = {name: {"seconds_per_update": times, "tokens_per_update": 1024} for name, times in rounds.items()}
+        (out / "speed.json").write_text(json.dumps({"models": models, "threads": 1, "device": "cpu"}))
+        return tables(out)["claims"]
+
+    sentence = "sMLP has higher words per second than Switch"
+    rows = {row["claim"].value: row for row in claims(sMLP=[1.0], Switch=[2.0]).rows}
+    assert rows[sentence]["verdict"].value == "not decided (agrees with one round)"
+    table = claims(sMLP=[1.0, 2.0, 3.0, 4.0], Switch=[1.0, 2.0, 3.0, 4.0])
+    row = next(row for row in csv.DictReader(io.StringIO(table.csv())) if row["claim"] == sentence)
+    assert (row["measured_seeds"], row["measured_rounds"]) == ("0", "4")
+    assert row["verdict"] == "not decided (interval holds 0; the interval is the timer's noise alone)"
+    found = {row["claim"]["value"]: row["measured"] for row in table.as_json()["rows"]}
+    assert found[sentence]["by_round"] == {number: 0.0 for number in range(4)}
+    assert "by_seed" not in found[sentence]
+    assert list(found["sMLP has lower perplexity than Switch"]["by_seed"]) == list(SEEDS)
+    assert any("their interval is the timer's noise alone, in one process" in note for note in table.notes)
 
 
 def test_without_words_there_are_tokens(out):

@@ -1,141 +1,88 @@
 """What the paper says of two models beside what was measured, and a verdict on each.
 
-For each family its first model in the experiment speaks. A verdict needs an interval: where that holds zero, or there
-is one seed, nothing is decided.
+Of several models of a kind the one that is most like the paper's speaks. A verdict needs an interval: where that holds
+zero, or there is one seed, nothing is decided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from smlp.experiments.report import paper
-from smlp.experiments.report.quality import difference, percent_cell
+from smlp.experiments.report.measures import measure
 from smlp.experiments.report.runs import Experiment, Model
-from smlp.experiments.report.speed import logged_tokens_per_second, seconds_by_round
-from smlp.experiments.report.statistics import Estimate, relative_difference
-from smlp.experiments.report.studies import mean_accuracies, moe_models, num_experts
-from smlp.experiments.report.table import EMPTY, Cell, Column, Table, files, text
+from smlp.experiments.report.speakers import is_of_the_paper, speaker
+from smlp.experiments.report.statements import ACCURACY, SAME_TIME, SPEED, Statement, moe_statement, statements
+from smlp.experiments.report.statistics import Estimate
+from smlp.experiments.report.studies import moe_models, task_names
+from smlp.experiments.report.table import EMPTY, Cell, Column, Table, text
 
 AGREES, DIFFERS, OPEN = "agrees", "differs", "not decided"
-_SPARSE_RIVALS = ("gshard_lm", "switch_lm", "base_lm", "hash_lm")
+NOT_MEASURED = "not measured"
+_TIMER = "the interval is the timer's noise alone"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """``first`` has a lower (or higher) figure than ``second``, the paper says."""
+    """A statement of the paper, and what was measured."""
 
-    #: such as "perplexity"
-    figure: str
+    statement: Statement
     first: Model
     second: Model
-    is_lower: bool
-    where: str
-    #: the paper's first over second, less one, per cent; None where it prints no numbers
-    printed: float | None
-    #: differences of logarithms by seed; None where the models have no common seed
+    #: differences of logarithms, by seed or by round of a timer; None where the models have none in common
     logs: Estimate | None
     cell: Cell
 
     @property
     def verdict(self) -> str:
         if self.logs is None:
-            return "not measured"
-        agrees = (self.logs.mean < 0) == self.is_lower
+            return NOT_MEASURED
+        verdict = AGREES if (self.logs.mean < 0) == self.statement.is_lower else DIFFERS
         if self.logs.half is None:
-            return f"{OPEN} ({AGREES if agrees else DIFFERS} with one seed)"
+            return f"{OPEN} ({verdict} with one {'round' if self.cell.by_round else 'seed'})"
+        remarks = [_TIMER] if self.cell.by_round else []
         if self.logs.low <= 0 <= self.logs.high:
-            return f"{OPEN} (interval holds 0)"
-        return AGREES if agrees else DIFFERS
+            verdict, remarks = OPEN, ["interval holds 0", *remarks]
+        return f"{verdict} ({'; '.join(remarks)})" if remarks else verdict
 
     @property
     def sentence(self) -> str:
-        """What the paper says."""
-        return f"{self.first.name} has {'lower' if self.is_lower else 'higher'} {self.figure} than {self.second.name}"
+        """What the paper says, of the models here."""
+        said = self.statement
+        return f"{self.first.name} has {'lower' if said.is_lower else 'higher'} {said.figure} than {self.second.name}"
 
 
 def claims(experiment: Experiment) -> list[Claim]:
     """Those whose models are here."""
-    first = {model.family: model for model in reversed(experiment.models)}
-    smlp, found = first.get("smlp"), []
-
-    def add(figure: str, one: Model, other: Model | None, is_lower: bool, where: str, printed: float | None) -> None:
-        if other is None:
-            return
-        logs, cell = _MEASURES[figure](experiment, one, other)
-        found.append(Claim(figure, one, other, is_lower, where, printed, logs, cell))
-
-    if smlp is not None:
-        own = paper.TABLE_4["small"]["smlp"]
-        for family in _SPARSE_RIVALS:
-            row = paper.TABLE_4["small"][family]
-            printed = _percent(own.perplexity, row.perplexity)
-            add("perplexity", smlp, first.get(family), True, "Table 4, top", printed)
-        for family in ("dense_lm", "gmlp_lm"):
-            add("perplexity", smlp, first.get(family), True, "Figure 4", None)
-        for family in _SPARSE_RIVALS:
-            row = paper.TABLE_4["small"][family]
-            printed = _percent(own.words_per_second, row.words_per_second)
-            add("words per second", smlp, first.get(family), False, "Table 4, top", printed)
-        for family in _SPARSE_RIVALS if any(run.zeroshot for run in experiment.runs) else ():
-            printed = _percent(paper.TABLE_6["smlp"]["average"], paper.TABLE_6[family]["average"])
-            add("zero-shot accuracy", smlp, first.get(family), False, "Table 6, average", printed)
-        if "smlp_leaky" in first:
-            add("perplexity", first["smlp_leaky"], smlp, True, "Figure 7", None)
-    for one, other in _moe_pairs(experiment):
-        printed = [paper.TABLE_7.get(num_experts(model)) for model in (one, other)]
-        add("perplexity", one, other, False, "Table 7", None if None in printed else _percent(*printed))
-    return found
+    said = [(one, *(speaker(experiment, name) for name in (one.first, one.second))) for one in _sayings(experiment)]
+    said += _moe_pairs(experiment)
+    return [_claim(experiment, *one) for one in said if None not in one]
 
 
-def _moe_pairs(experiment: Experiment) -> list[tuple[Model, Model]]:
+def _sayings(experiment: Experiment) -> Iterator[Statement]:
+    """Of the size that the experiment's models have; those of tasks only where there are scores."""
+    is_large = any(model.arch.endswith("_large") for model in experiment.models)
+    for statement in statements("large" if is_large else "small"):
+        if statement.figure != ACCURACY or task_names(experiment):
+            yield statement
+
+
+def _claim(experiment: Experiment, statement: Statement, one: Model, other: Model) -> Claim:
+    """Nothing is measured of a model that the paper's name does not mean."""
+    if not (is_of_the_paper(one) and is_of_the_paper(other)):
+        return Claim(statement, one, other, None, EMPTY)
+    return Claim(statement, one, other, *measure(statement.figure, experiment, one, other))
+
+
+def _moe_pairs(experiment: Experiment) -> list[tuple[Statement, Model, Model]]:
     """Each gMLP-MoE with gMLP, and with the gMLP-MoE of the next fewer experts."""
     found = moe_models(experiment)
+    dense = [model for model in found if model.family == "gmlp_lm"]
     sparse = [model for model in found if model.family == "gmlp_moe"]
-    pairs = [(model, found[0]) for model in sparse if found[0] not in sparse]
-    return pairs + [
-        pair for pair in zip(sparse[1:], sparse, strict=False) if num_experts(pair[0]) > num_experts(pair[1])
-    ]
-
-
-def _perplexity(experiment: Experiment, one: Model, other: Model) -> tuple[Estimate | None, Cell]:
-    return difference(experiment, one, other, experiment.subsets[0])
-
-
-def _accuracy(experiment: Experiment, one: Model, other: Model) -> tuple[Estimate | None, Cell]:
-    pair = relative_difference(*(mean_accuracies(experiment, model) for model in (one, other)))
-    if pair is None:
-        return None, EMPTY
-    runs = experiment.done(one) + experiment.done(other)
-    return pair[0], percent_cell(pair[0], files(runs, "zeroshot.json", "mean of tasks.*.accuracy"))
-
-
-def _speed(experiment: Experiment, one: Model, other: Model) -> tuple[Estimate | None, Cell]:
-    """By speed.json where it has both, else by the logs."""
-    rounds = [seconds_by_round(experiment, model) for model in (other, one)]
-    timed = relative_difference(*rounds)
-    if timed is not None:
-        source = (
-            f"speed.json: seconds_per_update of {one.name} and {other.name}, each round's ratio; interval over rounds"
-        )
-        return timed[0], percent_cell(timed[0], source)
-    logged = [logged_tokens_per_second(experiment, model) for model in (one, other)]
-    pair = relative_difference(*(found.by_seed for found in logged)) if all(logged) else None
-    if pair is None:
-        return None, EMPTY
-    runs = experiment.done(one) + experiment.done(other)
-    return pair[0], percent_cell(pair[0], files(runs, "train.log", "train_wall, wps"))
-
-
-_MEASURES: dict[str, Callable[[Experiment, Model, Model], tuple[Estimate | None, Cell]]] = {
-    "perplexity": _perplexity,
-    "words per second": _speed,
-    "zero-shot accuracy": _accuracy,
-}
-
-
-def _percent(first: float, second: float) -> float:
-    return 100 * (first / second - 1)
+    pairs = [(model, gmlp) for gmlp in dense for model in sparse]
+    pairs += [pair for pair in zip(sparse[1:], sparse, strict=False) if pair[0].num_experts > pair[1].num_experts]
+    return [(moe_statement(one.num_experts, other.family, other.num_experts), one, other) for one, other in pairs]
 
 
 def claims_table(experiment: Experiment) -> Table | None:
@@ -149,14 +96,15 @@ def claims_table(experiment: Experiment) -> Table | None:
         ),
         Column("verdict", "verdict", "agrees or differs if the interval does not hold 0, else not decided"),
     ]
+    found = claims(experiment)
     rows = []
-    for claim in claims(experiment):
-        printed = claim.printed
-        source = f"{paper.SOURCE}, {claim.where}"
+    for claim in found:
+        printed, where = claim.statement.printed, claim.statement.where
+        source = f"{paper.SOURCE}, {where}"
         rows.append(
             {
                 "claim": text(claim.sentence, source),
-                "where": text(claim.where, source),
+                "where": text(where, source),
                 "printed": text("no numbers", source)
                 if printed is None
                 else Cell(printed, f"{printed:+.1f} %", source),
@@ -164,16 +112,34 @@ def claims_table(experiment: Experiment) -> Table | None:
                 "verdict": text(claim.verdict, "computed from the columns before"),
             }
         )
+    title = "What the paper says, and what was measured"
+    return Table("claims", title, columns, rows, _notes(found)) if rows else None
+
+
+def _notes(found: list[Claim]) -> list[str]:
+    figures = {claim.statement.figure for claim in found if claim.logs}
     notes = [
-        "Perplexities are compared on the positions that every model here predicts, seed with seed. "
-        + "One interval in twenty misses the truth by chance. "
-        + (
-            "Words per second are those of speed.json, paired by round."
-            if experiment.speed
-            else "Words per second are those of the logs."
-        )
+        "Perplexities are compared on the positions that every model here predicts, seed with seed. One interval in "
+        "twenty misses the truth by chance."
     ]
-    return Table("claims", "What the paper says, and what was measured", columns, rows, notes) if rows else None
+    if any(claim.cell.by_round for claim in found):
+        notes.append(
+            "Words per second are those of speed.json, paired by round of its timer: their interval is the timer's "
+            "noise alone, in one process, and says nothing of other seeds, days or machines."
+        )
+    elif SPEED in figures:
+        notes.append("Words per second are those of the logs.")
+    if SAME_TIME in figures:
+        notes.append(
+            "Equal training time is where the faster of two runs with the same seed ends; the slower one is then in "
+            "the midst of its schedule. Times are those of the logs."
+        )
+    if any(claim.verdict == NOT_MEASURED for claim in found):
+        notes.append(
+            "Not measured: the models have no seed in common, or one of them is not what the paper calls by the name "
+            "(it has a single expert, or `linear` ones)."
+        )
+    return notes
 
 
 def table_4(experiment: Experiment) -> Table | None:
@@ -182,7 +148,7 @@ def table_4(experiment: Experiment) -> Table | None:
     for size in ("small", "large"):
         columns += [
             Column(f"{size}_parameters", f"{size}: parameters (B)", "Table 4, Model Size"),
-            Column(f"{size}_perplexity", "perplexity", f"Table 4, after {_SCALES[size].updates:,} updates"),
+            Column(f"{size}_perplexity", "perplexity", f"Table 4, after {paper.SCALES[size].updates:,} updates"),
             Column(f"{size}_hours", "hours", "Table 4, Time to Quality"),
             Column(f"{size}_words", "words/s", "Table 4, Speed"),
         ]
@@ -192,7 +158,7 @@ def table_4(experiment: Experiment) -> Table | None:
             continue
         row = {"model": text(paper.NAMES[family], paper.SOURCE)}
         for size, table in paper.TABLE_4.items():
-            source = f"{paper.SOURCE}, {_SCALES[size].table}"
+            source = f"{paper.SOURCE}, {paper.SCALES[size].table}"
             if family in table:
                 one = table[family]
                 row[f"{size}_parameters"] = Cell(one.parameters, f"{one.parameters / 1e9:.2f}", source)
@@ -211,9 +177,6 @@ def table_4(experiment: Experiment) -> Table | None:
     return Table("paper-table-4", "The paper's Table 4", columns, rows, notes) if rows else None
 
 
-_SCALES = {"small": paper.SMALL, "large": paper.LARGE}
-
-
 def scale_sentences(experiment: Experiment) -> list[str]:
     """How far this experiment is from the paper's."""
     tokens = experiment.updates * experiment.tokens_per_update
@@ -222,18 +185,18 @@ def scale_sentences(experiment: Experiment) -> list[str]:
     gpus = experiment.environment.get("gpus")
     where = f"{len(gpus)} GPUs ({', '.join(dict.fromkeys(gpus))})" if gpus else "no GPU"
     own = (
-        f"Here: models of up to {_quantity(parameters)} parameters and {_quantity(flops)} forward FLOPs per token, "
-        f"{_quantity(tokens)} tokens ({experiment.updates:,} updates of {experiment.tokens_per_update:,}), "
+        f"Here: models of up to {_quantity(parameters)} parameters and {_quantity(flops)} forward multiply-adds per "
+        f"token, {_quantity(tokens)} tokens ({experiment.updates:,} updates of {experiment.tokens_per_update:,}), "
         f"context {experiment.settings['tokens_per_sample']:,}, {where}."
     )
     sentences = [own]
     for scale in (paper.SMALL, paper.LARGE):
         sentences.append(
             f"The paper, {scale.name}: {_quantity(scale.parameters)} parameters (sMLP), "
-            f"{_quantity(scale.flops_per_token)} forward FLOPs per token, {_quantity(scale.tokens)} tokens "
+            f"{_quantity(scale.flops_per_token)} forward multiply-adds per token, {_quantity(scale.tokens)} tokens "
             f"({scale.updates:,} updates of {scale.tokens_per_update:,}), context 1,024, {scale.gpus} {scale.gpu}: "
-            f"{_times(scale.flops_per_token / flops)} the FLOPs per token and {_times(scale.tokens / tokens)} the "
-            "tokens of this experiment."
+            f"{_times(scale.flops_per_token / flops)} the multiply-adds per token and {_times(scale.tokens / tokens)} "
+            "the tokens of this experiment."
         )
     sentences.append(
         "So absolute numbers cannot be compared with the paper's, nor perplexities on other texts and vocabularies; "

@@ -9,6 +9,7 @@ from smlp.experiments.report.table import Cell, Column, Table, number, text
 #: operations of a training step over those of a forward pass
 FORWARD_AND_BACKWARD = 3
 _MODELS = "experiment.json: models"
+_FORWARD, _TRAINING = "forward_multiply_adds_millions_per_token", "training_multiply_adds_trillions"
 
 
 def training_flops(flops_per_token: float, tokens: float) -> float:
@@ -34,8 +35,8 @@ def details_table(experiment: Experiment) -> Table:
         Column("heads", "heads", f"{_MODELS}.config.num_heads"),
         Column("experts", "experts", f"{_MODELS}.config.num_experts"),
         Column("parameters_millions", "parameters (M)", f"{_MODELS}.parameters.total"),
-        Column("forward_mflops_per_token", "forward MFLOPs per token", f"{_MODELS}.flops_per_token, by formula"),
-        Column("training_tflops", "training TFLOPs", "3 * flops_per_token * updates * tokens_per_update"),
+        Column(_FORWARD, "forward multiply-adds per token (M)", f"{_MODELS}.flops_per_token, by formula"),
+        Column(_TRAINING, "multiply-adds of training (T)", "3 * flops_per_token * updates * tokens_per_update"),
         Column("overrides", "changed from the preset", f"{_MODELS}.overrides"),
         Column("recipe", "options of training", f"{_MODELS}.recipe"),
     ]
@@ -56,10 +57,8 @@ def details_table(experiment: Experiment) -> Table:
                     config.moe.num_experts if config.num_sparse_layers else 0, "d", f"{_MODELS}.config.num_experts"
                 ),
                 "parameters_millions": number(model.num_parameters / 1e6, ",.1f", f"{_MODELS}.parameters.total"),
-                "forward_mflops_per_token": number(model.flops_per_token / 1e6, ",.3f", f"{_MODELS}.flops_per_token"),
-                "training_tflops": number(
-                    flops / 1e12, ",.3f", f"{_MODELS}.flops_per_token; updates; tokens_per_update"
-                ),
+                _FORWARD: number(model.flops_per_token / 1e6, ",.3f", f"{_MODELS}.flops_per_token"),
+                _TRAINING: number(flops / 1e12, ",.3f", f"{_MODELS}.flops_per_token; updates; tokens_per_update"),
                 "overrides": text(
                     ", ".join(f"{name}={value}" for name, value in record.get("overrides", {}).items()) or None,
                     f"{_MODELS}.overrides",
@@ -70,8 +69,9 @@ def details_table(experiment: Experiment) -> Table:
     largest = experiment.settings.get("max_spread")
     allowed = "" if largest is None else f" ({largest:.2%} are allowed)"
     notes = [
-        f"Nominal forward FLOPs per token differ by {spread(experiment):.2%}{allowed}. FLOPs are multiply-adds, as in "
-        "the paper; training counts three forward passes for a token.",
+        f"Nominal forward FLOPs per token differ by {spread(experiment):.2%}{allowed}. FLOPs of this report are "
+        "multiply-adds, as in the paper; training counts three forward passes for a token. `--dry-run` says "
+        "floating-point operations, as data sheets do: two for a multiply-add, and of what is causal only the half.",
     ]
     return Table("details", "The models", columns, rows, notes)
 
@@ -88,7 +88,7 @@ def paper_details_table(experiment: Experiment) -> Table | None:
         Column("heads", "heads", "Table 5"),
         Column("experts", "experts", "Table 5"),
         Column("parameters_billions", "parameters (B)", "Table 5 (its head says M)"),
-        Column("tflops", "TFLOPs of 2 x 1024 tokens", "Table 5"),
+        Column("tflops", "TFLOPs (multiply-adds) of 2 x 1024 tokens", "Table 5"),
         Column("gpus", "GPUs", "Table 5"),
     ]
     source = f"{paper.SOURCE}, Table 5"

@@ -31,7 +31,7 @@ def summary_table(experiment: Experiment, tables: Mapping[str, Table]) -> Table:
     wanted = [(quality, key) for key in ("model", *seeds, *_QUALITY, *against)]
     wanted += [(speed, key) for key in shown if key.startswith("training_time_")]
     wanted += [(speed, key) for key in _SPEEDS if key in shown][:1]
-    wanted += [(tables["details"], key) for key in ("parameters_millions", "forward_mflops_per_token")]
+    wanted += [(tables["details"], key) for key in ("parameters_millions", "forward_multiply_adds_millions_per_token")]
     columns: list[Column] = []
     rows: list[dict] = [{} for _ in experiment.models]
     for table, key in wanted:
@@ -132,7 +132,7 @@ def _verdicts(tables: Mapping[str, Table]) -> str:
     verdicts = [row["verdict"].value for row in tables["claims"].rows] if "claims" in tables else []
     if not verdicts:
         return ""
-    agree, differ = (sum(verdict == one for verdict in verdicts) for one in (AGREES, DIFFERS))
+    agree, differ = (sum(verdict.startswith(one) for verdict in verdicts) for one in (AGREES, DIFFERS))
     rest = len(verdicts) - agree - differ
     return f"{len(verdicts)} sentences: {agree} agree with what was measured, {differ} differ, {rest} open."
 
@@ -202,7 +202,7 @@ def _sources(tables: Mapping[str, Table], pictures: Mapping[str, Picture]) -> li
         "## Where the numbers come from",
         "",
         "Files are in the experiment's folder; those of a run are in `runs/RUN/`. `report.json` has the files of every "
-        "single number, unrounded, with its seeds. The paper's numbers are from "
+        "single number, unrounded, with its seeds or rounds. The paper's numbers are from "
         f"{paper.SOURCE}, Tables 4 to 7; names of models: experiment.json.",
         "",
     ]

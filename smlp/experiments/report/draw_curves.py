@@ -1,4 +1,4 @@
-"""Figures with a line for each model: perplexity against updates, time and FLOPs; routing against updates."""
+"""Figures with a line for each model: perplexity against updates, time and multiply-adds; routing against updates."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _BANDS, _FAINTEST, _DARKEST = 0.5, 0.04, 0.15
 #: in the right-hand panel: updates from this share of the training on
 LAST_SHARE = 0.5
+_LARGE = ((1e18, "quintillion"), (1e15, "quadrillion"), (1e12, "trillion"), (1e9, "billion"))
 _ROUTING = (
     ("drop_share", "dropped (%)", 100),
     ("load_cv", "CV of the experts' loads", 1),
@@ -41,14 +42,12 @@ class Horizontal:
 
 
 def horizontals(experiment: Experiment) -> list[Horizontal]:
-    """Updates, training time, FLOPs."""
+    """Updates, training time, multiply-adds."""
     flops = max(
         training_flops(model.flops_per_token, experiment.updates * experiment.tokens_per_update)
         for model in experiment.models
     )
-    size, prefix = next(
-        (unit for unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")) if flops >= unit[0]), (1e6, "M")
-    )
+    size, word = next((unit for unit in _LARGE if flops >= unit[0]), (1e6, "million"))
     totals = [run.timeline.at(run.last_update) for run in experiment.runs if run.timeline and run.last_update]
     unit, seconds = time_unit(totals)
 
@@ -62,7 +61,7 @@ def horizontals(experiment: Experiment) -> list[Horizontal]:
         Horizontal("time", f"training time without evaluation ({unit})", time),
         Horizontal(
             "flops",
-            f"training {prefix}FLOPs (3 x nominal forward multiply-adds)",
+            f"{word} multiply-adds of training (3 x nominal forward)",
             lambda model, update: training_flops(model.flops_per_token, update * experiment.tokens_per_update) / size,
         ),
     ]

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from smlp.drawing import OKABE_ITO, new_figure
+from smlp.drawing import new_figure
 from smlp.experiments.report import paper
 from smlp.experiments.report.quality import AFTER_PREFIX, perplexity
 from smlp.experiments.report.runs import Experiment, Model
 from smlp.experiments.report.speed import logged_tokens_per_second, timed_tokens_per_second
 from smlp.experiments.report.statistics import Estimate
-from smlp.experiments.report.studies import head_groups, moe_models, num_experts
+from smlp.experiments.report.studies import head_groups, moe_models, smlp_beside_heads
 from smlp.experiments.report.styles import Style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+#: opacity of an interval that is a band
+_BAND = 0.15
 _HEAD_LINES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
 
 
@@ -40,7 +42,7 @@ def draw_final(experiment: Experiment, models: Sequence[Model], styles: dict[str
     axes = figure.subplots()
     for row, (model, one) in enumerate(found):
         style = styles[model.name]
-        seeds = list(one.by_seed.values())
+        seeds = list(one.samples.values())
         axes.plot(seeds, [row + 0.22] * len(seeds), "|", color=style.colour, markersize=7, markeredgewidth=1.2)
         _point(axes, one.mean, row, style, x_error=one.half)
     axes.set_yticks(range(len(found)), [model.name for model, _ in found], parse_math=False)
@@ -73,24 +75,33 @@ def draw_quality_and_speed(experiment: Experiment, styles: dict[str, Style]) -> 
     return figure
 
 
-def draw_heads(experiment: Experiment) -> Figure | None:
-    """Figure 4: final perplexity against the number of heads; None without models that differ in heads alone."""
+def draw_heads(experiment: Experiment, styles: dict[str, Style]) -> Figure | None:
+    """Figure 4: final perplexity against the number of heads, and sMLP's as a horizontal line with its interval.
+
+    None without models that differ in heads alone.
+    """
     groups = [[(model, one) for model, one in _final(experiment, group)] for group in head_groups(experiment)]
     groups = [sorted(group, key=lambda pair: pair[0].config.num_heads) for group in groups if len(group) > 1]
     if not groups:
         return None
     figure = new_figure(7.0, 4.2, "Number of heads (the paper's Figure 4)")
     axes = figure.subplots()
-    colours = list(OKABE_ITO.values())
     for place, group in enumerate(groups):
         marker, line = _HEAD_LINES[place % len(_HEAD_LINES)]
         axes.errorbar(
             [model.config.num_heads for model, _ in group],
             [one.mean for _, one in group],
             yerr=[one.half or 0.0 for _, one in group],
-            **{"marker": marker, "linestyle": line, "color": colours[place % len(colours)], "capsize": 3},
+            **{"marker": marker, "linestyle": line, "color": styles[group[0][0].name].colour, "capsize": 3},
             label=paper.NAMES.get(group[0][0].family or "", group[0][0].name),
         )
+    beside = smlp_beside_heads(experiment)
+    for model, one in _final(experiment, [beside] if beside else []):
+        colour = styles[model.name].colour
+        label = f"{model.name} ({_experts(model.num_experts)})"
+        axes.axhline(one.mean, color=colour, linestyle=(0, (8, 3)), label=label)
+        if one.half is not None:
+            axes.axhspan(one.low, one.high, color=colour, alpha=_BAND, linewidth=0)
     heads = sorted({model.config.num_heads for group in groups for model, _ in group})
     axes.set_xscale("log", base=2)
     axes.set_xticks(heads, [str(count) for count in heads])
@@ -103,14 +114,14 @@ def draw_heads(experiment: Experiment) -> Figure | None:
 
 def draw_moe(experiment: Experiment, styles: dict[str, Style]) -> Figure | None:
     """Table 7: perplexity of gMLP and gMLP-MoE by number of experts, here and in the paper; None without two."""
-    found = sorted(_final(experiment, moe_models(experiment)), key=lambda pair: num_experts(pair[0]))
+    found = sorted(_final(experiment, moe_models(experiment)), key=lambda pair: pair[0].num_experts)
     if len(found) < 2:
         return None
     figure = new_figure(8.0, 3.8, "Token-routed gMLP (the paper's Table 7)")
     here, printed = figure.subplots(1, 2, width_ratios=(max(len(found), 3), 3))
     for place, (model, one) in enumerate(found):
         _point(here, place, one.mean, styles[model.name], y_error=one.half)
-    labels = [f"{model.name}\n{_experts(num_experts(model))}" for model, _ in found]
+    labels = [f"{model.name}\n{_experts(model.num_experts)}" for model, _ in found]
     here.set_xticks(range(len(found)), labels, fontsize=8, parse_math=False)
     _finish(here, "here", f"validation {_positions(experiment)}".replace(" after", "\nafter"))
     printed.plot(range(len(paper.TABLE_7)), list(paper.TABLE_7.values()), "o", color="0.3")

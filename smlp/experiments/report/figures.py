@@ -54,13 +54,14 @@ def _all(experiment: Experiment) -> Iterator[tuple[Picture, Figure | None]]:
     titles = {
         "updates": "Validation perplexity against updates (the paper's Figures 1 and 5)",
         "time": "Validation perplexity against training time (the paper's Figures 1 and 5)",
-        "flops": "Validation perplexity against FLOPs of training",
+        "flops": "Validation perplexity against multiply-adds of training",
     }
     sources = {
         "updates": "train.log: valid_num_updates, valid_loss",
         "time": "train.log: valid_loss, train_wall narrowed by wps",
         "flops": "train.log: valid_loss; experiment.json: models.flops_per_token, tokens_per_update",
     }
+    said = {"updates": [paper.FIGURE_1, paper.FIGURE_5_UPDATES], "time": [paper.FIGURE_1, paper.FIGURE_5_TIME]}
     band = "Mean over seeds; the band is the 95 % interval (Student's t) where there are two or more: how much "
     band += (
         "one training differs from the next. Differences between models are better judged seed by seed, in the summary."
@@ -70,7 +71,8 @@ def _all(experiment: Experiment) -> Iterator[tuple[Picture, Figure | None]]:
             " Models with a prefix are measured on their own positions here: their lines and others' do not compare."
         )
     for across in horizontals(experiment):
-        picture = Picture(f"perplexity-{across.key}", titles[across.key], band, f"runs/*/{sources[across.key]}")
+        caption = " ".join([band, *said.get(across.key, [])])
+        picture = Picture(f"perplexity-{across.key}", titles[across.key], caption, f"runs/*/{sources[across.key]}")
         yield picture, draw_curves(experiment, some, across, looks, picture.title) if some else None
     positions = " on the positions that all models predict" if experiment.has_prefix else ""
     scores = f"runs/*/scores.json: exp(subsets.{experiment.subsets[0]}.nll_after_prefix)"
@@ -91,7 +93,8 @@ def _all(experiment: Experiment) -> Iterator[tuple[Picture, Figure | None]]:
         ),
         draw_routing(experiment, looks),
     )
-    yield Picture("heads", "Number of heads", paper.FIGURE_4, scores), draw_heads(experiment)
+    heads = f"Bars and the band of sMLP are 95 % intervals over seeds. {paper.FIGURE_4}"
+    yield Picture("heads", "Number of heads", heads, scores), draw_heads(experiment, looks)
     variants = routed_variants(experiment)
     own_looks = styles(variants, by_family=False)
     first = horizontals(experiment)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from smlp.experiments.report.runs import Experiment, Model, Run
@@ -13,15 +14,18 @@ from smlp.experiments.report.statistics import estimate
 from smlp.experiments.report.table import Cell, Column, Table, estimated, files, number, text
 
 _FILE = "router_health.jsonl"
+_NOMINAL, _REALISED = "nominal_multiply_adds_millions_per_token", "realised_multiply_adds_millions_per_token"
 
 
 def work_table(experiment: Experiment) -> Table:
-    """Realised beside nominal FLOPs of the logged updates, and what was dropped."""
+    """Realised beside nominal multiply-adds of the logged updates, and what was dropped."""
     columns = [
         Column("model", "model", "experiment.json: models.name"),
-        Column("nominal_mflops_per_token", "nominal MFLOPs per token", f"{_FILE}: mean of work.nominal_flops / tokens"),
         Column(
-            "realised_mflops_per_token", "realised MFLOPs per token", f"{_FILE}: mean of work.realised_flops / tokens"
+            _NOMINAL, "nominal multiply-adds per token (M)", f"{_FILE}: mean of work.nominal_flops / tokens, forward"
+        ),
+        Column(
+            _REALISED, "realised multiply-adds per token (M)", f"{_FILE}: mean of work.realised_flops / tokens, forward"
         ),
         Column("ratio", "realised / nominal", f"{_FILE}: mean of work.ratio over the logged updates"),
         Column("drop_percent", "dropped, mean (%)", f"{_FILE}: mean of pooled.drop_share over the logged updates"),
@@ -41,8 +45,8 @@ def work_table(experiment: Experiment) -> Table:
         rows.append(
             {
                 "model": text(model.name),
-                "nominal_mflops_per_token": mean(",.3f", "work.nominal_flops", _per_token("nominal_flops")),
-                "realised_mflops_per_token": mean(",.3f", "work.realised_flops", _per_token("realised_flops")),
+                _NOMINAL: mean(",.3f", "work.nominal_flops", _per_token("nominal_flops")),
+                _REALISED: mean(",.3f", "work.realised_flops", _per_token("realised_flops")),
                 "ratio": mean(".3f", "work.ratio", lambda line: line.get("work", {}).get("ratio")),
                 "drop_percent": mean(".1f", "pooled.drop_share", _pooled("drop_share"), 100),
                 "drop_percent_capacity": mean(".1f", "pooled.drop_share_capacity", _pooled("drop_share_capacity"), 100),
@@ -58,7 +62,7 @@ def work_table(experiment: Experiment) -> Table:
         "second experts that its policy gives up as well). Evaluation drops nothing.",
         "Where all of a model's routing is balanced or fixed, nothing can be dropped, and the columns are empty.",
     ]
-    return Table("work", "Realised beside nominal FLOPs", columns, rows, notes)
+    return Table("work", "Realised beside nominal multiply-adds", columns, rows, notes)
 
 
 _FIGURES = (
@@ -138,11 +142,7 @@ def _estimated(values: Mapping[int, float | None], pattern: str, source: str) ->
     """The mean alone: intervals of so many figures would hide them. CSV and JSON have them."""
     found = estimate(values)
     cell = estimated(found, pattern, source)
-    return (
-        cell
-        if found is None
-        else Cell(*(cell.value, format(found.mean, pattern), source, cell.low, cell.high, cell.by_seed))
-    )
+    return cell if found is None else replace(cell, text=format(found.mean, pattern))
 
 
 def _per_token(key: str) -> Callable[[Mapping[str, Any]], float | None]:

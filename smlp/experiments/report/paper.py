@@ -50,6 +50,7 @@ class Scale:
 _GPU = "Nvidia V100 with 32 GB"
 SMALL = Scale("small, 0.8 TFLOPs", "Table 4, top", 25_000, 32 * 4 * 4 * 1024, 0.83e12 / 2048, 32, _GPU, 3.50e9)
 LARGE = Scale("large, 2.0 TFLOPs", "Table 4, bottom", 100_000, 32 * 2 * 8 * 1024, 2.125e12 / 2048, 32, _GPU, 9.41e9)
+SCALES = {"small": SMALL, "large": LARGE}
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,24 @@ TABLE_6 = {
 #: Table 7: validation perplexity by number of experts; 0 is the dense gMLP
 TABLE_7 = {0: 15.7, 32: 17.2, 64: 20.5}
 
+#: of attention, or of the spatial gating unit (Tables 5, 8 and 9)
+HEADS = {
+    **{"dense_lm": 16, "gmlp_lm": 1, "smlp": 1},
+    **{"gshard_lm": 16, "switch_lm": 16, "switch_lm_enlarged": 16, "base_lm": 16, "hash_lm": 16},
+}
+
+FIGURE_1 = (
+    "The caption of Figure 1 gives sMLP twice the training efficiency of the sparse Transformers, without saying how "
+    "that is counted."
+)
+FIGURE_5_UPDATES = (
+    "In the upper part of Figure 5 sMLP-deterministic and sMLP-partial are both ahead of the sparse Transformers; "
+    "the figure prints no numbers."
+)
+FIGURE_5_TIME = (
+    "In the lower part of Figure 5 sMLP has the lowest perplexity after the same training time, ahead of the sparse "
+    "Transformers; the figure prints no numbers."
+)
 FIGURE_4 = (
     "In Figure 4 the Transformer gains much from more heads, gMLP gains nothing although its parameters grow, and sMLP "
     "is ahead of both; the figure prints no numbers."

@@ -42,7 +42,7 @@ def perplexity_cell(experiment: Experiment, model: Model, subset: str, field: st
     found = perplexity(experiment, model, subset, field, per_word)
     if found is None:
         return EMPTY
-    runs = [run for run in experiment.done(model) if run.seed in found.by_seed]
+    runs = [run for run in experiment.done(model) if run.seed in found.samples]
     formula = f"exp({field} * tokens / words)" if per_word else f"exp({field})"
     return estimated(found, ",.1f" if per_word else ",.2f", files(runs, "scores.json", f"subsets.{subset}, {formula}"))
 
@@ -90,11 +90,11 @@ def _relative(first, second, source) -> tuple[Estimate | None, Cell]:
     if found is None:
         return None, EMPTY
     logs, _ = found
-    return logs, percent_cell(logs, source(logs.by_seed))
+    return logs, percent_cell(logs, source(logs.samples))
 
 
-def percent_cell(logs: Estimate, source: str) -> Cell:
-    """A cell of differences of logarithms, shown as per cent with the interval's ends."""
+def percent_cell(logs: Estimate, source: str, of_rounds: bool = False) -> Cell:
+    """A cell of differences of logarithms, by seed or by round of a timer, as per cent with the interval's ends."""
 
     def percent(value: float) -> float:
         return 100 * math.expm1(value)
@@ -104,8 +104,9 @@ def percent_cell(logs: Estimate, source: str) -> Cell:
     if logs.half is not None:
         low, high = percent(logs.low), percent(logs.high)
         shown += f" [{low:+.1f}, {high:+.1f}]"
-    by_seed = {seed: percent(value) for seed, value in logs.by_seed.items()}
-    return Cell(percent(logs.mean), shown, source, low, high, by_seed)
+    samples = {name: percent(value) for name, value in logs.samples.items()}
+    kind = {"by_round" if of_rounds else "by_seed": samples}
+    return Cell(percent(logs.mean), shown, source, low, high, **kind)
 
 
 def quality_table(experiment: Experiment, subset: str, held_against: Sequence[Model]) -> Table:
@@ -141,7 +142,7 @@ def quality_table(experiment: Experiment, subset: str, held_against: Sequence[Mo
         after = perplexity(experiment, model, subset, AFTER_PREFIX)
         row = {
             "model": text(model.name),
-            "seeds": number(len(after.by_seed) if after else 0, "d", "run.json: state; scores.json"),
+            "seeds": number(len(after.samples) if after else 0, "d", "run.json: state; scores.json"),
             "per_token": perplexity_cell(experiment, model, subset, ALL),
             "per_word": perplexity_cell(experiment, model, subset, ALL, per_word=True),
         }

@@ -17,7 +17,7 @@ from smlp.errors import UserError
 from smlp.evaluation.curves import TrainingCurve, curve_of, log_records
 from smlp.experiments.folder import DONE
 from smlp.experiments.report.files import read_json, read_json_lines
-from smlp.experiments.report.timeline import Timeline, read_timeline, training_lines
+from smlp.experiments.report.timeline import Timeline, logged_seconds, read_timeline, training_lines
 
 MISSING = "missing"
 
@@ -43,6 +43,11 @@ class Model:
         return self.parameters["total"]
 
     @property
+    def num_experts(self) -> int:
+        """Of a sparse layer; 0 without one."""
+        return self.config.moe.num_experts if self.config.num_sparse_layers else 0
+
+    @property
     def paper_name(self) -> str | None:
         """What :mod:`smlp.experiments.report.paper` calls it."""
         return "switch_lm_enlarged" if "enlarged" in self.arch else self.family
@@ -65,6 +70,8 @@ class Run:
     record: Mapping[str, Any]
     curve: TrainingCurve
     timeline: Timeline | None
+    #: seconds of fairseq's trainer, by the log
+    logged_seconds: float | None
     #: training lines of the log by update
     lines: Mapping[int, Mapping[str, Any]]
     #: lines of router_health.jsonl
@@ -221,6 +228,7 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
         record,
         curve_of(log, model.name, subset),
         read_timeline(log),
+        logged_seconds(log),
         {update: line for update, (line, _) in training_lines(log).items()},
         tuple(read_json_lines(folder / "router_health.jsonl", notes)),
         {int(line["update"]): int(line["digest"]) for line in order if {"update", "digest"} <= line.keys()},

@@ -1,4 +1,4 @@
-"""Tables of time: Table 4's columns, speed, and where the rest of the time went."""
+"""The table of time and quality: Table 4's columns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from smlp.experiments.report.table import EMPTY, Cell, Column, Table, estimated,
 _UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
 #: a unit is used where the longest time is at least so many of it
 _LEAST = 3
-#: what run.json calls an attempt to train; others score
-_TRAIN = "train"
-_LOG = "train.log: train_wall, narrowed by wps"
+#: files and fields of times of training
+LOG = "train.log: train_wall, narrowed by wps"
 
 
 def training_seconds(run: Run) -> float | None:
@@ -60,7 +59,7 @@ def time_unit(seconds: list[float]) -> tuple[str, float]:
 
 
 def _in_unit(found: Estimate | None, unit: float) -> Estimate | None:
-    return None if found is None else Estimate({seed: value / unit for seed, value in found.by_seed.items()})
+    return None if found is None else Estimate({seed: value / unit for seed, value in found.samples.items()})
 
 
 def speed_table(experiment: Experiment) -> Table:
@@ -85,7 +84,7 @@ def speed_table(experiment: Experiment) -> Table:
         Column(
             f"training_time_{unit}",
             f"training time ({unit})",
-            f"{_LOG}; training steps alone, summed to the last update",
+            f"{LOG}; training steps alone, summed to the last update",
         ),
         *(
             Column(
@@ -96,9 +95,7 @@ def speed_table(experiment: Experiment) -> Table:
             )
             for aim in aims
         ),
-        Column(
-            "logged_tokens_per_second", "tokens/s, training", f"tokens_per_update * updates / training time; {_LOG}"
-        ),
+        Column("logged_tokens_per_second", "tokens/s, training", f"tokens_per_update * updates / training time; {LOG}"),
         Column("logged_words_per_second", "words/s, training", "the same times words_per_token of data.json"),
         Column(
             "timed_tokens_per_second", "tokens/s, alone", "speed.json: tokens_per_update / median of seconds_per_update"
@@ -124,7 +121,7 @@ def speed_table(experiment: Experiment) -> Table:
         if experiment.has_prefix:
             row["perplexity_after_prefix"] = perplexity_cell(experiment, model, subset, AFTER_PREFIX)
         if words:
-            times_words = None if logged is None else Estimate({s: v * words for s, v in logged.by_seed.items()})
+            times_words = None if logged is None else Estimate({s: v * words for s, v in logged.samples.items()})
             row["logged_words_per_second"] = estimated(times_words, ",.0f", f"{source}; data.json: splits.{subset}")
             row["timed_words_per_second"] = number(
                 timed and timed * words, ",.0f", f"{alone}; data.json: splits.{subset}"
@@ -187,62 +184,3 @@ def _notes(experiment: Experiment, aims: list[Target], words: float | None) -> l
 
 
 _PREFIX = "Models with a prefix are measured on their own positions there, which are easier or harder than all."
-
-
-def split_table(experiment: Experiment) -> Table:
-    """Where a run's time went, its memory and how well it used the machine."""
-    columns = [
-        Column("model", "model", "experiment.json: models.name"),
-        Column("training_s", "training steps (s)", _LOG),
-        Column("other_s", "all else (s)", "run.json: sum of attempts.seconds of training, less the training steps"),
-        Column("memory_mib", "peak memory (MiB)", "run.json: peak_memory_mib, of the process"),
-        Column("device_memory_gib", "peak memory, log (GiB)", "train.log: largest mem_gb"),
-        Column(
-            "mfu_percent", "MFU (%)", "train.log: median of mfu, from line to line, evaluation and all else included"
-        ),
-        Column("data_wait_percent", "waiting for data (%)", "train.log: mean of data_wait"),
-    ]
-    rows = []
-    for model in experiment.models:
-        runs = experiment.done(model)
-        if not runs:
-            continue
-        log = files(runs, "train.log", "")
-
-        def logged(name: str, combine: Callable, model: Model = model) -> Estimate | None:
-            return over_runs(experiment, model, lambda run: _combined(run, name, combine))
-
-        rows.append(
-            {
-                "model": text(model.name),
-                "training_s": estimated(
-                    over_runs(experiment, model, training_seconds), ",.1f", log + "train_wall, wps"
-                ),
-                "other_s": estimated(
-                    over_runs(experiment, model, _other_seconds), ",.1f", files(runs, "run.json", "attempts.seconds")
-                ),
-                "memory_mib": estimated(
-                    over_runs(experiment, model, lambda run: run.record.get("peak_memory_mib")),
-                    ",.0f",
-                    files(runs, "run.json", "peak_memory_mib"),
-                ),
-                "device_memory_gib": estimated(logged("mem_gb", max), ",.2f", log + "mem_gb"),
-                "mfu_percent": estimated(logged("mfu", statistics.median), ",.1f", log + "mfu"),
-                "data_wait_percent": estimated(logged("data_wait", statistics.fmean), ",.1f", log + "data_wait"),
-            }
-        )
-    notes = ["All else of the training command: starting, validation, saving, updates that a stopped run did twice."]
-    return Table("time-split", "Where the time went, memory, use of the machine", columns, rows, notes)
-
-
-def _combined(run: Run, name: str, combine: Callable) -> float | None:
-    values = [float(line[name]) for line in run.lines.values() if name in line]
-    return combine(values) if values else None
-
-
-def _other_seconds(run: Run) -> float | None:
-    attempts = [one for one in run.record.get("attempts") or [] if one.get("step", _TRAIN) == _TRAIN]
-    training = training_seconds(run)
-    if training is None or not attempts:
-        return None
-    return sum(attempt.get("seconds") or 0.0 for attempt in attempts) - training

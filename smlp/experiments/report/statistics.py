@@ -1,7 +1,8 @@
-"""Means and intervals over seeds, and differences between models that were trained with the same seeds.
+"""Means and intervals over samples, and differences between models that have the same samples.
 
-Seeds pair: models of one seed saw the same tokens in the same order, so that their difference varies less than each of
-them. All intervals are Student's t, 95 %, two-sided; with one seed there is none.
+Samples are seeds, or the rounds of a timer. They pair: models of one seed saw the same tokens in the same order, and
+those of one round were timed one after the other, so that their difference varies less than each of them. All intervals
+are Student's t, 95 %, two-sided; with one sample there is none.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number for each seed, and what they say together."""
+    """A number for each seed or round, and what they say together."""
 
-    by_seed: Mapping[int, float]
+    samples: Mapping[int, float]
 
     @property
     def count(self) -> int:
-        """Seeds."""
-        return len(self.by_seed)
+        """Seeds or rounds."""
+        return len(self.samples)
 
     @property
     def mean(self) -> float:
         """Arithmetic."""
-        return statistics.fmean(self.by_seed.values())
+        return statistics.fmean(self.samples.values())
 
     @property
     def half(self) -> float | None:
-        """Half the width of the interval, t * s / sqrt(n); None with one seed."""
+        """Half the width of the interval, t * s / sqrt(n); None with one sample."""
         if self.count < 2:
             return None
-        return t_quantile(self.count - 1) * statistics.stdev(self.by_seed.values()) / math.sqrt(self.count)
+        return t_quantile(self.count - 1) * statistics.stdev(self.samples.values()) / math.sqrt(self.count)
 
     @property
     def low(self) -> float | None:
@@ -60,29 +61,29 @@ def t_quantile(degrees: int) -> float:
     return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))
 
 
-def estimate(by_seed: Mapping[int, float | None]) -> Estimate | None:
-    """Of the seeds that have a finite number; None where none has."""
-    found = {seed: value for seed, value in by_seed.items() if value is not None and math.isfinite(value)}
+def estimate(samples: Mapping[int, float | None]) -> Estimate | None:
+    """Of those that are finite numbers; None where none is."""
+    found = {name: value for name, value in samples.items() if value is not None and math.isfinite(value)}
     return Estimate(found) if found else None
 
 
 def relative_difference(
     first: Mapping[int, float | None], second: Mapping[int, float | None]
 ) -> tuple[Estimate, Estimate] | None:
-    """How much larger the first is than the second, by the seeds that both have.
+    """How much larger the first is than the second, by the seeds or rounds that both have.
 
     Args:
-        first, second: positive numbers by seed.
+        first, second: positive numbers by seed or round.
 
     Returns:
-        differences of logarithms, whose interval is Student's; and the same as shares, first / second - 1, by seed.
-        None without a common seed.
+        differences of logarithms, whose interval is Student's; and the same as shares, first / second - 1.
+        None where nothing is common to both.
     """
     logs = {
-        seed: math.log(first[seed]) - math.log(second[seed])
-        for seed in first
-        if (first[seed] or 0) > 0 and (second.get(seed) or 0) > 0
+        name: math.log(first[name]) - math.log(second[name])
+        for name in first
+        if (first[name] or 0) > 0 and (second.get(name) or 0) > 0
     }
     if not logs:
         return None
-    return Estimate(logs), Estimate({seed: math.expm1(value) for seed, value in logs.items()})
+    return Estimate(logs), Estimate({name: math.expm1(value) for name, value in logs.items()})

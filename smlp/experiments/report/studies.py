@@ -7,6 +7,7 @@ from dataclasses import replace
 from smlp.experiments.report import paper
 from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
 from smlp.experiments.report.runs import Experiment, Model, Run
+from smlp.experiments.report.speakers import is_of_the_paper, speaker
 from smlp.experiments.report.speed import over_runs
 from smlp.experiments.report.statistics import estimate
 from smlp.experiments.report.table import EMPTY, Cell, Column, Table, estimated, files, number, text
@@ -27,6 +28,14 @@ def head_groups(experiment: Experiment) -> list[list[Model]]:
     ]
 
 
+def smlp_beside_heads(experiment: Experiment) -> Model | None:
+    """The sMLP that Figure 4 draws beside models with different heads; None where there are none, or it is of them."""
+    model, groups = speaker(experiment, "smlp"), head_groups(experiment)
+    if model is None or not groups or not is_of_the_paper(model):
+        return None
+    return None if any(model in group for group in groups) else model
+
+
 def heads_table(experiment: Experiment) -> Table | None:
     """Figure 4; None where no two models differ in heads alone."""
     subset = experiment.subsets[0]
@@ -38,7 +47,8 @@ def heads_table(experiment: Experiment) -> Table | None:
         Column("after_prefix", "after the prefix", f"scores.json: exp(subsets.{subset}.nll_after_prefix)"),
     ]
     rows = []
-    for model in [model for group in head_groups(experiment) for model in group]:
+    beside = smlp_beside_heads(experiment)
+    for model in [model for group in head_groups(experiment) for model in group] + [beside] * (beside is not None):
         row = {
             "model": text(model.name),
             "heads": number(model.config.num_heads, "d", "experiment.json: models.config.num_heads"),
@@ -90,15 +100,10 @@ def variants_table(experiment: Experiment) -> Table | None:
 
 
 def moe_models(experiment: Experiment) -> list[Model]:
-    """The first gMLP, and the gMLP-MoE models by number of experts; empty without a gMLP-MoE."""
-    dense = [model for model in experiment.models if model.family == "gmlp_lm"][:1]
+    """The gMLP that is most like the paper's, and the gMLP-MoE models by number of experts; empty without these."""
+    dense = speaker(experiment, "gmlp_lm")
     sparse = [model for model in experiment.models if model.family == "gmlp_moe"]
-    return dense + sorted(sparse, key=num_experts) if sparse else []
-
-
-def num_experts(model: Model) -> int:
-    """0 for a dense one."""
-    return model.config.moe.num_experts if model.config.num_sparse_layers else 0
+    return [dense] * (dense is not None) + sorted(sparse, key=lambda model: model.num_experts) if sparse else []
 
 
 def moe_table(experiment: Experiment) -> Table | None:
@@ -115,9 +120,9 @@ def moe_table(experiment: Experiment) -> Table | None:
     for model in moe_models(experiment):
         row = {
             "model": text(model.name),
-            "experts": number(num_experts(model), "d", "experiment.json: models.config.num_experts"),
+            "experts": number(model.num_experts, "d", "experiment.json: models.config.num_experts"),
             "per_token": perplexity_cell(experiment, model, subset, ALL),
-            "paper": number(paper.TABLE_7.get(num_experts(model)), ".1f", f"{paper.SOURCE}, Table 7"),
+            "paper": number(paper.TABLE_7.get(model.num_experts), ".1f", f"{paper.SOURCE}, Table 7"),
         }
         if experiment.has_prefix:
             row["after_prefix"] = perplexity_cell(experiment, model, subset, AFTER_PREFIX)

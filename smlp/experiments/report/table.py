@@ -12,6 +12,8 @@ from smlp.experiments.report.runs import Run
 from smlp.experiments.report.statistics import Estimate
 
 NOTHING = "–"
+#: what an interval can be over: the field of a cell, and the ending of its column in CSV
+_SAMPLES = {"by_seed": "seeds", "by_round": "rounds"}
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,11 @@ class Cell:
     low: float | None = None
     high: float | None = None
     by_seed: Mapping[int, float] | None = None
+    #: instead, of a timer
+    by_round: Mapping[int, float] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        record = {"value": self.value, "low": self.low, "high": self.high, "by_seed": self.by_seed}
+        record = {name: getattr(self, name) for name in ("value", "low", "high", *_SAMPLES)}
         return {name: value for name, value in record.items() if name == "value" or value is not None} | {
             "source": self.source
         }
@@ -69,17 +73,20 @@ class Table:
         return "\n".join(lines)
 
     def csv(self) -> str:
-        """Values unrounded; beside each one that has an interval, its ends and the number of seeds."""
+        """Values unrounded; beside each one that has an interval, its ends and the number of seeds or rounds."""
         heads: list[str] = []
         readers: list[Callable[[Mapping[str, Cell]], Any]] = []
         for column in self.columns:
             heads.append(column.key)
             readers.append(lambda row, key=column.key: row.get(key, EMPTY).value)
-            if any(row.get(column.key, EMPTY).by_seed for row in self.rows):
-                heads += [f"{column.key}_{part}" for part in ("low", "high", "seeds")]
-                readers.append(lambda row, key=column.key: row.get(key, EMPTY).low)
-                readers.append(lambda row, key=column.key: row.get(key, EMPTY).high)
-                readers.append(lambda row, key=column.key: len(row.get(key, EMPTY).by_seed or ()))
+            cells = [row.get(column.key, EMPTY) for row in self.rows]
+            over = [name for name in _SAMPLES if any(getattr(cell, name) for cell in cells)]
+            for end in ("low", "high") if over else ():
+                heads.append(f"{column.key}_{end}")
+                readers.append(lambda row, key=column.key, end=end: getattr(row.get(key, EMPTY), end))
+            for name in over:
+                heads.append(f"{column.key}_{_SAMPLES[name]}")
+                readers.append(lambda row, key=column.key, name=name: len(getattr(row.get(key, EMPTY), name) or ()))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(heads)
@@ -120,7 +127,7 @@ def estimated(found: Estimate | None, pattern: str, source: str) -> Cell:
     shown = format(found.mean, pattern)
     if found.half is not None:
         shown += f" ± {format(found.half, pattern)}"
-    return Cell(found.mean, shown, source, found.low, found.high, dict(found.by_seed))
+    return Cell(found.mean, shown, source, found.low, found.high, dict(found.samples))
 
 
 def files(runs: Iterable[Run], file: str, field_name: str) -> str:

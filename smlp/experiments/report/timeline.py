@@ -4,6 +4,9 @@
 rounds it. Where updates are fast, that is coarse. ``wps`` of the same line has the whole time since the line before
 exactly, but with everything in it: so it is taken, less the share of ``data_wait``, as far as it agrees with
 ``train_wall`` within its rounding. Where a validation lies in between, the run's usual time takes its place.
+
+``wall`` is the time since fairseq's trainer was made, everything in it. A run that is resumed within an epoch goes on
+from its checkpoint's; at the beginning of one it counts from zero again.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ class Timeline:
         return float(np.interp(update, self.updates, self.seconds))
 
     def update_at(self, seconds: float) -> float:
-        """The inverse of :meth:`at`, between the first and the last line."""
+        """The inverse of :meth:`at`."""
+        if seconds > self.seconds[-1]:
+            return self.updates[-1] * seconds / self.seconds[-1]
         return float(np.interp(seconds, self.seconds, self.updates))
 
 
@@ -76,6 +81,18 @@ def read_timeline(records: Iterable[Mapping[str, Any]]) -> Timeline | None:
         total += _within(guess, *wall)
         seconds.append(total)
     return Timeline((0, *lines), tuple(seconds))
+
+
+def logged_seconds(records: Iterable[Mapping[str, Any]]) -> float | None:
+    """The last ``wall`` of a log; None where there is none, or it falls on the way: then time is missing from it."""
+    walls = []
+    for record in records:
+        wall = record.get("wall") if "num_updates" in record else None
+        if "train_num_updates" in record:  # the end of an epoch, all names with train_ before them
+            wall = record.get("train_wall")
+        if wall is not None:
+            walls.append(float(wall))
+    return walls[-1] if walls and walls == sorted(walls) else None
 
 
 def _elapsed(record: Mapping[str, Any], count: int) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 from smlp.checkpoint.files import write_whole
 from smlp.drawing import check_matplotlib
 from smlp.errors import UserError
-from smlp.experiments.report import claims, details, health, quality, speed, state, studies
+from smlp.experiments.report import claims, details, health, quality, speed, state, studies, time_split
 from smlp.experiments.report.document import TABLES, document, summary_table
 from smlp.experiments.report.figures import Picture, write_figures
 from smlp.experiments.report.runs import Experiment, read_experiment
@@ -59,7 +59,7 @@ def all_tables(experiment: Experiment, baselines: Sequence[str] = ()) -> dict[st
         claims.claims_table(experiment),
         claims.table_4(experiment),
         speed.speed_table(experiment),
-        speed.split_table(experiment),
+        time_split.split_table(experiment),
         studies.heads_table(experiment),
         studies.variants_table(experiment),
         studies.moe_table(experiment),
