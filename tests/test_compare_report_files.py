@@ -15,6 +15,8 @@ from experiment_folder import MODELS, SEEDS, cell, rewrite, run_folder, tables, 
 
 from smlp.cli.compare_report import add_report_options, run_report
 from smlp.errors import UserError
+from smlp.experiments.report.claims import scale_sentences
+from smlp.experiments.report.environments import differences, machine
 from smlp.experiments.report.runs import read_experiment
 from smlp.experiments.report.state import incomplete
 from smlp.experiments.report.timeline import read_timeline
@@ -157,3 +159,26 @@ def test_csv_has_unrounded_values_and_intervals(written):
     assert float(gmlp["per_token_low"]) < float(gmlp["per_token"]) < float(gmlp["per_token_high"])
     assert gmlp["per_token_seeds"] == "3"
     assert next(row for row in rows if row["model"] == "sMLP-partial")["per_token"] == ""
+
+
+def test_the_machine_is_that_of_the_runs(out):
+    assert machine(read_experiment(out)) == (
+        "Machine: no GPU, 2 cores; at a time 2 runs, each with 1 rank of 1 thread."
+    ), "no run has a record of its own"
+    record = {"gpu": "NVIDIA H200", "world_size": 4, "threads": 8, "cores": 16, "torch": "2", "git": None}
+    for model in MODELS:
+        for seed in SEEDS:
+            line = {**record, "torch": "3"} if (model, seed) == ("sMLP", 2) else record
+            (run_folder(out, model, seed) / "environment.jsonl").write_text(json.dumps(line) + "\n")
+    experiment = read_experiment(out)
+    assert machine(experiment) == (
+        "Machine: 4 GPUs (NVIDIA H200), 16 cores; at a time 2 runs, each with 4 ranks of 8 threads."
+    )
+    assert scale_sentences(experiment)[0].endswith("4 GPUs (NVIDIA H200).")
+    (sentence,) = differences(experiment)
+    assert sentence.startswith("Runs were not made with the same torch: 2 (gMLP-s1, gMLP-s2, ")
+    assert sentence.endswith("; 3 (sMLP-s2)")
+    (run_folder(out, "gMLP", 1) / "environment.jsonl").write_text("{")
+    assert [(run.name, reason) for run, reason in incomplete(read_experiment(out))] == [
+        ("gMLP-s1", "environment.jsonl: 1 of 1 lines are damaged and left out")
+    ]

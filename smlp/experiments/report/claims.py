@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from smlp.experiments.report import paper
+from smlp.experiments.report.environments import gpus
 from smlp.experiments.report.measures import measure
 from smlp.experiments.report.runs import Experiment, Model
 from smlp.experiments.report.speakers import is_of_the_paper, speaker
@@ -182,8 +183,7 @@ def scale_sentences(experiment: Experiment) -> list[str]:
     tokens = experiment.updates * experiment.tokens_per_update
     flops = max(model.flops_per_token for model in experiment.models)
     parameters = max(model.num_parameters for model in experiment.models)
-    gpus = experiment.environment.get("gpus")
-    where = f"{len(gpus)} GPUs ({', '.join(dict.fromkeys(gpus))})" if gpus else "no GPU"
+    where = gpus(experiment)
     own = (
         f"Here: models of up to {_quantity(parameters)} parameters and {_quantity(flops)} forward multiply-adds per "
         f"token, {_quantity(tokens)} tokens ({experiment.updates:,} updates of {experiment.tokens_per_update:,}), "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from smlp.experiments.report import paper
 from smlp.experiments.report.claims import AGREES, DIFFERS, scale_sentences
+from smlp.experiments.report.environments import differences, machine
 from smlp.experiments.report.figures import Picture
 from smlp.experiments.report.runs import Experiment
 from smlp.experiments.report.state import data_orders, incomplete
@@ -138,14 +139,14 @@ def _verdicts(tables: Mapping[str, Table]) -> str:
 
 
 def _about(experiment: Experiment) -> list[str]:
-    settings, environment = experiment.settings, experiment.environment
+    settings = experiment.settings
     done = sum(run.is_done for run in experiment.runs)
     seeds = ", ".join(map(str, experiment.seeds))
     lines = [
         f"{len(experiment.models)} models, seeds {seeds}; each run {experiment.updates:,} updates of "
         f"{experiment.tokens_per_update:,} tokens ({experiment.updates * experiment.tokens_per_update:,} in all) with "
         f"a context of {settings['tokens_per_sample']:,}. {done} of {len(experiment.runs)} runs are finished. "
-        f"{_machine(environment)}",
+        f"{machine(experiment)}",
     ]
     problems = incomplete(experiment)
     failed = [run.name for run, _ in problems if not run.is_done]
@@ -161,25 +162,9 @@ def _about(experiment: Experiment) -> list[str]:
                 f"**The data order differs**: with seed {one.seed}, {one.differs.name} read other tokens than "
                 f"{one.runs[0].name} from update {one.differs_at} on.",
             ]
-    lines += [part for note in experiment.notes for part in ("", f"**{note}.**")]
+    notes = [*experiment.notes, *differences(experiment)]
+    lines += [part for note in notes for part in ("", f"**{note}.**")]
     return lines
-
-
-def _machine(environment: Mapping) -> str:
-    if not environment:
-        return ""
-    gpus = environment.get("gpus") or []
-    parts = [", ".join(gpus) if gpus else "no GPU", f"{environment.get('cores')} cores"]
-    if environment.get("processor"):
-        parts.append(environment["processor"])
-    return (
-        f"Machine: {', '.join(parts)}; at a time {_counted(environment.get('jobs'), 'run')}, each with "
-        f"{_counted(environment.get('world_size'), 'rank')} of {_counted(environment.get('threads'), 'thread')}."
-    )
-
-
-def _counted(count: int | None, noun: str) -> str:
-    return f"{'an unknown number of' if count is None else count} {noun}{'s' * (count != 1)}"
 
 
 def _environment(experiment: Experiment) -> list[str]:
@@ -194,7 +179,7 @@ def _environment(experiment: Experiment) -> list[str]:
         lines.append(f"- {split}: {record.get('tokens', 0):,} tokens" + (f", {words:,} words" if words else ""))
     if experiment.data.get("vocab_size"):
         lines.append(f"- vocabulary: {experiment.data['vocab_size']:,}")
-    return [*lines, "", "Sources: environment.json, data.json.", ""]
+    return [*lines, "", "Sources: environment.json, environment.jsonl of the runs, data.json.", ""]
 
 
 def _sources(tables: Mapping[str, Table], pictures: Mapping[str, Picture]) -> list[str]:

@@ -80,6 +80,8 @@ class Run:
     order: Mapping[int, int]
     scores: Mapping[str, Any] | None
     zeroshot: Mapping[str, Any] | None
+    #: lines of environment.jsonl: of each time that it was started
+    environments: tuple[Mapping[str, Any], ...]
 
     @property
     def name(self) -> str:
@@ -215,6 +217,7 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
     log = log_records(folder / "train.log") if (folder / "train.log").is_file() else []
     order = read_json_lines(folder / "data_order.jsonl", notes)
     scores = read_json(folder / "scores.json", notes)
+    environments = tuple(read_json_lines(folder / "environment.jsonl", notes))
     if state == DONE:
         expected = ("train.log", "scores.json", "data_order.jsonl")
         notes += [f"{name} is missing" for name in expected if not (folder / name).is_file()]
@@ -234,4 +237,5 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
         {int(line["update"]): int(line["digest"]) for line in order if {"update", "digest"} <= line.keys()},
         scores,
         read_json(folder / "zeroshot.json", notes),
+        environments,
     )
