@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.accounting.match import FAMILIES
+from smlp.accounting.match import families as known_families
 from smlp.errors import UserError
 from smlp.experiments.yaml_file import Section, read_yaml
 from smlp.presets import PRESETS
@@ -315,8 +316,8 @@ def _matching(top: Section) -> Matching | None:
     section = top.section("match")
     families = tuple(str(name) for name in section.values("families", FAMILIES))
     for name in families:
-        if name not in FAMILIES:
-            raise section.error("families", f"has {name!r}, which is none of {', '.join(FAMILIES)}")
+        if name not in (known := known_families()):
+            raise section.error("families", f"has {name!r}, which is none of {', '.join(known)}")
     like, flops = section.text("like"), section.number("flops_per_token")
     if (like is None) == (flops is None):
         raise UserError(f"{top.path}: match wants either like (an architecture) or flops_per_token")

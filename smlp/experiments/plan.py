@@ -106,7 +106,8 @@ def entries_of(experiment: Experiment, vocab_size: int) -> list[ModelEntry]:
             if not found.matches:
                 raise UserError(
                     f"{experiment.path}: no settings of {family} cost {target:.5g} multiply-adds per token; the "
-                    f"nearest cost {found.flops_per_token:.5g}, {found.difference:+.2%}"
+                    f"nearest cost {found.flops_per_token:.5g}, {found.difference:+.2%}; the vocabulary alone, "
+                    f"V={vocab_size} times H={found.config.embed_dim}, costs {vocab_size * found.config.embed_dim:.5g}"
                 )
             own, base = flatten(found.config), flatten(preset(found.arch))
             overrides = {name: value for name, value in own.items() if value != base[name] and name not in _FROM_DATA}
