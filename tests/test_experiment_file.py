@@ -3,7 +3,8 @@
 import pytest
 
 from smlp.errors import UserError
-from smlp.experiments.experiment import option_words, read_experiment
+from smlp.experiments.experiment import option_words
+from smlp.experiments.reading import read_experiment
 
 FILE = """
 data: data-bin

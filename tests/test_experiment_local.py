@@ -16,14 +16,16 @@ import torch
 import smlp
 from smlp.cli import compare_dry_run, compare_run, compare_status
 from smlp.errors import UserError
-from smlp.experiments import cost, local
-from smlp.experiments.experiment import read_experiment
+from smlp.experiments import cost, local, timing
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, read_json, write_json
-from smlp.experiments.local import Machine, RunChain, choose, is_trained, time_here, what_is_not_scored
+from smlp.experiments.local import Machine, RunChain, is_trained, what_is_not_scored
 from smlp.experiments.plan import as_json, main_runs, plan_models, tuning_runs
 from smlp.experiments.processes import Ended
 from smlp.experiments.progress import Progress, Reached, duration, reached
+from smlp.experiments.reading import read_experiment
 from smlp.experiments.scores import AGREEMENT, HALF_AGREEMENT, check_agreement
+from smlp.experiments.timing import time_here
+from smlp.experiments.tuning import choose
 from smlp.experiments.updates import TimedUpdates, dtype_of
 from smlp.nn.decoder import Decoder
 
@@ -376,7 +378,7 @@ def test_a_model_that_came_later_is_timed(planned, monkeypatch, timed, again):
     experiment, models, folder = planned()
     runs = main_runs(experiment, models, {"a": 1.0e-3, "b": 1.0e-3})
     started = []
-    monkeypatch.setattr(local, "run_chains", lambda chains, jobs, watch: started.append(chains[0].next_step(0)))
+    monkeypatch.setattr(timing, "run_chains", lambda chains, jobs, watch: started.append(chains[0].next_step(0)))
     folder.path.mkdir()
     if timed:
         folder.speed.write_text(json.dumps({"models": timed}))
@@ -391,7 +393,7 @@ def test_a_signal_ends_the_timing(planned, monkeypatch):
     experiment, models, folder = planned()
     runs = main_runs(experiment, models, {"a": 1.0e-3, "b": 1.0e-3})
     folder.run(runs[0].folder).update_state(state=DONE)
-    monkeypatch.setattr(local, "this_module", lambda name: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(timing, "this_module", lambda name: [sys.executable, "-c", "import time; time.sleep(60)"])
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     start = time.monotonic()

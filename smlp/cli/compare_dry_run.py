@@ -10,11 +10,12 @@ from pathlib import Path
 from smlp.cli.compare_models import check_zeroshot, not_done, num_gpus, plan, print_models
 from smlp.experiments.cost import Cost, estimate
 from smlp.experiments.data import dictionary_size, find_data, held_out_tokens
-from smlp.experiments.experiment import Experiment, read_experiment
+from smlp.experiments.experiment import Experiment
 from smlp.experiments.folder import Folder
 from smlp.experiments.local import Machine
 from smlp.experiments.plan import PlannedModel, Run, main_runs, training_words, tuning_runs
 from smlp.experiments.progress import duration
+from smlp.experiments.reading import read_experiment
 
 
 def dry_run(path: Path, out: Path) -> int:

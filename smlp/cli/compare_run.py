@@ -13,11 +13,14 @@ from smlp.cli.compare_models import check_zeroshot, not_done, num_gpus, plan, pr
 from smlp.environment import environment
 from smlp.experiments import slurm
 from smlp.experiments.data import data_of, describe, dictionary_size
-from smlp.experiments.experiment import Experiment, read_experiment
+from smlp.experiments.experiment import Experiment
 from smlp.experiments.folder import DONE, FAILED, WAITING, Folder, write_json
-from smlp.experiments.local import Machine, choose, is_trained, run_here, time_here
+from smlp.experiments.local import Machine, is_trained, run_here
 from smlp.experiments.plan import PlannedModel, Run, as_json, main_runs, tuning_runs
 from smlp.experiments.progress import Progress, reached
+from smlp.experiments.reading import read_experiment
+from smlp.experiments.timing import time_here
+from smlp.experiments.tuning import choose
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 EXIT_INTERRUPTED = 130

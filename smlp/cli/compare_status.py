@@ -7,9 +7,10 @@ from typing import Any
 
 from smlp.errors import UserError
 from smlp.experiments import slurm
-from smlp.experiments.experiment import Experiment, read_experiment
+from smlp.experiments.experiment import Experiment
 from smlp.experiments.folder import DONE, RUNNING, STOPPED, WAITING, Folder, read_json
 from smlp.experiments.progress import duration, reached
+from smlp.experiments.reading import read_experiment
 
 
 def print_status(out: Path, json_file: str | None) -> int:

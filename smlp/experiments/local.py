@@ -8,14 +8,12 @@ import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.evaluation.curves import read_training_log
 from smlp.experiments.experiment import Experiment, option_words
-from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder, read_json, write_json
-from smlp.experiments.plan import PlannedModel, Run, training_words
+from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder, read_json
+from smlp.experiments.plan import Run, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.scores import updates_of
@@ -226,76 +224,6 @@ def run_here(
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
     chains = [RunChain(experiment, folder, data, run, machine, progress, prefix) for run in left]
     return run_chains(chains, experiment.place.at_a_time(len(left)), progress.watch)
-
-
-class _Timing(Chain):
-    """One command, of which nothing else depends."""
-
-    def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
-        self._steps = [Step("speed", command, log, environment)]
-
-    def next_step(self, slot: int) -> Step | None:
-        return self._steps.pop() if self._steps else None
-
-    def ended(self, result: Ended) -> None:
-        if result.status != 0 and not result.is_stopping:
-            print(f"smlp: warning: no speed.json: status {result.status}, see {result.step.output}", flush=True)
-
-
-def time_here(experiment: Experiment, folder: Folder, runs: Sequence[Run], machine: Machine) -> signal.Signals | None:
-    """Time of an update, models in turn, if a model has none; a failure costs this figure and nothing else.
-
-    Returns:
-        The signal that stopped it, or None.
-    """
-    rounds = experiment.evaluation.speed_rounds
-    timed = read_json(folder.speed)["models"] if folder.speed.is_file() else {}
-    if not rounds:
-        return None
-    trained = [run for run in runs if folder.run(run.folder).state()["state"] == DONE]
-    if all(run.model.name in timed for run in trained):
-        return None
-    print(f"time of an update, {rounds} rounds, models in turn", flush=True)
-    log = folder.path / "logs" / "speed.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    command = [*this_module("smlp.experiments.speed"), str(folder.path), str(rounds)]
-    threads = machine.threads * experiment.place.at_a_time(len(runs))  # nothing else is running
-    environment = {**machine.environment(0), "OMP_NUM_THREADS": str(threads)}
-    return run_chains([_Timing(command, log, environment)], 1, lambda: None)
-
-
-def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[Run], folder: Folder) -> dict:
-    """The value of the tuned option for each model: that of the lowest validation loss. Writes ``tuned.json``."""
-    tuning = experiment.tuning
-    results: dict[str, dict[str, float | None]] = {model.name: {} for model in models}
-    for run in runs:
-        own = folder.run(run.folder)
-        value = str(run.recipe[tuning.option])
-        results[run.model.name][value] = None
-        if own.state()["state"] == DONE:
-            try:
-                valid = read_training_log(own.log, run.name).valid
-            except UserError:  # no finite loss
-                valid = ()
-            results[run.model.name][value] = valid[-1].perplexity if valid else None
-    by_text = {str(value): value for value in tuning.values}
-    chosen = {}
-    for name, found in results.items():
-        measured = {value: perplexity for value, perplexity in found.items() if perplexity is not None}
-        if measured:
-            chosen[name] = by_text[min(measured, key=measured.get)]
-    write_json(
-        folder.tuned,
-        {
-            "option": "--" + tuning.option.replace("_", "-"),
-            "values": list(tuning.values),
-            "updates": tuning.updates,
-            "seed": tuning.seed,
-            "results": results,
-            "chosen": chosen,
-        },
-    )
-    return chosen
 
 
 def _last_line(text: str) -> str:

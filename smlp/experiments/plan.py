@@ -12,7 +12,8 @@ from smlp.accounting.formula import flops_per_token, parameters
 from smlp.accounting.match import FAMILIES, like, match
 from smlp.config import ModelConfig, flatten
 from smlp.errors import UserError
-from smlp.experiments.experiment import Experiment, ModelEntry, check_names, option_words
+from smlp.experiments.experiment import Experiment, ModelEntry, option_words
+from smlp.experiments.reading import check_names
 from smlp.presets import preset
 
 #: sequences of a batch in validation, over those in training

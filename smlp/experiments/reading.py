@@ -1,0 +1,275 @@
+"""Reads the file of an experiment, and checks it as far as that can be done without data and models."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import Any
+
+from smlp.accounting.match import FAMILIES
+from smlp.accounting.match import families as known_families
+from smlp.errors import UserError
+from smlp.experiments.experiment import Evaluation, Experiment, Matching, ModelEntry, Place, Text, Tuning, name_of
+from smlp.experiments.yaml_file import Section, read_yaml
+from smlp.presets import PRESETS
+
+#: options of fairseq-train that `smlp compare` sets, and the name in the file that says what they are to be
+RESERVED = {
+    "seed": "seeds", "max_update": "tokens or updates", "max_epoch": "tokens or updates", "save_dir": "--out",
+    "arch": "models", "task": "nothing: it is language_modeling", "tokens_per_sample": "tokens_per_sample",
+    "batch_size": "batch_size", "update_freq": "update_freq", "max_tokens": "batch_size", "data": "data",
+    "log_file": "nothing", "log_format": "nothing", "log_interval": "log_interval", "valid_subset": "evaluate.subsets",
+    "validate_interval_updates": "evaluate.validations", "save_interval_updates": "evaluate.validations",
+    "validate_interval": "evaluate.validations", "save_interval": "evaluate.validations", "cpu": "run.device",
+    "data_order_file": "nothing", "environment_file": "nothing", "router_health_file": "nothing",
+    "user_dir": "nothing", "nproc": "run.ranks",
+    "train_subset": "data", "no_save": "nothing", "restore_file": "nothing", "distributed_world_size": "run.ranks",
+    "no_epoch_checkpoints": "nothing", "keep_interval_updates": "nothing", "max_sentences": "batch_size",
+    "required_batch_size_multiple": "nothing", "batch_size_valid": "nothing", "max_sentences_valid": "nothing",
+    "max_tokens_valid": "nothing", "disable_validation": "nothing", "max_valid_steps": "nothing",
+    "no_last_checkpoints": "nothing", "no_save_optimizer_state": "nothing", "patience": "tokens or updates",
+    "stop_time_hours": "tokens or updates", "stop_min_lr": "tokens or updates", "add_bos_token": "nothing",
+    "sample_break_mode": "nothing", "reset_optimizer": "nothing", "reset_dataloader": "nothing",
+    "reset_meters": "nothing", "reset_lr_scheduler": "nothing",
+}  # fmt: skip
+WHERE = ("local", "slurm")
+TEXT_SOURCES = ("python",)
+
+
+def read_experiment(path: Path) -> Experiment:
+    """Reads the file.
+
+    Raises:
+        UserError: something in it is wrong; one sentence names the file, the value and what it may be.
+    """
+    top = Section("", read_yaml(path), path)
+    place = _place(top.section("run"))
+    data, text = _data(top)
+    tokens_per_sample, batch_size = top.count("tokens_per_sample", 128), top.count("batch_size", 8)
+    update_freq = top.count("update_freq", 1)
+    per_update = tokens_per_sample * batch_size * update_freq * place.ranks
+    updates = _updates(top, per_update)
+    if updates is None:
+        raise UserError(f"{path}: neither tokens nor updates is there: each model's budget")
+    experiment = Experiment(
+        path=path,
+        title=top.text("title", name_of(path)),
+        data=data,
+        text=text,
+        vocab_size=top.count("vocab_size"),
+        tokens_per_sample=tokens_per_sample,
+        batch_size=batch_size,
+        update_freq=update_freq,
+        updates=updates,
+        seeds=_distinct(top, "seeds", tuple(top.as_count("seeds", seed) for seed in top.values("seeds", [1]))),
+        log_interval=top.count("log_interval", min(10, updates)),
+        max_spread=top.number("max_spread", 0.01),
+        recipe=_recipe(top.section("recipe")),
+        matching=_matching(top),
+        models=_models(top),
+        evaluation=_evaluation(top.section("evaluate"), path, updates),
+        tuning=_tuning(top.section("tune"), per_update) if "tune" in top else None,
+        place=place,
+    )
+    if not experiment.models and experiment.matching is None:
+        raise UserError(f"{path}: there is nothing to compare: name models, or families under match")
+    if experiment.log_interval > updates:
+        raise top.error("log_interval", f"is {experiment.log_interval}, more than the {updates} updates of a run")
+    _check_warmup(experiment)
+    top.take("tune")
+    top.end()
+    return experiment
+
+
+def _check_warmup(experiment: Experiment) -> None:
+    """fairseq's cosine schedule divides by the updates behind the warm-up."""
+    budgets = [experiment.updates] + ([experiment.tuning.updates] if experiment.tuning else [])
+    for recipe in (experiment.recipe, *(model.recipe for model in experiment.models)):
+        given = {**experiment.recipe, **recipe}
+        warmup = Section("recipe", given, experiment.path).count("warmup_updates", 0, least=0)
+        if given.get("lr_scheduler") == "cosine" and warmup >= min(budgets):
+            raise UserError(
+                f"{experiment.path}: recipe.warmup_updates is {warmup}, and a run has {min(budgets)} updates"
+                f"{' (tune)' if experiment.tuning and experiment.tuning.updates == min(budgets) else ''}: "
+                "the cosine schedule needs more updates than its warm-up"
+            )
+
+
+def _whole_numbers(section: Section) -> dict[str, Any]:
+    """Settings that all families share: sizes."""
+    return {name: section.as_count(name, value) for name, value in section.settings().items()}
+
+
+def _updates(section: Section, tokens_per_update: int) -> int | None:
+    """The budget in updates, from either way of saying it."""
+    tokens, updates = section.count("tokens"), section.count("updates")
+    if tokens is not None and updates is not None:
+        raise section.error("tokens", f"and {section.full('updates')} say the same thing: give one of the two")
+    if tokens is None:
+        return updates
+    if tokens < tokens_per_update:
+        raise section.error("tokens", f"is {tokens}, less than an update's {tokens_per_update} tokens")
+    return tokens // tokens_per_update
+
+
+def _data(top: Section) -> tuple[str | None, Text | None]:
+    """Data that are there, or text that they are made of; paths are as on a command line, from the current folder."""
+    data, section = _folders(top), top.section("text")
+    source, files = section.text("source"), [str(name) for name in section.values("files")]
+    vocab_size = section.count("vocab_size", 4096)
+    section.end()
+    if source is None and not files:
+        if data is None:
+            raise UserError(f"{top.path}: neither data (a folder of binary data) nor text (to make them of) is there")
+        return data, None
+    if data is not None:
+        raise UserError(f"{top.path}: data and text are both there: give one of the two")
+    if source is not None and files:
+        raise section.error("source", "and text.files are both there: give one of the two")
+    if source is not None and source not in TEXT_SOURCES:
+        raise section.error("source", f"must be one of {', '.join(TEXT_SOURCES)}, got {source!r}")
+    return None, Text(source, tuple(Path(name) for name in files), vocab_size)
+
+
+def _folders(top: Section) -> str | None:
+    """DATA1:DATA2 from one name, a pattern or a list of them."""
+    found: list[str] = []
+    for value in top.values("data"):
+        if not isinstance(value, str):
+            raise top.error("data", f"must be a folder, a pattern or a list of them, got {value!r}")
+        found += (sorted(glob.glob(value)) if glob.has_magic(value) else []) or [value]
+    return ":".join(found) or None
+
+
+def _recipe(section: Section) -> dict[str, Any]:
+    recipe = section.settings()
+    for name in recipe:
+        if name in RESERVED:
+            raise section.error(name, f"is set by smlp compare; what says it here: {RESERVED[name]}")
+    return recipe
+
+
+def _models(top: Section) -> tuple[ModelEntry, ...]:
+    section = top.section("models")
+    entries = []
+    for name, content in section.items().items():
+        own = Section(f"models.{name}", content, top.path)
+        arch = own.text("arch", name)
+        if arch not in PRESETS:
+            raise own.error("arch", f"is unknown: {arch!r} (known: {', '.join(sorted(PRESETS))})")
+        recipe = _recipe(own.section("recipe"))
+        overrides = own.settings()
+        for setting in overrides:
+            if setting in RESERVED:
+                raise own.error(setting, f"is the same for all models; what says it: {RESERVED[setting]}")
+        entries.append(ModelEntry(name, arch, overrides, recipe))
+    check_names(top.path, entries)
+    return tuple(entries)
+
+
+def check_names(path: Path, entries: list[ModelEntry]) -> None:
+    """Refuses two models that would share a folder."""
+    seen: dict[str, str] = {}
+    for entry in entries:
+        other = seen.setdefault(entry.folder, entry.name)
+        if other != entry.name or [one.name for one in entries].count(entry.name) > 1:
+            raise UserError(f"{path}: models {other!r} and {entry.name!r} would share the folder {entry.folder!r}")
+
+
+def _matching(top: Section) -> Matching | None:
+    if "match" not in top:
+        top.take("match")
+        return None
+    section = top.section("match")
+    families = tuple(str(name) for name in section.values("families", FAMILIES))
+    for name in families:
+        if name not in (known := known_families()):
+            raise section.error("families", f"has {name!r}, which is none of {', '.join(known)}")
+    like, flops = section.text("like"), section.number("flops_per_token")
+    if (like is None) == (flops is None):
+        raise UserError(f"{top.path}: match wants either like (an architecture) or flops_per_token")
+    vary = section.text("vary", "layers", ("layers", "ffn"))
+    return Matching(families, like, flops, vary, _whole_numbers(section))
+
+
+def _evaluation(section: Section, path: Path, updates: int) -> Evaluation:
+    zeroshot = section.section("zeroshot")
+    folder = zeroshot.text("data")
+    tasks = tuple(str(task) for task in zeroshot.values("tasks", ["all"]))
+    options = zeroshot.settings()
+    found = Evaluation(
+        validations=section.count("validations", min(8, updates)),
+        subsets=tuple(str(name) for name in section.values("subsets", ["valid"])),
+        targets=tuple(section.as_number("targets", value) for value in section.values("targets")),
+        zeroshot_data=Path(folder) if folder else None,
+        zeroshot_tasks=tasks,
+        zeroshot_options=options,
+        speed_rounds=section.count("speed_rounds", 9, least=0),
+    )
+    section.end()
+    if found.validations > updates:
+        raise section.error("validations", f"is {found.validations}, more than the {updates} updates of a run")
+    return found
+
+
+def _tuning(section: Section, tokens_per_update: int) -> Tuning:
+    updates, seed = _updates(section, tokens_per_update), section.count("seed", 1)
+    grid = section.settings()
+    if len(grid) != 1 or updates is None:
+        raise UserError(
+            f"{section.path}: tune wants one option of training with a list of values, such as lr: [1.0e-3, 2.0e-3], "
+            f"and tokens or updates; it has {', '.join(grid) or 'no option'}"
+        )
+    ((option, values),) = grid.items()
+    if option in RESERVED:
+        raise section.error(option, "is set by smlp compare and cannot be tuned")
+    if isinstance(values, list):
+        values = [_as_number(value) for value in values]
+    if not isinstance(values, list) or len(values) < 2 or len(set(map(str, values))) < len(values):
+        raise section.error(option, f"wants at least two different values in a list, got {values!r}")
+    return Tuning(option, tuple(values), updates, seed)
+
+
+def _as_number(value: Any) -> Any:
+    """YAML takes 1e-3 for text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _place(section: Section) -> Place:
+    where = section.text("where", "local", WHERE)
+    nodes, gpus, tasks = section.count("nodes", 1), section.count("gpus_per_node"), section.count("tasks_per_node")
+    ranks = section.count("ranks")
+    if where == "slurm":
+        if (gpus is None) == (tasks is None):
+            raise UserError(f"{section.path}: run wants gpus_per_node or, on CPUs, tasks_per_node for Slurm")
+        if ranks is not None:
+            raise section.error("ranks", "follows from run.nodes and run.gpus_per_node with Slurm: leave it out")
+        ranks = nodes * (gpus or tasks)
+    place = Place(
+        where=where,
+        device=section.text("device", None) if where == "local" else None,
+        jobs=section.count("jobs", 1 if where == "local" else None),
+        threads=section.count("threads"),
+        ranks=ranks or 1,
+        nodes=nodes,
+        gpus_per_node=gpus,
+        tasks_per_node=tasks,
+        sbatch=tuple(str(option) for option in section.values("sbatch")),
+        tflops=section.number("tflops"),
+        mfu=section.number("mfu"),
+    )
+    if place.device not in (None, "cpu", "gpu"):
+        raise section.error("device", f"must be cpu or gpu, got {place.device!r}")
+    if place.mfu is not None and place.mfu > 1:
+        raise section.error("mfu", f"is a share of the device's peak, at most 1, got {place.mfu}")
+    section.end()
+    return place
+
+
+def _distinct(section: Section, key: str, values: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(values)) < len(values) or not values:
+        raise section.error(key, f"must be different numbers, got {list(values)}")
+    return values

@@ -1,0 +1,45 @@
+"""What a grid over one option of training has shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from smlp.errors import UserError
+from smlp.evaluation.curves import read_training_log
+from smlp.experiments.experiment import Experiment
+from smlp.experiments.folder import DONE, Folder, write_json
+from smlp.experiments.plan import PlannedModel, Run
+
+
+def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[Run], folder: Folder) -> dict:
+    """The value of the tuned option for each model: that of the lowest validation loss. Writes ``tuned.json``."""
+    tuning = experiment.tuning
+    results: dict[str, dict[str, float | None]] = {model.name: {} for model in models}
+    for run in runs:
+        own = folder.run(run.folder)
+        value = str(run.recipe[tuning.option])
+        results[run.model.name][value] = None
+        if own.state()["state"] == DONE:
+            try:
+                valid = read_training_log(own.log, run.name).valid
+            except UserError:  # no finite loss
+                valid = ()
+            results[run.model.name][value] = valid[-1].perplexity if valid else None
+    by_text = {str(value): value for value in tuning.values}
+    chosen = {}
+    for name, found in results.items():
+        measured = {value: perplexity for value, perplexity in found.items() if perplexity is not None}
+        if measured:
+            chosen[name] = by_text[min(measured, key=measured.get)]
+    write_json(
+        folder.tuned,
+        {
+            "option": "--" + tuning.option.replace("_", "-"),
+            "values": list(tuning.values),
+            "updates": tuning.updates,
+            "seed": tuning.seed,
+            "results": results,
+            "chosen": chosen,
+        },
+    )
+    return chosen
