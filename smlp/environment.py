@@ -24,7 +24,7 @@ def environment() -> dict[str, Any]:
         "smlp": smlp.__version__,
         **_versions(),
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "processor": _processor(),
         "cores": num_cores(),
         "git": git_revision(Path(smlp.__path__[0]).parent),

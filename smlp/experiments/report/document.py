@@ -172,7 +172,7 @@ def _environment(experiment: Experiment) -> list[str]:
     for name, value in experiment.environment.items():
         if name == "git" and value:
             value = f"{value.get('revision')}{', with changes' if value.get('changed') else ''}"
-        if value not in (None, [], ""):
+        if value not in (None, [], "", {}):
             lines.append(f"- {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
     for split, record in experiment.data.get("splits", {}).items():
         words = record.get("words")
