@@ -58,7 +58,7 @@ SAID = (
     "3 of 3 runs",
     "no unexpected leak",
     "|hellaswag|",
-    "0 problems",
+    "files are whole",
     "model.pt",
 )
 
