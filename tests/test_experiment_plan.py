@@ -135,7 +135,8 @@ def test_runs_and_their_commands(tmp_path):
     assert f"--log-file {tmp_path}/out/runs/gMLP-s2/train.log " in line
     slurm.write_command(found, runs[1], "data-bin", Folder(tmp_path / "out"))
     command = (tmp_path / "out" / "runs" / "gMLP-s2" / "command.txt").read_text()
-    assert re.match(rf"srun --ntasks=1 \S+ (-P )?-m smlp train data-bin .*--save-dir {tmp_path}/out/runs/gMLP-s2", command)
+    pattern = rf"srun --ntasks=1 \S+ (-P )?-m smlp train data-bin .*--save-dir {tmp_path}/out/runs/gMLP-s2"
+    assert re.match(pattern, command)
 
 
 def test_a_folder_belongs_to_one_experiment(tmp_path):
