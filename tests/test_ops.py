@@ -10,13 +10,14 @@ from smlp.ops import (
     activated_halves,
     causal_spatial_projection,
     expert_feed_forward,
+    linear,
     permuted_columns,
     permuted_rows,
     spatial,
     summed_rows,
 )
 from smlp.ops.expert_runs import EqualExperts, UnequalExperts
-from smlp.ops.fast_paths import reference_ops
+from smlp.ops.fast_paths import reference_ops, takes_bands
 from smlp.ops.tolerances import EXACT, SHARE, largest_share
 from smlp.ops.triangular import halved
 
@@ -77,6 +78,38 @@ def test_spatial_projection_of_the_last_positions(start):
     gate = torch.randn(whole[:, start:].shape)
     gated = causal_spatial_projection(x, weight, bias, start, gate)
     torch.testing.assert_close(gated, gate * whole[:, start:])
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 40])
+def test_spatial_projection_of_the_last_of_many_positions(num_tokens, num_heads):
+    """With one head the product is cut into bands, which need not come out even."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, num_tokens, num_heads, 5, generator=generator, dtype=torch.double, requires_grad=True)
+    weight = torch.randn(num_heads, 50, 50, generator=generator, dtype=torch.double, requires_grad=True)
+    bias = torch.randn(num_heads, 50, generator=generator, dtype=torch.double, requires_grad=True)
+    out = causal_spatial_projection(x, weight, bias, start=num_tokens - 1)
+    assert_same(out, spatial_reference(x, weight, bias)[:, -1:], (x, weight, bias), tolerance=EXACT)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("num_outputs", [6, 48, 7])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1), (1, 3), (2, 2), (5, 1), (0, 1)])
+def test_linear_map_of_few_rows(shape, num_outputs, with_bias):
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(*shape, 64, generator=generator, dtype=torch.double)
+    x = whole[..., ::2].detach().requires_grad_()  # not contiguous
+    weight = torch.randn(num_outputs, 32, generator=generator, dtype=torch.double, requires_grad=True)
+    bias = torch.randn(num_outputs, generator=generator, dtype=torch.double, requires_grad=True) if with_bias else None
+    given = (x, weight, bias) if with_bias else (x, weight)
+    expected = torch.einsum("...i,oi->...o", x, weight) + (bias if with_bias else 0)
+    assert not takes_bands(x, weight, bias)
+    assert_same(linear(x, weight, bias), expected, given, tolerance=EXACT)
+    with torch.no_grad():
+        assert takes_bands(x, weight, bias) == (0 < x.numel() <= 4 * 32 and num_outputs % 2 == 0)
+        out = linear(x, weight, bias)
+    assert out.shape == expected.shape
+    torch.testing.assert_close(out, expected.detach(), rtol=EXACT, atol=EXACT)
 
 
 def test_spatial_projection_in_bfloat16():

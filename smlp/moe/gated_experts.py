@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from smlp.context import ForwardContext
 from smlp.moe.experts import SpatialExperts, uniform_experts, xavier_bound
 from smlp.moe.plan import slots
-from smlp.ops import activated_halves
+from smlp.ops import activated_halves, linear
 
 
 def sparse_spatial_projection(
@@ -111,7 +111,7 @@ class GatedMLPExperts(nn.Module):
         gate_norms = zip(self.gate_norm_weight.unbind(), self.gate_norm_bias.unbind(), strict=True)
         for x, norm, proj_in, gate_norm in zip(x_AH.split(counts), norms, inner, gate_norms, strict=True):
             x = F.layer_norm(x, x.shape[1:], *norm)
-            z1, z2 = activated_halves(F.linear(x, *proj_in), self.activation)
+            z1, z2 = activated_halves(linear(x, *proj_in), self.activation)
             gated.append(z1)
             keys.append(F.layer_norm(z2, z2.shape[1:], *gate_norm))
         places = place_A2.split(counts)
@@ -123,7 +123,7 @@ class GatedMLPExperts(nn.Module):
         outer = zip(self.w_out.unbind(), self.b_out.unbind(), strict=True)
         for z1, place, own, weights, proj_out in zip(gated, places, seen, spatial, outer, strict=True):
             gate = sparse_spatial_projection(place, *own, *weights, num_seqs)
-            outputs.append(F.linear(z1 * gate, *proj_out))
+            outputs.append(linear(z1 * gate, *proj_out))
         return torch.cat(outputs)
 
     def _remember(

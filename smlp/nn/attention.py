@@ -44,11 +44,16 @@ class CausalSelfAttention(nn.Module):
         if start == 0:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
-            num_new, num_seen = query.size(2), key.size(2)
-            visible_nm = torch.ones(num_new, num_seen, dtype=torch.bool, device=x_Bn3H.device).tril(diagonal=start)
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible_nm)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=_visible(query.size(2), start, query))
         return mixed.transpose(1, 2).flatten(2)
 
     def _by_head(self, x_BmH: Tensor) -> Tensor:
         """(B, m, H) to (B, h, m, d)."""
         return x_BmH.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+
+
+def _visible(num_new: int, start: int, like: Tensor) -> Tensor | None:
+    """Which tokens each new one sees, (n, m), or None for all of them, which a single new one does."""
+    if num_new == 1:
+        return None
+    return torch.ones(num_new, start + num_new, dtype=torch.bool, device=like.device).tril(diagonal=start)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +19,7 @@ from smlp.context import DecodingState, ForwardContext
 from smlp.errors import UserError
 from smlp.nn.blocks import AuxLosses, build_blocks
 from smlp.nn.dropout import Dropout
+from smlp.ops import linear
 from smlp.parallel import Ranks
 from smlp.parallel.spans import EMBEDDING, LOGITS, span
 from smlp.presets import preset
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
     def project(self, x_BnH: Tensor) -> Tensor:
         """Logits (B, n, V) of hidden states (B, n, H); the output matrix is the embedding."""
         with span(LOGITS):
-            return F.linear(x_BnH, self.embedding.weight)
+            return linear(x_BnH, self.embedding.weight)
 
 
 def _advance(groups: Sequence[tuple[Tensor, DecodingState | None]]) -> None:

@@ -4,6 +4,7 @@ from smlp.ops.activations import ACTIVATION_FUNCTIONS, activated_halves
 from smlp.ops.assignment import balanced_assignment, balanced_assignments
 from smlp.ops.dropout import dropout
 from smlp.ops.feed_forward import expert_feed_forward
+from smlp.ops.linear import linear
 from smlp.ops.rows import permuted_columns, permuted_rows, summed_rows
 from smlp.ops.spatial import causal_spatial_projection
 
@@ -15,6 +16,7 @@ __all__ = [
     "causal_spatial_projection",
     "dropout",
     "expert_feed_forward",
+    "linear",
     "permuted_columns",
     "permuted_rows",
     "summed_rows",

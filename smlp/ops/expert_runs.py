@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smlp.ops.fast_paths import groups_products
+from smlp.ops.fast_paths import groups_products, takes_bands
+from smlp.ops.linear import linear
 
 Statistics = tuple[Tensor, Tensor]
 _EPSILON = 1e-5  # torch's default for a layer norm
@@ -70,7 +71,10 @@ class OneExpert:
         return _layer_norm_gradients(grad_nI, x_nI, statistics, gain_eI[0], offset_eI[0])
 
     def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
-        torch.addmm(bias_eO[0], x_nI, weight_eOI[0].t(), out=out_nO)
+        if takes_bands(x_nI, weight_eOI[0], bias_eO[0]):
+            out_nO.copy_(linear(x_nI, weight_eOI[0], bias_eO[0]))
+        else:
+            torch.addmm(bias_eO[0], x_nI, weight_eOI[0].t(), out=out_nO)
 
     def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
         return y_nO @ weight_eOI[0]

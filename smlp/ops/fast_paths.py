@@ -25,6 +25,10 @@ TRIANGLE_LEAF = 128
 FUSED_TOKENS = 128
 #: what these kernels take
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: most bands of rows of a matrix that few vectors are multiplied with, on a CPU
+BANDS = 16
+#: numbers in these vectors up to which bands are faster, unless it is a single vector
+BANDED_INPUTS = 4096
 #: scores up to which a balanced assignment is repaired to the optimum
 EXACT_SCORES = 2**14
 
@@ -62,6 +66,22 @@ def reads_in_place(x_Bnhc: Tensor, start: int) -> bool:
     """Whether a spatial projection of the last positions takes each sequence where it lies instead of copying all of
     them together, which on a CPU takes longer than the product."""
     return start > 0 and x_Bnhc.size(0) > 0 and allowed(x_Bnhc) and x_Bnhc.device.type == "cpu"
+
+
+def takes_bands(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
+    """Whether a linear map takes a batched product of bands of its matrix: few rows on a CPU, and no gradients."""
+    given = (x, weight_OI) if bias_O is None else (x, weight_OI, bias_O)
+    few = x.numel() == weight_OI.size(1) or 0 < x.numel() <= min(BANDED_INPUTS, 4 * weight_OI.size(1))
+    return (
+        few
+        and x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.float64)
+        and weight_OI.size(0) % 2 == 0
+        and weight_OI.is_contiguous()
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
+        and allowed(*given)
+        and not _recorded(given)
+    )
 
 
 def fuse(num_tokens: int, start: int, *tensors: Tensor) -> bool:

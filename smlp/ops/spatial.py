@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smlp.ops.fast_paths import allowed, fuse, reads_in_place, triangle_leaf
+from smlp.ops.fast_paths import BANDS, allowed, fuse, reads_in_place, triangle_leaf
 from smlp.ops.first_use import fused_projection
 from smlp.ops.triangular import TriangularProjection
 
@@ -51,8 +51,20 @@ def _projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int)
     weight_hmn = weight_hTT[:, start:num_tokens, :num_tokens].tril(diagonal=start)
     bias_hm1 = bias_hT[:, start:num_tokens, None]
     if reads_in_place(x_Bnhc, start):
-        seqs = [torch.baddbmm(bias_hm1, weight_hmn, x_nhc.transpose(0, 1)) for x_nhc in x_Bnhc]
+        seqs = [_sequence(x_nhc.transpose(0, 1), weight_hmn, bias_hm1) for x_nhc in x_Bnhc]
         return torch.stack(seqs).transpose(1, 2)
     x_hnBc = x_Bnhc.permute(2, 1, 0, 3).reshape(num_heads, num_tokens, num_seqs * width)
     out_hmBc = torch.baddbmm(bias_hm1, weight_hmn, x_hnBc)
     return out_hmBc.view(num_heads, num_tokens - start, num_seqs, width).permute(2, 1, 0, 3)
+
+
+def _sequence(x_hnc: Tensor, weight_hmn: Tensor, bias_hm1: Tensor) -> Tensor:
+    """The last m positions of one sequence, (h, m, c); a single product is cut so that all threads have a part."""
+    (num_heads, num_new, num_tokens), bands = weight_hmn.shape, BANDS
+    if num_heads > 1 or num_new > 1 or num_tokens < bands:
+        return torch.baddbmm(bias_hm1, weight_hmn, x_hnc)
+    whole = num_tokens - num_tokens % bands
+    weight_k1j = weight_hmn[0, :, :whole].view(1, bands, -1).transpose(0, 1)
+    sums_k1c = torch.bmm(weight_k1j, x_hnc[0, :whole].unflatten(0, (bands, -1)))
+    rest_h1c = torch.baddbmm(bias_hm1, weight_hmn[:, :, whole:], x_hnc[:, whole:])
+    return rest_h1c + sums_k1c.sum(dim=0)
