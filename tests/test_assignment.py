@@ -8,7 +8,9 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from smlp.ops import balanced_assignment, balanced_assignments
+from smlp.ops.assignment_prices import equal_load_prices, finest_prices
 from smlp.ops.fast_paths import reference_ops
+from smlp.ops.tolerances import EXACT
 
 
 def optimum(scores: torch.Tensor) -> float:
@@ -245,3 +247,12 @@ def test_the_reference_is_the_optimum():
         owner = balanced_assignment(scores)
     assert scores.gather(1, owner.unsqueeze(1)).double().sum().item() == pytest.approx(optimum(scores), rel=1e-4)
     assert not torch.equal(owner, balanced_assignment(scores))
+
+
+@pytest.mark.parametrize("num_tokens", [2048, 2100, 1111])
+def test_prices_by_bands_of_tokens(num_tokens, monkeypatch):
+    values = torch.rand(1, num_tokens, 5, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    whole = equal_load_prices(values), finest_prices(values)
+    monkeypatch.setattr("smlp.ops.fast_paths.BANDED_SCORES", 0)
+    for found, expected in zip((equal_load_prices(values), finest_prices(values)), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=EXACT)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from smlp.ops.fast_paths import bands_of_tokens
+
 #: temperatures, as shares of the median token's spread, and Newton steps at each
 COARSE = ((0.2, 2), (0.05, 2), (0.015, 2))
 FINE = ((0.01, 4),)
@@ -21,11 +23,13 @@ FINE = ((0.01, 4),)
 FINEST = (0.003, 0.001, 0.0003)
 SINKHORN_STEPS = 20
 #: tokens of a sample for each expert, and at least
-SAMPLE_PER_EXPERT, SMALLEST_SAMPLE = 16, 512
+SAMPLE_PER_EXPERT, SMALLEST_SAMPLE = 8, 512
 #: steps of one temperature that learn how loads answer to prices; later ones remember it
 _SLOPES = 2
 #: largest step, in temperatures
 _LARGEST_STEP = 4.0
+#: smallest logarithm of a weight. Its square is still a normal float32: a CPU takes many times as long for others
+_SMALLEST_LOG = -40.0
 _SMALLEST = 1e-12
 
 
@@ -54,17 +58,36 @@ def finest_prices(values_BNE: Tensor) -> Tensor:
         _weights(values_BNE, price_B1E, temperature, out=weight_BNE)
         factor_BE1 = values_BNE.new_ones(num_problems, num_experts, 1)
         for _ in range(SINKHORN_STEPS):
-            share_BN1 = torch.bmm(weight_BNE, factor_BE1).reciprocal_()
-            loads_BE1 = torch.bmm(weight_BNE.transpose(1, 2), share_BN1).clamp_min_(_SMALLEST)
+            share_BN1 = _by_token(weight_BNE, factor_BE1).reciprocal_()
+            loads_BE1 = _by_expert(weight_BNE, share_BN1).clamp_min_(_SMALLEST)
             factor_BE1 = (num_tokens / num_experts / loads_BE1).clamp_(_SMALLEST, 1 / _SMALLEST)
         price_B1E = price_B1E - temperature * factor_BE1.log_().transpose(1, 2)
     return price_B1E
 
 
 def _weights(values_BNE: Tensor, price_B1E: Tensor, temperature: float, out: Tensor) -> None:
-    """``exp((value - price) / temperature)``, (B, N, E), each token's largest being one."""
+    """``exp((value - price) / temperature)``, (B, N, E), each token's largest being one, and none below 4e-18."""
     torch.sub(values_BNE, price_B1E, out=out)
-    out.sub_(out.amax(dim=2, keepdim=True)).mul_(1 / temperature).exp_()
+    out.sub_(out.amax(dim=2, keepdim=True)).mul_(1 / temperature).clamp_min_(_SMALLEST_LOG).exp_()
+
+
+def _by_token(weight_BNE: Tensor, factor_BE1: Tensor) -> Tensor:
+    """Each token's sum of weights times factors, (B, N, 1)."""
+    bands = bands_of_tokens(weight_BNE)
+    if bands == 1:
+        return torch.bmm(weight_BNE, factor_BE1)
+    # the factors as rows: as a column the product is no faster than a single one
+    factor_kE1 = factor_BE1.view(1, 1, -1).expand(bands, 1, -1).transpose(1, 2)
+    return torch.bmm(weight_BNE[0].unflatten(0, (bands, -1)), factor_kE1).view(1, -1, 1)
+
+
+def _by_expert(weight_BNE: Tensor, share_BN1: Tensor) -> Tensor:
+    """Each expert's sum of weights times shares, (B, E, 1)."""
+    bands = bands_of_tokens(weight_BNE)
+    if bands == 1:
+        return torch.bmm(weight_BNE.transpose(1, 2), share_BN1)
+    share_k1M = share_BN1.view(bands, 1, -1)
+    return torch.bmm(share_k1M, weight_BNE[0].unflatten(0, (bands, -1))).sum(dim=0).view(1, -1, 1)
 
 
 def _newton(values_BNE: Tensor, price_B1E: Tensor, schedule: tuple[tuple[float, int], ...]) -> Tensor:
@@ -80,10 +103,10 @@ def _newton(values_BNE: Tensor, price_B1E: Tensor, schedule: tuple[tuple[float, 
         log_BE1 = values_BNE.new_zeros(num_problems, num_experts, 1)
         for step in range(num_steps):
             factor_BE1 = log_BE1.exp()
-            share_BN1 = torch.bmm(weight_BNE, factor_BE1).reciprocal_()
-            loads_BE1 = torch.bmm(weight_BNE.transpose(1, 2), share_BN1).mul_(factor_BE1)
+            share_BN1 = _by_token(weight_BNE, factor_BE1).reciprocal_()
+            loads_BE1 = _by_expert(weight_BNE, share_BN1).mul_(factor_BE1)
             if step < _SLOPES:
-                squares_BE1 = torch.bmm(square_BNE.transpose(1, 2), share_BN1.square()).mul_(factor_BE1.square())
+                squares_BE1 = _by_expert(square_BNE, share_BN1.square()).mul_(factor_BE1.square())
                 slope_BE1 = (loads_BE1 - squares_BE1).clamp_min_(0.01 * load)
             change_BE1 = (loads_BE1 - load).div_(slope_BE1).mul_(damping)
             log_BE1.sub_(change_BE1.clamp_(-_LARGEST_STEP, _LARGEST_STEP))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
@@ -27,6 +28,8 @@ FUSED_TOKENS = 128
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: most bands of rows of a matrix that few vectors are multiplied with, on a CPU
 BANDS = 16
+#: scores from which a product of all of them with a vector is taken by bands, on a CPU
+BANDED_SCORES = 2**20
 #: numbers in these vectors up to which bands are faster, unless it is a single vector
 BANDED_INPUTS = 4096
 #: scores up to which a balanced assignment is repaired to the optimum
@@ -137,6 +140,13 @@ def product_precision(dtype: torch.dtype, device: torch.device) -> str:
 def assign_exactly(num_tokens: int, num_experts: int) -> bool:
     """Whether a balanced assignment is repaired to the optimum, which takes long where it is large."""
     return _reference_only.get() or num_tokens * num_experts <= EXACT_SCORES or num_tokens < 4 * num_experts
+
+
+def bands_of_tokens(weight_BNE: Tensor) -> int:
+    """Into how many bands the tokens of an assignment's weights are cut for products with a vector; 1 for none."""
+    num_problems, num_tokens, _ = weight_BNE.shape
+    banded = num_problems == 1 and weight_BNE.device.type == "cpu" and weight_BNE.numel() >= BANDED_SCORES
+    return math.gcd(num_tokens, BANDS) if banded and not _reference_only.get() else 1
 
 
 def groups_products(x_AI: Tensor, num_hidden: int) -> bool:
