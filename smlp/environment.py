@@ -35,19 +35,35 @@ def environment() -> dict[str, Any]:
 def git_revision(folder: Path) -> dict[str, Any] | None:
     """Revision of a clone and whether tracked files differ from it, with the SHA-256 of that; None outside of one."""
 
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != folder.resolve():
+        if Path(_git(folder, "rev-parse", "--show-toplevel").strip()).resolve() != folder.resolve():
             return None  # installed inside of somebody else's repository
-        found = {"revision": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+        revision, status = _git(folder, "rev-parse", "HEAD").strip(), _git(folder, "status", "--porcelain", "-uno")
+        found = {"revision": revision, "changed": bool(status)}
         if found["changed"]:
-            found["difference_sha256"] = hashlib.sha256(git("diff", "HEAD").encode()).hexdigest()
+            found["difference_sha256"] = hashlib.sha256(_git(folder, "diff", "HEAD").encode()).hexdigest()
         return found
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def keep_difference(git: dict[str, Any] | None, to: Path) -> None:
+    """Writes what a changed clone differs by into the folder ``to``, as ``changes-SHA256.patch`` (12 digits of it).
+
+    Args:
+        git: of :func:`git_revision` for this package; nothing is written where nothing was changed.
+        to: a folder that is there.
+    """
+    if git is None or not git["changed"]:
+        return
+    with suppress(OSError, subprocess.SubprocessError):
+        difference = _git(Path(smlp.__path__[0]).parent, "diff", "HEAD")
+        (to / f"changes-{git['difference_sha256'][:12]}.patch").write_text(difference, encoding="utf-8")
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
 
 
 def _plugins() -> dict[str, str]:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 import smlp
+from smlp.accounting.formula import parameters
 from smlp.cli import compare_dry_run, compare_run, compare_status
+from smlp.environment import git_revision, keep_difference
 from smlp.errors import UserError
 from smlp.experiments import cost, local, timing
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, read_json, write_json
@@ -365,12 +368,17 @@ def test_costs(planned, monkeypatch):
     experiment, models, _ = planned(FILE + "run: {jobs: 2, tflops: 100, mfu: 0.5}\n")
     runs = main_runs(experiment, models, {"a": 0.001, "b": 0.001})
     here = cost.estimate(experiment, models, runs, threads=1)
-    assert here.seconds == pytest.approx(100 * cost.OVERHEAD + cost.SECONDS_AROUND), "the longer of two side by side"
+    saving = 9 * cost.CHECKPOINT_FILES * 12 * parameters(models[1].config, 1).total / cost.BYTES_PER_SECOND
+    longer = 100 * cost.OVERHEAD + saving + cost.SECONDS_AROUND
+    assert here.seconds == pytest.approx(longer), "the longer of two side by side"
     elsewhere = cost.estimate(experiment, models, runs, threads=None)
     per_update = elsewhere.seconds_per_update
     assert sum(per_update.values()) * 100 == pytest.approx(elsewhere.flops / 50e12)
     sizes = [sum(p.numel() for p in Decoder(model.config).parameters()) for model in models]
     assert elsewhere.disk_bytes == 12 * sum(sizes)
+    assert elsewhere.most_disk_bytes == cost.CHECKPOINT_FILES * 12 * sum(sizes)
+    one_by_one = cost.estimate(replace(experiment, place=replace(experiment.place, jobs=1)), models, runs, threads=None)
+    assert one_by_one.most_disk_bytes == 12 * sum(sizes) + 2 * 12 * max(sizes)
 
 
 @pytest.mark.parametrize(("timed", "again"), [({}, True), ({"b": 1}, True), ({"a": 1}, False)])
@@ -430,3 +438,42 @@ def test_scores_in_16_bits_agree_less_closely(tmp_path):
     check_agreement(run, "valid", nll, HALF_AGREEMENT)
     with pytest.raises(UserError, match=r"2\.0894 nats per token on valid, but .* of update 8, said 2\.0794"):
         check_agreement(run, "valid", nll, AGREEMENT)
+
+
+def test_a_command_is_repeated_by_a_shell(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SMLP_REFERENCE_OPS", "1")
+    run = Folder(tmp_path / "out").run("runs/a")
+    shown = "import os; print(os.getcwd(), os.environ['SMLP_REFERENCE_OPS'], os.environ['OMP_NUM_THREADS'])"
+    run.write_command([sys.executable, "-c", shown], {"OMP_NUM_THREADS": "3"})
+    done = subprocess.run(
+        ["bash", str(run.command)],
+        cwd="/",
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == f"{tmp_path} 1 3\n", done.stderr
+
+
+def test_what_a_changed_clone_differs_by_is_kept(tmp_path, monkeypatch):
+    clone, out = tmp_path / "clone", tmp_path / "out"
+    (clone / "smlp").mkdir(parents=True)
+    out.mkdir()
+    (clone / "smlp" / "one.py").write_text("before\n \n\n")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", str(clone), *words], check=True, timeout=60)
+    monkeypatch.setattr(smlp, "__path__", [str(clone / "smlp")])
+    keep_difference(git_revision(clone), out)
+    assert not list(out.iterdir())
+    (clone / "smlp" / "one.py").write_text("after\n \n\n")
+    found = git_revision(clone)
+    keep_difference(found, out)
+    (patch,) = out.iterdir()
+    assert patch.name == f"changes-{found['difference_sha256'][:12]}.patch"
+    assert "-before\n+after\n" in patch.read_text()
+    subprocess.run(["git", "-C", str(clone), "checkout", "-q", "."], check=True, timeout=60)
+    subprocess.run(["git", "-C", str(clone), "apply", str(patch)], check=True, timeout=60)
+    assert git_revision(clone) == found

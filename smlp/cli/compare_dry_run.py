@@ -62,5 +62,6 @@ def _print_cost(experiment: Experiment, runs: Sequence[Run], cost: Cost) -> None
     print(
         f"{len(runs)} runs: about {duration(cost.seconds)} with {experiment.place.at_a_time(len(runs))} at a time, "
         f"{cost.device_hours:.{digits}f} {devices}, {cost.flops / 10**exponent:.2f}e{exponent} floating-point "
-        f"operations (a multiply-add is two), {cost.disk_bytes / 1e9:.1f} GB of checkpoints\n  ({cost.how})"
+        f"operations (a multiply-add is two), {cost.disk_bytes / 1e9:.1f} GB of checkpoints, "
+        f"{cost.most_disk_bytes / 1e9:.1f} GB at most while it runs\n  ({cost.how})"
     )

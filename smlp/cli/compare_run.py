@@ -10,7 +10,7 @@ from typing import Any
 
 from smlp.checkpoint.files import copy_whole
 from smlp.cli.compare_models import check_zeroshot, not_done, num_gpus, plan, print_models
-from smlp.environment import environment
+from smlp.environment import environment, keep_difference
 from smlp.experiments import slurm
 from smlp.experiments.data import data_of, describe, dictionary_size
 from smlp.experiments.experiment import Experiment
@@ -109,6 +109,7 @@ def _note_environment(experiment: Experiment, folder: Folder, runs: Sequence[Run
     threads = machine.threads if machine else place.threads
     record = {**environment(), "gpus": gpus, "world_size": place.ranks, **asdict(place), "threads": threads}
     write_json(folder.environment, record)
+    keep_difference(record["git"], folder.path)
 
 
 def _chosen(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel]) -> dict[str, Any]:

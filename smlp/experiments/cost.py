@@ -29,6 +29,10 @@ _BYTES_PER_PARAMETER = 12
 OVERHEAD = 1.15
 #: of a process that starts, and of one that scores
 SECONDS_AROUND = 14.0
+#: files of a checkpoint that fairseq writes each time: with its number, the best and the last
+CHECKPOINT_FILES = 3
+#: at which a node is taken to write them
+BYTES_PER_SECOND = 1e9
 _MEASURED_UPDATES = 3
 _LEARNING_RATE = 1e-3
 
@@ -44,7 +48,9 @@ class Cost:
     device_hours: float
     #: multiply-adds count as two, both passes
     flops: float
+    #: checkpoints that stay, one of each run of the comparison, and all there are at the fullest moment
     disk_bytes: int
+    most_disk_bytes: int
     how: str
 
 
@@ -74,20 +80,30 @@ def estimate(
     else:
         tflops, mfu = place.tflops or GPU_TFLOPS, place.mfu or MFU
         seconds = {name: each / (tflops * 1e12 * mfu) for name, each in flops.items()}
-        how = f"{mfu:.0%} of {tflops:.0f} TFLOP/s for each GPU (run.mfu, run.tflops)"
+        how = (
+            f"{mfu:.0%} of {tflops:.0f} TFLOP/s for each GPU (run.mfu, run.tflops), checkpoints at 1 GB/s for each node"
+        )
         overhead, around = 1.0, SECONDS_AROUND
     # one at the end of a run of the grid; of the others the scores as well
     validations = {True: 1, False: experiment.evaluation.validations + 1}
     passes = held_out / experiment.tokens_per_update / 3  # a forward pass is a third of an update
+    sizes = {model.name: _BYTES_PER_PARAMETER * parameters(model.config, 1).total for model in models}
+    writing = {name: CHECKPOINT_FILES * size / (BYTES_PER_SECOND * place.nodes) for name, size in sizes.items()}
     each = [
-        (run.updates * overhead + validations[run.tuning] * passes) * seconds[run.model.name] + around for run in runs
+        (run.updates * overhead + validations[run.tuning] * passes) * seconds[run.model.name]
+        + validations[run.tuning] * writing[run.model.name]
+        + around
+        for run in runs
     ]
+    staying = sum(sizes[run.model.name] for run in runs if not run.tuning)
+    largest = sorted((sizes[run.model.name] for run in runs), reverse=True)[: place.at_a_time(len(runs))]
     return Cost(
         seconds_per_update=seconds,
         seconds=_end_of_the_last(each, place.at_a_time(len(runs))),
         device_hours=sum(each) * (place.ranks if place.is_on_gpus or place.where == "slurm" else 1) / 3600,
         flops=sum(run.updates * flops[run.model.name] * place.ranks for run in runs),
-        disk_bytes=disk_bytes(models, runs),
+        disk_bytes=staying,
+        most_disk_bytes=staying + (CHECKPOINT_FILES - 1) * sum(largest),
         how=how,
     )
 
@@ -98,12 +114,6 @@ def _end_of_the_last(seconds: Sequence[float], jobs: int) -> float:
     for one in seconds:
         heapq.heapreplace(ends, ends[0] + one)
     return max(ends)
-
-
-def disk_bytes(models: Sequence[PlannedModel], runs: Sequence[Run]) -> int:
-    """Checkpoints that stay: one of each run of the comparison."""
-    sizes = {model.name: _BYTES_PER_PARAMETER * parameters(model.config, 1).total for model in models}
-    return sum(sizes[run.model.name] for run in runs if not run.tuning)
 
 
 def _device(experiment: Experiment) -> str:

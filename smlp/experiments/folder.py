@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from smlp import plugins
 from smlp.checkpoint.files import write_whole
 from smlp.errors import UserError
 
 #: what a run can be
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
+#: variables of the environment that change what a training does, beside those that a run is given
+_OWN_VARIABLES = (plugins.VARIABLE, "SMLP_REFERENCE_OPS", "PYTHONPATH")
 #: settings that all runs of a folder share
 _SHARED = (
     *("updates", "tokens_per_update", "tokens_per_sample", "batch_size", "update_freq", "tuned_option", "data_sha256"),
@@ -106,6 +111,23 @@ class RunFolder:
         """Changes single entries of ``run.json``."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.state_file, {**self.state(), **changes})
+
+    def write_command(self, words: list[str], variables: dict[str, str]) -> None:
+        """Writes down what trains, with the variables that are set for it: a shell runs it as it is.
+
+        Args:
+            words: program and arguments.
+            variables: of the environment, over those of this process.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        given = {name: os.environ[name] for name in _OWN_VARIABLES if os.environ.get(name)}
+        settings = [f"{name}={shlex.quote(value)}" for name, value in {**given, **variables}.items()]
+        lines = [
+            f"cd {shlex.quote(str(Path.cwd()))}",
+            *(f"export {setting}" for setting in settings),
+            shlex.join(words),
+        ]
+        self.command.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def claim(self, made_with: dict[str, Any]) -> None:
         """Writes down what the run is made with, before it begins.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ class RunChain(Chain):
         self.folder.update_state(model=self.run.model.name, seed=self.run.seed, state=RUNNING, message=None)
         step = Step(name, self._command(name), self.folder.output, self.machine.environment(slot))
         if name == TRAIN:
-            self.folder.command.write_text(shlex.join(step.command) + "\n", encoding="utf-8")
+            self.folder.write_command(step.command, step.environment)
         return step
 
     def ended(self, result: Ended) -> None:

@@ -70,9 +70,8 @@ def sweep_line(experiment: Experiment, run: Run, data: str, folder: Folder) -> s
 def write_command(experiment: Experiment, run: Run, data: str, folder: Folder) -> None:
     """Writes down what the job of a run starts, to be repeated without these scripts."""
     own = folder.run(run.folder)
-    own.path.mkdir(parents=True, exist_ok=True)
     words = ["srun", f"--ntasks={experiment.place.ranks}", *this_program(), "train"]
-    own.command.write_text(shlex.join([*words, *training_words(experiment, run, data, own.path)]) + "\n")
+    own.write_command([*words, *training_words(experiment, run, data, own.path)], {})
 
 
 def jobs_in_queue(folder: Folder) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from smlp.experiments.report import paper
 from smlp.experiments.report.runs import Experiment
 from smlp.experiments.report.table import Cell, Column, Table, number, text
@@ -40,6 +43,9 @@ def details_table(experiment: Experiment) -> Table:
         Column("overrides", "changed from the preset", f"{_MODELS}.overrides"),
         Column("recipe", "options of training", f"{_MODELS}.recipe"),
     ]
+    tuned = experiment.tuned or {}
+    if tuned:
+        columns.insert(-1, Column("tuned", f"tuned {tuned['option']}", "tuned.json: chosen"))
     rows = []
     for model, record in zip(experiment.models, experiment.settings["models"], strict=True):
         config = model.config
@@ -63,6 +69,7 @@ def details_table(experiment: Experiment) -> Table:
                     ", ".join(f"{name}={value}" for name, value in record.get("overrides", {}).items()) or None,
                     f"{_MODELS}.overrides",
                 ),
+                **_tuned(tuned, model.name),
                 "recipe": text(" ".join(record.get("recipe", [])) or None, f"{_MODELS}.recipe"),
             }
         )
@@ -74,6 +81,12 @@ def details_table(experiment: Experiment) -> Table:
         "floating-point operations, as data sheets do: two for a multiply-add, and of what is causal only the half.",
     ]
     return Table("details", "The models", columns, rows, notes)
+
+
+def _tuned(tuned: Mapping[str, Any], name: str) -> dict[str, Cell]:
+    """The cell of a tuned option's value, where there is one."""
+    chosen = tuned.get("chosen", {}).get(name)
+    return {"tuned": text(str(chosen), f"tuned.json: chosen.{name}")} if chosen is not None else {}
 
 
 def paper_details_table(experiment: Experiment) -> Table | None:

@@ -135,7 +135,8 @@ def _verdicts(tables: Mapping[str, Table]) -> str:
         return ""
     agree, differ = (sum(verdict.startswith(one) for verdict in verdicts) for one in (AGREES, DIFFERS))
     rest = len(verdicts) - agree - differ
-    return f"{len(verdicts)} sentences: {agree} agree with what was measured, {differ} differ, {rest} open."
+    count = "1 sentence" if len(verdicts) == 1 else f"{len(verdicts)} sentences"
+    return f"{count}: {agree} agree with what was measured, {differ} differ, {rest} open."
 
 
 def _about(experiment: Experiment) -> list[str]:
@@ -179,7 +180,8 @@ def _environment(experiment: Experiment) -> list[str]:
         lines.append(f"- {split}: {record.get('tokens', 0):,} tokens" + (f", {words:,} words" if words else ""))
     if experiment.data.get("vocab_size"):
         lines.append(f"- vocabulary: {experiment.data['vocab_size']:,}")
-    return [*lines, "", "Sources: environment.json, environment.jsonl of the runs, data.json.", ""]
+    own = ", environment.jsonl of the runs" if any(run.environments for run in experiment.runs) else ""
+    return [*lines, "", f"Sources: environment.json{own}, data.json.", ""]
 
 
 def _sources(tables: Mapping[str, Table], pictures: Mapping[str, Picture]) -> list[str]:

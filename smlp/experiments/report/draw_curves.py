@@ -138,7 +138,9 @@ def _log_ticks(axes: Axes) -> None:
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low > 5 else range(1, 10), numticks=15))
+    # the first digits that have a tick: so many that no large part of the axis is without
+    digits = (1, 2, 5) if high / low > 20 else (1, 1.5, 2, 3, 5, 7) if high / low > 3 else (*range(1, 10), 1.2, 1.5)
+    axes.yaxis.set_major_locator(LogLocator(subs=digits, numticks=15))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_minor_locator(NullLocator())
 
@@ -162,7 +164,9 @@ def draw_routing(experiment: Experiment, styles: dict[str, Style]) -> Figure | N
             x, y = zip(*points, strict=True)
             style = styles[name]
             handles[name] = axes.plot(x, [scale * value for value in y], **style.line_options(len(x), 4.5))[0]
-        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]) if key != "gate_entropy" else None)
+        if key != "gate_entropy":
+            low, high = axes.get_ylim()
+            axes.set_ylim(bottom=0, top=high if high > -low else 1)  # all zero: matplotlib would centre it
         _finish(axes, "updates", label)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)

@@ -6,6 +6,7 @@ their marker, so that no two are told apart by colour alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ _FAMILY_COLOURS = {
     "hash_lm": "sky",
 }
 _OTHER = "0.45"
+#: models that line styles and markers alone still tell apart
+_MOST_OF_A_COLOUR = 4
 _MARKERS = "osD^vPX<>hp*d8"
 _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 3)))
 
@@ -48,8 +51,10 @@ class Style:
 
 
 def styles(models: Sequence[Model], by_family: bool = True) -> dict[str, Style]:
-    """By model name; without ``by_family`` in as many colours as there are, for figures of one family."""
+    """By model name; in as many colours as there are without ``by_family`` or where many would share one."""
     colours = list(OKABE_ITO.values())
+    shared = Counter(_FAMILY_COLOURS.get(model.family or "") for model in models)
+    by_family = by_family and max(shared.values(), default=0) <= _MOST_OF_A_COLOUR
     found: dict[str, Style] = {}
     used: dict[str, int] = {}
     for place, model in enumerate(models):
