@@ -16,7 +16,7 @@ from experiment_folder import MODELS, SEEDS, UPDATES, cell, rewrite, run_folder,
 from smlp.errors import UserError
 from smlp.evaluation.curves import LossPoint
 from smlp.experiments.report.claims import claims_table
-from smlp.experiments.report.reaching import first_crossing
+from smlp.experiments.report.reaching import first_crossing, targets
 from smlp.experiments.report.runs import read_experiment
 from smlp.experiments.report.state import data_orders
 from smlp.experiments.report.statistics import Estimate, t_quantile
@@ -104,13 +104,25 @@ def test_time_to_a_perplexity_lies_between_validations(out):
     assert cell(speed, "gMLP", "time_to_2.00_s").text == "not reached"
 
 
-def test_without_targets_the_dense_models_set_them(whole):
+def test_without_targets_dense_models_and_the_best_sparse_transformer_set_them(whole):
     """gMLP's own mean is what one of its three seeds misses: the mean curve says when."""
     speed = tables(whole)["speed"]
-    assert [column.key for column in speed.columns if "time_to" in column.key] == ["time_to_16.22_s"]
+    keys = [column.key for column in speed.columns if "time_to" in column.key]
+    assert keys == ["time_to_16.22_s", "time_to_15.14_s"]
+    assert "15.14 per token: from the last validation of Switch, mean over seeds." in speed.notes
+    # 8 - u / 10 - 0.2 + seed / 100 falls to Switch's mean at u = 38.8, 38.9, 39; 0.8 seconds each
+    assert cell(speed, "sMLP", "time_to_15.14_s").value == pytest.approx(0.8 * 39.0, rel=5e-3)
     assert cell(speed, "gMLP", "time_to_16.22_s").text == "20.00 (mean curve; 2 of 3 seeds)"
     assert any(note == "16.22 per token: from the last validation of gMLP, mean over seeds." for note in speed.notes)
     assert cell(speed, "sMLP-partial", "time_to_16.22_s").text == "not reached"
+
+
+def test_of_several_sparse_transformers_the_best_sets_a_target(tmp_path, monkeypatch):
+    more = {**MODELS, "Hash": ("hash_lm", "hash_lm_tiny", {}, -0.15, 0.6)}
+    monkeypatch.setattr("experiment_folder.MODELS", more)
+    found = targets(read_experiment(write_experiment(tmp_path / "out", more)))
+    origins = [one.origin.split(",")[0] for one in found]
+    assert origins == ["the last validation of gMLP", "the last validation of Hash"]
 
 
 def test_crossing():
