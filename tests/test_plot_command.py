@@ -77,7 +77,11 @@ def test_pictures_numbers_and_table_of_partial_routing(data, tmp_path, capsys):
     assert found["arch"] == "smlp_partial_tiny" and found["tokens_fed"] == 144 and found["sequences_fed"] == 12
     (tokens,), (features,) = found["token_routing"], found["feature_routing"]
     assert sum(tokens["load"]) == pytest.approx(1) and sorted(tokens["order_of_experts"]) == [0, 1]
-    assert np.array(tokens["counts"]).sum(axis=1).tolist() == [piece["count"] for piece in found["pieces"]]
+    fed = [piece["count"] for piece in found["pieces"]]
+    assert sum(fed) == 144, "all pieces are counted apart, so that their means make that of all tokens"
+    of_pieces = np.average(tokens["mean_affinity_of_pieces"], axis=0, weights=fed)
+    assert of_pieces == pytest.approx(tokens["mean_affinity"]) and min(tokens["mean_affinity"]) > 0
+    assert np.array(tokens["counts"]).sum(axis=1).tolist() == fed
     assert np.array(features["counts"]).sum() == 12 * 16 and len(features["agreement"]) == 16
     assert "144 tokens in 12 sequences" in printed.out and "at random 50.00%" in printed.out
     assert found["pieces"][0]["symbol"] in ("</s>", *(f"w{number}" for number in range(20)))

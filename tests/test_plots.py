@@ -18,12 +18,14 @@ from smlp.evaluation.samples import Cutting, Samples, cut
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder
-from smlp.plots.draw_filters import block_means
+from smlp.plots.draw_filters import block_means, draw_filters, draw_toeplitz
+from smlp.plots.draw_routing import draw_features, draw_tokens, orders
 from smlp.plots.filters import filter_numbers, fixed_chunks, spatial_layers
 from smlp.plots.ordering import evenly, like_beside_like
 from smlp.plots.routing import FeatureCounts, RoutingCounts, TokenCounts, count_routing
+from smlp.plots.titles import broken
 from smlp.plots.toeplitz import half_energy_distance, random_toeplitz_share, toeplitz_share
-from smlp.plots.weights import Choice
+from smlp.plots.weights import Choice, WeightPlots
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -254,6 +256,144 @@ def test_counts_are_those_of_one_sequence_at_a_time(arch):
         assert np.allclose(layer.shares_HE.sum(axis=1), 1) and (layer.counts_HE.sum(axis=0) == 17 * 4).all()
 
 
+def affinities_token_by_token(decoder: Decoder, samples: Samples) -> dict[str, dict[int, list[list[float]]]]:
+    """By layer and id, each token's affinities to all experts, from the scores of one sequence at a time."""
+    found: dict[str, dict[int, list[list[float]]]] = {}
+
+    def hook(name, inputs, routing):
+        if routing.logits_NE is None:
+            return
+        for token, scores in zip(inputs[1].tolist(), routing.logits_NE.tolist(), strict=True):
+            if decoder.config.moe.router == "base":
+                affinities = [1 / (1 + math.exp(-score)) for score in scores]
+            else:
+                affinities = [math.exp(score) / sum(map(math.exp, scores)) for score in scores]
+            found.setdefault(name, {}).setdefault(token, []).append(affinities)
+
+    layers = [module for module in decoder.modules() if isinstance(module, TokenMoE)]
+    hooks = [
+        layer.router.register_forward_hook(lambda _, *args, name=layer.name: hook(name, *args)) for layer in layers
+    ]
+    with torch.no_grad():
+        for first, end in zip(samples.first_S.tolist(), samples.end_S.tolist(), strict=True):
+            decoder(torch.from_numpy(samples.sources_M[first:end])[None])
+    for each in hooks:
+        each.remove()
+    return found
+
+
+AFFINITIES = ("base_lm_tiny", "smlp_partial_tiny", "switch_lm_tiny", "gshard_lm_tiny", "hash_lm_tiny")
+
+
+@pytest.mark.parametrize("arch", AFFINITIES)
+def test_affinities_of_pieces_are_means_over_their_tokens(arch):
+    decoder = randomise(model(arch, **ROUTED[arch]), seed=6)  # tokens that do not all go to one expert
+    samples = samples_of(decoder)
+    counts = count_routing(decoder, samples, num_pieces=6, batch_tokens=60)
+    expected = affinities_token_by_token(decoder, samples)
+    symbols = [f"w{piece}" for piece in counts.pieces_P]
+    facts = WeightPlots([], {}, counts, symbols).as_json()["token_routing"]
+    assert len(counts.tokens) == len(facts) == (2 if arch == "base_lm_tiny" else 1)
+    for layer, found in zip(counts.tokens, facts, strict=True):
+        assert layer.tokens_P.tolist() == counts.frequency_P.tolist(), "a token counts once, whatever its choices"
+        if arch.startswith("hash"):
+            assert not expected and layer.mean_affinity_PE is None and found["mean_affinity_of_pieces"] is None
+            continue
+        assert layer.mean_affinity_PE.shape == (6, 4) and np.ptp(layer.mean_affinity_PE) > 0.05
+        for row, piece in enumerate(counts.pieces_P.tolist()):
+            tokens = expected[layer.name][piece]
+            assert len(tokens) == counts.frequency_P[row]
+            for expert in range(4):
+                mean = sum(token[expert] for token in tokens) / len(tokens)
+                assert layer.mean_affinity_PE[row, expert] == pytest.approx(mean, rel=1e-4, abs=1e-6)
+                assert found["mean_affinity_of_pieces"][row][expert] == layer.mean_affinity_PE[row, expert]
+
+
+@pytest.mark.parametrize("arch", AFFINITIES)
+def test_a_map_of_affinities_stands_below_that_of_shares_where_there_are_any(arch):
+    pytest.importorskip("matplotlib")
+    decoder = randomise(model(arch, **ROUTED[arch]), seed=6)  # tokens that do not all go to one expert
+    counts = count_routing(decoder, samples_of(decoder), num_pieces=6)
+    layer = counts.tokens[0]
+    assert (layer.load_E > 0).sum() > 1
+    symbols = [f"w{piece}" for piece in counts.pieces_P]
+    figure = draw_tokens(layer, symbols, arch, "a text")
+    figure.draw_without_rendering()
+    maps = [axes for axes in figure.axes if axes.images]
+    experts, pieces = orders(layer)
+    values = [layer.shares_PE] + ([] if arch.startswith("hash") else [layer.mean_affinity_PE])
+    assert len(maps) == len(values) == (1 if arch.startswith("hash") else 2)
+    for axes, values_PE in zip(maps, values, strict=True):
+        drawn = [[values_PE[piece, expert] for piece in pieces] for expert in experts]
+        assert axes.images[0].get_array().tolist() == drawn
+        assert axes.images[0].get_clim()[0] == 0 and axes.images[0].get_clim()[1] >= values_PE.max()
+        assert [label.get_text() for label in axes.get_yticklabels()] == [str(expert) for expert in experts]
+        assert axes.get_position().intervalx == pytest.approx(maps[0].get_position().intervalx), "columns line up"
+    assert [label.get_text() for label in maps[-1].get_xticklabels()] == [symbols[piece] for piece in pieces]
+    labels = [axes.get_ylabel().replace("\n", " ") for axes in figure.axes]
+    unit = "sigmoid of the score" if decoder.config.moe.router == "base" else "softmax gate"
+    assert (f"mean affinity ({unit})" in labels) == (len(maps) == 2)
+
+
+#: 41 characters
+LONG_NAME = "an_architecture_of_a_plugin_that_is_long_"
+
+
+def figures(kind: str) -> list:
+    """Figures of a model with a long name."""
+    name, text = f"{LONG_NAME}, T = 1024", "65,536 tokens of a_split_with_a_name_of_its_own"
+    if kind in ("toeplitz", "filters"):
+        decoder = model("smlp_partial_tiny", num_heads=1, num_experts=8)
+        layers = spatial_layers(decoder)
+        numbers = {layer.layer: filter_numbers(layer) for layer in layers}
+        if kind == "toeplitz":
+            return [draw_toeplitz(layers, numbers, name)]
+        few = [(layers[0], [0]), (layers[1], [3]), (layers[1], [2, 5]), (layers[1], range(8))]
+        return [draw_filters(layer, numbers[layer.layer], list(indices), name) for layer, indices in few]
+    decoder = model(kind)
+    counts = count_routing(decoder, samples_of(decoder), num_pieces=9)
+    symbols = [f"word{piece}" for piece in counts.pieces_P]
+    drawn = [draw_tokens(layer, symbols, name, text) for layer in counts.tokens]
+    return drawn + [draw_features(layer, name, text) for layer in counts.features]
+
+
+@pytest.mark.parametrize(
+    "kind", ["toeplitz", "filters", "smlp_partial_tiny", "gshard_lm_tiny", "switch_lm_tiny", "hash_lm_tiny"]
+)
+def test_no_text_leaves_a_figure_whatever_the_name_of_the_model(kind, monkeypatch):
+    text_class = pytest.importorskip("matplotlib.text").Text
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    seen, draw = [], text_class.draw
+
+    def record(text, renderer, *args, **kwargs):
+        seen.append((text.get_text(), text.get_window_extent(renderer)))
+        return draw(text, renderer, *args, **kwargs)
+
+    for figure in figures(kind):
+        seen.clear()
+        canvas = FigureCanvasAgg(figure)
+        with monkeypatch.context() as patch:
+            patch.setattr(text_class, "draw", record)
+            canvas.draw()
+        written = [(words, box) for words, box in seen if words.strip()]
+        assert any(LONG_NAME in words for words, _ in written) and len(written) > 10
+        for words, box in written:
+            inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+            assert inside, f"{words!r} at {box} leaves {figure.bbox}"
+
+
+def test_titles_are_broken_between_words():
+    pytest.importorskip("matplotlib")
+    assert broken("one line\nand  another", 6.0) == ["one line", "and  another"]
+    words = [f"word{number}" for number in range(40)]
+    lines = broken(" ".join(words), 4.0)
+    assert 4 < len(lines) < 10 and " ".join(lines).split(" ") == words
+    assert all(len(broken(line, 4.0)) == 1 for line in lines)
+    cut_lines = broken("a " + "w" * 200 + " b", 4.0)
+    assert cut_lines[0] == "a" and "".join(cut_lines) == "a" + "w" * 200 + " b" and cut_lines[-1].endswith(" b")
+
+
 def test_loyalty_and_own_affinity_worked_by_hand():
     counts = TokenCounts(
         *("layer 0 (tMoE)", "BASE", np.array([[6, 2], [1, 1]]), np.array([10, 0])),
@@ -262,6 +402,13 @@ def test_loyalty_and_own_affinity_worked_by_hand():
     assert counts.loyalty == 0.7
     assert counts.mean_affinity_E.tolist() == [0.4, 0.1]
     assert counts.mean_own_affinity_E[0] == 0.4 and math.isnan(counts.mean_own_affinity_E[1])
+    assert counts.mean_affinity_PE is None
+    # a piece that was not fed has no mean, in JSON null
+    counts.tokens_P, counts.affinity_PE = np.array([8, 0]), np.array([[4.0, 1.0], [0.0, 0.0]])
+    assert counts.mean_affinity_PE[0].tolist() == [0.5, 0.125] and np.isnan(counts.mean_affinity_PE[1]).all()
+    routing = RoutingCounts(np.array([4, 5]), np.array([8, 0]), 10, 1, [counts])
+    (facts,) = WeightPlots([], {}, routing, ["a", "b"]).as_json()["token_routing"]
+    assert facts["mean_affinity_of_pieces"] == [[0.5, 0.125], [None, None]]
 
 
 def test_agreement_of_sequences():

@@ -10,22 +10,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from smlp.drawing import LINES, SEQUENTIAL, label_ticks, new_figure, readable
+from smlp.drawing import LINES, SEQUENTIAL, label_ticks, readable
 from smlp.plots.ordering import like_beside_like
 from smlp.plots.routing import FeatureCounts, TokenCounts
+from smlp.plots.titles import titled_figure
 from smlp.tokenizer_kinds import WORD_START
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 #: of a column of the map, in inches
 _PIECE_WIDTH = 0.2
+#: what an affinity is to the routers that come with the toolkit
+_AFFINITIES = {"BASE": "sigmoid of the score", "Switch": "softmax gate", "GShard": "softmax gate"}
 
 
 def draw_tokens(counts: TokenCounts, symbols: Sequence[str], model_name: str, text: str) -> Figure:
     """Experts by pieces: the share of each piece's tokens that goes to each expert; beside it the experts' loads.
 
-    Like experts stand near each other, and each piece near the expert to which most of its tokens go.
+    Below, where the router has scores: the mean affinity of the same pieces' tokens to the same experts, and beside it
+    that of all tokens and of each expert's own. Like experts stand near each other, and each piece near the expert to
+    which most of its tokens go.
 
     Args:
         counts: of one layer.
@@ -34,42 +40,65 @@ def draw_tokens(counts: TokenCounts, symbols: Sequence[str], model_name: str, te
     """
     expert_order, piece_order = orders(counts)
     num_pieces, num_experts = counts.counts_PE.shape
+    affinity_PE = counts.mean_affinity_PE
+    num_maps, least_height = (1, 1.6) if affinity_PE is None else (2, 2.1)
     width = float(np.clip(_PIECE_WIDTH * num_pieces, 5.0, 20.0))
     what = "tokens" if counts.choices_per_token == 1 else f"choices ({counts.choices_per_token:g} of each token)"
-    figure = new_figure(
+    figure = titled_figure(
         width + 4.8,
-        2.3 + float(np.clip(0.24 * num_experts, 1.6, 9.0)),
+        2.3 + num_maps * float(np.clip(0.24 * num_experts, least_height, 9.0)),
         f"{model_name}, {counts.name}, {counts.router} router: where the {num_pieces} most frequent pieces go\n"
         f"{text}; {counts.loyalty:.0%} of these pieces' {what} are for their piece's first expert\n"
         f"the fullest expert has {counts.load_share_E.max():.0%} of all {what.split()[0]}",
     )
-    map_axes, load_axes = figure.subplots(1, 2, width_ratios=[width, 1.9], sharey=True)
+    panels = figure.subplots(num_maps, 2, width_ratios=[width, 1.9], sharey=True, squeeze=False)
     shares_EP = counts.shares_PE.T[expert_order][:, piece_order]
-    top = 1 / counts.choices_per_token
-    image = map_axes.imshow(shares_EP, cmap=SEQUENTIAL, vmin=0, vmax=top, aspect="auto", interpolation="nearest")
+    _draw_map(panels[0, 0], shares_EP, 1 / counts.choices_per_token, f"share of the piece's {what.split()[0]}")
+    _draw_loads(panels[0, 1], counts.load_share_E[expert_order])
+    if affinity_PE is not None:
+        panels[1, 0].sharex(panels[0, 0])
+        panels[0, 0].tick_params(labelbottom=False)
+        unit = f"\n({_AFFINITIES[counts.router]})" if counts.router in _AFFINITIES else ""
+        affinity_EP = affinity_PE.T[expert_order][:, piece_order]
+        _draw_map(panels[1, 0], affinity_EP, float(np.nanmax(affinity_EP)) or 1.0, f"mean affinity{unit}")
+        _draw_affinities(panels[1, 1], counts.mean_own_affinity_E[expert_order], counts.mean_affinity_E[expert_order])
     names = readable([symbols[piece] for piece in piece_order])
-    label_ticks(map_axes, "x", names, most=int(width / _PIECE_WIDTH), rotation=90, fontsize=8)
-    label_ticks(map_axes, "y", [str(expert) for expert in expert_order], most=40, fontsize=8)
+    label_ticks(panels[-1, 0], "x", names, most=int(width / _PIECE_WIDTH), rotation=90, fontsize=8)
+    label_ticks(panels[0, 0], "y", [str(expert) for expert in expert_order], most=40, fontsize=8)
     begins = f" ({WORD_START} begins a word)" if any(WORD_START in symbol for symbol in symbols) else ""
-    map_axes.set_xlabel(f"piece of the vocabulary{begins}")
-    map_axes.set_ylabel("expert")
-    bar = figure.colorbar(image, ax=map_axes, pad=0.01, aspect=25)
-    bar.set_label(f"share of the piece's {what.split()[0]}", fontsize=9)
+    panels[-1, 0].set_xlabel(f"piece of the vocabulary{begins}")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("expert")
+        panel.tick_params(axis="y", labelsize=8)
+    for panel in panels[:, 1]:
+        panel.set_xlim(left=0)
+        panel.tick_params(labelsize=8)
+    found = [panel.get_legend_handles_labels() for panel in panels[:, 1]]
+    handles, labels = ([each for part in parts for each in part] for parts in zip(*found, strict=True))
+    figure.legend(handles, labels, loc="outside lower right", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+def _draw_map(axes: Axes, values_EP: np.ndarray, top: float, label: str) -> None:
+    """Colours from 0 to ``top``, and a colour bar with a label."""
+    image = axes.imshow(values_EP, cmap=SEQUENTIAL, vmin=0, vmax=top, aspect="auto", interpolation="nearest")
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.01, aspect=25)
+    bar.set_label(label, fontsize=9)
     bar.ax.tick_params(labelsize=8)
 
-    places = np.arange(num_experts)
-    load_axes.barh(places, 100 * counts.load_share_E[expert_order], color="0.65", label="load")
-    load_axes.axvline(100 / num_experts, color="black", linewidth=1, linestyle=(0, (4, 2)), label="equal load")
-    if counts.mean_own_affinity_E is not None:
-        own, everyone = counts.mean_own_affinity_E[expert_order], counts.mean_affinity_E[expert_order]
-        style = {"linestyle": "none", "markersize": 5}
-        load_axes.plot(100 * own, places, "D", color=LINES[0], label="affinity, own tokens", **style)
-        load_axes.plot(100 * everyone, places, "o", color=LINES[1], label="affinity, all tokens", **style)
-    load_axes.set_xlim(left=0)
-    load_axes.set_xlabel("load (%)" if counts.affinity_E is None else "load, mean affinity (%)")
-    load_axes.tick_params(labelsize=8)
-    figure.legend(*load_axes.get_legend_handles_labels(), loc="outside lower right", ncols=4, fontsize=8, frameon=False)
-    return figure
+
+def _draw_loads(axes: Axes, load_share_E: np.ndarray) -> None:
+    axes.barh(np.arange(len(load_share_E)), 100 * load_share_E, color="0.65", label="load")
+    axes.axvline(100 / len(load_share_E), color="black", linewidth=1, linestyle=(0, (4, 2)), label="equal load")
+    axes.set_xlabel("load (%)")
+
+
+def _draw_affinities(axes: Axes, own_E: np.ndarray, everyone_E: np.ndarray) -> None:
+    places, style = np.arange(len(own_E)), {"linestyle": "none", "markersize": 5}
+    axes.plot(own_E, places, "D", color=LINES[0], label="affinity, own tokens", **style)
+    axes.plot(everyone_E, places, "o", color=LINES[1], label="affinity, all tokens", **style)
+    axes.grid(axis="y", alpha=0.3, linewidth=0.5)
+    axes.set_xlabel("mean affinity")
 
 
 def orders(counts: TokenCounts) -> tuple[list[int], list[int]]:
@@ -92,7 +121,7 @@ def draw_features(counts: FeatureCounts, model_name: str, text: str) -> Figure:
     shares_HE = counts.shares_HE[:, experts]
     features = np.lexsort((-shares_HE.max(axis=1), shares_HE.argmax(axis=1)))
     agreement_H = counts.agreement_H
-    figure = new_figure(
+    figure = titled_figure(
         11.5,
         2.1 + float(np.clip(0.24 * num_experts, 1.8, 9.0)),
         f"{model_name}, {counts.name}, {counts.routing} routing: where the {num_features} features go\n"

@@ -38,6 +38,10 @@ class TokenCounts:
     #: the same over the tokens that go to it
     own_affinity_E: np.ndarray | None = None
     num_tokens: int = 0
+    #: how many tokens of each piece were fed, (P,) int64, each once whatever its number of choices; None if not counted
+    tokens_P: np.ndarray | None = None
+    #: sum over each piece's tokens of their affinity to each expert, gone to or not, (P, E); None without scores (Hash)
+    affinity_PE: np.ndarray | None = None
 
     @property
     def choices_per_token(self) -> float:
@@ -58,6 +62,14 @@ class TokenCounts:
     def mean_affinity_E(self) -> np.ndarray | None:
         """Mean affinity of all tokens to each expert."""
         return None if self.affinity_E is None else self.affinity_E / max(self.num_tokens, 1)
+
+    @property
+    def mean_affinity_PE(self) -> np.ndarray | None:
+        """Mean affinity of each piece's tokens to each expert; NaN for pieces that were not fed."""
+        if self.affinity_PE is None:
+            return None
+        tokens_P1 = self.tokens_P[:, None]
+        return np.where(tokens_P1 > 0, self.affinity_PE / np.maximum(tokens_P1, 1), np.nan)
 
     @property
     def mean_own_affinity_E(self) -> np.ndarray | None:
@@ -211,25 +223,36 @@ class _Counter:
 
     def _add_tokens(self, counts: TokenCounts, ids_N: Tensor, observation: Observation) -> None:
         plan, num_experts = observation.plan, len(counts.load_E)
-        row_A = self.row_V[ids_N[plan.token_A]]
+        row_N = self.row_V[ids_N]
+        is_counted_N = row_N >= 0
+        row_A = row_N[plan.token_A]
         cell_A = (row_A * num_experts + plan.expert_A)[row_A >= 0]
         cells = torch.bincount(cell_A, minlength=counts.counts_PE.size).cpu().numpy()
         counts.counts_PE += cells.reshape(counts.counts_PE.shape)
         counts.load_E += plan.counts_E.cpu().numpy()
         counts.num_tokens += ids_N.numel()
+        counts.tokens_P += torch.bincount(row_N[is_counted_N], minlength=len(counts.tokens_P)).cpu().numpy()
         if observation.logits_NE is not None:
             affinity_NE = self.config.router_kind.affinities(observation.logits_NE).double()
             own_A = affinity_NE[plan.token_A, plan.expert_A]
-            own_E = torch.zeros(num_experts, dtype=own_A.dtype, device=own_A.device).index_add(0, plan.expert_A, own_A)
-            sums = affinity_NE.sum(dim=0).cpu().numpy(), own_E.cpu().numpy()
-            if counts.affinity_E is not None:
-                sums = counts.affinity_E + sums[0], counts.own_affinity_E + sums[1]
-            counts.affinity_E, counts.own_affinity_E = sums
+            all_E, own_E = affinity_NE.sum(dim=0), _summed(num_experts, plan.expert_A, own_A)
+            # the rows of tokens, not of assignments: a token with two choices has one affinity to each expert
+            pieces_PE = _summed(len(counts.tokens_P), row_N[is_counted_N], affinity_NE[is_counted_N])
+            names = ("affinity_E", "own_affinity_E", "affinity_PE")
+            for name, new in zip(names, (all_E, own_E, pieces_PE), strict=True):
+                before = getattr(counts, name)
+                setattr(counts, name, new.cpu().numpy() if before is None else before + new.cpu().numpy())
 
     def _no_counts(self, name: str, num_pieces: int) -> TokenCounts:
         kind, num_experts = self.config.router_kind, self.config.moe.num_experts
         counts_PE = np.zeros((num_pieces, num_experts), dtype=np.int64)
-        return TokenCounts(name, kind.title or kind.name, counts_PE, np.zeros(num_experts, dtype=np.int64))
+        load_E, tokens_P = np.zeros(num_experts, dtype=np.int64), np.zeros(num_pieces, dtype=np.int64)
+        return TokenCounts(name, kind.title or kind.name, counts_PE, load_E, tokens_P=tokens_P)
+
+
+def _summed(num_rows: int, row_A: Tensor, values: Tensor) -> Tensor:
+    """Sums of the values (A, ...) of each row, (num_rows, ...)."""
+    return values.new_zeros(num_rows, *values.shape[1:]).index_add(0, row_A, values)
 
 
 def layer_number(name: str) -> int:

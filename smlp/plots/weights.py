@@ -216,24 +216,24 @@ def _note_layers(plots: WeightPlots, choice: Choice, what: str, chosen: Sequence
 
 def _token_facts(counts: TokenCounts) -> dict[str, Any]:
     experts, pieces = orders(counts)
-    own, everyone = counts.mean_own_affinity_E, counts.mean_affinity_E
+    own, everyone, of_pieces = counts.mean_own_affinity_E, counts.mean_affinity_E, counts.mean_affinity_PE
     return {
         "layer": layer_number(counts.name),
         "name": counts.name,
         "router": counts.router,
         "load": counts.load_share_E.tolist(),
         "mean_affinity": None if everyone is None else everyone.tolist(),
-        "mean_affinity_of_own_tokens": None if own is None else [x if x == x else None for x in own.tolist()],
+        "mean_affinity_of_own_tokens": None if own is None else _or_null(own.tolist()),
         "loyalty": counts.loyalty,
         # a row for each piece, a column for each expert, both in the order of "pieces" and of expert ids
         "counts": counts.counts_PE.tolist(),
+        "mean_affinity_of_pieces": None if of_pieces is None else [_or_null(row) for row in of_pieces.tolist()],
         "order_of_experts": experts,
         "order_of_pieces": pieces,
     }
 
 
 def _feature_facts(counts: FeatureCounts) -> dict[str, Any]:
-    agreement = counts.agreement_H.tolist()
     return {
         "layer": layer_number(counts.name),
         "name": counts.name,
@@ -241,6 +241,11 @@ def _feature_facts(counts: FeatureCounts) -> dict[str, Any]:
         "sequences": counts.num_seqs,
         # a row for each feature, a column for each expert
         "counts": counts.counts_HE.tolist(),
-        "agreement": [None if value != value else value for value in agreement],
+        "agreement": _or_null(counts.agreement_H.tolist()),
         "random_agreement": 1 / counts.counts_HE.shape[1],
     }
+
+
+def _or_null(numbers: Sequence[float]) -> list[float | None]:
+    """JSON has no NaN."""
+    return [None if number != number else number for number in numbers]
