@@ -168,5 +168,6 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=f"Writes {PAGE.relative_to(PAGE.parents[1])} anew.").parse_args()
     PAGE.write_text(page(), encoding="utf-8")
     print(f"wrote {PAGE}")
