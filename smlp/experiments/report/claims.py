@@ -114,10 +114,11 @@ def claims_table(experiment: Experiment) -> Table | None:
             }
         )
     title = "What the paper says, and what was measured"
-    return Table("claims", title, columns, rows, _notes(found)) if rows else None
+    shared = (experiment.environment.get("jobs") or 1) > 1
+    return Table("claims", title, columns, rows, _notes(found, shared)) if rows else None
 
 
-def _notes(found: list[Claim]) -> list[str]:
+def _notes(found: list[Claim], shared: bool) -> list[str]:
     figures = {claim.statement.figure for claim in found if claim.logs}
     notes = [
         "Perplexities are compared on the positions that every model here predicts, seed with seed. One interval in "
@@ -133,7 +134,8 @@ def _notes(found: list[Claim]) -> list[str]:
     if SAME_TIME in figures:
         notes.append(
             "Equal training time is where the faster of two runs with the same seed ends; the slower one is then in "
-            "the midst of its schedule. Times are those of the logs."
+            "the midst of its schedule. Times are those of the logs"
+            + (", of runs that shared the machine." if shared else ".")
         )
     if any(claim.verdict == NOT_MEASURED for claim in found):
         notes.append(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
 from smlp.experiments.report.reaching import Reached, Target, reached, targets
@@ -165,7 +166,7 @@ def _notes(experiment: Experiment, aims: list[Target], words: float | None) -> l
     if timed:
         notes.append(
             f'"Alone" is speed.json: {timed.get("how", "")} (device {timed.get("device")}, threads: '
-            f"{timed.get('threads')}, median of {timed.get('rounds')} rounds)."
+            f"{timed.get('threads')}, median of {timed.get('rounds')} rounds). {_unrest(timed)}"
         )
     if words:
         notes.append(f"Words are tokens times {words:.4f}, the words per token of the validation text.")
@@ -181,6 +182,16 @@ def _notes(experiment: Experiment, aims: list[Target], words: float | None) -> l
             * experiment.has_prefix
         )
     return notes
+
+
+def _unrest(timed: Mapping[str, Any]) -> str:
+    """How much the rounds of a model differ: what else the machine did."""
+    each = [sorted(model["seconds_per_update"]) for model in timed.get("models", {}).values()]
+    spreads = [seconds[3 * len(seconds) // 4] / seconds[len(seconds) // 4] - 1 for seconds in each if seconds]
+    if not spreads:
+        return ""
+    typical = statistics.median(spreads)
+    return f"The middle half of a model's rounds spans {typical:.0%}, of the most restless {max(spreads):.0%}."
 
 
 _PREFIX = "Models with a prefix are measured on their own positions there, which are easier or harder than all."

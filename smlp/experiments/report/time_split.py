@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from smlp.experiments.report.environments import hardware
 from smlp.experiments.report.runs import Experiment, Model, Run
 from smlp.experiments.report.speed import LOG, over_runs, training_seconds
 from smlp.experiments.report.statistics import Estimate, estimate
@@ -120,4 +121,9 @@ def _notes(experiment: Experiment) -> list[str]:
         if whole is not None and whole.seconds is None:
             unknown.setdefault(whole.reason, []).append(run.name)
     notes += [f"Not known for {', '.join(names)}: {reason}." for reason, names in unknown.items()]
+    if not hardware(experiment).get("gpus"):
+        notes.append(
+            "MFU is of the rate of a product of matrices that is measured when a run starts; on a CPU that others "
+            "use at the time it varies by a third."
+        )
     return notes
