@@ -1,0 +1,28 @@
+"""A control: sMLP's sparse block without its sMoE, so that nothing mixes the tokens there."""
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from smlp import kinds
+from smlp.accounting.component import Component
+from smlp.config import ModelConfig
+from smlp.context import ForwardContext
+from smlp.parallel import Ranks
+
+
+class Nothing(nn.Module):
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
+        return x_BnH
+
+
+@kinds.register_sparse_block("tokens_only")
+class TokensOnly(kinds.SparseBlockKind):
+    def mixing(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> nn.Module:
+        return Nothing()
+
+    def mixing_components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
+        return ()
+
+
+kinds.register_architecture("smlp_without_smoe_tiny", like="smlp_tiny", sparse_block="tokens_only")
