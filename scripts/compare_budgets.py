@@ -101,7 +101,7 @@ def draw(experiments: Sequence[Experiment], names: Sequence[str], baseline: str,
     figure = new_figure(7.5, 4.6, f"Perplexity against {baseline}'s after each budget: lower is better")
     axes = figure.subplots()
     axes.axhline(0, color="0.3", linewidth=1)
-    axes.annotate(baseline, (tokens_of(experiments[0]), 0), xytext=(2, 3), textcoords="offset points", fontsize=8)
+    axes.annotate(baseline, (tokens_of(experiments[-1]), 0), xytext=(0, -10), textcoords="offset points", fontsize=8)
     for name in names[1:]:
         points = []
         for experiment in experiments:
@@ -116,7 +116,7 @@ def draw(experiments: Sequence[Experiment], names: Sequence[str], baseline: str,
             axes.errorbar(tokens, values, yerr=(below, above), label=name, capsize=3, elinewidth=1, **options)
     axes.set_xscale("log")
     ticks = [tokens_of(experiment) for experiment in experiments]
-    axes.set_xticks(ticks, [f"{tokens / 1e6:.3g} M" for tokens in ticks])
+    axes.set_xticks(ticks, [f"{tokens / 1e6:.2g} M" for tokens in ticks])
     axes.minorticks_off()
     axes.set_xlabel("tokens of training")
     axes.set_ylabel(f"perplexity above {baseline}'s (%)")
