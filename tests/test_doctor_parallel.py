@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from types import SimpleNamespace
 
 import pytest
 from rank_running import run_ranks
 from running import run_python
+
+from smlp.cli import parallel_check
+from smlp.cli.check_report import OK, PROBLEM, Check
+from smlp.launch import team
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -46,3 +52,20 @@ def test_a_wrong_gradient_is_seen(place):
 def test_disks_of_their_own_are_seen(tmp_path):
     for rank, found in enumerate(run_ranks("checkpoint_in_own_folder", 2, folder=str(tmp_path))):
         assert found.startswith(f"rank {rank} does not see 1 of the 2 files") and "--dir" in found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_goes_through_all_checks_and_leaves(rank, monkeypatch, capsys):
+    """A rank that stopped at the first problem would leave the others waiting; one that did not leave may abort."""
+    done = []
+
+    def checks(device, folder):
+        for number in range(3):
+            done.append(number)
+            yield Check(f"check {number}", PROBLEM if number == 0 else OK, "")
+
+    monkeypatch.setattr(team, "meet", lambda *arguments: done.append("met"))
+    monkeypatch.setattr(team, "leave", lambda: done.append("left"))
+    monkeypatch.setattr(parallel_check, "_all_checks", checks)
+    status = parallel_check._check(SimpleNamespace(rank=rank), argparse.Namespace(dir=".", json=None))
+    assert (status, done) == (1, ["met", 0, 1, 2, "left"])

@@ -53,7 +53,7 @@ def _check(place: Any, args: argparse.Namespace) -> int:
     import torch
 
     from smlp.launch.ranks import device_index
-    from smlp.launch.team import meet
+    from smlp.launch.team import leave, meet
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -62,8 +62,11 @@ def _check(place: Any, args: argparse.Namespace) -> int:
     meet(place, "nccl" if device.type == "cuda" else "gloo", TIMEOUT)
     checks = _all_checks(device, Path(args.dir).resolve())
     if place.rank > 0:
-        return 1 if any(check.status == PROBLEM for check in checks) else 0
-    return report(checks, args.json)
+        status = 1 if any([check.status == PROBLEM for check in checks]) else 0  # a list: every check wants all ranks
+    else:
+        status = report(checks, args.json)
+    leave()
+    return status
 
 
 def _all_checks(device: Any, folder: Path) -> Iterator[Check]:

@@ -17,6 +17,7 @@ from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option
 from smlp.launch.ranks import Place, device_index, has_terminal, place_of
 from smlp.launch.slurm import tasks_of_job
+from smlp.launch.team import leave
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def apply() -> None:
         settle_ranks(cfg)
         _warn_of_idle_tasks(cfg)
         call_main(cfg, main, **kwargs)
-        end_communication()
+        leave()
 
     @functools.wraps(wrapper, updated=())
     def data_parallel(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
@@ -102,16 +103,6 @@ def settle_ranks(cfg: Any) -> None:
         )
     if distributed.distributed_init_method is not None and distributed.distributed_backend == "nccl":
         distributed.distributed_backend = "gloo"  # fairseq's default, nccl, exists for GPUs only
-
-
-def end_communication() -> None:
-    """To be called when all ranks are done with each other.
-
-    Threads of the process group hold tensors for a moment after a collective has returned. Python, if it ends in that
-    moment, aborts.
-    """
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def _take(distributed: Any, place: Place, asked: int | None, visible: int) -> None:

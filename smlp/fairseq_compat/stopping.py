@@ -24,8 +24,8 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data._utils import signal_handling
 
-from smlp.fairseq_compat.processes import end_communication
 from smlp.launch.stop_signals import EXIT_STOPPED, SIGNALS, StopSignals
+from smlp.launch.team import leave
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def _save_and_leave(trainer: Any) -> None:
         torch.distributed.barrier(distributed_utils.get_global_group())
     # Some launchers end the other ranks when the first one leaves: from here on nothing is lost, and the status stays.
     _signals.leave()
-    end_communication()
+    leave()
     if distributed_utils.is_master(trainer.cfg.distributed_training):
         saved = f"saved {path}; the same command goes on from it" if path else "nothing is saved with these options"
         logger.info(f"stopped by {name} after update {num_updates}: {saved} (exit status {EXIT_STOPPED})")

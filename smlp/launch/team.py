@@ -90,7 +90,6 @@ def team_at(place: Place | None, wanted_device: str | None = None) -> Iterator[T
         yield Team()
         return
     import torch
-    import torch.distributed as dist
 
     gpu = None
     if torch.cuda.is_available() and wanted_device in (None, "cuda"):
@@ -99,6 +98,18 @@ def team_at(place: Place | None, wanted_device: str | None = None) -> Iterator[T
     try:
         yield Team(place.rank, place.world_size, gpu)
     finally:
+        leave()
+
+
+def leave() -> None:
+    """To be called when all ranks are done with each other; nothing where they never met.
+
+    Threads of the process group hold tensors for a moment after a collective has returned. Python, if it ends in that
+    moment, aborts.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
