@@ -143,8 +143,12 @@ def test_the_causal_half_by_counting_pairs(arch, pairs):
 
 
 def test_the_rate_of_matrix_products():
-    state = torch.random.get_rng_state()
-    rates = [matmul_rate(torch.device("cpu"), torch.float32, seconds=0.05) for _ in range(2)]
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other where tests run side by side
+    try:
+        rates = [matmul_rate(torch.device("cpu"), torch.float32, seconds=0.05) for _ in range(2)]
+    finally:
+        torch.set_num_threads(threads)
     assert torch.equal(torch.random.get_rng_state(), state), "draws nothing that training would draw"
     assert 0.2 < rates[0] / rates[1] < 5 and 1e8 < rates[0] < 1e14
 
