@@ -33,6 +33,8 @@ OKABE_ITO = {
 }
 #: three lines that differ in brightness too
 LINES = (OKABE_ITO["blue"], OKABE_ITO["orange"], OKABE_ITO["black"])
+#: of a figure's title, in points
+TITLE_SIZE = 11
 _DPI = 120
 
 
@@ -50,7 +52,7 @@ def new_figure(width: float, height: float, title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
-    figure.suptitle(title, fontsize=11, parse_math=False)
+    figure.suptitle(title, fontsize=TITLE_SIZE, parse_math=False)
     return figure
 
 

@@ -80,9 +80,8 @@ def estimate(
     else:
         tflops, mfu = place.tflops or GPU_TFLOPS, place.mfu or MFU
         seconds = {name: each / (tflops * 1e12 * mfu) for name, each in flops.items()}
-        how = (
-            f"{mfu:.0%} of {tflops:.0f} TFLOP/s for each GPU (run.mfu, run.tflops), checkpoints at 1 GB/s for each node"
-        )
+        rate = f"{BYTES_PER_SECOND / 1e9:g} GB/s for each node"
+        how = f"{mfu:.0%} of {tflops:.0f} TFLOP/s for each GPU (run.mfu, run.tflops), checkpoints at {rate}"
         overhead, around = 1.0, SECONDS_AROUND
     # one at the end of a run of the grid; of the others the scores as well
     validations = {True: 1, False: experiment.evaluation.validations + 1}

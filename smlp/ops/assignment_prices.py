@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from smlp.ops.bands import columns_by_bands, rows_by_bands
 from smlp.ops.fast_paths import bands_of_tokens
 
 #: temperatures, as shares of the median token's spread, and Newton steps at each
@@ -76,9 +77,7 @@ def _by_token(weight_BNE: Tensor, factor_BE1: Tensor) -> Tensor:
     bands = bands_of_tokens(weight_BNE)
     if bands == 1:
         return torch.bmm(weight_BNE, factor_BE1)
-    # the factors as rows: as a column the product is no faster than a single one
-    factor_kE1 = factor_BE1.view(1, 1, -1).expand(bands, 1, -1).transpose(1, 2)
-    return torch.bmm(weight_BNE[0].unflatten(0, (bands, -1)), factor_kE1).view(1, -1, 1)
+    return rows_by_bands(weight_BNE[0], factor_BE1.view(1, -1), bands).unsqueeze(0)
 
 
 def _by_expert(weight_BNE: Tensor, share_BN1: Tensor) -> Tensor:
@@ -86,8 +85,7 @@ def _by_expert(weight_BNE: Tensor, share_BN1: Tensor) -> Tensor:
     bands = bands_of_tokens(weight_BNE)
     if bands == 1:
         return torch.bmm(weight_BNE.transpose(1, 2), share_BN1)
-    share_k1M = share_BN1.view(bands, 1, -1)
-    return torch.bmm(share_k1M, weight_BNE[0].unflatten(0, (bands, -1))).sum(dim=0).view(1, -1, 1)
+    return columns_by_bands(weight_BNE[0], share_BN1.flatten(), bands).unsqueeze(2)
 
 
 def _newton(values_BNE: Tensor, price_B1E: Tensor, schedule: tuple[tuple[float, int], ...]) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smlp.ops.fast_paths import groups_products, takes_bands
-from smlp.ops.linear import linear
+from smlp.ops.linear import few_rows
 
 Statistics = tuple[Tensor, Tensor]
 _EPSILON = 1e-5  # torch's default for a layer norm
@@ -72,7 +72,7 @@ class OneExpert:
 
     def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
         if takes_bands(x_nI, weight_eOI[0], bias_eO[0]):
-            out_nO.copy_(linear(x_nI, weight_eOI[0], bias_eO[0]))
+            out_nO.copy_(few_rows(x_nI, weight_eOI[0], bias_eO[0]))
         else:
             torch.addmm(bias_eO[0], x_nI, weight_eOI[0].t(), out=out_nO)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from smlp.ops.bands import columns_by_bands
 from smlp.ops.fast_paths import BANDS, allowed, fuse, reads_in_place, triangle_leaf
 from smlp.ops.first_use import fused_projection
 from smlp.ops.triangular import TriangularProjection
@@ -64,7 +65,6 @@ def _sequence(x_hnc: Tensor, weight_hmn: Tensor, bias_hm1: Tensor) -> Tensor:
     if num_heads > 1 or num_new > 1 or num_tokens < bands:
         return torch.baddbmm(bias_hm1, weight_hmn, x_hnc)
     whole = num_tokens - num_tokens % bands
-    weight_k1j = weight_hmn[0, :, :whole].view(1, bands, -1).transpose(0, 1)
-    sums_k1c = torch.bmm(weight_k1j, x_hnc[0, :whole].unflatten(0, (bands, -1)))
+    sums_1c = columns_by_bands(x_hnc[0, :whole], weight_hmn[0, 0, :whole], bands)
     rest_h1c = torch.baddbmm(bias_hm1, weight_hmn[:, :, whole:], x_hnc[:, whole:])
-    return rest_h1c + sums_k1c.sum(dim=0)
+    return rest_h1c + sums_1c

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from smlp.drawing import check_matplotlib, new_figure
+from smlp.drawing import TITLE_SIZE, check_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: of a title, in points, as in :func:`smlp.drawing.new_figure`
-_SIZE = 11
 _POINTS = 72
 #: of a line of a title, in inches
-_LINE = 1.2 * _SIZE / _POINTS
+_LINE = 1.2 * TITLE_SIZE / _POINTS
 #: left free at both sides together, in inches
 _MARGIN = 0.3
 
@@ -56,7 +54,7 @@ def _ruler() -> Callable[[str], float]:
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextToPath
 
-    measure, font = TextToPath(), FontProperties(size=_SIZE)
+    measure, font = TextToPath(), FontProperties(size=TITLE_SIZE)
 
     def inches(line: str) -> float:
         return measure.get_text_width_height_descent(line, font, ismath=False)[0] / _POINTS
