@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from smlp.errors import UserError
+from smlp.titles import broken, line_height
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,9 +34,9 @@ OKABE_ITO = {
 }
 #: three lines that differ in brightness too
 LINES = (OKABE_ITO["blue"], OKABE_ITO["orange"], OKABE_ITO["black"])
-#: of a figure's title, in points
-TITLE_SIZE = 11
 _DPI = 120
+_TITLE_SIZE = 11  # points
+_MARGIN = 0.3  # left free beside a title, both sides together, in inches
 
 
 def check_matplotlib() -> None:
@@ -47,12 +48,19 @@ def check_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
-    """A figure of so many inches with a title."""
+    """A figure of ``width`` x ``height`` inches with a title; higher by the lines by which the title is too long.
+
+    Args:
+        width, height: in inches.
+        title: its lines are broken further where they are wider than the figure.
+    """
     check_matplotlib()
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
-    figure.suptitle(title, fontsize=TITLE_SIZE, parse_math=False)
+    lines = broken(title, width - _MARGIN, _TITLE_SIZE)
+    added = len(lines) - len(title.split("\n"))
+    figure = Figure(figsize=(width, height + added * line_height(_TITLE_SIZE)), dpi=_DPI, layout="constrained")
+    figure.suptitle("\n".join(lines), fontsize=_TITLE_SIZE, parse_math=False)
     return figure
 
 

@@ -12,6 +12,7 @@ import torch
 from checkpoint_states import small
 
 import smlp
+from smlp.drawing import new_figure
 from smlp.errors import UserError
 from smlp.evaluation.leak import randomise
 from smlp.evaluation.samples import Cutting, Samples, cut
@@ -23,9 +24,9 @@ from smlp.plots.draw_routing import draw_features, draw_tokens, orders
 from smlp.plots.filters import filter_numbers, fixed_chunks, spatial_layers
 from smlp.plots.ordering import evenly, like_beside_like
 from smlp.plots.routing import FeatureCounts, RoutingCounts, TokenCounts, count_routing
-from smlp.plots.titles import broken
 from smlp.plots.toeplitz import half_energy_distance, random_toeplitz_share, toeplitz_share
 from smlp.plots.weights import Choice, WeightPlots
+from smlp.titles import broken
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -385,13 +386,21 @@ def test_no_text_leaves_a_figure_whatever_the_name_of_the_model(kind, monkeypatc
 
 def test_titles_are_broken_between_words():
     pytest.importorskip("matplotlib")
-    assert broken("one line\nand  another", 6.0) == ["one line", "and  another"]
+    assert broken("one line\nand  another", 6.0, 11) == ["one line", "and  another"]
     words = [f"word{number}" for number in range(40)]
-    lines = broken(" ".join(words), 4.0)
+    lines = broken(" ".join(words), 4.0, 11)
     assert 4 < len(lines) < 10 and " ".join(lines).split(" ") == words
-    assert all(len(broken(line, 4.0)) == 1 for line in lines)
-    cut_lines = broken("a " + "w" * 200 + " b", 4.0)
+    assert all(len(broken(line, 4.0, 11)) == 1 for line in lines)
+    cut_lines = broken("a " + "w" * 200 + " b", 4.0, 11)
     assert cut_lines[0] == "a" and "".join(cut_lines) == "a" + "w" * 200 + " b" and cut_lines[-1].endswith(" b")
+
+
+def test_a_figure_is_higher_by_the_lines_by_which_its_title_is_too_long():
+    pytest.importorskip("matplotlib")
+    short, long = new_figure(5.0, 3.0, "Two\nlines"), new_figure(5.0, 3.0, "word " * 40)
+    assert short.get_size_inches().tolist() == [5.0, 3.0]
+    added = len(broken("word " * 40, 4.7, 11)) - 1
+    assert added >= 3 and long.get_size_inches()[1] == pytest.approx(3.0 + added * 1.2 * 11 / 72)
 
 
 def test_loyalty_and_own_affinity_worked_by_hand():

@@ -157,7 +157,7 @@ def _measure(
     import torch.distributed as dist
 
     from smlp.accounting.profiled import measure
-    from smlp.errors import UserError
+    from smlp.launch.team import leave, meet
     from smlp.parallel import connect
 
     if device.type == "cuda":
@@ -165,25 +165,16 @@ def _measure(
     num_experts = config.moe.num_experts if config.num_sparse_layers else 1
     if place is None:
         return [measure(config, connect(num_experts), args.batch_size, args.updates, device, trace)]
+    timeout = timedelta(seconds=args.timeout)
+    meet(place, "nccl" if device.type == "cuda" else "gloo", timeout)
     try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=place.init_method,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timedelta(seconds=args.timeout),
-        )
-    except (ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"rank {place.rank} of {place.world_size} does not reach the others: {reason}") from None
-    try:
-        ranks = connect(num_experts, args.expert_parallel_size, timedelta(seconds=args.timeout))
+        ranks = connect(num_experts, args.expert_parallel_size, timeout)
         own = measure(config, ranks, args.batch_size, args.updates, device, trace)
         measured = [None] * place.world_size if place.rank == 0 else None
         dist.gather_object(own, measured)
         return measured
     finally:
-        dist.destroy_process_group()
+        leave()
 
 
 def _report(

@@ -125,7 +125,7 @@ def meet(place: Place, backend: str, timeout: timedelta) -> None:
         dist.init_process_group(
             backend, init_method=place.init_method, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
-    except RuntimeError as error:
+    except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"rank {place.rank} of {place.world_size} on {socket.gethostname()} does not reach the others at "

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from smlp.drawing import DIVERGING, LINES, NOTHING
+from smlp.drawing import DIVERGING, LINES, NOTHING, new_figure
 from smlp.plots.filters import FilterNumbers, SpatialLayer
-from smlp.plots.titles import titled_figure
 from smlp.plots.toeplitz import random_toeplitz_share
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def draw_filters(
     columns = min(_COLUMNS, len(indices))
     groups = -(-len(indices) // columns)
     mean, std = random_toeplitz_share(layer.size)
-    figure = titled_figure(
+    figure = new_figure(
         8.4 if len(indices) == 1 else max(3.1 * columns + 0.9, 8.0),
         4.4 if len(indices) == 1 else 5.7 * groups + 0.9,
         f"{model_name}, layer {layer.layer}: spatial filters W of {layer.kind}, {_which(layer, indices)}\n"
@@ -158,7 +157,7 @@ def draw_toeplitz(
         numbers: of their heads or experts, by layer number.
         model_name: for the title.
     """
-    figure = titled_figure(
+    figure = new_figure(
         min(max(6.5, 0.28 * len(layers) + 2.5), 14),
         4.2,
         f"{model_name}\nhow much of each spatial filter depends on the distance alone",

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from smlp.drawing import LINES, SEQUENTIAL, label_ticks, readable
+from smlp.drawing import LINES, SEQUENTIAL, label_ticks, new_figure, readable
 from smlp.plots.ordering import like_beside_like
 from smlp.plots.routing import FeatureCounts, TokenCounts
-from smlp.plots.titles import titled_figure
 from smlp.tokenizer_kinds import WORD_START
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def draw_tokens(counts: TokenCounts, symbols: Sequence[str], model_name: str, te
     num_maps, least_height = (1, 1.6) if affinity_PE is None else (2, 2.1)
     width = float(np.clip(_PIECE_WIDTH * num_pieces, 5.0, 20.0))
     what = "tokens" if counts.choices_per_token == 1 else f"choices ({counts.choices_per_token:g} of each token)"
-    figure = titled_figure(
+    figure = new_figure(
         width + 4.8,
         2.3 + num_maps * float(np.clip(0.24 * num_experts, least_height, 9.0)),
         f"{model_name}, {counts.name}, {counts.router} router: where the {num_pieces} most frequent pieces go\n"
@@ -121,7 +120,7 @@ def draw_features(counts: FeatureCounts, model_name: str, text: str) -> Figure:
     shares_HE = counts.shares_HE[:, experts]
     features = np.lexsort((-shares_HE.max(axis=1), shares_HE.argmax(axis=1)))
     agreement_H = counts.agreement_H
-    figure = titled_figure(
+    figure = new_figure(
         11.5,
         2.1 + float(np.clip(0.24 * num_experts, 1.8, 9.0)),
         f"{model_name}, {counts.name}, {counts.routing} routing: where the {num_features} features go\n"
