@@ -10,6 +10,7 @@ from running import USER_DIR, run_python
 
 import smlp
 from smlp.presets import PRESETS, from_training_options
+from smlp.trainer.changed_settings import changed_settings
 
 NARROW = [
     *("--embed-dim", "16", "--ffn-dim", "16", "--num-dense-layers", "1", "--num-sparse-layers", "1"),
@@ -111,6 +112,36 @@ def test_resume_equals_never_stopped(resumed):
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(moments[1][index][name])), (index, name)
     fresh = torch.load(folder / "stopped" / "checkpoint_1_10.pt", weights_only=True)["model"]
     assert any(not torch.equal(fresh[name], value) for name, value in states[0]["model"].items())
+
+
+def test_other_settings_of_a_checkpoint_are_said(resumed, tiny_data, run_fairseq_many):
+    """Its parameters fit a model with other activations as well, so that fairseq itself says nothing."""
+    folder, second = resumed
+    checkpoint = folder / "straight" / "checkpoint_last.pt"
+    other = ["--restore-file", checkpoint, "--max-update", "21", "--activation", "relu", "--spatial-init-scale", "0.5"]
+    (run,) = run_fairseq_many([train(tiny_data, folder / "other", *other)])
+    assert run.rc == 0, run.stderr[-2000:]
+    said = [line for line in (run.stdout + run.stderr).splitlines() if "was trained with" in line]
+    then, now = "dropout=0.2, activation=gelu", "dropout=0.1, activation=relu"
+    assert len(said) == 1 and f"{checkpoint} was trained with {then}; this run goes on with {now}" in said[0]
+    assert "was trained with" not in second.stdout + second.stderr
+
+
+@pytest.mark.parametrize(
+    ("arch", "then", "now", "said"),
+    [
+        ("switch_lm", {}, {"router": "gshard"}, "router=switch; this run goes on with router=gshard"),
+        ("smlp", {"dropout": 0.2}, {}, "dropout=0.2; this run goes on with dropout=0.1"),
+        ("smlp", {}, {"checkpoint_activations": True, "spatial_init_scale": 0.5, "overlap_chunks": 2}, None),
+        ("smlp", {}, {"hash_seed": 7, "capacity_factor": 2.0, "prefix_fraction": 0.5}, None),
+        ("hash_lm", {}, {"hash_seed": 7}, "hash_seed=1; this run goes on with hash_seed=7"),
+        ("gmlp_lm", {}, {"router": "gshard", "num_experts": 3}, None),
+    ],
+)
+def test_which_settings_of_a_checkpoint_count(arch, then, now, said):
+    small = {"embed_dim": 32, "ffn_dim": 64}
+    then, now = (smlp.preset(arch, **small, **some) for some in (then, now))
+    assert changed_settings(then, now) == said
 
 
 @pytest.fixture(scope="module")

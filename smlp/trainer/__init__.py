@@ -6,6 +6,7 @@ updates     random numbers, batches that only keep ranks together, running out o
 settings    options that cannot work with spread experts
 saving      checkpoints whose experts are written by the ranks that have them
 loading     any checkpoint on any layout
+changed_settings  a line where a run goes on with other settings of the model
 memory      on a CPU: freed memory is kept
 adam        on a CPU: Adam in one pass
 speed       share of the measured limit, and memory, in the training log
@@ -29,6 +30,7 @@ def apply() -> None:
 
     from smlp.trainer import (
         adam,
+        changed_settings,
         data_order,
         data_wait,
         environment_file,
@@ -44,6 +46,6 @@ def apply() -> None:
 
     # speed after updates, whose empty batches it leaves out; profiling and what counts the time between updates last,
     # around all that an update does
-    first = (settings, gradients, updates, saving, loading, memory, adam, speed, data_order, environment_file)
-    for group in (*first, profiling, data_wait):
+    first = (settings, gradients, updates, saving, loading, changed_settings, memory, adam, speed, data_order)
+    for group in (*first, environment_file, profiling, data_wait):
         group.apply()
