@@ -16,6 +16,7 @@ ORDER = [
     "config",
     "ignored_settings",
     "presets",
+    "titles",
     "drawing",
     "context",
     "ops",

@@ -49,7 +49,9 @@ def _projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int)
     leaf = triangle_leaf(num_tokens)
     if leaf is not None and start == 0 and allowed(x_Bnhc, weight_hTT, bias_hT):
         return TriangularProjection.apply(x_Bnhc, weight_hTT, bias_hT, leaf)
-    weight_hmn = weight_hTT[:, start:num_tokens, :num_tokens].tril(diagonal=start)
+    weight_hmn = weight_hTT[:, start:num_tokens, :num_tokens]
+    if num_tokens - start > 1:  # a single last row has nothing above the diagonal
+        weight_hmn = weight_hmn.tril(diagonal=start)
     bias_hm1 = bias_hT[:, start:num_tokens, None]
     if reads_in_place(x_Bnhc, start):
         seqs = [_sequence(x_nhc.transpose(0, 1), weight_hmn, bias_hm1) for x_nhc in x_Bnhc]
