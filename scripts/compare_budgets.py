@@ -24,6 +24,11 @@ from smlp.experiments.report.statistics import Estimate
 from smlp.experiments.report.styles import styles
 from smlp.experiments.report.table import Cell
 
+#: times the tokens of the model before: so far models stand beside each other, or intervals would hide some
+_ASIDE = 1.02
+    1.02  # times the tokens of the model before: so far models stand beside each other, or intervals would hide some
+)
+
 
 def in_order(folders: Sequence[Path]) -> list[Experiment]:
     """Experiments by their budget.
@@ -102,14 +107,15 @@ def draw(experiments: Sequence[Experiment], names: Sequence[str], baseline: str,
     axes = figure.subplots()
     axes.axhline(0, color="0.3", linewidth=1)
     axes.annotate(baseline, (tokens_of(experiments[-1]), 0), xytext=(0, -10), textcoords="offset points", fontsize=8)
-    for name in names[1:]:
+    for number, name in enumerate(names[1:]):
+        aside = _ASIDE ** (number - (len(names) - 2) / 2)
         points = []
         for experiment in experiments:
             _, against = measured(experiment, name, baseline)
             if against is not None and against.value is not None:
                 low = against.value if against.low is None else against.low
                 high = against.value if against.high is None else against.high
-                points.append((tokens_of(experiment), against.value, against.value - low, high - against.value))
+                points.append((tokens_of(experiment) * aside, against.value, against.value - low, high - against.value))
         if points:
             tokens, values, below, above = zip(*points, strict=True)
             options = looks[name].line_options(len(points), size=6) if name in looks else {}
