@@ -26,8 +26,6 @@ from smlp.experiments.report.table import Cell
 
 #: times the tokens of the model before: so far models stand beside each other, or intervals would hide some
 _ASIDE = 1.02
-    1.02  # times the tokens of the model before: so far models stand beside each other, or intervals would hide some
-)
 
 
 def in_order(folders: Sequence[Path]) -> list[Experiment]:
