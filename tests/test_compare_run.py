@@ -6,6 +6,9 @@ import re
 import pytest
 from running import run_python
 
+from smlp.cli.compare_dry_run import dry_run
+from smlp.errors import UserError
+
 MODEL = "embed_dim: 16, ffn_dim: 32, num_dense_layers: 1"
 FILE = f"""
 data: DATA
@@ -129,3 +132,48 @@ def test_dry_run_trains_nothing(experiment, tmp_path):
     assert re.search(r"2 runs: about \d+ s with 2 at a time", done.stdout)
     assert "smlp train" in done.stdout
     assert not (tmp_path / "dry").exists()
+
+
+MISTAKES = {
+    "text": ("data: DATA", "text: {files: [nope.txt], vocab_size: 64}", "there is no text file nope.txt"),
+    "subset": (
+        "validations: 2",
+        "validations: 2, subsets: [valid, nope]",
+        r"evaluate.subsets has 'nope', and .* no nope.idx",
+    ),
+    "option": (
+        "validations: 2",
+        "validations: 2, zeroshot: {data: tasks, limt: 3}",
+        r"other.yaml: evaluate.zeroshot: unrecognized arguments: --limt 3",
+    ),
+    "value": (
+        "validations: 2",
+        "validations: 2, zeroshot: {data: tasks, limit: 0}",
+        r"other.yaml: evaluate.zeroshot: --limit must be at least 1, got 0",
+    ),
+    "betas": (
+        "optimizer: adam",
+        "optimizer: adam, adam_betas: (0.9",
+        r"--adam-betas must be two numbers .*, got '\(0.9'",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_dry_run_finds_mistakes_that_would_cost_a_training(mistake, tiny_data, tmp_path, capsys):
+    before, after, message = MISTAKES[mistake]
+    path = tmp_path / "other.yaml"
+    path.write_text(FILE.replace(before, after).replace("DATA", str(tiny_data)))
+    with pytest.raises(UserError, match=message):
+        dry_run(path, tmp_path / "out")
+
+
+def test_a_dry_run_names_the_data_that_there_will_be(tmp_path, capsys):
+    path, text = tmp_path / "other.yaml", tmp_path / "some.txt"
+    text.write_text("some text\n")
+    path.write_text(FILE.replace("data: DATA", f"text: {{files: [{text}], vocab_size: 64}}"))
+    assert dry_run(path, tmp_path / "out") == 0
+    assert f"smlp train {tmp_path}/out/data --task" in capsys.readouterr().out
+    path.write_text(FILE.replace("DATA", f"{tmp_path}/later\nvocab_size: 64"))
+    assert dry_run(path, tmp_path / "out") == 0
+    assert f"smlp train {tmp_path}/later --task" in capsys.readouterr().out

@@ -107,6 +107,19 @@ MISTAKES = {
     "where": (FILE + "run: {where: cloud}\n", r"run.where must be one of local, slurm, got 'cloud'"),
     "slurm": (FILE + "run: {where: slurm}\n", r"run wants gpus_per_node or"),
     "mfu": (FILE + "run: {mfu: 30}\n", r"run.mfu is a share .*, got 30"),
+    "no rate": (FILE.replace("lr: 2e-3", "lr: 0"), r"recipe.lr must be a positive number, got 0"),
+    "negative rate": (
+        FILE + "  other: {arch: smlp_tiny, recipe: {lr: -0.01}}\n",
+        r"models.other.recipe.lr must be a positive number, got -0.01",
+    ),
+    "grid with no rate": (FILE + TUNE.replace("2.0e-3", "0"), r"tune.lr must be a positive number, got 0"),
+    "seed too large": (FILE.replace("[1, 2]", "[1, 4294967296]"), r"seeds has 4294967296; numpy takes none above"),
+    "seed of the grid": (FILE + TUNE.replace("updates", "seed: 5B, updates"), r"tune.seed has 5000000000; numpy takes"),
+    "tasks without data": (
+        FILE + "evaluate: {zeroshot: {tasks: [copa], limit: 3}}\n",
+        r"evaluate.zeroshot.data \(the folder of the tasks\) is missing, and there is tasks, limit",
+    ),
+    "misspelled data": (FILE + "evaluate: {zeroshot: {dta: d}}\n", r"zeroshot.data .* is missing, and there is dta"),
     "warm-up": (
         FILE.replace("lr: 2e-3", "lr_scheduler: cosine, warmup_updates: 50") + TUNE,
         r"recipe.warmup_updates is 50, and a run has 10 updates \(tune\)",

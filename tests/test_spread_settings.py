@@ -11,7 +11,7 @@ from running import free_port
 from test_layouts import command
 
 from smlp.errors import UserError
-from smlp.trainer.settings import check_backend, check_settings
+from smlp.trainer.settings import check_adam, check_backend, check_settings
 from smlp.trainer.updates import for_other_ranks, rank_seed, real_batches_last
 
 pytestmark = pytest.mark.timeout(120)
@@ -68,6 +68,17 @@ def test_sharding_of_parameters_needs_gpus():
     with pytest.raises(UserError, match="--ddp-backend fully_sharded needs GPUs"):
         check_backend(configuration(distributed_training__ddp_backend="fully_sharded"), has_cuda=False)
     check_backend(configuration(), has_cuda=False)
+
+
+@pytest.mark.parametrize("betas", ["(0.9", "0.9", "(0.9, 1.0)", "(0.9, 0.98, 0.99)", "('a', 'b')", "(0.9, -0.1)", ""])
+def test_betas_of_adam_are_two_numbers(betas):
+    optimizer = SimpleNamespace(_name="adam", adam_betas=betas)
+    with pytest.raises(UserError, match=r"^--adam-betas must be two numbers from 0 to below 1") as refused:
+        check_adam(SimpleNamespace(optimizer=optimizer))
+    assert repr(betas) in str(refused.value)
+    for fine in ("(0.9, 0.98)", "[0.0, 0.999]"):
+        optimizer.adam_betas = fine
+        check_adam(SimpleNamespace(optimizer=optimizer))
 
 
 def test_a_run_with_spread_experts_refuses_at_its_start(tiny_data, tmp_path, run_fairseq_many):

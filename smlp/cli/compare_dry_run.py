@@ -9,7 +9,7 @@ from pathlib import Path
 
 from smlp.cli.compare_models import check_zeroshot, not_done, num_gpus, plan, print_models
 from smlp.experiments.cost import Cost, estimate
-from smlp.experiments.data import dictionary_size, find_data, held_out_tokens
+from smlp.experiments.data import argument, check_subsets, check_text, dictionary_size, find_data, held_out_tokens
 from smlp.experiments.experiment import Experiment
 from smlp.experiments.folder import Folder
 from smlp.experiments.local import Machine
@@ -26,11 +26,16 @@ def dry_run(path: Path, out: Path) -> int:
     """
     experiment, folder = read_experiment(path), Folder(out)
     check_zeroshot(experiment, wants_files=False)
-    data = find_data(experiment, folder)
-    vocab_size = dictionary_size(experiment, data)
-    if data is None:
+    found = find_data(experiment, folder)
+    vocab_size = dictionary_size(experiment, found)
+    if found is not None:
+        check_subsets(experiment, found)
+    else:
+        if experiment.text is not None:
+            check_text(experiment.text)
         print(f"no data yet: {vocab_size:,} pieces are assumed, and validations are not in the time")
-    models = plan(experiment, data or "data-bin", vocab_size)
+    data = argument(experiment, folder)
+    models = plan(experiment, data, vocab_size)
     place, gpus = experiment.place, num_gpus()
     is_here = place.where == "local" and (place.device != "gpu" or gpus > 0)
     threads = Machine.of(experiment, gpus).threads if is_here else None
@@ -39,10 +44,10 @@ def dry_run(path: Path, out: Path) -> int:
     todo = not_done(folder, runs)
     if len(todo) < len(runs):
         print(f"{len(runs) - len(todo)} of {len(runs)} runs are done already")
-    held_out = held_out_tokens(data, experiment.evaluation.subsets) if data else 0
+    held_out = held_out_tokens(found, experiment.evaluation.subsets) if found else 0
     _print_cost(experiment, todo, estimate(experiment, models, todo, threads, held_out))
     first = next(run for run in runs if not run.tuning)
-    words = training_words(experiment, first, data or "data-bin", folder.run(first.folder).path)
+    words = training_words(experiment, first, data, folder.run(first.folder).path)
     print(f"the first run of the comparison:\n  smlp train {shlex.join(words)}")
     return 0
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from smlp.errors import UserError
-from smlp.experiments.experiment import Experiment
+from smlp.experiments.experiment import Experiment, zeroshot_words
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.plan import PlannedModel, Run, plan_models, spread_of
 
@@ -31,8 +32,26 @@ def check_zeroshot(experiment: Experiment, wants_files: bool = True) -> None:
         raise UserError(
             f"{experiment.path}: evaluate.zeroshot.tasks has {unknown[0]!r}; there are {', '.join(READERS)}"
         )
+    _check_zeroshot_options(experiment)
     if wants_files and not wanted.zeroshot_data.is_dir():
         raise UserError(f"{experiment.path}: evaluate.zeroshot.data: there is no folder {wanted.zeroshot_data}")
+
+
+def _check_zeroshot_options(experiment: Experiment) -> None:
+    """By the command that will get them."""
+    from smlp.cli import zeroshot
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(message)
+
+    parser = zeroshot.add_parser(argparse.ArgumentParser().add_subparsers())
+    parser.error = refuse
+    wanted = experiment.evaluation
+    words = ["--path", "checkpoint", "--data-dir", str(wanted.zeroshot_data), *zeroshot_words(wanted)]
+    try:
+        zeroshot.check(parser.parse_args(words))
+    except UserError as error:
+        raise UserError(f"{experiment.path}: evaluate.zeroshot: {error}") from None
 
 
 def plan(experiment: Experiment, data: str, vocab_size: int) -> list[PlannedModel]:
@@ -48,9 +67,11 @@ def plan(experiment: Experiment, data: str, vocab_size: int) -> list[PlannedMode
     """
     from smlp.cli.dry_run import configuration_of
     from smlp.presets import config_of
+    from smlp.trainer.settings import check_adam
 
     def configure(words: list[str]) -> Any:
         cfg = configuration_of([data, "--task", "language_modeling", *words])
+        check_adam(cfg)
         return config_of(cfg.model, vocab_size)
 
     return plan_models(experiment, vocab_size, configure)

@@ -12,7 +12,7 @@ from smlp.checkpoint.files import copy_whole
 from smlp.cli.compare_models import check_zeroshot, not_done, num_gpus, plan, print_models
 from smlp.environment import environment, keep_difference
 from smlp.experiments import slurm
-from smlp.experiments.data import data_of, describe, dictionary_size
+from smlp.experiments.data import check_subsets, data_of, describe, dictionary_size
 from smlp.experiments.experiment import Experiment
 from smlp.experiments.folder import DONE, FAILED, WAITING, Folder, write_json
 from smlp.experiments.local import Machine, is_trained, run_here
@@ -70,6 +70,7 @@ def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedM
     """Data, models and all that is written down before the first run."""
     check_zeroshot(experiment)
     data = data_of(experiment, folder)
+    check_subsets(experiment, data)
     models = plan(experiment, data, dictionary_size(experiment, data))
     described = describe(data, experiment.evaluation.subsets)
     folder.settle({**as_json(experiment, models), "data_sha256": described["splits"]["train"]["sha256"]})

@@ -58,12 +58,22 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Scores the tasks and prints the report."""
+    names = check(args)
+    check_outputs(output=args.output, json=args.json)
+    return as_team(args, lambda team: _evaluate(args, names, team))
+
+
+def check(args: argparse.Namespace) -> list[str]:
+    """The tasks that the options ask for.
+
+    Raises:
+        UserError: an option is out of range, or does not go with another.
+    """
     names = task_names(args.tasks)
     check_least(args, limit=1, num_fewshot=0, batch_tokens=1)
     if args.split is not None and len(names) > 1:
         raise UserError(f"--split {args.split} is for one task, and {len(names)} are asked for: {', '.join(names)}")
-    check_outputs(output=args.output, json=args.json)
-    return as_team(args, lambda team: _evaluate(args, names, team))
+    return names
 
 
 def task_names(text: str) -> list[str]:

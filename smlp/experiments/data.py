@@ -39,9 +39,14 @@ def data_of(experiment: Experiment, folder: Folder) -> str:
     return str(made)
 
 
+def argument(experiment: Experiment, folder: Folder) -> str:
+    """The argument DATA of every run, whether it is there yet or not."""
+    return str(folder.path / "data") if experiment.text else experiment.data
+
+
 def find_data(experiment: Experiment, folder: Folder) -> str | None:
     """The argument DATA if all of it is there already; nothing is made."""
-    data = str(folder.path / "data") if experiment.text else experiment.data
+    data = argument(experiment, folder)
     is_there = all((Path(one) / DICTIONARY).is_file() for one in data.split(":"))
     return data if is_there else None
 
@@ -71,6 +76,29 @@ def held_out_tokens(data: str, subsets: Sequence[str]) -> int:
     return sum(num_tokens(Path(data.split(":")[0]) / subset) for subset in subsets)
 
 
+def check_text(text: Text) -> None:
+    """Refuses text that is not there.
+
+    Raises:
+        UserError: the message names the file.
+    """
+    missing = [str(path) for path in text.files if not path.is_file()]
+    if missing:
+        raise UserError(f"there is no text file {missing[0]}")
+
+
+def check_subsets(experiment: Experiment, data: str) -> None:
+    """Refuses splits to score that the data, which are there, do not have.
+
+    Raises:
+        UserError: the message names the split and the folder.
+    """
+    folder = Path(data.split(":")[0])
+    for subset in experiment.evaluation.subsets:
+        if not (folder / f"{subset}.idx").is_file():
+            raise UserError(f"{experiment.path}: evaluate.subsets has {subset!r}, and {folder} has no {subset}.idx")
+
+
 def _check_same_text(text: Text, folder: Folder) -> None:
     """Refuses a folder whose data were made of something else."""
     record = folder.path / "text.json"
@@ -91,9 +119,7 @@ def _make(text: Text, folder: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     splits, pieces = folder / "text", folder / "pieces"
     if not (splits / _MANIFEST).is_file():
-        missing = [str(path) for path in text.files if not path.is_file()]
-        if missing:
-            raise UserError(f"there is no text file {missing[0]}")
+        check_text(text)
         module = ["data_prep.python_docs"] if text.source else ["data_prep.text_files", "--text", *map(str, text.files)]
         _step("text", [sys.executable, "-m", module[0], "--out", str(splits), *module[1:]], logs)
     step = [*this_program(), "data"]

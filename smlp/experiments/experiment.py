@@ -151,3 +151,8 @@ def option_words(settings: Mapping[str, Any]) -> list[str]:
         if value is not True:
             words += [str(one) for one in value] if isinstance(value, list) else [str(value)]
     return words
+
+
+def zeroshot_words(wanted: Evaluation) -> list[str]:
+    """Tasks and options of ``smlp zeroshot``."""
+    return ["--tasks", ",".join(wanted.zeroshot_tasks), *option_words(wanted.zeroshot_options)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.experiments.experiment import Experiment, option_words
+from smlp.experiments.experiment import Experiment, option_words, zeroshot_words
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder, read_json
 from smlp.experiments.plan import Run, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
@@ -141,7 +141,7 @@ class RunChain(Chain):
             return [*this_module("smlp.experiments.scores"), str(self.out.path), self.run.folder]
         wanted = self.experiment.evaluation
         words = ["--path", str(self.folder.last_checkpoint()), "--data-dir", str(wanted.zeroshot_data)]
-        words += ["--tasks", ",".join(wanted.zeroshot_tasks), *option_words(wanted.zeroshot_options)]
+        words += zeroshot_words(wanted)
         return [*this_program(), "zeroshot", *words, "--json", str(self.folder.zeroshot)]
 
     def _report(self) -> None:

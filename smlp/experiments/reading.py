@@ -33,6 +33,7 @@ RESERVED = {
     "reset_meters": "nothing", "reset_lr_scheduler": "nothing",
 }  # fmt: skip
 WHERE = ("local", "slurm")
+MOST_SEED = 2**32 - 1
 TEXT_SOURCES = ("python",)
 
 
@@ -61,7 +62,7 @@ def read_experiment(path: Path) -> Experiment:
         batch_size=batch_size,
         update_freq=update_freq,
         updates=updates,
-        seeds=_distinct(top, "seeds", tuple(top.as_count("seeds", seed) for seed in top.values("seeds", [1]))),
+        seeds=_seeds(top),
         log_interval=top.count("log_interval", min(10, updates)),
         max_spread=top.number("max_spread", 0.01),
         recipe=_recipe(top.section("recipe")),
@@ -76,6 +77,7 @@ def read_experiment(path: Path) -> Experiment:
     if experiment.log_interval > updates:
         raise top.error("log_interval", f"is {experiment.log_interval}, more than the {updates} updates of a run")
     _check_warmup(experiment)
+    _check_rates(experiment)
     top.take("tune")
     top.end()
     return experiment
@@ -93,6 +95,17 @@ def _check_warmup(experiment: Experiment) -> None:
                 f"{' (tune)' if experiment.tuning and experiment.tuning.updates == min(budgets) else ''}: "
                 "the cosine schedule needs more updates than its warm-up"
             )
+
+
+def _check_rates(experiment: Experiment) -> None:
+    """A learning rate is positive: with 0 nothing is learnt, and everything looks as if it had been."""
+    named = [("recipe", experiment.recipe), *((f"models.{one.name}.recipe", one.recipe) for one in experiment.models)]
+    if experiment.tuning:
+        named.append(("tune", {experiment.tuning.option: list(experiment.tuning.values)}))
+    for name, settings in named:
+        section = Section(name, settings, experiment.path)
+        for value in section.values("lr"):
+            section.as_number("lr", value)
 
 
 def _whole_numbers(section: Section) -> dict[str, Any]:
@@ -194,9 +207,12 @@ def _matching(top: Section) -> Matching | None:
 
 def _evaluation(section: Section, path: Path, updates: int) -> Evaluation:
     zeroshot = section.section("zeroshot")
-    folder = zeroshot.text("data")
+    folder, has_tasks = zeroshot.text("data"), "tasks" in zeroshot
     tasks = tuple(str(task) for task in zeroshot.values("tasks", ["all"]))
     options = zeroshot.settings()
+    if not folder and (has_tasks or options):
+        given = ", ".join([*(["tasks"] if has_tasks else []), *options])
+        raise zeroshot.error("data", f"(the folder of the tasks) is missing, and there is {given}")
     found = Evaluation(
         validations=section.count("validations", min(8, updates)),
         subsets=tuple(str(name) for name in section.values("subsets", ["valid"])),
@@ -213,7 +229,7 @@ def _evaluation(section: Section, path: Path, updates: int) -> Evaluation:
 
 
 def _tuning(section: Section, tokens_per_update: int) -> Tuning:
-    updates, seed = _updates(section, tokens_per_update), section.count("seed", 1)
+    updates, seed = _updates(section, tokens_per_update), _seed(section, "seed", section.count("seed", 1))
     grid = section.settings()
     if len(grid) != 1 or updates is None:
         raise UserError(
@@ -269,7 +285,14 @@ def _place(section: Section) -> Place:
     return place
 
 
-def _distinct(section: Section, key: str, values: tuple[int, ...]) -> tuple[int, ...]:
-    if len(set(values)) < len(values) or not values:
-        raise section.error(key, f"must be different numbers, got {list(values)}")
-    return values
+def _seeds(section: Section) -> tuple[int, ...]:
+    seeds = tuple(section.as_count("seeds", seed) for seed in section.values("seeds", [1]))
+    if len(set(seeds)) < len(seeds) or not seeds:
+        raise section.error("seeds", f"must be different numbers, got {list(seeds)}")
+    return tuple(_seed(section, "seeds", seed) for seed in seeds)
+
+
+def _seed(section: Section, key: str, seed: int) -> int:
+    if seed > MOST_SEED:
+        raise section.error(key, f"has {seed}; numpy takes none above {MOST_SEED}")
+    return seed

@@ -8,18 +8,20 @@ can be compared with each other.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from smlp.checkpoint.load import load_pretrained
+from smlp.environment import environment
 from smlp.errors import UserError
 from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.experiments.folder import DONE, Folder, read_json, write_json
 from smlp.experiments.updates import TimedUpdates, dtype_of
 
-HOW = "forward, backward and Adam in a plain loop, models in turn, nothing else running"
+HOW = "forward, backward and Adam in a plain loop, models in turn, no run of the experiment beside it"
 _LEARNING_RATE = 1e-5  # the weights stay what they are, and with them where tokens go
 
 
@@ -40,6 +42,7 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
         for model in experiment["models"]
         if (checkpoint := _checkpoint(folder, model, experiment)) is not None
     }
+    began, computed = time.perf_counter(), time.process_time()
     for number in range(rounds + 1):
         stretch = batch_size * width
         start = number * stretch % max(1, len(tokens) - stretch - 1)
@@ -55,6 +58,8 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "how": HOW,
+        "core_share": (time.process_time() - computed) / (time.perf_counter() - began) / torch.get_num_threads(),
+        "environment": environment(),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
 from argparse import Namespace
@@ -65,6 +66,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
         has_cuda = torch.cuda.is_available() and not cfg.common.cpu
     check_backend(cfg, has_cuda)
     check_profiling(cfg)
+    check_adam(cfg)
     num_experts = num_experts_of(cfg.model)
     asked = getattr(cfg.model, "expert_parallel_size", None)
     if num_experts and ExpertLayout(num_experts, num_ranks, 0, asked).group_size > 1:
@@ -98,6 +100,24 @@ def check_profiling(cfg: Any) -> None:
     existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to --profile-dir {folder}: {existing} is not a folder that can be written to")
+
+
+def check_adam(cfg: Any) -> None:
+    """Refuses betas of Adam that are no two numbers; fairseq evaluates them when all is built.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    betas = getattr(cfg.optimizer, "adam_betas", None)
+    if not isinstance(betas, str):
+        return
+    try:
+        first, second = map(float, ast.literal_eval(betas))
+        is_right = 0 <= first < 1 and 0 <= second < 1
+    except (ValueError, TypeError, SyntaxError):
+        is_right = False
+    if not is_right:
+        raise UserError(f"--adam-betas must be two numbers from 0 to below 1, such as '(0.9, 0.98)', got {betas!r}")
 
 
 def check_settings(cfg: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from smlp.experiments.report import paper
 from smlp.experiments.report.claims import AGREES, DIFFERS, scale_sentences
@@ -168,13 +169,20 @@ def _about(experiment: Experiment) -> list[str]:
     return lines
 
 
+def _revision(git: Mapping[str, Any]) -> str:
+    return f"{git.get('revision')}{', with changes' if git.get('changed') else ''}"
+
+
 def _environment(experiment: Experiment) -> list[str]:
     lines = ["### Versions and data", ""]
     for name, value in experiment.environment.items():
         if name == "git" and value:
-            value = f"{value.get('revision')}{', with changes' if value.get('changed') else ''}"
+            value = _revision(value)
         if value not in (None, [], "", {}):
             lines.append(f"- {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+    timed = (experiment.speed or {}).get("environment", {}).get("git")
+    if timed and timed != experiment.environment.get("git"):
+        lines.append(f"- git, of the timing of updates: {_revision(timed)}")
     for split, record in experiment.data.get("splits", {}).items():
         words = record.get("words")
         lines.append(f"- {split}: {record.get('tokens', 0):,} tokens" + (f", {words:,} words" if words else ""))

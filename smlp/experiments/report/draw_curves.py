@@ -146,12 +146,13 @@ def _log_ticks(axes: Axes) -> None:
 
 
 def draw_routing(experiment: Experiment, styles: dict[str, Style]) -> Figure | None:
-    """Health of the routers against updates, pooled over layers, mean over seeds; None where nothing is routed."""
+    """Health of the routers against updates, pooled over layers, mean over seeds; without what is always
+    zero, and None where nothing is left."""
     curves = {
         key: {model.name: points for model in experiment.models if (points := pooled_curve(experiment, model, key))}
         for key, _, _ in _ROUTING
     }
-    panels = [panel for panel in _ROUTING if curves[panel[0]]]
+    panels = [panel for panel in _ROUTING if any(value for line in curves[panel[0]].values() for _, value in line)]
     if not panels:
         return None
     figure = new_figure(

@@ -190,8 +190,10 @@ def _unrest(timed: Mapping[str, Any]) -> str:
     spreads = [seconds[3 * len(seconds) // 4] / seconds[len(seconds) // 4] - 1 for seconds in each if seconds]
     if not spreads:
         return ""
-    typical = statistics.median(spreads)
-    return f"The middle half of a model's rounds spans {typical:.0%}, of the most restless {max(spreads):.0%}."
+    typical, share = statistics.median(spreads), timed.get("core_share")
+    is_on_cpu = share is not None and timed.get("device") == "cpu"
+    others = f" Its threads had {share:.0%} of a core each." if is_on_cpu else ""
+    return f"The middle half of a model's rounds spans {typical:.0%}, of the most restless {max(spreads):.0%}.{others}"
 
 
 _PREFIX = "Models with a prefix are measured on their own positions there, which are easier or harder than all."

@@ -1,7 +1,7 @@
 """How models look in figures: colours that print and that colour-blind readers tell apart, markers, line styles.
 
-A family keeps its colour from experiment to experiment. Models of one colour differ in line style, and all models in
-their marker, so that no two are told apart by colour alone.
+A family keeps its colour from experiment to experiment, unless several of its models are compared. Models of one colour
+differ in line style, and all models in their marker, so that no two are told apart by colour alone.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _FAMILY_COLOURS = {
     "hash_lm": "sky",
 }
 _OTHER = "0.45"
-#: models that line styles and markers alone still tell apart
-_MOST_OF_A_COLOUR = 4
+#: models that line styles and markers alone still tell apart, and of one family, whose curves are the most alike
+_MOST_OF_A_COLOUR, _MOST_OF_A_FAMILY = 4, 2
 _MARKERS = "osD^vPX<>hp*d8"
 _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 3)))
 
@@ -51,10 +51,13 @@ class Style:
 
 
 def styles(models: Sequence[Model], by_family: bool = True) -> dict[str, Style]:
-    """By model name; in as many colours as there are without ``by_family`` or where many would share one."""
+    """By model name; in as many colours as there are without ``by_family``, where many would share one, or where a
+    family has several models and there are colours for all."""
     colours = list(OKABE_ITO.values())
+    families = Counter(model.family for model in models)
     shared = Counter(_FAMILY_COLOURS.get(model.family or "") for model in models)
-    by_family = by_family and max(shared.values(), default=0) <= _MOST_OF_A_COLOUR
+    alike = len(models) <= len(colours) and max(families.values(), default=0) > _MOST_OF_A_FAMILY
+    by_family = by_family and not alike and max(shared.values(), default=0) <= _MOST_OF_A_COLOUR
     found: dict[str, Style] = {}
     used: dict[str, int] = {}
     for place, model in enumerate(models):

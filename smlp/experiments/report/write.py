@@ -81,6 +81,11 @@ def _as_json(experiment: Experiment, tables: dict[str, Table], pictures: dict[st
         "experiment": experiment.settings.get("name"),
         "title": experiment.title,
         "runs": {run.name: {"state": run.state, "updates": run.last_update} for run in experiment.runs},
+        "environment": {
+            "runs": experiment.environment,
+            "timing": (experiment.speed or {}).get("environment"),
+            "source": "environment.json, speed.json",
+        },
         "flops_spread": {"value": details.spread(experiment), "source": "experiment.json: models.flops_per_token"},
         "scale": claims.scale_sentences(experiment),
         "data_order": [
