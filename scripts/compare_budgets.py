@@ -2,9 +2,9 @@
 
     python scripts/compare_budgets.py --baseline gMLP --to docs/results/experts runs/compare/experts_*
 
-Each folder is of ``smlp compare run`` with the same models and another token budget. Writes ``budgets.md``,
-``budgets.csv`` and a figure: how much higher the perplexity of each model is than the baseline's, seed by seed, after
-each budget. Models or runs that a folder lacks are left out there.
+Each folder is of ``smlp compare run`` with the same models and another token budget. Writes ``budgets.csv`` and a
+figure, and prints a table: how much higher the perplexity of each model is than the baseline's, seed by seed, after
+each budget, and the learning rate, which has to be a good one for each. What a folder lacks is left out there.
 """
 
 from __future__ import annotations
@@ -51,6 +51,12 @@ def find(experiment: Experiment, name: str) -> Model | None:
     return next((model for model in experiment.models if model.name == name), None)
 
 
+def rate_of(experiment: Experiment, name: str) -> str:
+    """The learning rate that a model was trained with; empty where the runs do not say."""
+    rates = (run.record.get("made_with", {}).get("lr") for run in experiment.runs if run.model.name == name)
+    return next((str(rate) for rate in rates if rate is not None), "")
+
+
 def names_of(experiments: Sequence[Experiment], baseline: str) -> list[str]:
     """All models, the baseline first.
 
@@ -74,13 +80,13 @@ def measured(experiment: Experiment, name: str, baseline: str) -> tuple[Estimate
     return found, difference(experiment, model, other, subset)[1] if found and model is not other else None
 
 
-def write_tables(experiments: Sequence[Experiment], names: Sequence[str], baseline: str, out: Path) -> None:
-    """``budgets.md`` and ``budgets.csv``."""
+def write_table(experiments: Sequence[Experiment], names: Sequence[str], baseline: str, out: Path) -> str:
+    """Writes ``budgets.csv``; returns it as Markdown, shortened."""
     heads = [f"{tokens_of(experiment) / 1e6:.2f} M tokens" for experiment in experiments]
     lines = [f"| model | parameters (M) | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
     with (out / "budgets.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["model", "tokens", "seeds", "perplexity", "difference_percent", "low", "high", "folder"])
+        table.writerow(["model", "tokens", "seeds", "perplexity", "difference_percent", "low", "high", "lr", "folder"])
         for name in names:
             cells, parameters = [], 0.0
             for experiment in experiments:
@@ -90,11 +96,13 @@ def write_tables(experiments: Sequence[Experiment], names: Sequence[str], baseli
                     continue
                 parameters = find(experiment, name).parameters["total"]
                 values = (against.value, against.low, against.high) if against else (None, None, None)
-                row = [name, tokens_of(experiment), found.count, found.mean, *values, experiment.folder.name]
+                origin = [rate_of(experiment, name), experiment.folder.name]
+                row = [name, tokens_of(experiment), found.count, found.mean, *values, *origin]
                 table.writerow(["" if value is None else value for value in row])
                 cells.append(f"{found.mean:.2f}" + (f" ({against.text})" if against else ""))
             lines.append(f"| {name} | {parameters / 1e6:.2f} | {' | '.join(cells)} |")
-    (out / "budgets.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rates = [dict.fromkeys(rate for name in names if (rate := rate_of(experiment, name))) for experiment in experiments]
+    return "\n".join([*lines, f"| learning rate | | {' | '.join(', '.join(some) or '–' for some in rates)} |"])
 
 
 def draw(experiments: Sequence[Experiment], names: Sequence[str], baseline: str, out: Path) -> None:
@@ -140,9 +148,9 @@ def main() -> None:
     experiments = in_order(args.folders)
     names = names_of(experiments, args.baseline)
     args.to.mkdir(parents=True, exist_ok=True)
-    write_tables(experiments, names, args.baseline, args.to)
+    table = write_table(experiments, names, args.baseline, args.to)
     draw(experiments, names, args.baseline, args.to)
-    print((args.to / "budgets.md").read_text(encoding="utf-8"), end="")
+    print(table)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,7 @@ def write_run(out: Path, model: str, seed: int) -> Path:
     attempts = [{"step": "train", "seconds": MODELS[model][4] * UPDATES + 7.0, "status": 0}]
     attempts.append({"step": "score", "seconds": 3.0, "status": 0})
     record = {"model": model, "seed": seed, "state": "done", "message": None, "attempts": attempts}
+    record["made_with"] = {"lr": 0.002}
     _write(folder / "run.json", {**record, "peak_memory_mib": 100.0 + seed})
     nats = bits(model, seed, UPDATES) * math.log(2)
     has_prefix = MODELS[model][0] == "smlp_partial"

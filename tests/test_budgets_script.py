@@ -50,6 +50,7 @@ def test_each_model_after_each_budget(run, tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "| model | parameters (M) | 0.02 M tokens | 0.04 M tokens |"
     assert next(line for line in printed if "Switch" in line).split(" | ")[2] == "–", "the small one has no Switch"
+    assert printed[-1] == "| learning rate | | 0.002 | 0.002 |" and {row["lr"] for row in rows} == {"0.002"}
     assert all((tmp_path / "out" / f"budgets.{ending}").stat().st_size > 5000 for ending in ("png", "svg"))
 
 
