@@ -54,8 +54,8 @@ small_dense() { paper "$1" 2 4 5e-4 25000 "${@:2}"; }
 # Table 10: 2 x 1024 tokens a GPU, 8 batches an update, 100k updates (Table 4)
 large() { paper "$1" 2 8 1e-3 100000 "${@:2}"; }
 
-# For a laptop; not the paper's: 8 x 128 tokens an update, as in docs/results.md
+# For a laptop; not the paper's: 8 x 128 tokens an update
 tiny() {
-    PAPER_GPUS=1 recipe "$1" 128 8 1 --lr 2e-3 --lr-scheduler cosine --warmup-updates 50 --warmup-init-lr 1e-7 \
+    PAPER_GPUS=1 recipe "$1" 128 8 1 --lr 5e-3 --lr-scheduler cosine --warmup-updates 50 --warmup-init-lr 1e-7 \
         --clip-norm 1.0 --dropout 0 --no-epoch-checkpoints --max-update 1000 -- "${@:2}"
 }
