@@ -2,8 +2,10 @@
 
     python scripts/routing_report.py --path checkpoint_best.pt --data data-bin [--subset valid]
 
-Evaluates a checkpoint twice on the same blocks: with each token's best expert (as in all evaluation), and with balanced
-assignment over batches (as in training; it sees later tokens, so it is a diagnosis, not a result).
+Evaluates a checkpoint three times on the same blocks: with each token's best expert (as in all evaluation); with
+balanced assignment over batches (as in training; it sees later tokens, so it is a diagnosis, not a result); and with
+each token's best expert after one number for each expert has been added to its affinities, such that tokens of the
+training text, routed as in training, spread evenly. The last sees no later token.
 """
 
 from __future__ import annotations
@@ -14,29 +16,86 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 import smlp
 from smlp.context import ForwardContext
 from smlp.errors import UserError
 from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.blocks import block_log_probs
+from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
-from smlp.moe.routers import BalancedRouter
+from smlp.moe.routers import BalancedRouter, Routing
+from smlp.moe.routers.balanced import greedy_plan
+from smlp.moe.routers.routing import gate_logits
 from smlp.nn.decoder import Decoder
 
 
-def evaluate(decoder: Decoder, tokens: torch.Tensor, balanced: bool) -> tuple[float, dict[str, torch.Tensor]]:
+class WithOffsets(nn.Module):
+    """Each token's best expert, with a number for each expert added; the weights are those of the affinities alone."""
+
+    def __init__(self, router: BalancedRouter, offset_E: Tensor) -> None:
+        super().__init__()
+        self.router, self.offset_E = router, offset_E
+
+    def forward(self, x_NH: Tensor, token_ids_N: Tensor | None, plan: RoutingPlan | None = None) -> Routing:
+        if plan is None:
+            plan = greedy_plan(gate_logits(x_NH, self.router.centroids) + self.offset_E)
+        return self.router(x_NH, token_ids_N, plan)
+
+
+def even_offsets(logits_NE: Tensor, steps: int = 500) -> Tensor:
+    """A number for each expert, (E,), with which the best experts of these tokens have nearly equal loads.
+
+    What has too much gets less, in ever smaller steps: the subgradient method for the prices of a balanced assignment.
+    """
+    num_tokens, num_experts = logits_NE.shape
+    offset_E, size = torch.zeros(num_experts), float((logits_NE.amax(1) - logits_NE.amin(1)).median())
+    for step in range(1, steps + 1):
+        share_E = torch.bincount((logits_NE + offset_E).argmax(1), minlength=num_experts) / num_tokens
+        offset_E += size / step**0.5 * (1 / num_experts - share_E)
+    return offset_E
+
+
+def logits_in_training(decoder: Decoder, tokens: Tensor) -> dict[str, Tensor]:
+    """Affinities (N, E) of a stream by layer, the tokens routed as in training."""
+    found: dict[str, list[Tensor]] = {}
+    hooks = [
+        layer.router.register_forward_hook(
+            lambda _, __, routing, name=layer.name: found.setdefault(name, []).append(routing.logits_NE)
+        )
+        for layer in balanced_layers(decoder)
+    ]
+    evaluate(decoder, tokens, balanced=True)
+    for hook in hooks:
+        hook.remove()
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def add_offsets(decoder: Decoder, tokens: Tensor) -> None:
+    """From now on its routers add offsets, found on these tokens (N,)."""
+    logits = logits_in_training(decoder, tokens)
+    for layer in balanced_layers(decoder):
+        layer.router = WithOffsets(layer.router, even_offsets(logits[layer.name])).eval()
+
+
+def balanced_layers(decoder: Decoder) -> list[TokenMoE]:
+    """Those whose experts BASE's router chooses."""
+    layers = [module for module in decoder.modules() if isinstance(module, TokenMoE)]
+    return [layer for layer in layers if isinstance(layer.router, BalancedRouter)]
+
+
+def evaluate(decoder: Decoder, tokens: Tensor, balanced: bool) -> tuple[float, dict[str, Tensor]]:
     """Perplexity per token of a stream (N,), in blocks of T, and the load of each expert by layer."""
-    loads: dict[str, torch.Tensor] = {}
+    loads: dict[str, Tensor] = {}
 
     def count(context: ForwardContext) -> None:
         for layer, plan in context.plans.items():
             if isinstance(plan, RoutingPlan):
                 loads[layer.name] = loads.get(layer.name, 0) + plan.counts_E
 
-    for module in decoder.modules():
-        if isinstance(module, BalancedRouter):
-            module.training = balanced
+    for layer in balanced_layers(decoder):
+        layer.router.training = balanced
     log_probs = block_log_probs(decoder, tokens, seen=count)
     return math.exp(-float(log_probs.double().mean())), loads
 
@@ -46,15 +105,27 @@ def main() -> None:
     parser.add_argument("--path", required=True, help="checkpoint")
     parser.add_argument("--data", type=Path, required=True, help="binarised data")
     parser.add_argument("--subset", default="valid", help="default: %(default)s")
+    parser.add_argument(
+        "--train-tokens", type=int, default=65536, help="of train, that offsets are found on (default: %(default)s)"
+    )
     options = parser.parse_args()
     model = smlp.load_pretrained(options.path, options.data / "dict.txt")
     tokens = torch.from_numpy(read_fairseq_tokens(options.data / options.subset).tokens)
+    if not balanced_layers(model.decoder):
+        raise UserError(f"{options.path} has no layer whose tokens BASE's router assigns")
     for name, balanced in (("greedy", False), ("balanced", True)):
-        perplexity, loads = evaluate(model.decoder, tokens, balanced)
-        print(f"{name}: perplexity per token {perplexity:.2f}")
-        for layer, load in sorted(loads.items()):
-            share = load / load.sum() * 100
-            print(f"  {layer}: share of the tokens of each expert (%): {' '.join(f'{value:.1f}' for value in share)}")
+        show(name, *evaluate(model.decoder, tokens, balanced))
+    training = torch.from_numpy(read_fairseq_tokens(options.data / "train").tokens[: options.train_tokens])
+    add_offsets(model.decoder, training)
+    show("offsets", *evaluate(model.decoder, tokens, balanced=False))
+
+
+def show(name: str, perplexity: float, loads: dict[str, Tensor]) -> None:
+    """Prints what :func:`evaluate` found."""
+    print(f"{name}: perplexity per token {perplexity:.2f}")
+    for layer, load in sorted(loads.items()):
+        share = load / load.sum() * 100
+        print(f"  {layer}: share of the tokens of each expert (%): {' '.join(f'{value:.1f}' for value in share)}")
 
 
 if __name__ == "__main__":
