@@ -67,9 +67,12 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def _plugins() -> dict[str, str]:
-    """SHA-256 of each file that SMLP_PLUGINS names."""
+    """SHA-256 of each file that SMLP_PLUGINS names; by the file's name, for where it lies is nobody else's concern, or
+    by its path where two have one name."""
     files = plugins.named_files(os.environ.get(plugins.VARIABLE, ""))
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    names = [path.name for path in files]
+    found = {path.name if names.count(path.name) == 1 else str(path): path for path in files}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()}
 
 
 def _versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Files in SMLP_PLUGINS: the settings that they bring, and what is refused."""
 
 import dataclasses
+import hashlib
 import importlib.util
 import os
 import sys
@@ -18,6 +19,7 @@ from smlp.checkpoint.upcycle import target_config, upcycled
 from smlp.cli import main
 from smlp.config import SETTINGS, all_settings, differences, flatten, unflatten
 from smlp.criterions.choice import needs_ours
+from smlp.environment import environment
 from smlp.experiments.plan import entries_of
 from smlp.experiments.reading import read_experiment
 from smlp.ignored_settings import ignored_settings
@@ -188,3 +190,16 @@ def test_help_does_not_wait_for_plugins(tmp_path):
     code = f"import os; os.environ['SMLP_PLUGINS'] = {str(slow)!r}\nfrom smlp.cli import main\nmain.main([])"
     done = run_python("-c", code)
     assert done.rc == 0 and "commands:" in done.stdout and "loaded" not in done.stderr
+
+
+def test_the_environment_names_plugins_by_file_unless_two_have_one_name(monkeypatch, tmp_path):
+    one, two, other = tmp_path / "a" / "mine.py", tmp_path / "b" / "mine.py", tmp_path / "c.py"
+    for path in (one, two, other):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"x = {str(path)!r}\n")
+    monkeypatch.setenv(plugins.VARIABLE, f"{one}:{other}")
+    record = environment()["plugins"]
+    assert list(record) == ["mine.py", "c.py"]
+    assert record["c.py"] == hashlib.sha256(other.read_bytes()).hexdigest()
+    monkeypatch.setenv(plugins.VARIABLE, f"{one}:{two}:{other}")
+    assert list(environment()["plugins"]) == [str(one), str(two), "c.py"]
