@@ -22,6 +22,7 @@ ORDER = [
     "ops",
     "parallel",
     "launch",
+    "environment",
     "moe",
     "nn",
     "accounting",
