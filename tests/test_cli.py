@@ -258,7 +258,7 @@ def test_doctor_reports_problems(monkeypatch, capsys) -> None:
 
 def test_slow_bf16_is_a_warning_with_a_remedy(monkeypatch) -> None:
     rates = {torch.float32: 100e9, torch.bfloat16: 1e9}
-    monkeypatch.setattr(doctor, "matmul_rate", lambda device, dtype: rates[dtype])
+    monkeypatch.setattr("smlp.accounting.matmul_rate.matmul_rate", lambda device, dtype: rates[dtype])
     fp32, bf16 = doctor.check_speed()
     assert (fp32.status, bf16.status) == (doctor.OK, doctor.WARNING)
     assert "100 times slower" in bf16.detail

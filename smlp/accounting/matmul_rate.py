@@ -6,12 +6,14 @@ import time
 
 import torch
 
+from smlp.ops import linear
+
 #: sides of the square products: doubled from the first to at most the largest, as long as the time allows
 _FIRST_SIZE, _LARGEST_SIZE = 256, {"cpu": 2048, "cuda": 8192}
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:
-    """Floating-point operations a second of a square product as a linear layer has it (multiply and add are two).
+    """Floating-point operations a second of a square product as our linear layers take it (multiply and add are two).
 
     Draws its numbers from a generator of its own, and takes about as long as is asked for: the product grows until a
     larger one would take more than the time that is left, and the fastest of the last size counts.
@@ -43,14 +45,14 @@ class _Product:
         self.left, self.right = (
             torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2)
         )
-        self.out = torch.empty_like(self.left)
         self.device = device
 
     def seconds(self) -> float:
         """Of one product, on the device as well."""
         self._wait()
         start = time.perf_counter()
-        torch.mm(self.left, self.right.t(), out=self.out)
+        with torch.no_grad():
+            linear(self.left, self.right)
         self._wait()
         return time.perf_counter() - start
 

@@ -147,6 +147,8 @@ def check_threads() -> Iterator[Check]:
 def check_speed() -> Iterator[Check]:
     import torch
 
+    from smlp.accounting.matmul_rate import matmul_rate
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fp32, bf16 = (matmul_rate(device, dtype) for dtype in (torch.float32, torch.bfloat16))
     yield Check("fp32 speed", OK, f"{fp32 / 1e9:,.1f} GFLOP/s in matrix products ({device.type})")
@@ -203,30 +205,6 @@ def check_disk() -> Check:
     if free < LITTLE_DISK:
         return Check("disk", WARNING, detail, "put --save-dir on another disk, or keep fewer: --no-epoch-checkpoints")
     return Check("disk", OK, detail)
-
-
-def matmul_rate(device: Any, dtype: Any, size: int = 512, seconds: float = 0.1) -> float:
-    """Floating-point operations per second (a multiply and an add are two) in square matrix products.
-
-    Runs for at least ``seconds`` and at least one product after one to warm up.
-    """
-    import torch
-
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-
-    def products(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    products(1)
-    count = 1
-    while (elapsed := products(count)) < seconds:
-        count *= 2
-    return 2 * size**3 * count / elapsed
 
 
 def available_cores() -> int:

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smlp.ops.fast_paths import groups_products, takes_bands
+from smlp.ops import onednn
+from smlp.ops.fast_paths import groups_products, takes_bands, takes_onednn
 from smlp.ops.linear import few_rows
 
 Statistics = tuple[Tensor, Tensor]
@@ -39,8 +40,8 @@ class Run(Protocol):
         """Gradients of tokens, gains and offsets."""
         ...
 
-    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
-        """``W x + b`` into ``out``."""
+    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor | None = None) -> Tensor:
+        """``W x + b``, into ``out`` or a new tensor."""
         ...
 
     def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
@@ -70,17 +71,26 @@ class OneExpert:
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _layer_norm_gradients(grad_nI, x_nI, statistics, gain_eI[0], offset_eI[0])
 
-    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
-        if takes_bands(x_nI, weight_eOI[0], bias_eO[0]):
-            out_nO.copy_(few_rows(x_nI, weight_eOI[0], bias_eO[0]))
+    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor | None = None) -> Tensor:
+        weight_OI, bias_O = weight_eOI[0], bias_eO[0]
+        if takes_bands(x_nI, weight_OI, bias_O):
+            y_nO = few_rows(x_nI, weight_OI, bias_O)
+        elif takes_onednn(x_nI.size(0) * weight_OI.numel(), x_nI, weight_OI):
+            y_nO = onednn.mapped(x_nI, weight_OI, bias_O)
         else:
-            torch.addmm(bias_eO[0], x_nI, weight_eOI[0].t(), out=out_nO)
+            return torch.addmm(bias_O, x_nI, weight_OI.t(), out=out_nO)
+        return y_nO if out_nO is None else out_nO.copy_(y_nO)
 
     def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
+        if takes_onednn(y_nO.size(0) * weight_eOI.numel(), y_nO, weight_eOI):
+            return onednn.product(y_nO, weight_eOI[0])
         return y_nO @ weight_eOI[0]
 
     def outer(self, y_nO: Tensor, x_nI: Tensor, out_eOI: Tensor) -> None:
-        torch.mm(y_nO.t(), x_nI, out=out_eOI[0])
+        if takes_onednn(y_nO.size(0) * out_eOI.numel(), y_nO, x_nI):
+            out_eOI[0].copy_(onednn.outer(y_nO, x_nI))
+        else:
+            torch.mm(y_nO.t(), x_nI, out=out_eOI[0])
 
     def sums(self, y_nO: Tensor) -> Tensor:
         return y_nO.sum(dim=0, keepdim=True)
@@ -126,9 +136,10 @@ class EqualExperts(_SeveralExperts):
     def rows_of(self, value_eI: Tensor) -> Tensor:
         return value_eI.unsqueeze(1)
 
-    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
+    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor | None = None) -> Tensor:
         bias_e1O, weight_eIO = self.rows_of(bias_eO), weight_eOI.transpose(1, 2)
-        torch.baddbmm(bias_e1O, self.stacked(x_nI), weight_eIO, out=self.stacked(out_nO))
+        out_enO = None if out_nO is None else self.stacked(out_nO)
+        return torch.baddbmm(bias_e1O, self.stacked(x_nI), weight_eIO, out=out_enO).flatten(0, 1)
 
     def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
         return torch.bmm(self.stacked(y_nO), weight_eOI).flatten(0, 1)
@@ -156,9 +167,9 @@ class UnequalExperts(_SeveralExperts):
     def rows_of(self, value_eI: Tensor) -> Tensor:
         return value_eI[self.expert_n]
 
-    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor) -> None:
+    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor | None = None) -> Tensor:
         y_nO = F.grouped_mm(x_nI, weight_eOI.transpose(1, 2), offs=self.ends_e)
-        torch.add(y_nO, self.rows_of(bias_eO), out=out_nO)
+        return torch.add(y_nO, self.rows_of(bias_eO), out=out_nO)
 
     def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
         return F.grouped_mm(y_nO, weight_eOI, offs=self.ends_e)

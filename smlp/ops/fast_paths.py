@@ -20,6 +20,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from smlp.ops import onednn
+
 #: positions at the edge of a block on the diagonal, which is computed in full
 TRIANGLE_LEAF = 128
 #: positions from which a GPU computes a causal product by Triton's kernels; a guess, to be measured on a GPU
@@ -32,6 +34,8 @@ BANDS = 16
 BANDED_SCORES = 2**20
 #: numbers in these vectors up to which bands are faster, unless it is a single vector
 BANDED_INPUTS = 4096
+#: multiplications of a product from which oneDNN is faster than MKL, where it is at all
+ONEDNN_MULTIPLICATIONS = 2**22
 #: scores up to which a balanced assignment is repaired to the optimum
 EXACT_SCORES = 2**14
 
@@ -84,6 +88,20 @@ def takes_bands(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given))
         and allowed(*given)
         and not _recorded(given)
+    )
+
+
+def takes_onednn(num_multiplications: int, *tensors: Tensor) -> bool:
+    """Whether a product of these tensors is taken to oneDNN: a large one, in float32, on a CPU on which MKL is slow."""
+    first = tensors[0]
+    return (
+        num_multiplications >= ONEDNN_MULTIPLICATIONS
+        and first.device.type == "cpu"
+        and first.dtype == torch.float32
+        and allowed(*tensors)
+        and torch.backends.mkldnn.enabled
+        and onednn.faster_than_mkl()
+        and not _recorded(tensors)
     )
 
 

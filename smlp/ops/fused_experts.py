@@ -34,27 +34,28 @@ class FusedExperts(torch.autograd.Function):
         counts: Sequence[int],
         activation: str,
     ) -> Tensor:
-        hidden_AF = x_AH.new_empty(x_AH.size(0), w1_eFH.size(1))
         out_AH = torch.empty_like(x_AH)
         act = ACTIVATION_FUNCTIONS[activation]
         ctx.runs = list(runs(counts, x_AH, w1_eFH.size(1)))
+        hidden = []
         for run in ctx.runs:
             rows, own = run.rows, run.experts
             if rows.start == rows.stop:
+                hidden.append(x_AH.new_empty(0, w1_eFH.size(1)))
                 continue
             normed_nH = x_AH[rows]
             if gain_eH is not None:
                 normed_nH, _ = run.norm(normed_nH, gain_eH[own], offset_eH[own])
-            run.product(normed_nH, w1_eFH[own], b1_eF[own], hidden_AF[rows])
-            run.product(act(hidden_AF[rows]), w2_eHF[own], b2_eH[own], out_AH[rows])
-        ctx.save_for_backward(x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, hidden_AF)
+            hidden.append(run.product(normed_nH, w1_eFH[own], b1_eF[own]))
+            run.product(act(hidden[-1]), w2_eHF[own], b2_eH[own], out_AH[rows])
+        ctx.save_for_backward(x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, *hidden)
         ctx.activation = activation
         return out_AH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_AH: Tensor) -> tuple[Tensor | None, ...]:
-        x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, hidden_AF = ctx.saved_tensors
+        x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, *hidden = ctx.saved_tensors
         grad_AH = grad_AH.contiguous()
         grad_x_AH, grad_w1_eFH, grad_w2_eHF = (torch.empty_like(value) for value in (x_AH, w1_eFH, w2_eHF))
         grad_gain_eH, grad_offset_eH = (
@@ -62,9 +63,9 @@ class FusedExperts(torch.autograd.Function):
         )
         grad_b1_eF, grad_b2_eH = w1_eFH.new_empty(w1_eFH.shape[:2]), w2_eHF.new_empty(w2_eHF.shape[:2])
         act = ACTIVATION_FUNCTIONS[ctx.activation]
-        for run in ctx.runs:
+        for run, hidden_nF in zip(ctx.runs, hidden, strict=True):
             rows, own = run.rows, run.experts
-            x_nH, hidden_nF, grad_nH = x_AH[rows], hidden_AF[rows], grad_AH[rows]
+            x_nH, grad_nH = x_AH[rows], grad_AH[rows]
             grad_b2_eH[own] = run.sums(grad_nH)
             run.outer(grad_nH, act(hidden_nF), grad_w2_eHF[own])
             grad_hidden_nF = run.transposed(grad_nH, w2_eHF[own])

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from smlp.ops import onednn
+from smlp.ops.fast_paths import takes_onednn
+
 Span = tuple[int, int]
 
 
@@ -54,10 +57,10 @@ class TriangularProjection(torch.autograd.Function):
         triangles, squares = halved(num_positions, leaf)
         for first, last in triangles:
             own = slice(first, last)
-            torch.baddbmm(bias_Gn1[:, own], _triangle(weight_hTT, own, num_groups), x_Gnc[:, own], out=out_Gnc[:, own])
+            _multiply(_triangle(weight_hTT, own, num_groups), x_Gnc[:, own], out_Gnc[:, own], plus=bias_Gn1[:, own])
         for rows, columns in squares:
             below, above = slice(*rows), slice(*columns)
-            out_Gnc[:, below].baddbmm_(weight_GTT[:, below, above], x_Gnc[:, above])
+            _multiply(weight_GTT[:, below, above], x_Gnc[:, above], out_Gnc[:, below], plus=out_Gnc[:, below])
         ctx.save_for_backward(x_Gnc, weight_hTT)
         ctx.shape, ctx.leaf = x_Bnhc.shape, leaf
         return _ungrouped(out_Gnc, x_Bnhc.shape)
@@ -76,13 +79,14 @@ class TriangularProjection(torch.autograd.Function):
         for first, last in triangles:
             own = slice(first, last)
             transposed = _triangle(weight_hTT, own, num_groups).transpose(1, 2)
-            torch.bmm(transposed, grad_Gnc[:, own], out=grad_x_Gnc[:, own])
+            _multiply(transposed, grad_Gnc[:, own], grad_x_Gnc[:, own])
             _outer(grad_Gnc[:, own], x_Gnc[:, own], grad_weight_hTT[:, own, own])
             grad_weight_hTT[:, own, own].tril_()
             grad_weight_hTT[:, own, last:].zero_()
         for rows, columns in squares:
             below, above = slice(*rows), slice(*columns)
-            grad_x_Gnc[:, above].baddbmm_(weight_GTT[:, below, above].transpose(1, 2), grad_Gnc[:, below])
+            transposed = weight_GTT[:, below, above].transpose(1, 2)
+            _multiply(transposed, grad_Gnc[:, below], grad_x_Gnc[:, above], plus=grad_x_Gnc[:, above])
             _outer(grad_Gnc[:, below], x_Gnc[:, above], grad_weight_hTT[:, below, above])
         grad_bias_hT = torch.zeros_like(weight_hTT[:, 0])
         grad_bias_Gn = grad_Gnc.sum(dim=2)
@@ -110,12 +114,29 @@ def _triangle(weight_hTT: Tensor, own: slice, num_groups: int) -> Tensor:
     return weight_hTT[:, own, own].tril().expand(num_groups, -1, -1)
 
 
+def _multiply(left_Gmn: Tensor, right_Gnc: Tensor, out_Gmc: Tensor, plus: Tensor | None = None) -> None:
+    """``left @ right + plus`` into ``out``, which may be ``plus``."""
+    if takes_onednn(left_Gmn.size(1) * right_Gnc.shape[1:].numel(), left_Gmn, right_Gnc):
+        plus_Gmc = None if plus is None else plus.expand_as(out_Gmc)
+        for number, (left_mn, right_nc, out_mc) in enumerate(zip(left_Gmn, right_Gnc, out_Gmc, strict=True)):
+            product_mc = onednn.product(left_mn, right_nc)
+            if plus_Gmc is None:
+                out_mc.copy_(product_mc)
+            else:
+                torch.add(plus_Gmc[number], product_mc, out=out_mc)
+    elif plus is None:
+        torch.bmm(left_Gmn, right_Gnc, out=out_Gmc)
+    else:
+        torch.baddbmm(plus, left_Gmn, right_Gnc, out=out_Gmc)
+
+
 def _outer(left_Gmc: Tensor, right_Gnc: Tensor, out_hmn: Tensor) -> None:
     """``left @ right^T`` into ``out``; summed over the products where they share one matrix."""
     if out_hmn.size(0) == left_Gmc.size(0):
-        torch.bmm(left_Gmc, right_Gnc.transpose(1, 2), out=out_hmn)
+        _multiply(left_Gmc, right_Gnc.transpose(1, 2), out_hmn)
         return
     if left_Gmc.size(0) == 0:
         out_hmn.zero_()
-    for number, (left_mc, right_nc) in enumerate(zip(left_Gmc, right_Gnc, strict=True)):
-        out_hmn[0].addmm_(left_mc, right_nc.t(), beta=float(number > 0))
+    for number in range(left_Gmc.size(0)):
+        one = slice(number, number + 1)
+        _multiply(left_Gmc[one], right_Gnc[one].transpose(1, 2), out_hmn, plus=out_hmn if number else None)
