@@ -19,6 +19,7 @@ from smlp.criterions.moe_cross_entropy import MoECrossEntropyCriterion
 from smlp.errors import UserError
 from smlp.models.language_model import LanguageModelDecoder, SparseMLPLanguageModel
 from smlp.nn.decoder import Decoder
+from smlp.ops.tolerances import SHARE, largest_share
 from smlp.presets import preset
 
 B, T, PREFIX = 3, 20, 4
@@ -65,10 +66,14 @@ def logged(kind, logging_outputs):
         return dict(meters.get_smoothed_values())
 
 
+def numbers(output):
+    return {name: float(value) for name, value in output.items()}
+
+
 @pytest.mark.parametrize("arch", ["smlp", "gmlp_lm", "base_lm"])
 @pytest.mark.parametrize("sentence_avg", [False, True])
 @pytest.mark.parametrize("training", [True, False])
-def test_without_aux_losses_it_is_cross_entropy_bit_for_bit(arch, sentence_avg, training):
+def test_without_aux_losses_it_is_cross_entropy(arch, sentence_avg, training):
     more = {"num_sparse_layers": 0} if arch == "gmlp_lm" else {}
     outcomes = []
     for kind in (CrossEntropyCriterion, MoECrossEntropyCriterion):
@@ -79,11 +84,13 @@ def test_without_aux_losses_it_is_cross_entropy_bit_for_bit(arch, sentence_avg, 
         gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
         outcomes.append((loss, size, output, gradients, logged(kind, [[output], [output]])))
     (loss, size, output, gradients, log), ours = outcomes[0], outcomes[1]
-    assert torch.equal(loss, ours[0]) and size == ours[1] and output == ours[2]
+    torch.testing.assert_close(ours[0], loss)
+    assert size == ours[1]
+    assert numbers(ours[2]) == pytest.approx(numbers(output), rel=1e-6)
     for name, gradient in gradients.items():
         assert (gradient is None) == (ours[3][name] is None), name
-        assert gradient is None or torch.equal(gradient, ours[3][name]), name
-    assert log == ours[4]
+        assert gradient is None or largest_share(ours[3][name], gradient) <= SHARE[torch.float32], name
+    assert ours[4] == pytest.approx(log, rel=1e-6)
 
 
 def test_aux_losses_are_added_in_training_only_and_logged_apart():
@@ -110,7 +117,8 @@ def test_aux_losses_are_added_in_training_only_and_logged_apart():
     with torch.no_grad():
         judge.eval()
         validation = judge(net, batch)
-        assert torch.equal(validation[0], plain[0]) and validation[2] == plain[2]
+        torch.testing.assert_close(validation[0], plain[0].detach())
+        assert numbers(validation[2]) == pytest.approx(numbers(plain[2]), rel=1e-6)
         in_training_mode = judge(net.train(), batch)[2]
     assert in_training_mode.keys() == plain[2].keys(), "whatever the model gives, validation adds nothing"
 
@@ -146,6 +154,9 @@ def test_the_prefix_does_not_count(arch, training, caplog):
     assert caplog.messages == ["counting positions 4 to 19 of 20: the first 4 choose experts"], "once"
     per_sentence = criterion(sentence_avg=True).train(training)(net, batch)
     assert per_sentence[1] == B - 1 and per_sentence[2]["ntokens"] == count
+    of_single_tokens = judge(net, batch, reduce=False)[0]
+    assert of_single_tokens.shape == (B * (T - PREFIX),)
+    torch.testing.assert_close(of_single_tokens.sum(), loss)
 
 
 def test_nothing_that_counts_is_zero_and_not_nan():

@@ -16,6 +16,7 @@ from benchmarks.settings import Settings
 from benchmarks.timing import interleaved
 from smlp.config import ModelConfig
 from smlp.nn.decoder import Decoder
+from smlp.ops import token_losses
 
 SECTION = "Whole updates at equal FLOPs (words a second)"
 #: how much faster sMLP is to be; the paper's Table 4 has 1.04, 1.09, 1.08 and 1.41
@@ -57,8 +58,11 @@ def update(model: nn.Module, tokens_Bn: Tensor) -> Callable[[], None]:
 
     def run() -> None:
         output = model(tokens_Bn)
-        logits_BnV, aux_losses = (output.logits, output.aux_losses) if isinstance(model, Decoder) else (output[0], {})
-        loss = F.cross_entropy(logits_BnV.flatten(0, 1).float(), tokens_Bn.flatten()) + sum(aux_losses.values())
+        if isinstance(model, Decoder):
+            loss = token_losses(output.logits, tokens_Bn).mean() + sum(output.aux_losses.values())
+        else:  # as fairseq's criterion does
+            log_probs_NV = F.log_softmax(output[0].flatten(0, 1), dim=1, dtype=torch.float32)
+            loss = F.nll_loss(log_probs_NV, tokens_Bn.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

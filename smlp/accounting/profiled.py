@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smlp.accounting.costs import Costs, costs_of_trace
@@ -18,6 +17,7 @@ from smlp.accounting.recording import recording, trace_of, update_range
 from smlp.config import ModelConfig
 from smlp.moe.ownership import expert_parameters
 from smlp.nn.decoder import Decoder
+from smlp.ops import token_losses
 from smlp.parallel import Ranks, global_grad_norm, reduce_expert_gradients
 from smlp.parallel.spans import BACKWARD, FORWARD, OPTIMIZER, REDUCTION, span
 
@@ -98,6 +98,5 @@ class _Trainer:
 
     def _loss(self, tokens_BT: Tensor) -> Tensor:
         output = self.model(tokens_BT)
-        first = self.model.config.prefix_tokens
-        logits = output.logits[:, first:-1].flatten(0, 1)
-        return F.cross_entropy(logits, tokens_BT[:, first + 1 :].flatten()) + sum(output.aux_losses.values())
+        losses_BT = token_losses(output.logits, tokens_BT.roll(-1, dims=1))
+        return losses_BT[:, self.model.config.prefix_tokens : -1].mean() + sum(output.aux_losses.values())

@@ -22,6 +22,7 @@ from smlp.criterions.choice import OURS
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder
 from smlp.fairseq_compat.core import core_of, prefix_of
 from smlp.nn.decoder import Decoder
+from smlp.ops import token_losses
 from smlp.parallel.spans import HEALTH, whole_span
 
 logger = logging.getLogger(__name__)
@@ -104,17 +105,19 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         self, model: nn.Module, net_output: tuple[Tensor, Any], sample: dict[str, Any], reduce: bool, prefix: int
     ) -> tuple[Tensor, int, dict[str, Any]]:
         """Loss, sample size and logging output as of fairseq's ``cross_entropy``, of the positions after the prefix."""
-        counted, num_tokens, num_seqs = sample, sample["ntokens"], sample["target"].size(0)
+        target_Bn, num_tokens, num_seqs = sample["target"], sample["ntokens"], sample["target"].size(0)
         logging_output: dict[str, Any] = {"nsentences": num_seqs}
         if prefix:
             self._tell_positions(prefix, model.max_positions())
-            logits, *rest = net_output
-            target_Bn = sample["target"][:, prefix:].contiguous()
-            net_output = (logits[:, prefix:].contiguous(), *rest)
+            target_Bn = target_Bn.clone()
+            target_Bn[:, :prefix] = self.padding_idx
             is_token_Bn = target_Bn != self.padding_idx
-            counted, num_tokens = {**sample, "target": target_Bn}, int(is_token_Bn.sum())
-            num_seqs = int(is_token_Bn.any(dim=1).sum())
-        loss, _ = self.compute_loss(model, net_output, counted, reduce=reduce)
+            num_tokens, num_seqs = int(is_token_Bn.sum()), int(is_token_Bn.any(dim=1).sum())
+        if core_of(model) is None:  # a model of fairseq's, whose outputs need not be logits
+            loss, _ = self.compute_loss(model, net_output, sample, reduce=reduce)
+        else:
+            losses_Bn = token_losses(net_output[0], target_Bn, ignored=self.padding_idx)
+            loss = losses_Bn.sum() if reduce else losses_Bn[:, prefix:].flatten()
         sample_size = num_seqs if self.sentence_avg else num_tokens
         logging_output |= {"loss": loss.data, "ntokens": num_tokens, "sample_size": sample_size}
         return loss, sample_size, logging_output

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from smlp.nn.decoder import Decoder
+from smlp.ops import token_losses
 
 
 def dtype_of(words: Sequence[str]) -> torch.dtype:
@@ -43,9 +43,8 @@ class TimedUpdates:
         prefix = self.decoder.config.prefix_tokens
         for source_BT, target_BT in batches:
             output = self.decoder(source_BT)
-            logits = output.logits[:, prefix:].flatten(0, 1).float()
-            loss = F.cross_entropy(logits, target_BT[:, prefix:].flatten()) + sum(output.aux_losses.values())
-            loss.backward()
+            losses_BT = token_losses(output.logits, target_BT)
+            (losses_BT[:, prefix:].mean() + sum(output.aux_losses.values())).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.device == "cuda":

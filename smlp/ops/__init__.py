@@ -5,6 +5,7 @@ from smlp.ops.assignment import balanced_assignment, balanced_assignments
 from smlp.ops.dropout import dropout
 from smlp.ops.feed_forward import expert_feed_forward
 from smlp.ops.linear import linear
+from smlp.ops.losses import token_losses
 from smlp.ops.rows import permuted_columns, permuted_rows, summed_rows
 from smlp.ops.spatial import causal_spatial_projection
 
@@ -20,4 +21,5 @@ __all__ = [
     "permuted_columns",
     "permuted_rows",
     "summed_rows",
+    "token_losses",
 ]

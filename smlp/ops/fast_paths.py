@@ -36,6 +36,8 @@ BANDED_SCORES = 2**20
 BANDED_INPUTS = 4096
 #: multiplications of a product from which oneDNN is faster than MKL, where it is at all
 ONEDNN_MULTIPLICATIONS = 2**22
+#: logits whose probabilities are made at a time: what a CPU's cache holds, and enough for a GPU to be busy
+LOGITS_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
 #: scores up to which a balanced assignment is repaired to the optimum
 EXACT_SCORES = 2**14
 
@@ -165,6 +167,16 @@ def bands_of_tokens(weight_BNE: Tensor) -> int:
     num_problems, num_tokens, _ = weight_BNE.shape
     banded = num_problems == 1 and weight_BNE.device.type == "cpu" and weight_BNE.numel() >= BANDED_SCORES
     return math.gcd(num_tokens, BANDS) if banded and not _reference_only.get() else 1
+
+
+def loses_by_rows(logits_NV: Tensor) -> bool:
+    """Whether losses of tokens are made for some positions at a time; not for none at all."""
+    return logits_NV.numel() > 0 and allowed(logits_NV) and not _recorded((logits_NV,))
+
+
+def rows_of_logits(logits_NV: Tensor) -> int:
+    """For how many positions at a time."""
+    return max(1, LOGITS_AT_A_TIME.get(logits_NV.device.type, 2**20) // logits_NV.size(1))
 
 
 def groups_products(x_AI: Tensor, num_hidden: int) -> bool:
