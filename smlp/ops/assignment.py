@@ -59,11 +59,17 @@ def balanced_assignments(scores: Tensor) -> Tensor:
     Raises:
         FloatingPointError: a score is NaN.
     """
+    with torch.inference_mode():  # nothing here has a gradient, and hundreds of small operations cost less so
+        owner_BN = _assigned(scores)
+    return owner_BN.clone()  # which a backward pass may keep
+
+
+def _assigned(scores: Tensor) -> Tensor:
     num_problems, num_tokens, num_experts = scores.shape
     if num_problems == 0 or num_tokens == 0 or num_experts == 1:
         check_no_nan(scores.flatten(0, 1))
         return torch.zeros(num_problems, num_tokens, dtype=torch.long, device=scores.device)
-    values_BNE = _normalised(scores.detach())
+    values_BNE = _normalised(scores)
     values_BNE.add_(_tie_noise(num_tokens, num_experts, values_BNE), alpha=TIE_NOISE)
     # with fewer tokens than experts there are no loads to speak of
     price_B1E = equal_load_prices(values_BNE) if num_tokens >= num_experts else torch.zeros_like(values_BNE[:, :1])

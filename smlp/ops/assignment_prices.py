@@ -104,9 +104,9 @@ def _newton(values_BNE: Tensor, price_B1E: Tensor, schedule: tuple[tuple[float, 
             share_BN1 = _by_token(weight_BNE, factor_BE1).reciprocal_()
             loads_BE1 = _by_expert(weight_BNE, share_BN1).mul_(factor_BE1)
             if step < _SLOPES:
-                squares_BE1 = _by_expert(square_BNE, share_BN1.square()).mul_(factor_BE1.square())
-                slope_BE1 = (loads_BE1 - squares_BE1).clamp_min_(0.01 * load)
-            change_BE1 = (loads_BE1 - load).div_(slope_BE1).mul_(damping)
+                squares_BE1 = _by_expert(square_BNE, share_BN1 * share_BN1).mul_(factor_BE1).mul_(factor_BE1)
+                slope_BE1 = (loads_BE1 - squares_BE1).clamp_min_(0.01 * load).div_(damping)
+            change_BE1 = (loads_BE1 - load).div_(slope_BE1)
             log_BE1.sub_(change_BE1.clamp_(-_LARGEST_STEP, _LARGEST_STEP))
         price_B1E = price_B1E - temperature * log_BE1.transpose(1, 2)
     return price_B1E

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from smlp.moe.plan import RoutingPlan
+from smlp.ops import linear
 
 
 @dataclass(frozen=True)
@@ -55,4 +56,4 @@ def gate_logits(x_NH: Tensor, weight_EH: Tensor) -> Tensor:
     # autocast knows no meta device, on which costs are counted
     device = "cpu" if x_NH.is_meta else x_NH.device.type
     with torch.autocast(device, enabled=False):
-        return x_NH.to(dtype) @ weight_EH.to(dtype).t()
+        return linear(x_NH.to(dtype), weight_EH.to(dtype))
