@@ -137,11 +137,10 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
         axes.axhline(perplexity, color=_BASELINE_COLOUR, linewidth=1, linestyle=(0, (5, 3)))
         axes.annotate(
             f"{name}: {perplexity:,.0f}",
-            (right, perplexity),
+            (0.1 * right, perplexity),  # where curves are still above the lines that they may come to
             xytext=(0, -3),
             textcoords="offset points",
             va="top",
-            ha="right",
             fontsize=9,
             color=_BASELINE_COLOUR,
         )
