@@ -34,6 +34,8 @@ from benchmarks.report import Row, as_json, as_markdown, as_text, machine
 from benchmarks.settings import Settings
 
 from smlp.accounting.matmul_rate import matmul_rate
+from smlp.ops.fast_paths import reference_ops
+from smlp.ops.onednn import faster_than_mkl
 from smlp.trainer.memory import keep_freed_memory
 
 SECONDS_FOR_LIMIT = 2.0
@@ -76,6 +78,10 @@ def main(options: argparse.Namespace) -> int:
         about["freed memory"] = "kept, as in training" if keep_freed_memory() else "as the environment sets it"
     rate = matmul_rate(torch.device(options.device), settings.dtype, SECONDS_FOR_LIMIT)
     about["GFLOP/s of a matrix product"] = round(rate / 1e9)
+    if options.device == "cpu" and faster_than_mkl():
+        with reference_ops():
+            by_torch = matmul_rate(torch.device("cpu"), settings.dtype, SECONDS_FOR_LIMIT)
+        about["GFLOP/s of a matrix product"] = f"{rate / 1e9:.0f} by oneDNN and {by_torch / 1e9:.0f} by torch's MKL"
     about["GB/s of a copy"] = round(limits.copy_rate(options.device, settings.repeats) / 1e9, 1)
     print(", ".join(f"{name} {value}" for name, value in about.items() if value))
     print(f"{'':<58} {'against':<30} {'ours':>10} {'theirs':>10} {'':<3} {'ratio':>8}")

@@ -92,8 +92,18 @@ def test_every_part_runs(section, monkeypatch):
 
 
 def test_projection_with_a_gate():
-    row = spatial.projection(Settings(scale=32), "gated", 1, 8, 2, 3, gated=True)
+    (row,) = spatial.projection(Settings(scale=32), "gated", 1, 8, 2, 3, gated=True)
     assert row.what == "gated" and row.ratio > 0
+
+
+def test_projection_also_beside_the_same_library(monkeypatch):
+    """Where ours takes another library than torch does."""
+    monkeypatch.setattr(spatial, "takes_onednn", lambda *given: True)
+    monkeypatch.setattr(
+        spatial, "interleaved", lambda steps, *more: {name: step() or 1.0 for name, step in steps.items()}
+    )
+    rows = list(spatial.projection(Settings(), "small", 2, 8, 2, 3))
+    assert [(row.other, row.target) for row in rows] == [("masked dense product", 1.6), ("the same by oneDNN", None)]
 
 
 def test_the_command_writes_its_reports(tmp_path, monkeypatch, capsys):

@@ -13,7 +13,8 @@ from benchmarks.settings import Settings
 from benchmarks.timing import interleaved, training_step
 from smlp.context import ForwardContext
 from smlp.nn.spatial_gating import SpatialGatingUnit
-from smlp.ops import causal_spatial_projection
+from smlp.ops import causal_spatial_projection, linear
+from smlp.ops.fast_paths import takes_onednn
 
 SECTION = "Causal spatial projection (forward + backward)"
 #: label, B, T, heads, features of a head
@@ -29,9 +30,9 @@ def rows(settings: Settings) -> Iterator[Row]:
     for label, num_seqs, length, heads, width in SHAPES:
         num_seqs, length, width = settings.sized(num_seqs, length, width)
         what = f"{label}, {num_seqs} x {length}"
-        yield projection(settings, what, num_seqs, length, heads, width)
+        yield from projection(settings, what, num_seqs, length, heads, width)
         if settings.device == "cuda" and label.startswith("SGU"):  # one kernel for projection, bias and gate
-            yield projection(settings, f"{what}, and gate", num_seqs, length, heads, width, gated=True)
+            yield from projection(settings, f"{what}, and gate", num_seqs, length, heads, width, gated=True)
     if not settings.quick:
         for heads in (1, 16):
             yield from _units(settings, heads)
@@ -39,8 +40,11 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 def projection(
     settings: Settings, what: str, num_seqs: int, length: int, heads: int, width: int, gated: bool = False
-) -> Row:
-    """Ours against the masked dense product, bias included, and the product with a gate where one is asked for."""
+) -> Iterator[Row]:
+    """Ours against the masked dense product, bias included, and the product with a gate where one is asked for.
+
+    Where ours takes its products to another library than torch does, also against the masked one by that library.
+    """
     x, bias = settings.tensor(num_seqs, length, heads, width), settings.tensor(heads, length)
     weight = (settings.tensor(heads, length, length, learnt=False) / length).requires_grad_()
     mask = torch.ones(length, length, device=settings.device, dtype=settings.dtype).tril()
@@ -52,17 +56,20 @@ def projection(
         out = torch.einsum("hmn,bnhc->bmhc", weight * mask, x) + bias.t()[None, :, :, None]
         return out if gate is None else gate * out
 
+    def masked_alike() -> Tensor:
+        x_hBcn = x.permute(2, 0, 3, 1)
+        return torch.stack([linear(*one) for one in zip(x_hBcn, weight * mask, bias, strict=True)]).permute(1, 3, 0, 2)
+
+    variants = {"ours": lambda: causal_spatial_projection(x, weight, bias, 0, gate), "masked dense product": masked}
+    if gate is None and takes_onednn(length * length * num_seqs * width, x):
+        variants["the same by oneDNN"] = masked_alike
     leaves = (x, weight, bias) if gate is None else (x, weight, bias, gate)
-    seconds = interleaved(
-        {
-            "ours": training_step(lambda: causal_spatial_projection(x, weight, bias, 0, gate), given, leaves),
-            "masked": training_step(masked, given, leaves),
-        },
-        settings.repeats,
-        settings.device,
-    )
+    steps = {name: training_step(variant, given, leaves) for name, variant in variants.items()}
+    seconds = interleaved(steps, settings.repeats, settings.device)
     target = 1.5 if settings.device == "cuda" else 1.6
-    return compared(SECTION, what, seconds["ours"], "masked dense product", seconds["masked"], target)
+    for name in list(variants)[1:]:
+        wanted = target if name == "masked dense product" else None
+        yield compared(SECTION, what, seconds["ours"], name, seconds[name], wanted)
 
 
 def _units(settings: Settings, heads: int) -> Iterator[Row]:
