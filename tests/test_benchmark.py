@@ -98,6 +98,10 @@ def test_projection_with_a_gate():
 
 def test_projection_also_beside_the_same_library(monkeypatch):
     """Where ours takes another library than torch does."""
+
+    def once(steps, repeats, device):
+        return {name: step() or 1.0 for name, step in steps.items()}
+
     monkeypatch.setattr(spatial, "takes_onednn", lambda *given: True)
     monkeypatch.setattr(
         spatial, "interleaved", lambda steps, *more: {name: step() or 1.0 for name, step in steps.items()}

@@ -64,6 +64,9 @@ def peak_extra_bytes(function: Callable[[], Any], device: str) -> int:
 class _LiveStorages(TorchDispatchMode):
     """Counts the storages that operators return, until they are freed."""
 
+    #: fast paths are taken as they are without it (smlp/ops/fast_paths.py)
+    any_operator = True
+
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0

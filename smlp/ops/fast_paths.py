@@ -138,11 +138,13 @@ def _triton_is_installed() -> bool:
 
 
 def _recorded(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether somebody looks at single operators, and may know those of torch only: a mode that takes any operator says
+    so by an attribute ``any_operator``."""
     return (
         any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
         or torch.jit.is_tracing()
         or torch.compiler.is_compiling()
-        or bool(_get_current_dispatch_mode_stack())
+        or any(not getattr(mode, "any_operator", False) for mode in _get_current_dispatch_mode_stack())
         or any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
     )
 
