@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import smlp
 from smlp.evaluation.leak import leak_test, randomise
-from smlp.ops import causal_spatial_projection, expert_feed_forward, fast_paths, linear, onednn, spatial
+from smlp.ops import causal_spatial_projection, expert_feed_forward, expert_runs, fast_paths, linear, onednn, spatial
 from smlp.ops.fast_paths import reference_ops, takes_onednn
 from smlp.ops.tolerances import SHARE, largest_share
 
@@ -96,7 +96,7 @@ def test_spatial_projection(num_seqs, num_heads, every_product, monkeypatch):
 
 @pytest.mark.parametrize("counts", [[8, 8, 8], [10, 0, 14], [0, 24, 0], [24]])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_experts(counts, activation, every_product):
+def test_experts(counts, activation, every_product, monkeypatch):
     experts, width, hidden = len(counts), 4, 6
     shapes = [
         (24, width), (experts, width), (experts, width),
@@ -109,8 +109,11 @@ def test_experts(counts, activation, every_product):
     def reference(x, gain, offset, *weights):
         return feed_forward_reference(x, counts, (gain, offset), *weights, activation)
 
-    compare(ours, reference, [torch.randn(shape) for shape in shapes])
+    given = [torch.randn(shape) for shape in shapes]
+    compare(ours, reference, given)
     assert len(every_product) == 6 * sum(count > 0 for count in counts)
+    monkeypatch.setattr(expert_runs, "TOKENS_AT_A_TIME", 7)
+    compare(ours, reference, given)
 
 
 def compare(ours, reference, given):

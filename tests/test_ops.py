@@ -10,6 +10,7 @@ from smlp.ops import (
     activated_halves,
     causal_spatial_projection,
     expert_feed_forward,
+    expert_runs,
     linear,
     permuted_columns,
     permuted_rows,
@@ -152,6 +153,13 @@ def test_expert_feed_forward(counts, activation, with_norm):
     out = expert_feed_forward(x, counts, norm, *weights, activation)
     expected = feed_forward_reference(x, counts, norm, *weights, activation)
     assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=EXACT)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2, 5])
+@pytest.mark.parametrize("counts", [[3, 3, 3], [4, 0, 5], [0, 9, 0]])
+def test_some_tokens_of_an_expert_at_a_time(counts, at_a_time, monkeypatch):
+    monkeypatch.setattr(expert_runs, "TOKENS_AT_A_TIME", at_a_time)
+    test_expert_feed_forward(counts, "gelu", with_norm=True)
 
 
 @pytest.mark.parametrize("counts", [[3, 3, 3], [4, 0, 5], [0, 9, 0], [2, 2, 2, 3]])

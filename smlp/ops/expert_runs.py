@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smlp.ops import onednn
-from smlp.ops.fast_paths import groups_products, takes_bands, takes_onednn
+from smlp.ops.fast_paths import TOKENS_AT_A_TIME, groups_products, takes_bands, takes_onednn
 from smlp.ops.linear import few_rows
 
 Statistics = tuple[Tensor, Tensor]
@@ -29,6 +29,8 @@ class Run(Protocol):
 
     rows: slice
     experts: slice
+    #: whether the run before has the same expert, so that sums over tokens go on
+    continues: bool
 
     def norm(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> tuple[Tensor, Statistics]:
         """Layer norm with each expert's gain and offset, (n, I), and each token's mean and reciprocal deviation."""
@@ -49,7 +51,7 @@ class Run(Protocol):
         ...
 
     def outer(self, y_nO: Tensor, x_nI: Tensor, out_eOI: Tensor) -> None:
-        """Each expert's sum of ``y x^T`` into ``out``; zeros for one without tokens."""
+        """Each expert's sum of ``y x^T`` into ``out``, or onto it where it continues; zeros for one without tokens."""
         ...
 
     def sums(self, y_nO: Tensor) -> Tensor:
@@ -58,10 +60,11 @@ class Run(Protocol):
 
 
 class OneExpert:
-    """A single expert."""
+    """A single expert, with all its tokens or some."""
 
-    def __init__(self, expert: int, first: int, count: int) -> None:
+    def __init__(self, expert: int, first: int, count: int, continues: bool = False) -> None:
         self.rows, self.experts = slice(first, first + count), slice(expert, expert + 1)
+        self.continues = continues
 
     def norm(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> tuple[Tensor, Statistics]:
         return _layer_norm(x_nI, gain_eI[0], offset_eI[0])
@@ -87,10 +90,17 @@ class OneExpert:
         return y_nO @ weight_eOI[0]
 
     def outer(self, y_nO: Tensor, x_nI: Tensor, out_eOI: Tensor) -> None:
-        if takes_onednn(y_nO.size(0) * out_eOI.numel(), y_nO, x_nI):
-            out_eOI[0].copy_(onednn.outer(y_nO, x_nI))
+        out_OI = out_eOI[0]
+        if takes_onednn(y_nO.size(0) * out_OI.numel(), y_nO, x_nI):
+            sum_OI = onednn.outer(y_nO, x_nI)
+            if self.continues:
+                out_OI.add_(sum_OI)
+            else:
+                out_OI.copy_(sum_OI)
+        elif self.continues:
+            out_OI.addmm_(y_nO.t(), x_nI)
         else:
-            torch.mm(y_nO.t(), x_nI, out=out_eOI[0])
+            torch.mm(y_nO.t(), x_nI, out=out_OI)
 
     def sums(self, y_nO: Tensor) -> Tensor:
         return y_nO.sum(dim=0, keepdim=True)
@@ -98,6 +108,8 @@ class OneExpert:
 
 class _SeveralExperts(ABC):
     """What is the same for any numbers of tokens: the norm in one go, then each token's gain and offset."""
+
+    continues = False
 
     @abstractmethod
     def rows_of(self, value_eI: Tensor) -> Tensor:
@@ -206,5 +218,6 @@ def runs(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> Iterator[Run]:
     else:
         first = 0
         for expert, count in enumerate(counts):
-            yield OneExpert(expert, first, count)
+            for done in range(0, max(count, 1), TOKENS_AT_A_TIME):  # once where there are none
+                yield OneExpert(expert, first + done, min(count - done, TOKENS_AT_A_TIME), continues=done > 0)
             first += count

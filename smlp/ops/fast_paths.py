@@ -36,6 +36,8 @@ BANDED_SCORES = 2**20
 BANDED_INPUTS = 4096
 #: multiplications of a product from which oneDNN is faster than MKL, where it is at all
 ONEDNN_MULTIPLICATIONS = 2**22
+#: most tokens of an expert at a time on a CPU: what is made of them for the time being stays in its cache
+TOKENS_AT_A_TIME = 4096
 #: logits whose probabilities are made at a time: what a CPU's cache holds, and enough for a GPU to be busy
 LOGITS_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
 #: scores up to which a balanced assignment is repaired to the optimum

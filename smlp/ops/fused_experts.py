@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from smlp.ops.activations import ACTIVATION_FUNCTIONS, activation_gradient
-from smlp.ops.expert_runs import runs
+from smlp.ops.expert_runs import Run, runs
 
 
 class FusedExperts(torch.autograd.Function):
@@ -66,21 +66,31 @@ class FusedExperts(torch.autograd.Function):
         for run, hidden_nF in zip(ctx.runs, hidden, strict=True):
             rows, own = run.rows, run.experts
             x_nH, grad_nH = x_AH[rows], grad_AH[rows]
-            grad_b2_eH[own] = run.sums(grad_nH)
+            _total(run, grad_b2_eH, run.sums(grad_nH))
             run.outer(grad_nH, act(hidden_nF), grad_w2_eHF[own])
             grad_hidden_nF = run.transposed(grad_nH, w2_eHF[own])
             activation_gradient(ctx.activation, grad_hidden_nF, hidden_nF, out=grad_hidden_nF)
-            grad_b1_eF[own] = run.sums(grad_hidden_nF)
+            _total(run, grad_b1_eF, run.sums(grad_hidden_nF))
             normed_nH = x_nH
             if gain_eH is not None:
                 normed_nH, statistics = run.norm(x_nH, gain_eH[own], offset_eH[own])
             run.outer(grad_hidden_nF, normed_nH, grad_w1_eFH[own])
             grad_nH = run.transposed(grad_hidden_nF, w1_eFH[own])
             if gain_eH is not None:
-                grad_nH, grad_gain_eH[own], grad_offset_eH[own] = run.norm_gradients(
+                grad_nH, of_gain_eH, of_offset_eH = run.norm_gradients(
                     grad_nH, x_nH, statistics, gain_eH[own], offset_eH[own]
                 )
+                _total(run, grad_gain_eH, of_gain_eH)
+                _total(run, grad_offset_eH, of_offset_eH)
             grad_x_AH[rows] = grad_nH
         return (
             grad_x_AH, grad_gain_eH, grad_offset_eH, grad_w1_eFH, grad_b1_eF, grad_w2_eHF, grad_b2_eH, None, None,
         )  # fmt: skip
+
+
+def _total(run: Run, total_e: Tensor, of_run_e: Tensor) -> None:
+    """Puts the sums over a run's tokens where those over all tokens of its experts are to be."""
+    if run.continues:
+        total_e[run.experts] += of_run_e
+    else:
+        total_e[run.experts] = of_run_e
