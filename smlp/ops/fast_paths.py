@@ -104,8 +104,8 @@ def takes_onednn(num_multiplications: int, *tensors: Tensor) -> bool:
         and first.dtype == torch.float32
         and allowed(*tensors)
         and torch.backends.mkldnn.enabled
-        and onednn.faster_than_mkl()
         and not _recorded(tensors)
+        and onednn.faster_than_mkl()  # last: at the first use it computes
     )
 
 
