@@ -27,21 +27,25 @@ class DecodingState:
         self.capacity = capacity
         #: positions seen so far, the same for all sequences of the batch
         self.length = 0
-        #: what is kept of positions, (B, room, C), of which the first ``length`` are filled
+        #: what is kept of positions, (B, ..., room, C), of which the first ``length`` are filled
         self._buffers: dict[Any, Tensor] = {}
         #: what is kept of whole sequences, (B, ...)
         self._values: dict[Any, Tensor] = {}
 
     def append(self, key: Any, x_BnC: Tensor, max_tokens: int) -> Tensor:
-        """Keeps (B, n, C) as the key's next positions; returns all of them so far, (B, m, C)."""
-        end = self.length + x_BnC.size(1)
+        """Keeps (B, n, C) as the key's next positions; returns all of them so far, (B, m, C).
+
+        Between B and n may be more axes: what is read head by head should lie so.
+        """
+        *leading, num_new, width = x_BnC.shape
+        end = self.length + num_new
         buffer_BTC = self._buffers.get(key)
         if buffer_BTC is None:
             room = max_tokens if self.capacity is None else min(self.capacity, max_tokens)
-            buffer_BTC = x_BnC.new_empty(x_BnC.size(0), room, x_BnC.size(2))
+            buffer_BTC = x_BnC.new_empty(*leading, room, width)
             self._buffers[key] = buffer_BTC
-        buffer_BTC[:, self.length : end] = x_BnC
-        return buffer_BTC[:, :end]
+        buffer_BTC[..., self.length : end, :] = x_BnC
+        return buffer_BTC[..., :end, :]
 
     def keep(self, key: Any, value_B: Tensor) -> None:
         """Keeps one value for each sequence, (B, ...), such as a decision that later positions must follow."""
@@ -66,9 +70,10 @@ class DecodingState:
         chosen = DecodingState(self.capacity if capacity is None else capacity)
         chosen.length = self.length
         for key, buffer_BTC in self._buffers.items():
-            room = buffer_BTC.size(1) if capacity is None else capacity
-            own_BTC = buffer_BTC.new_empty(index_B.numel(), room, buffer_BTC.size(2))
-            own_BTC[:, : self.length] = buffer_BTC[:, : self.length].index_select(0, index_B)
+            *leading, room, width = buffer_BTC.shape[1:]
+            own_BTC = buffer_BTC.new_empty(index_B.numel(), *leading, room if capacity is None else capacity, width)
+            filled = (..., slice(self.length), slice(None))
+            own_BTC[filled] = buffer_BTC[filled].index_select(0, index_B)
             chosen._buffers[key] = own_BTC
         chosen._values = {key: value_B.index_select(0, index_B) for key, value_B in self._values.items()}
         return chosen
@@ -128,7 +133,8 @@ class ForwardContext:
         return 0 if self.state is None else self.state.length
 
     def remember(self, key: Any, x_BnC: Tensor, max_tokens: int) -> tuple[Tensor, int]:
-        """All positions so far of a token-mixing module's input, and where the new ones start."""
+        """All positions so far of a token-mixing module's input, and where the new ones start; more axes than shown
+        are those of :meth:`DecodingState.append`."""
         if self.state is None:
             return x_BnC, 0
         return self.state.append(key, x_BnC, max_tokens), self.state.length

