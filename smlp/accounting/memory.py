@@ -63,7 +63,7 @@ def activations_per_position(config: ModelConfig) -> float:
         ).activations_per_position(config)
         for layer in range(config.num_layers)
     )
-    # the norm's input and output, and log-probabilities
+    # the norm's input and output, and logits
     head = 2 * config.embed_dim + _NORM + config.vocab_size
     return mask(config) + blocks + head
 
