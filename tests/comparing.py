@@ -1,6 +1,9 @@
 """Fast paths against their slow references."""
 
 import torch
+import torch.nn.functional as F
+
+from smlp.ops import ACTIVATION_FUNCTIONS
 
 
 def assert_same(got, want, inputs, tolerance):
@@ -25,3 +28,15 @@ def spatial_reference(x, weight, bias, gate=None):
         rows.append(total)
     out = torch.stack(rows, dim=1)
     return out if gate is None else out * gate
+
+
+def feed_forward_reference(x, counts, norm, w1, b1, w2, b2, activation):
+    """One token at a time."""
+    act = ACTIVATION_FUNCTIONS[activation]
+    rows, row = [], 0
+    for expert, count in enumerate(counts):
+        for _ in range(count):
+            normed = x[row] if norm is None else F.layer_norm(x[row], x[row].shape, norm[0][expert], norm[1][expert])
+            rows.append(w2[expert] @ act(w1[expert] @ normed + b1[expert]) + b2[expert])
+            row += 1
+    return torch.stack(rows) if rows else x.new_zeros(0, w2.size(1))

@@ -103,9 +103,7 @@ def test_projection_also_beside_the_same_library(monkeypatch):
         return {name: step() or 1.0 for name, step in steps.items()}
 
     monkeypatch.setattr(spatial, "takes_onednn", lambda *given: True)
-    monkeypatch.setattr(
-        spatial, "interleaved", lambda steps, *more: {name: step() or 1.0 for name, step in steps.items()}
-    )
+    monkeypatch.setattr(spatial, "interleaved", once)
     rows = list(spatial.projection(Settings(), "small", 2, 8, 2, 3))
     assert [(row.other, row.target) for row in rows] == [("masked dense product", 1.6), ("the same by oneDNN", None)]
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from comparing import spatial_reference
-from test_ops import feed_forward_reference
+from comparing import feed_forward_reference, spatial_reference
 from torch.utils.flop_counter import FlopCounterMode
 
 import smlp

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from comparing import assert_same, spatial_reference
+from comparing import assert_same, feed_forward_reference, spatial_reference
 
 from smlp.ops import (
     ACTIVATION_FUNCTIONS,
@@ -119,18 +118,6 @@ def test_spatial_projection_in_bfloat16():
     assert low.dtype == torch.bfloat16
     want = causal_spatial_projection(x.double(), weight.double(), bias.double())
     assert largest_share(low, want) <= SHARE[torch.bfloat16]
-
-
-def feed_forward_reference(x, counts, norm, w1, b1, w2, b2, activation):
-    """One token at a time."""
-    act = ACTIVATION_FUNCTIONS[activation]
-    rows, row = [], 0
-    for expert, count in enumerate(counts):
-        for _ in range(count):
-            normed = x[row] if norm is None else F.layer_norm(x[row], x[row].shape, norm[0][expert], norm[1][expert])
-            rows.append(w2[expert] @ act(w1[expert] @ normed + b1[expert]) + b2[expert])
-            row += 1
-    return torch.stack(rows) if rows else x.new_zeros(0, w2.size(1))
 
 
 @pytest.mark.parametrize("counts", [[3, 3, 3], [4, 0, 5], [0, 9, 0], [9], [1] * 9, [2, 2, 2, 3]])

@@ -36,7 +36,8 @@ BANDED_SCORES = 2**20
 BANDED_INPUTS = 4096
 #: multiplications of a product from which oneDNN is faster than MKL, where it is at all
 ONEDNN_MULTIPLICATIONS = 2**22
-#: most tokens of an expert at a time on a CPU: what is made of them for the time being stays in its cache
+#: most tokens of an expert at a time, where one expert goes after the other: what is made of them for the time being
+#: stays in a CPU's cache
 TOKENS_AT_A_TIME = 4096
 #: logits whose probabilities are made at a time: what a CPU's cache holds, and enough for a GPU to be busy
 LOGITS_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
@@ -180,7 +181,7 @@ def loses_by_rows(logits_NV: Tensor) -> bool:
 
 def rows_of_logits(logits_NV: Tensor) -> int:
     """For how many positions at a time."""
-    return max(1, LOGITS_AT_A_TIME.get(logits_NV.device.type, 2**20) // logits_NV.size(1))
+    return max(1, LOGITS_AT_A_TIME["cuda" if logits_NV.is_cuda else "cpu"] // logits_NV.size(1))
 
 
 def groups_products(x_AI: Tensor, num_hidden: int) -> bool:
