@@ -78,8 +78,8 @@ def run_fairseq_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calla
     """``run_fairseq_many(cases, timeout=120)`` runs fairseq tools that do not depend on each other, as many at a time
     as there are cores; only the first call of the session pays for a start.
 
-    A case is ``{"tool": "train", "args": [...]}`` with, if wanted, ``ranks`` (processes, as torchrun would start them)
-    and their ``port``, ``file_size_limit`` (bytes the process may write to one file), ``record`` (a folder for what
+    A case is ``{"tool": "train", "args": [...]}`` with, if wanted, ``ranks`` (processes, as torchrun would start them),
+    ``file_size_limit`` (bytes the process may write to one file), ``record`` (a folder for what
     :mod:`recording` keeps of each rank), ``samples`` (a file for the sequences of every update), ``fault`` (see
     :mod:`faults`), ``environment`` (more variables), ``folder`` (to be in) and ``timeout`` in seconds.
     """

@@ -26,6 +26,8 @@ from typing import Any
 import faults
 import recording
 
+from smlp.launch.ports import free_port
+
 
 class Run:
     """The processes of one case: one, or as many as it has ranks."""
@@ -35,7 +37,9 @@ class Run:
         self.folder = folder
         self.started = time.monotonic()
         self.limit = self.started + case.get("timeout", 60)
-        self.waiting = {_fork(case, rank, folder): rank for rank in range(case.get("ranks", 1))}
+        ranks = case.get("ranks", 1)
+        port = free_port() if ranks > 1 else 0
+        self.waiting = {_fork(case, rank, ranks, port, folder): rank for rank in range(ranks)}
         self.codes: dict[int, int] = {}
         self.seconds: dict[int, float] = {}
 
@@ -62,7 +66,7 @@ class Run:
         }
 
 
-def _fork(case: dict, rank: int, folder: Path) -> int:
+def _fork(case: dict, rank: int, ranks: int, port: int, folder: Path) -> int:
     """Start one process; returns its id. Its output goes to files in ``folder``."""
     pid = os.fork()
     if pid:
@@ -72,9 +76,9 @@ def _fork(case: dict, rank: int, folder: Path) -> int:
         for stream, number in (("out", 1), ("err", 2)):
             os.dup2(os.open(folder / f"{rank}.{stream}", os.O_WRONLY | os.O_CREAT), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if case.get("ranks", 1) > 1:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["ranks"]))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(case["port"]))
+        if ranks > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         os.environ.update(case.get("environment", {}))
         if case.get("folder"):
             os.chdir(case["folder"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +31,14 @@ class Finished:
     stderr: str
     #: of a run of several processes: exit code, seconds and standard error of each
     ranks: list = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        """How each process ended, with the last lines that it wrote to standard error."""
+        ranks = self.ranks or [(self.rc, 0, self.stderr)]
+        return "\n".join(
+            f"--- rank {rank} ended with {code} after {seconds:.0f} s:\n" + "\n".join(text.splitlines()[-12:])
+            for rank, (code, seconds, text) in enumerate(ranks)
+        )
 
     @property
     def errors(self) -> list[str]:
@@ -78,10 +85,3 @@ def start_python(script: Path, stderr: IO[str]) -> subprocess.Popen[str]:
     command = [sys.executable, str(script)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
     return subprocess.Popen(command, text=True, env=_environment(), **pipes)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on just now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

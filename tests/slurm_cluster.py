@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from smlp.launch.ports import free_port
+
 HOSTS = Path("/etc/hosts")
 MARK = "# a node of smlp's tests"
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -203,13 +205,10 @@ def remove_hosts(names: Sequence[str]) -> None:
 
 def free_ports(count: int) -> list[int]:
     """Different TCP ports that nobody listens on just now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 def end_with_parent() -> Callable[[], None]:

@@ -9,13 +9,14 @@ import time
 import pytest
 import torch
 from rank_running import run_ranks
-from running import free_port, run_python
+from running import run_python
 
 from smlp.accounting.costs import PARTS, costs_of_trace
 from smlp.accounting.profiled import _Trainer, measure
 from smlp.accounting.ranges import named_parts
 from smlp.cli import main
 from smlp.errors import UserError
+from smlp.launch.ports import free_port
 from smlp.nn.decoder import Decoder
 from smlp.parallel import one_process, spans
 from smlp.parallel.spans import STAGES, span, split_name, stage, stage_of

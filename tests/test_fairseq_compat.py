@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import TINY_LM, USER_DIR, Finished, free_port
+from running import TINY_LM, USER_DIR, Finished
 
 from smlp.errors import UserError
 
@@ -64,10 +64,10 @@ def working(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, run_fairs
     first = {
         name: {"tool": "train", "args": [*always, "--save-dir", root / name, *extra]} for name, extra in WORKING.items()
     }
-    first["ranks"].update(ranks=2, port=free_port())
+    first["ranks"]["ranks"] = 2
     results = run_fairseq_many(list(first.values()))
 
-    again = {**first["ranks"], "args": [*first["ranks"]["args"], "--max-update", "4"], "port": free_port()}
+    again = {**first["ranks"], "args": [*first["ranks"]["args"], "--max-update", "4"]}
     model = [
         "--task",
         "language_modeling",

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from running import TINY_LM, free_port, run_python
+from running import TINY_LM, run_python
 from slurm_variables import ALLOCATION, BATCH_SCRIPT, INTERACTIVE_STEP, LAST_TASK, ONE_TASK
 
 from smlp.errors import UserError
 from smlp.fairseq_compat import apply
+from smlp.launch.ports import free_port
 from smlp.launch.ranks import Place, device_index, place_of
 from smlp.launch.slurm import expand_counts, expand_hosts, port_of, tasks_of_job
 
@@ -242,7 +243,7 @@ def test_tasks_of_srun_train_together(tiny_data, tmp_path, run_fairseq_many) -> 
     (alone / "__init__.py").write_text(f"import os\nos.environ.update({batch!r})\nimport smlp.models\n")
     together, single = run_fairseq_many(
         [
-            {"tool": "train", "args": args, "ranks": 2, "port": 0},
+            {"tool": "train", "args": args, "ranks": 2},
             {"tool": "train", "args": [tiny_data, "--user-dir", alone, *args[3:]]},
         ]
     )

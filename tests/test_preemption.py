@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from launched import make_plugin
-from running import TINY_LM, Finished, free_port
+from running import TINY_LM, Finished
 
 from smlp.launch.stop_signals import EXIT_STOPPED
 
@@ -81,7 +81,7 @@ def case(data: Path, folder: Path, body: str, options: list[str], ranks: int) ->
     return {
         "tool": "train",
         "args": [*args, "--save-dir", folder / "checkpoints"],
-        **({"ranks": ranks, "port": free_port()} if ranks > 1 else {}),
+        "ranks": ranks,
     }
 
 
@@ -101,7 +101,7 @@ def runs(tiny_data, tmp_path_factory: pytest.TempPathFactory, run_fairseq_many) 
     for name in STOPPED:
         plugin = make_plugin(root / name / f"again_{name.replace(' ', '_')}", "")
         args = [plugin if argument == first[name]["args"][2] else argument for argument in first[name]["args"]]
-        again[f"{name} again"] = {**first[name], "args": args, "port": free_port()}
+        again[f"{name} again"] = {**first[name], "args": args}
     found |= dict(zip(again, run_fairseq_many(list(again.values()), timeout=200), strict=True))
     return {name: (root / name.removesuffix(" again") / "checkpoints", run) for name, run in found.items()}
 

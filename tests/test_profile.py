@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launched import make_plugin
-from running import USER_DIR, free_port
+from running import USER_DIR
 from test_breakdown import check_sums
 
 from smlp.accounting.breakdown import as_text
@@ -34,7 +34,7 @@ def train(data, save_dir, *more, arch="smlp_tiny", user_dir=USER_DIR, ranks=1) -
     args = [data, "--user-dir", user_dir, "--task", "language_modeling", "--arch", arch, *options]
     args += ["--tokens-per-sample", T, "--batch-size", BATCH, "--optimizer", "adam", "--lr", 1e-3, "--num-workers", 0]
     args += ["--log-format", "json", "--log-interval", 1, "--no-epoch-checkpoints", "--save-dir", save_dir, *more]
-    return {"tool": "train", "args": args, "ranks": ranks, "port": free_port(), "timeout": 60}
+    return {"tool": "train", "args": args, "ranks": ranks, "timeout": 60}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def vocab_size(data) -> int:
 def test_files_of_a_profiled_run(runs, tiny_data):
     folder, outcomes = runs
     run, place = outcomes["profiled"], folder / "new" / "dir"
-    assert run.rc == 0, run.stderr
+    assert run.rc == 0, str(run)
     names = {f"profile.rank0.{kind}" for kind in ("json", "txt", "trace.json.gz")}
     assert {path.name for path in place.iterdir()} == names, "and nothing half-written"
     report = report_of(place)
@@ -132,7 +132,7 @@ def test_training_is_the_same_bit_for_bit(runs):
 def test_every_rank_has_its_own(runs, tiny_data):
     folder, outcomes = runs
     run = outcomes["two ranks"]
-    assert run.rc == 0, run.stderr
+    assert run.rc == 0, str(run)
     config = preset("smlp_tiny", **SIZES, max_tokens=T, vocab_size=vocab_size(tiny_data))
     reports = [report_of(folder / "two ranks", rank) for rank in range(2)]
     tokens = sum(entry["wpb"] for entry in logged(run.stdout)[WARM_UP : WARM_UP + 2])
@@ -274,7 +274,7 @@ def test_runs_go_on_from_checkpoints_with_and_without_these_meters(
     (run,) = run_fairseq_many(
         [train(tiny_data, tmp_path / "run", "--max-update", 8, "--clip-norm", 1, "--dropout", 0.2)]
     )
-    assert run.rc == 0, run.stderr
+    assert run.rc == 0, str(run)
     first, second = logged(run.stdout)
     assert (first["num_updates"], second["num_updates"]) == (7, 8)
     assert second["mfu"] > 0 and second["mem_gb"] > 0

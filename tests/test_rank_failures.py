@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from running import free_port
 from test_layouts import command
 
 pytestmark = pytest.mark.timeout(200)
@@ -26,7 +25,7 @@ def test_all_ranks_end_within_seconds(tiny_data, tmp_path, run_fairseq_many):
     for number, (place, call, how, _, _) in enumerate(FAULTS.values()):
         case = command(tiny_data, "smlp", 4, 4, "--save-dir", tmp_path / str(number), "--heartbeat-timeout", 8)
         fault = {"rank": 2, "place": place, "call": call, "how": how}
-        cases.append({**case, "port": free_port(), "timeout": 40, "fault": fault})
+        cases.append({**case, "timeout": 40, "fault": fault})
     for name, run in zip(FAULTS, run_fairseq_many(cases, timeout=200), strict=True):
         _, _, how, code, said = FAULTS[name]
         failed_code, _, failed_message = run.ranks[2]

@@ -6,7 +6,6 @@ import ctypes
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import BinaryIO, TextIO
 
+from smlp.launch.ports import free_port
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 # Once a rank has failed, the others learn of it from their connections to it, and say so; then they are ended.
@@ -155,7 +155,7 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
     }
 
 
@@ -169,12 +169,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def end_with_parent() -> Callable[[], None] | None:
