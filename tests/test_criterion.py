@@ -213,6 +213,23 @@ def test_other_criteria_are_refused_where_they_would_be_wrong(given, words):
         assert word in str(refusal.value)
 
 
+def test_hydra_is_refused_what_would_be_wrong(tiny_data, tmp_path, run_fairseq_many):
+    """``fairseq-hydra-train`` reads no command line that could put our criterion in."""
+    always = f"""common.user_dir={USER_DIR} task=language_modeling task.data={tiny_data} task.tokens_per_sample={T}
+        +model._name=smlp +model.embed_dim=8 +model.num_heads=2 +model.num_dense_layers=0 +model.num_sparse_layers=1
+        +model.num_experts=2 +model.router=switch +model.load_balance_weight=0.01 optimizer=adam optimization.lr=[0.01]
+        optimization.max_update=1 dataset.batch_size=4 dataset.num_workers=0 checkpoint.no_save=true
+        dataset.disable_validation=true"""
+    cases = [
+        {"tool": "hydra_train", "args": [*always.split(), f"criterion._name={name}"], "folder": str(tmp_path)}
+        for name in ("cross_entropy", "moe_cross_entropy")
+    ]
+    fairseqs, ours = run_fairseq_many(cases)
+    assert fairseqs.rc == 1 and "the criterion cross_entropy cannot train this model" in fairseqs.stderr
+    assert "load_balance_weight=0.01; give criterion._name=moe_cross_entropy" in fairseqs.stderr
+    assert ours.rc == 0, str(ours)
+
+
 @pytest.fixture(scope="module")
 def repeated(tmp_path_factory):
     """Text in which every line is the same, so that every micro-batch is."""

@@ -114,7 +114,10 @@ def test_what_a_run_gets_of_a_machine(planned, monkeypatch):
     assert machine("jobs: 3, threads: 2, device: cpu", 8) == Machine(2)
     assert machine("jobs: 2", 2).gpus == ((0,), (1,))
     assert machine("jobs: 3", 2).gpus == ((0,), (1,), (0,)), "runs of one rank may share a GPU"
+    shared = {(jobs, gpus): machine(f"jobs: {jobs}", gpus).runs_on_a_gpu for jobs in (1, 2, 3, 5) for gpus in (0, 2)}
+    assert shared == {(1, 0): 1, (2, 0): 1, (3, 0): 1, (5, 0): 1, (1, 2): 1, (2, 2): 1, (3, 2): 2, (5, 2): 3}
     two = machine("jobs: 2, ranks: 2", 4)
+    assert two.runs_on_a_gpu == 1
     assert two.gpus == ((0, 1), (2, 3))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert two.environment(1) == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "2,3"}

@@ -97,7 +97,7 @@ def test_a_plan_for_this_machine(shown) -> None:
 
 
 def test_a_plan_for_a_cluster(shown) -> None:
-    lines = shown("--arch", "smlp", "--nodes", "4", "--gpus-per-node", "8", "--distributed-world-size", "32")
+    lines = shown("--arch", "smlp", "--nodes", "4", "--gpus-per-node", "8", "--distributed-world-size", "32", "--fp16")
     assert lines[32].split() == ["31", "node3", "cuda:7", "31"]
     assert "32 ranks; 32 experts in each sparse layer, 1 on a rank" in lines[33]
     assert "no experts" in shown("--arch", "gmlp_lm_tiny", "--nodes", "1", "--gpus-per-node", "2", "--cpu")[-2]
@@ -118,6 +118,8 @@ def test_only_the_first_task_prints(shown) -> None:
         (["--nproc", "2", "--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded needs GPUs"),
         (["--nodes=2", "--gpus-per-node=2", "--ddp-backend=fully_sharded"], "copies of each other"),
         (["--nproc", "2", "--amp"], "--amp skips updates on single ranks"),
+        (["--nproc", "2", "--fp16"], "--fp16 trains on a GPU only"),
+        (["--nodes=2", "--gpus-per-node=2", "--cpu", "--fp16"], "--fp16 trains on a GPU only"),
     ],
 )
 def test_plans_that_do_not_work_out(monkeypatch, capsys, arguments: list[str], message: str) -> None:

@@ -38,14 +38,16 @@ def dry_run(path: Path, out: Path) -> int:
     models = plan(experiment, data, vocab_size)
     place, gpus = experiment.place, num_gpus()
     is_here = place.where == "local" and (place.device != "gpu" or gpus > 0)
-    threads = Machine.of(experiment, gpus).threads if is_here else None
+    machine = Machine.of(experiment, gpus) if is_here else None
     runs = _all_runs(experiment, models)
     print_models(experiment, models)
     todo = not_done(folder, runs)
     if len(todo) < len(runs):
         print(f"{len(runs) - len(todo)} of {len(runs)} runs are done already")
     held_out = held_out_tokens(found, experiment.evaluation.subsets) if found else 0
-    _print_cost(experiment, todo, estimate(experiment, models, todo, threads, held_out))
+    _print_cost(experiment, todo, estimate(experiment, models, todo, machine.threads if machine else None, held_out))
+    if machine and machine.runs_on_a_gpu > 1:
+        print(f"  (up to {machine.runs_on_a_gpu} runs share a GPU here, and take longer than that)")
     first = next(run for run in runs if not run.tuning)
     words = training_words(experiment, first, data, folder.run(first.folder).path)
     print(f"the first run of the comparison:\n  smlp train {shlex.join(words)}")

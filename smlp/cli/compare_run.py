@@ -95,6 +95,8 @@ def _train(
     if left:
         what, jobs = "runs of the grid" if left[0].tuning else "runs", experiment.place.at_a_time(len(left))
         print(f"{len(left)} of {len(runs)} {what} to do, {jobs} at a time, {machine.threads} threads each", flush=True)
+        if machine.runs_on_a_gpu > 1:
+            print(f"up to {machine.runs_on_a_gpu} of them share a GPU and slow each other down", flush=True)
     prefix = max(model.config.prefix_tokens for model in models)
     return run_here(experiment, folder, data, runs, machine, Progress(folder, runs), prefix) if runs else None
 

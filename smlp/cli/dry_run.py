@@ -11,6 +11,7 @@ from smlp.cli.fairseq_tool import package_dir, run_tool
 from smlp.cli.local_ranks import LaunchOptions, check_nproc, count_gpus, without_options
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option, option_value
+from smlp.fairseq_compat.precision import check_half_precision
 from smlp.launch.plan import Seat, rank_table, seats_from_environment, seats_here, seats_of_nodes
 from smlp.launch.ranks import has_terminal
 from smlp.presets import num_experts_of
@@ -40,7 +41,9 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
     cfg = configuration_of(without_options(arguments, _WORLD_SIZE))
     from smlp.trainer.settings import check_before_start
 
-    check_before_start(cfg, len(seats), has_cuda=any(seat.device != "cpu" for seat in seats))
+    has_cuda = any(seat.device != "cpu" for seat in seats)
+    check_half_precision(cfg, has_cuda)
+    check_before_start(cfg, len(seats), has_cuda)
     if rank == 0:
         user_dir = [] if has_option(arguments, "--user-dir") else ["--user-dir", package_dir()]
         group_size = getattr(cfg.model, "expert_parallel_size", None)

@@ -31,6 +31,19 @@ def settle_criterion(args: Any, arch: str) -> None:
             raise UserError(f"--criterion {asked} cannot train --arch {arch}: {reason}; leave --criterion out")
 
 
+def check_criterion(name: str | None, config: ModelConfig) -> None:
+    """Refuses another criterion for a model that needs ours, however it was chosen.
+
+    ``fairseq-hydra-train`` fills in no architecture, so :func:`settle_criterion` does not see what it is given.
+
+    Raises:
+        UserError: the message names the criterion.
+    """
+    reason = needs_ours(config)
+    if reason and name != OURS:
+        raise UserError(f"the criterion {name} cannot train this model: {reason}; give criterion._name={OURS}")
+
+
 def needs_ours(config: ModelConfig) -> str | None:
     """Why a model must be trained with our criterion, as a clause; None if any will do."""
     prefix = config.prefix_tokens

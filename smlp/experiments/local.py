@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,12 @@ class Machine:
         # runs of one rank may share a GPU
         taken = [tuple((job * place.ranks + rank) % num_gpus for rank in range(place.ranks)) for job in range(jobs)]
         return cls(threads, tuple(taken))
+
+    @property
+    def runs_on_a_gpu(self) -> int:
+        """The most runs that share a GPU; 1 where each has its own, or none."""
+        taken = Counter(gpu for gpus in self.gpus for gpu in gpus)
+        return max(taken.values(), default=1)
 
     def environment(self, slot: int) -> dict[str, str]:
         """Variables of a run."""

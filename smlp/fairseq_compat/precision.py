@@ -38,7 +38,7 @@ def apply() -> None:
     @functools.wraps(build_trainer)
     def trainer_init(self: Trainer, cfg: Any, *rest: Any, **kw: Any) -> None:
         if not isinstance(cfg, argparse.Namespace):
-            check_half_precision(cfg)
+            check_half_precision(cfg, torch.cuda.is_available() and not cfg.common.cpu)
         build_trainer(self, cfg, *rest, **kw)
 
     options.parse_args_and_arch = parse_args_and_arch
@@ -59,13 +59,13 @@ def check_arch(argv: list[str]) -> None:
     )
 
 
-def check_half_precision(cfg: Any) -> None:
+def check_half_precision(cfg: Any, has_cuda: bool) -> None:
     """Raise ``UserError`` for fp16 training without a GPU.
 
     fairseq's fp16 optimiser keys its flat parameters by CUDA device and creates a CUDA tensor at the first overflow of
     the loss scale, so on a CPU it fails at once or, with the variants, some time later.
     """
     common = cfg.common
-    if common.fp16 and not common.tpu and (common.cpu or not torch.cuda.is_available()):
+    if common.fp16 and not common.tpu and not has_cuda:
         flag = "--memory-efficient-fp16" if common.memory_efficient_fp16 else "--fp16"
         raise UserError(f"{flag} trains on a GPU only and this run uses the CPU: leave it out, or use --bf16 instead")

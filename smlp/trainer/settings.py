@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from smlp.criterions.choice import check_criterion
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
 from smlp.fairseq_compat.processes import settle_ranks
@@ -42,7 +43,10 @@ def apply() -> None:
         if not isinstance(cfg, Namespace):
             if experts_of(model) is not None:
                 check_settings(cfg)
-            if core_of(model) is not None and model.experts.names:
+            core = core_of(model)
+            if core is not None:
+                check_criterion(getattr(cfg.criterion, "_name", None), core.config)
+            if core is not None and model.experts.names:
                 # One flat copy of all parameters knows no experts, and its moments would fit no other layout.
                 cfg.common.fp16_no_flatten_grads = True
         build_trainer(self, cfg, task, model, *rest, **kw)
