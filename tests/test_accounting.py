@@ -200,6 +200,34 @@ def test_an_unknown_operator_that_costs_next_to_nothing_is_let_pass():
     assert counted_flops(with_activation(lambda x: x * x[..., :1].erfinv())) == plain
 
 
+class OfTwoFeatures(nn.Module):
+    """A layer over the positions of the first two features, in the place of an activation."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer.to("meta")
+
+    def forward(self, x_BnF: torch.Tensor) -> torch.Tensor:
+        return x_BnF + self.layer(x_BnF[..., :2].transpose(1, 2)).sum()
+
+
+@pytest.mark.parametrize(
+    ("out_channels", "width", "settings"),
+    [(1, 3, {}), (4, 3, {"padding": 2, "stride": 3}), (2, 4, {"dilation": [2], "groups": 2, "padding": (1,)})],
+)
+def test_convolutions_of_blocks_are_counted(out_channels, width, settings):
+    convolution = nn.Conv1d(2, out_channels, width, **settings)
+    out_tokens = convolution(torch.ones(1, 2, preset("dense_lm_tiny").max_tokens)).size(2)
+    plain, counted = (counted_flops(with_activation(OfTwoFeatures(layer))) for layer in (nn.Identity(), convolution))
+    more = out_tokens * out_channels * 2 // settings.get("groups", 1) * width
+    assert {name: counted[name] - plain[name] for name in plain if counted[name] != plain[name]} == {"blocks.0": more}
+
+
+def test_a_convolution_whose_padding_is_a_word_is_refused():
+    with pytest.raises(smlp.UserError, match="padding='same' is not counted: give the number of positions"):
+        counted_flops(with_activation(OfTwoFeatures(nn.Conv1d(2, 1, 3, padding="same"))))
+
+
 @pytest.mark.parametrize("arch", ["smlp_tiny", "gmlp_moe_tiny", "gshard_lm_tiny"])
 def test_tracing_blocks_that_are_alike_once_changes_nothing(arch, monkeypatch):
     decoder = build_without_weights(preset(arch))

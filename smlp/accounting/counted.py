@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from smlp.accounting.convolutions import TracedConvolutions
 from smlp.accounting.formula import components
 from smlp.accounting.operators import prepare, refuse_if_it_costs, unknown_operators
 from smlp.config import ModelConfig
@@ -67,7 +68,7 @@ def counted_flops(decoder: Decoder, num_seqs: int = 1, num_tokens: int | None = 
     decoder.blocks = distinct
     try:
         forward = _Forward(decoder, balanced_routing(decoder, num_seqs, num_tokens))
-        with _MetaAndNumbers(), reference_ops():  # what the convention counts: the dense products
+        with _MetaAndNumbers(), TracedConvolutions(), reference_ops():  # what the convention counts: the dense products
             analysis = prepare(FlopCountAnalysis(forward, (tokens_Bn,)))
             flops = by_component(analysis.by_module())
             unknown = unknown_operators(analysis)
