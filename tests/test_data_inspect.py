@@ -71,6 +71,22 @@ def test_counts_are_those_of_a_slow_reader(made, monkeypatch, block):
     assert found.histogram.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_progress_comes_to_what_was_said_before(made, monkeypatch, verify):
+    monkeypatch.setattr(token_file, "BLOCK_LINES", 3)
+    monkeypatch.setattr(token_file, "BLOCK_TOKENS", 7)
+    total, seen = checks.bytes_to_read(made, verify), []
+    assert checks.inspect(made, verify, seen.append).problems == []
+    assert len(seen) > 100 and 0.9 * total < sum(seen) < 1.1 * total
+
+
+def test_progress_is_shown_unless_it_is_not_wanted(made, capsys):
+    assert inspect(made) == 0
+    assert "inspect: 100%" in capsys.readouterr().err
+    assert inspect(made, "--quiet") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_report_of_whole_data(made, tmp_path, capsys):
     report, picture = tmp_path / "report.json", tmp_path / "lengths.png"
     assert inspect(made, "--verify", "--json", report, "--plot", picture, "--samples", 4) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download
+from data_prep.flow.progress import bytes_bar
 
 GIVE_UP_AFTER = 12  # files that fail one after the other: then it is the network, and the rest is not tried
 
@@ -22,8 +22,6 @@ def download_all(
     Returns:
         A sentence for each file that could not be had, in the order of ``files``; none if all are there.
     """
-    from tqdm import tqdm
-
     folder.mkdir(parents=True, exist_ok=True)
     todo = [file for file in files if not (folder / file.name).is_file()]
     if not todo:
@@ -32,8 +30,7 @@ def download_all(
     total = None if None in sizes else sum(sizes)
     there = sum(_partly(folder / file.name) for file in todo)
     label = f"download ({len(todo)} files" + (f", {len(files) - len(todo)} there)" if len(todo) < len(files) else ")")
-    bar = tqdm(total=total, initial=there, unit="B", unit_scale=True, desc=label, disable=quiet, file=sys.stderr)
-    with bar:
+    with bytes_bar(total, label, quiet, there) as bar:
         return _in_threads(todo, folder, connections, patience, bar)
 
 

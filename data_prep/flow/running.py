@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -26,6 +25,7 @@ from typing import Any, Protocol
 
 from data_prep.flow.manifest import MANIFEST, STATE, Counts, PartResult, as_json
 from data_prep.flow.parts import Part
+from data_prep.flow.progress import bytes_bar
 from data_prep.flow.streams import PARTIAL, sha256_of, write_bytes
 from smlp.errors import UserError
 
@@ -212,12 +212,9 @@ def _work_on(
     run: Run, phase: str, parts: list[Part], do_part: Callable[[Part], None], done: int, failed: dict[str, str]
 ) -> None:
     """Works on ``parts``; ``failed`` takes the names of those that raised PartFailed, and what they said."""
-    from tqdm import tqdm
-
     total = sum(part.num_bytes for part in parts)
     label = f"{phase} ({len(parts)} parts" + (f", {done} done before)" if done else ")")
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc=label, disable=run.quiet, file=sys.stderr, mininterval=1)
-    with bar:
+    with bytes_bar(total, label, run.quiet) as bar:
         if run.workers == 1 or len(parts) == 1:
             for part in parts:
                 try:

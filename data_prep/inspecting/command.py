@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_prep.flow.progress import bytes_bar
 from data_prep.flow.streams import write_bytes
 from smlp.errors import UserError
 
@@ -32,12 +33,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how long documents are")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="documents of each split to show (3)")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--verify", action="store_true", help="compare every file with its checksum in the manifest")
 
 
 def run(args: argparse.Namespace) -> int:
     """Reads, prints and writes; returns 1 if something is wrong."""
-    from data_prep.inspecting.checks import inspect
+    from data_prep.inspecting.checks import bytes_to_read, inspect
     from data_prep.inspecting.plot import check_plot, plot_lengths
     from smlp.cli.json_file import check_output
 
@@ -49,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         check_plot(args.plot)
         if args.json and args.json.resolve() == args.plot.resolve():
             raise UserError(f"--json and --plot both name {args.json}: one would be lost")
-    found = inspect(args.folder, args.verify)
+    with bytes_bar(bytes_to_read(args.folder, args.verify), "inspect", args.quiet) as bar:
+        found = inspect(args.folder, args.verify, bar.update)
     splits, tokenizer = found.by_split(), _tokenizer(args, found)
     report: dict[str, Any] = {
         "files": {name: statistics.to_json() for name, statistics in found.files.items()},

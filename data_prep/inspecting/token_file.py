@@ -5,8 +5,8 @@ Letters: ``N`` tokens, ``L`` lines, ``V`` symbols of the dictionary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,10 @@ from smlp.tokenizer import Vocabulary
 
 BLOCK_LINES = 1 << 18
 BLOCK_TOKENS = 1 << 20
+
+
+def _nobody(num_bytes: int) -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Numbers:
     dtype: np.dtype
     first: int
     size: int
+    #: called with the number of bytes that were read
+    seen: Callable[[int], None] = field(default=_nobody, compare=False)
 
     def __len__(self) -> int:
         return self.size
@@ -40,6 +46,7 @@ class Numbers:
             return self[place : place + 1][0] if place >= 0 else self[self.size + place]
         start, stop, _ = place.indices(self.size)
         count = max(stop - start, 0)
+        self.seen(count * self.dtype.itemsize)
         return np.fromfile(self.path, self.dtype, count, offset=self.first + start * self.dtype.itemsize)
 
     def blocks(self, size: int) -> Iterator[np.ndarray]:
@@ -57,8 +64,8 @@ class TokenFile:
     tokens: Numbers
 
     @classmethod
-    def open(cls, prefix: Path) -> TokenFile:
-        """Opens ``PREFIX.idx`` and ``PREFIX.bin``.
+    def open(cls, prefix: Path, seen: Callable[[int], None] = _nobody) -> TokenFile:
+        """Opens ``PREFIX.idx`` and ``PREFIX.bin``; ``seen`` is told of every number of bytes that is read of them.
 
         Raises:
             UserError: one is missing or damaged, or they are not of a size; the message has the numbers.
@@ -80,13 +87,13 @@ class TokenFile:
         if not num_lines:
             raise UserError(f"{index} lists no line")
         dtype = np.dtype(TOKEN_TYPES[code])
-        lengths = Numbers(index, np.dtype("<i4"), first, num_lines)
-        pointers = Numbers(index, np.dtype("<i8"), first + 4 * num_lines, num_lines)
+        lengths = Numbers(index, np.dtype("<i4"), first, num_lines, seen)
+        pointers = Numbers(index, np.dtype("<i8"), first + 4 * num_lines, num_lines, seen)
         num_tokens = sum(int(lengths_L.sum(dtype=np.int64)) for lengths_L in lengths.blocks(BLOCK_LINES))
         listed, found = num_tokens * dtype.itemsize, data.stat().st_size
         if listed != found:
             raise UserError(f"{data} has {found} bytes, but the lines of {index.name} need {listed}")
-        return cls(prefix, lengths, pointers, Numbers(data, dtype, 0, num_tokens))
+        return cls(prefix, lengths, pointers, Numbers(data, dtype, 0, num_tokens, seen))
 
     def token_blocks(self) -> Iterator[np.ndarray]:
         """The tokens in order."""
