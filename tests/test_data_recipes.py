@@ -139,7 +139,8 @@ def test_folders_are_those_that_fetch_writes(tmp_path):
 def test_jobs_are_lines_that_any_shell_reads(tmp_path):
     """Words are those of the command in every task: spaces, quotes and other letters than ASCII in them too."""
     # in one piece: the tasks of an array run at the same time
-    (tmp_path / "smlp").write_text('#!/bin/sh\nall=\nfor word in "$@"; do all="$all<$word>"; done\nprintf "%s\\n" "$all"\n')
+    script = ["#!/bin/sh", "all=", 'for word in "$@"; do all="$all<$word>"; done', 'printf "%s\\n" "$all"']
+    (tmp_path / "smlp").write_text("\n".join(script) + "\n")
     (tmp_path / "smlp").chmod(0o755)
     out = "it's a \u00fc\n$HOME \\ `id`"
     done = subprocess.run(
