@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smlp.errors import UserError
+
 
 class DecodingState:
     """What token-mixing modules keep of earlier positions, so that no earlier token is computed again.
@@ -31,6 +33,26 @@ class DecodingState:
         self._buffers: dict[Any, Tensor] = {}
         #: what is kept of whole sequences, (B, ...)
         self._values: dict[Any, Tensor] = {}
+
+    @property
+    def num_seqs(self) -> int | None:
+        """B, or None before the first tokens."""
+        kept = next(iter([*self._buffers.values(), *self._values.values()]), None)
+        return None if kept is None else kept.size(0)
+
+    def check(self, num_seqs: int, num_new: int) -> None:
+        """Refuses tokens (B, n) that do not continue these sequences.
+
+        Raises:
+            UserError: it is of another number of sequences, or has no room for so many positions.
+        """
+        if self.num_seqs not in (None, num_seqs):
+            raise UserError(f"a decoding state of {self.num_seqs} sequences cannot be continued with {num_seqs}")
+        if self.capacity is not None and self.length + num_new > self.capacity:
+            raise UserError(
+                f"a decoding state with room for {self.capacity} positions cannot take {num_new} tokens after "
+                f"{self.length}: give a larger capacity"
+            )
 
     def append(self, key: Any, x_BnC: Tensor, max_tokens: int) -> Tensor:
         """Keeps (B, n, C) as the key's next positions; returns all of them so far, (B, m, C).
@@ -80,10 +102,10 @@ class DecodingState:
 
     def clone(self) -> DecodingState:
         """An independent copy, to continue one prompt in several ways."""
-        sequences = next(iter([*self._buffers.values(), *self._values.values()]), None)
-        if sequences is None:
+        if self.num_seqs is None:
             return DecodingState(self.capacity)
-        return self.select(torch.arange(sequences.size(0), device=sequences.device))
+        device = next(iter([*self._buffers.values(), *self._values.values()])).device
+        return self.select(torch.arange(self.num_seqs, device=device))
 
 
 @dataclass(frozen=True)

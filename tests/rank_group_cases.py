@@ -15,6 +15,7 @@ from smlp.errors import UserError
 from smlp.moe.exchange import FeatureExchange, TokenExchange
 from smlp.moe.plan import RoutingPlan
 from smlp.parallel import DistributedGroup, ExpertLayout, Ranks, connect
+from smlp.parallel.in_chunks import Trip, begin, end, start_of_order
 from smlp.parallel.sizes import agree_on_sizes
 
 
@@ -146,6 +147,28 @@ def one_rank_fails(how: str, seconds: float) -> None:
         rank_cases.train_one_update(
             model, ranks, [rank_cases.loss_of(model, rank_cases.batch(update, ranks.layout.rank), seed=update)]
         )
+
+
+def second_derivatives() -> list[str]:
+    """What autograd says to them, of an exchange in one piece and of one in chunks."""
+    group, said = DistributedGroup(dist.group.WORLD), []
+    rows = [2] * group.size
+
+    def in_chunks(x: torch.Tensor) -> torch.Tensor:
+        trip = Trip(group, [rows], [rows], True, "test")
+        order = begin(x, start_of_order(x), trip, [0])
+        return end(order, trip, [0])[0]
+
+    for exchange in (lambda x: group.all_to_all(x, rows, rows, "test"), in_chunks):
+        x = torch.ones(2 * group.size, 3, requires_grad=True)
+        (first,) = torch.autograd.grad((exchange(x) ** 3).sum(), x, create_graph=True)
+        assert first.eq(3).all()
+        try:
+            (first**2).sum().backward()
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
 
 
 def checkpointed_exchange() -> list[str]:

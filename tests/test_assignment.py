@@ -123,6 +123,13 @@ def test_a_wrong_shape_is_named():
         balanced_assignment(torch.zeros(5, 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_offset_hides_nothing_of_integers(dtype):
+    scores = torch.randint(0, 100, (64, 8), generator=torch.Generator().manual_seed(1), dtype=dtype)
+    assert torch.equal(balanced_assignment(scores + 10**9), balanced_assignment(scores))
+    assert torch.equal(balanced_assignment(scores), balanced_assignment(scores.double()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_same_scores_same_result(dtype):
     scores = torch.randn(500, 8, generator=torch.Generator().manual_seed(3)).to(dtype)

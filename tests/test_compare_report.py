@@ -251,6 +251,16 @@ def test_grid_of_the_tuning(out):
     assert table.notes[1].endswith("do better: gMLP.")
 
 
+def test_grid_of_words(out):
+    results = {"gMLP": {"inverse_sqrt": 30.0, "fixed": 25.0, "0.5": 40.0, "True": 41.0}}
+    grid = {"option": "--x", "values": ["inverse_sqrt", "fixed", 0.5, True], "updates": 20, "seed": 1}
+    (out / "tuned.json").write_text(json.dumps({**grid, "results": results, "chosen": {"gMLP": "fixed"}}))
+    table = tables(out)["tuning"]
+    assert [column.key for column in table.columns] == ["model", "inverse_sqrt", "fixed", "0.5", "True", "chosen"]
+    assert [cell.text for cell in table.rows[0].values()] == ["gMLP", "30.00", "25.00", "40.00", "41.00", "fixed"]
+    assert len(table.notes) == 1
+
+
 def test_zero_shot_accuracy_beside_the_papers(out):
     for seed, right in zip(SEEDS, (0.5, 0.6, 0.7), strict=True):
         for model, more in (("sMLP", 0.0), ("Switch", -0.1)):

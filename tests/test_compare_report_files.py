@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from experiment_folder import MODELS, SEEDS, cell, rewrite, run_folder, tables, 
 
 from smlp.cli.compare_report import add_report_options, run_report
 from smlp.errors import UserError
+from smlp.evaluation.curves import log_record
 from smlp.experiments.report.claims import scale_sentences
 from smlp.experiments.report.environments import differences, machine
 from smlp.experiments.report.runs import read_experiment
@@ -112,6 +114,59 @@ def written(tmp_path_factory) -> Path:
     add_report_options(parser)
     assert run_report(parser.parse_args([str(out), "--to", str(out / "there")])) == 0
     return out / "there"
+
+
+@pytest.mark.parametrize(("bits", "nats"), [("1500", 1040.0), ("NaN", math.nan)])
+def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats):
+    """One seed of gMLP, and all of Switch."""
+    for model, seeds in (("gMLP", SEEDS[1:2]), ("Switch", SEEDS)):
+        for seed in seeds:
+            run = run_folder(out, model, seed)
+            lines = [json.loads(line) for line in (run / "train.log").read_text().splitlines()[1:]]
+            late = [{**line, "valid_loss": bits} if "valid_num_updates" in line else line for line in lines]
+            (run / "train.log").write_text("".join(f"{json.dumps(line)}\n" for line in late))
+            scores = json.loads((run / "scores.json").read_text())
+            scores["subsets"]["valid"] |= {"nll_all": nats, "nll_after_prefix": nats}
+            (run / "scores.json").write_text(json.dumps(scores))
+    found = {run.name: reason for run, reason in incomplete(read_experiment(out))}
+    assert set(found) == {"gMLP-s2", "Switch-s1", "Switch-s2", "Switch-s3"}
+    assert found["gMLP-s2"].startswith("it has diverged: on valid a token costs ")
+    quality = tables(out)["quality-valid"]
+    assert set(cell(quality, "gMLP", "per_token").by_seed) == {1, 3}
+    assert cell(quality, "Switch", "per_token").text == "–"
+    assert set(cell(quality, "sMLP", "against_gMLP").by_seed) == {1, 3}
+    parser = argparse.ArgumentParser()
+    add_report_options(parser)
+    assert run_report(parser.parse_args([str(out), "--to", str(out / "there")])) == 0
+    page = (out / "there" / "report.md").read_text()
+    assert "**Finished, but diverged or with files missing or damaged: gMLP-s2, Switch-s1" in page
+    words = re.findall(r"\w+", re.sub("a token costs nan nats", "", page))
+    assert "inf" not in words and "nan" not in words
+
+
+def test_updates_that_are_smaller_count_as_they_are(out):
+    """Every fifth line is of updates of half the size, as where an epoch is as short."""
+    for model in MODELS:
+        for seed in SEEDS:
+            log = run_folder(out, model, seed) / "train.log"
+            size = {10: "512", 35: "512"}
+            lines = [log_record(line) for line in log.read_text().splitlines()]
+            changed = [
+                {**line, "wpb": size[int(line["num_updates"])]} if int(line.get("num_updates", 0)) in size else line
+                for line in lines
+            ]
+            log.write_text("".join(f"{json.dumps(line)}\n" for line in changed))
+    experiment = read_experiment(out)
+    assert experiment.mean_update_tokens == 1024 * (6 * 5 + 2 * 2.5) / 40
+    assert experiment.trained_tokens == 1024 * 35
+    seconds = {run.seed: run.timeline.at(40) for run in experiment.done(experiment.models[0])}
+    speeds = cell(tables(out)["speed"], "gMLP", "logged_tokens_per_second").by_seed
+    assert speeds == pytest.approx({seed: 1024 * 35 / time for seed, time in seconds.items()})
+    parser = argparse.ArgumentParser()
+    add_report_options(parser)
+    assert run_report(parser.parse_args([str(out), "--to", str(out / "there")])) == 0
+    page = (out / "there" / "report.md").read_text()
+    assert "each run 40 updates of at most 1,024 tokens (35,840 in all)" in page
 
 
 FIGURES = {

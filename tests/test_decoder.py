@@ -146,6 +146,22 @@ def test_no_earlier_token_is_computed_again(monkeypatch):
     assert rows and max(rows) == 1, "a step must run one token through every channel projection"
 
 
+@pytest.mark.parametrize("variant", ["smlp", "gshard", "gmlp_moe"])
+def test_what_does_not_continue_a_state_is_refused(variant):
+    model, tokens = make(variant), random_tokens(3, 8)
+    with torch.no_grad():
+        state = DecodingState(capacity=6)
+        model(tokens[:, :4], state)
+        with pytest.raises(smlp.UserError, match="a decoding state of 3 sequences cannot be continued with 2"):
+            model(tokens[:2, 4:6], state)
+        with pytest.raises(smlp.UserError, match="room for 6 positions cannot take 3 tokens after 4: give a larger"):
+            model(tokens[:, 4:7], state)
+        with pytest.raises(smlp.UserError, match="room for 6 positions cannot take 7 tokens after 0"):
+            model(tokens[:, :7], DecodingState(capacity=6))
+        continued = model(tokens[:, 4:6], state).logits  # it is what it was
+        torch.testing.assert_close(continued, model(tokens[:, :6]).logits[:, 4:], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("variant", ["smlp", "partial", "gmlp_moe", "gshard"])
 def test_states_can_be_reordered_and_copied(variant):
     model = make(variant)

@@ -28,7 +28,7 @@ from smlp.experiments.progress import Progress, Reached, duration, reached
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.scores import AGREEMENT, HALF_AGREEMENT, check_agreement
 from smlp.experiments.timing import time_here
-from smlp.experiments.tuning import choose
+from smlp.experiments.tuning import at_edge, choose
 from smlp.experiments.updates import TimedUpdates, dtype_of
 from smlp.nn.decoder import Decoder
 
@@ -93,6 +93,36 @@ def test_the_grid_chooses_the_lowest_validation_loss(planned):
     assert record["option"] == "--lr" and record["values"] == [0.001, 0.002]
     assert record["results"] == {"a": {"0.001": 32.0, "0.002": 16.0}, "b": {"0.001": 8.0, "0.002": None}}
     assert [run.recipe for run in main_runs(experiment, models, record["chosen"])] == [{"lr": 0.002}, {"lr": 0.001}]
+
+
+@pytest.mark.parametrize("bits", [1500.0, math.inf, math.nan])
+def test_a_run_of_the_grid_that_diverged_is_no_choice(planned, bits):
+    """Its perplexity is too large for a number; so is that of its last validation, whatever an earlier one said."""
+    experiment, models, folder = planned()
+    for run in tuning_runs(experiment, models):
+        own = folder.run(run.folder)
+        log(own, 10, valid=bits if run.recipe["lr"] == 0.002 else 5.0)
+        if run.name == "b-0.002":
+            early = json.dumps({"valid_loss": "2.0", "valid_num_updates": "5"})
+            own.log.write_text(early + "\n" + own.log.read_text())
+        own.update_state(state=DONE)
+    assert choose(experiment, models, tuning_runs(experiment, models), folder) == {"a": 0.001, "b": 0.001}
+    assert read_json(folder.tuned)["results"]["b"] == {"0.001": 32.0, "0.002": None}
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen", "edge"),
+    [
+        ([1e-3, 2e-3, 4e-3], {"a": 1e-3, "b": 2e-3, "c": 4e-3}, ["a", "c"]),
+        ([4, 1, 2], {"a": 2, "b": 4}, ["b"]),
+        ([1e-3], {"a": 1e-3}, []),
+        (["fixed", "inverse_sqrt"], {"a": "fixed"}, []),
+        ([True, False], {"a": True}, []),
+        ([0.1, "none"], {"a": 0.1}, []),
+    ],
+)
+def test_what_lies_at_the_edge_of_a_grid(values, chosen, edge):
+    assert at_edge(values, chosen) == edge
 
 
 def test_a_model_whose_grid_failed_is_left_out(planned):
@@ -425,22 +455,51 @@ def test_a_signal_ends_the_timing(planned, monkeypatch):
 def test_updates_are_timed_in_the_precision_of_the_training(planned, words, dtype):
     assert dtype_of(words) == dtype
     config = planned()[1][1].config
-    timed = TimedUpdates(Decoder(config), "cpu", torch.float32 if dtype == torch.float16 else dtype, 1e-3)
+    timed = TimedUpdates(Decoder(config), "cpu", dtype, 1e-3)
     tokens = torch.randint(4, 64, (2, 17))
     before = timed.decoder.embedding.weight.clone()
-    timed.update([(tokens[:, :-1], tokens[:, 1:])] * 2)
-    assert len(timed.seconds) == 1
+    for _ in range(3):
+        timed.update([(tokens[:, :-1], tokens[:, 1:])] * 2)
+    assert len(timed.seconds) == 3
     assert not torch.equal(timed.decoder.embedding.weight, before)
-    assert dtype == torch.float16 or before.dtype == dtype
+    assert all(weight.dtype == dtype and weight.isfinite().all() for weight in timed.decoder.parameters())
+
+
+def test_timed_updates_in_16_bits_change_weights_by_less_than_these_tell_apart(planned):
+    """As the training's optimizer does: in sum they are seen."""
+    config = planned()[1][0].config
+    timed = TimedUpdates(Decoder(config), "cpu", torch.bfloat16, 1e-4)
+    gain = timed.decoder.norm.weight
+    tokens = torch.randint(4, 64, (2, 17))
+    changed = []
+    for _ in range(60):  # each by 1e-4 or so; between bfloat16's numbers below 1 lie 4e-3
+        timed.update([(tokens[:, :-1], tokens[:, 1:])])
+        changed.append(int((gain != 1).sum()))
+    assert changed[5] == 0 < changed[-1]
+
+
+def test_updates_of_a_balanced_hash_are_measured_before_there_are_data(planned):
+    experiment, models, _ = planned(FILE.replace("smlp_tiny}", "hash_lm_tiny}"))
+    experiment = replace(experiment, batch_size=1)
+    hashed = replace(models[1], config=smlp.preset("hash_lm_tiny", vocab_size=64, max_tokens=128, hash_kind="balanced"))
+    assert 0 < cost.measure_update(hashed, experiment, threads=1) < 60
 
 
 def test_scores_in_16_bits_agree_less_closely(tmp_path):
     run = Folder(tmp_path).run("runs/a-s1")
     log(run, 8, valid=3.0)
     nll = 3.0 * math.log(2) + 0.01
-    check_agreement(run, "valid", nll, HALF_AGREEMENT)
+    check_agreement(run, "valid", 8, nll, HALF_AGREEMENT)
     with pytest.raises(UserError, match=r"2\.0894 nats per token on valid, but .* of update 8, said 2\.0794"):
-        check_agreement(run, "valid", nll, AGREEMENT)
+        check_agreement(run, "valid", 8, nll, AGREEMENT)
+
+
+def test_a_run_that_diverged_is_scored_all_the_same(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    log(run, 8, valid=math.nan)
+    check_agreement(run, "valid", 8, math.nan, AGREEMENT)
+    log(run, 8, valid=3.0)
+    check_agreement(run, "valid", 16, 900.0, AGREEMENT)  # the validation of update 16 has no point
 
 
 def test_a_command_is_repeated_by_a_shell(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ ORDER = [
     "ignored_settings",
     "presets",
     "titles",
+    "perplexity",
     "drawing",
     "context",
     "ops",

@@ -35,6 +35,27 @@ def test_no_preset_leaks(arch):
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("arch", ["dense_lm_tiny", "smlp_tiny"])
+def test_a_test_changes_neither_the_model_nor_the_random_state(arch):
+    model = smlp.build(arch, **NARROW).eval()
+    tokens = torch.arange(8).view(1, 8) + 2
+    torch.manual_seed(5)
+    before, drawn = model(tokens).logits, torch.rand(3)
+    torch.manual_seed(5)
+    leak_test(model, positions=[3])
+    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(model(tokens).logits, before) and not model.training
+
+
+def test_every_precision_begins_with_the_models_own_weights():
+    model = randomise(smlp.build("gmlp_lm_tiny", **NARROW))
+    alone = leak_test(model, dtypes=(torch.float64,), positions=[3])
+    after = leak_test(model, dtypes=(torch.bfloat16, torch.float64), positions=[3])[3:]
+    assert alone == after and not any(report.leaks for report in alone)
+    with pytest.raises(smlp.UserError, match=r"a leak test in torch\.int32 is not known: torch\.float64, "):
+        leak_test(model, dtypes=(torch.int32,))
+
+
 @pytest.mark.parametrize("arch", ["smlp_leaky", "smlp_leaky_tiny"])
 def test_leaky_routing_leaks_in_every_mode(arch):
     reports = leak_test(randomise(shallow(arch)), dtypes=(torch.float32,))

@@ -10,6 +10,12 @@ def test_all_to_all_moves_rows_and_their_gradients():
     run_ranks("all_to_all", 4)
 
 
+def test_second_derivatives_are_refused():
+    """Without a word they would be zero."""
+    for said in run_ranks("second_derivatives", 2):
+        assert ["once_differentiable" in one for one in said] == [True, True], said
+
+
 def test_checkpointed_blocks_run_the_same_collectives_on_every_rank():
     assert run_ranks("checkpointed_exchange", 3) == [["call 1", "call 2", "call 1, backward"]] * 3
 

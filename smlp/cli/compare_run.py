@@ -20,7 +20,7 @@ from smlp.experiments.plan import PlannedModel, Run, as_json, main_runs, tuning_
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.timing import time_here
-from smlp.experiments.tuning import choose
+from smlp.experiments.tuning import at_edge, choose
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 EXIT_INTERRUPTED = 130
@@ -122,11 +122,9 @@ def _chosen(experiment: Experiment, folder: Folder, models: Sequence[PlannedMode
     chosen = choose(experiment, models, tuning_runs(experiment, models), folder)
     name = experiment.tuning.option
     print(f"tuned {name}: " + ", ".join(f"{model} {value}" for model, value in chosen.items()), flush=True)
-    values = experiment.tuning.values
-    is_ordered = all(isinstance(value, (int, float)) for value in values)
-    at_edge = [model for model, value in chosen.items() if is_ordered and value in (min(values), max(values))]
-    if at_edge:
-        print(f"at the edge of the grid, so a wider one could be better: {', '.join(at_edge)}", flush=True)
+    edge = at_edge(experiment.tuning.values, chosen)
+    if edge:
+        print(f"at the edge of the grid, so a wider one could be better: {', '.join(edge)}", flush=True)
     return chosen
 
 

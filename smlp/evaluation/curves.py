@@ -19,6 +19,7 @@ import numpy as np
 
 from smlp.drawing import OKABE_ITO
 from smlp.errors import UserError
+from smlp.perplexity import of_bits
 
 # Runs also differ in marker.
 _COLOURS = tuple(OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky"))
@@ -35,7 +36,7 @@ class LossPoint:
 
     @property
     def perplexity(self) -> float:
-        return 2.0**self.bits
+        return of_bits(self.bits)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def read_training_log(path: Path, name: str) -> TrainingCurve:
 def curve_of(records: Iterable[Mapping[str, Any]], name: str, subset: str = "valid") -> TrainingCurve:
     """The losses of a log; a point logged twice (repeated lines, a resumed run) counts once, the last time.
 
-    A run that never reached its log interval is drawn from its epoch averages. Losses that are not finite are left out.
+    A run that never reached its log interval is drawn from its epoch averages. Where a run has
+    diverged, so that its loss or its perplexity is not finite, it has no point.
 
     Args:
         records: of :func:`log_records`.
@@ -85,7 +87,7 @@ def curve_of(records: Iterable[Mapping[str, Any]], name: str, subset: str = "val
         for prefix, found in points.items():
             bits = record.get(f"{prefix}nll_loss", record.get(f"{prefix}loss"))
             updates = record.get(f"{prefix}num_updates")
-            if bits is not None and updates is not None and math.isfinite(float(bits)):
+            if bits is not None and updates is not None and math.isfinite(of_bits(float(bits))):
                 found[int(updates)] = float(bits)
     return TrainingCurve(name, _ordered(points[""] or points["train_"]), _ordered(points[f"{subset}_"]))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from smlp.errors import UserError
+from smlp.perplexity import of_nats
 
 
 @dataclass(frozen=True)
@@ -66,26 +67,18 @@ class Perplexity:
 
     @property
     def per_token(self) -> float:
-        return _exp(self.nats_per_token)
+        return of_nats(self.nats_per_token)
 
     @property
     def per_word(self) -> float | None:
         """None of a text without words."""
-        return _exp(self.total_nll / self.text.num_words) if self.text.num_words else None
+        return of_nats(self.total_nll / self.text.num_words) if self.text.num_words else None
 
     @property
     def per_word_or_line_end(self) -> float | None:
         """None of a text without either."""
         count = self.text.num_words + self.text.num_lines
-        return _exp(self.total_nll / count) if count else None
-
-
-def _exp(nats: float) -> float:
-    """Infinite where it is too large for a float: a few words of very many tokens."""
-    try:
-        return math.exp(nats)
-    except OverflowError:
-        return math.inf
+        return of_nats(self.total_nll / count) if count else None
 
 
 def read_lines(path: str | Path) -> list[str]:

@@ -126,7 +126,9 @@ def measure_update(model: PlannedModel, experiment: Experiment, threads: int) ->
     torch.set_num_threads(threads)
     try:
         words = option_words({**experiment.recipe, **model.recipe})
-        timed = TimedUpdates(Decoder(model.config), device, dtype_of(words), _LEARNING_RATE)
+        decoder = Decoder(model.config)
+        decoder.balance_routers(torch.ones(model.config.vocab_size, dtype=torch.long))  # as ids are drawn below
+        timed = TimedUpdates(decoder, device, dtype_of(words), _LEARNING_RATE)
         shape = (experiment.batch_size, experiment.tokens_per_sample + 1)
         tokens = torch.randint(4, model.config.vocab_size, shape, device=device)
         for _ in range(_MEASURED_UPDATES):

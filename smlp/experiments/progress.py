@@ -12,6 +12,7 @@ from pathlib import Path
 from smlp.evaluation.curves import log_record
 from smlp.experiments.folder import DONE, FAILED, RUNNING, Folder
 from smlp.experiments.plan import Run
+from smlp.perplexity import of_bits
 
 _TAIL_BYTES = 1 << 16
 _SECONDS_BETWEEN = 1.0
@@ -44,16 +45,11 @@ def reached(log: Path) -> Reached:
         record = log_record(line)
         if "valid_num_updates" in record:
             updates = int(record["valid_num_updates"])
-            valid = perplexity(record.get("valid_nll_loss", record["valid_loss"]))
+            valid = of_bits(float(record.get("valid_nll_loss", record["valid_loss"])))
         elif "num_updates" in record and "update" in record:
-            updates, train = int(record["num_updates"]), perplexity(record.get("nll_loss", record["loss"]))
+            updates, train = int(record["num_updates"]), of_bits(float(record.get("nll_loss", record["loss"])))
             pace = float(record.get("ups", 0)) or None
     return Reached(updates, train, valid, pace)
-
-
-def perplexity(bits: str | float) -> float:
-    """Of a loss in bits; infinite where a number cannot hold it."""
-    return 2.0 ** float(bits) if float(bits) < 1000 else math.inf
 
 
 class Progress:

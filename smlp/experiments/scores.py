@@ -20,7 +20,7 @@ from smlp.config import unflatten
 from smlp.errors import UserError
 from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.blocks import block_log_probs
-from smlp.evaluation.curves import read_training_log
+from smlp.evaluation.curves import curve_of, log_records
 from smlp.experiments.folder import Folder, RunFolder, read_json, write_json
 from smlp.experiments.updates import dtype_of
 
@@ -60,7 +60,7 @@ def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict
         if subset == experiment["evaluation_subsets"][0]:
             words = next(model["recipe"] for model in experiment["models"] if model["name"] == run.state()["model"])
             tolerance = AGREEMENT if dtype_of(words) == torch.float32 else HALF_AGREEMENT
-            check_agreement(run, subset, _mean_nll(log_probs[position >= own_prefix]), tolerance)
+            check_agreement(run, subset, num_updates, _mean_nll(log_probs[position >= own_prefix]), tolerance)
     return {
         "subsets": subsets,
         "prefix": prefix,
@@ -74,17 +74,18 @@ def updates_of(checkpoint: Path) -> int:
     return int(open_checkpoint(checkpoint).state["optimizer_history"][-1]["num_updates"])
 
 
-def check_agreement(run: RunFolder, subset: str, nll: float, tolerance: float) -> None:
-    """Compares with the last validation of the training.
+def check_agreement(run: RunFolder, subset: str, num_updates: int, nll: float, tolerance: float) -> None:
+    """Compares with the training's validation after its last update, unless the run has diverged by then.
 
     Raises:
         UserError: they differ by more than the tolerance.
     """
-    valid = read_training_log(run.log, run.path.name).valid
-    if subset == "valid" and valid and abs(valid[-1].bits * math.log(2) - nll) > tolerance:
+    valid = curve_of(log_records(run.log), run.path.name).valid
+    said = {point.num_updates: point.bits * math.log(2) for point in valid}.get(num_updates)
+    if subset == "valid" and said is not None and abs(said - nll) > tolerance:
         raise UserError(
             f"{run.path}: {nll:.4f} nats per token on {subset}, but the training's last validation, of update "
-            f"{valid[-1].num_updates}, said {valid[-1].bits * math.log(2):.4f}"
+            f"{num_updates}, said {said:.4f}"
         )
 
 

@@ -45,8 +45,8 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
     began, computed = time.perf_counter(), time.process_time()
     for number in range(rounds + 1):
         stretch = batch_size * width
-        start = number * stretch % max(1, len(tokens) - stretch - 1)
-        rows = tokens[start : start + stretch + 1].to(device)
+        places = number * stretch + torch.arange(stretch + 1)
+        rows = tokens[places % len(tokens)].to(device)  # over and over, where the text is shorter
         for model in models.values():
             model.update([(rows[:-1].view(batch_size, width), rows[1:].view(batch_size, width))])
     return {

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from smlp.errors import UserError
 from smlp.evaluation.curves import read_training_log
 from smlp.experiments.experiment import Experiment
 from smlp.experiments.folder import DONE, Folder, write_json
 from smlp.experiments.plan import PlannedModel, Run
+
+
+def is_ordered(values: Sequence[Any]) -> bool:
+    """Whether a grid's values are numbers; YAML's true and false, numbers to Python, are none."""
+    return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+
+
+def at_edge(values: Sequence[Any], chosen: Mapping[str, Any]) -> list[str]:
+    """The models for which a value outside the grid might do better than the chosen one."""
+    if len(values) < 2 or not is_ordered(values):
+        return []
+    return [model for model, value in chosen.items() if value in (min(values), max(values))]
 
 
 def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[Run], folder: Folder) -> dict:
@@ -24,7 +37,8 @@ def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequenc
                 valid = read_training_log(own.log, run.name).valid
             except UserError:  # no finite loss
                 valid = ()
-            results[run.model.name][value] = valid[-1].perplexity if valid else None
+            is_last = valid and valid[-1].num_updates == run.updates  # a run that diverged has no later one
+            results[run.model.name][value] = valid[-1].perplexity if is_last else None
     by_text = {str(value): value for value in tuning.values}
     chosen = {}
     for name, found in results.items():

@@ -22,7 +22,7 @@ def dtype_of(words: Sequence[str]) -> torch.dtype:
 
 
 class TimedUpdates:
-    """Updates of one model.
+    """Updates of one model; with 16 bits, weights and moments in 32 bits are kept beside, as in fairseq's training.
 
     Args:
         decoder: the model; its weights change.
@@ -33,7 +33,12 @@ class TimedUpdates:
 
     def __init__(self, decoder: Decoder, device: str, dtype: torch.dtype, learning_rate: float) -> None:
         self.decoder, self.device = decoder.to(device, dtype).train(), device
-        self.optimizer = torch.optim.Adam(decoder.parameters(), lr=learning_rate)
+        self.weights = list(self.decoder.parameters())
+        #: what Adam changes; in float16 its squares of gradients would be 0
+        self.masters = (
+            [weight.detach().float().requires_grad_() for weight in self.weights] if dtype.itemsize == 2 else []
+        )
+        self.optimizer = torch.optim.Adam(self.masters or self.weights, lr=learning_rate)
         #: of each update so far
         self.seconds: list[float] = []
 
@@ -45,8 +50,13 @@ class TimedUpdates:
             output = self.decoder(source_BT)
             losses_BT = token_losses(output.logits, target_BT)
             (losses_BT[:, prefix:].mean() + sum(output.aux_losses.values())).backward()
+        for master, weight in zip(self.masters, self.weights, strict=False):
+            master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.masters:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, self.masters)
         if self.device == "cuda":
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - start)

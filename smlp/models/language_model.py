@@ -21,7 +21,6 @@ from smlp.context import DecodingState, ForwardContext
 from smlp.evaluation.binarized import count_tokens
 from smlp.ignored_settings import ignored_settings
 from smlp.models.fitting import check_fit
-from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder
 from smlp.parallel import Ranks, connect, one_process
 from smlp.presets import FROM_TASK, PRESETS, TASK_OPTIONS, from_training_options
@@ -119,8 +118,7 @@ def balance_routers(core: Decoder, data: str, subset: str) -> None:
     Raises:
         UserError: the training data cannot be read.
     """
-    config = core.config
-    if not config.num_sparse_layers or not config.router_kind.needs_token_counts(config):
+    if not core.needs_token_counts:
         return
     present = []
     for folder in split_paths(data):
@@ -132,10 +130,8 @@ def balance_routers(core: Decoder, data: str, subset: str) -> None:
             present.append(prefix)
     if not present:
         return
-    frequencies_V = sum(count_tokens(prefix, config.vocab_size) for prefix in present)
-    for module in core.modules():
-        if isinstance(module, TokenMoE):
-            module.router.balance(torch.from_numpy(frequencies_V))
+    frequencies_V = sum(count_tokens(prefix, core.config.vocab_size) for prefix in present)
+    core.balance_routers(torch.from_numpy(frequencies_V))
 
 
 class LanguageModelDecoder(FairseqIncrementalDecoder):

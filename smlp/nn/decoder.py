@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from smlp.config import ModelConfig
 from smlp.context import DecodingState, ForwardContext
 from smlp.errors import UserError
+from smlp.moe.layer import TokenMoE
 from smlp.nn.blocks import AuxLosses, build_blocks
 from smlp.nn.dropout import Dropout
 from smlp.ops import linear
@@ -165,6 +166,8 @@ class Decoder(nn.Module):
             raise UserError(
                 f"sequence of {end} tokens is longer than the model's context of max_tokens={self.config.max_tokens}"
             )
+        if state is not None:
+            state.check(*tokens_Bn.shape)
         context = context or ForwardContext()
         context.state = state
         context.tokens_Bn = tokens_Bn
@@ -181,6 +184,18 @@ class Decoder(nn.Module):
                 x_BnH = x_BnH * math.sqrt(self.config.embed_dim) + self.positions[start:end].to(x_BnH.dtype)
             x_BnH = self.dropout(x_BnH)
         return x_BnH, context
+
+    @property
+    def needs_token_counts(self) -> bool:
+        """Whether routers wait for :meth:`balance_routers`, unless a checkpoint is loaded."""
+        return self.config.num_sparse_layers > 0 and self.config.router_kind.needs_token_counts(self.config)
+
+    def balance_routers(self, frequencies_V: Tensor) -> None:
+        """Gives routers that ask for it (``hash_kind=balanced``) the counts of the training data's tokens, (V,)."""
+        if self.needs_token_counts:
+            for module in self.modules():
+                if isinstance(module, TokenMoE):
+                    module.router.balance(frequencies_V)
 
     def _valid(self, tokens_Bn: Tensor) -> Tensor | None:
         """True at real tokens, (B, n), or None where there is no padding."""

@@ -110,7 +110,10 @@ def _normalised(scores_BNE: Tensor) -> Tensor:
     Raises:
         FloatingPointError: a score is NaN.
     """
-    values = scores_BNE.to(torch.promote_types(scores_BNE.dtype, torch.float32), copy=True)
+    is_float = scores_BNE.is_floating_point()
+    # integers in float64, which holds what an offset would hide in float32
+    dtype = torch.promote_types(scores_BNE.dtype, torch.float32) if is_float else torch.float64
+    values = scores_BNE.to(dtype, copy=True)
     values.mul_(1 / 8)  # room for sums below
     low, high = values.amin(dim=2, keepdim=True), values.amax(dim=2, keepdim=True)
     if not (low.isfinite() & high.isfinite()).all():

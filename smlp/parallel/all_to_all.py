@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from smlp.parallel.spans import backward_of, current_span
 
@@ -30,6 +31,7 @@ class AllToAll(torch.autograd.Function):
         return group.exchange(x, send_splits, receive_splits, name)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         _ = ctx.saved_tensors
         group, send_splits, receive_splits, name = ctx.way_back

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from smlp.parallel.group import DistributedGroup, Wait
 from smlp.parallel.spans import backward_of, current_span
@@ -105,6 +106,7 @@ class _Begin(torch.autograd.Function):
         return order.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_order: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         if not ctx.trip.has_gradients:
             return None, grad_order, None, None
@@ -124,6 +126,7 @@ class _End(torch.autograd.Function):
         return rows, order.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_order: Tensor) -> tuple[Tensor, None, None]:
         _ = ctx.saved_tensors
         if ctx.trip.has_gradients:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smlp.errors import UserError
 from smlp.nn.decoder import Decoder
+from smlp.perplexity import of_nats
 from smlp.scoring.candidates import CandidateScorer
 from smlp.scoring.encoding import Encoding
 from smlp.scoring.texts import Candidates
@@ -37,7 +37,7 @@ class TextScore:
     @property
     def perplexity(self) -> float:
         """Per token."""
-        return math.exp(-self.log_prob / len(self.log_probs))
+        return of_nats(-self.log_prob / len(self.log_probs))
 
 
 def score_texts(

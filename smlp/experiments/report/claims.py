@@ -182,7 +182,7 @@ def table_4(experiment: Experiment) -> Table | None:
 
 def scale_sentences(experiment: Experiment) -> list[str]:
     """How far this experiment is from the paper's."""
-    tokens = experiment.updates * experiment.tokens_per_update
+    tokens = experiment.trained_tokens
     flops = max(model.flops_per_token for model in experiment.models)
     parameters = max(model.num_parameters for model in experiment.models)
     where = gpus(experiment)

@@ -39,7 +39,7 @@ def details_table(experiment: Experiment) -> Table:
         Column("experts", "experts", f"{_MODELS}.config.num_experts"),
         Column("parameters_millions", "parameters (M)", f"{_MODELS}.parameters.total"),
         Column(_FORWARD, "forward multiply-adds per token (M)", f"{_MODELS}.flops_per_token, by formula"),
-        Column(_TRAINING, "multiply-adds of training (T)", "3 * flops_per_token * updates * tokens_per_update"),
+        Column(_TRAINING, "multiply-adds of training (T)", "3 * flops_per_token * updates * tokens of an update"),
         Column("overrides", "changed from the preset", f"{_MODELS}.overrides"),
         Column("recipe", "options of training", f"{_MODELS}.recipe"),
     ]
@@ -49,7 +49,7 @@ def details_table(experiment: Experiment) -> Table:
     rows = []
     for model, record in zip(experiment.models, experiment.settings["models"], strict=True):
         config = model.config
-        flops = training_flops(model.flops_per_token, experiment.updates * experiment.tokens_per_update)
+        flops = training_flops(model.flops_per_token, experiment.trained_tokens)
         rows.append(
             {
                 "model": text(model.name),
@@ -64,7 +64,7 @@ def details_table(experiment: Experiment) -> Table:
                 ),
                 "parameters_millions": number(model.num_parameters / 1e6, ",.1f", f"{_MODELS}.parameters.total"),
                 _FORWARD: number(model.flops_per_token / 1e6, ",.3f", f"{_MODELS}.flops_per_token"),
-                _TRAINING: number(flops / 1e12, ",.3f", f"{_MODELS}.flops_per_token; updates; tokens_per_update"),
+                _TRAINING: number(flops / 1e12, ",.3f", f"{_MODELS}.flops_per_token; updates; train.log: wpb"),
                 "overrides": text(
                     ", ".join(f"{name}={value}" for name, value in record.get("overrides", {}).items()) or None,
                     f"{_MODELS}.overrides",

@@ -144,9 +144,12 @@ def _about(experiment: Experiment) -> list[str]:
     settings = experiment.settings
     done = sum(run.is_done for run in experiment.runs)
     seeds = ", ".join(map(str, experiment.seeds))
+    smaller = (
+        "at most " if experiment.trained_tokens < 0.999 * experiment.updates * experiment.tokens_per_update else ""
+    )
     lines = [
-        f"{len(experiment.models)} models, seeds {seeds}; each run {experiment.updates:,} updates of "
-        f"{experiment.tokens_per_update:,} tokens ({experiment.updates * experiment.tokens_per_update:,} in all) with "
+        f"{len(experiment.models)} models, seeds {seeds}; each run {experiment.updates:,} updates of {smaller}"
+        f"{experiment.tokens_per_update:,} tokens ({experiment.trained_tokens:,.0f} in all) with "
         f"a context of {settings['tokens_per_sample']:,}. {done} of {len(experiment.runs)} runs are finished. "
         f"{machine(experiment)}",
     ]
@@ -156,7 +159,7 @@ def _about(experiment: Experiment) -> list[str]:
         lines += ["", f"**Not in the numbers, because they did not finish: {', '.join(failed)}** (reasons below)."]
     lacking = [run.name for run, _ in problems if run.is_done]
     if lacking:
-        lines += ["", f"**Finished, but with files missing or damaged: {', '.join(lacking)}** (below)."]
+        lines += ["", f"**Finished, but diverged or with files missing or damaged: {', '.join(lacking)}** (below)."]
     for one in data_orders(experiment):
         if not one.agrees:
             lines += [

@@ -43,10 +43,7 @@ class Horizontal:
 
 def horizontals(experiment: Experiment) -> list[Horizontal]:
     """Updates, training time, multiply-adds."""
-    flops = max(
-        training_flops(model.flops_per_token, experiment.updates * experiment.tokens_per_update)
-        for model in experiment.models
-    )
+    flops = max(training_flops(model.flops_per_token, experiment.trained_tokens) for model in experiment.models)
     size, word = next((unit for unit in _LARGE if flops >= unit[0]), (1e6, "million"))
     totals = [run.timeline.at(run.last_update) for run in experiment.runs if run.timeline and run.last_update]
     unit, seconds = time_unit(totals)
@@ -62,7 +59,7 @@ def horizontals(experiment: Experiment) -> list[Horizontal]:
         Horizontal(
             "flops",
             f"{word} multiply-adds of training (3 x nominal forward)",
-            lambda model, update: training_flops(model.flops_per_token, update * experiment.tokens_per_update) / size,
+            lambda model, update: training_flops(model.flops_per_token, update * experiment.mean_update_tokens) / size,
         ),
     ]
 

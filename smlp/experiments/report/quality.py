@@ -9,6 +9,7 @@ from smlp.errors import UserError
 from smlp.experiments.report.runs import Experiment, Model, Run
 from smlp.experiments.report.statistics import Estimate, estimate, relative_difference
 from smlp.experiments.report.table import EMPTY, Cell, Column, Table, estimated, files, number, text
+from smlp.perplexity import of_nats
 
 ALL, AFTER_PREFIX = "nll_all", "nll_after_prefix"
 
@@ -33,7 +34,7 @@ def perplexity(
         if per_word and nll is not None:
             tokens, words = score(run, subset, "tokens"), score(run, subset, "words")
             nll = nll * tokens / words if tokens and words else None
-        found[run.seed] = None if nll is None else math.exp(nll)
+        found[run.seed] = None if nll is None else of_nats(nll)
     return estimate(found)
 
 
@@ -85,7 +86,7 @@ def difference(experiment: Experiment, model: Model, baseline: Model, subset: st
 
 def _relative(first, second, source) -> tuple[Estimate | None, Cell]:
     """Of mean log-likelihoods by seed."""
-    exponents = [{seed: None if nll is None else math.exp(nll) for seed, nll in one.items()} for one in (first, second)]
+    exponents = [{seed: None if nll is None else of_nats(nll) for seed, nll in one.items()} for one in (first, second)]
     found = relative_difference(*exponents)
     if found is None:
         return None, EMPTY

@@ -6,7 +6,9 @@ The folder's files are described in docs/compare.md. Only experiment.json must b
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +20,7 @@ from smlp.evaluation.curves import TrainingCurve, curve_of, log_records
 from smlp.experiments.folder import DONE
 from smlp.experiments.report.files import read_json, read_json_lines
 from smlp.experiments.report.timeline import Timeline, logged_seconds, read_timeline, training_lines
+from smlp.perplexity import of_nats
 
 MISSING = "missing"
 
@@ -130,6 +133,19 @@ class Experiment:
     def tokens_per_update(self) -> int:
         return self.settings["tokens_per_update"]
 
+    @cached_property
+    def mean_update_tokens(self) -> float:
+        """Tokens that an update was trained on, on average: as models say that predict all of them, or
+        ``tokens_per_update`` where none does."""
+        lines = [run.timeline for run in self.runs if run.is_done and not run.model.config.prefix_tokens]
+        means = [line.mean_tokens for line in lines if line is not None and line.mean_tokens]
+        return statistics.fmean(means) if means else float(self.tokens_per_update)
+
+    @property
+    def trained_tokens(self) -> float:
+        """Of a whole run."""
+        return self.updates * self.mean_update_tokens
+
     @property
     def subsets(self) -> list[str]:
         """Validation sets; the first is the one of the curves."""
@@ -209,6 +225,14 @@ def _model(record: Mapping[str, Any]) -> Model:
     )
 
 
+def _diverged(scores: Mapping[str, Any] | None) -> Iterator[str]:
+    """A note for each validation set on which the trained model has no perplexity."""
+    for subset, found in ((scores or {}).get("subsets") or {}).items():
+        loss = found.get("nll_after_prefix")
+        if loss is not None and not math.isfinite(of_nats(loss)):
+            yield f"it has diverged: on {subset} a token costs {loss:.3g} nats, and its perplexity is in no table"
+
+
 def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
     folder = out / "runs" / f"{model.folder}-s{seed}"
     notes: list[str] = []
@@ -221,6 +245,7 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
     if state == DONE:
         expected = ("train.log", "scores.json", "data_order.jsonl")
         notes += [f"{name} is missing" for name in expected if not (folder / name).is_file()]
+    notes += _diverged(scores)
     return Run(
         model,
         seed,

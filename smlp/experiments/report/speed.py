@@ -34,7 +34,7 @@ def logged_tokens_per_second(experiment: Experiment, model: Model) -> Estimate |
 
     def read(run: Run) -> float | None:
         seconds = training_seconds(run)
-        return experiment.tokens_per_update * run.last_update / seconds if seconds else None
+        return experiment.mean_update_tokens * run.last_update / seconds if seconds else None
 
     return over_runs(experiment, model, read)
 
@@ -96,7 +96,11 @@ def speed_table(experiment: Experiment) -> Table:
             )
             for aim in aims
         ),
-        Column("logged_tokens_per_second", "tokens/s, training", f"tokens_per_update * updates / training time; {LOG}"),
+        Column(
+            "logged_tokens_per_second",
+            "tokens/s, training",
+            f"tokens of an update (train.log: wpb) * updates / training time; {LOG}",
+        ),
         Column("logged_words_per_second", "words/s, training", "the same times words_per_token of data.json"),
         Column(
             "timed_tokens_per_second", "tokens/s, alone", "speed.json: tokens_per_update / median of seconds_per_update"
@@ -116,7 +120,7 @@ def speed_table(experiment: Experiment) -> Table:
             ),
             "perplexity": perplexity_cell(experiment, model, subset, ALL),
             f"training_time_{unit}": estimated(_in_unit(whole[model.name], size), ",.2f", source),
-            "logged_tokens_per_second": estimated(logged, ",.0f", f"{source}; experiment.json: tokens_per_update"),
+            "logged_tokens_per_second": estimated(logged, ",.0f", f"{source}, wpb"),
             "timed_tokens_per_second": number(timed, ",.0f", alone),
         }
         if experiment.has_prefix:

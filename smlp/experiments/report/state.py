@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from smlp.experiments.report.runs import MISSING, Experiment, Run
 from smlp.experiments.report.table import EMPTY, Cell, Column, Table, number, text
+from smlp.experiments.tuning import at_edge, is_ordered
 
 _MODEL = Column("model", "model", "experiment.json: models.name")
 
@@ -131,7 +132,7 @@ def tuning_table(experiment: Experiment) -> Table | None:
     tuned = experiment.tuned
     if not tuned:
         return None
-    values = [str(value) for value in sorted(tuned["values"])]
+    values = [str(value) for value in (sorted(tuned["values"]) if is_ordered(tuned["values"]) else tuned["values"])]
     option = tuned["option"]
     columns = [
         _MODEL,
@@ -163,13 +164,7 @@ def tuning_table(experiment: Experiment) -> Table | None:
         f"Perplexity per token after {tuned['updates']:,} updates with seed {tuned['seed']}; the lowest of a row was "
         "chosen."
     ]
-    edge = [
-        model
-        for model, chosen in tuned["chosen"].items()
-        if len(values) > 1
-        and chosen is not None
-        and float(chosen) in (min(map(float, values)), max(map(float, values)))
-    ]
+    edge = at_edge(tuned["values"], tuned["chosen"])
     if edge:
         notes.append(f"At the edge of the grid, so that a value outside might do better: {', '.join(edge)}.")
     return Table("tuning", f"Tuning of {option}", columns, rows, notes)

@@ -73,7 +73,7 @@ def relative_difference(
     """How much larger the first is than the second, by the seeds or rounds that both have.
 
     Args:
-        first, second: positive numbers by seed or round.
+        first, second: positive numbers by seed or round; those that are not finite are left out.
 
     Returns:
         differences of logarithms, whose interval is Student's; and the same as shares, first / second - 1.
@@ -82,7 +82,7 @@ def relative_difference(
     logs = {
         name: math.log(first[name]) - math.log(second[name])
         for name in first
-        if (first[name] or 0) > 0 and (second.get(name) or 0) > 0
+        if 0 < (first[name] or 0) < math.inf and 0 < (second.get(name) or 0) < math.inf
     }
     if not logs:
         return None

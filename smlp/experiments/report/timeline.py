@@ -25,6 +25,8 @@ class Timeline:
 
     updates: tuple[int, ...]
     seconds: tuple[float, ...]
+    #: predicted tokens of an update, on average: the last one of an epoch is smaller; None where no line says
+    mean_tokens: float | None = None
 
     def at(self, update: float) -> float:
         """Between two lines in proportion; after the last one at the mean speed until there."""
@@ -80,7 +82,13 @@ def read_timeline(records: Iterable[Mapping[str, Any]]) -> Timeline | None:
             guess = wall[0] if usual is None else usual * count
         total += _within(guess, *wall)
         seconds.append(total)
-    return Timeline((0, *lines), tuple(seconds))
+    sizes = [
+        (float(record["wpb"]), count)
+        for (record, _), count in zip(lines.values(), counts, strict=True)
+        if "wpb" in record
+    ]
+    mean_tokens = sum(size * count for size, count in sizes) / sum(count for _, count in sizes) if sizes else None
+    return Timeline((0, *lines), tuple(seconds), mean_tokens)
 
 
 def logged_seconds(records: Iterable[Mapping[str, Any]]) -> float | None:
