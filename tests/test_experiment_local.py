@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from smlp.accounting.formula import parameters
 from smlp.cli import compare_dry_run, compare_run, compare_status
 from smlp.environment import git_revision, keep_difference
 from smlp.errors import UserError
-from smlp.experiments import cost, local, timing
+from smlp.experiments import cost, local, speed, timing
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, read_json, write_json
 from smlp.experiments.local import Machine, RunChain, is_trained, what_is_not_scored
 from smlp.experiments.plan import as_json, main_runs, plan_models, tuning_runs
@@ -476,6 +477,22 @@ def test_timed_updates_in_16_bits_change_weights_by_less_than_these_tell_apart(p
         timed.update([(tokens[:, :-1], tokens[:, 1:])])
         changed.append(int((gain != 1).sum()))
     assert changed[5] == 0 < changed[-1]
+
+
+def test_a_text_shorter_than_an_update_is_timed_over_and_over(tmp_path, monkeypatch):
+    folder = Folder(tmp_path)
+    settings = {"batch_size": 2, "tokens_per_sample": 16, "seeds": [1], "models": [{"name": "a", "recipe": []}]}
+    folder.experiment.write_text(json.dumps(settings))
+    folder.data.write_text(json.dumps({"data": "data-bin"}))
+    decoder = smlp.build("gmlp_lm_tiny", vocab_size=40, max_tokens=16, embed_dim=16, ffn_dim=16)
+    seen = []
+    decoder.register_forward_pre_hook(lambda _, given: seen.extend(given[0].flatten().tolist()))
+    monkeypatch.setattr(speed, "_checkpoint", lambda *of: "checkpoint_last.pt")
+    monkeypatch.setattr(speed, "load_pretrained", lambda path: SimpleNamespace(decoder=decoder))
+    monkeypatch.setattr(speed, "read_fairseq_tokens", lambda path: SimpleNamespace(tokens=np.arange(4, 34)))
+    found = speed.time_models(folder, rounds=2)
+    assert len(found["models"]["a"]["seconds_per_update"]) == 2 and found["models"]["a"]["tokens_per_update"] == 32
+    assert seen == [4 + place % 30 for place in range(3 * 32)]
 
 
 def test_updates_of_a_balanced_hash_are_measured_before_there_are_data(planned):

@@ -8,12 +8,12 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from smlp.errors import UserError
+import numpy as np
 
-_MMAP_MAGIC = b"MMIDIDX\x00\x00"
-# Bytes per token by the index file's type code (fairseq.data.indexed_dataset)
-_ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 8, 8: 2, 9: 4, 10: 8}
-_MMAP_HEADER = struct.Struct("<9sQBQ")  # magic, version, type code, number of lines
+from smlp.errors import UserError
+from smlp.evaluation.binarized import HEADER, MAGIC, TOKEN_TYPES
+
+_FIRST_LENGTH = len(MAGIC) + HEADER.size
 _LENGTH = struct.Struct("<i")  # then, for each line, its number of tokens
 _POSITION = struct.Struct("<q")  # and after all lengths, where each line starts in the .bin file, in bytes
 
@@ -126,23 +126,24 @@ def _read_index(index: Path, remedy: str) -> tuple[int, int] | None:
     """
     size = index.stat().st_size
     with index.open("rb") as file:
-        start = file.read(_MMAP_HEADER.size)
+        start = file.read(_FIRST_LENGTH)
         if start.startswith(b"TNTIDX"):  # the formats before mmap: lazy and cached
             return None
-        if not start.startswith(_MMAP_MAGIC) or len(start) < _MMAP_HEADER.size:
+        if not start.startswith(MAGIC) or len(start) < _FIRST_LENGTH:
             raise UserError(f"{index} ({size:,} bytes) is not a complete index file; {remedy}")
-        _, _, code, num_lines = _MMAP_HEADER.unpack(start)
-        needed = _MMAP_HEADER.size + num_lines * (_LENGTH.size + _POSITION.size)
-        if size < needed or code not in _ITEM_BYTES:
+        _, code, num_lines = HEADER.unpack_from(start, len(MAGIC))
+        needed = _FIRST_LENGTH + num_lines * (_LENGTH.size + _POSITION.size)
+        if size < needed or code not in TOKEN_TYPES:
             raise UserError(f"{index} is damaged: {size:,} bytes where {num_lines:,} lines need {needed:,}; {remedy}")
         if num_lines == 0:
             return 0, 0
-        file.seek(_MMAP_HEADER.size + (num_lines - 1) * _LENGTH.size)
+        file.seek(_FIRST_LENGTH + (num_lines - 1) * _LENGTH.size)
         (last_length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         file.seek(needed - _POSITION.size)
         (last_position,) = _POSITION.unpack(file.read(_POSITION.size))
-    num_bytes = last_position + last_length * _ITEM_BYTES[code]
-    return num_bytes // _ITEM_BYTES[code], num_bytes
+    item_bytes = np.dtype(TOKEN_TYPES[code]).itemsize
+    num_bytes = last_position + last_length * item_bytes
+    return num_bytes // item_bytes, num_bytes
 
 
 def check_text(path: str | Path) -> None:
