@@ -28,7 +28,7 @@ on standard error and status 1 (a missing option: the usage and status 2). Other
 ADDED = """## Options that this package adds to fairseq
 
 `fairseq-train --user-dir smlp --task language_modeling --arch ARCH` and `smlp train` take all of fairseq's options and
-those below. What is not given is as the architecture says ([presets.md](presets.md)). But for the last three of the
+those below. What is not given is as the architecture says ([presets.md](presets.md)). But for the last five of the
 model and that of the criterion, each is a setting of `smlp.build(ARCH, ...)` too.
 """
 # An option's name in a sentence, not within a word or an address.

@@ -120,6 +120,8 @@ def from_training_options(arch: str, options: Mapping[str, Any], vocab_size: int
     # With --add-bos-token fairseq puts one token more in front of each sample.
     context = options["tokens_per_sample"] + int(bool(options.get("add_bos_token")))
     max_tokens = options.get("max_target_positions") or context
+    if max_tokens < 1:
+        raise UserError(f"--tokens-per-sample must be at least 1, got {options['tokens_per_sample']}")
     return unflatten(settings | {"vocab_size": vocab_size, "max_tokens": max_tokens, "padding_idx": padding_idx})
 
 

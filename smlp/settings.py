@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,7 +28,7 @@ def help_of(field: dataclasses.Field) -> str:
 
 
 def check_choices(config: Any, prefix: str = "") -> None:
-    """Refuses values that are none of a field's choices.
+    """Refuses values that are of another type than their field, or none of its choices.
 
     Args:
         config: a dataclass with fields made by :func:`setting`.
@@ -38,9 +39,22 @@ def check_choices(config: Any, prefix: str = "") -> None:
     """
     for field in dataclasses.fields(config):
         allowed, value = field.metadata.get("allowed"), getattr(config, field.name)
+        _check_type(f"{prefix}{field.name}", field.type, value)
         if allowed is not None and value not in allowed:
             hint = getattr(allowed, "hint", "")
             raise UserError(f"{prefix}{field.name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+
+
+def _check_type(name: str, kind: Any, value: Any) -> None:
+    """Refuses a text where a number belongs, and the like; types as they are annotated, by name or themselves."""
+    kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+    wanted = {"int": numbers.Integral, "float": numbers.Real, "str": str, "bool": bool}.get(
+        kind.removesuffix(" | None")
+    )
+    if wanted is None or (value is None and kind.endswith("| None")):
+        return
+    if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
+        raise UserError(f"{name} must be of type {kind}, got {value!r}")
 
 
 def require(condition: bool, message: str) -> None:

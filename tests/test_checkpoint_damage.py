@@ -138,6 +138,7 @@ PART = "experts/update_6_8bc6f344/experts_0-3.pt"
         (["merge", "whole.pt", "-o", "taken.pt/x.pt"], ["cannot make taken.pt"]),
         (["merge", "none.pt", "-o", "x.pt"], ["there is no checkpoint none.pt"]),
         (["merge", ".", "-o", "x.pt"], ["is a folder: name a checkpoint"]),
+        (["average", ".", "-o", "x.pt"], ["of the folder .: give --num-epoch-checkpoints N"]),
         (["merge", "bart.pt", "-o", "x.pt"], ["another kind of model (bart)"]),
         (["merge", "taken.pt", "-o", "x.pt"], ["taken.pt", "truncated or is no checkpoint"]),
         (["merge", "other.pt", "-o", "x.pt"], ["no checkpoint of fairseq-train"]),

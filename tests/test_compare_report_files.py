@@ -64,6 +64,12 @@ def test_runs_that_are_not_whole_are_named_and_the_others_reported(out):
     assert "seeds" in [column.key for column in tables(out)["summary"].columns]
 
 
+def test_a_log_that_says_nothing_is_named(out):
+    (run_folder(out, "gMLP", 2) / "train.log").write_text("x\n")
+    found = {run.name: reason for run, reason in incomplete(read_experiment(out))}
+    assert found == {"gMLP-s2": "train.log does not say how long it trained"}
+
+
 def test_nothing_done_yet(out):
     shutil.rmtree(out / "runs")
     found = tables(out)

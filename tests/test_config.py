@@ -81,6 +81,12 @@ def test_sparse_positions_are_distinct_layers(num_dense, num_sparse):
     [
         ({"num_experts": 7}, ["num_experts=7", "embed_dim=1024"]),
         ({"num_experts": 0}, ["num_experts", "0"]),
+        ({"num_experts": "4"}, ["num_experts must be of type int", "'4'"]),
+        ({"num_experts": 4.0}, ["num_experts must be of type int", "4.0"]),
+        ({"embed_dim": True}, ["embed_dim must be of type int", "True"]),
+        ({"dropout": None}, ["dropout must be of type float", "None"]),
+        ({"embed_init_std": "0.1"}, ["embed_init_std must be of type float | None", "'0.1'"]),
+        ({"base_shuffle": 1}, ["base_shuffle must be of type bool", "1"]),
         ({"num_heads": 3}, ["num_heads=3", "4096"]),
         ({"ffn_dim": 4095}, ["ffn_dim", "4095"]),
         ({"dropout": 1.0}, ["dropout", "1.0"]),

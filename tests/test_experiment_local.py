@@ -209,6 +209,18 @@ def test_what_is_left_of_a_run(planned, capsys):
     assert chain().next_step(0) is None, "nothing is done twice"
 
 
+def test_a_run_whose_step_ends_well_while_all_is_stopped_can_go_on(planned):
+    experiment, models, folder = planned()
+    run = main_runs(experiment, models, {"a": 0.001})[0]
+    chain = RunChain(experiment, folder, "data-bin", run, Machine(1), Progress(folder, [run]), prefix=0)
+    own = folder.run(run.folder)
+    step = chain.next_step(0)
+    log(own, 100, train=5.0, valid=3.0)
+    chain.ended(Ended(step, 0, 10.0, 100.0, 0.0, is_stopping=True))
+    state = own.state()
+    assert (state["state"], state["trained"], state["attempts"][0]["status"]) == (STOPPED, True, 0)
+
+
 def test_a_run_on_a_cluster_is_trained_when_its_checkpoint_says_so(tmp_path, monkeypatch):
     run = Folder(tmp_path).run("runs/a-s1")
     log(run, 100, train=5.0, valid=3.0)
@@ -468,15 +480,15 @@ def test_updates_are_timed_in_the_precision_of_the_training(planned, words, dtyp
 
 def test_timed_updates_in_16_bits_change_weights_by_less_than_these_tell_apart(planned):
     """As the training's optimizer does: in sum they are seen."""
-    config = planned()[1][0].config
-    timed = TimedUpdates(Decoder(config), "cpu", torch.bfloat16, 1e-4)
+    torch.manual_seed(1)
+    timed = TimedUpdates(Decoder(planned()[1][0].config), "cpu", torch.bfloat16, 3e-4)
     gain = timed.decoder.norm.weight
     tokens = torch.randint(4, 64, (2, 17))
     changed = []
-    for _ in range(60):  # each by 1e-4 or so; between bfloat16's numbers below 1 lie 4e-3
+    for _ in range(40):  # each by 3e-4 or so; between bfloat16's numbers below 1 lie 4e-3
         timed.update([(tokens[:, :-1], tokens[:, 1:])])
         changed.append(int((gain != 1).sum()))
-    assert changed[5] == 0 < changed[-1]
+    assert changed[3] == 0 < changed[-1]
 
 
 def test_a_text_shorter_than_an_update_is_timed_over_and_over(tmp_path, monkeypatch):

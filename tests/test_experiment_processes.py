@@ -60,6 +60,21 @@ def test_so_many_at_a_time_each_in_a_slot_of_its_own(tmp_path):
     assert {(tmp_path / f"c{n}.txt").read_text().strip() for n in (0, 1)} == {"0", "1"}
 
 
+def test_a_signal_meets_a_program_that_has_just_ended(tmp_path):
+    """What it was and used is on record all the same."""
+    chain = Commands(tmp_path, "short", NOTE, NOTE)
+
+    def watch():
+        while not (tmp_path / "notes").is_file():
+            time.sleep(0.05)
+        time.sleep(1)  # it has ended, and nobody has looked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run_chains([chain], jobs=1, watch=watch) == signal.SIGTERM
+    assert [result.status for result in chain.results] == [0] and chain.results[0].is_stopping
+    assert notes(tmp_path) == ["short"]
+
+
 def test_a_signal_stops_all_and_starts_nothing_new(tmp_path):
     save = (
         "import signal, sys, time\n"

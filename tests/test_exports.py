@@ -52,6 +52,19 @@ def test_exports_are_read_alone_and_without_fairseq(whole: Path, parts: Path, tm
         assert model.vocabulary.symbols == original.vocabulary.symbols
 
 
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_an_export_is_no_damaged_checkpoint(whole: Path, tmp_path: Path, name) -> None:
+    """To fairseq: the sentence names the command that makes a checkpoint of it."""
+    from fairseq import checkpoint_utils
+
+    from smlp.fairseq_compat import apply
+
+    apply()
+    assert command("merge", whole, "-o", tmp_path / name, "--export") == 0
+    with pytest.raises(smlp.UserError, match=rf"{name} is an export, .*: smlp checkpoint merge .*{name} -o CHECKPOINT"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / name))
+
+
 def test_an_export_is_plain_torch(whole: Path, tmp_path: Path) -> None:
     assert command("merge", whole, "-o", tmp_path / "e.pt", "--export") == 0
     for mapped in (False, True):

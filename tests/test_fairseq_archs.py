@@ -117,6 +117,7 @@ def odd_runs(trained, tiny_data, tmp_path_factory, run_fairseq_many):
         return {"tool": "train", "args": arguments}
 
     last = {arch: trained[arch][0] / "checkpoint_last.pt" for arch in ARCHS}
+    gmlp = ARCHS["gmlp_lm_tiny"]
     cases = {
         "no effect": train(
             "dense_lm_tiny", "--num-sparse-layers", "0", "--router", "switch", save_dir=folder / "dense"
@@ -129,6 +130,16 @@ def odd_runs(trained, tiny_data, tmp_path_factory, run_fairseq_many):
             "smlp_tiny", "--feature-routing", "partial", "--restore-file", last["smlp_tiny"]
         ),
         "other experts": train("switch_lm_tiny", "--num-experts", "8", "--restore-file", last["switch_lm_tiny"]),
+        "other experts of features": train("smlp_tiny", "--num-experts", "8", "--restore-file", last["smlp_tiny"]),
+        "other heads": train("gmlp_lm_tiny", *gmlp, "--num-heads", "4", "--restore-file", last["gmlp_lm_tiny"]),
+        "other prefix": train(
+            "smlp_partial_tiny", "--prefix-fraction", "0.6", "--restore-file", last["smlp_partial_tiny"]
+        ),
+        "another table": train(
+            "hash_lm_tiny", "--hash-seed", "7", "--restore-file", last["hash_lm_tiny"], save_dir=folder / "table"
+        ),
+        "another optimizer": train("smlp_tiny", "--optimizer", "sgd", "--restore-file", last["smlp_tiny"]),
+        "another precision": train("smlp_tiny", "--bf16", "--restore-file", last["smlp_tiny"]),
     }
     return folder, dict(zip(cases, run_fairseq_many(list(cases.values()), timeout=240), strict=True))
 
@@ -156,12 +167,33 @@ def test_a_balanced_hash_counts_the_split_it_trains_on(odd_runs, tiny_data):
         ("another router", "the checkpoint is of another architecture"),
         ("another routing of features", "the checkpoint is of another architecture"),
         ("other experts", "the checkpoint has 4 experts in a layer but --num-experts asks for 8"),
+        ("other experts of features", "the checkpoint has 4 experts in a layer but --num-experts asks for 8"),
+        ("other heads", "the checkpoint has 1 heads in a layer but --num-heads asks for 4"),
+        ("other prefix", "--prefix-fraction 0.6 asks for 9 after a prefix of 15"),
+        ("another optimizer", "was trained with the optimizer FairseqAdam, this run has SGD: give the --optimizer"),
+        ("another precision", "this run has FP16Optimizer: give the --optimizer, --bf16 and --fp16 that it was"),
     ],
 )
 def test_a_checkpoint_of_other_settings_is_refused(odd_runs, name, words):
     _, runs = odd_runs
     assert runs[name].rc == 1 and words in runs[name].stderr, runs[name].stderr[-2000:]
     assert "Traceback" not in runs[name].stderr
+
+
+def test_a_hash_model_goes_on_with_its_table(odd_runs, trained):
+    """Whatever is asked for, and what made the table is written into the checkpoints that follow."""
+    folder, runs = odd_runs
+    run = runs["another table"]
+    assert run.rc == 0, str(run)
+    said = run.stdout + run.stderr
+    assert "--hash-kind random, --hash-seed 7 has no effect: tokens go to experts by the table that" in said
+    assert "was trained with" not in said
+    checkpoints = [trained["hash_lm_tiny"][0] / "checkpoint_last.pt", folder / "table" / "checkpoint_last.pt"]
+    before, after = (torch.load(path, weights_only=True) for path in checkpoints)
+    (name,) = [name for name in before["model"] if name.endswith("router.table")]
+    assert torch.equal(after["model"][name], before["model"][name])
+    configs = [smlp.load_pretrained(path).decoder.config.moe for path in checkpoints]
+    assert configs[0] == configs[1] and configs[1].hash_kind == "balanced"
 
 
 @pytest.mark.parametrize("arch", ["smlp_partial_tiny", "smlp_leaky_tiny"])

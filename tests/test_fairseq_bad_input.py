@@ -53,6 +53,24 @@ TRAIN = ["--max-update", "2", "--save-dir", "{save}"]
 BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
     "fp16 on a CPU": ("train", [*TRAIN, "--fp16"], None, ["--fp16", "GPU", "--bf16"]),
     "restore missing": ("train", [*TRAIN, "--restore-file", "{root}/none.pt"], None, ["none.pt", "truncated.pt"]),
+    "finetune missing": (
+        "train",
+        [*TRAIN, "--finetune-from-model", "{root}/none.pt"],
+        None,
+        ["--finetune-from-model", "none.pt", "truncated.pt"],
+    ),
+    "lines longer than the context": (
+        "train",
+        [*TRAIN, "--sample-break-mode", "eos", "--max-target-positions", "6"],
+        None,
+        ["samples are longer than 6 tokens, the longest has 8", "--skip-invalid-size-inputs-valid-test leaves them"],
+    ),
+    "all lines longer than the context": (
+        "train",
+        [*TRAIN, "--sample-break-mode", "eos", "--max-target-positions", "2"],
+        None,
+        ["300 of 300 samples are longer than 2 tokens", "lower --tokens-per-sample"],
+    ),
     "restore truncated": ("train", [*TRAIN, "--restore-file", "{root}/truncated.pt"], None, ["truncated.pt", "bytes"]),
     "last corrupted": (
         "train",

@@ -134,7 +134,7 @@ def test_other_settings_of_a_checkpoint_are_said(resumed, tiny_data, run_fairseq
         ("smlp", {"dropout": 0.2}, {}, "dropout=0.2; this run goes on with dropout=0.1"),
         ("smlp", {}, {"checkpoint_activations": True, "spatial_init_scale": 0.5, "overlap_chunks": 2}, None),
         ("smlp", {}, {"hash_seed": 7, "capacity_factor": 2.0, "prefix_fraction": 0.5}, None),
-        ("hash_lm", {}, {"hash_seed": 7}, "hash_seed=1; this run goes on with hash_seed=7"),
+        ("hash_lm", {}, {"hash_seed": 7}, None),  # its table comes with the checkpoint
         ("gmlp_lm", {}, {"router": "gshard", "num_experts": 3}, None),
     ],
 )

@@ -179,4 +179,5 @@ def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float)
     ]
     tokens = sum(row["tokens"] for row in manifest["splits"].values())
     folders = ":".join(str(out / folder) for folder in shard_folders(num_shards))
-    return [*lines, f"{tokens / seconds:,.0f} tokens/s; to train: smlp train {folders}"]
+    without = "" if "valid" in manifest["splits"] else " --disable-validation (there is no split valid: see --valid)"
+    return [*lines, f"{tokens / seconds:,.0f} tokens/s; to train: smlp train {folders}{without}"]

@@ -66,9 +66,9 @@ class Counts:
 
     def table(self) -> str:
         """A few lines for the terminal."""
-        rows = [("in", self.documents_in), ("kept", self.kept)]
+        rows = [("in", self.documents_in), ("kept", self.kept)] if self.documents_in else []
         rows += [(f"dropped: {reason}", number) for reason, number in self.dropped.most_common()]
-        width = max(len(name) for name, _ in rows)
+        width = max((len(name) for name, _ in rows), default=0)
         lines = [
             f"documents {name:<{width}} {number:>13,} {_share(number, self.documents_in)}" for name, number in rows
         ]

@@ -29,7 +29,9 @@ class Report:
             print(f"{defect['problem']}: {defect['where']}")
         if len(defects) > MAX_DEFECTS:
             print(f"... {len(defects) - MAX_DEFECTS} more in {MANIFEST}")
-        print(Counts.from_json(manifest["counts"]).table())
+        counts = Counts.from_json(manifest["counts"]).table()
+        if counts:
+            print(counts)
         for line in lines:
             print(line)
         seconds = time.perf_counter() - self.start

@@ -74,13 +74,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
-    """Of the first file's folder; none is needed where no samples are wanted."""
+    """Of the first file's folder; None where there is no file, or nobody wants samples and there is none."""
     from smlp.tokenizer import Tokenizer
     from smlp.tokenizer_files import find_tokenizer
 
-    if not args.samples or not found.files:
+    if not found.files:
         return None
-    return Tokenizer(found.vocabulary, find_tokenizer([(args.folder / next(iter(found.files))).parent]))
+    try:
+        return Tokenizer(found.vocabulary, find_tokenizer([(args.folder / next(iter(found.files))).parent]))
+    except UserError:
+        if args.samples:
+            raise
+        return None
 
 
 def _named(top: dict[int, int], vocabulary: Vocabulary, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
@@ -97,7 +102,7 @@ def _samples(folder: Path, found: Inspection, tokenizer: Tokenizer | None, numbe
     from data_prep.inspecting.samples import samples_of
 
     samples: dict[str, list[str]] = {}
-    for name in found.files if tokenizer is not None else ():
+    for name in found.files if number else ():
         if Path(name).name not in samples:
             samples[Path(name).name] = samples_of(folder / name, tokenizer, number)
     return samples

@@ -192,6 +192,8 @@ def _average(args: argparse.Namespace) -> int:
         paths = last_checkpoints(paths[0], count, by_update, args.checkpoint_upper_bound)
     elif args.checkpoint_upper_bound is not None:
         raise UserError("--checkpoint-upper-bound is for --num-epoch-checkpoints and --num-update-checkpoints")
+    elif len(paths) == 1 and Path(paths[0]).is_dir():
+        raise UserError(f"of the folder {paths[0]}: give --num-epoch-checkpoints N or --num-update-checkpoints N")
     target = check_target(args.output, paths, args.force)
     write_one_file(averaged([open_intact(path) for path in paths]), target)
     print(f"mean of {', '.join(str(path) for path in paths)}")

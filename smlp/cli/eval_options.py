@@ -24,7 +24,9 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="text that the split was made of, whose words and bytes count; without DATA: the text to score",
     )
-    text.add_argument("--limit-tokens", type=int, metavar="N", help="only the first samples, up to so many tokens")
+    text.add_argument(
+        "--limit-tokens", type=int, metavar="N", help="only the first samples, until they hold so many tokens"
+    )
     samples = parser.add_argument_group("samples")
     samples.add_argument("--tokens-per-sample", type=int, metavar="N", help="default: as in training")
     samples.add_argument(

@@ -48,7 +48,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--subset", metavar="NAME", dest="gen_subset", default="valid", help="split of DATA (default: %(default)s)"
     )
     weights.add_argument(
-        "--limit-tokens", type=int, metavar="N", default=2**16, help="only so many tokens (default: %(default)s)"
+        "--limit-tokens",
+        type=int,
+        metavar="N",
+        default=2**16,
+        help="only the first sequences, until they hold so many tokens (default: %(default)s)",
     )
     weights.add_argument(
         "--pieces", type=int, metavar="P", default=40, help="most frequent pieces in a map (default: %(default)s)"
@@ -181,6 +185,9 @@ def _print_routing(plots: WeightPlots) -> None:
         )
     for counts in routing.features:
         experts, agreement = counts.counts_HE.shape[1], counts.agreement_H.mean()
+        if counts.num_seqs < 2:
+            print(f"{counts.name}: one sequence, so that none sends its features where another does")
+            continue
         print(
             f"{counts.name}: two sequences send a feature to the same of {experts} experts {agreement:.2%} of the "
             f"time, at random {1 / experts:.2%}"

@@ -117,7 +117,7 @@ class RunChain(Chain):
             changes["trained"] = result.status == 0 and reached(self.folder.log).updates >= self.run.updates
         if result.step.name == ZEROSHOT and result.status == 0:
             changes["zeroshot_of"] = _zeroshot_of(self.experiment)
-        if result.status == EXIT_STOPPED or (result.status != 0 and result.is_stopping):
+        if result.status == EXIT_STOPPED or result.is_stopping:  # nothing follows, whatever is left to do
             changes["state"] = STOPPED
         self.folder.update_state(**changes)
         if "state" not in changes and (result.status != 0 or changes.get("trained") is False):

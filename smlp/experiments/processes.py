@@ -165,8 +165,8 @@ def _signal_all(running: list[_Running], number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(one.process.pid, number)
-            else:
-                one.process.send_signal(number)
+            else:  # send_signal would collect a process that has ended, with what it used
+                os.kill(one.process.pid, number)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ def apply() -> None:
     cut = data_utils.batch_by_size
     load = LanguageModelingTask.eval_lm_dataloader
     iterate = FairseqTask.get_batch_iterator
+    leave_out = FairseqTask.filter_indices_by_size
 
     @functools.wraps(cut)
     def batch_by_size(indices: Any, *rest: Any, fixed_shapes: Any = None, **kw: Any) -> Any:
@@ -55,6 +56,16 @@ def apply() -> None:
             )
         return load(self, *rest, max_positions=max_positions, **kw)
 
+    @functools.wraps(leave_out)
+    def filter_indices_by_size(
+        self: FairseqTask, indices: Any, dataset: Any, max_positions: Any = None, ignore_invalid_inputs: bool = False
+    ) -> Any:
+        limit = max_positions if isinstance(max_positions, int) else None
+        sizes = getattr(dataset, "sizes", None)
+        if limit is not None and isinstance(sizes, numpy.ndarray) and sizes.ndim == 1:
+            check_lengths(sizes[indices], limit, may_leave_out=ignore_invalid_inputs)
+        return leave_out(self, indices, dataset, max_positions, ignore_invalid_inputs)
+
     @functools.wraps(iterate)
     def get_batch_iterator(self: FairseqTask, dataset: Any, *rest: Any, epoch: int = 1, **kw: Any) -> Any:
         kept = not (kw.get("disable_iterator_cache") or kw.get("update_epoch_batch_itr"))
@@ -67,4 +78,30 @@ def apply() -> None:
 
     data_utils.batch_by_size = batch_by_size
     FairseqTask.get_batch_iterator = get_batch_iterator
+    FairseqTask.filter_indices_by_size = filter_indices_by_size
     LanguageModelingTask.eval_lm_dataloader = eval_lm_dataloader
+
+
+def check_lengths(lengths: numpy.ndarray, limit: int, may_leave_out: bool) -> None:
+    """Refuse samples that are too long where fairseq ends in a traceback.
+
+    Args:
+        lengths: tokens of each sample.
+        limit: the smallest of the model's context and fairseq's limits.
+        may_leave_out: some may be left out, as in training, but not all.
+
+    Raises:
+        UserError: there are some that may not be left out, or nothing is left.
+    """
+    too_long = int((lengths > limit).sum())
+    if too_long == 0 or (may_leave_out and too_long < len(lengths)):
+        return
+    remedy = (
+        "lower --tokens-per-sample, or raise --max-tokens and --max-target-positions"
+        if too_long == len(lengths)
+        else "--skip-invalid-size-inputs-valid-test leaves them out of validation, --sample-break-mode none cuts them"
+    )
+    raise UserError(
+        f"{too_long:,} of {len(lengths):,} samples are longer than {limit} tokens, the longest has {lengths.max()}: "
+        f"{remedy}"
+    )

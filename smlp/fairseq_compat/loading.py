@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.parts import attach
 from smlp.errors import UserError
 from smlp.fairseq_compat.saving import remove_leftovers
@@ -38,7 +39,7 @@ def apply() -> None:
         except Exception as error:  # unpickling arbitrary bytes can raise anything
             if _is_refused_type(error) or not Path(path).is_file():
                 raise
-            raise UserError(damaged(path, error)) from error
+            raise UserError(exported(path) or damaged(path, error)) from error
         if not isinstance(state.get("model"), dict):
             raise UserError(f"{path} is not a fairseq checkpoint: it has no 'model' among its {len(state)} entries")
         check_arch_of(state, path)
@@ -79,6 +80,8 @@ def apply() -> None:
                 raise reason from None
             if isinstance(reason, RuntimeError) and "loading state_dict" in str(reason):
                 raise UserError(unfitting(filename, reason)) from error
+            if isinstance(error, AssertionError) and "does not match; please reset" in str(error):
+                raise UserError(other_optimizer(filename, str(error))) from error
             raise
 
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
@@ -105,11 +108,13 @@ def check_restore_file(cfg: Any, trainer: Any) -> None:
     the save-dir holds checkpoints but not the one that training resumes from.
 
     Raises:
-        UserError: the file named by ``--restore-file`` is missing.
+        UserError: the file named by ``--restore-file`` or ``--finetune-from-model`` is missing.
     """
     from fairseq.file_io import PathManager
 
     suffix = trainer.checkpoint_suffix
+    if cfg.finetune_from_model is not None and not PathManager.exists(cfg.finetune_from_model):
+        raise UserError(f"--finetune-from-model: {missing(cfg.finetune_from_model)}")
     if cfg.restore_file != _DEFAULT_RESTORE_FILE:
         path = cfg.restore_file.replace(".pt", suffix + ".pt")
         if not PathManager.exists(path):
@@ -122,6 +127,16 @@ def check_restore_file(cfg: Any, trainer: Any) -> None:
             logger.warning(f"{last} does not exist: starting from scratch. To go on from {newest}, use --restore-file")
 
 
+def other_optimizer(path: str, said: str) -> str:
+    """The sentence for a checkpoint whose optimizer or criterion was another one."""
+    what, then, now = re.match(r"(\w+) does not match.*\. (\w+) vs (\w+)", said).groups()
+    same = "--optimizer, --bf16 and --fp16" if what == "Optimizer" else "--criterion"
+    return (
+        f"{path} was trained with the {what.lower()} {then}, this run has {now}: give the {same} that it was trained "
+        "with, or --reset-optimizer to begin with new moments"
+    )
+
+
 def missing(path: str) -> str:
     """The sentence for a checkpoint that is not there, with what else its directory holds."""
     directory = Path(path).parent
@@ -132,6 +147,19 @@ def missing(path: str) -> str:
     return f"no checkpoint at {path}: {holds}{', ...' if len(others) > 5 else ''}"
 
 
+def exported(path: str) -> str | None:
+    """The sentence for a whole file of ``smlp checkpoint merge --export``; None for another."""
+    try:
+        if not open_checkpoint(path).is_export:
+            return None
+    except UserError:
+        return None
+    return (
+        f"{path} is an export, which has weights alone: smlp checkpoint merge {path} -o CHECKPOINT.pt makes a "
+        "checkpoint of it that fairseq reads"
+    )
+
+
 def damaged(path: str, error: BaseException) -> str:
     """The sentence for a file that is no complete checkpoint, with its size and a neighbour that can be loaded."""
     size = Path(path).stat().st_size
@@ -139,7 +167,7 @@ def damaged(path: str, error: BaseException) -> str:
     if newest is not None:
         remedy = f"{newest} can be loaded instead (--restore-file to train on, --path to evaluate)"
     else:
-        remedy = f"no other checkpoint in {Path(path).parent} can be loaded"
+        remedy = f"no other checkpoint*.pt in {Path(path).parent} can be loaded"
     reason = type(error).__name__
     return f"{path} ({size:,} bytes) is truncated or is not a checkpoint ({reason} while reading it); {remedy}"
 

@@ -45,11 +45,19 @@ def check_fit(
                 "use the dict.txt that the checkpoint was trained with"
             )
         if len(theirs) == len(ours) == 3 and name.endswith(SPATIAL_WEIGHTS) and theirs[-1] != ours[-1]:
-            prefix = f" after a prefix of {config.prefix_tokens}" if config.prefix_tokens else ""
+            if config.prefix_tokens:
+                raise UserError(
+                    f"the checkpoint predicts {theirs[-1]} positions of a sample, but --tokens-per-sample "
+                    f"{config.max_tokens} with --prefix-fraction {config.moe.prefix_fraction} asks for {ours[-1]} "
+                    f"after a prefix of {config.prefix_tokens}"
+                )
             raise UserError(
                 f"the checkpoint has a context of {theirs[-1]} tokens but --tokens-per-sample asks for a model of "
-                f"{ours[-1]}{prefix}"
+                f"{ours[-1]}"
             )
-        if name.endswith((".router.centroids", ".router.weight")) and theirs[0] != ours[0]:
+        is_of_experts = ".experts." in name or name.endswith((".router.centroids", ".router.weight"))
+        if is_of_experts and theirs[0] != ours[0] and theirs[1:] == ours[1:]:
             raise UserError(f"the checkpoint has {theirs[0]} experts in a layer but --num-experts asks for {ours[0]}")
+        if name.endswith(".heads.weight") and theirs[0] != ours[0] and theirs[1:] == ours[1:]:
+            raise UserError(f"the checkpoint has {theirs[0]} heads in a layer but --num-heads asks for {ours[0]}")
         raise UserError(f"the checkpoint does not fit the model: {name} has shape {theirs}, the model needs {ours}")

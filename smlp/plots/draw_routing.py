@@ -120,12 +120,15 @@ def draw_features(counts: FeatureCounts, model_name: str, text: str) -> Figure:
     shares_HE = counts.shares_HE[:, experts]
     features = np.lexsort((-shares_HE.max(axis=1), shares_HE.argmax(axis=1)))
     agreement_H = counts.agreement_H
+    agreement = (
+        f"two sequences send a feature to the same expert: {agreement_H.mean():.0%} of the time (at random "
+        f"{1 / num_experts:.0%})"
+    )
     figure = new_figure(
         11.5,
         2.1 + float(np.clip(0.24 * num_experts, 1.8, 9.0)),
         f"{model_name}, {counts.name}, {counts.routing} routing: where the {num_features} features go\n"
-        f"{text}; two sequences send a feature to the same expert: {agreement_H.mean():.0%} of the time (at random "
-        f"{1 / num_experts:.0%})",
+        f"{text}; {agreement if counts.num_seqs > 1 else 'one sequence'}",
     )
     map_axes, side = figure.subplots(1, 2, width_ratios=[3.2, 1])
     image = map_axes.imshow(

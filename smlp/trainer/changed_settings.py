@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
+
+from omegaconf import open_dict
 
 from smlp.checkpoint.opened import check_is_ours, config_of
 from smlp.config import ModelConfig, differences, flatten
@@ -24,6 +28,8 @@ _WITHOUT_EFFECT = {
     *("embed_init_std", "spatial_init_scale", "spatial_bias_init", "centroid_init_gain"),
     *("checkpoint_activations", "overlap_chunks"),
 }
+#: what made a part of a trained model that a checkpoint brings along: the table of hash routing
+_BROUGHT_ALONG = ("hash_kind", "hash_seed")
 #: configurations of the checkpoints that are read while a trainer loads one
 _read: ContextVar[list[ModelConfig]] = ContextVar("_read")
 
@@ -52,9 +58,10 @@ def apply() -> None:
         finally:
             _read.reset(token)
         core = core_of(self.get_model())
-        if core is not None and configs and self.is_data_parallel_master:
+        if core is not None and configs:
+            _keep_brought_along(self, configs[0], core.config, filename)
             changed = changed_settings(configs[0], core.config)
-            if changed is not None:
+            if changed is not None and self.is_data_parallel_master:
                 logger.warning(f"{filename} was trained with {changed}")
         return extra_state
 
@@ -66,11 +73,28 @@ def changed_settings(then: ModelConfig, now: ModelConfig) -> str | None:
     """What a model was trained with and what it goes on with, where that makes another model of it; None if nothing."""
     before, after = flatten(then), flatten(now)
     without = {*_WITHOUT_EFFECT, *ignored_settings(now, before)}
-    names = [name for name in differences(now, then) if name not in without]
+    names = [name for name in differences(now, then) if name not in (*without, *_BROUGHT_ALONG)]
     if not names:
         return None
     values = [", ".join(f"{name}={some.get(name)}" for name in names) for some in (before, after)]
     return f"{values[0]}; this run goes on with {values[1]}"
+
+
+def _keep_brought_along(trainer: Any, then: ModelConfig, now: ModelConfig, filename: str) -> None:
+    """Writes down, for the checkpoints to come, what the tables of this one were made with; says what has no effect."""
+    if not then.moe.router == now.moe.router == "hash" or not then.num_sparse_layers:
+        return
+    made_with = {name: getattr(then.moe, name) for name in _BROUGHT_ALONG}
+    unused = {name: value for name in made_with if (value := getattr(now.moe, name)) != made_with[name]}
+    if not unused:
+        return
+    options = trainer.cfg.model
+    with nullcontext() if isinstance(options, Namespace) else open_dict(options):
+        for name in unused:
+            setattr(options, name, made_with[name])
+    if trainer.is_data_parallel_master:
+        shown = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in unused.items())
+        logger.warning(f"{shown} has no effect: tokens go to experts by the table that {filename} brings along")
 
 
 def _config_in(state: Mapping[str, Any], path: str) -> ModelConfig | None:

@@ -245,6 +245,8 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
     if state == DONE:
         expected = ("train.log", "scores.json", "data_order.jsonl")
         notes += [f"{name} is missing" for name in expected if not (folder / name).is_file()]
+        if log and read_timeline(log) is None:
+            notes.append("train.log does not say how long it trained")
     notes += _diverged(scores)
     return Run(
         model,
