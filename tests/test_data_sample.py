@@ -200,6 +200,20 @@ def test_documents_that_cannot_be_read_are_counted(tmp_path):
     assert manifest["counts"]["documents_in"] == 10
 
 
+def test_the_remedy_of_a_mistake_can_be_followed(corpus, tmp_path, capsys):
+    """What was surveyed is kept, until something is written that depends on the rest."""
+    assert sample(corpus, tmp_path / "out", "--budget", "1M", *NO_SPLITS) is None
+    assert "more than the" in capsys.readouterr().err
+    surveyed = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / ".state" / "survey").iterdir()}
+    assert sample(corpus, tmp_path / "out", "--budget", "1M", "--unit", "bytes", *NO_SPLITS) is None
+    assert "unit was 'words', now 'bytes'" in capsys.readouterr().err
+    small = ["--budget", "500", *NO_SPLITS]
+    assert sample(corpus, tmp_path / "out", *small) == sample(corpus, tmp_path / "straight", *small)
+    assert {path: path.stat().st_mtime_ns for path in surveyed} == surveyed
+    assert sample(corpus, tmp_path / "out", "--budget", "400", *NO_SPLITS) is None
+    assert "budget was 500, now 400" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

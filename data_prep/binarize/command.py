@@ -141,7 +141,7 @@ def _merge(
             what = f"{empty} of {len(own)} shards of {split} are" if len(own) > 1 else f"{split} is"
             raise UserError(
                 f"{what} empty: there are too few documents (or parts, which are dealt out where lines are read): "
-                "lower --shards or --part-bytes, or look at what was dropped"
+                "lower --shards or --part-bytes (with --restart), or look at what was dropped"
             )
         plans += parts
     merged = run_parts(run, "merge", plans, merge_part).results

@@ -75,7 +75,9 @@ class Finished:
     failed: list[str] = field(default_factory=list)
 
 
-def begin(run: Run, step: str, settings: dict[str, Any], restart: bool = False) -> None:
+def begin(
+    run: Run, step: str, settings: dict[str, Any], restart: bool = False, until_written: Sequence[str] = ()
+) -> None:
     """Prepares the step's folder: new, or with work of an earlier run with the same settings, which is kept.
 
     Args:
@@ -83,6 +85,7 @@ def begin(run: Run, step: str, settings: dict[str, Any], restart: bool = False) 
         step: its name.
         settings: all that its output depends on, inputs' paths included.
         restart: throw away what an earlier run with other settings left.
+        until_written: settings that nothing depends on before the step writes its first file into the folder.
 
     Raises:
         UserError: the folder was made by another step or with other settings, or holds something else.
@@ -94,7 +97,10 @@ def begin(run: Run, step: str, settings: dict[str, Any], restart: bool = False) 
     holds_files = run.out.is_dir() and any(path.name != STATE for path in run.out.iterdir())
     if record.is_file():
         found = json.loads(record.read_text(encoding="utf-8"))
-        if found != wanted:
+        may_differ = () if holds_files else until_written
+        if found != wanted and _without(found, may_differ) == _without(wanted, may_differ):
+            write_bytes(record, json.dumps(wanted, indent=1).encode())
+        elif found != wanted:
             if not restart:
                 raise UserError(
                     f"{run.out} holds work of 'smlp data {found['step']}' with other settings "
@@ -106,6 +112,11 @@ def begin(run: Run, step: str, settings: dict[str, Any], restart: bool = False) 
         raise UserError(f"--out {run.out} holds files of something else: name a new or empty folder")
     if not record.is_file():
         write_bytes(record, json.dumps(wanted, indent=1).encode())
+
+
+def _without(record: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    settings = {name: value for name, value in record["settings"].items() if name not in names}
+    return {**record, "settings": settings}
 
 
 def _throw_away(out: Path) -> None:
@@ -173,10 +184,14 @@ def _remove_others(out: Path, state: Path, parts: Sequence[Part], stored: Sequen
     """Removes what an earlier run wrote for inputs that are gone: later steps read whatever lies in the folder."""
     ours = {output["name"] for row in stored for output in row["outputs"]}
     for path in set(state.glob("*.json")) - {state / f"{part.name}.json" for part in parts}:
-        for output in json.loads(path.read_text(encoding="utf-8"))["outputs"]:
+        try:
+            outputs = json.loads(path.read_text(encoding="utf-8"))["outputs"]
+        except FileNotFoundError:  # another share was faster
+            continue
+        for output in outputs:
             if output["name"] not in ours:
                 (out / output["name"]).unlink(missing_ok=True)
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def is_done(run: Run, phase: str, part: Part, depends: Any = None) -> bool:

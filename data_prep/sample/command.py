@@ -52,6 +52,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
 
 
+#: settings that the survey of the documents does not depend on, what is made of it does
+_OF_THE_PLAN = ("fraction", "valid", "test", "budget", "weights", "repeat", "compress")
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the step."""
     from data_prep.flow.reporting import report
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         "tokenizer": tokenizer_setting(args.tokenizer) if args.tokenizer else None,
     }
     work, parts = run_of(args), parts_of(args)
-    begin(work, "sample", settings, args.restart)
+    begin(work, "sample", settings, args.restart, until_written=_OF_THE_PLAN)
     common = {"reading": reading_of(args), "measure": Measure(args.unit, args.tokenizer), "seed": args.seed}
     with report("sample", work) as done:
         surveyed = run_parts(work, "survey", parts, partial(survey_part, **common))

@@ -35,6 +35,9 @@ def dry_run(path: Path, out: Path) -> int:
             check_text(experiment.text)
         print(f"no data yet: {vocab_size:,} pieces are assumed, and validations are not in the time")
     data = argument(experiment, folder)
+    tasks = experiment.evaluation.zeroshot_data
+    if tasks is not None and not tasks.is_dir():
+        print(f"no tasks yet: there is no folder {tasks} (evaluate.zeroshot.data), and the run will need it")
     models = plan(experiment, data, vocab_size)
     place, gpus = experiment.place, num_gpus()
     is_here = place.where == "local" and (place.device != "gpu" or gpus > 0)
