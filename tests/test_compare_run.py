@@ -174,6 +174,9 @@ def test_a_dry_run_names_the_data_that_there_will_be(tmp_path, capsys):
     path.write_text(FILE.replace("data: DATA", f"text: {{files: [{text}], vocab_size: 64}}"))
     assert dry_run(path, tmp_path / "out") == 0
     assert f"smlp train {tmp_path}/out/data --task" in capsys.readouterr().out
-    path.write_text(FILE.replace("DATA", f"{tmp_path}/later\nvocab_size: 64"))
+    later = FILE.replace("DATA", f"{tmp_path}/later\nvocab_size: 64")
+    path.write_text(later.replace("validations: 2", f"validations: 2, zeroshot: {{data: {tmp_path}/tasks}}"))
     assert dry_run(path, tmp_path / "out") == 0
-    assert f"smlp train {tmp_path}/later --task" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"smlp train {tmp_path}/later --task" in shown
+    assert f"no tasks yet: there is no folder {tmp_path}/tasks (evaluate.zeroshot.data)" in shown

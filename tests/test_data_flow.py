@@ -17,8 +17,9 @@ from running import REPOSITORY
 from data_prep.flow.documents import Defect, Loss, Reading, Record, documents_in, read
 from data_prep.flow.manifest import Counts, PartResult, read_manifest, write_manifest
 from data_prep.flow.parts import find_files, left_out, plan_parts
-from data_prep.flow.running import PartFailed, Run, _lock, begin, is_done, run_parts
+from data_prep.flow.running import Run, _lock, begin, is_done, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream, write_bytes, write_stream
+from data_prep.flow.workers import PartFailed
 from smlp.errors import UserError
 
 SUFFIXES = ["", ".gz", ".zst", ".xz", ".bz2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from running import TINY_LM, USER_DIR, Finished
 
 from smlp.errors import UserError
 from smlp.fairseq_compat.data import check_dictionary, check_split, check_text
+from smlp.fairseq_compat.loading import check_restore_file
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -139,6 +141,16 @@ def test_bad_input_leaves_everything_in_place(refused, broken: Path) -> None:
     assert (broken / "corrupted_last" / "checkpoint_last.pt").stat().st_size == 20000
     torch.load(broken / "corrupted_last" / "checkpoint_best.pt")
     assert not list((broken / "save").rglob("*.pt"))
+
+
+def test_a_finetuned_run_goes_on_without_what_it_began_with(tmp_path: Path) -> None:
+    """Only its first start reads that."""
+    options = {"restore_file": "checkpoint_last.pt", "finetune_from_model": str(tmp_path / "gone.pt")}
+    cfg = SimpleNamespace(save_dir=str(tmp_path), no_last_checkpoints=False, **options)
+    with pytest.raises(UserError, match="--finetune-from-model: no checkpoint at .*gone.pt"):
+        check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
+    (tmp_path / "checkpoint_last.pt").touch()
+    check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
 
 
 @pytest.mark.parametrize("name", ["truncated.pt", "garbage.pt", "empty.pt", "other.pt"])

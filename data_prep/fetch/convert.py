@@ -16,8 +16,8 @@ from data_prep.fetch.source import Hub
 from data_prep.flow.documents import Defect, Loss, Reading, Record, read
 from data_prep.flow.manifest import PartResult
 from data_prep.flow.parts import Part
-from data_prep.flow.running import PartFailed
 from data_prep.flow.streams import COMPRESSIONS, sha256_of, suffix_of
+from data_prep.flow.workers import PartFailed
 
 REQUEST = ".request.json"
 _FORMATS = re.compile(r"\.(xml|warc|jsonl|json|txt|parquet)(?=[-.]|$)|\.(gz|bz2|xz|zst)$")

@@ -10,7 +10,7 @@ from typing import Any
 from data_prep.fetch.source import Hub
 from data_prep.flow.documents import Loss, Reading, Record, document_of_row
 from data_prep.flow.parts import Part
-from data_prep.flow.running import PartFailed
+from data_prep.flow.workers import PartFailed
 from smlp.errors import UserError
 
 

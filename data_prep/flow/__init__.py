@@ -1,6 +1,6 @@
 """What every step of ``smlp data`` is made of: streams, documents, parts, manifests, workers.
 
-A step reads files of documents (:mod:`.documents`), cut into parts (:mod:`.parts`), works on the parts in parallel
-(:mod:`.running`), writes each of its files whole or not at all (:mod:`.streams`), and says in ``manifest.json`` what
-went in and what came out (:mod:`.manifest`).
+A step reads files of documents (:mod:`.documents`), cut into parts (:mod:`.parts`), works on each part once
+(:mod:`.running`), in parallel (:mod:`.workers`), writes each of its files whole or not at all (:mod:`.streams`), and
+says in ``manifest.json`` what went in and what came out (:mod:`.manifest`).
 """

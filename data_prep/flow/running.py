@@ -9,34 +9,21 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import multiprocessing
-import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
 from data_prep.flow.manifest import MANIFEST, STATE, Counts, PartResult, as_json
 from data_prep.flow.parts import Part
-from data_prep.flow.progress import bytes_bar
 from data_prep.flow.streams import PARTIAL, sha256_of, write_bytes
+from data_prep.flow.workers import work_on
 from smlp.errors import UserError
 
 LOCK = "lock"
-POLL_SECONDS = 0.5
-
-_bytes_done: Any = None  # of a worker: the counter that all share
-
-
-class PartFailed(Exception):
-    """Raised by a work: this part cannot be done now, the others can. The message is one sentence that names it."""
 
 
 class Work(Protocol):
@@ -166,12 +153,13 @@ def run_parts(
         mine = [part for position, part in enumerate(parts) if position % number == index]
         key = _key(depends)
         todo = [part for part in mine if _stored(run.out, state, part, key, temporary) is None]
-        failed: dict[str, str] = {}
+        failed: dict[str, str] = {}  # by the part's name
         if todo:
             (run.out / MANIFEST).unlink(missing_ok=True)  # its presence says that the step is finished
             todo = [part for part in mine if _stored(run.out, state, part, key, temporary) is None]
+            before = f", {len(mine) - len(todo)} done before" if len(todo) < len(mine) else ""
             do_part = partial(_do_part, out=run.out, phase=phase, work=work, key=key)
-            _work_on(run, phase, todo, do_part, len(mine) - len(todo), failed)
+            failed = work_on(todo, do_part, run.workers, f"{phase} ({len(todo)} parts{before})", run.quiet)
     stored = [_stored(run.out, state, part, key, temporary) for part in parts]
     missing = sum(row is None for row in stored)
     if missing:
@@ -223,76 +211,6 @@ def _lock(run: Run) -> Iterator[None]:
         yield
 
 
-def _work_on(
-    run: Run, phase: str, parts: list[Part], do_part: Callable[[Part], None], done: int, failed: dict[str, str]
-) -> None:
-    """Works on ``parts``; ``failed`` takes the names of those that raised PartFailed, and what they said."""
-    total = sum(part.num_bytes for part in parts)
-    label = f"{phase} ({len(parts)} parts" + (f", {done} done before)" if done else ")")
-    with bytes_bar(total, label, run.quiet) as bar:
-        if run.workers == 1 or len(parts) == 1:
-            for part in parts:
-                try:
-                    do_part(part)
-                except PartFailed as error:
-                    failed[part.name] = str(error)
-                bar.update(part.num_bytes)
-            return
-        _in_processes(run, parts, do_part, bar, failed)
-
-
-def _in_processes(
-    run: Run, parts: list[Part], do_part: Callable[[Part], None], bar: Any, failed: dict[str, str]
-) -> None:
-    context = multiprocessing.get_context("spawn")
-    counter = context.Value("q", 0)
-    waiting = sorted(parts, key=lambda part: -part.num_bytes)  # the longest first: the end is not one long part
-    errors: list[BaseException] = []
-    running: dict[Future, Part] = {}
-    shown = 0
-    with ProcessPoolExecutor(
-        min(run.workers, len(parts)), mp_context=context, initializer=_begin_worker, initargs=(counter,)
-    ) as pool:
-        try:
-            while running or (waiting and not errors):
-                while waiting and not errors and len(running) < run.workers:
-                    part = waiting.pop(0)
-                    running[pool.submit(do_part, part)] = part
-                finished, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    part = running.pop(future)
-                    error = future.exception()
-                    if isinstance(error, BrokenProcessPool):
-                        names = ", ".join(sorted({str(part.path), *(str(other.path) for other in running.values())}))
-                        raise UserError(
-                            f"a worker was killed (out of memory?) at {names}; what is finished is kept: run the "
-                            f"same command again, with fewer --workers than {run.workers} if memory was short"
-                        ) from None
-                    if isinstance(error, PartFailed):
-                        failed[part.name] = str(error)
-                    elif error is not None:
-                        errors.append(error)
-                bar.update(counter.value - shown)
-                shown = counter.value
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    if errors:
-        raise errors[0]
-
-
-def _begin_worker(counter: Any) -> None:
-    global _bytes_done
-    _bytes_done = counter
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A worker whose parent was killed would go on writing beside those of the repeated command, and wait forever."""
-    connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
-
-
 def _do_part(part: Part, out: Path, phase: str, work: Work, key: str) -> None:
     before = part.path.stat()
     result = work(part, out)
@@ -308,9 +226,6 @@ def _do_part(part: Part, out: Path, phase: str, work: Work, key: str) -> None:
         "counts": result.counts.to_json(),
     }
     write_bytes(out / STATE / phase / f"{part.name}.json", as_json(row))
-    if _bytes_done is not None:
-        with _bytes_done.get_lock():
-            _bytes_done.value += part.num_bytes
 
 
 def _identity(part: Part) -> dict[str, Any]:

@@ -113,14 +113,14 @@ def check_restore_file(cfg: Any, trainer: Any) -> None:
     from fairseq.file_io import PathManager
 
     suffix = trainer.checkpoint_suffix
-    if cfg.finetune_from_model is not None and not PathManager.exists(cfg.finetune_from_model):
-        raise UserError(f"--finetune-from-model: {missing(cfg.finetune_from_model)}")
     if cfg.restore_file != _DEFAULT_RESTORE_FILE:
         path = cfg.restore_file.replace(".pt", suffix + ".pt")
         if not PathManager.exists(path):
             raise UserError(missing(path))
         return
     last = Path(cfg.save_dir) / f"checkpoint_last{suffix}.pt"
+    if cfg.finetune_from_model is not None and not last.exists() and not PathManager.exists(cfg.finetune_from_model):
+        raise UserError(f"--finetune-from-model: {missing(cfg.finetune_from_model)}")
     if not cfg.no_last_checkpoints and not last.exists():
         newest = newest_loadable(last)
         if newest is not None:
