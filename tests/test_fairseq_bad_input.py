@@ -147,7 +147,7 @@ def test_a_finetuned_run_goes_on_without_what_it_began_with(tmp_path: Path) -> N
     """Only its first start reads that."""
     options = {"restore_file": "checkpoint_last.pt", "finetune_from_model": str(tmp_path / "gone.pt")}
     cfg = SimpleNamespace(save_dir=str(tmp_path), no_last_checkpoints=False, **options)
-    with pytest.raises(UserError, match="--finetune-from-model: no checkpoint at .*gone.pt"):
+    with pytest.raises(UserError, match=r"--finetune-from-model: no checkpoint at .*gone\.pt"):
         check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
     (tmp_path / "checkpoint_last.pt").touch()
     check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
