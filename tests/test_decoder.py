@@ -146,6 +146,12 @@ def test_no_earlier_token_is_computed_again(monkeypatch):
     assert rows and max(rows) == 1, "a step must run one token through every channel projection"
 
 
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in ("partial", "leaky")])
+def test_sequences_of_no_tokens(variant):
+    model = make(variant).train()
+    assert model(random_tokens(3, 12)[:, :0]).logits.shape == (3, 0, model.config.vocab_size)
+
+
 @pytest.mark.parametrize("variant", ["smlp", "gshard", "gmlp_moe"])
 def test_what_does_not_continue_a_state_is_refused(variant):
     model, tokens = make(variant), random_tokens(3, 8)

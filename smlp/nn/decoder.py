@@ -171,10 +171,11 @@ class Decoder(nn.Module):
         context = context or ForwardContext()
         context.state = state
         context.tokens_Bn = tokens_Bn
-        if self.training and tokens_Bn.size(0) and tokens_Bn.size(1) <= self.config.prefix_tokens:
+        prefix = self.config.prefix_tokens
+        if self.training and tokens_Bn.size(0) and prefix and tokens_Bn.size(1) <= prefix:
             raise UserError(
                 f"a sequence of {tokens_Bn.size(1)} tokens has none to learn from: the first "
-                f"{self.config.prefix_tokens} only choose experts; give batches with longer sequences"
+                f"{prefix} only choose experts; give batches with longer sequences"
             )
         if not tokens_Bn.is_meta:
             context.valid_Bn = self._valid(tokens_Bn)

@@ -71,6 +71,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     check_backend(cfg, has_cuda)
     check_profiling(cfg)
     check_adam(cfg)
+    check_update_freq(cfg)
     num_experts = num_experts_of(cfg.model)
     asked = getattr(cfg.model, "expert_parallel_size", None)
     if num_experts and ExpertLayout(num_experts, num_ranks, 0, asked).group_size > 1:
@@ -104,6 +105,17 @@ def check_profiling(cfg: Any) -> None:
     existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to --profile-dir {folder}: {existing} is not a folder that can be written to")
+
+
+def check_update_freq(cfg: Any) -> None:
+    """Refuses updates of no batch; fairseq divides by their number.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    numbers = list(cfg.optimization.update_freq)
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"--update-freq must be at least 1, got {','.join(map(str, numbers))}")
 
 
 def check_adam(cfg: Any) -> None:
