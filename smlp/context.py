@@ -6,6 +6,7 @@ Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``T`` th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ class DecodingState:
     @property
     def num_seqs(self) -> int | None:
         """B, or None before the first tokens."""
-        kept = next(iter([*self._buffers.values(), *self._values.values()]), None)
+        kept = self._some_tensor()
         return None if kept is None else kept.size(0)
 
     def check(self, num_seqs: int, num_new: int) -> None:
@@ -46,8 +47,9 @@ class DecodingState:
         Raises:
             UserError: it is of another number of sequences, or has no room for so many positions.
         """
-        if self.num_seqs not in (None, num_seqs):
-            raise UserError(f"a decoding state of {self.num_seqs} sequences cannot be continued with {num_seqs}")
+        own = self.num_seqs
+        if own not in (None, num_seqs):
+            raise UserError(f"a decoding state of {own} sequences cannot be continued with {num_seqs}")
         if self.capacity is not None and self.length + num_new > self.capacity:
             raise UserError(
                 f"a decoding state with room for {self.capacity} positions cannot take {num_new} tokens after "
@@ -102,10 +104,14 @@ class DecodingState:
 
     def clone(self) -> DecodingState:
         """An independent copy, to continue one prompt in several ways."""
-        if self.num_seqs is None:
+        kept = self._some_tensor()
+        if kept is None:
             return DecodingState(self.capacity)
-        device = next(iter([*self._buffers.values(), *self._values.values()])).device
-        return self.select(torch.arange(self.num_seqs, device=device))
+        return self.select(torch.arange(kept.size(0), device=kept.device))
+
+    def _some_tensor(self) -> Tensor | None:
+        """One of those kept, all of which are of the same sequences; None before the first tokens."""
+        return next(itertools.chain(self._buffers.values(), self._values.values()), None)
 
 
 @dataclass(frozen=True)

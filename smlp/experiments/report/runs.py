@@ -239,13 +239,14 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
     record = read_json(folder / "run.json", notes) or {}
     state = record.get("state", "unknown") if folder.is_dir() else MISSING
     log = log_records(folder / "train.log") if (folder / "train.log").is_file() else []
+    timeline = read_timeline(log)
     order = read_json_lines(folder / "data_order.jsonl", notes)
     scores = read_json(folder / "scores.json", notes)
     environments = tuple(read_json_lines(folder / "environment.jsonl", notes))
     if state == DONE:
         expected = ("train.log", "scores.json", "data_order.jsonl")
         notes += [f"{name} is missing" for name in expected if not (folder / name).is_file()]
-        if log and read_timeline(log) is None:
+        if log and timeline is None:
             notes.append("train.log does not say how long it trained")
     notes += _diverged(scores)
     return Run(
@@ -257,7 +258,7 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
         tuple(notes),
         record,
         curve_of(log, model.name, subset),
-        read_timeline(log),
+        timeline,
         logged_seconds(log),
         {update: line for update, (line, _) in training_lines(log).items()},
         tuple(read_json_lines(folder / "router_health.jsonl", notes)),
