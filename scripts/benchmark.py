@@ -16,27 +16,32 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-from benchmarks import (
+from smlp.launch.cores import let_waiting_threads_sleep
+
+let_waiting_threads_sleep()  # as in training; torch reads this when it is imported
+
+import torch  # noqa: E402
+from benchmarks import (  # noqa: E402
     assignment,
     decoding,
     experts,
     growth,
     limits,
     memory,
+    neighbour,
     peers,
     scoring,
     spatial,
     startup,
     updates,
 )
-from benchmarks.report import Row, as_json, as_markdown, as_text, machine
-from benchmarks.settings import Settings
+from benchmarks.report import Row, as_json, as_markdown, as_text, machine  # noqa: E402
+from benchmarks.settings import Settings  # noqa: E402
 
-from smlp.accounting.matmul_rate import matmul_rate
-from smlp.ops.fast_paths import reference_ops
-from smlp.ops.onednn import faster_than_mkl
-from smlp.trainer.memory import keep_freed_memory
+from smlp.accounting.matmul_rate import matmul_rate  # noqa: E402
+from smlp.ops.fast_paths import reference_ops  # noqa: E402
+from smlp.ops.onednn import faster_than_mkl  # noqa: E402
+from smlp.trainer.memory import keep_freed_memory  # noqa: E402
 
 SECONDS_FOR_LIMIT = 2.0
 SECTIONS = {
@@ -49,6 +54,7 @@ SECTIONS = {
     "growth": growth,
     "memory": memory,
     "startup": startup,
+    "neighbour": neighbour,
 }
 
 

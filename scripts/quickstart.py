@@ -28,6 +28,7 @@ from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.curves import draw_curves, read_training_log
 from smlp.evaluation.ngram import NGramModel
 from smlp.evaluation.perplexity import Perplexity, measure_text
+from smlp.launch.cores import let_waiting_threads_sleep
 from smlp.tokenizer import Vocabulary
 
 MODELS = ("smlp_tiny", "gmlp_lm_tiny")
@@ -170,6 +171,7 @@ def positive(text: str) -> int:
 
 
 def main() -> None:
+    let_waiting_threads_sleep()  # in the commands that are started here
     parser = argparse.ArgumentParser(prog="bash scripts/quickstart.sh", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", nargs="+", metavar="FILE", help="train on these UTF-8 files instead")

@@ -16,7 +16,10 @@ from running import TINY_LM, Finished, run_python
 from slurm_variables import LAST_TASK
 
 from smlp.cli.local_ranks import check_nproc, read_launch_options
+from smlp.cli.main import main
 from smlp.errors import UserError
+from smlp.fairseq_compat import startup
+from smlp.launch import cores
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 pytestmark = pytest.mark.timeout(120)
@@ -72,6 +75,56 @@ def test_threads_share_the_cores(monkeypatch) -> None:
     monkeypatch.setattr(local, "num_cores", lambda: 8)
     assert local.rank_environment(3)["OMP_NUM_THREADS"] == "2"
     assert local.rank_environment(16)["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_quota_of_a_container_limits_the_cores(tmp_path: Path) -> None:
+    """cgroups of version 2, of version 1, and with a name that only the host knows; the strictest limit counts."""
+    membership, cgroups = tmp_path / "cgroup", tmp_path / "fs"
+    (cgroups / "outer" / "inner").mkdir(parents=True)
+    membership.write_text("0::/outer/inner\n")
+    assert cores.cpu_quota(cgroups, membership) >= 2**31
+    (cgroups / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
+    assert cores.cpu_quota(cgroups, membership) >= 2**31
+    (cgroups / "outer" / "cpu.max").write_text("150000 100000\n")
+    assert cores.cpu_quota(cgroups, membership) == 1.5
+    (cgroups / "cpu").mkdir()
+    (cgroups / "cpu" / "cpu.cfs_quota_us").write_text("300000\n")
+    (cgroups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    membership.write_text("4:memory:/docker/1\n1:cpu,cpuacct:/docker/1\n")
+    assert cores.cpu_quota(cgroups, membership) == 3.0
+    (cgroups / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    assert cores.cpu_quota(cgroups, membership) >= 2**31
+    assert cores.cpu_quota(cgroups, tmp_path / "none") >= 2**31
+
+
+def test_threads_beyond_the_quota_are_left_out(monkeypatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: 1.5)
+    assert cores.num_cores() == 1
+    taken = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    startup.limit_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")  # the user's own setting wins
+    startup.limit_threads()
+    assert taken == [1]
+
+
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
+def test_waiting_threads_of_the_command_and_its_children_sleep(given: dict[str, str], monkeypatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert main(["user-dir"]) == 0
+    expected = given or {"GOMP_SPINCOUNT": str(cores.SPIN_COUNT)}
+    assert {name: os.environ[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in os.environ} == expected
+
+
+def test_the_command_sets_its_threads_before_torch_is_imported() -> None:
+    code = "import sys; import smlp.cli.main; sys.exit('torch' in sys.modules)"
+    assert run_python("-c", code).rc == 0
 
 
 def test_a_rank_that_fails_ends_the_others_and_gives_the_status(tmp_path: Path) -> None:

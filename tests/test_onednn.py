@@ -86,7 +86,7 @@ def test_only_the_gradients_that_are_wanted(learnt, every_product):
 @pytest.mark.parametrize("num_seqs", [0, 1, 2])
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_spatial_projection(num_seqs, num_heads, every_product, monkeypatch):
-    monkeypatch.setattr(spatial, "triangle_leaf", lambda num_tokens: 2)
+    monkeypatch.setattr(spatial, "triangle_strip", lambda num_tokens: 2)
     x, weight, bias = torch.randn(num_seqs, 7, num_heads, 5), torch.randn(num_heads, 9, 9), torch.randn(num_heads, 9)
     weight += torch.full((9, 9), 1e30).triu(1)
     compare(causal_spatial_projection, spatial_reference, [x, weight, bias])

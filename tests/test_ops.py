@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comparing import assert_same, feed_forward_reference, spatial_reference
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smlp.ops import (
     ACTIVATION_FUNCTIONS,
@@ -19,7 +20,6 @@ from smlp.ops import (
 from smlp.ops.expert_runs import EqualExperts, UnequalExperts
 from smlp.ops.fast_paths import reference_ops, takes_bands
 from smlp.ops.tolerances import EXACT, SHARE, largest_share
-from smlp.ops.triangular import halved
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])
@@ -40,10 +40,10 @@ def test_spatial_projection(num_heads, num_tokens):
 
 @pytest.mark.parametrize("num_seqs", [0, 1, 2])
 @pytest.mark.parametrize("num_heads", [1, 3])
-@pytest.mark.parametrize(("num_tokens", "leaf"), [(7, 2), (8, 2), (8, 4), (5, 8), (9, 1), (6, 4)])
-def test_spatial_projection_without_the_empty_half(num_seqs, num_heads, num_tokens, leaf, monkeypatch):
+@pytest.mark.parametrize(("num_tokens", "strip"), [(7, 2), (8, 2), (8, 4), (5, 8), (9, 1), (6, 4)])
+def test_spatial_projection_without_the_empty_half(num_seqs, num_heads, num_tokens, strip, monkeypatch):
     """What is above the diagonal must not take part, be it as large as it may."""
-    monkeypatch.setattr(spatial, "triangle_leaf", lambda num_tokens: leaf)
+    monkeypatch.setattr(spatial, "triangle_strip", lambda num_tokens: strip)
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(num_seqs, num_tokens + 1, num_heads, 6, generator=generator, dtype=torch.double)
     x = whole[:, :-1, :, ::2].detach().requires_grad_()  # not contiguous
@@ -58,16 +58,39 @@ def test_spatial_projection_without_the_empty_half(num_seqs, num_heads, num_toke
     assert torch.equal(above, torch.zeros_like(above)), "weights above the diagonal must get no gradient"
 
 
-def test_halves_cover_the_triangle_once():
-    for num_positions, leaf in [(1024, 128), (1000, 128), (129, 128), (128, 128), (7, 1), (6, 4), (0, 4)]:
-        triangles, squares = halved(num_positions, leaf)
-        covered = torch.zeros(num_positions, num_positions, dtype=torch.long)
-        for first, last in triangles:
-            assert last - first <= leaf
-            covered[first:last, first:last] += 1
-        for (top, bottom), (left, right) in squares:
-            covered[top:bottom, left:right] += 1
-        assert torch.equal(covered.tril(), torch.ones_like(covered).tril()) and not (covered > 1).any()
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_strips_are_few_and_large_products(num_heads, monkeypatch):
+    """Into a result with gaps, torch multiplies matrix by matrix; each product starts and joins all threads."""
+    monkeypatch.setattr(spatial, "triangle_strip", lambda num_tokens: 2)
+    x, weight, bias = torch.randn(4, 8, num_heads, 5), torch.randn(num_heads, 8, 8), torch.randn(num_heads, 8)
+    with ProductSizes() as products:
+        causal_spatial_projection(x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()).sum().backward()
+    strips = 4
+    gradients_of_weights = strips * (4 if num_heads == 1 else 1)  # one matrix for all sequences sums their products
+    assert len(products.sizes) == 2 * strips + gradients_of_weights
+    assert all(contiguous for _, contiguous in products.sizes)
+    multiplied = sum(size for size, _ in products.sizes)
+    assert multiplied == 3 * 4 * num_heads * 5 * (8 * 8 + 2 * 8) // 2, (
+        "half of the square, and half of the diagonal blocks"
+    )
+
+
+class ProductSizes(TorchDispatchMode):
+    """Multiplications of each batched product, and whether its result lies without gaps."""
+
+    #: fast paths are taken as they are without it (smlp/ops/fast_paths.py)
+    any_operator = True
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+            left, right = args[-2:]
+            self.sizes.append((left.numel() * right.size(2), result.is_contiguous()))
+        return result
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 6])

@@ -16,6 +16,7 @@ from typing import Any
 
 from smlp.cli.check_report import OK, PROBLEM, WARNING, Check, report
 from smlp.errors import UserError
+from smlp.launch.cores import num_cores
 
 # Package: (oldest version that can work, newest one the tests ran with). The same twice: exactly this one.
 TESTED = {
@@ -136,7 +137,7 @@ def check_devices() -> Iterator[Check]:
 def check_threads() -> Iterator[Check]:
     import torch
 
-    cores, threads = available_cores(), torch.get_num_threads()
+    cores, threads = num_cores(), torch.get_num_threads()
     detail = f"{cores} cores for this process, {threads} threads in torch"
     if threads > cores:
         yield Check("threads", WARNING, detail, f"set OMP_NUM_THREADS={cores}: threads beyond the cores only wait")
@@ -205,13 +206,6 @@ def check_disk() -> Check:
     if free < LITTLE_DISK:
         return Check("disk", WARNING, detail, "put --save-dir on another disk, or keep fewer: --no-epoch-checkpoints")
     return Check("disk", OK, detail)
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _installed(package: str) -> str | None:

@@ -22,6 +22,7 @@ import sys
 
 from smlp import __version__
 from smlp.errors import ParallelError, UserError
+from smlp.launch.cores import let_waiting_threads_sleep
 
 # name: (module, one line for `smlp --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -49,6 +50,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``smlp ARGV`` and return its exit status."""
+    let_waiting_threads_sleep()
     try:
         status = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled

@@ -17,7 +17,7 @@ from smlp.experiments.plan import Run, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.scores import updates_of
-from smlp.launch.local import num_cores
+from smlp.launch.cores import num_cores
 from smlp.launch.program import this_module, this_program
 from smlp.launch.stop_signals import EXIT_STOPPED
 

@@ -4,7 +4,7 @@
 module below holds one group of remedies, every one with its reason; each changes only the names it lists and leaves
 every other user of the same library function alone.
 
-    startup     imports that take seconds for nothing
+    startup     imports that take seconds for nothing, threads beyond the cores
     logs        silent tools, warning floods, one-line errors
     versions    names that numpy and torch took away
     precision   --bf16 without a TPU, --fp16 without a GPU, unknown --arch

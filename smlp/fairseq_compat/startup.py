@@ -1,18 +1,22 @@
-"""Imports that take seconds and are not used: half of the time from the command to the first update."""
+"""Before the first update: imports that take seconds and are not used, and the number of threads."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 import types
 from collections.abc import Iterator
 
 import torch
 
+from smlp.launch.cores import num_cores
+
 
 def apply() -> None:
     leave_out_compiler()
+    limit_threads()
 
 
 def leave_out_compiler() -> None:
@@ -28,6 +32,12 @@ def leave_out_compiler() -> None:
         function = getattr(getattr(torch.optim.Optimizer, name, None), "__wrapped__", None)
         if function is not None:
             function.__dynamo_disable = function
+
+
+def limit_threads() -> None:
+    """Take no more threads than cores: torch knows a process' affinity but not the CPU quota of its container."""
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > num_cores():
+        torch.set_num_threads(num_cores())
 
 
 class _Later(types.ModuleType):

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import BinaryIO, TextIO
 
+from smlp.launch.cores import num_cores
 from smlp.launch.ports import free_port
 from smlp.launch.stop_signals import EXIT_STOPPED
 
@@ -157,11 +158,6 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-
-
-def num_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _signal_name(number: int) -> str:

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from smlp.ops import onednn
 
-#: positions at the edge of a block on the diagonal, which is computed in full
-TRIANGLE_LEAF = 128
+#: positions in a strip of a causal product; the block of so many on the diagonal is computed in full
+TRIANGLE_STRIP = 128
 #: positions from which a GPU computes a causal product by Triton's kernels; a guess, to be measured on a GPU
 FUSED_TOKENS = 128
 #: what these kernels take
@@ -69,9 +69,9 @@ def allowed(*tensors: Tensor) -> bool:
     )
 
 
-def triangle_leaf(num_tokens: int) -> int | None:
-    """Edge of the diagonal blocks of a causal product over so many positions, where it skips the upper half."""
-    return TRIANGLE_LEAF if num_tokens >= 2 * TRIANGLE_LEAF else None
+def triangle_strip(num_tokens: int) -> int | None:
+    """Positions in a strip of a causal product over so many, or None where the product is taken whole."""
+    return TRIANGLE_STRIP if num_tokens >= 2 * TRIANGLE_STRIP else None
 
 
 def reads_in_place(x_Bnhc: Tensor, start: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smlp.ops.bands import columns_by_bands
-from smlp.ops.fast_paths import BANDS, allowed, fuse, reads_in_place, triangle_leaf
+from smlp.ops.fast_paths import BANDS, allowed, fuse, reads_in_place, triangle_strip
 from smlp.ops.first_use import fused_projection
 from smlp.ops.triangular import TriangularProjection
 
@@ -46,9 +46,9 @@ def causal_spatial_projection(
 def _projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int) -> Tensor:
     """Without a gate, by torch's own products."""
     num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
-    leaf = triangle_leaf(num_tokens)
-    if leaf is not None and start == 0 and allowed(x_Bnhc, weight_hTT, bias_hT):
-        return TriangularProjection.apply(x_Bnhc, weight_hTT, bias_hT, leaf)
+    strip = triangle_strip(num_tokens)
+    if strip is not None and start == 0 and allowed(x_Bnhc, weight_hTT, bias_hT):
+        return TriangularProjection.apply(x_Bnhc, weight_hTT, bias_hT, strip)
     weight_hmn = weight_hTT[:, start:num_tokens, :num_tokens]
     if num_tokens - start > 1:  # a single last row has nothing above the diagonal
         weight_hmn = weight_hmn.tril(diagonal=start)

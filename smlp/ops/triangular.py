@@ -1,14 +1,14 @@
 """Products with lower triangular matrices that skip the empty half, forward and backward.
 
-The triangle is halved again and again: two smaller triangles on the diagonal and a full square below them, down to
-leaves. With leaves of b positions, ``(T + b) / 2T`` of the dense product's work is left, in few and large products.
+The triangle is cut into strips of b rows (or columns) that end at the diagonal. ``(T + b) / 2T`` of the dense product's
+work is left, in few and large products: one call of the library multiplies a strip of all matrices. On a CPU each call
+starts and joins all threads, which is cheap on an idle machine and slow beside other busy programs.
 
-Letters: ``n`` positions, ``G`` products at a time, ``c`` columns of each, ``h`` matrices.
+Letters: ``n`` positions, ``b`` of them in a strip, ``k`` that a strip reads, ``G`` products at a time, ``c`` columns of
+each, ``h`` matrices.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,81 +17,47 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from smlp.ops import onednn
 from smlp.ops.fast_paths import takes_onednn
 
-Span = tuple[int, int]
-
-
-@lru_cache(maxsize=256)
-def halved(num_positions: int, leaf: int) -> tuple[list[Span], list[tuple[Span, Span]]]:
-    """Triangles on the diagonal, first and last + 1, and squares below them, (rows, columns); together all of it."""
-    triangles: list[Span] = []
-    squares: list[tuple[Span, Span]] = []
-
-    def divide(first: int, last: int) -> None:
-        if last - first <= leaf:
-            triangles.append((first, last))
-            return
-        num_leaves = -(-(last - first) // leaf)
-        middle = first + leaf * ((num_leaves + 1) // 2)
-        divide(first, middle)
-        divide(middle, last)
-        squares.append(((middle, last), (first, middle)))
-
-    divide(0, num_positions)
-    return triangles, squares
-
 
 class TriangularProjection(torch.autograd.Function):
-    """``tril(W_i) @ x_i + b_i`` for every head i, with blocks of ``leaf`` positions on the diagonal.
+    """``tril(W_i) @ x_i + b_i`` for every head i, in strips of ``width`` positions.
 
     Shapes are those of :func:`smlp.ops.causal_spatial_projection`.
     One matrix multiplies the sequences where they lie; several take the sequences side by side, each its own columns.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, leaf: int) -> Tensor:
+    def forward(ctx: FunctionCtx, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, width: int) -> Tensor:
         x_Gnc = _grouped(x_Bnhc)
-        num_groups, num_positions, _ = x_Gnc.shape
-        weight_GTT = weight_hTT.expand(num_groups, -1, -1)
-        bias_Gn1 = bias_hT[:, :num_positions, None]
-        out_Gnc = torch.empty_like(x_Gnc)
-        triangles, squares = halved(num_positions, leaf)
-        for first, last in triangles:
-            own = slice(first, last)
-            _multiply(_triangle(weight_hTT, own, num_groups), x_Gnc[:, own], out_Gnc[:, own], plus=bias_Gn1[:, own])
-        for rows, columns in squares:
-            below, above = slice(*rows), slice(*columns)
-            _multiply(weight_GTT[:, below, above], x_Gnc[:, above], out_Gnc[:, below], plus=out_Gnc[:, below])
+        strips = []
+        for first, last in _spans(x_Gnc.size(1), width):
+            rows_hbk = weight_hTT[:, first:last, :last].tril(first)
+            strips.append(_product(rows_hbk, x_Gnc[:, :last], plus=bias_hT[:, first:last, None]))
         ctx.save_for_backward(x_Gnc, weight_hTT)
-        ctx.shape, ctx.leaf = x_Bnhc.shape, leaf
-        return _ungrouped(out_Gnc, x_Bnhc.shape)
+        ctx.shape, ctx.width = x_Bnhc.shape, width
+        return _ungrouped(torch.cat(strips, dim=1), x_Bnhc.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_Bnhc: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x_Gnc, weight_hTT = ctx.saved_tensors
         grad_Gnc = _grouped(grad_Bnhc)
-        num_groups, num_positions, _ = x_Gnc.shape
-        grad_x_Gnc = torch.empty_like(x_Gnc)
-        grad_weight_hTT = torch.empty_like(weight_hTT)
-        grad_weight_hTT[:, num_positions:].zero_()
-        weight_GTT = weight_hTT.expand(num_groups, -1, -1)
-        triangles, squares = halved(num_positions, ctx.leaf)
-        for first, last in triangles:
-            own = slice(first, last)
-            transposed = _triangle(weight_hTT, own, num_groups).transpose(1, 2)
-            _multiply(transposed, grad_Gnc[:, own], grad_x_Gnc[:, own])
-            _outer(grad_Gnc[:, own], x_Gnc[:, own], grad_weight_hTT[:, own, own])
-            grad_weight_hTT[:, own, own].tril_()
-            grad_weight_hTT[:, own, last:].zero_()
-        for rows, columns in squares:
-            below, above = slice(*rows), slice(*columns)
-            transposed = weight_GTT[:, below, above].transpose(1, 2)
-            _multiply(transposed, grad_Gnc[:, below], grad_x_Gnc[:, above], plus=grad_x_Gnc[:, above])
-            _outer(grad_Gnc[:, below], x_Gnc[:, above], grad_weight_hTT[:, below, above])
+        num_positions = x_Gnc.size(1)
+        grad_weight_hTT = torch.zeros_like(weight_hTT)
+        strips = []
+        for first, last in _spans(num_positions, ctx.width):
+            columns_hkb = weight_hTT[:, first:num_positions, first:last].tril()
+            strips.append(_product(columns_hkb.transpose(1, 2), grad_Gnc[:, first:]))
+            grad_rows_hbk = _outer(grad_Gnc[:, first:last], x_Gnc[:, :last], len(weight_hTT))
+            grad_weight_hTT[:, first:last, :last] = grad_rows_hbk.tril_(first)
         grad_bias_hT = torch.zeros_like(weight_hTT[:, 0])
         grad_bias_Gn = grad_Gnc.sum(dim=2)
         grad_bias_hT[:, :num_positions] = grad_bias_Gn.sum(dim=0) if ctx.shape[2] == 1 else grad_bias_Gn
-        return _ungrouped(grad_x_Gnc, ctx.shape), grad_weight_hTT, grad_bias_hT, None
+        return _ungrouped(torch.cat(strips, dim=1), ctx.shape), grad_weight_hTT, grad_bias_hT, None
+
+
+def _spans(num_positions: int, width: int) -> list[tuple[int, int]]:
+    """First and last + 1 position of each strip."""
+    return [(first, min(first + width, num_positions)) for first in range(0, num_positions, width)]
 
 
 def _grouped(x_Bnhc: Tensor) -> Tensor:
@@ -109,34 +75,23 @@ def _ungrouped(x_Gnc: Tensor, shape: torch.Size) -> Tensor:
     return x_Gnc.view(num_heads, num_positions, num_seqs, width).permute(2, 1, 0, 3)
 
 
-def _triangle(weight_hTT: Tensor, own: slice, num_groups: int) -> Tensor:
-    """A diagonal block without what is above the diagonal, for each product."""
-    return weight_hTT[:, own, own].tril().expand(num_groups, -1, -1)
+def _product(left_hmk: Tensor, right_Gkc: Tensor, plus: Tensor | None = None) -> Tensor:
+    """``left @ right + plus``, (G, m, c), a new tensor: into one that has gaps, torch multiplies matrix by matrix."""
+    left_Gmk = left_hmk.expand(len(right_Gkc), -1, -1)
+    if takes_onednn(left_hmk.size(1) * right_Gkc.shape[1:].numel(), left_hmk, right_Gkc):
+        product_Gmc = right_Gkc.new_empty(len(right_Gkc), left_hmk.size(1), right_Gkc.size(2))
+        for left_mk, right_kc, product_mc in zip(left_Gmk, right_Gkc, product_Gmc, strict=True):
+            product_mc.copy_(onednn.product(left_mk, right_kc))
+        return product_Gmc if plus is None else product_Gmc.add_(plus)
+    return torch.bmm(left_Gmk, right_Gkc) if plus is None else torch.baddbmm(plus, left_Gmk, right_Gkc)
 
 
-def _multiply(left_Gmn: Tensor, right_Gnc: Tensor, out_Gmc: Tensor, plus: Tensor | None = None) -> None:
-    """``left @ right + plus`` into ``out``, which may be ``plus``."""
-    if takes_onednn(left_Gmn.size(1) * right_Gnc.shape[1:].numel(), left_Gmn, right_Gnc):
-        plus_Gmc = None if plus is None else plus.expand_as(out_Gmc)
-        for number, (left_mn, right_nc, out_mc) in enumerate(zip(left_Gmn, right_Gnc, out_Gmc, strict=True)):
-            product_mc = onednn.product(left_mn, right_nc)
-            if plus_Gmc is None:
-                out_mc.copy_(product_mc)
-            else:
-                torch.add(plus_Gmc[number], product_mc, out=out_mc)
-    elif plus is None:
-        torch.bmm(left_Gmn, right_Gnc, out=out_Gmc)
-    else:
-        torch.baddbmm(plus, left_Gmn, right_Gnc, out=out_Gmc)
-
-
-def _outer(left_Gmc: Tensor, right_Gnc: Tensor, out_hmn: Tensor) -> None:
-    """``left @ right^T`` into ``out``; summed over the products where they share one matrix."""
-    if out_hmn.size(0) == left_Gmc.size(0):
-        _multiply(left_Gmc, right_Gnc.transpose(1, 2), out_hmn)
-        return
-    if left_Gmc.size(0) == 0:
-        out_hmn.zero_()
-    for number in range(left_Gmc.size(0)):
+def _outer(left_Gmc: Tensor, right_Gkc: Tensor, num_matrices: int) -> Tensor:
+    """``left @ right^T``, (h, m, k); summed over the products where they share one matrix."""
+    if num_matrices == len(left_Gmc):
+        return _product(left_Gmc, right_Gkc.transpose(1, 2))
+    sum_1mk = left_Gmc.new_zeros(1, left_Gmc.size(1), right_Gkc.size(1))
+    for number in range(len(left_Gmc)):
         one = slice(number, number + 1)
-        _multiply(left_Gmc[one], right_Gnc[one].transpose(1, 2), out_hmn, plus=out_hmn if number else None)
+        sum_1mk = _product(left_Gmc[one], right_Gkc[one].transpose(1, 2), plus=sum_1mk)
+    return sum_1mk

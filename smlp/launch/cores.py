@@ -1,0 +1,73 @@
+"""CPU cores that this process may use, and how its threads wait for each other. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+#: rounds that a thread of torch's OpenMP spins before it sleeps, some 0.1 ms. libgomp's default of 300,000 rounds holds
+#: a core for milliseconds while the thread that is waited for may want that core (docs/performance.md has figures).
+SPIN_COUNT = 3000
+#: with any of these variables the user has said how threads wait
+_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may keep busy: its affinity, and the CPU quota of its cgroups."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, int(cpu_quota())))
+
+
+def cpu_quota(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float:
+    """Return the cores' worth of time that the cgroups of this process grant it; a huge number without a limit.
+
+    Args:
+        cgroups: where the cgroup file systems (version 1 or 2) are mounted.
+        membership: the file that names the cgroups of a process.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # not Linux
+        return float(2**31)
+    quota = float(2**31)
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "" or "cpu" in controllers.split(","):
+            root = cgroups if controllers == "" else cgroups / "cpu"
+            for folder in _with_parents(root, name):
+                with suppress(OSError, ValueError):
+                    granted, period = _granted(folder)
+                    if granted > 0 and period > 0:
+                        quota = min(quota, granted / period)
+    return quota
+
+
+def _with_parents(root: Path, name: str) -> Iterator[Path]:
+    """The folders of a cgroup and of those around it. In a container the name may be one that only the host has."""
+    folder = root / name.lstrip("/")
+    while folder != root:
+        yield folder
+        folder = folder.parent
+    yield root
+
+
+def _granted(folder: Path) -> tuple[int, int]:
+    """Microseconds of CPU time in each period, and the period. ValueError where there is no limit."""
+    if (folder / "cpu.max").is_file():
+        granted, period = (folder / "cpu.max").read_text().split()
+        return int(granted), int(period)
+    quota, period = folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"
+    return int(quota.read_text()), int(period.read_text())
+
+
+def let_waiting_threads_sleep() -> None:
+    """Make the threads of this process and of those that it starts sleep soon where they wait for each other.
+
+    The libraries read the environment when they are loaded, so this must be called before torch is imported. What the
+    user's environment says about waiting stays.
+    """
+    if not any(name in os.environ for name in _WAITING):
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
