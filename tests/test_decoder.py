@@ -165,6 +165,19 @@ def test_the_table_of_positions_is_one_of_the_model_not_of_how_it_was_moved():
     assert model.positions is table and table.is_shared()
 
 
+@pytest.mark.parametrize("variant", ["smlp, positions", "base"])
+def test_a_model_is_built_where_half_precision_is_the_default(variant):
+    usual = make(variant).positions.bfloat16()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = make(variant)
+        logits = model(random_tokens(2, 12)).logits
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
+    assert torch.equal(model.positions, usual)
+
+
 def test_no_earlier_token_is_computed_again(monkeypatch):
     model = make("smlp")
     rows = []
