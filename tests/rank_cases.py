@@ -13,6 +13,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from smlp.context import DecodingState
 from smlp.evaluation.leak import randomise
@@ -54,12 +57,14 @@ def batch(update: int, rank: int, shapes: list | None = None) -> torch.Tensor:
     return ids
 
 
-def loss_of(model: Decoder, ids: torch.Tensor, seed: int) -> torch.Tensor:
-    """Sum over a micro-batch, with its own random numbers (dropout, jitter, second experts)."""
+def loss_of(model: torch.nn.Module, ids: torch.Tensor, seed: int) -> torch.Tensor:
+    """Sum over a micro-batch, with its own random numbers (dropout, jitter, second experts); of a decoder, wrapped or
+    not."""
     torch.manual_seed(seed)
     output = model(ids)
-    logits = output.logits[:, model.config.prefix_tokens : -1].flatten(0, 1)
-    targets = ids[:, model.config.prefix_tokens + 1 :].flatten()
+    prefix = getattr(model, "module", model).config.prefix_tokens
+    logits = output.logits[:, prefix:-1].flatten(0, 1)
+    targets = ids[:, prefix + 1 :].flatten()
     return F.cross_entropy(logits, targets, ignore_index=PAD, reduction="sum") + sum(output.aux_losses.values())
 
 
@@ -185,6 +190,47 @@ def several_micro_batches(group_size: int) -> None:
         for other in range(ranks.layout.world_size):
             loss_of(oracle, batch(update, other), seed=update).backward()
     same(gradients(model), cut_state(gradients(oracle), names, ranks.layout), f"rank {rank}")
+
+
+def inside_torchs_wrappers(archs: list[str]) -> None:
+    """Two updates in each of torch's own wrappers, each rank with its batch, are those of one process with all batches.
+
+    FSDP2 as its tutorial has it: built on the meta device, cut, given memory, then loaded.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shapes = [(2, 10), (3, 7)]
+    for arch in archs:
+        name, small = ARCHS[arch]
+        config = preset(name, **{**small, "positions": "sinusoidal"})
+        oracle = randomise(Decoder(config)).double()
+        start = copy.deepcopy(oracle.state_dict())
+        optimizer = torch.optim.SGD(oracle.parameters(), lr=0.01)
+        for update in range(2):
+            optimizer.zero_grad()
+            for other in range(world):
+                (loss_of(oracle, batch(update, other, shapes), seed=other) / world).backward()
+            optimizer.step()
+        for wrap in ({}, {"find_unused_parameters": True}, {"static_graph": True}, "fsdp2"):
+            if wrap == "fsdp2":
+                with torch.device("meta"):
+                    model = Decoder(config).double()
+                for module in (*model.blocks, model):
+                    fully_shard(module)
+                model.to_empty(device="cpu")
+                set_model_state_dict(model, start, options=StateDictOptions(full_state_dict=True, strict=True))
+                wrapped = model
+            else:
+                model = Decoder(config).double()
+                model.load_state_dict(start)
+                wrapped = DistributedDataParallel(model, **wrap)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for update in range(2):
+                optimizer.zero_grad()
+                loss_of(wrapped, batch(update, rank, shapes), seed=rank).backward()
+                optimizer.step()
+            got = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            if got:  # of FSDP2 the first rank has it
+                same(got, oracle.state_dict(), f"{arch} in {wrap or 'DDP'}")
 
 
 def evaluate(group_size: int, archs: list[str]) -> None:

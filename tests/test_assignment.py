@@ -8,6 +8,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from smlp.ops import balanced_assignment, balanced_assignments
+from smlp.ops.assignment_paths import PathRepair
 from smlp.ops.assignment_prices import equal_load_prices, finest_prices
 from smlp.ops.fast_paths import reference_ops
 from smlp.ops.tolerances import EXACT
@@ -153,6 +154,57 @@ def test_bounded_time_on_a_training_batch(kind):
     owner = balanced_assignment(scores)
     assert time.perf_counter() - start < 10.0
     assert_balanced(owner, 4096, 32)
+
+
+def with_equals(kind: str, num_tokens: int, num_experts: int) -> torch.Tensor:
+    """Scores of which many are equal, or that many tokens share in nearly the same way."""
+    generator = torch.Generator().manual_seed(6)
+    normal = torch.randn(num_tokens, num_experts, generator=generator)
+    if kind == "constant":
+        return torch.zeros_like(normal)
+    if kind == "nearly constant":
+        return 1 + 1e-7 * normal
+    if kind == "two values":
+        return (normal > 0.5).float()
+    if kind == "rare values":
+        return (normal > 2).float()
+    if kind == "equal rows":
+        return normal[:1].expand(num_tokens, -1)
+    if kind == "eight rows":
+        return normal[torch.randint(8, (num_tokens,), generator=generator)]
+    if kind == "rank one":
+        return normal[:, :1] @ normal[:1]
+    if kind == "tied blocks":
+        return normal.sign().mul(normal[:4].repeat_interleave(num_tokens // 4 + 1, dim=0)[:num_tokens].round())
+    return torch.cat([normal[: num_tokens // 2], torch.zeros_like(normal[num_tokens // 2 :])])
+
+
+EQUALS = (
+    *("constant", "nearly constant", "two values", "rare values", "equal rows", "eight rows", "rank one"),
+    *("tied blocks", "half constant"),
+)
+
+
+@pytest.mark.parametrize("kind", EQUALS)
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(4096, 32), (2000, 16)])
+def test_equal_scores_cost_little_more_than_others(kind, num_tokens, num_experts, monkeypatch):
+    """Work, not time: prices leave at most two tokens for each expert to be moved by the slow exact way."""
+    paths = []
+    best_path = PathRepair._best_path
+    monkeypatch.setattr(PathRepair, "_best_path", lambda self: paths.append(best_path(self)) or paths[-1])
+    monkeypatch.setattr(PathRepair, "_shed", lambda self, count: pytest.fail("the repair was cut short"))
+    owner = balanced_assignment(with_equals(kind, num_tokens, num_experts))
+    assert_balanced(owner, num_tokens, num_experts)
+    assert len(paths) <= 2 * num_experts
+
+
+@pytest.mark.parametrize("kind", EQUALS)
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(600, 32), (601, 32), (130, 8), (37, 8)])
+def test_equal_scores_are_assigned_for_the_best_total(kind, num_tokens, num_experts):
+    scores = with_equals(kind, num_tokens, num_experts)
+    got = scores.double().gather(1, balanced_assignment(scores).unsqueeze(1)).sum().item()
+    spread = (scores.amax(dim=1) - scores.amin(dim=1)).median().item() or 1.0
+    assert optimum(scores) - got <= 1e-3 * spread * num_tokens
 
 
 def without_prices(monkeypatch):

@@ -1,5 +1,8 @@
 """The whole decoder: reference forward, padding, short inputs, incremental decoding, recomputation."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -129,6 +132,50 @@ def test_step_by_step_equals_the_full_forward_for_every_preset(arch):
         state = DecodingState()
         steps = torch.cat([model(tokens[:, t : t + 1], state).logits for t in range(20)], dim=1)
     assert (steps - full).abs().max() <= 1e-5 * full.abs().max()
+
+
+@pytest.mark.parametrize("positions", ["none", "learned", "sinusoidal"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_without_values_is_completed_by_a_checkpoint(variant, positions):
+    """A build on the meta device, as FSDP2's users have it, lacks nothing that no state dict holds."""
+    usual = make(variant, positions=positions)
+    assert ("positions" in usual.state_dict()) == (positions == "learned")
+    with torch.device("meta"):
+        on_meta = make(variant, positions=positions)
+    cases = {
+        "memory": (copy.deepcopy(on_meta).to_empty(device="cpu"), False),
+        "new memory": (make(variant, positions=positions).to_empty(device="cpu"), False),
+        "bfloat16": (copy.deepcopy(on_meta).bfloat16().to_empty(device="cpu"), False),
+        "values instead": (on_meta, True),
+    }
+    for name, (model, assign) in cases.items():
+        want = copy.deepcopy(usual).bfloat16() if name == "bfloat16" else usual
+        model.load_state_dict(want.state_dict(), assign=assign)
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), want.buffers(), strict=True)), name
+        assert torch.equal(model(random_tokens(2, 12)).logits, want(random_tokens(2, 12)).logits), name
+
+
+def test_the_table_of_positions_is_one_of_the_model_not_of_how_it_was_moved():
+    model = make("dense")
+    table = model.positions
+    moved = copy.deepcopy(model).half().double()
+    assert torch.equal(moved.positions, table.double())
+    assert pickle.loads(pickle.dumps(model)).positions.equal(table)
+    model.share_memory()
+    assert model.positions is table and table.is_shared()
+
+
+@pytest.mark.parametrize("variant", ["smlp, positions", "base"])
+def test_a_model_is_built_where_half_precision_is_the_default(variant):
+    usual = make(variant).positions.bfloat16()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = make(variant)
+        logits = model(random_tokens(2, 12)).logits
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
+    assert torch.equal(model.positions, usual)
 
 
 def test_no_earlier_token_is_computed_again(monkeypatch):

@@ -46,8 +46,9 @@ ARCHS = {
     "gmlp_lm": DENSE,
     "smlp": SPARSE,
     "smlp_partial": SPARSE,
-    "gshard_lm": [*SPARSE, "--capacity-factor", 0.7, "--second-expert", "all"],
-    "switch_lm": [*SPARSE, "--capacity-factor", 0.7],
+    # which second experts are kept, what is dropped out and the noise are drawn: the same for a batch on any rank
+    "gshard_lm": [*SPARSE, "--dropout", 0.1, "--capacity-factor", 0.7],
+    "switch_lm": [*SPARSE, "--router-jitter", 0.1, "--capacity-factor", 0.7],
     "base_lm": SPARSE,
     "hash_lm": SPARSE,
 }
@@ -57,7 +58,7 @@ IN_PAIRS = {"smlp": [(4, 2)], "switch_lm": [(4, 2)]}  # of all architectures: te
 
 def command(data, arch: str, world: int, group_size: int, *more) -> dict:
     """A case for ``run_fairseq_many``."""
-    args = [data, "--user-dir", USER_DIR, "--arch", f"{arch}_tiny", *ARCHS[arch], *SIZES]
+    args = [data, "--user-dir", USER_DIR, "--arch", f"{arch}_tiny", *SIZES, *ARCHS[arch]]
     spread = ["--expert-parallel-size", group_size] if ARCHS[arch][-1] != DENSE[-1] else []
     args += [*([] if "--optimizer" in more else ADAM), *spread, "--update-freq", 4 // world, *more]
     return {"tool": "train", "args": args, "ranks": world, "timeout": 60}
@@ -84,7 +85,7 @@ def same(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float) -> 
 
 
 # of the others, layer by layer in the default suite: tests/test_parallel_models.py
-IN_DEFAULT_SUITE = ("smlp", "smlp_partial", "switch_lm", "base_lm")
+IN_DEFAULT_SUITE = ("smlp", "smlp_partial", "gshard_lm", "switch_lm", "base_lm")
 
 
 @pytest.mark.parametrize(

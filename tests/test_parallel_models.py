@@ -39,6 +39,11 @@ def test_gradients_of_several_micro_batches_add_up(group_size):
     run_ranks("several_micro_batches", 2, group_size=group_size)
 
 
+def test_torchs_own_wrappers():
+    """Also with a static graph, where torch has to find the tensors in what the model returns."""
+    run_ranks("inside_torchs_wrappers", 2, archs=["smlp", "gshard", "dense"])
+
+
 def test_evaluation_with_any_length_on_any_rank():
     run_ranks("evaluate", 4, group_size=4, archs=SPARSE)
 

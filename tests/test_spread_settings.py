@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from test_layouts import command
 
 from smlp.errors import UserError
 from smlp.trainer.settings import check_adam, check_backend, check_settings
-from smlp.trainer.updates import for_other_ranks, rank_seed, real_batches_last
+from smlp.trainer.updates import batch_seed, batch_seeds, for_other_ranks, real_batches_last
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -111,10 +112,18 @@ def test_dropout_differs_from_rank_to_rank_and_comes_again(tiny_data, tmp_path, 
     assert len(set(seeds)) == 4
 
 
-def test_seeds_of_ranks():
-    seeds = {rank_seed(seed, update, rank) for seed in (1, 2) for update in range(50) for rank in range(1, 9)}
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_seeds_follow_from_a_batchs_number_in_its_update(num_ranks):
+    """The j-th batch of rank r is number ``j * W + r``; the first one has fairseq's seed."""
+    of_ranks = [list(itertools.islice(batch_seeds(5, 7, rank, num_ranks), 8 // num_ranks)) for rank in range(num_ranks)]
+    dealt = [seed for in_turn in zip(*of_ranks, strict=True) for seed in in_turn]
+    assert dealt == [5 + 7, *(batch_seed(5, 7, number) for number in range(1, 8))]
+
+
+def test_seeds_of_batches():
+    seeds = {batch_seed(seed, update, number) for seed in (1, 2) for update in range(50) for number in range(1, 9)}
     assert len(seeds) == 2 * 50 * 8 and all(0 <= seed < 2**63 for seed in seeds)
-    assert rank_seed(1, 2, 3) == rank_seed(1, 2, 3)
+    assert batch_seed(1, 2, 3) == batch_seed(1, 2, 3)
     assert len({seed % 2**32 for seed in seeds}) == len(seeds)  # as much as torch's generator on CPUs uses
 
 

@@ -6,7 +6,7 @@ Letters: ``B`` sequences, ``n`` tokens (n <= T), ``T`` context, ``H`` width, ``V
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,10 @@ from smlp.ops import linear
 from smlp.parallel import Ranks
 from smlp.parallel.spans import EMBEDDING, LOGITS, span
 from smlp.presets import preset
+from smlp.pytrees import pytree
 
 
+@pytree
 @dataclass(frozen=True)
 class DecoderOutput:
     """Result of one forward pass."""
@@ -64,8 +66,9 @@ class Decoder(nn.Module):
             nn.init.normal_(self.embedding.weight, std=std)
             nn.init.zeros_(self.embedding.weight[config.padding_idx])
         if config.positions == "sinusoidal":
-            positions = sinusoidal_positions(config.max_tokens, config.embed_dim)
-            self.register_buffer("positions", positions, persistent=False)
+            self.register_buffer("positions", None, persistent=False)
+            self._compute_positions(self.embedding.weight)
+            self.register_load_state_dict_post_hook(_complete)
         elif config.positions == "learned":
             self.positions = nn.Parameter(torch.empty(config.max_tokens, config.embed_dim))
             if not self.positions.is_meta:
@@ -148,6 +151,19 @@ class Decoder(nn.Module):
         last.read(x_1NH, context)
         _advance(groups)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
+        """As in torch. The sinusoidal table, which no checkpoint holds, stays right where :meth:`to_empty` gives new
+        tensors without values."""
+        before = self._buffers.get("positions")
+        super()._apply(fn, recurse)
+        if before is not None and self.positions is not before:
+            self._compute_positions(self.positions)
+        return self
+
+    def _compute_positions(self, like: Tensor) -> None:
+        table = sinusoidal_positions(self.config.max_tokens, self.config.embed_dim)
+        self.positions = table.to(like.device, like.dtype)
+
     def _embedded_groups(self, groups: Sequence[tuple[Tensor, DecodingState | None]]) -> tuple[Tensor, ForwardContext]:
         """What goes into the first block, (1, N, H), and what travels beside it."""
         embedded, contexts = zip(*(self._embedded(tokens_Bn, state, None) for tokens_Bn, state in groups), strict=True)
@@ -209,6 +225,12 @@ class Decoder(nn.Module):
             return linear(x_BnH, self.embedding.weight)
 
 
+def _complete(decoder: Decoder, _: Any) -> None:
+    """After tensors of a state dict took the place of a model's on the meta device (``assign=True``)."""
+    if decoder.positions.is_meta:
+        decoder._compute_positions(decoder.embedding.weight)
+
+
 def _advance(groups: Sequence[tuple[Tensor, DecodingState | None]]) -> None:
     for tokens_Bn, state in groups:
         if state is not None:
@@ -216,10 +238,14 @@ def _advance(groups: Sequence[tuple[Tensor, DecodingState | None]]) -> None:
 
 
 def sinusoidal_positions(max_tokens: int, embed_dim: int) -> Tensor:
-    """Fixed position vectors (T, H): sines in the first half, cosines in the second (Vaswani et al., 2017)."""
+    """Fixed position vectors (T, H): sines in the first half, cosines in the second (Vaswani et al., 2017).
+
+    Computed on the CPU in float32, whatever torch's defaults are, so that a model always has the same ones.
+    """
     half = embed_dim // 2
-    frequency = torch.exp(torch.arange(half) * -(math.log(10000.0) / max(half - 1, 1)))
-    angle = torch.arange(max_tokens).unsqueeze(1) * frequency
+    number_f = torch.arange(half, dtype=torch.float32, device="cpu")
+    frequency_f = torch.exp(number_f * -(math.log(10000.0) / max(half - 1, 1)))
+    angle = torch.arange(max_tokens, device="cpu").unsqueeze(1) * frequency_f
     return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 

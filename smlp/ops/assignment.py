@@ -23,8 +23,9 @@ from smlp.ops.fast_paths import assign_exactly
 
 #: ties are broken by fixed noise of this share of the scores' spread (the median token's largest minus smallest)
 TIE_NOISE = 1e-3
-#: a large problem in which a larger share of the tokens has to move is taken for one with many equal tokens
-MANY_MOVES = 0.05
+#: a problem in which a larger share of the tokens has to move is taken for one with many equal tokens; a small one is
+#: repaired exactly also if it is no larger share than that and so many tokens for each expert
+MANY_MOVES, FEW_REPAIRS = 0.05, 2
 
 
 def balanced_assignment(scores: Tensor) -> Tensor:
@@ -73,25 +74,40 @@ def _assigned(scores: Tensor) -> Tensor:
     values_BNE.add_(_tie_noise(num_tokens, num_experts, values_BNE), alpha=TIE_NOISE)
     # with fewer tokens than experts there are no loads to speak of
     price_B1E = equal_load_prices(values_BNE) if num_tokens >= num_experts else torch.zeros_like(values_BNE[:, :1])
-    if assign_exactly(num_tokens, num_experts):
-        return _along_paths(values_BNE, price_B1E)
-    worth_BNE = values_BNE.sub_(price_B1E)
+    exactly = assign_exactly(num_tokens, num_experts)
+    worth_BNE = values_BNE - price_B1E if exactly else values_BNE.sub_(price_B1E)
     best_BN, owner_BN = worth_BNE.max(dim=2)
-    for worth_NE, best_N, owner_N, price_1E in zip(worth_BNE, best_BN, owner_BN, price_B1E, strict=True):
-        if num_to_move(owner_N, num_experts) > MANY_MOVES * num_tokens:
-            worth_1NE = worth_NE.unsqueeze(0)
-            owner_N.copy_(_along_paths(worth_1NE, finest_prices(worth_1NE))[0])
+    few = MANY_MOVES * num_tokens + (FEW_REPAIRS * num_experts if exactly else 0)
+    for problem, (worth_NE, best_N, owner_N, price_1E) in enumerate(
+        zip(worth_BNE, best_BN, owner_BN, price_B1E, strict=True)
+    ):
+        if num_to_move(owner_N, num_experts) > few:
+            owner_N.copy_(_with_many_equal(worth_NE, price_1E))
+        elif exactly:
+            owner_N.copy_(_along_paths(values_BNE[problem], price_1E, owner_N))
         else:
             move_cheapest(worth_NE, best_N, owner_N, price_1E[0])
     return owner_BN
 
 
-def _along_paths(values_BNE: Tensor, price_B1E: Tensor) -> Tensor:
-    """Experts (B, N) from prices, repaired on the CPU, each problem by itself."""
-    owner_BN = (values_BNE - price_B1E).argmax(dim=2)
-    problems = zip(*(tensor.cpu().numpy() for tensor in (values_BNE, price_B1E[:, 0], owner_BN)), strict=True)
-    repaired = [torch.from_numpy(PathRepair(*problem).run()) for problem in problems]
-    return torch.stack(repaired).to(values_BNE.device)
+def _with_many_equal(worth_NE: Tensor, price_1E: Tensor) -> Tensor:
+    """Experts (N,) where experts compete for groups of tokens: better noise to break ties, and finer prices.
+
+    The noise of :func:`_tie_noise` is cheap, but of two tokens with nearly the same number all of it is nearly the
+    same. Here every number is drawn by itself.
+    """
+    num_tokens, num_experts = worth_NE.shape
+    drawn_NE = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(num_tokens)).to(worth_NE)
+    worth_NE = torch.add(worth_NE, drawn_NE - _tie_noise(num_tokens, num_experts, worth_NE), alpha=TIE_NOISE)
+    finer_1E = finest_prices(worth_NE.unsqueeze(0))[0]
+    worth_NE.sub_(finer_1E)
+    return _along_paths(worth_NE, price_1E + finer_1E, worth_NE.argmax(dim=1), taken_off=True)
+
+
+def _along_paths(values_NE: Tensor, price_1E: Tensor, owner_N: Tensor, taken_off: bool = False) -> Tensor:
+    """Experts (N,) from those that the prices give, repaired on the CPU; see :class:`PathRepair`."""
+    problem = (tensor.cpu().numpy() for tensor in (values_NE, price_1E[0], owner_N))
+    return torch.from_numpy(PathRepair(*problem, taken_off).run()).to(values_NE.device)
 
 
 def check_no_nan(scores: Tensor) -> None:

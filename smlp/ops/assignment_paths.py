@@ -19,13 +19,23 @@ class PathRepair:
 
     Every expert has ``ceil(N/E)`` places. Where E does not divide N, the spare places hold dummies, at most one for
     each expert, which any expert gives and takes at no cost.
+
+    Args:
+        values_NE: what experts are worth to tokens, (N, E).
+        price_E: prices of the experts. The dummies start at the cheapest.
+        owner_N: experts that are best at these prices, (N,); changed in place.
+        taken_off: whether the prices are taken off the values already.
     """
 
-    def __init__(self, values_NE: np.ndarray, price_E: np.ndarray, owner_N: np.ndarray) -> None:
+    def __init__(
+        self, values_NE: np.ndarray, price_E: np.ndarray, owner_N: np.ndarray, taken_off: bool = False
+    ) -> None:
         num_tokens, num_experts = values_NE.shape
         self.values_NE, self.owner_N = values_NE, owner_N
         self.places = -(-num_tokens // num_experts)
         num_dummies = num_experts * self.places - num_tokens
+        # what is won by moving a dummy from one expert to another
+        self.dummy_gain_EE = (price_E[:, None] - price_E) * taken_off
         self.has_dummy_E = np.zeros(num_experts, dtype=bool)
         self.has_dummy_E[np.argsort(price_E, kind="stable")[:num_dummies]] = True
         self.excess_E = np.bincount(owner_N, minlength=num_experts) + self.has_dummy_E - self.places
@@ -84,19 +94,23 @@ class PathRepair:
         """Experts from one with too many tokens to one with a free place, along the moves that win most in all."""
         num_experts = self.excess_E.size
         gain_EE = np.where(
-            self.has_dummy_E[:, None] & ~self.has_dummy_E[None, :], np.maximum(self.gain_EE, 0.0), self.gain_EE
+            self.has_dummy_E[:, None] & ~self.has_dummy_E,
+            np.maximum(self.gain_EE, self.dummy_gain_EE),
+            self.gain_EE,
         )
         won_E = np.where(self.excess_E > 0, 0.0, -np.inf)
         previous_E = np.full(num_experts, -1)
-        for _ in range(num_experts - 1):  # Bellman-Ford
-            through_EE = won_E[:, None] + gain_EE
-            source_E = through_EE.argmax(axis=0)
-            candidate_E = through_EE[source_E, np.arange(num_experts)]
+        changed = np.flatnonzero(self.excess_E > 0)
+        for _ in range(num_experts - 1):  # Bellman-Ford, from the experts that were reached by a better way
+            through = won_E[changed, None] + gain_EE[changed]
+            source_E = through.argmax(axis=0)
+            candidate_E = through[source_E, np.arange(num_experts)]
             better_E = candidate_E > won_E + _EPSILON
             if not better_E.any():
                 break
             won_E = np.where(better_E, candidate_E, won_E)
-            previous_E = np.where(better_E, source_E, previous_E)
+            previous_E = np.where(better_E, changed[source_E], previous_E)
+            changed = np.flatnonzero(better_E)
         path = [int(np.where(self.excess_E < 0, won_E, -np.inf).argmax())]
         while previous_E[path[-1]] >= 0:
             path.append(int(previous_E[path[-1]]))
@@ -106,7 +120,10 @@ class PathRepair:
 
     def _move_along(self, path: list[int]) -> None:
         steps = list(pairwise(path))
-        dummy_moves = [self.has_dummy_E[a] and not self.has_dummy_E[b] and self.gain_EE[a, b] < 0 for a, b in steps]
+        dummy_moves = [
+            self.has_dummy_E[a] and not self.has_dummy_E[b] and self.gain_EE[a, b] < self.dummy_gain_EE[a, b]
+            for a, b in steps
+        ]
         for (source, goal), is_dummy in zip(steps, dummy_moves, strict=True):
             if is_dummy:
                 self.has_dummy_E[[source, goal]] = False, True

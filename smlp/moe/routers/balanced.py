@@ -49,9 +49,12 @@ class BalancedRouter(nn.Module):
     def __init__(self, embed_dim: int, num_experts: int, init_gain: float, shuffle: bool = False) -> None:
         super().__init__()
         self.shuffle = shuffle
-        self.centroids = nn.Parameter(torch.empty(num_experts, embed_dim))
-        if not self.centroids.is_meta:
-            nn.init.orthogonal_(self.centroids, gain=init_gain)
+        centroids = torch.empty(num_experts, embed_dim)
+        if not centroids.is_meta:
+            # torch makes no orthogonal matrix in half precision, which may be the default type
+            precise = torch.promote_types(centroids.dtype, torch.float32)
+            centroids.copy_(nn.init.orthogonal_(centroids.to(precise), gain=init_gain))
+        self.centroids = nn.Parameter(centroids)
 
     def forward(self, x_NH: Tensor, token_ids_N: Tensor | None, plan: RoutingPlan | None = None) -> Routing:
         """Routes tokens (N, H); with ``plan`` given, only the weights are computed, for that plan."""

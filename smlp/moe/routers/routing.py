@@ -13,8 +13,10 @@ from torch import Tensor
 
 from smlp.moe.plan import RoutingPlan
 from smlp.ops import linear
+from smlp.pytrees import pytree
 
 
+@pytree
 @dataclass(frozen=True)
 class Routing:
     """A plan with the weights, differentiable, of its assignments."""
