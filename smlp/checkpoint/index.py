@@ -12,12 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from smlp.errors import UserError
+from smlp.files import name_below
 
 #: of the index in a checkpoint
 INDEX_KEY = "smlp_experts"
 #: beside the checkpoints
 PARTS_FOLDER = "experts"
 FORMAT = 1
+_SHOWN = 64  # experts in a message
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,17 @@ class ExpertIndex:
             parts = tuple(Part(**{**part, "expert_ids": tuple(part["expert_ids"])}) for part in values.pop("parts"))
             tensors = {key: (tuple(shape), dtype) for key, (shape, dtype) in values.pop("tensors").items()}
             index = cls(parts=parts, tensors=tensors, **values)
+            held = sorted(itertools.chain.from_iterable(part.expert_ids for part in parts))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"the index of experts in {path} is damaged ({type(error).__name__}: {error})") from error
-        held = sorted(itertools.chain.from_iterable(part.expert_ids for part in parts))
-        if held != list(range(index.num_experts)):
-            raise UserError(f"the index of {path} lists experts {held} where there are {index.num_experts}")
+        if not all(type(number) is int for number in (index.num_experts, *(part.num_bytes for part in parts))):
+            raise UserError(f"the index of experts in {path} is damaged: its sizes are no whole numbers")
+        for part in parts:
+            if not name_below(part.file, f"the index of experts in {path}").startswith(f"{PARTS_FOLDER}/"):
+                raise UserError(f"the index of experts in {path} names {part.file}, which is not in {PARTS_FOLDER}/")
+        if held != list(range(len(held))) or len(held) != index.num_experts:  # which may be any number
+            listed = f"experts {held}" if len(held) <= _SHOWN else f"{len(held)} experts"
+            raise UserError(f"the index of {path} lists {listed} where there are {index.num_experts}")
         return index
 
 

@@ -14,6 +14,7 @@ from smlp.checkpoint.export import PREFIX, is_export, read_export, read_safetens
 from smlp.checkpoint.index import ExpertIndex
 from smlp.checkpoint.lazy import LazyTensor, joined_rows
 from smlp.checkpoint.parts import ExpertRows, attach
+from smlp.checkpoint.progress import progress_problems
 from smlp.checkpoint.torch_file import existing_file, read_structure
 from smlp.config import ModelConfig
 from smlp.errors import UserError
@@ -38,6 +39,11 @@ class Checkpoint:
     #: of an export: the dictionary and the tokenizer, by file name
     files: dict[str, LazyTensor] = field(default_factory=dict)
     is_export: bool = False
+
+    @property
+    def paths(self) -> list[Path]:
+        """Its files: the one that names it, and its parts."""
+        return [self.path, *(self.path.parent / part.file for part in (self.index.parts if self.index else ()))]
 
     @property
     def arch(self) -> str:
@@ -86,6 +92,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if is_export(state):
         return _of_export(path, *read_export(state, path))
     check_is_ours(state, path)
+    for problem in progress_problems(state, path):
+        raise UserError(problem)
     index = attach(state, path, read_structure)
     if index is not None:
         state["model"] = _lazy(state["model"])
@@ -101,6 +109,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _of_export(path: Path, state: dict[str, Any], files: dict[str, LazyTensor]) -> Checkpoint:
+    check_is_ours(state, path)
     return Checkpoint(path, state, config_of(state, path), files=files, is_export=True)
 
 

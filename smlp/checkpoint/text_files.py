@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from smlp.checkpoint.files import write_whole
 from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes
 from smlp.checkpoint.opened import Checkpoint
 from smlp.errors import UserError
+from smlp.files import write_whole
 from smlp.tokenizer import Tokenizer, Vocabulary
 from smlp.tokenizer_files import DICTIONARY, files_of, find_tokenizer
 

@@ -158,7 +158,7 @@ def copy_companions(data: Path, save_dir: Path) -> None:
     Raises:
         UserError: the save-dir holds checkpoints trained with another dictionary, or cannot be written.
     """
-    from smlp.checkpoint.files import copy_whole
+    from smlp.files import copy_whole
 
     ours, theirs = save_dir / DICTIONARY, data / DICTIONARY
     if ours.is_file() and any(save_dir.glob("checkpoint*.pt")) and ours.read_bytes() != theirs.read_bytes():
