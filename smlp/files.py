@@ -46,6 +46,17 @@ def name_below(name: object, named_by: str) -> str:
     return name
 
 
+def plain_name(name: object, named_by: str) -> str:
+    """Return a file name that was read from another file, if it names a file right in a folder.
+
+    Raises:
+        UserError: as :func:`name_below`, or it has a folder in it.
+    """
+    if "/" in name_below(name, named_by):
+        raise UserError(f"{named_by} names the file {name!r}, which would lie outside its folder")
+    return name
+
+
 def regular_file(path: str | Path, what: str = "file") -> Path:
     """Return the path of a regular file that may be read.
 
@@ -119,43 +130,66 @@ def _check_replaceable(target: Path, named: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path, who: str, remedy: str = "") -> Iterator[None]:
+def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> Iterator[None]:
     """Let one process at a time work in a folder, which is made if it is missing.
 
-    The system gives the lock back when the process ends, however it ends; the file ``.lock`` stays. Processes that
-    are forked do not inherit it. Where the file system has no locks, a warning says so and work begins.
+    The system gives the lock back when the process ends, however it ends. Processes that are forked do not inherit it.
+    Where the file system has no locks, a warning says so and work begins.
 
     Args:
         folder: of the work.
         who: works there, for the message to another process.
+        option: that names the folder, for the message.
         remedy: the end of that message.
 
     Raises:
         UserError: another process is at work there, or the folder cannot be written to.
     """
-    folder = Path(folder)
+    folder, named = Path(folder), f"{option} {folder}".strip()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        lock = _opened_lock(folder / _LOCK)
+    except BlockingIOError as error:
+        raise UserError(f"another {who} is at work in {named} ({error.strerror}){remedy}") from None
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
-    _held.add(lock)
+        raise UserError(f"cannot write to {named}: {error.strerror}") from None
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(lock, 200).decode(errors="replace").strip() or "an unknown process"
-            raise UserError(f"another {who} is at work in {folder} ({holder}){remedy}") from None
-        except OSError as error:
-            logger.warning(f"{folder} cannot be locked ({error.strerror}): see to it that no other {who} works there")
-        with contextlib.suppress(OSError):  # a full disk: only the message to others lacks it
-            os.ftruncate(lock, 0)
-            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
     finally:
-        if lock in _held:
+        if lock in _held:  # not in a process that was forked
+            with contextlib.suppress(OSError):
+                os.unlink(folder / _LOCK)
             _held.remove(lock)
             os.close(lock)
+
+
+def _opened_lock(path: Path) -> int:
+    """Open the file of a lock that nobody else holds.
+
+    Raises:
+        BlockingIOError: another process holds it; ``strerror`` says which.
+        OSError: the file cannot be opened.
+    """
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            error.strerror = os.read(lock, 200).decode(errors="replace").strip() or "an unknown process"
+            os.close(lock)
+            raise
+        except OSError as error:
+            logger.warning(f"{path.parent} cannot be locked ({error.strerror}): let no other process write there")
+        _held.add(lock)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(lock)):
+                with contextlib.suppress(OSError):  # on a full disk, only the message to others lacks it
+                    os.ftruncate(lock, 0)
+                    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                return lock
+        # its owner has just removed it
+        _held.remove(lock)
+        os.close(lock)
 
 
 def is_locked(folder: str | Path) -> bool:

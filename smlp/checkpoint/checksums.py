@@ -18,6 +18,7 @@ from smlp.errors import UserError
 
 VARIABLE = "SMLP_VERIFY_CHECKPOINTS"
 _SHOWN = 3  # tensors named in a sentence
+_FOLDER = 0x10  # of a record's attributes: it is a folder, for MS-DOS and for torch
 
 
 def check_sums(path: str | Path) -> None:
@@ -83,6 +84,8 @@ def damaged_places(path: str | Path) -> list[tuple[str, int, int]]:
 
 
 def _is_intact(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    if info.external_attr & _FOLDER or info.volume:  # zipfile does not look, but torch would read nothing
+        return False
     try:
         with archive.open(info) as record:
             while record.read(1 << 20):

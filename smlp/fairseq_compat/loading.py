@@ -152,7 +152,7 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
 
     suffix = trainer.checkpoint_suffix
     last = Path(cfg.save_dir) / f"checkpoint_last{suffix}.pt"
-    named = {"--continue-once": cfg.continue_once, "--finetune-from-model": cfg.finetune_from_model}
+    named = {"--continue-once": getattr(cfg, "continue_once", None), "--finetune-from-model": cfg.finetune_from_model}
     if cfg.restore_file != _DEFAULT_RESTORE_FILE:
         named = {"--restore-file": cfg.restore_file.replace(".pt", suffix + ".pt")}
     elif os.path.lexists(last):
@@ -191,8 +191,8 @@ def check_dictionary_of(path: str, trainer: Any) -> None:
     line = place - len(SPECIAL_SYMBOLS) + 1
     data = Path(str(trainer.task.args.data).split(":")[0])
     difference = (
-        f"{path} was trained with the dictionary {theirs}, and the data have {data / DICTIONARY}, which differs from it "
-        f"from line {line} on ({symbols[place]!r} there, {ours.symbols[place]!r} here)"
+        f"{path} was trained with the dictionary {theirs}, and the data have {data / DICTIONARY}, which differs from "
+        f"it from line {line} on ({symbols[place]!r} there, {ours.symbols[place]!r} here)"
     )
     allowed = getattr(trainer.cfg.model, "other_dictionary", None)
     if allowed is False:

@@ -80,7 +80,7 @@ def own_save_dir(cfg: Any, main: Callable[..., Any]) -> Iterator[None]:
     if not is_writer or "://" in save_dir or save_dir in _own:
         yield
         return
-    with locked(save_dir, "run", ": give another --save-dir, or wait for it to end"):
+    with locked(save_dir, "run", "--save-dir", ": give another one, or wait for that run to end"):
         _own.add(save_dir)
         try:
             yield
