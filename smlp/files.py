@@ -108,9 +108,9 @@ def check_writable(target: str | Path, option: str = "") -> None:
     target, named = Path(target), f"{option} {target}".strip()
     try:
         os.stat(target.parent)
+        _check_replaceable(target, named)
         with contextlib.suppress(FileNotFoundError):
             os.stat(_temporary(target))  # which has the longer name
-        _check_replaceable(target, named)
     except OSError as error:
         raise UserError(f"cannot write {named}: {error.strerror}") from None
     except ValueError as error:

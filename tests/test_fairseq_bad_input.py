@@ -29,19 +29,20 @@ def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) 
     (root / "empty.pt").touch()
     torch.save({"weights": torch.zeros(2)}, root / "other.pt")
 
-    (root / "folder.pt").mkdir()
-    os.mkfifo(root / "pipe.pt")
-    (root / "link.pt").symlink_to(root / "gone.pt")
+    kinds = root / "kinds"
+    (kinds / "folder.pt").mkdir(parents=True)
+    os.mkfifo(kinds / "pipe.pt")
+    (kinds / "link.pt").symlink_to(root / "gone.pt")
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
-    (root / "flipped.pt").write_bytes(flipped)
+    (kinds / "flipped.pt").write_bytes(flipped)
     (root / "pipe_last").mkdir()
     os.mkfifo(root / "pipe_last" / "checkpoint_last.pt")
     for name, (way, value) in WRONG_STATES.items():
         state = torch.load(tiny_run[0] / "checkpoint_best.pt")
         place = functools.reduce(lambda part, step: part[step], way[:-1], state)
         place.pop(way[-1]) if value is None else place.update({way[-1]: value})
-        torch.save(state, root / f"{name}.pt")
+        torch.save(state, kinds / f"{name}.pt")
 
     last = root / "corrupted_last"
     last.mkdir()
@@ -97,28 +98,43 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         ["300 of 300 samples are longer than 2 tokens", "lower --tokens-per-sample"],
     ),
     "restore truncated": ("train", [*TRAIN, "--restore-file", "{root}/truncated.pt"], None, ["truncated.pt", "bytes"]),
-    "restore folder": ("train", [*TRAIN, "--restore-file", "{root}/folder.pt"], None, ["folder.pt is a folder"]),
-    "restore pipe": ("train", [*TRAIN, "--restore-file", "{root}/pipe.pt"], None, ["pipe.pt is", "a named pipe"]),
-    "restore link": ("train", [*TRAIN, "--restore-file", "{root}/link.pt"], None, ["link to", "gone.pt"]),
+    "restore folder": ("train", [*TRAIN, "--restore-file", "{root}/kinds/folder.pt"], None, ["folder.pt is a folder"]),
+    "restore pipe": ("train", [*TRAIN, "--restore-file", "{root}/kinds/pipe.pt"], None, ["pipe.pt is", "a named pipe"]),
+    "restore link": ("train", [*TRAIN, "--restore-file", "{root}/kinds/link.pt"], None, ["link to", "gone.pt"]),
     "finetune folder": (
         "train",
-        [*TRAIN, "--finetune-from-model", "{root}/folder.pt"],
+        [*TRAIN, "--finetune-from-model", "{root}/kinds/folder.pt"],
         None,
         ["folder.pt is a folder"],
     ),
-    "finetune pipe": ("train", [*TRAIN, "--finetune-from-model", "{root}/pipe.pt"], None, ["pipe.pt is", "named pipe"]),
+    "finetune pipe": (
+        "train",
+        [*TRAIN, "--finetune-from-model", "{root}/kinds/pipe.pt"],
+        None,
+        ["pipe.pt is", "named pipe"],
+    ),
     "last is a pipe": ("train", ["--save-dir", "{root}/pipe_last"], None, ["checkpoint_last.pt is", "named pipe"]),
     "restore flipped": (
         "train",
-        [*TRAIN, "--restore-file", "{root}/flipped.pt"],
+        [*TRAIN, "--restore-file", "{root}/kinds/flipped.pt"],
         None,
         ["flipped.pt is damaged", "differs from its checksum"],
     ),
-    "finetune flipped": ("train", [*TRAIN, "--finetune-from-model", "{root}/flipped.pt"], None, ["flipped.pt is dama"]),
-    "eval flipped": ("eval_lm", ["--path", "{root}/flipped.pt"], None, ["flipped.pt is damaged"]),
-    "eval pipe": ("eval_lm", ["--path", "{root}/pipe.pt"], None, ["pipe.pt is", "a named pipe"]),
+    "finetune flipped": (
+        "train",
+        [*TRAIN, "--finetune-from-model", "{root}/kinds/flipped.pt"],
+        None,
+        ["flipped.pt is dama"],
+    ),
+    "eval flipped": ("eval_lm", ["--path", "{root}/kinds/flipped.pt"], None, ["flipped.pt is damaged"]),
+    "eval pipe": ("eval_lm", ["--path", "{root}/kinds/pipe.pt"], None, ["pipe.pt is", "a named pipe"]),
     **{
-        name: ("train", [*TRAIN, "--restore-file", f"{{root}}/{name}.pt"], None, [f"{name}.pt is damaged", way[-1]])
+        name: (
+            "train",
+            [*TRAIN, "--restore-file", f"{{root}}/kinds/{name}.pt"],
+            None,
+            [f"{name}.pt is damaged", way[-1]],
+        )
         for name, (way, _) in WRONG_STATES.items()
     },
     "last corrupted": (

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from smlp.errors import UserError
@@ -70,11 +71,12 @@ class ExpertIndex:
             parts = tuple(Part(**{**part, "expert_ids": tuple(part["expert_ids"])}) for part in values.pop("parts"))
             tensors = {key: (tuple(shape), dtype) for key, (shape, dtype) in values.pop("tensors").items()}
             index = cls(parts=parts, tensors=tensors, **values)
+            problem = _problem(index)
             held = sorted(itertools.chain.from_iterable(part.expert_ids for part in parts))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"the index of experts in {path} is damaged ({type(error).__name__}: {error})") from error
-        if not all(type(number) is int for number in (index.num_experts, *(part.num_bytes for part in parts))):
-            raise UserError(f"the index of experts in {path} is damaged: its sizes are no whole numbers")
+        if problem is not None:
+            raise UserError(f"the index of experts in {path} is damaged: {problem}")
         for part in parts:
             if not name_below(part.file, f"the index of experts in {path}").startswith(f"{PARTS_FOLDER}/"):
                 raise UserError(f"the index of experts in {path} names {part.file}, which is not in {PARTS_FOLDER}/")
@@ -82,6 +84,25 @@ class ExpertIndex:
             listed = f"experts {held}" if len(held) <= _SHOWN else f"{len(held)} experts"
             raise UserError(f"the index of {path} lists {listed} where there are {index.num_experts}")
         return index
+
+
+def _problem(index: ExpertIndex) -> str | None:
+    """What makes an index unusable, if anything does."""
+    sizes = (index.num_experts, *(part.num_bytes for part in index.parts))
+    sizes += tuple(itertools.chain.from_iterable(shape for shape, _ in index.tensors.values()))
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        return "its sizes are no whole numbers"
+    if not isinstance(index.token, str):
+        return "its token is no text"
+    if not all(type(place) is int for place in index.positions.values()):
+        return "its positions are no whole numbers"
+    for key, (_, dtype) in index.tensors.items():
+        kind, _, name = key.partition("/")
+        if kind not in ("model", "optimizer") or not isinstance(getattr(torch, dtype, None), torch.dtype):
+            return f"it has a tensor {key} of type {dtype}"
+        if kind == "optimizer" and name.rpartition("/")[0] not in index.positions:
+            return f"it has no position for {key}"
+    return None
 
 
 def new_token() -> str:

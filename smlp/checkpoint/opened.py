@@ -91,9 +91,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     state = read_structure(path)
     if is_export(state):
         return _of_export(path, *read_export(state, path))
-    check_is_ours(state, path)
-    for problem in progress_problems(state, path):
-        raise UserError(problem)
+    _check(state, path)
     index = attach(state, path, read_structure)
     if index is not None:
         state["model"] = _lazy(state["model"])
@@ -109,8 +107,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _of_export(path: Path, state: dict[str, Any], files: dict[str, LazyTensor]) -> Checkpoint:
-    check_is_ours(state, path)
+    _check(state, path)
     return Checkpoint(path, state, config_of(state, path), files=files, is_export=True)
+
+
+def _check(state: Any, path: Path) -> None:
+    """Refuse what is no checkpoint, or from which training could not resume."""
+    check_is_ours(state, path)
+    for problem in progress_problems(state, path):
+        raise UserError(problem)
 
 
 def check_is_ours(state: Any, path: str | Path) -> None:
@@ -128,6 +133,11 @@ def check_is_ours(state: Any, path: str | Path) -> None:
     if not isinstance(options, Mapping) or _EMBEDDING not in state["model"]:
         name = options.get("_name") if isinstance(options, Mapping) else getattr(options, "arch", None)
         raise UserError(f"{path} holds another kind of model ({name}), not one of smlp's")
+    for name, tensor in state["model"].items():
+        if not hasattr(tensor, "shape") or not isinstance(name, str):
+            raise UserError(f"{path} is damaged: it has {tensor!r:.40} as {name}, which is no tensor")
+    if len(state["model"][_EMBEDDING].shape) != 2:
+        raise UserError(f"{path} is damaged: {_EMBEDDING} has shape {tuple(state['model'][_EMBEDDING].shape)}")
 
 
 def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
@@ -139,7 +149,7 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     options, num_rows = state["cfg"]["model"], state["model"][_EMBEDDING].shape[0]
     try:
         return from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
-    except (UserError, KeyError, TypeError) as error:
+    except (UserError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the configuration in {path} is of no model that can be built: {error}") from error
 
 

@@ -21,7 +21,6 @@ _MAPPINGS = (
     ("last_optimizer_state",),
 )
 _ABSENT = object()
-_NONE = -1  # dimensions of a parameter of which there is no moment
 
 
 def progress_problems(state: Any, path: str | Path) -> list[str]:
@@ -62,13 +61,13 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
     if not isinstance(moments, Mapping) or not all(isinstance(value, Mapping) for value in moments.values()):
         return [f"{path} is damaged: the optimizer's state in it is not kept by parameter"]
     # an optimizer may keep other moments of matrices than of vectors, but the same of all matrices
-    wanted: dict[int, set[str]] = {}
+    kinds: dict[int, set[str]] = {}
     for of_parameter in moments.values():
-        wanted.setdefault(_num_dims(of_parameter), set()).update(of_parameter)
-    wanted[_NONE] = set.union(*wanted.values())
+        kinds.setdefault(_num_dims(of_parameter), set()).update(of_parameter)
+    of_all = set.intersection(*(names for dims, names in kinds.items() if dims > 0 or len(kinds) == 1))
     problems = []
     for number, of_parameter in moments.items():
-        lacking = sorted(wanted[_num_dims(of_parameter)] - of_parameter.keys())
+        lacking = sorted((kinds[_num_dims(of_parameter)] | of_all) - of_parameter.keys())
         if lacking:
             problems.append(
                 f"{path} is damaged: the optimizer's state of parameter {number} lacks {', '.join(lacking)}, which it "
@@ -78,8 +77,8 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
 
 
 def _num_dims(of_parameter: Mapping[str, Any]) -> int:
-    """Dimensions of the moments."""
-    return max((len(value.shape) for value in of_parameter.values() if hasattr(value, "shape")), default=_NONE)
+    """Dimensions of the moments; 0 where there is none."""
+    return max((len(value.shape) for value in of_parameter.values() if hasattr(value, "shape")), default=0)
 
 
 def _at(state: Any, way: Sequence[str | int]) -> Any:

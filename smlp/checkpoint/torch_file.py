@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import errno
 import io
 import math
 import pickle
@@ -288,7 +289,7 @@ def named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, LazyTenso
 
 def unreadable(path: Path, error: Exception) -> str:
     """The sentence for a file of which reading failed."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside the file
         return f"cannot read {path}: {error.strerror or error}"
     reason = (str(error).splitlines() or [""])[0]
     return (

@@ -126,12 +126,12 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
 
 def _moment_problems(checkpoint: Checkpoint) -> list[str]:
     """Moments of another shape than their parameter. Those of --fp16, which joins all parameters, are left alone."""
-    parameters, moments = list(checkpoint.skeleton.named_parameters()), checkpoint.optimizer or {}
-    if len(moments) == 1 and len(parameters) > 1:
-        return []
     problems = moment_problems(checkpoint.state, checkpoint.path)
     if problems:
         return problems
+    parameters, moments = list(checkpoint.skeleton.named_parameters()), checkpoint.optimizer or {}
+    if len(moments) == 1 and len(parameters) > 1:
+        return []
     for number, of_parameter in moments.items():
         if number >= len(parameters):
             problems.append(f"{checkpoint.path} has an optimizer state of parameter {number} of {len(parameters)}")

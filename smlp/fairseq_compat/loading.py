@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -251,7 +252,7 @@ def exported(path: str) -> str | None:
 
 def damaged(path: str, error: BaseException) -> str:
     """The sentence for a file that is no complete checkpoint, with its size and a neighbour that can be loaded."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside the file
         return f"cannot read {path}: {error.strerror or error}"
     size, reason = Path(path).stat().st_size, type(error).__name__
     return (
