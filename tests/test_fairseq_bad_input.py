@@ -10,11 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoint_states import save
 from running import TINY_LM, USER_DIR, Finished
 
+from smlp.cli.train import prepare
 from smlp.errors import UserError
 from smlp.fairseq_compat.data import check_dictionary, check_split, check_text
-from smlp.fairseq_compat.loading import check_restore_file
+from smlp.fairseq_compat.loading import check_dictionary_of, check_restore_file
+from smlp.files import locked
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -160,6 +163,12 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         ["--distributed-no-spawn"],
     ),
     "save-dir is a file": ("train", ["--save-dir", "{root}/garbage.pt"], None, ["--save-dir", "garbage.pt"]),
+    "save-dir in use": (
+        "train",
+        ["--save-dir", "{root}/busy"],
+        None,
+        ["another run is at work in"],
+    ),
     "unknown arch": ("train", [*TRAIN, "--arch", "smlp_tyni"], None, ["smlp_tyni", "did you mean 'smlp_tiny'"]),
     "eval missing": ("eval_lm", ["--path", "{root}/none.pt"], None, ["none.pt", "directory holds"]),
     "eval truncated": ("eval_lm", ["--path", "{root}/truncated.pt"], None, ["truncated.pt", "bytes"]),
@@ -187,7 +196,8 @@ def refused(broken: Path, tiny_data: Path, run_fairseq_many) -> dict[str, Finish
         else:
             filled = [broken / data if data else tiny_data, *(TINY_LM if tool == "train" else []), *filled]
         cases.append({"tool": tool, "args": ["--user-dir", USER_DIR, *filled]})
-    return dict(zip(BAD_INPUT, run_fairseq_many(cases), strict=True))
+    with locked(broken / "busy", "run"):
+        return dict(zip(BAD_INPUT, run_fairseq_many(cases), strict=True))
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
@@ -214,6 +224,42 @@ def test_a_finetuned_run_goes_on_without_what_it_began_with(tmp_path: Path) -> N
         check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
     (tmp_path / "checkpoint_last.pt").touch()
     check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
+
+
+def test_a_dictionary_in_another_order_is_refused(tmp_path: Path, caplog) -> None:
+    """That of the checkpoint is beside it, or with the data that its configuration names."""
+    path, data, strict = save(tmp_path, "base_lm_tiny"), tmp_path / "data", SimpleNamespace(other_dictionary=False)
+    data.mkdir()
+    beside = (tmp_path / "dict.txt").read_text()
+    (data / "dict.txt").write_text(beside.replace(" 1\n", " 7\n"))
+    check_dictionary_of(str(path), data, strict)  # the same symbols
+    lines = beside.splitlines()
+    lines[2], lines[5] = lines[5], lines[2]
+    (data / "dict.txt").write_text("\n".join(lines) + "\n")
+    for place in ("dict.txt", "made/dict.txt"):
+        words = rf"{place}, and the data have {data}/dict\.txt, .* from line 3 on \('w2' there, 'w5' here\)"
+        with pytest.raises(UserError, match=words):
+            check_dictionary_of(str(path), data, strict)
+        state = torch.load(path)
+        state["cfg"]["task"]["data"] = f"{tmp_path}/made:more"
+        torch.save(state, path)
+        (tmp_path / "made").mkdir(exist_ok=True)
+        if (tmp_path / "dict.txt").exists():
+            (tmp_path / "dict.txt").rename(tmp_path / "made" / "dict.txt")
+    caplog.clear()
+    check_dictionary_of(str(path), data, SimpleNamespace(other_dictionary=True))
+    assert "from line 3 on" in caplog.text
+    prepare_cfg = SimpleNamespace(
+        task=SimpleNamespace(_name="language_modeling", data=str(data)),
+        dataset=SimpleNamespace(dataset_impl="raw"),
+        distributed_training=SimpleNamespace(distributed_rank=0),
+        checkpoint=SimpleNamespace(no_save=False, save_dir=str(tmp_path)),
+        model=strict,
+    )
+    path.rename(tmp_path / "checkpoint_last.pt")
+    with pytest.raises(UserError, match="from line 3 on"):
+        prepare(prepare_cfg)
+    assert not (tmp_path / "dict.txt").exists(), "nothing is put beside a checkpoint of another dictionary"
 
 
 @pytest.mark.parametrize("name", ["truncated.pt", "garbage.pt", "empty.pt", "other.pt"])

@@ -64,7 +64,9 @@ class ExpertIndex:
         Raises:
             UserError: it was written by a newer version, is damaged, or parts do not hold every expert once.
         """
-        values = dict(plain)
+        values = dict(plain) if isinstance(plain, Mapping) else {}
+        if not values:
+            raise UserError(f"the index of experts in {path} is damaged: it is {plain!r:.60}")
         if values.pop("format", None) != FORMAT:
             raise UserError(f"{path} has an index of experts in format {plain.get('format')}, known is {FORMAT}")
         try:

@@ -24,6 +24,8 @@ from smlp.presets import from_training_options
 from smlp.tokenizer import Vocabulary
 
 _EMBEDDING = PREFIX + "embedding.weight"
+_BLOCKS = PREFIX + "blocks."
+_MOST_TOKENS = 1 << 20
 
 
 @dataclass
@@ -148,9 +150,24 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     """
     options, num_rows = state["cfg"]["model"], state["model"][_EMBEDDING].shape[0]
     try:
-        return from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
+        config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
     except (UserError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the configuration in {path} is of no model that can be built: {error}") from error
+    # Before anything of these sizes is made: they may be any numbers.
+    blocks = {name.split(".")[3] for name in state["model"] if name.startswith(_BLOCKS)}
+    axis = max(max(tensor.shape, default=0) for tensor in state["model"].values())
+    experts = config.moe.num_experts if config.num_sparse_layers else 0
+    for what, size, most in (
+        ("blocks", config.num_layers, len(blocks)),
+        ("experts", experts, axis),
+        ("positions", config.max_tokens, max(axis, _MOST_TOKENS)),  # of which sinusoids are no tensor in the file
+    ):
+        if size > most:
+            raise UserError(
+                f"{path} does not fit its configuration ({options.get('_name')}), which has {size:,} {what}: the "
+                f"tensors in it are of {most:,} at most"
+            )
+    return config
 
 
 def _lazy(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,9 @@ def progress_problems(state: Any, path: str | Path) -> list[str]:
             problems.append(
                 f"{path} is damaged: {_shown(way)} is {value!r:.60}, but must be a whole number of at least {least}"
             )
+    moments = _at(state, ("last_optimizer_state", "state"))
+    if moments is not _ABSENT and not _is_by_parameter(moments):
+        problems.append(f"{path} is damaged: the optimizer's state in it is not kept by parameter")
     return problems
 
 
@@ -52,14 +55,12 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
     """Return which parameters lack a moment of the optimizer that others have, one sentence each.
 
     Args:
-        state: of a checkpoint, with all its experts.
+        state: of a checkpoint, with all its experts, of which :func:`progress_problems` finds nothing.
         path: of the checkpoint.
     """
     moments = _at(state, ("last_optimizer_state", "state"))
     if moments is _ABSENT or not moments:
         return []
-    if not isinstance(moments, Mapping) or not all(isinstance(value, Mapping) for value in moments.values()):
-        return [f"{path} is damaged: the optimizer's state in it is not kept by parameter"]
     # an optimizer may keep other moments of matrices than of vectors, but the same of all matrices
     kinds: dict[int, set[str]] = {}
     for of_parameter in moments.values():
@@ -74,6 +75,10 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
                 "has of others; --reset-optimizer begins with new moments"
             )
     return problems
+
+
+def _is_by_parameter(moments: Any) -> bool:
+    return isinstance(moments, Mapping) and all(isinstance(value, Mapping) for value in moments.values())
 
 
 def _num_dims(of_parameter: Mapping[str, Any]) -> int:

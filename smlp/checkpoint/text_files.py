@@ -69,7 +69,8 @@ def tokenizer_of(
 def _find_for(
     checkpoint: Checkpoint, dictionary: str | Path | None, tokenizer: str | Path | None
 ) -> tuple[Path, Path | None]:
-    data = (checkpoint.state["cfg"].get("task") or {}).get("data")
+    task = checkpoint.state["cfg"].get("task")
+    data = task.get("data") if isinstance(task, Mapping) else getattr(task, "data", None)
     return find_files(checkpoint.path, data, dictionary, tokenizer)
 
 

@@ -32,6 +32,7 @@ _DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 def apply() -> None:
     from fairseq import checkpoint_utils
     from fairseq.trainer import Trainer
+    from fairseq.utils import split_paths
 
     load_to_cpu = checkpoint_utils.load_checkpoint_to_cpu
     load_ensemble = checkpoint_utils.load_model_ensemble_and_task
@@ -73,8 +74,9 @@ def apply() -> None:
     @functools.wraps(resume)
     def load_checkpoint(cfg: Any, trainer: Trainer, **kw: Any) -> Any:
         path = check_restore_file(cfg, trainer)
-        if path is not None:
-            check_dictionary_of(path, trainer)
+        data = getattr(trainer.cfg.task, "data", None)
+        if path is not None and data:
+            check_dictionary_of(path, split_paths(data)[0], trainer.cfg.model)
         if trainer.data_parallel_rank == 0 and not cfg.no_save:
             for leftover in remove_leftovers(cfg.save_dir):
                 logger.info(f"removed {leftover}, which an interrupted run left half-written")
@@ -173,36 +175,38 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
     return None
 
 
-def check_dictionary_of(path: str, trainer: Any) -> None:
+def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
     """Refuse a checkpoint whose dictionary has the same size as that of the data, but other symbols or another order:
     each weight of the embedding would stand for another symbol.
 
     The dictionary of a checkpoint is beside it, or with the data that it was trained on.
 
+    Args:
+        path: of the checkpoint.
+        data: folder of the data to train on.
+        model: options of the model, with ``other_dictionary`` if it is one of this package's; of others, a warning is
+            all.
+
     Raises:
         UserError: the message names both dictionaries and the first line that differs.
     """
-    theirs, ours = _dictionary_of(path), getattr(trainer.task, "dictionary", None)
-    if theirs is None or ours is None:
+    theirs, ours = _dictionary_of(path), Path(data) / DICTIONARY
+    if theirs is None or not ours.is_file():
         return
-    symbols = Vocabulary.load(theirs).symbols
-    if len(symbols) != len(ours.symbols) or symbols == ours.symbols:  # a dictionary of another size does not fit
+    then, now = (Vocabulary.load(dictionary).symbols for dictionary in (theirs, ours))
+    if len(then) != len(now) or then == now:  # a dictionary of another size does not fit the parameters
         return
-    place = next(place for place, pair in enumerate(zip(symbols, ours.symbols, strict=True)) if pair[0] != pair[1])
-    line = place - len(SPECIAL_SYMBOLS) + 1
-    data = Path(str(trainer.task.args.data).split(":")[0])
+    place = next(place for place, pair in enumerate(zip(then, now, strict=True)) if pair[0] != pair[1])
     difference = (
-        f"{path} was trained with the dictionary {theirs}, and the data have {data / DICTIONARY}, which differs from "
-        f"it from line {line} on ({symbols[place]!r} there, {ours.symbols[place]!r} here)"
+        f"{path} was trained with the dictionary {theirs}, and the data have {ours}, which differs from it from line "
+        f"{place - len(SPECIAL_SYMBOLS) + 1} on ({then[place]!r} there, {now[place]!r} here)"
     )
-    allowed = getattr(trainer.cfg.model, "other_dictionary", None)
-    if allowed is False:
+    if getattr(model, "other_dictionary", None) is False:
         raise UserError(
             f"{difference}: binarise the data with the first one (fairseq-preprocess --srcdict), or give "
             "--other-dictionary if that is what you want"
         )
-    if trainer.data_parallel_rank == 0:
-        logger.warning(difference)
+    logger.warning(difference)
 
 
 def _dictionary_of(path: str) -> Path | None:
