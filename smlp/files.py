@@ -88,6 +88,17 @@ def regular_file(path: str | Path, what: str = "file") -> Path:
     raise UserError(f"{path} is no regular file but a {kind_of(mode)}: name a {what}")
 
 
+def is_missing(path: str | Path) -> bool:
+    """Whether there is nothing under a name, as far as this process may look."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def kind_of(mode: int) -> str:
     """What a path is, in words, by the ``st_mode`` of its status."""
     kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}

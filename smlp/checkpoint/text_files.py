@@ -110,7 +110,7 @@ def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
         UserError: the message names the file.
     """
     for name, tensor in files.items():
-        if (folder / name).exists() and (folder / name).read_bytes() != _to_bytes(tensor):
+        if (folder / name).exists() and _to_bytes(_bytes_of(folder / name)) != _to_bytes(tensor):
             raise UserError(f"{folder / name} is another one than that of the export: write to another folder")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import logging
-import os
 import pickle
 import re
 import zipfile
@@ -20,6 +19,7 @@ from smlp.checkpoint.progress import moment_problems, progress_problems
 from smlp.checkpoint.torch_file import OtherClassError, existing_file, read_structure
 from smlp.errors import UserError
 from smlp.fairseq_compat.saving import remove_leftovers
+from smlp.files import is_missing
 from smlp.registry import ARCHITECTURES
 from smlp.tokenizer import Vocabulary
 from smlp.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
@@ -124,7 +124,7 @@ def check_file(path: str) -> None:
     Raises:
         UserError: the message names the file and, of a damaged one, a neighbour that can be loaded.
     """
-    if not os.path.lexists(path):
+    if is_missing(path):
         return
     existing_file(path)
     if not zipfile.is_zipfile(path):
@@ -158,12 +158,12 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
     named = {"--continue-once": getattr(cfg, "continue_once", None), "--finetune-from-model": cfg.finetune_from_model}
     if cfg.restore_file != _DEFAULT_RESTORE_FILE:
         named = {"--restore-file": cfg.restore_file.replace(".pt", suffix + ".pt")}
-    elif os.path.lexists(last):
+    elif not is_missing(last):
         return str(existing_file(last))
     for option, path in named.items():
         if path is None:
             continue
-        if os.path.lexists(path):
+        if not is_missing(path):
             return str(existing_file(path))
         if not PathManager.exists(path):
             raise UserError(f"{option}: {missing(path)}")
