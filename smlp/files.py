@@ -131,7 +131,9 @@ def check_writable(target: str | Path, option: str = "") -> None:
 
 
 def _check_replaceable(target: Path, named: str) -> None:
-    """Refuse to put a file in the place of a device, a named pipe or a folder."""
+    """Refuse to put a file in the place of a device, a named pipe or a folder, or of a name such as /dev/stdout."""
+    if target.is_symlink() and os.readlink(target).startswith("/proc/"):
+        raise UserError(f"{named} is a stream of this process, which is not replaced: name another file to write")
     with contextlib.suppress(FileNotFoundError):
         mode = os.stat(target).st_mode
         if stat.S_ISDIR(mode):
@@ -182,7 +184,7 @@ def _opened_lock(path: Path) -> int:
         OSError: the file cannot be opened.
     """
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

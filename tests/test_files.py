@@ -81,6 +81,26 @@ def test_only_regular_files_are_read_and_replaced(tmp_path: Path) -> None:
             regular_file(path, "checkpoint")
 
 
+def test_links_to_streams_are_not_replaced(tmp_path: Path) -> None:
+    """Whatever the stream goes to, as with /dev/stdout."""
+    link = tmp_path / "stdout"
+    with open(tmp_path / "log", "wb") as log:
+        link.symlink_to(f"/proc/self/fd/{log.fileno()}")
+        for write in (check_writable, lambda path: write_whole(path, lambda file: file.write(b"x"))):
+            with pytest.raises(UserError, match="is a stream of this process"):
+                write(link)
+    assert link.is_symlink()
+
+
+def test_a_link_is_no_lock(tmp_path: Path) -> None:
+    """What it leads to would be written over."""
+    (tmp_path / "mine").write_text("something of value")
+    (tmp_path / ".lock").symlink_to("mine")
+    with pytest.raises(UserError, match=f"cannot write to {tmp_path}: "), locked(tmp_path, "run"):
+        pass
+    assert (tmp_path / "mine").read_text() == "something of value"
+
+
 def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch) -> None:
     """Permissions do not hold for root, so they are refused here by hand."""
 
