@@ -266,7 +266,7 @@ def damaged(path: str, error: BaseException) -> str:
 
 def remedy_for(path: str | Path) -> str:
     """What to do about a checkpoint that cannot be read."""
-    newest = newest_loadable(Path(path))
+    newest = newest_loadable(Path(path), compare=True)
     if newest is not None:
         return f"{newest} can be loaded instead (--restore-file to train on, --path to evaluate)"
     return f"no other checkpoint*.pt in {Path(path).parent} can be loaded"
@@ -284,13 +284,18 @@ def unfitting(path: str, error: RuntimeError) -> str:
     return f"checkpoint {path} does not fit this model: {lines[0] if lines else error}"
 
 
-def newest_loadable(path: Path) -> Path | None:
-    """The newest other ``checkpoint*.pt`` beside ``path`` that can be read, or None."""
+def newest_loadable(path: Path, compare: bool = False) -> Path | None:
+    """The newest other ``checkpoint*.pt`` beside ``path`` that can be read, or None.
+
+    Args:
+        path: of a checkpoint.
+        compare: whether all bytes of the other one are compared with its checksums.
+    """
     others = [other for other in path.parent.glob("checkpoint*.pt") if other != path]
-    for other in sorted(others, key=lambda file: file.stat().st_mtime, reverse=True):
+    for other in sorted(others, key=lambda file: file.lstat().st_mtime, reverse=True):
         try:
-            if record_problem(existing_file(other)) is None:
-                read_structure(other)
+            read_structure(other)
+            if not compare or record_problem(other) is None:
                 return other
         except UserError:
             continue

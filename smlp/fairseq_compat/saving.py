@@ -96,7 +96,8 @@ def _is_training(main: Callable[..., Any]) -> bool:
     """Whether a main function is that of fairseq-train or fairseq-hydra-train, whatever name its module has."""
     while isinstance(main, functools.partial):
         main = main.args[0]
-    return Path(main.__code__.co_filename).stem in ("train", "hydra_train")
+    code = getattr(main, "__code__", None)
+    return code is not None and Path(code.co_filename).stem in ("train", "hydra_train")
 
 
 def save_whole(obj: Any, filename: str) -> None:
