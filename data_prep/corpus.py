@@ -8,11 +8,12 @@ empty line (a lone ``</s>``) tells the model, and ``--sample-break-mode complete
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from smlp.files import write_whole
 
 SPLITS = ("train", "valid", "test")
 MANIFEST = "manifest.json"
@@ -68,17 +69,11 @@ def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[st
     (out / MANIFEST).unlink(missing_ok=True)  # its presence says that the corpus is complete
     for name in SPLITS:
         text = "\n\n".join("\n".join(document.paragraphs) for document in splits[name]) + "\n"
-        write_whole(out / f"{name}.txt", text.encode())
+        write_whole(out / f"{name}.txt", lambda file, text=text: file.write(text.encode()))
     manifest = {**manifest, "splits": {name: split_counts(splits[name]) for name in SPLITS}}
-    write_whole(out / MANIFEST, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
+    content = (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode()
+    write_whole(out / MANIFEST, lambda file: file.write(content))
     return manifest
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that is either there with all its content or not there."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
 
 
 def describe_splits(manifest: dict[str, Any]) -> str:

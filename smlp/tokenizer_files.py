@@ -80,3 +80,5 @@ def _text_of(path: Path) -> str:
         raise UserError(f"there is no file {path} of byte-level BPE") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None

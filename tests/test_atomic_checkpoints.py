@@ -11,7 +11,7 @@ import pytest
 import torch
 from running import TINY_LM, USER_DIR, run_python
 
-from smlp.checkpoint import files
+from smlp import files
 from smlp.errors import UserError
 from smlp.fairseq_compat import saving
 

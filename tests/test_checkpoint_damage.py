@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
+import re
 import shutil
+import tracemalloc
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,9 +17,10 @@ from checkpoint_states import PREFIX, command, content, differences, refused, sa
 
 import smlp
 from smlp.checkpoint import output
+from smlp.checkpoint.leftovers import remove_unused_parts
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.output import write_in_parts
-from smlp.checkpoint.parts import INDEX_KEY, write_part
+from smlp.checkpoint.parts import INDEX_KEY, read_all, write_part
 from smlp.checkpoint.verify import problems_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -101,6 +106,194 @@ def test_no_flipped_bit_goes_unnoticed(whole: Path, parts: Path, tmp_path: Path)
     assert found > 50
 
 
+def _read_by_fairseq(path: Path) -> dict:
+    """What training, resumed or fine-tuned, and fairseq-eval-lm read."""
+    from fairseq import checkpoint_utils
+
+    from smlp.cli.fairseq_tool import load_plugin
+
+    load_plugin()
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    moments = state["last_optimizer_state"]["state"]
+    moments = {number: read_all(of_parameter) for number, of_parameter in moments.items()}
+    return {"model": read_all(state["model"]), "moments": moments}
+
+
+def _read_by_smlp(path: Path) -> dict:
+    return dict(smlp.load_pretrained(path).decoder.state_dict())
+
+
+def test_no_flipped_bit_is_read(whole: Path, parts: Path, tmp_path: Path) -> None:
+    """Whichever way weights are read: either the damage is reported, or what is read is still the same."""
+    exports = [tmp_path / "e.pt", tmp_path / "e.safetensors"]
+    for export in exports:
+        assert command("merge", whole, "-o", export, "--export") == 0
+    both = (_read_by_smlp, _read_by_fairseq)
+    cases = [(whole, whole, both), (parts, parts, both), (_an_expert(parts), parts, both)]
+    cases += [(export, export, (_read_by_smlp,)) for export in exports]
+    draw = random.Random(2)
+    for file, checkpoint, ways in cases:
+        original = file.read_bytes()
+        # of the records, and of the table behind them
+        table = original.rfind(b"PK\1\2") if file.suffix == ".pt" else 0
+        places = [draw.randrange(len(original)) for _ in range(7)] + [
+            draw.randrange(table - 600, len(original)) for _ in range(3 if table else 0)
+        ]
+        for read in ways:
+            good, found = read(checkpoint), 0
+            for place in places:
+                _flip(file, place)
+                try:
+                    assert differences(read(checkpoint), good) == [], (file, place)
+                except smlp.UserError as error:
+                    found += 1
+                    assert file.name in str(error) or checkpoint.name in str(error)
+                file.write_bytes(original)
+            assert found > 3
+
+
+@pytest.mark.parametrize("field", [34, 38])
+def test_a_flipped_bit_that_only_torch_heeds_is_found(whole: Path, tmp_path: Path, field: int) -> None:
+    """In the table of a file: the number of its disk, and the attribute that makes a record a folder without bytes."""
+    data = bytearray(whole.read_bytes())
+    data[data.rfind(b"PK\1\2", 0, data.rfind(b"data/3")) + field] ^= 0x10
+    whole.write_bytes(data)
+    assert problems_of(whole)
+    with pytest.raises(smlp.UserError, match="damaged"):
+        smlp.load_pretrained(whole)
+
+
+def test_checksums_can_be_left_out(whole: Path, monkeypatch) -> None:
+    data = whole.read_bytes()
+    _flip(whole, data.index(content(whole)["model"][PREFIX + "norm.bias"].numpy().tobytes()) + 1)
+    with pytest.raises(smlp.UserError, match=r"norm\.bias differs from its checksum"):
+        smlp.load_pretrained(whole)
+    monkeypatch.setenv("SMLP_VERIFY_CHECKPOINTS", "0")
+    assert not torch.equal(smlp.load_pretrained(whole).decoder.norm.bias, torch.zeros(16))
+
+
+def test_parts_of_a_checkpoint_with_a_damaged_index_are_kept(parts: Path) -> None:
+    """A flipped bit in the name of a folder would make its parts look unused."""
+    data = bytearray(parts.read_bytes())
+    data[data.index(b"experts/update_") + 16] ^= 1
+    parts.write_bytes(data)
+    held = sorted(parts.parent.glob("experts/*/*.pt"))
+    assert remove_unused_parts(parts.parent) == [] and sorted(parts.parent.glob("experts/*/*.pt")) == held
+
+
+def _rewritten(path: Path, **records: bytes) -> None:
+    """Writes the records of a file anew, compressed, some of them with other bytes."""
+    with zipfile.ZipFile(path) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in held.items():
+            archive.writestr(name, records.get(Path(name).stem, data))
+
+
+def _nested() -> list:
+    nested: list = ["x"]
+    for _ in range(40):
+        nested = [nested, nested]
+    return nested
+
+
+def _index(path: Path, **values: object) -> None:
+    state = content(path)
+    state[INDEX_KEY].update(values)
+    torch.save(state, path)
+
+
+def _add(path: Path, **values: object) -> None:
+    torch.save({**content(path), **values}, path)
+
+
+#: files that would take far more memory than they have bytes, and what is said of them
+BOMBS = {
+    "experts": (lambda p: _index(p, num_experts=10**9), "where there are 1000000000"),
+    "compressed": (lambda p: _rewritten(p, data=pickle.dumps(bytes(50_000_000))), "compressed records"),
+    "named often": (lambda p: _add(p, x=_nested()), "more than 10,000,000 values"),
+    "repeated": (lambda p: _add(p, x=torch.zeros(1).expand(10**11)), "a tensor of shape (100000000000,)"),
+    "index of sizes": (
+        lambda p: _index(p, tensors={k: ((10**6, 10**6), d) for k, (_, d) in content(p)[INDEX_KEY]["tensors"].items()}),
+        "where the index says float32 (1, 1000000, 1000000)",
+    ),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_memory_is_bounded_by_the_size_of_the_file(parts: Path, bomb: str) -> None:
+    make, words = BOMBS[bomb]
+    for read in (_read_by_smlp, _read_by_fairseq):
+        read(parts)  # imports take memory too
+    make(parts)
+    for read in (_read_by_smlp, _read_by_fairseq):
+        tracemalloc.start()
+        with pytest.raises(smlp.UserError, match=re.escape(words)):
+            read(parts)
+        assert tracemalloc.get_traced_memory()[1] < 30_000_000
+        tracemalloc.stop()
+    assert words in problems_of(parts)[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"num_experts": value} for value in (-1, "4", 4.0, None, True)),
+        {"positions": "x"},
+        {"tensors": {3: ((3,), "float32")}},
+        {"tensors": {"model/x": ((3,), "no_dtype")}},
+        {"token": None},
+        *({"file": name} for name in ("/etc/passwd", "../whole.pt", "experts/../../whole.pt", "whole.pt", 7, None)),
+        {"expert_ids": "abc"},
+        {"expert_ids": [0, "a"]},
+        {"num_bytes": -5},
+        {"num_bytes": "x"},
+    ],
+)
+def test_a_damaged_index_is_one_sentence(parts: Path, changes: dict) -> None:
+    state = content(parts)
+    index = state[INDEX_KEY]
+    (index["parts"][0] if changes.keys() & {"file", "expert_ids", "num_bytes"} else index).update(changes)
+    torch.save(state, parts)
+    for read in (_read_by_smlp, _read_by_fairseq):
+        with pytest.raises(smlp.UserError, match=r"checkpoint_last\.pt"):
+            read(parts)
+    assert problems_of(parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        *(
+            (lambda s, v=v: s["extra_state"]["train_iterator"].update(epoch=v), ["train_iterator.epoch", "at least 1"])
+            for v in (-1, 0, "3", 1.5, None)
+        ),
+        (lambda s: s["extra_state"]["train_iterator"].update(iterations_in_epoch=-5), ["iterations_in_epoch is -5"]),
+        (lambda s: s["extra_state"].update(train_iterator=[1]), ["train_iterator is [1], not a dictionary"]),
+        (lambda s: s["optimizer_history"][-1].update(num_updates="six"), ["num_updates is 'six'"]),
+        (lambda s: s["optimizer_history"][-1].update(num_updates=-1), ["num_updates is -1"]),
+        (lambda s: s.update(optimizer_history="x"), ["optimizer_history is 'x', not a list"]),
+        (lambda s: s.update(optimizer_history=["x"]), ["optimizer_history is 'x', not a dictionary"]),
+        (lambda s: s.update(last_optimizer_state="x"), ["last_optimizer_state is 'x'"]),
+        (lambda s: s["last_optimizer_state"].update(state="x"), ["not kept by parameter"]),
+        (lambda s: s["last_optimizer_state"]["state"][3].pop("exp_avg"), ["parameter 3 lacks exp_avg, which"]),
+        (
+            lambda s: [s["last_optimizer_state"]["state"][3].pop(name) for name in ("exp_avg", "exp_avg_sq")],
+            ["parameter 3 lacks exp_avg, exp_avg_sq, which"],
+        ),
+    ],
+)
+def test_what_training_cannot_resume_from_is_named(whole: Path, change, words) -> None:
+    state = content(whole)
+    change(state)
+    torch.save(state, whole)
+    (problem, *_) = problems_of(whole)
+    with pytest.raises(smlp.UserError) as raised:
+        _read_by_fairseq(whole)
+    for said in (problem, str(raised.value)):
+        assert "whole.pt is damaged" in said and all(word in said for word in words), said
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -138,6 +331,12 @@ PART = "experts/update_6_8bc6f344/experts_0-3.pt"
         (["merge", "whole.pt", "-o", "taken.pt/x.pt"], ["cannot make taken.pt"]),
         (["merge", "none.pt", "-o", "x.pt"], ["there is no checkpoint none.pt"]),
         (["merge", ".", "-o", "x.pt"], ["is a folder: name a checkpoint"]),
+        (["merge", "pipe", "-o", "x.pt"], ["pipe is no regular file but a named pipe"]),
+        (["verify", "pipe"], ["a named pipe"]),
+        (["merge", "whole.pt", "-o", "pipe", "--force"], ["pipe is a named pipe, which is not replaced"]),
+        (["average", "whole.pt", "-o", "/dev/null", "--force"], ["/dev/null is a device, which is not replaced"]),
+        (["merge", "whole.pt", "-o", "n" * 300], ["cannot write", "File name too long"]),
+        (["split", "whole.pt", "-o", "n" * 252, "--parts", "2"], ["cannot write", "File name too long"]),
         (["average", ".", "-o", "x.pt"], ["of the folder .: give --num-epoch-checkpoints N"]),
         (["merge", "bart.pt", "-o", "x.pt"], ["another kind of model (bart)"]),
         (["merge", "taken.pt", "-o", "x.pt"], ["taken.pt", "truncated or is no checkpoint"]),
@@ -164,6 +363,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(
     Path("taken.pt").write_text("something of value")
     Path(PART).parent.mkdir(parents=True)
     Path(PART).write_text("experts of another checkpoint")
+    os.mkfifo("pipe")
     Path("short.txt").write_text("the 1\n")
     Path("short.safetensors").write_bytes(bytes(9))
     save_file({"x": torch.ones(3)}, "foreign.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 
@@ -315,6 +316,19 @@ def test_mistakes_are_one_sentence(options, parts, capsys):
     assert main.main(["costs", *options]) == 1
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("smlp: error: ") and all(part in error for part in parts), error
+
+
+@pytest.mark.parametrize("option", ["--trace", "--json"])
+def test_files_of_another_kind_are_not_written_over(option, tmp_path, capsys):
+    mine, pipe = tmp_path / "notes.txt", tmp_path / "pipe"
+    mine.write_text("something of value")
+    assert main.main([*TINY, option, str(mine)]) == 1
+    assert f"{option} {mine}: there is a file of another kind already" in capsys.readouterr().err
+    assert mine.read_text() == "something of value"
+    os.mkfifo(pipe)
+    if option == "--trace":
+        assert main.main([*TINY, option, str(pipe)]) == 1
+        assert f"--trace {pipe} is a named pipe, which is not replaced" in capsys.readouterr().err
 
 
 def test_ranks_of_a_launcher_start_no_more(monkeypatch, capsys):

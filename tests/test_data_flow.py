@@ -15,7 +15,7 @@ import pytest
 from running import REPOSITORY
 
 from data_prep.flow.documents import Defect, Loss, Reading, Record, documents_in, read
-from data_prep.flow.manifest import Counts, PartResult, read_manifest, write_manifest
+from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.parts import find_files, left_out, plan_parts
 from data_prep.flow.running import Run, _lock, begin, is_done, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream, write_bytes, write_stream
@@ -545,3 +545,23 @@ def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
     for out in ("a.txt", "a.txt/x"):
         assert main(["data", "clean", "--in", str(tmp_path / "a.txt"), "--out", str(tmp_path / out)]) == 1
         assert capsys.readouterr().err.startswith(f"smlp: error: {tmp_path / 'a.txt'}")
+
+
+def test_records_cannot_name_files_elsewhere(tmp_path):
+    """What an earlier run wrote for inputs that are gone is removed: nothing else may be, whatever a record says."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a\n")
+    mine, out = tmp_path / "mine.txt", tmp_path / "out"
+    mine.write_text("something of value")
+    parts = plan_parts(find_files([tmp_path / "in"], [".txt"]))
+    run_parts(Run(out, quiet=True), "upper", parts, upper)
+    (record,) = (out / ".state" / "upper").glob("*.json")
+    for name in ("../mine.txt", str(mine), "x/../../mine.txt"):
+        row = {**json.loads(record.read_text()), "outputs": [{"name": name, "bytes": 18}]}
+        (record.parent / "gone.json").write_text(json.dumps(row))
+        with pytest.raises(UserError, match=r"gone\.json names the file .*mine.txt', which would lie outside"):
+            run_parts(Run(out, quiet=True), "upper", parts, upper)
+        assert mine.read_text() == "something of value"
+        (out / "manifest.json").write_text(json.dumps({"step": "upper", "outputs": row["outputs"]}))
+        with pytest.raises(UserError, match="would lie outside its folder"):
+            is_whole(out)

@@ -33,7 +33,7 @@ def test_every_page_is_in_the_navigation(site):
     sidebar = sidebar[: sidebar.index("</aside>")]
     linked = set(re.findall(r'href="([\w./-]+)\.html"', sidebar))
     pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")} - {"index"}
-    assert pages and linked == pages | {"../README", "../CHANGELOG", "../examples/README"}
+    assert pages and linked == pages | {"../README", "../CHANGELOG", "../SECURITY", "../examples/README"}
 
 
 def test_links_out_of_the_folder_lead_to_pages_and_files_of_the_site(site):

@@ -146,3 +146,65 @@ def test_another_dictionary_beside_the_output_is_not_written_over(whole: Path, t
     for arguments in (["merge", export, "-o", other / "x.pt"], ["split", export, "-o", other / "x.pt", "--parts", 2]):
         assert "dict.txt is another one than that of the export" in refused(capsys, *arguments)
     assert [path.name for path in other.iterdir()] == ["dict.txt"]
+
+
+def _with_file(export: Path, name: str, target: Path) -> Path:
+    """A copy of an export that holds one more file."""
+    added = torch.frombuffer(bytearray(b"not yours"), dtype=torch.uint8)
+    if export.suffix == ".pt":
+        state = content(export)
+        state["files"][name] = added
+        torch.save(state, target)
+    else:
+        from safetensors import safe_open
+        from safetensors.torch import load_file, save_file
+
+        with safe_open(export, "pt") as opened:
+            save_file({**load_file(export), f"files/{name}": added}, target, metadata=opened.metadata())
+    return target
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_an_export_writes_no_file_but_its_own(whole: Path, tmp_path: Path, suffix, capsys) -> None:
+    export, outside = tmp_path / f"e{suffix}", tmp_path / "outside"
+    assert command("merge", whole, "-o", export, "--export") == 0
+    capsys.readouterr()
+    for name in (
+        str(outside),
+        "../outside",
+        f"../../{tmp_path.name}/outside",
+        "dict.txt/../../outside",
+        "notes.txt",
+        "",
+    ):
+        evil = _with_file(export, name, tmp_path / f"evil{suffix}")
+        words = f"holds the file {name!r}: an export has dict.txt, sentencepiece.model, encoder.json, vocab.bpe only"
+        for arguments in (["verify", evil], ["info", evil], ["merge", evil, "-o", tmp_path / "out" / "o.pt"]):
+            assert words in refused(capsys, *arguments)
+        with pytest.raises(smlp.UserError, match="holds the file"):
+            smlp.load_pretrained(evil)
+        assert not outside.exists() and list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s["files"].update({"dict.txt": "a string"}),
+        lambda s: s["files"].update({"dict.txt": torch.ones(3)}),
+        lambda s: s.update(weights=3),
+        lambda s: s["weights"].update({"norm.bias": "a string"}),
+        lambda s: s["weights"].pop("embedding.weight"),
+        lambda s: s.update(cfg="a string"),
+        lambda s: s["cfg"].update(model=None),
+        lambda s: s.update(num_updates="six"),
+    ],
+)
+def test_a_damaged_export_is_one_sentence(whole: Path, tmp_path: Path, change, capsys) -> None:
+    assert command("merge", whole, "-o", tmp_path / "e.pt", "--export") == 0
+    state = content(tmp_path / "e.pt")
+    change(state)
+    torch.save(state, tmp_path / "e.pt")
+    capsys.readouterr()
+    assert "e.pt" in refused(capsys, "verify", tmp_path / "e.pt")
+    with pytest.raises(smlp.UserError, match=r"e\.pt"):
+        smlp.load_pretrained(tmp_path / "e.pt")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoint_states import save
 from running import TINY_LM, USER_DIR, Finished
 
+from smlp.cli.train import prepare
 from smlp.errors import UserError
 from smlp.fairseq_compat.data import check_dictionary, check_split, check_text
-from smlp.fairseq_compat.loading import check_restore_file
+from smlp.fairseq_compat.loading import check_dictionary_of, check_restore_file
+from smlp.files import locked
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -26,6 +31,21 @@ def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) 
     (root / "garbage.pt").write_text("this is not a checkpoint\n")
     (root / "empty.pt").touch()
     torch.save({"weights": torch.zeros(2)}, root / "other.pt")
+
+    kinds = root / "kinds"
+    (kinds / "folder.pt").mkdir(parents=True)
+    os.mkfifo(kinds / "pipe.pt")
+    (kinds / "link.pt").symlink_to(root / "gone.pt")
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    (kinds / "flipped.pt").write_bytes(flipped)
+    (root / "pipe_last").mkdir()
+    os.mkfifo(root / "pipe_last" / "checkpoint_last.pt")
+    for name, (way, value) in WRONG_STATES.items():
+        state = torch.load(tiny_run[0] / "checkpoint_best.pt")
+        place = functools.reduce(lambda part, step: part[step], way[:-1], state)
+        place.pop(way[-1]) if value is None else place.update({way[-1]: value})
+        torch.save(state, kinds / f"{name}.pt")
 
     last = root / "corrupted_last"
     last.mkdir()
@@ -49,6 +69,13 @@ def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) 
     (root / "nothing.txt").touch()
     return root
 
+
+# name: (where in a checkpoint, what is put there; None takes it away)
+WRONG_STATES: dict[str, tuple[list[str | int], object]] = {
+    "epoch": (["extra_state", "train_iterator", "epoch"], -1),
+    "updates": (["optimizer_history", -1, "num_updates"], "six"),
+    "moment": (["last_optimizer_state", "state", 1, "exp_avg"], None),
+}
 
 # name: (tool, arguments after the data directory, data directory or None for the good one, what the sentence must say)
 TRAIN = ["--max-update", "2", "--save-dir", "{save}"]
@@ -74,6 +101,45 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         ["300 of 300 samples are longer than 2 tokens", "lower --tokens-per-sample"],
     ),
     "restore truncated": ("train", [*TRAIN, "--restore-file", "{root}/truncated.pt"], None, ["truncated.pt", "bytes"]),
+    "restore folder": ("train", [*TRAIN, "--restore-file", "{root}/kinds/folder.pt"], None, ["folder.pt is a folder"]),
+    "restore pipe": ("train", [*TRAIN, "--restore-file", "{root}/kinds/pipe.pt"], None, ["pipe.pt is", "a named pipe"]),
+    "restore link": ("train", [*TRAIN, "--restore-file", "{root}/kinds/link.pt"], None, ["link to", "gone.pt"]),
+    "finetune folder": (
+        "train",
+        [*TRAIN, "--finetune-from-model", "{root}/kinds/folder.pt"],
+        None,
+        ["folder.pt is a folder"],
+    ),
+    "finetune pipe": (
+        "train",
+        [*TRAIN, "--finetune-from-model", "{root}/kinds/pipe.pt"],
+        None,
+        ["pipe.pt is", "named pipe"],
+    ),
+    "last is a pipe": ("train", ["--save-dir", "{root}/pipe_last"], None, ["checkpoint_last.pt is", "named pipe"]),
+    "restore flipped": (
+        "train",
+        [*TRAIN, "--restore-file", "{root}/kinds/flipped.pt"],
+        None,
+        ["flipped.pt is damaged", "differs from its checksum"],
+    ),
+    "finetune flipped": (
+        "train",
+        [*TRAIN, "--finetune-from-model", "{root}/kinds/flipped.pt"],
+        None,
+        ["flipped.pt is dama"],
+    ),
+    "eval flipped": ("eval_lm", ["--path", "{root}/kinds/flipped.pt"], None, ["flipped.pt is damaged"]),
+    "eval pipe": ("eval_lm", ["--path", "{root}/kinds/pipe.pt"], None, ["pipe.pt is", "a named pipe"]),
+    **{
+        name: (
+            "train",
+            [*TRAIN, "--restore-file", f"{{root}}/kinds/{name}.pt"],
+            None,
+            [f"{name}.pt is damaged", way[-1]],
+        )
+        for name, (way, _) in WRONG_STATES.items()
+    },
     "last corrupted": (
         "train",
         ["--max-update", "9", "--save-dir", "{root}/corrupted_last"],
@@ -97,6 +163,12 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         ["--distributed-no-spawn"],
     ),
     "save-dir is a file": ("train", ["--save-dir", "{root}/garbage.pt"], None, ["--save-dir", "garbage.pt"]),
+    "save-dir in use": (
+        "train",
+        ["--save-dir", "{root}/busy"],
+        None,
+        ["another run is at work in"],
+    ),
     "unknown arch": ("train", [*TRAIN, "--arch", "smlp_tyni"], None, ["smlp_tyni", "did you mean 'smlp_tiny'"]),
     "eval missing": ("eval_lm", ["--path", "{root}/none.pt"], None, ["none.pt", "directory holds"]),
     "eval truncated": ("eval_lm", ["--path", "{root}/truncated.pt"], None, ["truncated.pt", "bytes"]),
@@ -124,7 +196,8 @@ def refused(broken: Path, tiny_data: Path, run_fairseq_many) -> dict[str, Finish
         else:
             filled = [broken / data if data else tiny_data, *(TINY_LM if tool == "train" else []), *filled]
         cases.append({"tool": tool, "args": ["--user-dir", USER_DIR, *filled]})
-    return dict(zip(BAD_INPUT, run_fairseq_many(cases), strict=True))
+    with locked(broken / "busy", "run"):
+        return dict(zip(BAD_INPUT, run_fairseq_many(cases), strict=True))
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
@@ -151,6 +224,42 @@ def test_a_finetuned_run_goes_on_without_what_it_began_with(tmp_path: Path) -> N
         check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
     (tmp_path / "checkpoint_last.pt").touch()
     check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
+
+
+def test_a_dictionary_in_another_order_is_refused(tmp_path: Path, caplog) -> None:
+    """That of the checkpoint is beside it, or with the data that its configuration names."""
+    path, data, strict = save(tmp_path, "base_lm_tiny"), tmp_path / "data", SimpleNamespace(other_dictionary=False)
+    data.mkdir()
+    beside = (tmp_path / "dict.txt").read_text()
+    (data / "dict.txt").write_text(beside.replace(" 1\n", " 7\n"))
+    check_dictionary_of(str(path), data, strict)  # the same symbols
+    lines = beside.splitlines()
+    lines[2], lines[5] = lines[5], lines[2]
+    (data / "dict.txt").write_text("\n".join(lines) + "\n")
+    for place in ("dict.txt", "made/dict.txt"):
+        words = rf"{place}, and the data have {data}/dict\.txt, .* from line 3 on \('w2' there, 'w5' here\)"
+        with pytest.raises(UserError, match=words):
+            check_dictionary_of(str(path), data, strict)
+        state = torch.load(path)
+        state["cfg"]["task"]["data"] = f"{tmp_path}/made:more"
+        torch.save(state, path)
+        (tmp_path / "made").mkdir(exist_ok=True)
+        if (tmp_path / "dict.txt").exists():
+            (tmp_path / "dict.txt").rename(tmp_path / "made" / "dict.txt")
+    caplog.clear()
+    check_dictionary_of(str(path), data, SimpleNamespace(other_dictionary=True))
+    assert "from line 3 on" in caplog.text
+    prepare_cfg = SimpleNamespace(
+        task=SimpleNamespace(_name="language_modeling", data=str(data)),
+        dataset=SimpleNamespace(dataset_impl="raw"),
+        distributed_training=SimpleNamespace(distributed_rank=0),
+        checkpoint=SimpleNamespace(no_save=False, save_dir=str(tmp_path)),
+        model=strict,
+    )
+    path.rename(tmp_path / "checkpoint_last.pt")
+    with pytest.raises(UserError, match="from line 3 on"):
+        prepare(prepare_cfg)
+    assert not (tmp_path / "dict.txt").exists(), "nothing is put beside a checkpoint of another dictionary"
 
 
 @pytest.mark.parametrize("name", ["truncated.pt", "garbage.pt", "empty.pt", "other.pt"])

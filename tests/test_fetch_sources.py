@@ -10,7 +10,8 @@ from fetch_running import run, source_file
 from running import REPOSITORY
 
 from data_prep.fetch import checks
-from data_prep.fetch.listing import months
+from data_prep.fetch.download import RemoteFile, from_json, to_json
+from data_prep.fetch.listing import _named, months
 from data_prep.fetch.source import built_in, read_source
 from smlp.errors import UserError
 
@@ -124,3 +125,31 @@ def test_a_dry_run_says_what_stands_against_it(tmp_path, capsys, monkeypatch):
     assert "problem: --out: " in printed and "is no folder" in printed
     assert run(*words[:-1], "--out", tmp_path / "new") == 1
     assert "wikipedia needs mwparserfromhell, requests: install the extra 'data'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("a/b.gz", "b.gz"),
+        ("../../b.gz", "b.gz"),
+        ("%2e%2e%2f%2e%2e%2fb.gz", "b.gz"),
+        ("a/..", "index"),
+        ("a/%2e%2e", "index"),
+        ("", "index"),
+        ("b%00.gz", "b.gz"),
+        ("listing.json", "file-listing.json"),
+        ("shards.json", "file-shards.json"),
+        (".state", "file-.state"),
+    ],
+)
+def test_names_of_a_server_stay_in_the_folder(path, name):
+    """Neither are they those of the files in which a list is kept."""
+    (file,) = _named([RemoteFile(f"https://example.org/{path}", "")])
+    assert file.name == name
+
+
+@pytest.mark.parametrize("name", ["../b.gz", "/tmp/b.gz", "a/b.gz", "", "..", "a\0b", None])
+def test_a_kept_list_cannot_name_files_elsewhere(name):
+    row = {**to_json(RemoteFile("https://example.org/b.gz", "b.gz")), "name": name}
+    with pytest.raises(UserError, match=r"https://example.org/b.gz names the file"):
+        from_json(row)

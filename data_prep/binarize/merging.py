@@ -16,6 +16,7 @@ from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import READ_BYTES, write_bytes, write_stream
+from smlp.files import name_below
 
 PLANS = f"{STATE}/plans"
 SUMS = ("tokens", "lines", "ends")
@@ -73,6 +74,8 @@ def merge_part(part: Part, out: Path) -> PartResult:
     """Writes ``.bin`` and then ``.idx`` of one shard of a split, from its plan."""
     plan = json.loads(part.path.read_bytes())
     dtype, segments = np.dtype(plan["dtype"]), plan["segments"]
+    for name in (plan["name"], *(row[0] for row in segments)):
+        name_below(name, str(part.path))
     outputs = []
     for suffix, blocks in (("bin", _tokens(out, dtype, segments)), ("idx", _index(out, dtype, segments))):
         with write_stream(out / f"{plan['name']}.{suffix}") as (stream, written):

@@ -25,7 +25,7 @@ from data_prep.dedup.sign import SignSettings, sign_part
 from data_prep.dedup.signatures import Scheme
 from data_prep.dedup.write import Decisions, outputs_of_part, write_part
 from data_prep.flow.documents import FORMATS
-from data_prep.flow.manifest import Counts, PartResult, write_manifest
+from data_prep.flow.manifest import Counts, PartResult, output_paths, write_manifest
 from data_prep.flow.options import COMPRESSIONS, input_settings, reading_of, run_of
 from data_prep.flow.parts import Part, find_files, plan_parts, unique_name
 from data_prep.flow.reporting import report
@@ -189,8 +189,9 @@ def _forget(out: Path, phases: list[str], current: set[str]) -> None:
                 outputs = json.loads(path.read_text(encoding="utf-8"))["outputs"]
             except FileNotFoundError:  # another share does the same
                 continue
-            for name in {output["name"] for output in outputs} - current:
-                (out / name).unlink(missing_ok=True)
+            for output, place in zip(outputs, output_paths(out, outputs, path), strict=True):
+                if output["name"] not in current:
+                    place.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from data_prep.flow.streams import READ_BYTES
 from smlp import __version__
 from smlp.errors import UserError
+from smlp.files import plain_name
 
 ALGORITHMS = ("sha256", "sha1", "md5")
 _AGENT = f"smlp/{__version__} (smlp data fetch)"
@@ -285,5 +286,10 @@ def to_json(file: RemoteFile) -> dict[str, Any]:
 
 
 def from_json(row: dict[str, Any]) -> RemoteFile:
-    """What :func:`to_json` gave."""
-    return RemoteFile(row["url"], row["name"], row["num_bytes"], tuple(row["digest"]) if row["digest"] else None)
+    """What :func:`to_json` gave.
+
+    Raises:
+        UserError: its name is none of a file in a folder.
+    """
+    digest = tuple(row["digest"]) if row["digest"] else None
+    return RemoteFile(row["url"], plain_name(row["name"], row["url"]), row["num_bytes"], digest)

@@ -16,6 +16,7 @@ from data_prep.flow.streams import DamagedFile, open_stream, write_bytes
 from smlp.errors import UserError
 
 KEPT = "listing.json"
+_OWN_NAMES = (KEPT, "shards.json")
 _DATE_LINK = re.compile(r'href="(\d{4}-?\d{2}-?\d{2})/?"')
 _MONTH = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
 
@@ -164,8 +165,10 @@ def _text(url: str, folder: Path, patience: Patience) -> str:
 
 
 def _base_name(url: str) -> str:
-    name = unquote(urlsplit(url).path).rstrip("/").rpartition("/")[2]
-    return name if name.strip(".") else "index"
+    name = unquote(urlsplit(url).path).rstrip("/").rpartition("/")[2].replace("\0", "")
+    if name in _OWN_NAMES or name.startswith("."):  # files of smlp data fetch itself, and what later steps leave out
+        return f"file-{name}" if name.strip(".") else "index"
+    return name or "index"
 
 
 def _named(files: list[RemoteFile]) -> list[RemoteFile]:

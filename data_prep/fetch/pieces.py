@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.flow.documents import Defect, Loss, Record
-from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.manifest import Counts, PartResult, output_paths
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import write_bytes, write_stream
 
@@ -82,7 +82,8 @@ class Writer:
             row = json.loads(self._record.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return
-        paths = [(self._out / output["name"], output["bytes"]) for output in row["outputs"]]
+        found = output_paths(self._out, row["outputs"], self._record)
+        paths = [(path, output["bytes"]) for path, output in zip(found, row["outputs"], strict=True)]
         if row["key"] == self._key and all(path.is_file() and path.stat().st_size == size for path, size in paths):
             self._counts, self._read = Counts.from_json(row["counts"]), row["read"]
             self._outputs, self._defects = row["outputs"], row["defects"]

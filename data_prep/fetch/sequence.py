@@ -23,6 +23,7 @@ from data_prep.flow.parts import PART_BYTES, Part, find_files, plan_parts, uniqu
 from data_prep.flow.running import Finished, Run, begin, is_done, run_parts
 from data_prep.flow.streams import write_bytes
 from smlp.errors import UserError
+from smlp.files import plain_name
 
 RAW = ".raw"  # of OUT: steps that read OUT leave out what begins with a point
 _PHASE = "convert"
@@ -178,6 +179,7 @@ def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int
     names: set[str] = set()
     parts = []
     for name, row, size in requests:
+        plain_name(name, f"the list of {wanted.source.name}")
         path, content = wanted.raw / f"{name}{REQUEST}", json.dumps(row).encode()
         if not path.is_file() or path.read_bytes() != content:
             (wanted.raw / name).unlink(missing_ok=True)

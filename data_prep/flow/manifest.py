@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from data_prep.flow.streams import write_bytes
 from smlp import __version__
 from smlp.errors import UserError
+from smlp.files import name_below
 
 MANIFEST = "manifest.json"
 STATE = ".state"  # of a step's folder: what is done
@@ -163,6 +165,20 @@ def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
     return manifest
 
 
+def output_paths(folder: Path, rows: Sequence[dict[str, Any]], named_by: Path) -> list[Path]:
+    """Where the outputs are that a manifest or a record of a part names.
+
+    Args:
+        folder: of the step.
+        rows: of outputs.
+        named_by: the file that they were read from.
+
+    Raises:
+        UserError: a name leads out of the folder.
+    """
+    return [folder / name_below(row["name"], str(named_by)) for row in rows]
+
+
 def is_whole(folder: Path, inputs: list[dict[str, Any]] | None = None) -> bool:
     """Whether a step is finished and what it wrote is there, every file of the size that the manifest says.
 
@@ -176,5 +192,5 @@ def is_whole(folder: Path, inputs: list[dict[str, Any]] | None = None) -> bool:
     if inputs is not None and manifest["inputs"] != inputs:
         return False
     rows = manifest["outputs"]
-    paths = [folder / row["name"] for row in rows]
+    paths = output_paths(folder, rows, folder / MANIFEST)
     return all(path.is_file() and path.stat().st_size == row["bytes"] for path, row in zip(paths, rows, strict=True))

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_prep.flow.manifest import MANIFEST, STATE, Counts, PartResult, as_json
+from data_prep.flow.manifest import MANIFEST, STATE, Counts, PartResult, as_json, output_paths
 from data_prep.flow.parts import Part
 from data_prep.flow.streams import PARTIAL, sha256_of, write_bytes
 from data_prep.flow.workers import work_on
@@ -176,9 +176,9 @@ def _remove_others(out: Path, state: Path, parts: Sequence[Part], stored: Sequen
             outputs = json.loads(path.read_text(encoding="utf-8"))["outputs"]
         except FileNotFoundError:  # another share was faster
             continue
-        for output in outputs:
+        for output, place in zip(outputs, output_paths(out, outputs, path), strict=True):
             if output["name"] not in ours:
-                (out / output["name"]).unlink(missing_ok=True)
+                place.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
 
 
@@ -238,8 +238,9 @@ def _identity(part: Part) -> dict[str, Any]:
 
 def _stored(out: Path, state: Path, part: Part, key: str, temporary: bool = False) -> dict[str, Any] | None:
     """What is on record of a part, if its input is what it was and its outputs are all there (or need not be)."""
+    record = state / f"{part.name}.json"
     try:
-        row = json.loads((state / f"{part.name}.json").read_text(encoding="utf-8"))
+        row = json.loads(record.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError:
@@ -247,8 +248,8 @@ def _stored(out: Path, state: Path, part: Part, key: str, temporary: bool = Fals
     facts = part.path.stat()
     identity = {name: value for name, value in row["input"].items() if name != "sha256"}
     same = row["depends"] == key and identity == _identity(part) and row["mtime_ns"] == facts.st_mtime_ns
-    for output in row["outputs"] if not (temporary and (out / MANIFEST).is_file()) else ():
-        path = out / output["name"]
+    outputs = row["outputs"] if not (temporary and (out / MANIFEST).is_file()) else []
+    for output, path in zip(outputs, output_paths(out, outputs, record), strict=True):
         same = same and path.is_file() and path.stat().st_size == output["bytes"]
     return row if same else None
 

@@ -15,7 +15,7 @@ copyright = "the authors of smlp, MIT licence"
 
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["README.md", "CHANGELOG.md", "docs/**.md", "examples/README.md"]
+include_patterns = ["README.md", "CHANGELOG.md", "SECURITY.md", "docs/**.md", "examples/README.md"]
 # Folders without pages: the search for pages does not walk through them.
 exclude_patterns = [".*", "build", "dist", "data_prep", "docs/site", "outputs", "runs", "scripts", "smlp", "tests"]
 

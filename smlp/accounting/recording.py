@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from smlp.accounting.ranges import named_parts
+from smlp.files import copy_whole
 from smlp.nn.decoder import Decoder
 from smlp.parallel.spans import UPDATE, span
 
@@ -43,12 +44,16 @@ def trace_of(recorded: profile, path: Path | None = None) -> dict[str, Any]:
     """The Chrome trace of a profile that is over, which is also kept in a file where one is given.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: there is no room for it.
+        UserError: the file cannot be written.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = path or Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(path))
+        written = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(written))
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            trace = json.loads(written.read_text(encoding="utf-8"))
         except json.JSONDecodeError:  # torch says nothing of a write that failed
-            raise OSError(errno.ENOSPC, "the trace was cut short (is the disk full?)", str(path)) from None
+            raise OSError(errno.ENOSPC, "the trace was cut short (is the disk full?)", str(written)) from None
+        if path is not None:
+            copy_whole(written, path)
+        return trace

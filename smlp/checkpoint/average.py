@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,11 +65,15 @@ def last_checkpoints(folder: str | Path, count: int, by_update: bool, upper_boun
         UserError: there are fewer.
     """
     folder, pattern = Path(folder), _UPDATE if by_update else _EPOCH
-    if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}")
     if count < 1:
         raise UserError(f"the number of checkpoints to average must be at least 1, got {count}")
-    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))]
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"there is no folder {folder}") from None
+    except OSError as error:
+        raise UserError(f"cannot read the folder {folder}: {error.strerror}") from None
+    numbered = [(int(match[1]), folder / name) for name in names if (match := pattern.fullmatch(name))]
     within = sorted((n, path) for n, path in numbered if upper_bound is None or n <= upper_bound)
     if len(within) < count:
         what = "checkpoint_EPOCH_UPDATE.pt" if by_update else "checkpointEPOCH.pt"

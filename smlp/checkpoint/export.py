@@ -32,12 +32,15 @@ from smlp.checkpoint.torch_file import write_torch_file
 from smlp.config import ModelConfig, flatten
 from smlp.errors import UserError
 from smlp.presets import FROM_TASK
+from smlp.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 FORMAT_KEY = "smlp_export"
 FORMAT = 1
 #: of the decoder's names in the ``model`` of a fairseq checkpoint
 PREFIX = "decoder.core."
 _FILES = "files/"
+#: names of the files in an export: they are written to folders of those who open it
+_TEXT_FILES = (DICTIONARY, *TOKENIZER_FILES)
 _HEADER = struct.Struct("<Q")
 _NO_DIGEST = "0" * 64
 _SAFETENSORS = {
@@ -145,7 +148,8 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
     """The state of a checkpoint without an optimizer, and the files, from the content of an export.
 
     Raises:
-        UserError: it was written by a newer version, or is damaged.
+        UserError: it was written by a newer version, is damaged, or holds a file of another name than the text files
+            of a model have.
     """
     if content[FORMAT_KEY] != FORMAT:
         raise UserError(f"{path} is an export in format {content[FORMAT_KEY]}, known is {FORMAT}")
@@ -156,6 +160,11 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
         files = dict(content["files"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is a damaged export ({type(error).__name__}: {error})") from error
+    for name, tensor in files.items():
+        if name not in _TEXT_FILES:
+            raise UserError(f"{path} holds the file {name!r}: an export has {', '.join(_TEXT_FILES)} only")
+        if not isinstance(tensor, LazyTensor) or tensor.dtype != torch.uint8:
+            raise UserError(f"{path} is a damaged export: {name} in it is no file")
     return new_state(cfg, model, [history]), files
 
 
@@ -208,7 +217,7 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
             "files": {name.removeprefix(_FILES): t for name, t in tensors.items() if name.startswith(_FILES)},
         }
         return read_export(content, path)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is a damaged export ({type(error).__name__}: {error})") from error

@@ -9,15 +9,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from smlp.errors import UserError
+from smlp.files import name_below
 
 #: of the index in a checkpoint
 INDEX_KEY = "smlp_experts"
 #: beside the checkpoints
 PARTS_FOLDER = "experts"
 FORMAT = 1
+_SHOWN = 64  # experts in a message
 
 
 @dataclass(frozen=True)
@@ -61,19 +64,47 @@ class ExpertIndex:
         Raises:
             UserError: it was written by a newer version, is damaged, or parts do not hold every expert once.
         """
-        values = dict(plain)
+        values = dict(plain) if isinstance(plain, Mapping) else {}
+        if not values:
+            raise UserError(f"the index of experts in {path} is damaged: it is {plain!r:.60}")
         if values.pop("format", None) != FORMAT:
             raise UserError(f"{path} has an index of experts in format {plain.get('format')}, known is {FORMAT}")
         try:
             parts = tuple(Part(**{**part, "expert_ids": tuple(part["expert_ids"])}) for part in values.pop("parts"))
             tensors = {key: (tuple(shape), dtype) for key, (shape, dtype) in values.pop("tensors").items()}
             index = cls(parts=parts, tensors=tensors, **values)
+            problem = _problem(index)
+            held = sorted(itertools.chain.from_iterable(part.expert_ids for part in parts))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"the index of experts in {path} is damaged ({type(error).__name__}: {error})") from error
-        held = sorted(itertools.chain.from_iterable(part.expert_ids for part in parts))
-        if held != list(range(index.num_experts)):
-            raise UserError(f"the index of {path} lists experts {held} where there are {index.num_experts}")
+        if problem is not None:
+            raise UserError(f"the index of experts in {path} is damaged: {problem}")
+        for part in parts:
+            if not name_below(part.file, f"the index of experts in {path}").startswith(f"{PARTS_FOLDER}/"):
+                raise UserError(f"the index of experts in {path} names {part.file}, which is not in {PARTS_FOLDER}/")
+        if held != list(range(len(held))) or len(held) != index.num_experts:  # which may be any number
+            listed = f"experts {held}" if len(held) <= _SHOWN else f"{len(held)} experts"
+            raise UserError(f"the index of {path} lists {listed} where there are {index.num_experts}")
         return index
+
+
+def _problem(index: ExpertIndex) -> str | None:
+    """What makes an index unusable, if anything does."""
+    sizes = (index.num_experts, *(part.num_bytes for part in index.parts))
+    sizes += tuple(itertools.chain.from_iterable(shape for shape, _ in index.tensors.values()))
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        return "its sizes are no whole numbers"
+    if not isinstance(index.token, str):
+        return "its token is no text"
+    if not all(type(place) is int for place in index.positions.values()):
+        return "its positions are no whole numbers"
+    for key, (_, dtype) in index.tensors.items():
+        kind, _, name = key.partition("/")
+        if kind not in ("model", "optimizer") or not isinstance(getattr(torch, dtype, None), torch.dtype):
+            return f"it has a tensor {key} of type {dtype}"
+        if kind == "optimizer" and name.rpartition("/")[0] not in index.positions:
+            return f"it has no position for {key}"
+    return None
 
 
 def new_token() -> str:

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from smlp.checkpoint.files import write_whole
 from smlp.errors import UserError
+from smlp.files import write_whole
 
 logger = logging.getLogger(__name__)
 

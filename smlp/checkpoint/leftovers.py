@@ -6,9 +6,8 @@ import logging
 import shutil
 from pathlib import Path
 
-import torch
-
 from smlp.checkpoint.parts import INDEX_KEY, PARTS_FOLDER
+from smlp.checkpoint.torch_file import read_structure
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ def remove_unused_parts(save_dir: str | Path) -> list[Path]:
 
 def _folders(checkpoint: Path) -> set[Path]:
     """Where the parts of a checkpoint are."""
-    # mapped into memory: the tensors are not read
-    state = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+    state = read_structure(checkpoint)  # which notices a damaged index, where torch.load would take its word
     index = state.get(INDEX_KEY) if isinstance(state, dict) else None
     return {(checkpoint.parent / part["file"]).parent for part in index["parts"]} if index else set()

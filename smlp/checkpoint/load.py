@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+from smlp.checkpoint.checksums import check_sums
 from smlp.checkpoint.export import PREFIX
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.text_files import tokenizer_of
@@ -32,6 +33,8 @@ def load_pretrained(
         UserError: a file is missing or damaged, or the dictionary does not fit the checkpoint.
     """
     checkpoint = open_checkpoint(path)
+    for file in checkpoint.paths:
+        check_sums(file)
     text = tokenizer_of(checkpoint, dictionary, tokenizer)
     for problem in fit_problems(checkpoint):
         raise UserError(problem)

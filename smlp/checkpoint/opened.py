@@ -14,6 +14,7 @@ from smlp.checkpoint.export import PREFIX, is_export, read_export, read_safetens
 from smlp.checkpoint.index import ExpertIndex
 from smlp.checkpoint.lazy import LazyTensor, joined_rows
 from smlp.checkpoint.parts import ExpertRows, attach
+from smlp.checkpoint.progress import progress_problems
 from smlp.checkpoint.torch_file import existing_file, read_structure
 from smlp.config import ModelConfig
 from smlp.errors import UserError
@@ -23,6 +24,8 @@ from smlp.presets import from_training_options
 from smlp.tokenizer import Vocabulary
 
 _EMBEDDING = PREFIX + "embedding.weight"
+_BLOCKS = PREFIX + "blocks."
+_MOST_TOKENS = 1 << 20
 
 
 @dataclass
@@ -38,6 +41,11 @@ class Checkpoint:
     #: of an export: the dictionary and the tokenizer, by file name
     files: dict[str, LazyTensor] = field(default_factory=dict)
     is_export: bool = False
+
+    @property
+    def paths(self) -> list[Path]:
+        """Its files: the one that names it, and its parts."""
+        return [self.path, *(self.path.parent / part.file for part in (self.index.parts if self.index else ()))]
 
     @property
     def arch(self) -> str:
@@ -85,7 +93,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     state = read_structure(path)
     if is_export(state):
         return _of_export(path, *read_export(state, path))
-    check_is_ours(state, path)
+    _check(state, path)
     index = attach(state, path, read_structure)
     if index is not None:
         state["model"] = _lazy(state["model"])
@@ -101,7 +109,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _of_export(path: Path, state: dict[str, Any], files: dict[str, LazyTensor]) -> Checkpoint:
+    _check(state, path)
     return Checkpoint(path, state, config_of(state, path), files=files, is_export=True)
+
+
+def _check(state: Any, path: Path) -> None:
+    """Refuse what is no checkpoint, or from which training could not resume."""
+    check_is_ours(state, path)
+    for problem in progress_problems(state, path):
+        raise UserError(problem)
 
 
 def check_is_ours(state: Any, path: str | Path) -> None:
@@ -119,6 +135,11 @@ def check_is_ours(state: Any, path: str | Path) -> None:
     if not isinstance(options, Mapping) or _EMBEDDING not in state["model"]:
         name = options.get("_name") if isinstance(options, Mapping) else getattr(options, "arch", None)
         raise UserError(f"{path} holds another kind of model ({name}), not one of smlp's")
+    for name, tensor in state["model"].items():
+        if not hasattr(tensor, "shape") or not isinstance(name, str):
+            raise UserError(f"{path} is damaged: it has {tensor!r:.40} as {name}, which is no tensor")
+    if len(state["model"][_EMBEDDING].shape) != 2:
+        raise UserError(f"{path} is damaged: {_EMBEDDING} has shape {tuple(state['model'][_EMBEDDING].shape)}")
 
 
 def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
@@ -129,9 +150,24 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     """
     options, num_rows = state["cfg"]["model"], state["model"][_EMBEDDING].shape[0]
     try:
-        return from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
-    except (UserError, KeyError, TypeError) as error:
+        config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
+    except (UserError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the configuration in {path} is of no model that can be built: {error}") from error
+    # Before anything of these sizes is made: they may be any numbers.
+    blocks = {name.split(".")[3] for name in state["model"] if name.startswith(_BLOCKS)}
+    axis = max(max(tensor.shape, default=0) for tensor in state["model"].values())
+    experts = config.moe.num_experts if config.num_sparse_layers else 0
+    for what, size, most in (
+        ("blocks", config.num_layers, len(blocks)),
+        ("experts", experts, axis),
+        ("positions", config.max_tokens, max(axis, _MOST_TOKENS)),  # of which sinusoids are no tensor in the file
+    ):
+        if size > most:
+            raise UserError(
+                f"{path} does not fit its configuration ({options.get('_name')}), which has {size:,} {what}: the "
+                f"tensors in it are of {most:,} at most"
+            )
+    return config
 
 
 def _lazy(tensors: Mapping[str, Any]) -> dict[str, Any]:

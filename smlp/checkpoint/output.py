@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from smlp.checkpoint.export import export_of, safetensors_library, write_export
-from smlp.checkpoint.files import write_whole
 from smlp.checkpoint.index import INDEX_KEY, PARTS_FOLDER, ExpertIndex, describe_tensors, new_token, part_file
 from smlp.checkpoint.lazy import rows_of
 from smlp.checkpoint.opened import Checkpoint
@@ -18,6 +17,7 @@ from smlp.checkpoint.parts import detach, size_problem, write_part
 from smlp.checkpoint.text_files import check_beside, text_files, write_beside
 from smlp.checkpoint.torch_file import write_torch_file
 from smlp.errors import UserError
+from smlp.files import check_writable, write_whole
 
 
 def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) -> Path:
@@ -28,19 +28,18 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
             checkpoint, or the folder cannot be made.
     """
     target = Path(target)
-    if target.is_dir():
-        raise UserError(f"{target} is a folder: name a file to write")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot make {target.parent}: {getattr(error, 'strerror', error)}") from error
+    check_writable(target)
     if target.exists():
-        if any(os.path.samefile(target, path) for path in inputs):
+        if any(os.path.samefile(target, path) for path in inputs if os.path.exists(path)):
             raise UserError(f"{target} is what is read: write to another file")
         if target.resolve().parent.parent.name == PARTS_FOLDER:
             raise UserError(f"{target} belongs to checkpoints in {target.resolve().parents[2]}: write to another file")
         if not force:
             raise UserError(f"{target} exists: --force writes over it")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make {target.parent}: {error.strerror}") from error
     return target
 
 

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.files import write_whole
+from smlp.checkpoint.checksums import check_sums
 from smlp.checkpoint.index import (
     FORMAT,
     INDEX_KEY,
@@ -39,6 +39,7 @@ from smlp.checkpoint.index import (
 from smlp.checkpoint.lazy import LazyTensor
 from smlp.checkpoint.torch_file import write_torch_file
 from smlp.errors import UserError
+from smlp.files import regular_file, write_whole
 
 __all__ = [
     "INDEX_KEY",
@@ -108,6 +109,7 @@ def write_part(
 
 
 def _load_mapped(path: Path) -> Any:
+    check_sums(path)
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -150,14 +152,14 @@ class PartReader:
         """Rows of experts, all by default, in that order, (.., ...); a copy in memory."""
         shape, dtype = self.index.tensors[key]
         wanted = list(range(self.index.num_experts) if expert_ids is None else expert_ids)
+        needed = [part for part in self.index.parts if not set(wanted).isdisjoint(part.expert_ids)]
+        sources = {part.file: self.open(part)[key] for part in needed}  # which are of the shape that the index says
         rows = torch.empty(len(wanted), *shape, dtype=getattr(torch, dtype))
         place = {expert: row for row, expert in enumerate(wanted)}
-        for part in self.index.parts:
-            here = [(place[expert], row) for row, expert in enumerate(part.expert_ids) if expert in place]
-            if here:
-                source = self.open(part)[key]
-                for row, source_row in here:
-                    rows[row] = source[source_row]
+        for part in needed:
+            for row, expert in enumerate(part.expert_ids):
+                if expert in place:
+                    rows[place[expert]] = sources[part.file][row]
         return rows
 
 
@@ -279,11 +281,15 @@ def open_part(
 def size_problem(path: str | Path, part: Part) -> str | None:
     """The sentence for a part of a checkpoint that is missing or has another size than the index says; else None."""
     file = Path(path).parent / part.file
-    if not file.is_file():
+    if not file.exists():
         return (
             f"{file}, with experts {part.experts()} of {path}, is missing: a checkpoint of several ranks moves "
             f"together with its {PARTS_FOLDER}/ (smlp checkpoint merge makes one file of it)"
         )
+    try:
+        regular_file(file)
+    except UserError as error:
+        return f"{error} (experts {part.experts()} of {path})"
     num_bytes = file.stat().st_size
     if num_bytes != part.num_bytes:
         return (

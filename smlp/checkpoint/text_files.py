@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from smlp.checkpoint.files import write_whole
 from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes
 from smlp.checkpoint.opened import Checkpoint
 from smlp.errors import UserError
+from smlp.files import write_whole
 from smlp.tokenizer import Tokenizer, Vocabulary
 from smlp.tokenizer_files import DICTIONARY, files_of, find_tokenizer
 
@@ -69,7 +69,8 @@ def tokenizer_of(
 def _find_for(
     checkpoint: Checkpoint, dictionary: str | Path | None, tokenizer: str | Path | None
 ) -> tuple[Path, Path | None]:
-    data = (checkpoint.state["cfg"].get("task") or {}).get("data")
+    task = checkpoint.state["cfg"].get("task")
+    data = task.get("data") if isinstance(task, Mapping) else getattr(task, "data", None)
     return find_files(checkpoint.path, data, dictionary, tokenizer)
 
 
@@ -109,7 +110,7 @@ def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
         UserError: the message names the file.
     """
     for name, tensor in files.items():
-        if (folder / name).exists() and (folder / name).read_bytes() != _to_bytes(tensor):
+        if (folder / name).exists() and _to_bytes(_bytes_of(folder / name)) != _to_bytes(tensor):
             raise UserError(f"{folder / name} is another one than that of the export: write to another folder")
 
 

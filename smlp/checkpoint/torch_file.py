@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import errno
 import io
+import math
 import pickle
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,14 +23,16 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.lazy import FileVersion, HeldTensor, LazyTensor, StoredTensor, as_bytes
+from smlp.checkpoint.lazy import PIECE_BYTES, FileVersion, HeldTensor, LazyTensor, StoredTensor, as_bytes
 from smlp.errors import UserError
+from smlp.files import regular_file
 
 _FOLDER = "archive"
 _ALIGNMENT = 64  # of tensors in the file, so that they can be used where they lie when it is mapped into memory
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: at the end, the lengths of its name and of its extra field
 _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
 _PADDING_ID = 0x4246  # of the extra field with which torch, too, aligns records
+_MOST_VALUES = 10_000_000  # in the content of a file, counted where they are used: lists may hold one list many times
 _STORAGES = {
     torch.float64: "DoubleStorage",
     torch.float32: "FloatStorage",
@@ -51,7 +55,15 @@ _PLAIN = {
 }
 
 
+class OtherClassError(UserError):
+    """A file holds objects of a class that is no plain value and no tensor."""
+
+
 class _Refused(Exception):
+    """What no file of ``torch.save`` holds."""
+
+
+class _OtherClass(Exception):
     """A class or function in a file that is not a plain value."""
 
 
@@ -72,59 +84,90 @@ class _Reference:
 
 
 def existing_file(path: str | Path) -> Path:
-    """The path of a checkpoint that is there.
+    """The path of a checkpoint that is there and may be read.
 
     Raises:
-        UserError: it is not, or it is a folder.
+        UserError: it is not, or it is a folder, a named pipe or a device.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise UserError(f"{path} is a folder: name a checkpoint in it")
-    if not path.is_file():
-        raise UserError(f"there is no checkpoint {path}")
-    return path
+    return regular_file(path, "checkpoint")
 
 
 def read_structure(path: str | Path) -> Any:
     """The content of a file, with a lazy tensor in the place of each tensor; plain values only.
 
+    Memory is only taken in proportion to the size of the file: records are not compressed, a tensor lies within its
+    record, and values that are named many times are counted many times.
+
     Raises:
-        UserError: it is missing, truncated or no such file, or holds objects of other classes; the message names it.
+        OtherClassError: it holds objects of other classes.
+        UserError: it is missing, truncated or no such file; the message names it.
     """
     path = existing_file(path)
     try:
         version = FileVersion.of(path)
         with zipfile.ZipFile(path) as archive:
-            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            records = {info.filename.partition("/")[2]: info for info in _stored_records(archive, path)}
             if "byteorder" in records and archive.read(records["byteorder"]).decode() != sys.byteorder:
                 raise _Refused("numbers in the byte order of another kind of machine")
-            return _Reader(archive.read(records["data.pkl"]), version, _Offsets(path, records)).load()
+            content = _Reader(archive.read(records["data.pkl"]), version, _Records(path, records)).load()
+        _count_values(content, {})
+        return content
+    except _OtherClass as refused:
+        raise OtherClassError(f"{path} holds {refused}, which is not read") from None
     except _Refused as refused:
         raise UserError(f"{path} holds {refused}, which is not read") from None
     except Exception as error:  # unpickling arbitrary bytes can raise anything
-        raise UserError(_unreadable(path, error)) from error
+        raise UserError(unreadable(path, error)) from error
 
 
-class _Offsets:
-    """Where the bytes of a record begin."""
+def _stored_records(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInfo]:
+    """The records of an archive, none of which takes more memory than its part of the file."""
+    records = archive.infolist()
+    if any(info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size for info in records):
+        raise _Refused("compressed records")
+    if sum(info.file_size for info in records) > path.stat().st_size:
+        raise _Refused("records that are larger than the file")
+    return records
+
+
+def _count_values(content: Any, counted: dict[int, int]) -> int:
+    """The number of values that a walk through nested dictionaries and sequences would meet."""
+    if not isinstance(content, (Mapping, list, tuple, set, argparse.Namespace)):
+        return 1
+    if id(content) not in counted:
+        counted[id(content)] = _MOST_VALUES  # until it is known: content that holds itself is refused
+        held = vars(content) if isinstance(content, argparse.Namespace) else content
+        inner = [*held.keys(), *held.values()] if isinstance(held, Mapping) else held
+        total = 1 + sum(_count_values(value, counted) for value in inner)
+        if total > _MOST_VALUES:
+            raise _Refused(f"more than {_MOST_VALUES:,} values")
+        counted[id(content)] = total
+    return counted[id(content)]
+
+
+class _Records:
+    """Where the bytes of a record begin, and how many they are."""
 
     def __init__(self, path: Path, records: dict[str, zipfile.ZipInfo]) -> None:
         self._path, self._records = path, records
 
-    def __call__(self, record: str) -> int:
+    def begin_of(self, record: str) -> int:
         info = self._records[record]
         with open(self._path, "rb") as file:
             file.seek(info.header_offset)
             header = file.read(_LOCAL_HEADER.size)
         return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
 
+    def size_of(self, record: str) -> int:
+        return self._records[record].file_size
 
-class _Reader(pickle.Unpickler):
+
+class _Reader(pickle._Unpickler):  # the one in C takes as much memory for its table as a file asks for
     """Makes plain values and lazy tensors, and nothing else."""
 
-    def __init__(self, data: bytes, version: FileVersion, offset_of: Callable[[str], int]) -> None:
+    def __init__(self, data: bytes, version: FileVersion, records: _Records) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._version, self._offset_of = version, offset_of
+        self._version, self._records = version, records
 
     def persistent_load(self, reference: tuple) -> _Storage:
         kind, dtype, key, _location, _numel = reference
@@ -142,14 +185,22 @@ class _Reader(pickle.Unpickler):
             return _DTYPES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise _Refused(f"{module}.{name}")
+        raise _OtherClass(f"{module}.{name}")
 
     def _tensor(self, storage: _Storage, start: int, shape: Sequence[int], stride: Sequence[int], *_: Any) -> Any:
-        offset = self._offset_of(storage.record) + start * storage.dtype.itemsize
         shape, stride = tuple(shape), tuple(stride)
-        if stride == _contiguous(shape) or 0 in shape or all(size == 1 for size in shape):
+        numbers, itemsize = (start, *shape, *stride), storage.dtype.itemsize
+        if len(shape) != len(stride) or not all(type(number) is int and number >= 0 for number in numbers):
+            raise _Refused("a tensor without a shape")
+        numel = math.prod(shape)
+        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if numel else 0
+        held = self._records.size_of(storage.record)
+        # a small tensor may be one number that is repeated
+        if (start + span) * itemsize > held or numel * itemsize > max(held, PIECE_BYTES):
+            raise _Refused(f"a tensor of shape {shape} in a record of {held:,} bytes")
+        offset = self._records.begin_of(storage.record) + start * itemsize
+        if stride == _contiguous(shape) or numel == 0 or all(size == 1 for size in shape):
             return StoredTensor(self._version, offset, storage.dtype, shape)
-        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         flat = StoredTensor(self._version, offset, storage.dtype, (span,)).load()
         return HeldTensor(flat.as_strided(shape, stride))
 
@@ -223,40 +274,6 @@ def _padding(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bytes:
     return struct.pack("<HH", _PADDING_ID, size) + bytes(size)
 
 
-def damaged_places(path: str | Path) -> list[tuple[str, int, int]]:
-    """Records of a file whose bytes do not have the checksum that the archive says.
-
-    Returns:
-        Of each its name, without the folder, and the bytes of the file among which it lies: first, and last + 1.
-
-    Raises:
-        UserError: the file is truncated, or no archive.
-    """
-    path, damaged = Path(path), []
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = sorted(archive.infolist(), key=lambda info: info.header_offset)
-            ends = [info.header_offset for info in records[1:]] + [path.stat().st_size]
-            for info, end in zip(records, ends, strict=True):
-                if not _is_intact(archive, info):
-                    damaged.append((info.filename.partition("/")[2], info.header_offset, end))
-    except Exception as error:  # reading arbitrary bytes can raise anything
-        raise UserError(_unreadable(path, error)) from error
-    return damaged
-
-
-def _is_intact(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
-    try:
-        with archive.open(info) as record:
-            while record.read(1 << 20):
-                pass
-    except OSError:
-        raise
-    except Exception:
-        return False
-    return True
-
-
 def named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, LazyTensor]]:
     """The lazy tensors in nested dictionaries and sequences, named by the keys on the way."""
     if isinstance(content, LazyTensor):
@@ -270,8 +287,9 @@ def named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, LazyTenso
         yield from named_tensors(value, f"{name}/{key}" if name else str(key))
 
 
-def _unreadable(path: Path, error: Exception) -> str:
-    if isinstance(error, OSError):
+def unreadable(path: Path, error: Exception) -> str:
+    """The sentence for a file of which reading failed."""
+    if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside the file
         return f"cannot read {path}: {error.strerror or error}"
     reason = (str(error).splitlines() or [""])[0]
     return (

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import torch
 
+from smlp.checkpoint.checksums import record_problem
 from smlp.checkpoint.export import PREFIX, digest_problem, read_safetensors
 from smlp.checkpoint.index import INDEX_KEY, ExpertIndex, Part
-from smlp.checkpoint.lazy import LazyTensor, StoredTensor
+from smlp.checkpoint.lazy import LazyTensor
 from smlp.checkpoint.opened import Checkpoint, open_checkpoint
 from smlp.checkpoint.parts import open_part, size_problem
+from smlp.checkpoint.progress import moment_problems
 from smlp.checkpoint.text_files import tokenizer_of
-from smlp.checkpoint.torch_file import damaged_places, existing_file, named_tensors, read_structure
+from smlp.checkpoint.torch_file import existing_file, read_structure
 from smlp.errors import UserError
 
 _SHOWN = 3  # tensors named in a sentence
@@ -56,7 +58,7 @@ def file_problems(path: str | Path) -> list[str]:
             problem = digest_problem(path)
             return [problem] if problem else []
         content = read_structure(path)
-        problems = _archive_problems(path, content)
+        problems = _archive_problems(path)
         if isinstance(content, dict) and INDEX_KEY in content:
             index = ExpertIndex.from_plain(content[INDEX_KEY], path)
             problems += [problem for part in index.parts if (problem := _part_problem(path, index, part))]
@@ -67,16 +69,10 @@ def file_problems(path: str | Path) -> list[str]:
         return [f"cannot read {error.filename or path}: {error.strerror}"]
 
 
-def _archive_problems(path: Path, content: object) -> list[str]:
-    """Records that were changed after they were written, by the names of the tensors in them."""
-    names = []
-    stored = [(name, tensor) for name, tensor in named_tensors(content) if isinstance(tensor, StoredTensor)]
-    for record, start, stop in damaged_places(path):
-        names += [name for name, tensor in stored if start <= tensor.offset < stop] or [record]
-    if not names:
-        return _unusable(path)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{path} is damaged: {', '.join(names[:_SHOWN])}{more} differs from its checksum"]
+def _archive_problems(path: Path) -> list[str]:
+    """What is wrong with the records of a file, or why torch does not take it all the same."""
+    problem = record_problem(path)
+    return [problem] if problem else _unusable(path)
 
 
 def _unusable(path: Path) -> list[str]:
@@ -99,7 +95,7 @@ def _part_problem(path: Path, index: ExpertIndex, part: Part) -> str | None:
         open_part(path, index, part, read_structure)
         if digest == part.sha256:
             return None
-        damaged = _archive_problems(file, read_structure(file))
+        damaged = _archive_problems(file)
     except UserError as error:
         return str(error)
     changed = f"{file} is damaged: its SHA-256 is {digest}, the index says {part.sha256}"
@@ -130,10 +126,12 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
 
 def _moment_problems(checkpoint: Checkpoint) -> list[str]:
     """Moments of another shape than their parameter. Those of --fp16, which joins all parameters, are left alone."""
+    problems = moment_problems(checkpoint.state, checkpoint.path)
+    if problems:
+        return problems
     parameters, moments = list(checkpoint.skeleton.named_parameters()), checkpoint.optimizer or {}
     if len(moments) == 1 and len(parameters) > 1:
         return []
-    problems = []
     for number, of_parameter in moments.items():
         if number >= len(parameters):
             problems.append(f"{checkpoint.path} has an optimizer state of parameter {number} of {len(parameters)}")

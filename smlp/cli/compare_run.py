@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from smlp.checkpoint.files import copy_whole
 from smlp.cli.compare_models import check_zeroshot, not_done, num_gpus, plan, print_models
 from smlp.environment import environment, keep_difference
 from smlp.experiments import slurm
@@ -21,6 +20,7 @@ from smlp.experiments.progress import Progress, reached
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.timing import time_here
 from smlp.experiments.tuning import at_edge, choose
+from smlp.files import copy_whole
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 EXIT_INTERRUPTED = 130

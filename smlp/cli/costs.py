@@ -60,8 +60,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and, on rank 0, prints the tables; with ``--nproc``, starts the ranks that do."""
+    from smlp.cli.json_file import check_output
     from smlp.cli.local_ranks import without_options
     from smlp.errors import UserError
+    from smlp.files import check_writable
     from smlp.launch.local import run_ranks
     from smlp.launch.program import this_program
     from smlp.launch.ranks import has_terminal, place_of
@@ -83,6 +85,9 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc > 1:
         return run_ranks([*this_program(), *without_options(args.words, "--nproc")], args.nproc)
     trace = _trace_file(args.trace, layout)
+    if trace is not None:
+        check_output("--trace", str(trace))
+        check_writable(trace, "--trace")
     measured = _measure(args, config, place, device, trace)
     if measured is not None:
         _report(args, config, layout, device, measured)
@@ -95,16 +100,14 @@ def _config(args: argparse.Namespace) -> ModelConfig:
     Raises:
         UserError: it cannot be built, or another option is out of range.
     """
+    from smlp.cli.json_file import check_outputs
     from smlp.errors import UserError
     from smlp.presets import preset
 
     for name in ("batch_size", "updates", "nproc", "timeout"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    for name in ("trace", "json"):
-        path = getattr(args, name)
-        if path and not os.access(folder := Path(path).resolve().parent, os.W_OK):
-            raise UserError(f"cannot write --{name} {path}: {folder} is not a folder that can be written to")
+    check_outputs(trace=args.trace, json=args.json)
     given = {"max_tokens": args.tokens, "num_experts": args.experts}
     config = preset(
         args.arch,

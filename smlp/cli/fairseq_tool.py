@@ -65,14 +65,16 @@ def run_tool(tool: str, arguments: list[str], before: Callable[[Any], None] | No
     from fairseq.distributed import utils as distributed_utils
 
     from smlp.fairseq_compat.processes import settle_ranks
+    from smlp.fairseq_compat.saving import own_save_dir
 
     call_main = distributed_utils.call_main
 
     def call_with_plugin(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
         settle_ranks(cfg)
-        if before is not None:
-            before(cfg)
-        call_main(cfg, functools.partial(_main_with_plugin, main), **kwargs)
+        with own_save_dir(cfg, main):
+            if before is not None:
+                before(cfg)
+            call_main(cfg, functools.partial(_main_with_plugin, main), **kwargs)
 
     def usage_error(self: argparse.ArgumentParser, message: str) -> NoReturn:
         # argparse would print fairseq's options, some 200 lines, before the reason

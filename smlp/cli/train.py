@@ -140,6 +140,7 @@ def prepare(cfg: Any) -> None:
     from fairseq.utils import split_paths
 
     from smlp.fairseq_compat.data import check_dictionary, check_split
+    from smlp.fairseq_compat.loading import check_dictionary_of
 
     task = cfg.task
     if getattr(task, "_name", None) != "language_modeling":
@@ -149,6 +150,9 @@ def prepare(cfg: Any) -> None:
     if cfg.dataset.dataset_impl not in ("raw", "fasta"):
         check_split(directories[0], cfg.dataset.train_subset)
     if cfg.distributed_training.distributed_rank == 0 and not cfg.checkpoint.no_save:
+        last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
+        if last.is_file():  # before a dictionary is put beside it
+            check_dictionary_of(str(last), directories[0], cfg.model)
         copy_companions(Path(directories[0]), Path(cfg.checkpoint.save_dir))
 
 
@@ -158,7 +162,7 @@ def copy_companions(data: Path, save_dir: Path) -> None:
     Raises:
         UserError: the save-dir holds checkpoints trained with another dictionary, or cannot be written.
     """
-    from smlp.checkpoint.files import copy_whole
+    from smlp.files import copy_whole
 
     ours, theirs = save_dir / DICTIONARY, data / DICTIONARY
     if ours.is_file() and any(save_dir.glob("checkpoint*.pt")) and ours.read_bytes() != theirs.read_bytes():

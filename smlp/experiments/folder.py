@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from smlp import plugins
-from smlp.checkpoint.files import write_whole
 from smlp.errors import UserError
+from smlp.files import is_locked, locked, write_whole
 
 #: what a run can be
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
@@ -42,37 +40,17 @@ class Folder:
         """Of a run: ``runs/MODEL-sSEED`` or ``tune/MODEL-VALUE``."""
         return RunFolder(self.path / name)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """One process at a time works here.
 
         Raises:
             UserError: another one does, or the folder cannot be made.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / ".lock", "w")  # noqa: SIM115
-        except OSError as error:
-            raise UserError(f"cannot write to {self.path}: {error.strerror}") from None
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another smlp compare run is at work in {self.path}") from None
-            except OSError:
-                pass  # a file system without locks
-            yield
+        return locked(self.path, "smlp compare run")
 
     def is_locked(self) -> bool:
         """Whether a process is at work here."""
-        try:
-            with open(self.path / ".lock") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return is_locked(self.path)
 
     def settle(self, planned: dict[str, Any]) -> None:
         """Writes down what the experiment means; further models and seeds may come to an older one. What single runs

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from smlp.checkpoint.checksums import check_sums, record_problem
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.parts import attach
+from smlp.checkpoint.progress import moment_problems, progress_problems
+from smlp.checkpoint.torch_file import OtherClassError, existing_file, read_structure
 from smlp.errors import UserError
 from smlp.fairseq_compat.saving import remove_leftovers
+from smlp.files import is_missing
 from smlp.registry import ARCHITECTURES
+from smlp.tokenizer import Vocabulary
+from smlp.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +32,7 @@ _DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 def apply() -> None:
     from fairseq import checkpoint_utils
     from fairseq.trainer import Trainer
+    from fairseq.utils import split_paths
 
     load_to_cpu = checkpoint_utils.load_checkpoint_to_cpu
     load_ensemble = checkpoint_utils.load_model_ensemble_and_task
@@ -34,6 +41,7 @@ def apply() -> None:
 
     @functools.wraps(load_to_cpu)
     def load_checkpoint_to_cpu(path: str, *rest: Any, **kw: Any) -> dict[str, Any]:
+        check_file(path)
         try:
             state = load_to_cpu(path, *rest, **kw)
         except Exception as error:  # unpickling arbitrary bytes can raise anything
@@ -44,6 +52,8 @@ def apply() -> None:
             raise UserError(f"{path} is not a fairseq checkpoint: it has no 'model' among its {len(state)} entries")
         check_arch_of(state, path)
         attach(state, path)
+        for problem in moment_problems(state, path):
+            raise UserError(problem)
         return state
 
     @functools.wraps(load_ensemble)
@@ -63,8 +73,11 @@ def apply() -> None:
 
     @functools.wraps(resume)
     def load_checkpoint(cfg: Any, trainer: Trainer, **kw: Any) -> Any:
-        check_restore_file(cfg, trainer)
-        if trainer.data_parallel_rank == 0:
+        path = check_restore_file(cfg, trainer)
+        data = getattr(trainer.cfg.task, "data", None)
+        if path is not None and data:
+            check_dictionary_of(path, split_paths(data)[0], trainer.cfg.model)
+        if trainer.data_parallel_rank == 0 and not cfg.no_save:
             for leftover in remove_leftovers(cfg.save_dir):
                 logger.info(f"removed {leftover}, which an interrupted run left half-written")
         return resume(cfg, trainer, **kw)
@@ -103,28 +116,109 @@ def check_arch_of(state: Mapping[str, Any], path: str) -> None:
         raise UserError(f"{path} is of an unknown architecture, {options['_name']!r}{ARCHITECTURES.hint}")
 
 
-def check_restore_file(cfg: Any, trainer: Any) -> None:
-    """Refuse a ``--restore-file`` that does not exist (fairseq would train from scratch without a word), and warn if
-    the save-dir holds checkpoints but not the one that training resumes from.
+def check_file(path: str) -> None:
+    """Refuse what is no file, or was changed since it was written, or would take more memory than it has bytes.
+
+    What is missing, or in another format of torch, is left to fairseq.
 
     Raises:
-        UserError: the file named by ``--restore-file`` or ``--finetune-from-model`` is missing.
+        UserError: the message names the file and, of a damaged one, a neighbour that can be loaded.
+    """
+    if is_missing(path):
+        return
+    existing_file(path)
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        check_sums(path)
+        problems = progress_problems(read_structure(path), path)
+    except OtherClassError:  # torch may know it, or says what to do
+        return
+    except UserError as error:
+        problems = [f"{error}; {remedy_for(path)}"]
+    for problem in problems:
+        raise UserError(problem)
+
+
+def check_restore_file(cfg: Any, trainer: Any) -> str | None:
+    """Refuse a checkpoint to start from that is not there or is no file (fairseq would train from scratch without a
+    word), and warn if the save-dir holds checkpoints but not the one that training resumes from.
+
+    Returns:
+        The checkpoint that training starts from; None for a run that begins.
+
+    Raises:
+        UserError: what ``--restore-file``, ``--finetune-from-model`` or ``--continue-once`` names is missing or no
+            file, or ``checkpoint_last.pt`` is something else than a file.
     """
     from fairseq.file_io import PathManager
 
     suffix = trainer.checkpoint_suffix
-    if cfg.restore_file != _DEFAULT_RESTORE_FILE:
-        path = cfg.restore_file.replace(".pt", suffix + ".pt")
-        if not PathManager.exists(path):
-            raise UserError(missing(path))
-        return
     last = Path(cfg.save_dir) / f"checkpoint_last{suffix}.pt"
-    if cfg.finetune_from_model is not None and not last.exists() and not PathManager.exists(cfg.finetune_from_model):
-        raise UserError(f"--finetune-from-model: {missing(cfg.finetune_from_model)}")
-    if not cfg.no_last_checkpoints and not last.exists():
+    named = {"--continue-once": getattr(cfg, "continue_once", None), "--finetune-from-model": cfg.finetune_from_model}
+    if cfg.restore_file != _DEFAULT_RESTORE_FILE:
+        named = {"--restore-file": cfg.restore_file.replace(".pt", suffix + ".pt")}
+    elif not is_missing(last):
+        return str(existing_file(last))
+    for option, path in named.items():
+        if path is None:
+            continue
+        if not is_missing(path):
+            return str(existing_file(path))
+        if not PathManager.exists(path):
+            raise UserError(f"{option}: {missing(path)}")
+        return path
+    if not cfg.no_last_checkpoints:
         newest = newest_loadable(last)
         if newest is not None:
             logger.warning(f"{last} does not exist: starting from scratch. To go on from {newest}, use --restore-file")
+    return None
+
+
+def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
+    """Refuse a checkpoint whose dictionary has the same size as that of the data, but other symbols or another order:
+    each weight of the embedding would stand for another symbol.
+
+    The dictionary of a checkpoint is beside it, or with the data that it was trained on.
+
+    Args:
+        path: of the checkpoint.
+        data: folder of the data to train on.
+        model: options of the model, with ``other_dictionary`` if it is one of this package's; of others, a warning is
+            all.
+
+    Raises:
+        UserError: the message names both dictionaries and the first line that differs.
+    """
+    theirs, ours = _dictionary_of(path), Path(data) / DICTIONARY
+    if theirs is None or not ours.is_file():
+        return
+    then, now = (Vocabulary.load(dictionary).symbols for dictionary in (theirs, ours))
+    if len(then) != len(now) or then == now:  # a dictionary of another size does not fit the parameters
+        return
+    place = next(place for place, pair in enumerate(zip(then, now, strict=True)) if pair[0] != pair[1])
+    difference = (
+        f"{path} was trained with the dictionary {theirs}, and the data have {ours}, which differs from it from line "
+        f"{place - len(SPECIAL_SYMBOLS) + 1} on ({then[place]!r} there, {now[place]!r} here)"
+    )
+    if getattr(model, "other_dictionary", None) is False:
+        raise UserError(
+            f"{difference}: binarise the data with the first one (fairseq-preprocess --srcdict), or give "
+            "--other-dictionary if that is what you want"
+        )
+    logger.warning(difference)
+
+
+def _dictionary_of(path: str) -> Path | None:
+    """The dictionary of a checkpoint, if it can be found."""
+    beside = Path(path).parent / DICTIONARY
+    if beside.is_file():
+        return beside
+    try:
+        data = str(read_structure(path)["cfg"]["task"]["data"]).split(":")[0]
+    except (UserError, KeyError, TypeError):  # what is wrong with it is said when it is read
+        return None
+    return Path(data) / DICTIONARY if (Path(data) / DICTIONARY).is_file() else None
 
 
 def other_optimizer(path: str, said: str) -> str:
@@ -162,14 +256,20 @@ def exported(path: str) -> str | None:
 
 def damaged(path: str, error: BaseException) -> str:
     """The sentence for a file that is no complete checkpoint, with its size and a neighbour that can be loaded."""
-    size = Path(path).stat().st_size
-    newest = newest_loadable(Path(path))
+    if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside the file
+        return f"cannot read {path}: {error.strerror or error}"
+    size, reason = Path(path).stat().st_size, type(error).__name__
+    return (
+        f"{path} ({size:,} bytes) is truncated or is not a checkpoint ({reason} while reading it); {remedy_for(path)}"
+    )
+
+
+def remedy_for(path: str | Path) -> str:
+    """What to do about a checkpoint that cannot be read."""
+    newest = newest_loadable(Path(path), compare=True)
     if newest is not None:
-        remedy = f"{newest} can be loaded instead (--restore-file to train on, --path to evaluate)"
-    else:
-        remedy = f"no other checkpoint*.pt in {Path(path).parent} can be loaded"
-    reason = type(error).__name__
-    return f"{path} ({size:,} bytes) is truncated or is not a checkpoint ({reason} while reading it); {remedy}"
+        return f"{newest} can be loaded instead (--restore-file to train on, --path to evaluate)"
+    return f"no other checkpoint*.pt in {Path(path).parent} can be loaded"
 
 
 def unfitting(path: str, error: RuntimeError) -> str:
@@ -184,16 +284,21 @@ def unfitting(path: str, error: RuntimeError) -> str:
     return f"checkpoint {path} does not fit this model: {lines[0] if lines else error}"
 
 
-def newest_loadable(path: Path) -> Path | None:
-    """The newest other ``checkpoint*.pt`` beside ``path`` that can be read, or None."""
+def newest_loadable(path: Path, compare: bool = False) -> Path | None:
+    """The newest other ``checkpoint*.pt`` beside ``path`` that can be read, or None.
+
+    Args:
+        path: of a checkpoint.
+        compare: whether all bytes of the other one are compared with its checksums.
+    """
     others = [other for other in path.parent.glob("checkpoint*.pt") if other != path]
-    for other in sorted(others, key=lambda file: file.stat().st_mtime, reverse=True):
+    for other in sorted(others, key=lambda file: file.lstat().st_mtime, reverse=True):
         try:
-            # Mapped into memory: this reads the table of contents, not the tensors.
-            torch.load(other, map_location="cpu", mmap=True)
-        except Exception:
+            read_structure(other)
+            if not compare or record_problem(other) is None:
+                return other
+        except UserError:
             continue
-        return other
     return None
 
 

@@ -13,13 +13,14 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from smlp.checkpoint.files import copy_whole, write_whole
 from smlp.errors import UserError
+from smlp.files import copy_whole, locked, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,45 @@ def apply() -> None:
     checkpoint_utils.torch_persistent_save = torch_persistent_save
     checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory
     checkpoint_utils.PathManager = CheckpointPathManager  # in this module only: nothing else copies over a checkpoint
+
+
+@contextlib.contextmanager
+def own_save_dir(cfg: Any, main: Callable[..., Any]) -> Iterator[None]:
+    """Keep other runs out of the save-dir while one trains: they would write over each other's checkpoints.
+
+    Rank 0 holds the lock for all ranks. Readers, and runs with ``--no-save``, need none. Inside a block for the same
+    folder, another one does nothing.
+
+    Args:
+        cfg: fairseq's configuration, with the rank of this process.
+        main: what is to run; only training writes checkpoints.
+
+    Raises:
+        UserError: another run trains there, or the folder cannot be written to.
+    """
+    save_dir = cfg.checkpoint.save_dir
+    is_writer = _is_training(main) and not cfg.checkpoint.no_save and not cfg.distributed_training.distributed_rank
+    if not is_writer or "://" in save_dir or save_dir in _own:
+        yield
+        return
+    with locked(save_dir, "run", "--save-dir", ": give another one, or wait for that run to end"):
+        _own.add(save_dir)
+        try:
+            yield
+        finally:
+            _own.remove(save_dir)
+
+
+#: save-dirs that this process has locked
+_own: set[str] = set()
+
+
+def _is_training(main: Callable[..., Any]) -> bool:
+    """Whether a main function is that of fairseq-train or fairseq-hydra-train, whatever name its module has."""
+    while isinstance(main, functools.partial):
+        main = main.args[0]
+    code = getattr(main, "__code__", None)
+    return code is not None and Path(code.co_filename).stem in ("train", "hydra_train")
 
 
 def save_whole(obj: Any, filename: str) -> None:

@@ -91,6 +91,17 @@ _RECORDS = (
         ),
     ),
 )
+_OTHER_DICTIONARY = (
+    "other_dictionary",
+    bool,
+    dataclasses.field(
+        default=False,
+        metadata={
+            "help": "train on from a checkpoint whose dictionary has the same size as that of the data, but other "
+            "symbols or another order; otherwise that is refused"
+        },
+    ),
+)
 LanguageModelConfig = dataclasses.make_dataclass(
     "LanguageModelConfig",
     [_option(setting) for name, setting in all_settings().items() if name not in FROM_TASK]
@@ -102,6 +113,7 @@ LanguageModelConfig = dataclasses.make_dataclass(
         _EXPERT_PARALLEL_SIZE,
         *_PROFILING,
         *_RECORDS,
+        _OTHER_DICTIONARY,
         ("heartbeat_timeout", int, II("distributed_training.heartbeat_timeout")),
     ],
     bases=(FairseqDataclass,),

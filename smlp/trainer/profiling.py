@@ -20,9 +20,9 @@ from typing import Any
 from smlp.accounting.breakdown import Breakdown, as_text
 from smlp.accounting.recording import recording, trace_of, update_range
 from smlp.accounting.trace_file import TraceFile
-from smlp.checkpoint.files import write_whole
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
+from smlp.files import write_whole
 from smlp.parallel.spans import REDUCTION, span
 from smlp.trainer.speed import measured_rate, sizes_of, training_type
 

@@ -16,6 +16,7 @@ from smlp.criterions.choice import check_criterion
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
 from smlp.fairseq_compat.processes import settle_ranks
+from smlp.fairseq_compat.saving import own_save_dir
 from smlp.parallel import ExpertLayout
 from smlp.presets import num_experts_of
 from smlp.trainer.spread import experts_of
@@ -36,7 +37,8 @@ def apply() -> None:
         settle_ranks(cfg)
         if cfg.common_eval.path is None:
             check_before_start(cfg, cfg.distributed_training.distributed_world_size)
-        call_main(cfg, main, **kw)
+        with own_save_dir(cfg, main):
+            call_main(cfg, main, **kw)
 
     @functools.wraps(build_trainer)
     def trainer_init(self: Trainer, cfg: Any, task: Any, model: Any, *rest: Any, **kw: Any) -> None:

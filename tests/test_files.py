@@ -1,0 +1,162 @@
+"""Names that come from other files, what may be read and replaced, and folders with one writer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import REPOSITORY
+
+from smlp import files
+from smlp.errors import UserError
+from smlp.files import check_writable, is_locked, locked, name_below, plain_name, regular_file, write_whole
+
+#: names in a file, and whether they stay in its folder
+NAMES = {
+    "dict.txt": True,
+    "experts/update_3_ab/experts_0-3.pt": True,
+    "..a": True,
+    "/etc/passwd": False,
+    "../x": False,
+    "a/../../x": False,
+    "a/..": False,
+    "": False,
+    ".": False,
+    "..": False,
+    "./": False,
+    "a\0b": False,
+    7: False,
+    None: False,
+}
+
+
+@pytest.mark.parametrize(("name", "stays"), NAMES.items())
+def test_names_stay_in_their_folder(name, stays: bool) -> None:
+    if stays:
+        assert name_below(name, "a list") == name
+        return
+    with pytest.raises(UserError, match=r"^a list names the file .*"):
+        name_below(name, "a list")
+
+
+def test_a_plain_name_has_no_folder() -> None:
+    assert plain_name("part-1.gz", "a list") == "part-1.gz"
+    with pytest.raises(UserError, match="outside its folder"):
+        plain_name("a/b", "a list")
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """What is no regular file, by what a message says of it."""
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(folder / "socket"))
+    server.close()
+    places = {"folder": folder / "folder", "named pipe": folder / "pipe", "socket": folder / "socket"}
+    return {**places, "device": Path("/dev/null")}
+
+
+def test_only_regular_files_are_read_and_replaced(tmp_path: Path) -> None:
+    for what, path in _places(tmp_path).items():
+        before = path.stat()
+        with pytest.raises(UserError, match=f"{path} is .*{what}"):
+            regular_file(path)
+        with pytest.raises(UserError, match=f"-o {path} is a {what}"):
+            check_writable(path, "-o")
+        with pytest.raises(UserError, match=f"{path} is a {what}"):
+            write_whole(path, lambda file: file.write(b"x"))
+        assert (path.stat().st_ino, path.stat().st_mode) == (before.st_ino, before.st_mode)
+    (tmp_path / "link").symlink_to("gone")
+    for path, words in {
+        tmp_path / "link": "is a link to gone, which does not exist",
+        tmp_path / "none": "there is no checkpoint",
+        tmp_path / ("n" * 300): "File name too long",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            regular_file(path, "checkpoint")
+
+
+def test_links_to_streams_are_not_replaced(tmp_path: Path) -> None:
+    """Whatever the stream goes to, as with /dev/stdout."""
+    link = tmp_path / "stdout"
+    with open(tmp_path / "log", "wb") as log:
+        link.symlink_to(f"/proc/self/fd/{log.fileno()}")
+        for write in (check_writable, lambda path: write_whole(path, lambda file: file.write(b"x"))):
+            with pytest.raises(UserError, match="is a stream of this process"):
+                write(link)
+    assert link.is_symlink()
+
+
+def test_a_link_is_no_lock(tmp_path: Path) -> None:
+    """What it leads to would be written over."""
+    (tmp_path / "mine").write_text("something of value")
+    (tmp_path / ".lock").symlink_to("mine")
+    with pytest.raises(UserError, match=f"cannot write to {tmp_path}: "), locked(tmp_path, "run"):
+        pass
+    assert (tmp_path / "mine").read_text() == "something of value"
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch) -> None:
+    """Permissions do not hold for root, so they are refused here by hand."""
+
+    def denied(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "a.pt").touch()
+    monkeypatch.setattr(files, "open", denied, raising=False)
+    with pytest.raises(UserError, match=r"^cannot read .*a\.pt: Permission denied$"):
+        regular_file(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("length", [251, 300])
+def test_names_that_are_too_long_are_refused_before_work(tmp_path: Path, length: int) -> None:
+    """Also those that only have no room for the end of a temporary name."""
+    with pytest.raises(UserError, match="File name too long"):
+        check_writable(tmp_path / ("n" * length))
+    check_writable(tmp_path / ("n" * 200))
+
+
+HOLDER = """
+import os, sys, time
+from smlp.files import locked
+with locked(sys.argv[1], "run"):
+    child = os.fork()
+    print(child or "", end="", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_process_leaves_no_lock_even_to_its_children(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": REPOSITORY}
+    )
+    child = int(os.read(holder.stdout.fileno(), 20))
+    try:
+        assert is_locked(tmp_path)
+        words = rf"another run is at work in --save-dir {tmp_path} \(process {holder.pid} on .*\): wait"
+        with pytest.raises(UserError, match=words), locked(tmp_path, "run", "--save-dir", ": wait"):
+            pass
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+        os.kill(child, 0)  # it lives
+        with locked(tmp_path, "run"):
+            assert is_locked(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.kill()
+    assert not is_locked(tmp_path) and list(tmp_path.iterdir()) == []
+
+
+def test_without_locks_a_warning_is_all(tmp_path: Path, monkeypatch, caplog) -> None:
+    def none(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(files.fcntl, "flock", none)
+    with locked(tmp_path, "run"), locked(tmp_path, "run"):
+        assert not is_locked(tmp_path)
+    assert "cannot be locked (Operation not supported)" in caplog.text
