@@ -14,6 +14,7 @@ every other user of the same library function alone.
     loading     missing, truncated and unfitting checkpoints
     data        missing, empty and unreadable text and datasets
     batches     the samples that fairseq leaves out
+    buffering   threads that read batches nobody wants any more
     scoring     samples whose first tokens only choose experts
 """
 
@@ -31,6 +32,7 @@ def apply() -> None:
 
     from smlp.fairseq_compat import (
         batches,
+        buffering,
         data,
         loading,
         logs,
@@ -44,5 +46,6 @@ def apply() -> None:
     )
 
     # stopping before processes, which settles the ranks that it looks at
-    for group in (startup, logs, versions, precision, stopping, processes, saving, loading, data, batches, scoring):
+    first = (startup, logs, versions, precision, stopping, processes)
+    for group in (*first, saving, loading, data, batches, buffering, scoring):
         group.apply()
