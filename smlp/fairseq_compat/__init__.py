@@ -10,6 +10,7 @@ every other user of the same library function alone.
     precision   --bf16 without a TPU, --fp16 without a GPU, unknown --arch
     stopping    signals that ask a run to save and leave
     processes   torchrun, srun and explicit ranks, with and without a GPU
+    lost_ranks  for it: what a rank says that another one has left alone
     saving      checkpoints that are whole or absent, a full disk
     loading     missing, truncated and unfitting checkpoints
     data        missing, empty and unreadable text and datasets
