@@ -16,9 +16,11 @@ from smlp.errors import NaNError
 
 def apply() -> None:
     from fairseq import trainer as fairseq_trainer
+    from fairseq.optim.amp_optimizer import AMPOptimizer
     from fairseq.trainer import Trainer
 
     update, validate = Trainer.train_step, Trainer.valid_step
+    loss_scale = AMPOptimizer.next_loss_scale
     found: list[str] = []  # by the detector that fairseq makes while an update fails
 
     @functools.wraps(update)
@@ -43,6 +45,12 @@ def apply() -> None:
             raise _diverged(self, when, FloatingPointError(f"the loss is {loss}"))
         return result
 
+    def next_loss_scale(self: AMPOptimizer) -> float:
+        if not self.scaler.is_enabled():  # without a GPU: there is no scale to lower
+            raise FloatingPointError("gradients are not finite")
+        return loss_scale.fget(self)
+
+    AMPOptimizer.next_loss_scale = property(next_loss_scale)
     fairseq_trainer.NanDetector = functools.partial(FirstNaN, report=found.append)
     Trainer.train_step = train_step
     Trainer.valid_step = valid_step
