@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class UserError(ValueError):
     """Bad input: the message is one sentence that names the field or file and the numbers.
@@ -21,3 +23,9 @@ class NaNError(UserError, FloatingPointError):
 
 class ParallelError(RuntimeError):
     """Ranks that do not fit together, or one that is gone: the message names rank, place and shapes."""
+
+    @classmethod
+    def lost(cls, where: str, error: Exception) -> ParallelError:
+        """The error of a collective, without its place in the library's source and the library's advice."""
+        reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).strip()).partition("\n")[0].split(". ")[0]
+        return cls(f"{where} failed ({reason}): look for the rank that stopped first")

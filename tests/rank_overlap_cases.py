@@ -161,7 +161,7 @@ def fails_between_chunks(how: str, seconds: float) -> None:
 
 
 class SlowBackward(torch.autograd.Function):
-    """The identity, with a backward pass that takes a tenth of a second."""
+    """The identity, with a slow backward pass."""
 
     @staticmethod
     def forward(ctx, x):
@@ -169,7 +169,7 @@ class SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(0.1)
+        time.sleep(0.3)
         return grad
 
 
@@ -182,7 +182,7 @@ def costs_with_a_slow_rank(chunks: int) -> dict[str, dict[str, float]]:
     def slowed(config, ranks):
         model = original(config, ranks)
         if ranks.layout.rank == 1:
-            model.blocks[0].register_forward_pre_hook(lambda module, inputs: time.sleep(0.1))
+            model.blocks[0].register_forward_pre_hook(lambda module, inputs: time.sleep(0.3))
             model.blocks[2].token_moe.experts.register_forward_hook(lambda m, i, output: SlowBackward.apply(output))
         return model
 

@@ -196,30 +196,34 @@ def test_slow_modules_are_found_in_both_passes(slow, owner, recompute, monkeypat
     assert spans.current_span() is None, "a range was left open"
     seconds = costs.layers[owner[0]][owner[1]] if isinstance(owner, tuple) else costs.parts[owner]
     times = 3 if recompute and owner != "embedding, head and loss" else 2
+    # nothing is counted twice
+    assert sum(costs.stages.values()) + sum(costs.parts.values()) == pytest.approx(costs.seconds, rel=1e-9)
     assert made and times * 0.05 <= seconds < costs.seconds
-    assert seconds < (times + 1) * 0.05 + 0.5 * costs.seconds
 
 
 def test_a_slow_assignment_is_not_the_gates(monkeypatch):
     from smlp.moe.routers import balanced
 
     solve = balanced.balanced_assignment
-    monkeypatch.setattr(balanced, "balanced_assignment", lambda scores: (time.sleep(0.05), solve(scores))[1])
+    monkeypatch.setattr(balanced, "balanced_assignment", lambda scores: (time.sleep(0.3), solve(scores))[1])
     layers = measure(preset("smlp_tiny", **SMALL), one_process(4), 1, 1, CPU).costs.layers
-    assert all(layers[name]["assignment"] >= 0.05 for name in layers if "tMoE" in name)
-    assert all(layers[name]["gate"] < 0.05 for name in layers)
+    assigning = [layers[name]["assignment"] for name in layers if "tMoE" in name]
+    assert min(assigning) >= 0.3
+    assert max(layers[name]["gate"] for name in layers) < min(assigning)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_waiting_for_a_slow_rank(chunks):
     """In the forward pass it is skew; in the backward pass it is part of the all-to-all that waits."""
-    for rank, costs in enumerate(run_ranks("costs_with_a_slow_rank", 2, chunks=chunks)):
+    fast, slow = run_ranks("costs_with_a_slow_rank", 2, chunks=chunks)
+    for costs in (fast, slow):
         for name, stages in costs.items():
             assert all(stages[stage] > 0 for stage in ("all-to-all out", "all-to-all back", "skew")), name
-        first, last = costs["layer 1 (sMoE)"], costs["layer 2 (tMoE)"]
-        assert (first["skew"] > 0.08) == (rank == 0)
-        assert (last["all-to-all out"] > 0.08) == (rank == 0)
-        assert (last["experts"] > 0.08) == (rank == 1)
+    # the ranks are compared with each other: on a busy machine everything takes longer, on both
+    first, last = "layer 1 (sMoE)", "layer 2 (tMoE)"
+    assert fast[first]["skew"] > slow[first]["skew"]
+    assert fast[last]["all-to-all out"] > slow[last]["all-to-all out"]
+    assert fast[last]["experts"] < slow[last]["experts"]
 
 
 def test_ranges_cost_nothing_while_nobody_profiles(monkeypatch):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -193,3 +195,36 @@ def test_no_sample_is_dropped(applied, count: int) -> None:
     )
     assert [index for batch in batches for index in batch] == list(range(count))
     assert all(len(batch) <= 16 for batch in batches)
+
+
+class _Numbers(torch.utils.data.Dataset):
+    """Enough of a data set for fairseq's iterator."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index])
+
+
+@pytest.mark.parametrize("buffer_size", [1, 10])
+def test_loops_that_are_left_early_leave_nothing_behind(applied, buffer_size: int) -> None:
+    """As validations with --max-valid-steps: no thread, and no batch that is kept open; the next loop begins anew."""
+    import gc
+
+    from fairseq.data.iterators import EpochBatchIterator
+
+    batches = [[i] for i in range(100)]
+    loops = EpochBatchIterator(
+        _Numbers(), torch.stack, batches, num_workers=1, buffer_size=buffer_size, reuse_dataloader=True
+    )
+    gc.collect()
+    found = []
+    for _ in range(6):
+        loop = loops.next_epoch_itr(shuffle=False)
+        assert [int(batch) for batch, _ in zip(loop, range(3), strict=False)] == [0, 1, 2]
+        del loop
+        loops._cur_epoch_itr = None
+        found.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    (threads, first_files), *_, (last_threads, last_files) = found
+    assert last_threads == threads and last_files <= first_files + 4  # of one batch on its way more or less

@@ -142,7 +142,7 @@ time.sleep(60)
 """
     began = time.monotonic()
     done = finish(launch(tmp_path, 4, script, "grace=1.0, termination=1.0"))
-    assert 2 < time.monotonic() - began < 10
+    assert 2 < time.monotonic() - began < 50
     assert (done.rc, done.stdout) == (3, "last words\n")
     assert done.stderr == "smlp: rank 1 of 4 ended first, with exit status 3\n"
 
@@ -151,6 +151,42 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     script = "meet(3)\nif rank == 2:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
     done = finish(launch(tmp_path, 3, script, "grace=0.2"))
     assert (done.rc, done.stderr) == (137, "smlp: rank 2 of 3 ended first, killed by SIGKILL\n")
+
+
+def test_a_rank_that_ends_before_the_others_is_named(tmp_path: Path) -> None:
+    """It ended well, as if it had come to its end; what failed is the one that missed it."""
+    script = """
+if rank == 1:
+    sys.exit(0)
+time.sleep(0.5)
+sys.exit(3)
+"""
+    done = finish(launch(tmp_path, 2, script))
+    first = "rank 1 of 2 ended first, with exit status 0"
+    assert (done.rc, done.stderr) == (3, f"smlp: {first}; rank 0 then failed, with exit status 3\n")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="tells from /proc")
+def test_a_frozen_rank_is_named(tmp_path: Path) -> None:
+    script = """
+if rank == 1:
+    note("x", "met")
+    os.kill(os.getpid(), signal.SIGSTOP)
+meet(1)
+time.sleep(0.5)
+sys.exit(3)
+"""
+    done = finish(launch(tmp_path, 2, script, "grace=0.2, termination=0.2"))
+    frozen = "rank 1 did not run any more, stopped by a signal such as SIGSTOP"
+    assert (done.rc, done.stderr) == (3, f"smlp: rank 0 of 2 ended first, with exit status 3; {frozen}\n")
+
+
+def test_a_rank_that_does_not_end_with_the_others(tmp_path: Path) -> None:
+    """With a limit, which is --heartbeat-timeout."""
+    script = "if rank == 1:\n    time.sleep(60)\n"
+    done = finish(launch(tmp_path, 2, script, "termination=0.2, patience=0.5"))
+    said = "smlp: rank 0 of 2 ended first, with exit status 0; rank 1 had not ended 0.5 seconds later\n"
+    assert (done.rc, done.stderr) == (143, said)
 
 
 def test_stopped_ranks_may_take_their_time(tmp_path: Path) -> None:
@@ -208,7 +244,7 @@ def test_what_ranks_leave_behind_is_ended(tmp_path: Path) -> None:
     script = "child = subprocess.Popen(['sleep', '60'])\nnote(str(child.pid))\n"
     began = time.monotonic()
     assert finish(launch(tmp_path, 2, script)).rc == 0
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
     assert not any(is_running(int(wait_for(tmp_path / f"rank{rank}"))) for rank in range(2))
 
 

@@ -1,8 +1,9 @@
-"""Training over four ranks when one of them fails: all end soon, and say where they were."""
+"""Training over ranks of which one fails: all end soon, and say where they were."""
 
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 
 import pytest
 from test_layouts import command
@@ -37,3 +38,40 @@ def test_all_ranks_end_within_seconds(tiny_data, tmp_path, run_fairseq_many):
             assert "smlp: error" in last and f"rank {rank} " in last, (name, message)
             if "moe.exchange" in FAULTS[name][0]:
                 assert re.search(r"layer \d \([st]MoE\).*\(\d+, .*\d\) torch.float32", last), (name, message)
+
+
+#: outside of the experts' exchanges: where rank 1 is killed, in which call, and where rank 0 says that it waited
+ELSEWHERE = {
+    "update": ("fairseq.trainer:Trainer.train_step", 1, "update 1, sum of the statistics"),
+    "gradients": ("fairseq.optim:FairseqOptimizer.all_reduce_grads", 2, "update 2, sum of the gradients"),
+    "validation": ("fairseq.trainer:Trainer.valid_step", 1, "validation, sum of the statistics"),
+    "end": ("torch.distributed:barrier", 1, "end of the run"),
+}
+
+
+def test_the_place_is_named_where_fairseq_waits(tiny_data, tmp_path, run_fairseq_many):
+    cases = []
+    for name, (place, call, _) in ELSEWHERE.items():
+        options = ["--save-dir", tmp_path / name, "--max-update", 2]
+        case = command(tiny_data, "dense_lm", 2, 1, *options)
+        case["args"] = [argument for argument in case["args"] if argument != "--disable-validation"]
+        cases.append({**case, "timeout": 40, "fault": {"rank": 1, "place": place, "call": call, "how": "kill"}})
+    for name, run in zip(ELSEWHERE, run_fairseq_many(cases, timeout=180), strict=True):
+        (status, _, message), (killed, _, _) = run.ranks
+        assert (status, killed) == (1, -9), (name, message)
+        assert "Traceback" not in message
+        assert f"smlp: error: rank 0 of 2: {ELSEWHERE[name][2]} failed (" in message.strip().splitlines()[-1], name
+
+
+def test_the_heartbeat_limits_waiting_from_the_start(monkeypatch):
+    """Not only from the first forward pass, as fairseq's own watch."""
+    import torch.distributed as dist
+
+    from smlp.fairseq_compat.lost_ranks import collective_timeout, limit_waiting
+
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(dist, name, lambda *args, timeout=None, **kw: timeout)
+    assert collective_timeout(-1) is collective_timeout(None) is None
+    limit_waiting(collective_timeout(20))
+    assert dist.init_process_group("gloo", rank=0) == dist.new_group() == timedelta(seconds=15)
+    assert dist.new_group([0], timeout=timedelta(seconds=1)) == timedelta(seconds=1)

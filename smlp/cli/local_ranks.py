@@ -100,7 +100,9 @@ def train_on_ranks(options: LaunchOptions) -> int:
         UserError: see :func:`check_nproc`.
     """
     check_nproc(options)
-    return run_ranks([*this_program(), "train", *options.rest], options.nproc)
+    heartbeat = option_value(options.rest, "--heartbeat-timeout") or ""
+    patience = int(heartbeat) if heartbeat.isdecimal() and int(heartbeat) > 0 else None
+    return run_ranks([*this_program(), "train", *options.rest], options.nproc, patience=patience)
 
 
 def positive_number(arguments: list[str], name: str) -> int | None:

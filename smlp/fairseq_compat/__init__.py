@@ -10,10 +10,12 @@ every other user of the same library function alone.
     precision   --bf16 without a TPU, --fp16 without a GPU, unknown --arch
     stopping    signals that ask a run to save and leave
     processes   torchrun, srun and explicit ranks, with and without a GPU
+    lost_ranks  for it: what a rank says that another one has left alone
     saving      checkpoints that are whole or absent, a full disk
     loading     missing, truncated and unfitting checkpoints
     data        missing, empty and unreadable text and datasets
     batches     the samples that fairseq leaves out
+    buffering   threads that read batches nobody wants any more
     scoring     samples whose first tokens only choose experts
 """
 
@@ -31,6 +33,7 @@ def apply() -> None:
 
     from smlp.fairseq_compat import (
         batches,
+        buffering,
         data,
         loading,
         logs,
@@ -44,5 +47,6 @@ def apply() -> None:
     )
 
     # stopping before processes, which settles the ranks that it looks at
-    for group in (startup, logs, versions, precision, stopping, processes, saving, loading, data, batches, scoring):
+    first = (startup, logs, versions, precision, stopping, processes)
+    for group in (*first, saving, loading, data, batches, buffering, scoring):
         group.apply()

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from smlp.errors import UserError
+from smlp.errors import ParallelError, UserError
 from smlp.fairseq_compat.arguments import has_option
+from smlp.fairseq_compat.lost_ranks import collective_timeout, limit_waiting, lost_rank
 from smlp.launch.ranks import Place, device_index, has_terminal, place_of
 from smlp.launch.slurm import tasks_of_job
 from smlp.launch.team import leave
@@ -35,7 +36,16 @@ def apply() -> None:
     def checked_call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
         settle_ranks(cfg)
         _warn_of_idle_tasks(cfg)
-        call_main(cfg, main, **kwargs)
+        timeout = collective_timeout(cfg.distributed_training.heartbeat_timeout)
+        if timeout is not None:
+            limit_waiting(timeout)
+        try:
+            call_main(cfg, main, **kwargs)
+        except RuntimeError as error:
+            lost = None if isinstance(error, ParallelError) else lost_rank(error, cfg.distributed_training)
+            if lost is None:
+                raise
+            raise lost from error
         leave()
 
     @functools.wraps(wrapper, updated=())

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, TextIO
 
@@ -28,7 +29,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_ranks(
-    command: Sequence[str], num_ranks: int, grace: float = GRACE_SECONDS, termination: float = TERMINATION_SECONDS
+    command: Sequence[str],
+    num_ranks: int,
+    grace: float = GRACE_SECONDS,
+    termination: float = TERMINATION_SECONDS,
+    patience: float | None = None,
 ) -> int:
     """Run ``command`` once for each rank, with the variables that torchrun would set, until all have ended.
 
@@ -41,22 +46,30 @@ def run_ranks(
         command: program and arguments.
         num_ranks: N.
         grace, termination: seconds.
+        patience: seconds that ranks may run on after the first has ended without a failure; for ever by default.
 
     Returns:
         The exit status of the rank that failed first (128 + the signal that ended it); without a failure
-        ``EXIT_STOPPED`` if a rank ended with it, else 0. Which rank failed is printed to standard error.
+        ``EXIT_STOPPED`` if a rank ended with it, else 0. Which rank ended first, which one failed and which ones did
+        not run any more is printed to standard error.
     """
-    return _LocalRanks(command, num_ranks, grace, termination).run()
+    return _LocalRanks(command, num_ranks, grace, termination, patience).run()
 
 
 class _LocalRanks:
-    def __init__(self, command: Sequence[str], num_ranks: int, grace: float, termination: float) -> None:
+    def __init__(
+        self, command: Sequence[str], num_ranks: int, grace: float, termination: float, patience: float | None
+    ) -> None:
         self.command, self.num_ranks = list(command), num_ranks
-        self.grace, self.termination = grace, termination
+        self.grace, self.termination, self.patience = grace, termination, patience
         self.processes: list[subprocess.Popen[bytes]] = []
         #: what the main thread waits for: a signal's number, or a rank and its return code
         self.events: queue.SimpleQueue[signal.Signals | tuple[int, int]] = queue.SimpleQueue()
+        #: by rank, in the order in which they ended
         self.codes: dict[int, int] = {}
+        #: that had not ended when this process lost its patience, and those of them that a signal had stopped
+        self.late: list[int] = []
+        self.frozen: list[int] = []
         self.failed: int | None = None
         self.interrupted = False
         #: when to lose patience, and with which signal
@@ -106,6 +119,9 @@ class _LocalRanks:
         try:
             event = self.events.get(timeout=timeout)
         except queue.Empty:
+            if self.next_signal == signal.SIGTERM:
+                self.late = [rank for rank in range(self.num_ranks) if rank not in self.codes]
+                self.frozen = [rank for rank in self.late if _is_frozen(self.processes[rank].pid)]
             self.send(self.next_signal)
             self.deadline = time.monotonic() + self.termination
             self.next_signal = signal.SIGKILL
@@ -114,17 +130,19 @@ class _LocalRanks:
             self.send(signal.SIGKILL if self.interrupted and event == signal.SIGINT else event)
             if event == signal.SIGINT:
                 self.interrupted = True
-                self.lose_patience_after_grace()
+                self.lose_patience_after(self.grace)
             return
         rank, code = event
         self.codes[rank] = code
         if self.failed is None and code not in (0, EXIT_STOPPED):
             self.failed = rank
-            self.lose_patience_after_grace()
+            self.lose_patience_after(self.grace)
+        elif self.patience is not None:
+            self.lose_patience_after(self.patience)
 
-    def lose_patience_after_grace(self) -> None:
-        if self.deadline is None:
-            self.deadline = time.monotonic() + self.grace
+    def lose_patience_after(self, seconds: float) -> None:
+        limit = time.monotonic() + seconds
+        self.deadline = limit if self.deadline is None else min(limit, self.deadline)
 
     def send(self, number: signal.Signals) -> None:
         """To the ranks that have not ended."""
@@ -142,9 +160,19 @@ class _LocalRanks:
             return max(self.codes.values())
         code = self.codes[self.failed]
         if not self.interrupted:
-            how = f"with exit status {code}" if code > 0 else f"killed by {_signal_name(-code)}"
-            print(f"smlp: rank {self.failed} of {self.num_ranks} ended first, {how}", file=sys.stderr, flush=True)
+            print(f"smlp: {self.report()}", file=sys.stderr, flush=True)
         return code if code > 0 else 128 - code
+
+    def report(self) -> str:
+        """Which rank ended first, which one failed, and which ones did not run any more."""
+        first = next(iter(self.codes))
+        said = [f"rank {first} of {self.num_ranks} ended first, {_how(self.codes[first])}"]
+        if self.failed in self.late:
+            said += [f"rank {rank} had not ended {self.patience:g} seconds later" for rank in self.late]
+        elif self.failed != first:
+            said.append(f"rank {self.failed} then failed, {_how(self.codes[self.failed])}")
+        said += [f"rank {rank} did not run any more, stopped by a signal such as SIGSTOP" for rank in self.frozen]
+        return "; ".join(said)
 
 
 def rank_environment(num_ranks: int) -> dict[str, str]:
@@ -158,6 +186,18 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
+
+
+def _how(code: int) -> str:
+    return f"with exit status {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
+
+
+def _is_frozen(pid: int) -> bool:
+    """Whether a signal has stopped a process and none has let it run again; unknown, that is False, but on Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def _signal_name(number: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from smlp.config import LEAKY_WARNING, all_settings
 from smlp.context import DecodingState, ForwardContext
 from smlp.evaluation.binarized import count_tokens
+from smlp.fairseq_compat.lost_ranks import collective_timeout
 from smlp.ignored_settings import ignored_settings
 from smlp.models.fitting import check_fit
 from smlp.nn.decoder import Decoder
@@ -240,7 +240,5 @@ def _ranks_for(num_experts: int, args: Any) -> Ranks:
     """The ranks of this run. Models without experts need none: fairseq keeps their parameters equal."""
     if num_experts == 1:
         return one_process(1)
-    seconds = getattr(args, "heartbeat_timeout", None) or -1
-    # before fairseq interrupts the process, so that the message can say where ranks waited for each other
-    timeout = timedelta(seconds=0.75 * seconds) if seconds > 0 else None
+    timeout = collective_timeout(getattr(args, "heartbeat_timeout", None))
     return connect(num_experts, getattr(args, "expert_parallel_size", None), timeout)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -183,11 +182,7 @@ class DistributedGroup:
         try:
             return collective()
         except RuntimeError as error:
-            # without the place in the library's source, and without its advice
-            reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).strip()).split(". ")[0].splitlines()[0]
-            raise ParallelError(
-                f"{self._here(name)}: {what} failed ({reason}): look for the rank that stopped first"
-            ) from error
+            raise ParallelError.lost(f"{self._here(name)}: {what}", error) from error
 
 
 def _exchange_of(x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ loading     any checkpoint on any layout
 changed_settings  a line where a run goes on with other settings of the model
 memory      on a CPU: freed memory is kept
 adam        on a CPU: Adam in one pass
+divergence  a sentence where numbers are no longer finite
 speed       share of the measured limit, and memory, in the training log
 data_wait   share of the time that is spent in waiting for batches, in the training log
 data_order  --data-order-file: which tokens each update was trained on
@@ -33,6 +34,7 @@ def apply() -> None:
         changed_settings,
         data_order,
         data_wait,
+        divergence,
         environment_file,
         gradients,
         loading,
@@ -46,6 +48,6 @@ def apply() -> None:
 
     # speed after updates, whose empty batches it leaves out; profiling and what counts the time between updates last,
     # around all that an update does
-    first = (settings, gradients, updates, saving, loading, changed_settings, memory, adam, speed, data_order)
-    for group in (*first, environment_file, profiling, data_wait):
+    first = (settings, gradients, updates, divergence, saving, loading, changed_settings, memory, adam, speed)
+    for group in (*first, data_order, environment_file, profiling, data_wait):
         group.apply()

@@ -168,5 +168,5 @@ class _Saving:
             collective(box, *rest, **kw)
         except RuntimeError as error:
             rank = self.experts.ranks.layout.rank
-            raise ParallelError(f"rank {rank}, saving a checkpoint: another rank is gone ({error})") from error
+            raise ParallelError.lost(f"rank {rank}: saving a checkpoint", error) from error
         return box

@@ -1,0 +1,75 @@
+"""A rank that waits for one that is gone ends in one sentence, wherever in fairseq it waits.
+
+Exchanges of experts say themselves in which layer they failed (:mod:`smlp.parallel.group`). fairseq and
+DistributedDataParallel have collectives in many more places; which one failed is read from the traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from smlp.errors import ParallelError
+
+# what torch raises, beside classes of its own, are RuntimeErrors of its libraries
+_OF_LIBRARIES = re.compile("gloo|nccl|tcpstore|c10d|socket", re.IGNORECASE)
+# functions that a failing collective may be in, by their names in tracebacks; {} is the number of the update
+_PLACES = {
+    "distributed_init": "meeting the other ranks",
+    "Trainer.load_checkpoint": "loading a checkpoint",
+    "Trainer.train_step": "update {}",
+    "Tensor.backward": "backward pass",
+    "Trainer._aggregate_logging_outputs": "sum of the statistics",
+    "FairseqOptimizer.all_reduce_grads": "sum of the gradients",
+    "Trainer.clip_grad_norm": "norm of the gradients",
+    "Trainer.valid_step": "validation",
+    "save_checkpoint": "saving a checkpoint",
+}
+# if none of these is there
+_OTHER_PLACES = {"main": "start of training", "distributed_main": "end of the run"}
+
+
+def lost_rank(error: RuntimeError, distributed: Any) -> ParallelError | None:
+    """What befell this rank, if the error is of a collective or of ranks that do not meet; None if it is not.
+
+    Args:
+        error: as it was caught, with its traceback.
+        distributed: fairseq's settings.
+    """
+    if not isinstance(error, dist.DistError) and not _OF_LIBRARIES.search(str(error)):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = {}
+    for frame in frames:
+        place = _PLACES.get(frame.f_code.co_qualname)
+        if place is not None:
+            trainer = frame.f_locals.get("self")
+            number = trainer.get_num_updates() + 1 if "{}" in place else None
+            found[place.format(number)] = None
+    names = {frame.f_code.co_qualname for frame in frames}
+    others = [place for name, place in _OTHER_PLACES.items() if name in names]
+    where = ", ".join(found) or next(iter(others), "start")
+    rank, world_size = distributed.distributed_rank, distributed.distributed_world_size
+    return ParallelError.lost(f"rank {rank} of {world_size}: {where}", error)
+
+
+def collective_timeout(heartbeat_timeout: int | None) -> timedelta | None:
+    """How long a collective may wait for other ranks with ``--heartbeat-timeout``; None for torch's own limit.
+
+    It is shorter, so that the message can say where ranks waited for each other: fairseq interrupts the process.
+    """
+    return timedelta(seconds=0.75 * heartbeat_timeout) if heartbeat_timeout and heartbeat_timeout > 0 else None
+
+
+def limit_waiting(timeout: timedelta) -> None:
+    """Let the ranks of this process wait no longer for each other, from the moment when they are to meet.
+
+    fairseq begins to watch with the first forward pass.
+    """
+    for name in ("init_process_group", "new_group"):
+        setattr(dist, name, functools.partial(getattr(dist, name), timeout=timeout))

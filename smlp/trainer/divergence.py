@@ -1,0 +1,141 @@
+"""Training that has diverged ends in one sentence: at which update, where numbers stopped being finite, what to try."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smlp.errors import NaNError
+
+
+def apply() -> None:
+    from fairseq import trainer as fairseq_trainer
+    from fairseq.optim.amp_optimizer import AMPOptimizer
+    from fairseq.trainer import Trainer
+
+    update, validate = Trainer.train_step, Trainer.valid_step
+    loss_scale = AMPOptimizer.next_loss_scale
+    found: list[str] = []  # by the detector that fairseq makes while an update fails
+
+    @functools.wraps(update)
+    def train_step(self: Trainer, *args: Any, **kw: Any) -> Any:
+        try:
+            return update(self, *args, **kw)
+        except FloatingPointError as error:
+            norms = self._grad_norm_buf
+            if norms is not None and torch.isfinite(norms).all():  # of all ranks: they differ, but none has diverged
+                raise
+            raise _diverged(self, f"update {self.get_num_updates() + 1}", error, found) from error
+
+    @functools.wraps(validate)
+    def valid_step(self: Trainer, *args: Any, **kw: Any) -> Any:
+        when = f"validation after update {self.get_num_updates()}"
+        try:
+            result = validate(self, *args, **kw)
+        except FloatingPointError as error:
+            raise _diverged(self, when, error) from error
+        loss = float(result["loss"])  # over all ranks, which all of them see
+        if result["sample_size"] and not math.isfinite(loss):
+            raise _diverged(self, when, FloatingPointError(f"the loss is {loss}"))
+        return result
+
+    def next_loss_scale(self: AMPOptimizer) -> float:
+        if not self.scaler.is_enabled():  # without a GPU: there is no scale to lower
+            raise FloatingPointError("gradients are not finite")
+        return loss_scale.fget(self)
+
+    AMPOptimizer.next_loss_scale = property(next_loss_scale)
+    fairseq_trainer.NanDetector = functools.partial(FirstNaN, report=found.append)
+    Trainer.train_step = train_step
+    Trainer.valid_step = valid_step
+
+
+def _diverged(trainer: Any, when: str, error: FloatingPointError, found: Sequence[str] = ()) -> NaNError:
+    if trainer.data_parallel_world_size > 1:
+        when = f"rank {trainer.data_parallel_rank}, {when}"
+    where = [damaged_weights(trainer.get_model()), *found]
+    where = next((f", {place}" for place in where if place), "")
+    if isinstance(error, NaNError):  # says in which layer, and what to do
+        return NaNError(f"{when}{where}: {error}")
+    what = "gradients are not finite" if "gradients are" in str(error) else str(error).split(". ")[0]
+    return NaNError(
+        f"{when}: {what}{where}; training has diverged: lower --lr, lengthen --warmup-updates or set --clip-norm"
+    )
+
+
+def damaged_weights(model: nn.Module) -> str:
+    """The first parameter that is not finite, as the end of a sentence; nothing if all are."""
+    for name, parameter in model.named_parameters():
+        num_bad = int((~torch.isfinite(parameter.detach())).sum())
+        if num_bad:
+            return f"with {num_bad:,} of {parameter.numel():,} weights of {name} not finite"
+    return ""
+
+
+class FirstNaN:
+    """Finds the module whose output, or else the gradient of whose output, is the first one with NaN or infinity.
+
+    It takes the place of fairseq's detector, with which fairseq repeats an update whose gradients are not finite.
+    Outputs may be of any structure of tensors. Minus infinity is let pass: masked scores have it.
+
+    Args:
+        model: the model.
+        report: called with what is found, as the end of a sentence, at most once.
+    """
+
+    def __init__(self, model: nn.Module, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._in_forward: str | None = None
+        self._in_backward: str | None = None
+        self._hooks = [
+            module.register_forward_hook(functools.partial(self._look_at_output, name))
+            for name, module in model.named_modules()
+        ]
+
+    def __enter__(self) -> FirstNaN:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._in_forward is not None:
+            self._report(f"first in the output of {self._in_forward}")
+        elif self._in_backward is not None:
+            self._report(f"first in the gradient of the output of {self._in_backward}")
+
+    def _look_at_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if self._in_forward is None and has_nan(tensor):
+                self._in_forward = name or type(module).__name__
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._look_at_gradient, name or type(module).__name__))
+
+    def _look_at_gradient(self, name: str, grad: Tensor) -> None:
+        if self._in_backward is None and has_nan(grad):
+            self._in_backward = name
+
+
+def has_nan(x: Tensor) -> bool:
+    """Whether floating-point numbers are NaN or plus infinity."""
+    return x.is_floating_point() and bool((torch.isnan(x) | torch.isposinf(x)).any())
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, dictionaries and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name))
