@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from test_layouts import command
@@ -40,6 +41,10 @@ def test_all_ranks_end_within_seconds(tiny_data, tmp_path, run_fairseq_many):
                 assert re.search(r"layer \d \([st]MoE\).*\(\d+, .*\d\) torch.float32", last), (name, message)
 
 
+GLOO = (
+    "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5861. This is typically caused by a "
+    "remote worker crashing. Check the logs"
+)
 #: outside of the experts' exchanges: where rank 1 is killed, in which call, and where rank 0 says that it waited
 ELSEWHERE = {
     "update": ("fairseq.trainer:Trainer.train_step", 1, "update 1, sum of the statistics"),
@@ -61,6 +66,21 @@ def test_the_place_is_named_where_fairseq_waits(tiny_data, tmp_path, run_fairseq
         assert (status, killed) == (1, -9), (name, message)
         assert "Traceback" not in message
         assert f"smlp: error: rank 0 of 2: {ELSEWHERE[name][2]} failed (" in message.strip().splitlines()[-1], name
+
+
+@pytest.mark.parametrize(
+    ("message", "ranks", "said"),
+    [
+        (GLOO, 4, "rank 2 of 4: start failed (Connection closed by peer [127.0.0.1]:5861): look for the rank that"),
+        (GLOO, 1, None),
+        ("DataLoader worker (pid 7) exited unexpectedly", 4, None),
+    ],
+)
+def test_only_collectives_are_taken_for_lost_ranks(message: str, ranks: int, said: str | None) -> None:
+    from smlp.fairseq_compat.lost_ranks import lost_rank
+
+    lost = lost_rank(RuntimeError(message), SimpleNamespace(distributed_rank=2, distributed_world_size=ranks))
+    assert lost is None if said is None else str(lost).startswith(said)
 
 
 def test_the_heartbeat_limits_waiting_from_the_start(monkeypatch):

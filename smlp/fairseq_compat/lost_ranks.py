@@ -41,20 +41,19 @@ def lost_rank(error: RuntimeError, distributed: Any) -> ParallelError | None:
         error: as it was caught, with its traceback.
         distributed: fairseq's settings.
     """
-    if not isinstance(error, dist.DistError) and not _OF_LIBRARIES.search(str(error)):
+    rank, world_size = distributed.distributed_rank, distributed.distributed_world_size
+    if world_size == 1 or not (isinstance(error, dist.DistError) or _OF_LIBRARIES.search(str(error))):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    found = {}
-    for frame in frames:
-        place = _PLACES.get(frame.f_code.co_qualname)
+    names = [frame.f_code.co_qualname for frame in frames]
+    found: dict[str, None] = {}  # each place once, the outermost first
+    for name, frame in zip(names, frames, strict=True):
+        place = _PLACES.get(name)
         if place is not None:
-            trainer = frame.f_locals.get("self")
-            number = trainer.get_num_updates() + 1 if "{}" in place else None
+            number = frame.f_locals["self"].get_num_updates() + 1 if "{}" in place else None
             found[place.format(number)] = None
-    names = {frame.f_code.co_qualname for frame in frames}
     others = [place for name, place in _OTHER_PLACES.items() if name in names]
     where = ", ".join(found) or next(iter(others), "start")
-    rank, world_size = distributed.distributed_rank, distributed.distributed_world_size
     return ParallelError.lost(f"rank {rank} of {world_size}: {where}", error)
 
 
