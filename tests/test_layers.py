@@ -20,6 +20,7 @@ ORDER = [
     "perplexity",
     "drawing",
     "context",
+    "pytrees",
     "ops",
     "parallel",
     "launch",

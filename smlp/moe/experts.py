@@ -31,11 +31,11 @@ def init_each_expert(
 def uniform_experts(expert_ids: Sequence[int], *shape: int, bound: float) -> nn.Parameter:
     """Weights (e, ...) from U(-bound, bound), drawn on the CPU so that the values are the same on every device."""
     weight = nn.Parameter(torch.empty(len(expert_ids), *shape))
-    init_each_expert(
-        weight,
-        expert_ids,
-        lambda row, generator: row.copy_(torch.empty(row.shape).uniform_(-bound, bound, generator=generator)),
-    )
+
+    def init(row: Tensor, generator: torch.Generator) -> None:
+        row.copy_(torch.empty(row.shape, device="cpu").uniform_(-bound, bound, generator=generator))
+
+    init_each_expert(weight, expert_ids, init)
     return weight
 
 

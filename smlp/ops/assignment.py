@@ -97,7 +97,8 @@ def _with_many_equal(worth_NE: Tensor, price_1E: Tensor) -> Tensor:
     same. Here every number is drawn by itself.
     """
     num_tokens, num_experts = worth_NE.shape
-    drawn_NE = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(num_tokens)).to(worth_NE)
+    generator = torch.Generator().manual_seed(num_tokens)
+    drawn_NE = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float32, device="cpu").to(worth_NE)
     worth_NE = torch.add(worth_NE, drawn_NE - _tie_noise(num_tokens, num_experts, worth_NE), alpha=TIE_NOISE)
     finer_1E = finest_prices(worth_NE.unsqueeze(0))[0]
     worth_NE.sub_(finer_1E)
@@ -151,7 +152,7 @@ def _finite(values: Tensor) -> Tensor:
 
 def _tie_noise(num_tokens: int, num_experts: int, like: Tensor) -> Tensor:
     """Numbers in [0, 1), (N, E), with no pattern that tokens or experts share; the same ones every time."""
-    token_N1 = torch.arange(num_tokens, dtype=torch.float64).mul_(0.6180339887498949).frac_().unsqueeze(1)
-    expert_E = torch.arange(num_experts, dtype=torch.float64).mul_(0.7548776662466927).frac_()
+    token_N1 = torch.arange(num_tokens, dtype=torch.float64, device="cpu").mul_(0.6180339887498949).frac_().unsqueeze(1)
+    expert_E = torch.arange(num_experts, dtype=torch.float64, device="cpu").mul_(0.7548776662466927).frac_()
     token_N1, expert_E = token_N1.to(like), expert_E.to(like)
     return torch.addcmul(expert_E, token_N1, 1 + 7 * expert_E).frac_()

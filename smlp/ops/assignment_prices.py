@@ -44,7 +44,8 @@ def equal_load_prices(values_BNE: Tensor) -> Tensor:
     num_sampled = max(SMALLEST_SAMPLE, SAMPLE_PER_EXPERT * num_experts)
     if 2 * num_sampled > num_tokens:
         return _newton(values_BNE, price_B1E, COARSE + FINE)
-    sample_M = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(num_tokens))[:num_sampled]
+    generator = torch.Generator().manual_seed(num_tokens)
+    sample_M = torch.randperm(num_tokens, generator=generator, device="cpu")[:num_sampled]
     price_B1E = _newton(values_BNE.index_select(1, sample_M.to(values_BNE.device)), price_B1E, COARSE)
     return _newton(values_BNE, price_B1E, FINE)
 

@@ -22,7 +22,7 @@ from smlp.parallel.spans import ASSIGNMENT, stage
 def random_table(vocab_size: int, num_experts: int, seed: int) -> Tensor:
     """An expert for each id, (V,): a random permutation dealt out in turn, the same on every rank and in every run."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(vocab_size, generator=generator) % num_experts
+    return torch.randperm(vocab_size, generator=generator, device="cpu") % num_experts
 
 
 def balanced_table(frequencies_V: Tensor, num_experts: int) -> Tensor:
@@ -56,7 +56,7 @@ class HashRouter(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         table_V = torch.full((vocab_size,), -1) if seed is None else random_table(vocab_size, num_experts, seed)
-        self.register_buffer("table", table_V)
+        self.register_buffer("table", table_V.to(torch.get_default_device()))
         self._is_complete = seed is not None
 
     def balance(self, frequencies_V: Tensor) -> None:
