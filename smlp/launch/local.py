@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import BinaryIO, TextIO
 
+from smlp.errors import UserError
 from smlp.launch.ports import free_port
 from smlp.launch.stop_signals import EXIT_STOPPED
 
@@ -22,6 +23,8 @@ from smlp.launch.stop_signals import EXIT_STOPPED
 GRACE_SECONDS = 10.0
 # From SIGTERM to SIGKILL: a rank that waits for another one inside a library does not notice the first.
 TERMINATION_SECONDS = 5.0
+#: of a process that has imported torch and fairseq, before it has a model
+RANK_BYTES = 2**28
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -44,7 +47,16 @@ def run_ranks(
     Returns:
         The exit status of the rank that failed first (128 + the signal that ended it); without a failure
         ``EXIT_STOPPED`` if a rank ended with it, else 0. Which rank failed is printed to standard error.
+
+    Raises:
+        UserError: this machine has no memory for so many.
     """
+    most = max(memory_bytes() // RANK_BYTES, 1)
+    if num_ranks > most:
+        raise UserError(
+            f"--nproc {num_ranks}: this machine has {memory_bytes() / 2**30:.0f} GiB of memory, and each rank takes at "
+            f"least {RANK_BYTES / 2**30:g} GiB: give at most {most}"
+        )
     return _LocalRanks(command, num_ranks, grace, termination).run()
 
 
@@ -162,6 +174,11 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
 def num_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _signal_name(number: int) -> str:
