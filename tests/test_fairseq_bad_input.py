@@ -103,6 +103,46 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         ["--distributed-no-spawn"],
     ),
     "save-dir is a file": ("train", ["--save-dir", "{root}/garbage.pt"], None, ["--save-dir", "garbage.pt"]),
+    "no batch": ("train", [*TRAIN, "--batch-size", "0"], None, ["--batch-size must be at least 1, got 0"]),
+    "no size of batches": (
+        "train",
+        ["--arch", "smlp_tiny", "--task", "language_modeling"],
+        None,
+        ["give --batch-size"],
+    ),
+    "log file nowhere": (
+        "train",
+        [*TRAIN, "--log-file", "{root}/none/log"],
+        None,
+        ["cannot write --log-file", "no folder", "/none"],
+    ),
+    "data of another format": (
+        "train",
+        [*TRAIN, "--dataset-impl", "raw"],
+        None,
+        ["--dataset-impl raw: the data", "valid are in the format 'mmap'; leave --dataset-impl out"],
+    ),
+    "two vocabularies": (
+        "train",
+        ["--arch", "smlp_tiny", "--task", "language_modeling", "--output-dictionary-size", "9", "--batch-size", "1"],
+        None,
+        ["--output-dictionary-size 9: --arch smlp_tiny has one vocabulary"],
+    ),
+    "context that fits no memory": (
+        "train",
+        [
+            "--arch",
+            "smlp_tiny",
+            "--task",
+            "language_modeling",
+            "--tokens-per-sample",
+            "1000000000",
+            "--batch-size",
+            "1",
+        ],
+        None,
+        ["the weights of this model take", "GiB", "a context of 1000000000 tokens"],
+    ),
     "unknown arch": ("train", [*TRAIN, "--arch", "smlp_tyni"], None, ["smlp_tyni", "did you mean 'smlp_tiny'"]),
     "eval missing": ("eval_lm", ["--path", "{root}/none.pt"], None, ["none.pt", "directory holds"]),
     "eval truncated": ("eval_lm", ["--path", "{root}/truncated.pt"], None, ["truncated.pt", "bytes"]),
@@ -128,7 +168,10 @@ def refused(broken: Path, tiny_data: Path, run_fairseq_many) -> dict[str, Finish
         if tool == "preprocess":
             filled = ["--only-source", "--destdir", places["save"], *filled]
         else:
-            filled = [broken / data if data else tiny_data, *(TINY_LM if tool == "train" else []), *filled]
+            usual = (
+                TINY_LM if tool == "train" and "smlp_tiny" not in args else ["--optimizer", "adam"] * (tool == "train")
+            )
+            filled = [broken / data if data else tiny_data, *usual, *filled]
         cases.append({"tool": tool, "args": ["--user-dir", USER_DIR, *filled]})
     return dict(zip(BAD_INPUT, run_fairseq_many(cases), strict=True))
 

@@ -7,7 +7,9 @@ every other user of the same library function alone.
     startup     imports that take seconds for nothing
     logs        silent tools, warning floods, one-line errors
     versions    names that numpy and torch took away
-    precision   --bf16 without a TPU, --fp16 without a GPU, unknown --arch
+    parsing     command lines that end in pages of usage or a traceback, --bf16 without a TPU
+    limits      numbers that no option can work with
+    precision   --fp16 without a GPU
     stopping    signals that ask a run to save and leave
     processes   torchrun, srun and explicit ranks, with and without a GPU
     saving      checkpoints that are whole or absent, a full disk
@@ -32,8 +34,10 @@ def apply() -> None:
     from smlp.fairseq_compat import (
         batches,
         data,
+        limits,
         loading,
         logs,
+        parsing,
         precision,
         processes,
         saving,
@@ -44,5 +48,6 @@ def apply() -> None:
     )
 
     # stopping before processes, which settles the ranks that it looks at
-    for group in (startup, logs, versions, precision, stopping, processes, saving, loading, data, batches, scoring):
+    first = (startup, logs, versions, parsing, limits, precision, stopping)
+    for group in (*first, processes, saving, loading, data, batches, scoring):
         group.apply()

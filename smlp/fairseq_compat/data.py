@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ def apply() -> None:
     @functools.wraps(setup_dictionary)
     def checked_setup_dictionary(cls: type, args: Any, **kw: Any) -> Any:
         if args.data:
-            check_dictionary(utils.split_paths(args.data)[0])
+            folders = utils.split_paths(args.data)
+            check_dictionary(folders[0])
+            for folder in folders:
+                check_folder(folder)
         return setup_dictionary(cls, args, **kw)
 
     @functools.wraps(load_dataset)
@@ -78,17 +82,24 @@ def how_to_make(directory: str | Path) -> str:
     )
 
 
+def check_folder(directory: str | Path) -> None:
+    """Raise ``UserError`` if a data directory is missing, or its files cannot be listed and opened."""
+    try:
+        if not Path(directory).is_dir():
+            raise UserError(f"there is no data directory {directory}; {how_to_make(directory)}")
+        (Path(directory) / "dict.txt").exists()
+        os.listdir(directory)
+    except OSError as error:
+        raise UserError(f"the data directory {directory} cannot be read: {error.strerror}") from error
+
+
 def check_dictionary(directory: str | Path) -> None:
     """Raise ``UserError`` if a data directory or its ``dict.txt`` is missing or unreadable, or the latter is empty,
     malformed, or has a symbol twice."""
+    check_folder(directory)
     path = Path(directory) / "dict.txt"
-    try:
-        if not path.parent.is_dir():
-            raise UserError(f"there is no data directory {directory}; {how_to_make(directory)}")
-        if not path.exists():
-            raise UserError(f"the data directory {directory} has no dict.txt; {how_to_make(directory)}")
-    except OSError as error:
-        raise UserError(f"the data directory {directory} cannot be read: {error.strerror}") from error
+    if not path.exists():
+        raise UserError(f"the data directory {directory} has no dict.txt; {how_to_make(directory)}")
     check_text(path)
     lines_of = dict.fromkeys(("<s>", "<pad>", "</s>", "<unk>"), "those that fairseq adds")
     with path.open(encoding="utf-8") as lines:
@@ -119,17 +130,15 @@ def check_split(directory: str | Path, split: str, vocab_size: int | None = None
             one is not in the dictionary.
     """
     prefix, remedy = Path(directory) / split, how_to_make(directory)
-    try:
-        for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
-            if not path.exists():
-                present = sorted(file.stem for file in Path(directory).glob("*.idx"))
-                splits = f"it holds the splits {', '.join(present)}" if present else "it holds no split at all"
-                raise UserError(
-                    f"the data directory {directory} has no {path.name} (each split needs a .bin and an .idx file; "
-                    f"{splits}); {remedy}"
-                )
-    except OSError as error:
-        raise UserError(f"the data directory {directory} cannot be read: {error.strerror}") from error
+    check_folder(directory)
+    for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
+        if not path.exists():
+            present = sorted(file.stem for file in Path(directory).glob("*.idx"))
+            splits = f"it holds the splits {', '.join(present)}" if present else "it holds no split at all"
+            raise UserError(
+                f"the data directory {directory} has no {path.name} (each split needs a .bin and an .idx file; "
+                f"{splits}); {remedy}"
+            )
     with open_data_file(Path(f"{prefix}.idx")) as file:
         start = file.read(len(MAGIC))
     if start.startswith(_OLDER_FORMATS):
@@ -142,6 +151,8 @@ def check_split(directory: str | Path, split: str, vocab_size: int | None = None
                 for _ in files.pieces(vocab_size):
                     pass
     except UserError as error:
+        if isinstance(error.__cause__, OSError):  # permission denied, and the like
+            raise
         raise UserError(f"{error}; {remedy}") from error
     return files.num_tokens
 
