@@ -168,6 +168,16 @@ def test_a_large_file_is_not_read_at_the_start_but_its_batches_are_checked(tmp_p
         check_ids(sample, 10)
 
 
+def test_an_index_is_checked_across_pieces(tmp_path, monkeypatch):
+    prefix = write(tmp_path / "train")
+    monkeypatch.setattr("smlp.evaluation.binarized._PIECE", 2)
+    assert open_tokens(prefix).lengths.tolist() == [3, 1, 5]
+    for bit in flipped(tmp_path / "train.idx"):
+        if bit // 8 >= 26:  # lengths and offsets
+            with pytest.raises(UserError):
+                open_tokens(prefix)
+
+
 def test_pieces_are_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("smlp.evaluation.binarized._PIECE", 4)
     pieces = list(open_tokens(write(tmp_path / "train")).pieces(11))

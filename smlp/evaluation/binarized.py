@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
+import mmap
 import os
 import struct
 from collections.abc import Iterator
@@ -82,7 +83,9 @@ def open_tokens(path_prefix: str | Path) -> TokenFiles:
     """
     index_path, data_path = Path(f"{path_prefix}.idx"), Path(f"{path_prefix}.bin")
     with open_data_file(index_path) as file:
-        dtype, lengths, offsets = _parse_index(file.read(), index_path)
+        # mapped: the index of a large corpus has gigabytes, and every rank looks at it
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    dtype, lengths, offsets = _parse_index(content, index_path)
     with open_data_file(data_path) as file:
         size = os.fstat(file.fileno()).st_size
     files = TokenFiles(data_path, dtype, lengths)
@@ -92,9 +95,13 @@ def open_tokens(path_prefix: str | Path) -> TokenFiles:
             f"{dtype.itemsize} bytes"
         )
     # Sentences could lie in any order; fairseq writes them in sequence, and a stream needs them so.
-    expected = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * dtype.itemsize
-    if not np.array_equal(offsets, expected):
-        raise UserError(f"{index_path} is damaged: its sentences do not follow each other in {data_path.name}")
+    position = 0
+    for start in range(0, lengths.size, _PIECE):
+        sizes = lengths[start : start + _PIECE].astype(np.int64) * dtype.itemsize
+        ends = position + np.cumsum(sizes)
+        if not np.array_equal(offsets[start : start + _PIECE], ends - sizes):
+            raise UserError(f"{index_path} is damaged: its sentences do not follow each other in {data_path.name}")
+        position = int(ends[-1])
     return files
 
 
@@ -134,7 +141,7 @@ def read_fairseq_tokens(path_prefix: str | Path) -> BinarizedTokens:
     """
     files = open_tokens(path_prefix)
     check_recorded(path_prefix)
-    return BinarizedTokens(np.fromfile(files.data_path, files.dtype).astype(np.int64), files.lengths)
+    return BinarizedTokens(np.fromfile(files.data_path, files.dtype).astype(np.int64), files.lengths.copy())
 
 
 def count_tokens(path_prefix: str | Path, vocab_size: int) -> np.ndarray:
@@ -188,9 +195,9 @@ def _record_of(path: Path) -> tuple[Path, dict[str, Any] | None]:
     return path, None
 
 
-def _parse_index(content: bytes, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+def _parse_index(content: bytes | mmap.mmap, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     start = len(MAGIC) + HEADER.size
-    if not content.startswith(MAGIC) or len(content) < start:
+    if content[: len(MAGIC)] != MAGIC or len(content) < start:
         raise UserError(f"{path} is no fairseq index of the mmap kind: it starts with {content[:9]!r}")
     version, code, num_sentences = HEADER.unpack_from(content, len(MAGIC))
     if version != 1 or code not in TOKEN_TYPES:

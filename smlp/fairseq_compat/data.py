@@ -85,6 +85,8 @@ def how_to_make(directory: str | Path) -> str:
 def check_folder(directory: str | Path) -> None:
     """Raise ``UserError`` if a data directory is missing, or its files cannot be listed and opened."""
     try:
+        if not str(directory):
+            raise UserError("one of the data directories has no name: there is a colon too many between them")
         if not Path(directory).is_dir():
             raise UserError(f"there is no data directory {directory}; {how_to_make(directory)}")
         (Path(directory) / "dict.txt").exists()
