@@ -115,10 +115,14 @@ def test_defaults_fill_only_what_is_missing() -> None:
     assert train.default_arguments(["data", "-a", "smlp", "--tokens-per-sample", "64"])[2:4] == ["--batch-size", "64"]
 
 
-def test_user_dir_is_added_once() -> None:
+def test_user_dir_is_added_once(tmp_path: Path, monkeypatch) -> None:
     own = fairseq_tool.package_dir()
     assert fairseq_tool._with_user_dir(["data"]) == ["--user-dir", own, "data"]
     assert fairseq_tool._with_user_dir(["data", "--user-dir", own + "/"])[-2:] == ["--user-dir", own]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="there is no folder another, which --user-dir names"):
+        fairseq_tool._with_user_dir(["data", "--user-dir=another"])
+    (tmp_path / "another").mkdir()
     assert fairseq_tool._with_user_dir(["data", "--user-dir=another"]) == ["data", "--user-dir=another"]
 
 

@@ -1,11 +1,16 @@
 """Dropout with masks of our own (:mod:`smlp.ops.dropout`)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import smlp
 from smlp.nn.dropout import Dropout
 from smlp.ops import dropout
 from smlp.ops.fast_paths import reference_ops
+
+SMALL = {"vocab_size": 20, "max_tokens": 8, "embed_dim": 16, "ffn_dim": 16, "num_dense_layers": 2, "dropout": 0.5}
 
 
 @pytest.mark.parametrize("probability", [1e-7, 0.1, 0.5, 0.9, 1 - 1e-7])
@@ -49,6 +54,21 @@ def test_gradient_is_the_mask(dtype):
     (gradient,) = torch.autograd.grad(out.sum(), x)
     torch.testing.assert_close(gradient, torch.where(out == 0, 0.0, 4 / 3).to(dtype))
     torch.testing.assert_close(x * gradient, out)
+
+
+def test_fairseq_can_keep_dropout_in_generation():
+    """``--retain-dropout``, for means over several draws."""
+    from smlp.models.language_model import LanguageModelDecoder, SparseMLPLanguageModel
+
+    def outputs(**options):
+        model = SparseMLPLanguageModel(LanguageModelDecoder(None, smlp.build("gmlp_lm_tiny", **SMALL)))
+        model.prepare_for_inference_(SimpleNamespace(generation=SimpleNamespace(**options)))
+        return [model(torch.arange(2, 10)[None])[0] for _ in range(2)]
+
+    assert torch.equal(*outputs(retain_dropout=False))
+    assert not torch.equal(*outputs(retain_dropout=True, retain_dropout_modules=None))
+    with pytest.raises(smlp.UserError, match=r"--retain-dropout-modules \['TransformerDecoder'\]: .* no such names"):
+        outputs(retain_dropout=True, retain_dropout_modules=["TransformerDecoder"])
 
 
 def test_evaluation_reference_and_nothing_to_drop():

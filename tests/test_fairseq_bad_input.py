@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+import errno
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,7 +45,7 @@ def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) 
     os.mkfifo(root / "pipe_last" / "checkpoint_last.pt")
     for name, (way, value) in WRONG_STATES.items():
         state = torch.load(tiny_run[0] / "checkpoint_best.pt")
-        place = functools.reduce(lambda part, step: part[step], way[:-1], state)
+        place = reduce(lambda part, step: part[step], way[:-1], state)
         place.pop(way[-1]) if value is None else place.update({way[-1]: value})
         torch.save(state, kinds / f"{name}.pt")
 
@@ -52,7 +54,7 @@ def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) 
     (last / "checkpoint_best.pt").write_bytes(whole)
     (last / "checkpoint_last.pt").write_bytes(whole[:20000])
 
-    for name in ("no_train", "zero_tokens", "cut_bin", "cut_idx", "bad_dict", "small_dict"):
+    for name in ("no_train", "zero_tokens", "cut_bin", "cut_idx", "bad_dict", "small_dict", "large_dict"):
         shutil.copytree(tiny_data, root / name)
     for suffix in (".bin", ".idx"):
         (root / "no_train" / f"train{suffix}").unlink()
@@ -64,6 +66,7 @@ def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) 
     (root / "bad_dict" / "dict.txt").write_text("the 12\nno-count\n")
     words = (tiny_data / "dict.txt").read_text().splitlines()
     (root / "small_dict" / "dict.txt").write_text("\n".join(words[:-8]) + "\n")
+    (root / "large_dict" / "dict.txt").write_text("\n".join([*words, *(f"madeup{i} 0" for i in range(8))]) + "\n")
 
     (root / "latin1.txt").write_bytes(b"first line\nna\xefve\n")
     (root / "nothing.txt").touch()
@@ -148,12 +151,13 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
     ),
     "no data directory": ("train", TRAIN, "nowhere", ["nowhere", "fairseq-preprocess"]),
     "no train.bin": ("train", TRAIN, "no_train", ["train.idx", "test, valid", "fairseq-preprocess"]),
-    "zero tokens": ("train", TRAIN, "zero_tokens", ["train.bin", "no tokens"]),
+    "zero tokens": ("train", TRAIN, "zero_tokens", ["train.idx lists no sentence", "fairseq-preprocess"]),
+    "dictionary that is too small": ("train", TRAIN, "small_dict", ["valid.bin holds the id", "has 88 symbols"]),
     "dictionary of another model": (
         "train",
         [*TRAIN, "--restore-file", "{root}/corrupted_last/checkpoint_best.pt"],
-        "small_dict",
-        ["checkpoint_best.pt", "[96, 32]", "[88, 32]", "dictionary"],
+        "large_dict",
+        ["checkpoint_best.pt", "[96, 32]", "[104, 32]", "dictionary"],
     ),
     "two ranks, no GPU": ("train", [*TRAIN, "--distributed-world-size", "2"], None, ["2 GPUs", "torchrun"]),
     "ranks that nobody starts": (
@@ -168,6 +172,46 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         ["--save-dir", "{root}/busy"],
         None,
         ["another run is at work in"],
+    ),
+    "no batch": ("train", [*TRAIN, "--batch-size", "0"], None, ["--batch-size must be at least 1, got 0"]),
+    "no size of batches": (
+        "train",
+        ["--arch", "smlp_tiny", "--task", "language_modeling"],
+        None,
+        ["give --batch-size"],
+    ),
+    "log file nowhere": (
+        "train",
+        [*TRAIN, "--log-file", "{root}/none/log"],
+        None,
+        ["cannot write --log-file", "no folder", "/none"],
+    ),
+    "data of another format": (
+        "train",
+        [*TRAIN, "--dataset-impl", "raw"],
+        None,
+        ["--dataset-impl raw: the data", "valid are in the format 'mmap'; leave --dataset-impl out"],
+    ),
+    "two vocabularies": (
+        "train",
+        ["--arch", "smlp_tiny", "--task", "language_modeling", "--output-dictionary-size", "9", "--batch-size", "1"],
+        None,
+        ["--output-dictionary-size 9: --arch smlp_tiny has one vocabulary"],
+    ),
+    "context that fits no memory": (
+        "train",
+        [
+            "--arch",
+            "smlp_tiny",
+            "--task",
+            "language_modeling",
+            "--tokens-per-sample",
+            "1000000000",
+            "--batch-size",
+            "1",
+        ],
+        None,
+        ["the weights of this model take", "GiB", "a context of 1000000000 tokens"],
     ),
     "unknown arch": ("train", [*TRAIN, "--arch", "smlp_tyni"], None, ["smlp_tyni", "did you mean 'smlp_tiny'"]),
     "eval missing": ("eval_lm", ["--path", "{root}/none.pt"], None, ["none.pt", "directory holds"]),
@@ -194,7 +238,10 @@ def refused(broken: Path, tiny_data: Path, run_fairseq_many) -> dict[str, Finish
         if tool == "preprocess":
             filled = ["--only-source", "--destdir", places["save"], *filled]
         else:
-            filled = [broken / data if data else tiny_data, *(TINY_LM if tool == "train" else []), *filled]
+            usual = (
+                TINY_LM if tool == "train" and "smlp_tiny" not in args else ["--optimizer", "adam"] * (tool == "train")
+            )
+            filled = [broken / data if data else tiny_data, *usual, *filled]
         cases.append({"tool": tool, "args": ["--user-dir", USER_DIR, *filled]})
     with locked(broken / "busy", "run"):
         return dict(zip(BAD_INPUT, run_fairseq_many(cases), strict=True))
@@ -284,9 +331,9 @@ def test_a_whole_split_is_counted(tiny_data: Path, tiny_text: Path) -> None:
     ("directory", "what"),
     [
         ("no_train", r"has no train\.idx .*splits test, valid\)"),
-        ("zero_tokens", r"train\.bin holds no tokens"),
-        ("cut_bin", r"train\.bin is truncated: 1,000 bytes where its index promises [\d,]+"),
-        ("cut_idx", r"train\.idx is damaged: 100 bytes where 300 lines need 3,626"),
+        ("zero_tokens", r"train\.idx lists no sentence; make it with fairseq-preprocess"),
+        ("cut_bin", r"train\.bin holds 1000 bytes, but train\.idx lists \d+ tokens of 2 bytes"),
+        ("cut_idx", r"train\.idx holds 100 bytes, but 300 sentences need 3626"),
     ],
 )
 def test_a_damaged_split_is_named(broken: Path, directory: str, what: str) -> None:
@@ -298,6 +345,57 @@ def test_a_malformed_dictionary_is_named(broken: Path, tiny_data: Path) -> None:
     check_dictionary(tiny_data)
     with pytest.raises(UserError, match=r"dict\.txt, line 2: .*'no-count'"):
         check_dictionary(broken / "bad_dict")
+
+
+@pytest.mark.parametrize("entry", ["the 1", "<unk> 1", "v1 1 #fairseq:overwrite"])
+def test_a_symbol_stands_once_in_a_dictionary(tiny_data: Path, tmp_path: Path, entry: str) -> None:
+    """Unless the flag that fairseq knows says so."""
+    lines = (tiny_data / "dict.txt").read_text().splitlines()
+    (tmp_path / "dict.txt").write_text("\n".join([*lines, entry]) + "\n")
+    if entry.endswith("overwrite"):
+        check_dictionary(tmp_path)
+        return
+    with pytest.raises(UserError, match=rf"line {len(lines) + 1}: the symbol '{entry[:-2]}' is there already, in "):
+        check_dictionary(tmp_path)
+
+
+def what_is_checked(directory: Path) -> dict[str, tuple[Path, Callable[[], object]]]:
+    split = partial(check_split, directory, "train", 104)
+    dictionary = partial(check_dictionary, directory)
+    return {
+        **{name: (directory / name, split) for name in ("train.idx", "train.bin")},
+        "dict.txt": (directory / "dict.txt", dictionary),
+        "folder": (directory, dictionary),
+    }
+
+
+@pytest.mark.parametrize("name", ["train.idx", "train.bin", "dict.txt"])
+@pytest.mark.parametrize("how", ["pipe", "empty"])
+def test_a_pipe_or_an_empty_file_is_no_data(tiny_data: Path, tmp_path: Path, name: str, how: str) -> None:
+    shutil.copytree(tiny_data, tmp_path / "data")
+    path, check = what_is_checked(tmp_path / "data")[name]
+    path.unlink()
+    if how == "pipe":
+        os.mkfifo(path)
+    else:
+        path.touch()
+    with pytest.raises(UserError, match=rf"{name} is (no regular file|empty \(0 bytes\))"):
+        check()
+
+
+@pytest.mark.parametrize("name", ["train.idx", "train.bin", "dict.txt", "folder"])
+def test_data_that_may_not_be_read_are_named(tiny_data: Path, monkeypatch, name: str) -> None:
+    path, check = what_is_checked(tiny_data)[name]
+    method, allowed = ("stat", Path.stat) if name == "folder" else ("open", Path.open)
+
+    def refuse(self: Path, *args: object, **kw: object) -> object:
+        if self == path or (name == "folder" and path in self.parents):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return allowed(self, *args, **kw)
+
+    monkeypatch.setattr(Path, method, refuse)  # permissions mean nothing to root
+    with pytest.raises(UserError, match=rf"{path} cannot be read: Permission denied"):
+        check()
 
 
 def test_text_is_checked_across_chunk_borders(tmp_path: Path) -> None:

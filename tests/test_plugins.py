@@ -24,6 +24,7 @@ from smlp.experiments.plan import entries_of
 from smlp.experiments.reading import read_experiment
 from smlp.ignored_settings import ignored_settings
 from smlp.kinds import register_architecture
+from smlp.presets import from_training_options
 from smlp.registry import ROUTERS
 from smlp.settings import help_of
 
@@ -42,6 +43,21 @@ def test_own_settings_are_settings(plugged_in):
     plain = smlp.preset("smlp_tiny", conv_width=9)
     assert ignored_settings(plain, {}).get("conv_width") == "no router or block of the model is conv"
     assert flatten(smlp.preset("smlp_tiny")).keys() == SETTINGS.keys(), "other models know nothing of it"
+
+
+def test_a_flag_that_an_architecture_sets_stays_set_where_it_is_not_given():
+    """fairseq's configuration says nothing then, rather than False."""
+    from smlp.models.language_model import LanguageModelConfig
+
+    flags = {"base_shuffle": True, "checkpoint_activations": True}
+    register_architecture("flagged_lm", like="smlp_tiny", **flags)
+    of_task = {"tokens_per_sample": 8, "add_bos_token": False, "max_target_positions": None}
+    options = {field.name: field.default for field in dataclasses.fields(LanguageModelConfig)} | of_task
+    for arch, expected in {"flagged_lm": True, "smlp_tiny": False}.items():
+        settings = flatten(from_training_options(arch, options, vocab_size=30, padding_idx=1))
+        assert [settings[name] for name in flags] == [expected, expected]
+    given = from_training_options("smlp_tiny", options | flags, vocab_size=30, padding_idx=1)
+    assert given.checkpoint_activations and given.moe.base_shuffle
 
 
 @pytest.mark.parametrize(

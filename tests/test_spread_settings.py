@@ -11,7 +11,7 @@ from recording import updates_of
 from test_layouts import command
 
 from smlp.errors import UserError
-from smlp.trainer.settings import check_adam, check_backend, check_settings
+from smlp.trainer.settings import check_backend, check_pairs, check_settings
 from smlp.trainer.updates import batch_seed, batch_seeds, for_other_ranks, real_batches_last
 
 pytestmark = pytest.mark.timeout(120)
@@ -74,11 +74,11 @@ def test_sharding_of_parameters_needs_gpus():
 def test_betas_of_adam_are_two_numbers(betas):
     optimizer = SimpleNamespace(_name="adam", adam_betas=betas)
     with pytest.raises(UserError, match=r"^--adam-betas must be two numbers from 0 to below 1") as refused:
-        check_adam(SimpleNamespace(optimizer=optimizer))
+        check_pairs(SimpleNamespace(optimizer=optimizer))
     assert repr(betas) in str(refused.value)
     for fine in ("(0.9, 0.98)", "[0.0, 0.999]"):
         optimizer.adam_betas = fine
-        check_adam(SimpleNamespace(optimizer=optimizer))
+        check_pairs(SimpleNamespace(optimizer=optimizer))
 
 
 def test_a_run_with_spread_experts_refuses_at_its_start(tiny_data, tmp_path, run_fairseq_many):

@@ -1,7 +1,7 @@
 """A block in one file: a causal convolution over the last positions mixes the tokens. Dense, and with experts.
 
     export SMLP_PLUGINS=examples/extend/conv_block.py
-    fairseq-train data-bin --user-dir smlp --arch conv_lm_tiny --conv-width 8 ...
+    smlp train data-bin --arch conv_lm_tiny --conv-width 8
 
 docs/extending.md walks through it. Letters: B sequences, n new tokens, m all tokens up to now, H features, K width.
 """

@@ -1,7 +1,7 @@
 """A router in one file: a token goes to the expert whose direction is nearest to its own, whatever its length.
 
     export SMLP_PLUGINS=examples/extend/cosine_router.py
-    fairseq-train data-bin --user-dir smlp --arch cosine_lm_tiny --cosine-temperature 0.2 ...
+    smlp train data-bin --arch cosine_lm_tiny --cosine-temperature 0.2
 
 docs/extending.md walks through it. Letters: N tokens, H features, E experts, A assignments of tokens to experts.
 """

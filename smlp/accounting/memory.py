@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from smlp.accounting.formula import parameters
 from smlp.config import ModelConfig
+from smlp.errors import UserError
+from smlp.launch.local import memory_bytes
 from smlp.registry import DENSE_BLOCKS, SPARSE_BLOCKS
 
 #: a layer norm keeps its input, and mean and deviation of each position
@@ -48,6 +50,26 @@ def update_memory(config: ModelConfig, num_positions: int, world_size: int = 1, 
     numbers = own.expert_per_rank + own.other
     kept = round(bytes_each * num_positions * activations_per_position(config))
     return UpdateMemory(bytes_each * numbers, bytes_each * numbers, 8 * numbers, kept)
+
+
+def check_weights(config: ModelConfig, world_size: int = 1) -> None:
+    """Refuse a model whose weights alone take more memory than this machine has, before they are allocated.
+
+    Args:
+        config: the model.
+        world_size: ranks over which the experts are spread.
+
+    Raises:
+        UserError: the message has the sizes.
+    """
+    own = parameters(config, world_size)
+    needed, present = 4 * (own.expert_per_rank + own.other), memory_bytes()
+    if needed > present:
+        raise UserError(
+            f"the weights of this model take {needed / 2**30:,.0f} GiB, and this machine has a memory of "
+            f"{present / 2**30:,.0f} GiB (--embed-dim {config.embed_dim}, --ffn-dim {config.ffn_dim}, "
+            f"{config.num_layers} layers, a context of {config.max_tokens} tokens, {config.vocab_size} symbols)"
+        )
 
 
 def activations_per_position(config: ModelConfig) -> float:

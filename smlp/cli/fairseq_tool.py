@@ -112,7 +112,8 @@ def _with_user_dir(arguments: list[str]) -> list[str]:
     """The arguments with ``--user-dir`` naming this package, unless they name another plug-in.
 
     Raises:
-        UserError: they name another directory called like this package, which Python cannot import beside it.
+        UserError: they name no directory, or another one called like this package, which Python cannot import beside
+            it.
     """
     directory = package_dir()
     given = option_value(arguments, "--user-dir")
@@ -124,4 +125,9 @@ def _with_user_dir(arguments: list[str]) -> list[str]:
         raise UserError(
             f"--user-dir {given} is not the package that this command belongs to ({directory}): leave --user-dir out"
         )
+    import fairseq
+
+    # fairseq looks for it in these places
+    if not any((folder / given).is_dir() for folder in (Path(), *Path(fairseq.__file__).parents[:2])):
+        raise UserError(f"there is no folder {given}, which --user-dir names")
     return arguments

@@ -7,9 +7,17 @@ number S of sentences; int32 length of each sentence, in tokens (S); int64 byte 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import math
+import mmap
+import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -29,26 +37,111 @@ class BinarizedTokens:
     lengths: np.ndarray
 
 
-def read_fairseq_tokens(path_prefix: str | Path) -> BinarizedTokens:
-    """Reads ``path_prefix.idx`` and ``path_prefix.bin`` whole.
+@dataclass(frozen=True)
+class TokenFiles:
+    """The two files of one split, found to fit each other; no token has been read yet.
 
-    Raises UserError naming the file if one is missing, empty, not in this format, truncated, or not of a piece with
-    the other.
+    ``lengths``: (S,) int32, tokens of each sentence, which follow each other in the data file.
+    """
+
+    data_path: Path
+    dtype: np.dtype
+    lengths: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sentences."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the data file."""
+        return self.num_tokens * self.dtype.itemsize
+
+    def pieces(self, vocab_size: int) -> Iterator[np.ndarray]:
+        """The tokens in order, some 17 million at a time.
+
+        Raises:
+            UserError: one is no id below ``vocab_size``.
+        """
+        tokens = np.memmap(self.data_path, self.dtype, mode="r")
+        for start in range(0, tokens.size, _PIECE):
+            piece = tokens[start : start + _PIECE]
+            for outermost in (int(piece.min()), int(piece.max())):
+                if not 0 <= outermost < vocab_size:
+                    raise UserError(
+                        f"{self.data_path} holds the id {outermost}, but the dictionary has {vocab_size} symbols"
+                    )
+            yield piece
+
+
+def open_tokens(path_prefix: str | Path) -> TokenFiles:
+    """Opens ``path_prefix.idx`` and ``path_prefix.bin`` and compares the first with the size of the second.
+
+    Raises UserError naming the file if one is missing, unreadable, empty, not in this format, truncated, or not of a
+    piece with the other.
     """
     index_path, data_path = Path(f"{path_prefix}.idx"), Path(f"{path_prefix}.bin")
-    dtype, lengths, offsets = _parse_index(_read(index_path), index_path)
-    data = _read(data_path)
-    num_tokens = int(lengths.sum(dtype=np.int64))
-    if len(data) != num_tokens * dtype.itemsize:
+    with open_data_file(index_path) as file:
+        # mapped: the index of a large corpus has gigabytes, and every rank looks at it
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    dtype, lengths, offsets = _parse_index(content, index_path)
+    with open_data_file(data_path) as file:
+        size = os.fstat(file.fileno()).st_size
+    files = TokenFiles(data_path, dtype, lengths)
+    if size != files.num_bytes:
         raise UserError(
-            f"{data_path} holds {len(data)} bytes, but {index_path.name} lists {num_tokens} tokens of "
+            f"{data_path} holds {size} bytes, but {index_path.name} lists {files.num_tokens} tokens of "
             f"{dtype.itemsize} bytes"
         )
     # Sentences could lie in any order; fairseq writes them in sequence, and a stream needs them so.
-    expected = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * dtype.itemsize
-    if not np.array_equal(offsets, expected):
-        raise UserError(f"{index_path} is damaged: its sentences do not follow each other in {data_path.name}")
-    return BinarizedTokens(np.frombuffer(data, dtype).astype(np.int64), lengths)
+    position = 0
+    for start in range(0, lengths.size, _PIECE):
+        sizes = lengths[start : start + _PIECE].astype(np.int64) * dtype.itemsize
+        ends = position + np.cumsum(sizes)
+        if not np.array_equal(offsets[start : start + _PIECE], ends - sizes):
+            raise UserError(f"{index_path} is damaged: its sentences do not follow each other in {data_path.name}")
+        position = int(ends[-1])
+    return files
+
+
+def check_recorded(path_prefix: str | Path, largest: float = math.inf) -> None:
+    """Compares both files with the sizes and SHA-256 that ``smlp data binarize`` wrote into ``manifest.json``.
+
+    Where there is no such manifest, in their folder or (for a shard) the one above, nothing is compared.
+
+    Args:
+        path_prefix: of the files.
+        largest: bytes up to which a file is read whole for its SHA-256; of a larger one the size alone is compared.
+
+    Raises:
+        UserError: one is not as it was written.
+    """
+    prefix = Path(path_prefix).absolute()
+    for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
+        manifest, row = _record_of(path)
+        if row is None:
+            continue
+        said = (
+            f"{manifest} says, which 'smlp data binarize' wrote with it: make the data again, or delete {manifest.name}"
+        )
+        with open_data_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != row["bytes"]:
+                raise UserError(f"{path} has changed: {size:,} bytes, not the {row['bytes']:,} that {said}")
+            if size <= largest and (digest := hashlib.file_digest(file, "sha256").hexdigest()) != row["sha256"]:
+                raise UserError(f"{path} has changed: its SHA-256 is {digest[:16]}..., not what {said}")
+
+
+def read_fairseq_tokens(path_prefix: str | Path) -> BinarizedTokens:
+    """Reads ``path_prefix.idx`` and ``path_prefix.bin`` whole.
+
+    Raises UserError naming the file if one is missing, unreadable, empty, not in this format, truncated, not of a piece
+    with the other, or not what its manifest says.
+    """
+    files = open_tokens(path_prefix)
+    check_recorded(path_prefix)
+    return BinarizedTokens(np.fromfile(files.data_path, files.dtype).astype(np.int64), files.lengths.copy())
 
 
 def count_tokens(path_prefix: str | Path, vocab_size: int) -> np.ndarray:
@@ -56,42 +149,55 @@ def count_tokens(path_prefix: str | Path, vocab_size: int) -> np.ndarray:
 
     Raises UserError naming the file if one is missing, damaged, or holds an id that is not below ``vocab_size``.
     """
-    index_path, data_path = Path(f"{path_prefix}.idx"), Path(f"{path_prefix}.bin")
-    dtype, lengths, _ = _parse_index(_read(index_path), index_path)
-    if not data_path.is_file() or data_path.stat().st_size != int(lengths.sum(dtype=np.int64)) * dtype.itemsize:
-        raise UserError(f"data file {data_path} is missing, or not as long as {index_path.name} says")
-    tokens = np.memmap(data_path, dtype, mode="r")
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, tokens.size, _PIECE):
-        piece = np.bincount(tokens[start : start + _PIECE], minlength=vocab_size)
-        if piece.size > vocab_size:
-            raise UserError(f"{data_path} holds the id {piece.size - 1}, but the vocabulary has {vocab_size} symbols")
-        counts += piece
+    for piece in open_tokens(path_prefix).pieces(vocab_size):
+        counts += np.bincount(piece.astype(np.int64, copy=False), minlength=vocab_size)
     return counts
 
 
 def num_tokens(path_prefix: str | Path) -> int:
     """How many tokens ``path_prefix.idx`` lists.
 
-    Raises UserError naming the file if it is missing, empty or damaged.
+    Raises UserError naming the file if it is missing, unreadable, empty or damaged.
     """
     path = Path(f"{path_prefix}.idx")
-    return int(_parse_index(_read(path), path)[1].sum(dtype=np.int64))
+    with open_data_file(path) as file:
+        return int(_parse_index(file.read(), path)[1].sum(dtype=np.int64))
 
 
-def _read(path: Path) -> bytes:
+def open_data_file(path: Path, what: str = "data file") -> BinaryIO:
+    """Opens a file to read its bytes; a pipe in its place, whose writer may never come, is refused.
+
+    Raises:
+        UserError: it is missing, unreadable, no regular file, or empty.
+    """
     try:
-        content = path.read_bytes()
+        if path.exists() and not path.is_file():
+            raise UserError(f"{what} {path} is no regular file")
+        file = path.open("rb")
     except OSError as error:
-        raise UserError(f"data file {path} cannot be read: {error.strerror}") from error
-    if not content:
-        raise UserError(f"data file {path} is empty (0 bytes)")
-    return content
+        raise UserError(f"{what} {path} cannot be read: {error.strerror}") from error
+    if os.fstat(file.fileno()).st_size == 0:
+        file.close()
+        raise UserError(f"{what} {path} is empty (0 bytes)")
+    return file
 
 
-def _parse_index(content: bytes, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+def _record_of(path: Path) -> tuple[Path, dict[str, Any] | None]:
+    """The manifest of ``smlp data binarize`` that a file is listed in, and its row there; None if it is in none."""
+    for folder in path.parents[:2]:
+        manifest = folder / "manifest.json"
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            content = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
+            for row in content["outputs"] if content.get("step") == "binarize" else ():
+                if folder / row["name"] == path:
+                    return manifest, {"bytes": row["bytes"], "sha256": row["sha256"]}
+    return path, None
+
+
+def _parse_index(content: bytes | mmap.mmap, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     start = len(MAGIC) + HEADER.size
-    if not content.startswith(MAGIC) or len(content) < start:
+    if content[: len(MAGIC)] != MAGIC or len(content) < start:
         raise UserError(f"{path} is no fairseq index of the mmap kind: it starts with {content[:9]!r}")
     version, code, num_sentences = HEADER.unpack_from(content, len(MAGIC))
     if version != 1 or code not in TOKEN_TYPES:

@@ -7,7 +7,9 @@ every other user of the same library function alone.
     startup     imports that take seconds for nothing, threads beyond the cores
     logs        silent tools, warning floods, one-line errors
     versions    names that numpy and torch took away
-    precision   --bf16 without a TPU, --fp16 without a GPU, unknown --arch
+    parsing     command lines that end in pages of usage or a traceback, --bf16 without a TPU
+    limits      numbers that no option can work with
+    precision   --fp16 without a GPU
     stopping    signals that ask a run to save and leave
     processes   torchrun, srun and explicit ranks, with and without a GPU
     lost_ranks  for it: what a rank says that another one has left alone
@@ -35,8 +37,10 @@ def apply() -> None:
         batches,
         buffering,
         data,
+        limits,
         loading,
         logs,
+        parsing,
         precision,
         processes,
         saving,
@@ -47,6 +51,6 @@ def apply() -> None:
     )
 
     # stopping before processes, which settles the ranks that it looks at
-    first = (startup, logs, versions, precision, stopping, processes)
+    first = (startup, logs, versions, parsing, limits, precision, stopping, processes)
     for group in (*first, saving, loading, data, batches, buffering, scoring):
         group.apply()

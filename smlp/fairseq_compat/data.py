@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import codecs
 import functools
-import struct
+import itertools
+import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from smlp.errors import UserError
-from smlp.evaluation.binarized import HEADER, MAGIC, TOKEN_TYPES
+from smlp.evaluation.binarized import MAGIC, check_recorded, open_data_file, open_tokens
 
-_FIRST_LENGTH = len(MAGIC) + HEADER.size
-_LENGTH = struct.Struct("<i")  # then, for each line, its number of tokens
-_POSITION = struct.Struct("<q")  # and after all lengths, where each line starts in the .bin file, in bytes
+#: bytes up to which a .bin file is read whole before training: 500 million tokens of two bytes take 0.1 s for their ids
+#: and 1 s for their SHA-256 once the disk has delivered them. Of a larger one each batch is checked as it comes.
+READ_AT_START = 1 << 30
+_OVERWRITE = " #fairseq:overwrite"
+_OLDER_FORMATS = b"TNTIDX"  # lazy and cached; the ids of their batches are checked too
 
 
 def apply() -> None:
@@ -23,23 +24,31 @@ def apply() -> None:
     from fairseq.binarizer import FileBinarizer
     from fairseq.data import Dictionary
     from fairseq.tasks.language_modeling import LanguageModelingTask
+    from fairseq.trainer import Trainer
 
     setup_dictionary = LanguageModelingTask.setup_dictionary.__func__
     load_dataset = LanguageModelingTask.load_dataset
     add_file = Dictionary.add_file_to_dictionary
     binarize = FileBinarizer.multiprocess_dataset.__func__
+    prepare_sample = Trainer._prepare_sample
 
     @functools.wraps(setup_dictionary)
     def checked_setup_dictionary(cls: type, args: Any, **kw: Any) -> Any:
         if args.data:
-            check_dictionary(utils.split_paths(args.data)[0])
+            folders = utils.split_paths(args.data)
+            check_dictionary(folders[0])
+            for folder in folders:
+                check_folder(folder)
         return setup_dictionary(cls, args, **kw)
 
     @functools.wraps(load_dataset)
     def checked_load_dataset(self: Any, split: str, epoch: int = 1, combine: bool = False, **kw: Any) -> Any:
         shards = utils.split_paths(self.args.data)
-        if self.args.dataset_impl not in ("raw", "fasta"):  # those two have no index
-            check_split(shards[(epoch - 1) % len(shards)], split)
+        directory, wanted = shards[(epoch - 1) % len(shards)], self.args.dataset_impl
+        if wanted in (None, "mmap", "lazy", "cached"):  # the others are read in other ways
+            for name in subsets(directory, split) if combine else [split]:
+                check_split(directory, name, len(self.dictionary))
+        check_format(str(Path(directory) / split), wanted)
         return load_dataset(self, split, epoch=epoch, combine=combine, **kw)
 
     @functools.wraps(add_file)
@@ -52,6 +61,13 @@ def apply() -> None:
         check_text(input_file)
         return binarize(cls, input_file, *rest, **kw)
 
+    @functools.wraps(prepare_sample)
+    def checked_prepare_sample(self: Trainer, sample: Any, *rest: Any, **kw: Any) -> Any:
+        if isinstance(self.task, LanguageModelingTask):
+            check_ids(sample, len(self.task.source_dictionary))
+        return prepare_sample(self, sample, *rest, **kw)
+
+    Trainer._prepare_sample = checked_prepare_sample
     LanguageModelingTask.setup_dictionary = classmethod(checked_setup_dictionary)
     LanguageModelingTask.load_dataset = checked_load_dataset
     Dictionary.add_file_to_dictionary = staticmethod(checked_add_file)
@@ -66,96 +82,123 @@ def how_to_make(directory: str | Path) -> str:
     )
 
 
+def check_folder(directory: str | Path) -> None:
+    """Raise ``UserError`` if a data directory is missing, or its files cannot be listed and opened."""
+    try:
+        if not str(directory):
+            raise UserError("one of the data directories has no name: there is a colon too many between them")
+        if not Path(directory).is_dir():
+            raise UserError(f"there is no data directory {directory}; {how_to_make(directory)}")
+        (Path(directory) / "dict.txt").exists()
+        os.listdir(directory)
+    except OSError as error:
+        raise UserError(f"the data directory {directory} cannot be read: {error.strerror}") from error
+
+
 def check_dictionary(directory: str | Path) -> None:
-    """Raise ``UserError`` if a data directory is missing or its ``dict.txt`` is missing, empty or malformed."""
+    """Raise ``UserError`` if a data directory or its ``dict.txt`` is missing or unreadable, or the latter is empty,
+    malformed, or has a symbol twice."""
+    check_folder(directory)
     path = Path(directory) / "dict.txt"
-    if not path.parent.is_dir():
-        raise UserError(f"there is no data directory {directory}; {how_to_make(directory)}")
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"the data directory {directory} has no dict.txt; {how_to_make(directory)}")
     check_text(path)
+    lines_of = dict.fromkeys(("<s>", "<pad>", "</s>", "<unk>"), "those that fairseq adds")
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             # "SYMBOL COUNT", with one flag that fairseq knows
-            fields = line.rstrip().removesuffix(" #fairseq:overwrite").rsplit(" ", 1)
-            if len(fields) != 2 or not fields[1].isdigit():
+            entry = line.rstrip().removesuffix(_OVERWRITE)
+            symbol, _, count = entry.rpartition(" ")
+            if not count.isdecimal() or " " not in entry:
                 raise UserError(f"{path}, line {number}: expected 'SYMBOL COUNT', found {line.rstrip()[:40]!r}")
+            if symbol in lines_of and not line.rstrip().endswith(_OVERWRITE):
+                raise UserError(f"{path}, line {number}: the symbol {symbol!r} is there already, in {lines_of[symbol]}")
+            lines_of[symbol] = f"line {number}"
 
 
-def check_split(directory: str | Path, split: str) -> int | None:
-    """Check one split of a binarised data set.
+def check_split(directory: str | Path, split: str, vocab_size: int | None = None) -> int | None:
+    """Check one split of a binarised data set, as :mod:`smlp.evaluation.binarized` does wherever tokens are read.
 
     Args:
         directory: the data directory.
         split: ``train``, ``valid``, ...; the files are ``SPLIT.idx`` and ``SPLIT.bin``.
+        vocab_size: of the dictionary; if given, what the files hold is checked too, up to :data:`READ_AT_START` bytes.
 
     Returns:
         The number of tokens, or None for a format other than fairseq's default one (mmap).
 
     Raises:
-        UserError: a file is missing or truncated, or there is not a single token.
+        UserError: a file is missing, unreadable, damaged or not what its manifest says, there is not a single token, or
+            one is not in the dictionary.
     """
-    index, data = Path(directory) / f"{split}.idx", Path(directory) / f"{split}.bin"
-    for path in (index, data):
-        if not path.is_file():
+    prefix, remedy = Path(directory) / split, how_to_make(directory)
+    check_folder(directory)
+    for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
+        if not path.exists():
             present = sorted(file.stem for file in Path(directory).glob("*.idx"))
             splits = f"it holds the splits {', '.join(present)}" if present else "it holds no split at all"
             raise UserError(
                 f"the data directory {directory} has no {path.name} (each split needs a .bin and an .idx file; "
-                f"{splits}); {how_to_make(directory)}"
+                f"{splits}); {remedy}"
             )
-    tokens_and_bytes = _read_index(index, how_to_make(directory))
-    if tokens_and_bytes is None:
+    with open_data_file(Path(f"{prefix}.idx")) as file:
+        start = file.read(len(MAGIC))
+    if start.startswith(_OLDER_FORMATS):
         return None
-    tokens, num_bytes = tokens_and_bytes
-    if tokens == 0:
-        raise UserError(f"{data} holds no tokens: the text of split {split!r} was empty; {how_to_make(directory)}")
-    if data.stat().st_size < num_bytes:
-        raise UserError(
-            f"{data} is truncated: {data.stat().st_size:,} bytes where its index promises {num_bytes:,}; "
-            + how_to_make(directory)
-        )
-    return tokens
+    try:
+        files = open_tokens(prefix)
+        if vocab_size is not None:
+            check_recorded(prefix, READ_AT_START)
+            if files.num_bytes <= READ_AT_START:
+                for _ in files.pieces(vocab_size):
+                    pass
+    except UserError as error:
+        if isinstance(error.__cause__, OSError):  # permission denied, and the like
+            raise
+        raise UserError(f"{error}; {remedy}") from error
+    return files.num_tokens
 
 
-def _read_index(index: Path, remedy: str) -> tuple[int, int] | None:
-    """Tokens and bytes that an mmap index file promises; None if it is in another of fairseq's formats.
+def subsets(directory: str | Path, split: str) -> list[str]:
+    """The splits that fairseq reads as one: SPLIT, SPLIT1, SPLIT2, ... up to the first that is missing."""
+    names = (f"{split}{number}" for number in itertools.count(1))
+    return [split, *itertools.takewhile(lambda name: (Path(directory) / f"{name}.idx").exists(), names)]
+
+
+def check_format(prefix: str, wanted: str | None) -> None:
+    """Refuse a ``--dataset-impl`` that the data are not of; without one, fairseq finds out by itself.
 
     Raises:
-        UserError: it is no index file, or it is truncated.
+        UserError: the message names both formats.
     """
-    size = index.stat().st_size
-    with index.open("rb") as file:
-        start = file.read(_FIRST_LENGTH)
-        if start.startswith(b"TNTIDX"):  # the formats before mmap: lazy and cached
-            return None
-        if not start.startswith(MAGIC) or len(start) < _FIRST_LENGTH:
-            raise UserError(f"{index} ({size:,} bytes) is not a complete index file; {remedy}")
-        _, code, num_lines = HEADER.unpack_from(start, len(MAGIC))
-        needed = _FIRST_LENGTH + num_lines * (_LENGTH.size + _POSITION.size)
-        if size < needed or code not in TOKEN_TYPES:
-            raise UserError(f"{index} is damaged: {size:,} bytes where {num_lines:,} lines need {needed:,}; {remedy}")
-        if num_lines == 0:
-            return 0, 0
-        file.seek(_FIRST_LENGTH + (num_lines - 1) * _LENGTH.size)
-        (last_length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        file.seek(needed - _POSITION.size)
-        (last_position,) = _POSITION.unpack(file.read(_POSITION.size))
-    item_bytes = np.dtype(TOKEN_TYPES[code]).itemsize
-    num_bytes = last_position + last_length * item_bytes
-    return num_bytes // item_bytes, num_bytes
+    from fairseq.data.indexed_dataset import infer_dataset_impl
+
+    if wanted is None or (found := infer_dataset_impl(prefix)) == wanted or (wanted, found) == ("lazy", "cached"):
+        return
+    are = f"are in the format {found!r}" if found else "are missing"
+    raise UserError(f"--dataset-impl {wanted}: the data {prefix} {are}; leave --dataset-impl out")
+
+
+def check_ids(sample: Any, vocab_size: int) -> None:
+    """Refuse a batch with ids that are not in the dictionary, before the model looks them up.
+
+    Raises:
+        UserError: it has some; an embedding would fail, on a GPU without saying where.
+    """
+    tokens = sample["net_input"]["src_tokens"] if sample else None
+    if tokens is None or tokens.is_cuda or not tokens.numel():
+        return
+    smallest, largest = (int(value) for value in tokens.aminmax())
+    if smallest < 0 or largest >= vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise UserError(f"a batch of the data holds the id {wrong}, but the dictionary has {vocab_size} symbols")
 
 
 def check_text(path: str | Path) -> None:
-    """Raise ``UserError`` if a text file is missing, empty or not UTF-8 (naming the line and byte)."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"there is no text file {path}")
-    if path.stat().st_size == 0:
-        raise UserError(f"the text file {path} is empty (0 bytes)")
+    """Raise ``UserError`` if a text file is missing, unreadable, empty or not UTF-8 (naming the line and byte)."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, lines = 0, 1
-    with path.open("rb") as file:
+    with open_data_file(Path(path), "text file") as file:
         while True:
             chunk = file.read(1 << 20)
             pending = len(decoder.getstate()[0])

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, TextIO
 
+from smlp.errors import UserError
 from smlp.launch.cores import num_cores
 from smlp.launch.ports import free_port
 from smlp.launch.stop_signals import EXIT_STOPPED
@@ -24,6 +25,8 @@ from smlp.launch.stop_signals import EXIT_STOPPED
 GRACE_SECONDS = 10.0
 # From SIGTERM to SIGKILL: a rank that waits for another one inside a library does not notice the first.
 TERMINATION_SECONDS = 5.0
+#: of a process that has imported torch and fairseq, before it has a model
+RANK_BYTES = 2**28
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -52,7 +55,16 @@ def run_ranks(
         The exit status of the rank that failed first (128 + the signal that ended it); without a failure
         ``EXIT_STOPPED`` if a rank ended with it, else 0. Which rank ended first, which one failed and which ones did
         not run any more is printed to standard error.
+
+    Raises:
+        UserError: this machine has no memory for so many.
     """
+    most = max(memory_bytes() // RANK_BYTES, 1)
+    if num_ranks > most:
+        raise UserError(
+            f"--nproc {num_ranks}: this machine has {memory_bytes() / 2**30:.0f} GiB of memory, and each rank takes at "
+            f"least {RANK_BYTES / 2**30:g} GiB: give at most {most}"
+        )
     return _LocalRanks(command, num_ranks, grace, termination, patience).run()
 
 
@@ -198,6 +210,11 @@ def _is_frozen(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
+
+
+def memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _signal_name(number: int) -> str:

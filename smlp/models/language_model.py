@@ -15,6 +15,7 @@ from fairseq.utils import split_paths
 from omegaconf import II
 from torch import Tensor
 
+from smlp.accounting.memory import check_weights
 from smlp.config import LEAKY_WARNING, all_settings
 from smlp.context import DecodingState, ForwardContext
 from smlp.evaluation.binarized import count_tokens
@@ -31,15 +32,13 @@ from smlp.trainer.spread import SpreadExperts
 logger = logging.getLogger(__name__)
 
 _STATE_KEY = "smlp_decoding_state"
-_OPTION_TYPES = {"int": int, "float": float, "float | None": float, "str": str}
+_OPTION_TYPES = {"int": int, "float": float, "float | None": float, "str": str, "bool": bool}
 
 
 def _option(setting: dataclasses.Field) -> tuple[str, Any, Any]:
     """A command-line option for a setting; None means: as the architecture says."""
     metadata = {"help": help_of(setting)}
-    if setting.type == "bool":
-        return setting.name, bool, dataclasses.field(default=False, metadata=metadata)
-    # fairseq knows typing.Optional, not `|`
+    # fairseq knows typing.Optional, not `|`; a flag, too, is None where it is not given
     option_type = Optional[_OPTION_TYPES[setting.type]]  # noqa: UP045
     return setting.name, option_type, dataclasses.field(default=None, metadata=metadata)
 
@@ -219,6 +218,7 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
         for name, reason in ignored_settings(config, PRESETS.get(arch, {})).items():
             logger.warning("--%s has no effect: %s", name.replace("_", "-"), reason)
         ranks = _ranks_for(config.moe.num_experts if config.num_sparse_layers else 1, args)
+        check_weights(config, ranks.layout.group_size)
         core = Decoder(config, ranks)
         balance_routers(core, task.args.data, getattr(args, "train_subset", None) or "train")
         model = cls(LanguageModelDecoder(dictionary, core))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from smlp.criterions.choice import check_criterion
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
+from smlp.fairseq_compat.limits import check_numbers
 from smlp.fairseq_compat.processes import settle_ranks
 from smlp.fairseq_compat.saving import own_save_dir
 from smlp.parallel import ExpertLayout
@@ -23,6 +26,13 @@ from smlp.trainer.spread import experts_of
 
 #: optimizers that treat every number of a parameter alike, so that it does not matter where an expert lives
 _POINTWISE = ("adam", "adamax", "adadelta", "adagrad", "nag", "sgd", "cpu_adam")
+#: options that are two numbers in one text: an example, and what both must be below
+_PAIRS = (
+    ("adam_betas", "(0.9, 0.98)", 1),
+    ("adamax_betas", "(0.9, 0.999)", 1),
+    ("lamb_betas", "(0.9, 0.999)", 1),
+    ("adafactor_eps", "(1e-30, 1e-3)", math.inf),
+)
 _BACKENDS = ("legacy_ddp", "no_c10d", "pytorch_ddp", "c10d")
 
 
@@ -70,14 +80,45 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     """
     if has_cuda is None:
         has_cuda = torch.cuda.is_available() and not cfg.common.cpu
+    check_given(cfg)
+    check_numbers(_by_option(cfg))  # again: fairseq-hydra-train reads no command line
     check_backend(cfg, has_cuda)
     check_profiling(cfg)
-    check_adam(cfg)
-    check_update_freq(cfg)
+    check_log_file(cfg)
+    check_pairs(cfg)
+    check_overrides(cfg)
+    check_output_dictionary(cfg)
     num_experts = num_experts_of(cfg.model)
     asked = getattr(cfg.model, "expert_parallel_size", None)
     if num_experts and ExpertLayout(num_experts, num_ranks, 0, asked).group_size > 1:
         check_settings(cfg)
+
+
+def _by_option(cfg: Any) -> dict[str, Any]:
+    """The values of all groups of a configuration, by the options' names."""
+    values: dict[str, Any] = {}
+    for group in cfg.values():
+        if isinstance(group, Namespace):
+            values |= vars(group)
+        elif OmegaConf.is_dict(group):
+            values |= OmegaConf.to_container(group)
+    return values | {"lr_scheduler": getattr(cfg.lr_scheduler, "_name", None)}
+
+
+def check_given(cfg: Any) -> None:
+    """Refuses to train without data, an optimizer or a size of batches; fairseq has no default for them.
+
+    Raises:
+        UserError: the message names the option to give.
+    """
+    if cfg.model is None:
+        return  # nothing is trained: evaluation without --path
+    if not getattr(cfg.task, "data", True):
+        raise UserError("there is no data to train on: give the folder that fairseq-preprocess made")
+    if cfg.optimizer is None:
+        raise UserError("there is no optimizer to train with: give --optimizer, such as --optimizer adam")
+    if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+        raise UserError("there is no size for the batches: give --batch-size or --max-tokens")
 
 
 def check_backend(cfg: Any, has_cuda: bool) -> None:
@@ -109,33 +150,74 @@ def check_profiling(cfg: Any) -> None:
         raise UserError(f"cannot write to --profile-dir {folder}: {existing} is not a folder that can be written to")
 
 
-def check_update_freq(cfg: Any) -> None:
-    """Refuses updates of no batch; fairseq divides by their number.
+def check_log_file(cfg: Any) -> None:
+    """Refuses a log file that cannot be written; fairseq opens it when it begins.
 
     Raises:
-        UserError: the message names the option.
+        UserError: the message names the file.
     """
-    numbers = list(cfg.optimization.update_freq)
-    if not numbers or min(numbers) < 1:
-        raise UserError(f"--update-freq must be at least 1, got {','.join(map(str, numbers))}")
-
-
-def check_adam(cfg: Any) -> None:
-    """Refuses betas of Adam that are no two numbers; fairseq evaluates them when all is built.
-
-    Raises:
-        UserError: the message names the option.
-    """
-    betas = getattr(cfg.optimizer, "adam_betas", None)
-    if not isinstance(betas, str):
+    if cfg.common.log_file is None:
         return
+    path = Path(cfg.common.log_file).absolute()
+    reason = None
+    if not path.parent.is_dir():
+        reason = f"there is no folder {path.parent}"
+    elif path.exists() and not path.is_file():
+        reason = "it is no regular file"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "permission denied"
+    if reason is not None:
+        raise UserError(f"cannot write --log-file {cfg.common.log_file}: {reason}")
+
+
+def check_output_dictionary(cfg: Any) -> None:
+    """Refuses a smaller output vocabulary for this package's models, which have one for input and output.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    size = getattr(cfg.task, "output_dictionary_size", -1)
+    if size >= 0 and hasattr(cfg.model, "num_sparse_layers"):
+        raise UserError(
+            f"--output-dictionary-size {size}: --arch {cfg.model._name} has one vocabulary for input and output; "
+            "leave the option out"
+        )
+
+
+def check_pairs(cfg: Any) -> None:
+    """Refuses two numbers of an optimizer that are no two numbers; fairseq evaluates them when all is built.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    for name, example, most in _PAIRS:
+        given = getattr(cfg.optimizer, name, None)
+        if not isinstance(given, str):
+            continue
+        try:
+            first, second = map(float, ast.literal_eval(given))
+            is_right = 0 <= first < most and 0 <= second < most
+        except (ValueError, TypeError, SyntaxError):
+            is_right = False
+        if not is_right:
+            limits = "from 0 to below 1" if most == 1 else "of at least 0"
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} must be two numbers {limits}, such as '{example}', got {given!r}")
+
+
+def check_overrides(cfg: Any) -> None:
+    """Refuses other settings of an optimizer that are no dictionary; fairseq evaluates them when it loads a checkpoint.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    given = cfg.checkpoint.optimizer_overrides
     try:
-        first, second = map(float, ast.literal_eval(betas))
-        is_right = 0 <= first < 1 and 0 <= second < 1
+        is_right = isinstance(ast.literal_eval(given), dict)
     except (ValueError, TypeError, SyntaxError):
         is_right = False
     if not is_right:
-        raise UserError(f"--adam-betas must be two numbers from 0 to below 1, such as '(0.9, 0.98)', got {betas!r}")
+        raise UserError(f"--optimizer-overrides must be a dictionary, such as '{{\"lr\": [0.1]}}', got {given!r}")
 
 
 def check_settings(cfg: Any) -> None:

@@ -1,0 +1,120 @@
+"""Command lines that fairseq's parser answers with pages of usage or a traceback, or reads as something else."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from smlp.errors import UserError
+from smlp.fairseq_compat.arguments import option_value
+from smlp.fairseq_compat.limits import check_numbers
+from smlp.registry import ARCHITECTURES
+
+_PRINT_USAGE = argparse.ArgumentParser.error
+_MANDATORY = "???"  # hydra's default for what must be given; fairseq hands it to argparse as any other
+_OF_LANGUAGE_MODELS = ("tokens_per_sample", "max_target_positions", "add_bos_token")
+# What has another option's value by default is left without a type, and read much later.
+_UNTYPED = {"batch_size_valid": int, "max_tokens_valid": int, "total_num_update": float}
+
+
+def apply() -> None:
+    from fairseq import options
+    from fairseq.dataclass import utils
+
+    parse, read_list = options.parse_args_and_arch, utils.eval_str_list
+
+    @functools.wraps(parse)
+    def parse_args_and_arch(
+        parser: argparse.ArgumentParser,
+        input_args: list[str] | None = None,
+        *rest: Any,
+        modify_parser: Callable[[argparse.ArgumentParser], None] | None = None,
+        **kw: Any,
+    ) -> Any:
+        def modify(modified: argparse.ArgumentParser) -> None:
+            for action in modified._actions:
+                if action.default == _MANDATORY:
+                    action.default, action.required = None, True
+                if action.type is None:
+                    action.type = _UNTYPED.get(action.dest)
+            if modify_parser is not None:
+                modify_parser(modified)
+
+        words = sys.argv[1:] if input_args is None else input_args
+        check_arch(words, is_needed=any("--max-update" in action.option_strings for action in parser._actions))
+        check_task(words, parser.get_default("task"))
+        if argparse.ArgumentParser.error is _PRINT_USAGE:  # the smlp command has an answer of its own
+            parser.error = usage_error
+        parsed = parse(parser, input_args, *rest, modify_parser=modify, **kw)
+        args = parsed[0] if isinstance(parsed, tuple) else parsed
+        # fairseq reads --bf16 as "on a TPU", on every machine, and then fails for want of torch_xla.
+        if getattr(args, "bf16", False) and importlib.util.find_spec("torch_xla") is None:
+            args.tpu = False
+        # By default it is --max-update, says fairseq, but what is not given arrives as None.
+        if getattr(args, "total_num_update", 0) is None:
+            args.total_num_update = args.max_update
+        check_numbers(vars(args))
+        return parsed
+
+    options.parse_args_and_arch = parse_args_and_arch
+    utils.eval_str_list = functools.wraps(read_list)(functools.partial(_number_list, read_list))
+
+
+def usage_error(message: str) -> NoReturn:
+    """Says what is wrong with a command line; argparse would print all options, some 200 lines, before it.
+
+    Raises:
+        UserError: always.
+    """
+    tool = Path(sys.argv[0]).name.removesuffix(".py").replace("_", "-")
+    raise UserError(f"{message} ({tool} --help lists the options)")
+
+
+def check_arch(argv: list[str], is_needed: bool) -> None:
+    """Raise ``UserError`` with the closest name for an unknown ``--arch``; argparse would print pages of usage."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    arch = option_value(argv, "--arch", "-a")
+    if arch is None and is_needed and not {"-h", "--help"} & set(argv):
+        raise UserError("there is no model to train: give --arch")
+    if arch is None or arch in ARCH_MODEL_REGISTRY:
+        return
+    close = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "fairseq-train --help lists them"
+    raise UserError(
+        f"--arch {arch!r} is not among the {len(ARCH_MODEL_REGISTRY)} known architectures; {hint}{ARCHITECTURES.hint}"
+    )
+
+
+def check_task(argv: list[str], default: str | None) -> None:
+    """Raise ``UserError`` for a language model with a task of another kind, such as the default, translation."""
+    from fairseq.models import ARCH_MODEL_REGISTRY, FairseqLanguageModel
+    from fairseq.tasks import TASK_DATACLASS_REGISTRY
+
+    arch = option_value(argv, "--arch", "-a")
+    task = option_value(argv, "--task") or default
+    if arch is None or not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
+        return
+    options = getattr(TASK_DATACLASS_REGISTRY.get(task), "__dataclass_fields__", _OF_LANGUAGE_MODELS)
+    if any(name not in options for name in _OF_LANGUAGE_MODELS):
+        raise UserError(f"--arch {arch} is a language model, but --task is {task}: give --task language_modeling")
+
+
+def _number_list(read: Callable[..., Any], text: Any, x_type: type = float) -> Any:
+    """fairseq's reader of options that are one number or several, with what is expected where it is none."""
+    try:
+        values = read(text, x_type)
+        if x_type is int and isinstance(text, str) and any(value % 1 for value in read(text, float)):
+            values = []
+    except (ValueError, TypeError, SyntaxError, OverflowError):
+        values = []
+    if values == [] and x_type in (int, float):
+        kind = "whole number" if x_type is int else "number"
+        raise argparse.ArgumentTypeError(f"expected a {kind}, or several with commas between them, got {text!r}")
+    return values
