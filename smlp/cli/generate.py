@@ -113,9 +113,10 @@ def _record(continuation: Continuation, settings: dict[str, Any]) -> dict[str, A
 
 def _read_prompts(path: str) -> list[str]:
     from smlp.errors import UserError
+    from smlp.named_files import read_bytes
 
     try:
-        data = sys.stdin.buffer.read() if path == "-" else open(path, "rb").read()  # noqa: SIM115
+        data = sys.stdin.buffer.read() if path == "-" else read_bytes(path)
     except OSError as error:
         raise UserError(f"cannot read prompts from {path}: {error.strerror}") from None
     try:

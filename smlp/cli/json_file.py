@@ -92,6 +92,16 @@ def check_outputs(**paths: str | None) -> None:
             raise UserError(f"{other} and {option} both name {path}: one would be lost")
 
 
+def remove_outputs(*paths: str | None) -> None:
+    """To be called when the work begins: until it is done, no result of an earlier command may pass for its own."""
+    for path in map(Path, filter(None, paths)):
+        if path.is_file():
+            try:
+                os.truncate(path, 0) if path.is_symlink() else path.unlink()
+            except OSError as error:
+                raise UserError(f"cannot remove the older {path}: {error.strerror}") from None
+
+
 def _line(row: Any) -> str:
     text = json.dumps(row, ensure_ascii=False, default=_plain) + "\n"
     try:
