@@ -81,7 +81,7 @@ def test_several_texts_have_a_line_each(path, lm, prompts, capsys):
         (["--length-penalty", "0.5"], ["length_penalty", "beam"]),
         (["--min-tokens", "3"], ["min_tokens=3", "stop_at_eos"]),
         (["--slide", "--when-full", "stop"], ["--slide", "--when-full stop"]),
-        (["--batch-size", "0"], ["batch_size", "0"]),
+        (["--batch-size", "0"], ["--batch-size", "0"]),
         (["--output", "no/such/folder/texts.jsonl"], ["--output no/such/folder/texts.jsonl"]),
         (["--output", "notes.txt"], ["--output notes.txt", "another kind"]),
         (["--output", "texts.jsonl", "--max-tokens", "10"], ["prompt 2: 6 prompt tokens", "max_tokens=12"]),

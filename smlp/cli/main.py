@@ -21,6 +21,7 @@ import os
 import sys
 
 from smlp import __version__
+from smlp.cli.interrupts import interrupted_after_imports
 from smlp.errors import ParallelError, UserError
 
 # name: (module, one line for `smlp --help`)
@@ -50,7 +51,8 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 def main(argv: list[str] | None = None) -> int:
     """Run ``smlp ARGV`` and return its exit status."""
     try:
-        status = _dispatch(sys.argv[1:] if argv is None else argv)
+        with interrupted_after_imports():
+            status = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
         return status
     except (UserError, ParallelError) as error:
