@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.model_options import add_model_options, load_model
 from smlp.cli.progress import RecordsProgress
-from smlp.cli.scoring_options import add_scoring_options, check_least
+from smlp.cli.scoring_options import add_scoring_options, add_skip_option, check_least
 from smlp.cli.team_options import add_team_options, as_team
 from smlp.errors import UserError
 from smlp.launch.team import Team
@@ -56,9 +56,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--num-fewshot", type=int, default=0, metavar="K", help="solved examples before each record")
     parser.add_argument("--fewshot-seed", type=int, default=1, help="draws them (default: %(default)s)")
     add_scoring_options(parser)
-    parser.add_argument(
-        "--skip-too-long", action="store_true", help="leave out, and count, records that the context cannot hold"
-    )
+    add_skip_option(parser)
     parser.add_argument(
         "--output",
         metavar="FILE",

@@ -193,15 +193,15 @@ class TextWriter:
             done: dict[int, list[Continuation]] = {}
             for first in range(0, len(order), batch_size):
                 batch = order[first : first + batch_size]
-                for text, shown in self._finished([tokens[index] for index in batch]):
+                for text, shown in self.finished([tokens[index] for index in batch]):
                     index = batch[text.prompt]
                     written = (text.tokens, text.log_probs, text.finish, text.score, num_cut[index])
                     done.setdefault(index, []).append(Continuation(prompts[index], index, text.draw, shown, *written))
             for index in sorted(order):
                 yield sorted(done.get(index, []), key=lambda continuation: continuation.draw)
 
-    def _finished(self, batch: list[list[int]]) -> Iterator[tuple[Text, str]]:
-        """The finished texts of a batch, and what they are as strings; in no particular order."""
+    def finished(self, batch: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
+        """The finished texts of prompts of ids, and what they are as strings; in no particular order."""
         if self._searches:
             found = beam_search(self.decoder, batch, self.limits, self.method, self._banned, self._fill)
             for text in (text for texts in found for text in texts[: self.num_return]):
