@@ -117,6 +117,7 @@ def test_options_that_do_not_go_together(path, prompts, options, words, capsys, 
         (["--dict", "{folder}"], "dictionary {folder} cannot be read: Is a directory"),
         (["--dict", "{pipe}"], "dictionary {pipe} cannot be read: nothing writes to this pipe"),
         (["--file", "{pipe}"], "cannot read prompts from {pipe}: nothing writes to this pipe"),
+        (["--output", "{pipe}"], "cannot write --output {pipe}: nothing reads from this pipe"),
         (["--file", "{folder}"], "cannot read prompts from {folder}: Is a directory"),
         (["--prompt", "the \udcff"], "the text 'the \\udcff' has a lone surrogate, U+DCFF, at character 4"),
     ],
@@ -156,6 +157,18 @@ def test_prompts_may_come_from_a_pipe(path, capsys, tmp_path):
     assert main(["generate", "--path", path, "--max-tokens", "3", "--file", str(pipe), "--output", "-"]) == 0
     timer.join()
     assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["the s1", "the"]
+
+
+def test_texts_may_go_to_a_pipe(path, capsys, tmp_path):
+    """As with >(command) in a shell; it is read to the end, which comes with that of the process."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert main(["generate", "--path", path, "--max-tokens", "3", "--prompt", "the", "--output", str(pipe)]) == 0
+    assert json.loads(os.read(reader, 1 << 16))["prompt"] == "the"
+    with pytest.raises(BlockingIOError):  # still open
+        os.read(reader, 1)
+    os.close(reader)
 
 
 def test_what_slides_out_of_a_prompt_is_said(path, prompts, capsys):
