@@ -291,6 +291,30 @@ def test_what_the_harness_cannot_do_is_one_sentence(path, data, capsys):
     assert "lm-evaluation-harness cannot run copa (ValueError: " in capsys.readouterr().err
 
 
+def test_mistakes_in_a_task_of_ones_own_are_one_sentence(path, data, tmp_path, capsys):
+    definition = {
+        "task": "mine", "dataset_path": "json", "output_type": "generate_until", "validation_split": "validation",
+        "dataset_kwargs": {"data_files": {"validation": str(data / "copa" / "val.jsonl")}, "cache_dir": str(tmp_path)},
+        "doc_to_text": "{{premise}}", "doc_to_target": "{{choice1}}", "generation_kwargs": {"max_gen_toks": 2},
+        "metric_list": [{"metric": "exact_match"}],
+    }  # fmt: skip
+    for change, words in (
+        ({"doc_to_text": "{{nothing}}"}, "UndefinedError: 'nothing' is undefined"),
+        ({"validation_split": "x"}, "KeyError: 'x'"),
+        ({"generation_kwargs": {"typical_p": 1}}, "mine: generation_kwargs has 'typical_p', which cannot be done here"),
+    ):
+        (tmp_path / "mine.yaml").write_text(json.dumps({**definition, **change}))
+        assert lm_eval(path, "--tasks", "mine", "--include-path", tmp_path) == 1
+        assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_is_wrong_with_every_file_is_said_at_once(path, tmp_path, capsys):
+    assert lm_eval(path, "--tasks", "copa,piqa", "--data-dir", tmp_path) == 1
+    *_, first, copa, piqa = capsys.readouterr().err.splitlines()
+    assert first == "smlp: error: 2 of 2 tasks cannot be scored:"
+    assert "copa/val.jsonl is missing" in copa and "piqa/valid.jsonl or" in piqa
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

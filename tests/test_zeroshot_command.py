@@ -211,7 +211,7 @@ def test_a_run_that_was_stopped_is_not_resumed_as_another(model, data, tmp_path,
     refused(words=["with other records of copa:"])
     val.write_text(content)
     lines = kept
-    for kept in (b"mine", b"mine\n", lines + b"[1]\n"):
+    for kept in (b"mine", b"mine\n", lines + b"[1]\n", lines.replace(b"[[[-", b"[[[-1")):
         partial.write_bytes(kept)
         refused(words=["is damaged, or no file of scores"])
 

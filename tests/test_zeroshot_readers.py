@@ -186,6 +186,12 @@ def changed(record, **more):
             changed(RECORD, qas=[{"query": "@placeholder", "answers": [{"start": 0, "end": 1}]}]),
             "the answer 'Al' is none of the 4 entities",
         ),
+        (
+            "record",
+            "val.jsonl",
+            changed(RECORD, qas=[{"query": "@placeholder", "answers": [{"start": False, "end": 1}]}]),
+            "span False to 1 in a passage",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, task, file, record, message):

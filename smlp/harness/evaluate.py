@@ -8,13 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import lm_eval
 from lm_eval.tasks import TaskManager
 
 from smlp.errors import UserError
 from smlp.harness.model import HarnessModel, TooLongRecords
 from smlp.harness.tasks import write_local_task
+from smlp.zeroshot.evaluate import for_each_task
 from smlp.zeroshot.readers import READERS
+
+#: no network, too few examples, a mistake in somebody's task
+_THEIRS = (OSError, ValueError, AssertionError, ImportError, LookupError, ArithmeticError, jinja2.TemplateError)
 
 
 def evaluate(
@@ -46,9 +51,9 @@ def evaluate(
     """
     local = [name for name in tasks if data_dir is not None and name in READERS]
     with tempfile.TemporaryDirectory(prefix="smlp-lm-eval-") as folder:
-        num_repeated = {
-            name: write_local_task(name, data_dir, folder, with_training=bool(num_fewshot)) for name in local
-        }
+        num_repeated = for_each_task(
+            local, lambda name: write_local_task(name, data_dir, folder, with_training=bool(num_fewshot))
+        )
         paths = [folder] if include_path is None else [folder, str(include_path)]
         manager = TaskManager(include_path=paths, include_defaults=False)
         if not set(tasks) <= set(manager.all_tasks):  # only now its own: thousands of files
@@ -82,7 +87,7 @@ def evaluate(
                 found = run(samples=_without(skipped, manager.load(list(tasks))["tasks"], limit, model.team.size))
         except UserError:
             raise
-        except (OSError, ValueError, AssertionError, ImportError) as error:  # no network, too few examples, ...
+        except _THEIRS as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"lm-evaluation-harness cannot run {', '.join(tasks)} ({type(error).__name__}: {reason}); --data-dir "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from smlp.errors import UserError
 from smlp.launch.team import Team
@@ -18,6 +19,8 @@ from smlp.zeroshot.readers import READERS
 from smlp.zeroshot.rules import RULES, ScoredText, choice, headline_rule, scores
 from smlp.zeroshot.score import score_prepared
 from smlp.zeroshot.templates import Example, example
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -114,19 +117,28 @@ def read_tasks(names: Sequence[str], data_dir: str | Path, protocol: Protocol, e
     Raises:
         UserError: with what is wrong with each of them, a line for each where it is more than one.
     """
-    tasks, problems = [], []
+    return list(for_each_task(names, lambda name: read_task(name, data_dir, protocol, encoding)).values())
+
+
+def for_each_task(names: Sequence[str], read: Callable[[str], _T]) -> dict[str, _T]:
+    """What is read of each task, by name.
+
+    Raises:
+        UserError: with what is wrong with each of them, a line for each where it is more than one.
+    """
+    found, problems = {}, []
     for name in names:
         try:
-            tasks.append(read_task(name, data_dir, protocol, encoding))
+            found[name] = read(name)
         except UserError as error:
             problems.append(str(error))
-    problems = list(dict.fromkeys(problems))
-    if len(problems) > 1:
-        listed = "".join(f"\n  {problem}" for problem in problems)
-        raise UserError(f"{len(names) - len(tasks)} of {len(names)} tasks cannot be scored:{listed}")
+    distinct_problems = list(dict.fromkeys(problems))
+    if len(distinct_problems) > 1:
+        listed = "".join(f"\n  {problem}" for problem in distinct_problems)
+        raise UserError(f"{len(problems)} of {len(names)} tasks cannot be scored:{listed}")
     if problems:
         raise UserError(problems[0])
-    return tasks
+    return found
 
 
 def answer_task(

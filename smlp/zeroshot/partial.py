@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import smlp
+from smlp import named_files
 from smlp.checkpoint.lazy import as_bytes
 from smlp.errors import UserError
 from smlp.launch.team import Team
@@ -29,8 +32,8 @@ PARTS = ("in context", "alone")
 
 
 def partial_path(output: str) -> Path:
-    """Where the scores of an output are kept."""
-    return Path(f"{output}.partial")
+    """Where the scores of an output are kept: beside the file itself, if the output is a link."""
+    return Path(f"{os.path.realpath(output)}.partial" if os.path.islink(output) else f"{output}.partial")
 
 
 def digest_of(values: Iterable[Any]) -> str:
@@ -68,10 +71,10 @@ class KeptBatches:
         """
         if self.path is None:
             return
-        lines = [
-            {"task": self.task, "part": self.part, "batch": number, "log_probs": _plain(scores)}
-            for number, scores in batches.items()
-        ]
+        lines = []
+        for number, scores in batches.items():
+            line = {"task": self.task, "part": self.part, "batch": number, "log_probs": _plain(scores)}
+            lines.append({**line, "crc32": _checksum(line)})
         _append(self.path, lines)
 
 
@@ -114,7 +117,7 @@ class PartialScores:
 def _read(path: Path, pins: dict[str, Any]) -> dict[tuple[str, str], Batches]:
     """The batches in a file, which is made if it is not there."""
     try:
-        content = path.read_bytes() if path.exists() else b""
+        content = named_files.read_bytes(path) if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]  # the last line may be cut off
         if not whole and _first_line(pins).startswith(content):
             path.write_bytes(b"")
@@ -124,6 +127,8 @@ def _read(path: Path, pins: dict[str, Any]) -> dict[tuple[str, str], Batches]:
         _check_pins(path, json.loads(first), pins)
         known: dict[tuple[str, str], Batches] = {}
         for line in map(json.loads, lines):
+            if line.pop("crc32") != _checksum(line):
+                raise ValueError("a line was changed")
             scores = [[np.array(candidate) for candidate in group] for group in line["log_probs"]]
             known.setdefault((line["task"], line["part"]), {})[line["batch"]] = scores
         if len(whole) < len(content):
@@ -165,6 +170,10 @@ def _append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
             file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
     except OSError as error:
         raise UserError(f"cannot keep scores in {path}: {error.strerror}") from None
+
+
+def _checksum(line: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(line).encode())
 
 
 def _plain(scores: list[list[np.ndarray]]) -> list[list[list[float]]]:

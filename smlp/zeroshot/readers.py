@@ -208,7 +208,7 @@ def _record_item(
 def _span(words: str, span: dict[str, Any], name: str, place: str) -> str:
     """The text of a span, whose end is its last character."""
     start, end = span.get("start"), span.get("end")
-    if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start <= end < len(words):
+    if type(start) is not int or type(end) is not int or not 0 <= start <= end < len(words):  # true is no place
         raise UserError(f"{place}: {name!r} has the span {start} to {end} in a passage of {len(words)} characters")
     return words[start : end + 1]
 
