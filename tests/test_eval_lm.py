@@ -112,7 +112,11 @@ def test_a_terminal_shows_how_far_it_is(folder, capsys, monkeypatch):
     words = [str(folder / "data"), "--path", str(folder / "smlp_tiny.pt"), "--batch-size", "10"]
     assert main(["eval-lm", *words]) == 0
     shown = capsys.readouterr().err.split("\r")
-    assert [line.split()[0] for line in shown[1:]] == ["1/2", "2/2"] and shown[2].endswith("positions/s \n")
+    assert (
+        [line.split()[0] for line in shown[1:]] == ["1/2", "2/2"]
+        and shown[2].split()[-1] == "positions/s"
+        and shown[2].endswith("\n")
+    )
 
 
 def test_words_and_bytes_are_those_of_the_text(folder, evaluate):

@@ -242,7 +242,10 @@ def test_records_that_no_context_holds_stop_it_or_are_left_out(tmp_path, capsys)
     data = write_tasks(tmp_path / "tasks")
     short = write_checkpoint(tmp_path / "short", SYMBOLS, max_tokens=6)[0]
     words = ["--tasks", "copa,piqa,hellaswag", "--data-dir", data]
-    assert lm_eval(short, *words) == 1
+    older = tmp_path / "older.jsonl"
+    older.write_text("{}\n")
+    assert lm_eval(short, *words, "--output", older) == 1
+    assert older.read_text() == "{}\n"  # nothing was scored
     error = capsys.readouterr().err.splitlines()[-1]
     assert "5 records do not fit: 2 of hellaswag, 3 of piqa (first: hellaswag, example 1: a candidate has 7" in error
     report, ours = tmp_path / "r.json", tmp_path / "ours.json"
@@ -284,6 +287,19 @@ def test_the_command_prints_the_harness_table_and_writes_its_results(path, data,
     assert all(len(row["arguments"][0][0].split("\n\n")) >= 2 for row in rows)  # a solved example before each
     results = json.loads(report.read_text())["results"]
     assert results["copa"]["acc,none"] == sum(row["acc"] for row in rows if row["task"] == "copa") / 3
+
+
+def test_no_older_file_passes_for_the_result_of_a_run_that_was_stopped(path, data, tmp_path, monkeypatch):
+    older = [tmp_path / "r.json", tmp_path / "o.jsonl"]
+    for file in older:
+        file.write_text("{}\n")
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("smlp.scoring.candidates.CandidateScorer.score", stop)
+    assert lm_eval(path, "--tasks", "copa", "--data-dir", data, "--json", older[0], "--output", older[1]) == 130
+    assert not any(file.exists() for file in older)
 
 
 def test_what_the_harness_cannot_do_is_one_sentence(path, data, capsys):

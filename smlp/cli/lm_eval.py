@@ -77,7 +77,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
         team=team,
     )
     if team.is_first:
-        remove_outputs(args.output, args.json)
+        model.begins = lambda: remove_outputs(args.output, args.json)
     found = evaluate(model, names, args.data_dir, args.include_path, args.num_fewshot, args.limit, args.skip_too_long)
     if found is None:
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -14,17 +15,19 @@ class ProgressLine:
     """A line that is renewed on a terminal; where standard error is a file or a pipe, a new one now and then."""
 
     def __init__(self) -> None:
-        self._said = time.monotonic()
+        self._start, self._said, self._width = time.monotonic(), -math.inf, 0
 
     def say(self, text: str, is_last: bool = False) -> None:
         """Shows the text, unless the last one was shown just now."""
         is_terminal = sys.stderr.isatty()
-        since = time.monotonic() - self._said
+        # a log is not told of what is over at once
+        since = time.monotonic() - (self._said if is_terminal else max(self._said, self._start))
         if not (is_last and is_terminal) and since < (TERMINAL_SECONDS if is_terminal else LOG_SECONDS):
             return
         self._said = time.monotonic()
         if is_terminal:
-            print(f"\r{text} ", end="\n" if is_last else "", file=sys.stderr, flush=True)
+            print(f"\r{text:<{self._width}} ", end="\n" if is_last else "", file=sys.stderr, flush=True)
+            self._width = len(text)
         else:
             print(text, file=sys.stderr, flush=True)
 

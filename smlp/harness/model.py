@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,8 @@ class HarnessModel(TemplateLM):
         self.batch_tokens = batch_tokens
         #: records whose contexts were cut on the left, and with continuations that begin within the model's prefix
         self.num_truncated = self.num_partly_scored = 0
+        #: called before anything is scored or written; may be set
+        self.begins: Callable[[], None] = lambda: None
         drop_nothing(self.lm.decoder)
         self._scorer = CandidateScorer(self.lm.decoder)
         self._encoding = self.lm.encoding(newline, fill_prefix)
@@ -247,6 +249,7 @@ class HarnessModel(TemplateLM):
             first = requests[members[0][0]]
             order = WritingOrder.of(first.args[1], first.task_name)
             orders.append((members, order, self._writer(order, count, first.task_name)))
+        self.begins()
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank > 0, desc="generate_until") as progress:
             for members, order, writer in orders:
                 contexts = [requests[numbers[0]].args[0] for numbers in members]
@@ -299,6 +302,7 @@ class HarnessModel(TemplateLM):
 
     def _scored(self, candidates: Sequence[Candidates], disable_tqdm: bool) -> Iterator[tuple[int, list[TokenScores]]]:
         """Place and scores of every group, with a progress bar."""
+        self.begins()
         with tqdm(total=len(candidates), disable=disable_tqdm or self.rank > 0, unit=" records") as progress:
             for found in self._scorer.each(candidates, self.batch_tokens):
                 yield found
