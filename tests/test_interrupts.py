@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from running import run_python
 
 from smlp.cli.interrupts import interrupted_after_imports
 from smlp.cli.main import main
@@ -50,6 +51,18 @@ def test_without_an_import_it_is_heard_at_once():
 def test_a_command_ends_with_the_status_of_an_interrupt(module, monkeypatch):
     monkeypatch.setattr("smlp.cli.user_dir.run", lambda args: __import__(module) and wait_for_interrupt())
     assert main(["user-dir"]) == 130
+
+
+def test_at_exit_there_is_nothing_left_to_interrupt():
+    """A library's exit function is interrupted; its traceback would be all that comes of it."""
+    code = (
+        "import atexit, os, signal, sys, time\n"
+        "from smlp.cli.main import main\n"
+        "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.05), print('done')))\n"
+        "sys.exit(main(['user-dir']))\n"
+    )
+    done = run_python("-c", code)
+    assert (done.rc, done.stderr) == (0, "") and done.stdout.endswith("done\n")
 
 
 def test_other_handlers_and_threads_are_left_alone(monkeypatch):

@@ -1,13 +1,17 @@
-"""Ctrl-C while libraries are imported.
+"""Ctrl-C while libraries are imported, and when a command is done.
 
 A command imports its libraries when it needs them, and Ctrl-C may come then. Extension modules that meet an exception
 in the middle of their initialisation abort the process, or print a traceback and leave it at that, so that the
 command does not stop. Hence the exception is raised when the import is over.
+
+Once a command is done, all that is left are the libraries' own exit functions, which take a second: Ctrl-C there would
+print the traceback of one of them, beside the status of a command that has succeeded.
 """
 
 from __future__ import annotations
 
 import _thread
+import atexit
 import signal
 import sys
 import threading
@@ -21,7 +25,8 @@ _RETRY_SECONDS = 0.05
 
 @contextmanager
 def interrupted_after_imports() -> Iterator[None]:
-    """Within it, SIGINT raises ``KeyboardInterrupt`` as always, but after the imports that are under way.
+    """Within it, SIGINT raises ``KeyboardInterrupt`` as always, but after the imports that are under way; while the
+    process exits, SIGINT is ignored.
 
     Does nothing outside of the main thread, or where SIGINT is ignored or somebody else's.
     """
@@ -45,6 +50,12 @@ def interrupted_after_imports() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is handle:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit.unregister(_ignore)
+        atexit.register(_ignore)  # after the libraries' functions, hence to be called before them
+
+
+def _ignore() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _is_importing(frame: FrameType | None, outermost: FrameType) -> bool:
