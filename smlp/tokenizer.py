@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from smlp.errors import UserError
 from smlp.tokenizer_files import DICTIONARY, find_tokenizer
 from smlp.tokenizer_kinds import kind_of
 from smlp.vocabulary import Vocabulary
@@ -37,11 +38,18 @@ class Tokenizer:
         return self._kind.strips_lines
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text's pieces, with no end symbol added; pieces the dictionary lacks become ``<unk>``."""
+        """Ids of the text's pieces, with no end symbol added; pieces the dictionary lacks become ``<unk>``.
+
+        Raises:
+            UserError: the text has a lone surrogate, which no encoding of text has bytes for.
+        """
+        check_characters(text)
         return self._kind.encode(text)
 
     def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """:meth:`encode` of many lines: ids one after the other, (N,) int64, and how many are of each, (L,) int64."""
+        for line in lines:
+            check_characters(line)
         return self._kind.encode_batch(lines)
 
     def encode_lines(self, text: str, newline: str = "eos") -> list[int]:
@@ -74,6 +82,25 @@ class Tokenizer:
         """Text of the ids; ``</s>`` ends a line."""
         text = b"".join(self.content(token) for token in tokens).decode("utf-8", "replace")
         return "\n".join(line.strip() for line in text.split("\n")) if self.strips_lines else text
+
+
+def check_characters(text: str) -> None:
+    """Refuses a text with half a character: from bytes that are not UTF-8, or from an escape in JSON.
+
+    Raises:
+        UserError: the message has the place.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the text {_around(text, error.start)!r} has a lone surrogate, U+{ord(text[error.start]):04X}, at "
+            f"character {error.start}: it is not Unicode text"
+        ) from None
+
+
+def _around(text: str, place: int, length: int = 20) -> str:
+    return text[max(place - length, 0) : place + length]
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smlp.errors import UserError
+from smlp.named_files import read_text
 
 DICTIONARY = "dict.txt"
 SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # of every dictionary, before the first line of its file
@@ -75,9 +76,11 @@ def byte_characters() -> dict[str, int]:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except FileNotFoundError:
         raise UserError(f"there is no file {path} of byte-level BPE") from None
+    except OSError as error:
+        raise UserError(f"{path} of byte-level BPE cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 at byte {error.start}") from None
     except OSError as error:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from smlp.errors import UserError
+from smlp.named_files import read_text
 from smlp.tokenizer_files import SPECIAL_SYMBOLS
 
 
@@ -29,13 +30,15 @@ class Vocabulary:
         """Reads a ``dict.txt``.
 
         Raises:
-            UserError: the file is missing, is not UTF-8, or a line is not a symbol and a count.
+            UserError: the file is missing, cannot be read, is not UTF-8, or a line is not a symbol and a count.
         """
         try:
             # not splitlines(): a symbol may be one of Unicode's other line ends
-            lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            lines = read_text(path).removesuffix("\n").split("\n")
         except FileNotFoundError:
             raise UserError(f"there is no dictionary file {path}") from None
+        except OSError as error:
+            raise UserError(f"dictionary {path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise UserError(f"dictionary {path} is not UTF-8 at byte {error.start}") from None
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import pickle
 import re
@@ -66,6 +67,21 @@ def test_mistakes_are_one_line_and_status_1(argv: list[str], parts: list[str], c
     assert error[0].startswith("smlp: error: ")
     for part in parts:
         assert part in error[0]
+
+
+def test_what_the_system_refuses_is_one_line(capsys) -> None:
+    assert main.main(["eval-lm", "--path", "x" * 5000, "--text", "text"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"smlp: error: {'x' * 5000}: File name too long\n"
+
+
+def test_what_an_encoding_lacks_is_escaped(monkeypatch) -> None:
+    """Names of files need not be text, and a terminal may lack what a model writes."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr("smlp.cli.user_dir.run", lambda args: print("caf\xe9 \udcff") or 0)
+    assert main.main(["user-dir"]) == 0
+    assert stream.buffer.getvalue() == b"caf\\xe9 \\udcff\n"
 
 
 def test_interruption_is_quiet(monkeypatch, capsys) -> None:

@@ -112,7 +112,21 @@ def test_a_terminal_shows_how_far_it_is(folder, capsys, monkeypatch):
     words = [str(folder / "data"), "--path", str(folder / "smlp_tiny.pt"), "--batch-size", "10"]
     assert main(["eval-lm", *words]) == 0
     shown = capsys.readouterr().err.split("\r")
-    assert [line.split()[0] for line in shown[1:]] == ["1/2", "2/2"] and shown[2].endswith("positions/s \n")
+    assert [line.split()[0] for line in shown[1:]] == ["1/2", "2/2"]
+    assert shown[2].split()[-1] == "positions/s" and shown[2].endswith("\n")
+
+
+def test_no_older_file_passes_for_the_result_of_a_run_that_was_stopped(folder, tmp_path, monkeypatch):
+    older = tmp_path / "result.json"
+    older.write_text("{}\n")
+
+    def stop(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("smlp.evaluation.scoring.score_samples", stop)
+    words = ["eval-lm", str(folder / "data"), "--path", str(folder / "smlp_tiny.pt"), "--json", str(older)]
+    assert main([*words, "--tokens-per-sample", "0"]) == 1 and older.exists()
+    assert main(words) == 130 and not older.exists()
 
 
 def test_words_and_bytes_are_those_of_the_text(folder, evaluate):

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import threading
 
 import pytest
 from test_pretrained import WORDS
@@ -81,7 +83,7 @@ def test_several_texts_have_a_line_each(path, lm, prompts, capsys):
         (["--length-penalty", "0.5"], ["length_penalty", "beam"]),
         (["--min-tokens", "3"], ["min_tokens=3", "stop_at_eos"]),
         (["--slide", "--when-full", "stop"], ["--slide", "--when-full stop"]),
-        (["--batch-size", "0"], ["batch_size", "0"]),
+        (["--batch-size", "0"], ["--batch-size", "0"]),
         (["--output", "no/such/folder/texts.jsonl"], ["--output no/such/folder/texts.jsonl"]),
         (["--output", "notes.txt"], ["--output notes.txt", "another kind"]),
         (["--output", "texts.jsonl", "--max-tokens", "10"], ["prompt 2: 6 prompt tokens", "max_tokens=12"]),
@@ -97,6 +99,94 @@ def test_options_that_do_not_go_together(path, prompts, options, words, capsys, 
     assert captured.err.startswith("smlp: error: ") and captured.err.count("\n") == 1 and captured.out == ""
     assert all(word in captured.err for word in words), captured.err
     assert (tmp_path / "notes.txt").read_text() == "mine" and (tmp_path / "texts.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--temperature", "1e308"], "temperature must be 0 or from 1e-30 to 1e+30, got 1e+308"),
+        (["--temperature", "1e-45"], "temperature must be 0 or from 1e-30"),
+        (["--temperature", "nan"], "temperature must be 0 or from 1e-30"),
+        (["--repetition-penalty", "1e39"], "repetition_penalty must be from 1 to 1e+30, got 1e+39"),
+        (["--beam", "3", "--length-penalty", "1e308"], "length_penalty must be from -50 to 50"),
+        (["--beam", "3", "--length-penalty=-1e308"], "length_penalty must be from -50 to 50"),
+        (["--beam", "14"], "beam=14 must be below the 14 symbols of the dictionary"),
+        (["--num-return", "100000000"], "num_return must be from 1 to 65536, got 100000000"),
+        (["--max-tokens", "99999999999999999999", "--slide"], "max_tokens must be from 1 to 2147483647"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--dict", "{folder}"], "dictionary {folder} cannot be read: Is a directory"),
+        (["--dict", "{pipe}"], "dictionary {pipe} cannot be read: nothing writes to this pipe"),
+        (["--file", "{pipe}"], "cannot read prompts from {pipe}: nothing writes to this pipe"),
+        (["--output", "{pipe}"], "cannot write --output {pipe}: nothing reads from this pipe"),
+        (["--file", "{folder}"], "cannot read prompts from {folder}: Is a directory"),
+        (["--prompt", "the \udcff"], "the text 'the \\udcff' has a lone surrogate, U+DCFF, at character 4"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_is_one_sentence(path, options, words, capsys, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    names = {"folder": tmp_path, "pipe": tmp_path / "pipe"}
+    options = [option.format(**names) for option in options]
+    prompt = [] if "--prompt" in options or "--file" in options else ["--prompt", "the"]
+    assert main(["generate", "--path", path, "--max-tokens", "3", *prompt, *options]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("smlp: error: ") and captured.err.count("\n") == 1 and captured.out == ""
+    assert words.format(**names) in captured.err, captured.err
+
+
+@pytest.mark.parametrize("options", [["--temperature", "1e-30"], ["--temperature", "1e30"], ["--beam", "13"]])
+def test_settings_at_their_bounds(path, lm, options, capsys):
+    """The coldest temperature is greedy."""
+    assert main(["generate", "--path", path, "--max-tokens", "5", "--prompt", "the", *options]) == 0
+    written = capsys.readouterr().out
+    assert options != ["--temperature", "1e-30"] or written == "the" + lm.generate("the", 5, greedy=True) + "\n"
+
+
+def test_prompts_may_come_from_a_pipe(path, capsys, tmp_path):
+    """As with <(command) in a shell, also where the writer is late."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    keeper = os.open(pipe, os.O_RDWR)
+
+    def write():
+        os.write(keeper, b"the s1\nthe\n")
+        os.close(keeper)
+
+    timer = threading.Timer(0.2, write)
+    timer.start()
+    assert main(["generate", "--path", path, "--max-tokens", "3", "--file", str(pipe), "--output", "-"]) == 0
+    timer.join()
+    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["the s1", "the"]
+
+
+def test_texts_may_go_to_a_pipe(path, capsys, tmp_path):
+    """As with >(command) in a shell; it is read to the end, which comes with that of the process."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert main(["generate", "--path", path, "--max-tokens", "3", "--prompt", "the", "--output", str(pipe)]) == 0
+    assert json.loads(os.read(reader, 1 << 16))["prompt"] == "the"
+    with pytest.raises(BlockingIOError):  # still open
+        os.read(reader, 1)
+    os.close(reader)
+
+
+def test_what_slides_out_of_a_prompt_is_said(path, prompts, capsys):
+    command = ["generate", "--path", path, "--max-tokens", "2", "--slide"]
+    assert main([*command, "--prompt", "the s1 " * 9]) == 0
+    said = (
+        "the model's context of 12 tokens is too short for {}: of its {} tokens (start symbol included), the first {} "
+    )
+    assert said.format("the prompt", 19, 7) in capsys.readouterr().err
+    with open(prompts, "a") as file:
+        file.write("the " * 13 + "\n" + "the " * 20 + "\n")
+    assert main([*command, "--file", prompts, "--output", "-"]) == 0
+    captured = capsys.readouterr()
+    assert said.format("2 of 6 prompts, at most prompt 6:", 21, 9) in captured.err and captured.err.count("\n") == 1
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    assert [row["num_cut_tokens"] for row in rows] == [0, 0, 0, 0, 2, 9]
+    assert main([*command, "--prompt", "the"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def talk(path, lines, *options, monkeypatch, capsys):

@@ -9,6 +9,7 @@ from running import REPOSITORY
 # From the bottom of the package up: a part may import itself and those before it.
 ORDER = [
     "errors",
+    "named_files",
     "plugins",
     "settings",
     "registry",

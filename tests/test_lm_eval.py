@@ -171,6 +171,97 @@ def test_texts_are_written_until_a_stop_string(harness):
     assert found[2] == lm.generate("w5", max_tokens=5, greedy=True, stop="w1")
 
 
+SAMPLED = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 3.0}
+
+
+def test_repeats_differ_and_follow_the_seed(harness):
+    """The k-th answer to a request is the k-th text that is drawn for its prompt; greedy ones are all the same."""
+    lm = harness.lm
+    first, second = request("generate_until", "w1 w2", SAMPLED), request("generate_until", "w5", SAMPLED, number=1)
+    found = harness.generate_until([*[first] * 4, *[second] * 4], disable_tqdm=True)
+    drawn = {"max_tokens": 8, "temperature": 3.0, "num_return": 4}
+    assert found == [*lm.generate("w1 w2", **drawn), *lm.generate("w5", **drawn)] and len(set(found[:4])) == 4
+    assert harness.generate_until([*[first] * 4, *[second] * 4], disable_tqdm=True) == found
+    assert harness.generate_until([first], disable_tqdm=True) == found[:1]
+    seeded = request("generate_until", "w1 w2", {**SAMPLED, "seed": 7})
+    assert harness.generate_until([seeded] * 4, disable_tqdm=True) == lm.generate("w1 w2", **drawn, seed=7) != found[:4]
+    greedy = request("generate_until", "w1", {"until": [], "max_gen_toks": 5})
+    assert harness.generate_until([greedy] * 3, disable_tqdm=True) == [lm.generate("w1", 5, greedy=True)] * 3
+
+
+def test_settings_of_generation_are_what_tasks_ask_for(harness):
+    lm = harness.lm
+
+    def written(prompt, **settings):
+        (text,) = harness.generate_until([request("generate_until", prompt, settings)], disable_tqdm=True)
+        return text
+
+    assert written("w1", max_gen_toks=9, temperature=2.0, top_k=5, top_p=0.9) == lm.generate(
+        "w1", 9, temperature=2.0, top_k=5, top_p=0.9
+    )
+    assert written("w1", max_gen_toks=9, do_sample=False, temperature=2.0) == lm.generate("w1", 9, greedy=True)
+    penalised = lm.generate("w1", 9, greedy=True, repetition_penalty=5.0)
+    assert written("w1", max_gen_toks=9, repetition_penalty=5.0) == penalised != lm.generate("w1", 9, greedy=True)
+    searched = lm.generate("w1 w2", 9, beam=3, length_penalty=0.5)
+    assert written("w1 w2", max_gen_toks=9, num_beams=3, length_penalty=0.5) == searched
+    stop = searched.split()[-1]
+    until = written("w1 w2", max_gen_toks=9, num_beams=3, length_penalty=0.5, until=[stop])
+    assert until == searched[: searched.index(stop)]
+    long = " ".join(WORDS * 3)
+    before = harness.num_truncated
+    assert written(long, max_gen_toks=20, num_beams=2) == lm.generate(" ".join((WORDS * 3)[-39:]), 20, beam=2)
+    assert harness.num_truncated == before + 1
+    with pytest.warns(UserWarning, match="mine asks for 256 new tokens, and at most 59 fit"):
+        written("w1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_return_sequences": 2, "typical_p": 1}, "has 'num_return_sequences', 'typical_p', which cannot be done"),
+        ({"num_beams": 2, "do_sample": True, "temperature": 1.0}, "beam=2 draws no tokens"),
+        ({"num_beams": 2, "repetition_penalty": 1.2}, "beam=2 draws no tokens.* repetition_penalty"),
+        ({"length_penalty": 1.2}, "length_penalty needs a beam search"),
+        ({"max_gen_toks": 0}, "max_tokens must be from 1"),
+        ({"max_gen_toks": "many"}, "max_gen_toks 'many', which is no number of its kind"),
+        ({"do_sample": "yes"}, "do_sample 'yes', which is neither"),
+        ({"temperature": -1.0, "do_sample": True}, "temperature must be 0 or from"),
+        ({"seed": 1.5}, "seed 1.5, which is no number"),
+        ({"until": [3]}, r"until \[3\], which is no text or list of texts"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_named(harness, settings, words, monkeypatch):
+    monkeypatch.setattr(HarnessModel, "_written", None)  # nothing is written before
+    asked = [request("generate_until", "w1", {"max_gen_toks": 5}), request("generate_until", "w1", settings, number=1)]
+    with pytest.raises(UserError, match=f"^mine.*generation_kwargs.*{words}"):
+        harness.generate_until(asked, disable_tqdm=True)
+
+
+def test_records_that_no_context_holds_stop_it_or_are_left_out(tmp_path, capsys):
+    """As in smlp zeroshot, with the same accuracy; of all tasks at once."""
+    data = write_tasks(tmp_path / "tasks")
+    short = write_checkpoint(tmp_path / "short", SYMBOLS, max_tokens=6)[0]
+    words = ["--tasks", "copa,piqa,hellaswag", "--data-dir", data]
+    older = tmp_path / "older.jsonl"
+    older.write_text("{}\n")
+    assert lm_eval(short, *words, "--output", older) == 1
+    assert older.read_text() == "{}\n"  # nothing was scored
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "5 records do not fit: 2 of hellaswag, 3 of piqa (first: hellaswag, example 1: a candidate has 7" in error
+    report, ours = tmp_path / "r.json", tmp_path / "ours.json"
+    with (data / "copa" / "val.jsonl").open("a") as file:
+        file.write((data / "copa" / "val.jsonl").read_text())
+    assert lm_eval(short, *words, "--skip-too-long", "--limit", 5, "--json", report) == 0
+    printed = capsys.readouterr().out
+    assert "piqa: 3 records are left out" in printed and "copa: 6 records are in the file once more" in printed
+    more = ["--templates", "lm-eval", "--skip-too-long", "--limit", 5, "--json", ours, "--device", "cpu"]
+    assert main([*map(str, ["zeroshot", "--path", short, *words, *more])]) == 0
+    theirs, ours = json.loads(report.read_text()), json.loads(ours.read_text())["tasks"]
+    for task in ("copa", "piqa", "hellaswag"):
+        assert theirs["results"][task]["acc,none"] == ours[task]["accuracy"]
+        assert theirs["settings"]["num_skipped"].get(task, 0) == ours[task]["num_skipped"]
+
+
 def test_partial_routing_has_to_be_filled(tmp_path):
     path, decoder = write_checkpoint(tmp_path, SYMBOLS, "smlp_partial_tiny", 40, prefix_fraction=0.4)
     lm = smlp.load_pretrained(path)
@@ -198,9 +289,46 @@ def test_the_command_prints_the_harness_table_and_writes_its_results(path, data,
     assert results["copa"]["acc,none"] == sum(row["acc"] for row in rows if row["task"] == "copa") / 3
 
 
+def test_no_older_file_passes_for_the_result_of_a_run_that_was_stopped(path, data, tmp_path, monkeypatch):
+    older = [tmp_path / "r.json", tmp_path / "o.jsonl"]
+    for file in older:
+        file.write_text("{}\n")
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("smlp.scoring.candidates.CandidateScorer.score", stop)
+    assert lm_eval(path, "--tasks", "copa", "--data-dir", data, "--json", older[0], "--output", older[1]) == 130
+    assert not any(file.exists() for file in older)
+
+
 def test_what_the_harness_cannot_do_is_one_sentence(path, data, capsys):
     assert lm_eval(path, "--tasks", "copa", "--data-dir", data, "--num-fewshot", 70) == 1
     assert "lm-evaluation-harness cannot run copa (ValueError: " in capsys.readouterr().err
+
+
+def test_mistakes_in_a_task_of_ones_own_are_one_sentence(path, data, tmp_path, capsys):
+    definition = {
+        "task": "mine", "dataset_path": "json", "output_type": "generate_until", "validation_split": "validation",
+        "dataset_kwargs": {"data_files": {"validation": str(data / "copa" / "val.jsonl")}, "cache_dir": str(tmp_path)},
+        "doc_to_text": "{{premise}}", "doc_to_target": "{{choice1}}", "generation_kwargs": {"max_gen_toks": 2},
+        "metric_list": [{"metric": "exact_match"}],
+    }  # fmt: skip
+    for change, words in (
+        ({"doc_to_text": "{{nothing}}"}, "UndefinedError: 'nothing' is undefined"),
+        ({"validation_split": "x"}, "KeyError: 'x'"),
+        ({"generation_kwargs": {"typical_p": 1}}, "mine: generation_kwargs has 'typical_p', which cannot be done here"),
+    ):
+        (tmp_path / "mine.yaml").write_text(json.dumps({**definition, **change}))
+        assert lm_eval(path, "--tasks", "mine", "--include-path", tmp_path) == 1
+        assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_is_wrong_with_every_file_is_said_at_once(path, tmp_path, capsys):
+    assert lm_eval(path, "--tasks", "copa,piqa", "--data-dir", tmp_path) == 1
+    *_, first, copa, piqa = capsys.readouterr().err.splitlines()
+    assert first == "smlp: error: 2 of 2 tasks cannot be scored:"
+    assert "copa/val.jsonl is missing" in copa and "piqa/valid.jsonl or" in piqa
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from running import run_python
 from tiny_checkpoints import write_checkpoint
 from zeroshot_data import WORDS, write_tasks
 
+from smlp.cli import progress
 from smlp.cli.main import main
 from smlp.cli.scoring_options import NEWLINES as NEWLINE_CHOICES
 from smlp.cli.zeroshot import _SCORING, _TASKS, _TEMPLATES
+from smlp.scoring.candidates import CandidateScorer
 from smlp.scoring.texts import NEWLINES
 from smlp.tokenizer import Vocabulary
 from smlp.zeroshot.readers import READERS
@@ -126,6 +129,145 @@ def test_ranks_write_the_same_files(model, data, tmp_path):
     assert done.stdout.count("average") == 1 and "[rank 1]" not in done.stdout
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "answers.jsonl").read_bytes()
     assert json.loads((tmp_path / "two.json").read_text()) == report and len(rows) == 12
+
+
+class Stopped:
+    """Ctrl-C after a number of batches; counts those that are scored."""
+
+    def __init__(self, monkeypatch, after=None):
+        self.num_scored, score = 0, CandidateScorer.score
+
+        def count(scorer, groups, batch):
+            if self.num_scored == after:
+                raise KeyboardInterrupt
+            self.num_scored += 1
+            return score(scorer, groups, batch)
+
+        monkeypatch.setattr(CandidateScorer, "score", count)
+
+
+@pytest.mark.parametrize("scoring", ["auto", "unconditional"])
+def test_a_run_that_was_stopped_is_resumed_where_it_was(model, data, tmp_path, capsys, monkeypatch, scoring):
+    """No older file passes for its result, and what it writes in the end is what it would have written at once."""
+    command = ["--tasks", "copa,record", "--batch-tokens", "20", "--scoring", scoring]
+    once = tmp_path / "once"
+    once.mkdir()
+    report, _ = results(once, model[0], data, *command)
+    files = output, new_report = tmp_path / "answers.jsonl", tmp_path / "report.json"
+    for file in files:
+        file.write_text("{}\n")
+    command += ["--output", output, "--json", new_report]
+    with monkeypatch.context() as patch:
+        first = Stopped(patch, after=7)
+        assert zeroshot(model[0], data, *command) == 130
+    assert not output.exists() and not new_report.exists()
+    partial = tmp_path / "answers.jsonl.partial"
+    lines = partial.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + first.num_scored == 8 and json.loads(lines[0])["batch_tokens"] == 20
+    partial.write_bytes(b"".join(lines[:-1]) + lines[-1][:-9])  # as a machine that went down may leave it
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        second = Stopped(patch)
+        assert zeroshot(model[0], data, *command) == 0
+    assert f"{partial}: 6 batches are scored already" in capsys.readouterr().err
+    assert output.read_bytes() == (once / "answers.jsonl").read_bytes() and json.loads(new_report.read_text()) == report
+    with monkeypatch.context() as patch:
+        every = Stopped(patch)
+        assert zeroshot(model[0], data, *command) == 0
+    assert second.num_scored == every.num_scored - 6 and not partial.exists()
+
+
+def test_a_run_that_was_stopped_is_not_resumed_as_another(model, data, tmp_path, capsys, monkeypatch):
+    path = write_checkpoint(tmp_path / "model", SYMBOLS, max_tokens=CONTEXT)[0]
+    tasks = write_tasks(tmp_path / "tasks")
+    output = tmp_path / "answers.jsonl"
+    command = ["--tasks", "copa", "--batch-tokens", "20", "--output", output]
+    with monkeypatch.context() as patch:
+        Stopped(patch, after=1)
+        assert zeroshot(path, tasks, *command) == 130
+    partial = tmp_path / "answers.jsonl.partial"
+    kept = partial.read_bytes()
+    output.write_text("{}\n")
+
+    def refused(*more, words):
+        capsys.readouterr()
+        assert zeroshot(path, tasks, *command, *more) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and str(partial) in error and all(word in error for word in words), error
+        assert partial.read_bytes() == kept and output.read_text() == "{}\n"
+
+    refused("--limit", 3, words=["limit None there and 3 here", "other records of copa", "repeat its command"])
+    refused("--batch-tokens", 50, words=["batch_tokens 20 there and 50 here"])
+    refused("--tasks", "copa,piqa", words=["other records of piqa"])
+    state = torch.load(path)
+    state["model"]["decoder.core.norm.weight"][0] += 1
+    torch.save(state, path)
+    refused(words=["with other weights:"])
+    state["model"]["decoder.core.norm.weight"][0] -= 1
+    torch.save(state, path)
+    val = tasks / "copa" / "val.jsonl"
+    content = val.read_text()
+    val.write_text(content.replace('"w1', '"w2'))
+    refused(words=["with other records of copa:"])
+    val.write_text(content)
+    lines = kept
+    for kept in (b"mine", b"mine\n", lines + b"[1]\n", lines.replace(b"[[[-", b"[[[-1")):
+        partial.write_bytes(kept)
+        refused(words=["is damaged, or no file of scores"])
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(model, data, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0)
+    assert zeroshot(model[0], data, "--tasks", "copa,piqa") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("piqa: 12 of 12 records, ") and "\r" not in "".join(lines)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 60)
+    assert zeroshot(model[0], data, "--tasks", "copa") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_wrong_with_every_task_is_said_before_the_first_is_scored(data, tmp_path, capsys, monkeypatch):
+    path, _ = write_checkpoint(tmp_path / "shorter", SYMBOLS, max_tokens=6)
+    Stopped(monkeypatch, after=0)
+    (tmp_path / "tasks").mkdir()
+    for task in ("copa", "piqa", "winogrande", "hellaswag", "record"):
+        (tmp_path / "tasks" / task).symlink_to(data / task)
+    assert zeroshot(path, tmp_path / "tasks", "--tasks", "all") == 1
+    first, *listed = capsys.readouterr().err.splitlines()
+    assert first == "smlp: error: 5 of 6 tasks cannot be scored:"
+    too_long = [line.strip().partition(": ")[0] for line in listed if "of 6 examples do not fit" in line]
+    assert too_long == ["piqa", "winogrande", "hellaswag", "record"]
+    assert len(listed) == 5 and "cloze_test_ALL_test.csv" in listed[1] and "is missing" in listed[1]
+
+
+def test_lines_that_are_there_twice_count_once(model, data, tmp_path, capsys):
+    tasks = tmp_path / "tasks"
+    shutil.copytree(data, tasks)
+    val = tasks / "copa" / "val.jsonl"
+    rows = [json.loads(line) for line in val.read_text().splitlines()]
+    once = results(tmp_path, model[0], tasks, "--tasks", "copa")[0]["tasks"]["copa"]
+    with val.open("a") as file:
+        for row in [*rows, {**rows[0], "idx": 77}, {**rows[0], "premise": "w9 w8 .", "idx": 3}]:
+            file.write(json.dumps(row) + "\n")
+    twice = results(tmp_path, model[0], tasks, "--tasks", "copa", "--limit", 6)[0]["tasks"]["copa"]
+    assert twice["num_repeated"] == 6 and twice["num_records"] == 8 and twice["n"] == 6
+    assert twice["standard_error"] == once["standard_error"] and twice["num_alike"] == twice["num_shared_ids"] == 0
+    printed = capsys.readouterr().out
+    assert "6 records are in the file once more" in printed
+    assert "copa: the first 6 of 8 records, in the order of the file, which is no random sample; " in printed
+    whole = results(tmp_path, model[0], tasks, "--tasks", "copa")[0]["tasks"]["copa"]
+    assert (whole["n"], whole["num_alike"], whole["num_shared_ids"]) == (8, 1, 1)
+
+
+def test_gpt3_compares_means_of_completions(model, data, tmp_path):
+    path, decoder = model
+    more = ["--templates", "gpt3", "--limit", 2]
+    report, rows = results(tmp_path, path, data, "--tasks", "piqa,winogrande,record", *more)
+    assert {one["rule"] for one in report["tasks"].values()} == {"tokens"}
+    for row in rows:
+        for candidate in row["candidates"]:
+            values = log_probs(decoder, ids_of(row["prompt"] + candidate["text"]))[candidate["num_context_tokens"] :]
+            assert candidate["scores"]["tokens"] == pytest.approx(sum(values) / len(values), abs=1e-5)
 
 
 def test_short_contexts_are_cut_on_the_left_and_counted(data, tmp_path):

@@ -157,6 +157,15 @@ def changed(record, **more):
         ("winogrande", "dev.jsonl", changed(WINOGRANDE, answer=""), "'answer' is missing: a split without answers"),
         ("hellaswag", "hellaswag_val.jsonl", changed(HELLASWAG, endings=["a"]), "must be a list of 4 texts"),
         ("hellaswag", "hellaswag_val.jsonl", changed(HELLASWAG, label="4"), "one of 0, 1, 2, 3, found '4'"),
+        ("copa", "val.jsonl", changed(COPA, premise="a \udc41 b"), r"line 1: the text .*lone surrogate, U\+DC41"),
+        (
+            "hellaswag",
+            "hellaswag_val.jsonl",
+            changed(HELLASWAG, ctx_b="absent", ctx="a b"),
+            "'ctx_b' is missing, and 'ctx' goes on after 'ctx_a'",
+        ),
+        ("record", "val.jsonl", changed(RECORD, qas="absent", questions=[]), "line 1: 'qas' is missing"),
+        ("record", "val.jsonl", changed(RECORD, qas=[]), "line 1: 'qas' has no query"),
         ("record", "val.jsonl", changed(RECORD, passage=3), "'passage' must be an object"),
         ("record", "val.jsonl", changed(RECORD, qas=[{"query": "none", "answers": []}]), "one @placeholder, found 0"),
         (
@@ -176,6 +185,12 @@ def changed(record, **more):
             "val.jsonl",
             changed(RECORD, qas=[{"query": "@placeholder", "answers": [{"start": 0, "end": 1}]}]),
             "the answer 'Al' is none of the 4 entities",
+        ),
+        (
+            "record",
+            "val.jsonl",
+            changed(RECORD, qas=[{"query": "@placeholder", "answers": [{"start": False, "end": 1}]}]),
+            "span False to 1 in a passage",
         ),
     ],
 )
@@ -197,6 +212,19 @@ def test_odd_files_are_named_too(tmp_path):
         (tmp_path / "val.jsonl").write_text(text + "\n", encoding="utf-8")
         with pytest.raises(UserError, match=r"val.jsonl, line 1: not JSON"):
             read("copa", tmp_path)
+
+
+@pytest.mark.parametrize("end", [".gz", ".zst", ".xz", ".bz2"])
+def test_compressed_files_are_named_where_they_are_missing(tmp_path, end):
+    (tmp_path / f"val.jsonl{end}").write_bytes(b"any")
+    with pytest.raises(UserError, match=rf"copa/val.jsonl is missing; .*/val.jsonl{end} is there: decompress it"):
+        read("copa", tmp_path)
+    write(tmp_path / "valid.jsonl", PIQA)
+    write(tmp_path / "dev.jsonl", WINOGRANDE)
+    for task, labels in (("piqa", "valid-labels.lst"), ("winogrande", "dev-labels.lst")):
+        (tmp_path / f"{labels}{end}").write_bytes(b"any")
+        with pytest.raises(UserError, match=rf"{labels} is missing.*{labels}{end} is there: decompress it"):
+            read(task, tmp_path)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

@@ -27,6 +27,7 @@ SECOND = scored([1, 2, 3, 6, 7, 9], [-1, -2, -3, -1, -2, -6], num_chars=6, uncon
         ("mean", [-4.5, -3]),  # after 1 2 3, which the candidates share
         ("suffix", [-5, -6]),
         ("continuation", [-12, -12]),
+        ("tokens", [-4, -3]),  # of the completion: 3 5 9 and 3 6 7 9
         ("chars", [-3, -2]),
         ("unconditional", [-2, -10]),
     ],
@@ -73,7 +74,8 @@ def test_the_first_of_equals_is_chosen():
 
 
 def test_headline_rules():
-    assert headline_rule("copa", "fair") == "mean" and headline_rule("winogrande", "gpt3") == "suffix"
+    assert headline_rule("copa", "fair") == "mean" and headline_rule("winogrande", "fair") == "suffix"
+    assert headline_rule("winogrande", "gpt3") == headline_rule("piqa", "gpt3") == "tokens"
     assert headline_rule("winogrande", "lm-eval") == headline_rule("record", "lm-eval") == "continuation"
 
 

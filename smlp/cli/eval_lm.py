@@ -103,9 +103,11 @@ def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
 
 def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team) -> int:
     from smlp.cli.eval_report import print_parity
-    from smlp.cli.json_file import write_json
+    from smlp.cli.json_file import remove_outputs, write_json
     from smlp.evaluation.parity import compare
 
+    if team.is_first:
+        remove_outputs(args.json)
     parity = compare(model.decoder, samples, len(text.stream.tokens), team)
     if team.is_first:
         if args.json:
@@ -121,6 +123,7 @@ def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
 def _evaluate(
     args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team
 ) -> int:
+    from smlp.cli.json_file import remove_outputs
     from smlp.evaluation.scoring import score_samples
     from smlp.scoring.capacity import limit_places, routers_with_places
 
@@ -133,6 +136,8 @@ def _evaluate(
         is_cpu = model.decoder.embedding.weight.device.type == "cpu"
         max_tokens = CPU_MAX_TOKENS if is_cpu else GPU_MAX_TOKENS
     batches = samples.batches(args.batch_size, max_tokens)
+    if team.is_first:
+        remove_outputs(args.json, args.per_document)
     start = time.perf_counter()
     progress = _progress(team, len(batches))
     scores = score_samples(model.decoder, samples, batches, len(text.stream.tokens), team, seen=progress)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
+from smlp.cli.progress import ProgressLine
 from smlp.config import LEAKY_WARNING, ModelConfig
 from smlp.context import ForwardContext
 from smlp.evaluation.parity import Parity
@@ -13,7 +13,7 @@ from smlp.evaluation.scoring import Choices
 
 
 class Progress:
-    """A line on standard error about the batches of one rank, if that is a terminal.
+    """A line on standard error about the batches of one rank.
 
     Args:
         num_batches: of this rank.
@@ -24,18 +24,15 @@ class Progress:
         self.num_batches, self.num_ranks = num_batches, num_ranks
         self.done = self.positions = 0
         self.start = time.perf_counter()
+        self._line = ProgressLine()
 
     def __call__(self, context: ForwardContext) -> None:
         """Counts a forward pass that is over."""
         self.done += 1
         self.positions += context.tokens_Bn.numel()
-        if not sys.stderr.isatty():
-            return
         rate = self.num_ranks * self.positions / (time.perf_counter() - self.start)
-        end = "\n" if self.done == self.num_batches else ""
-        print(
-            f"\r{self.done}/{self.num_batches} batches, {rate:,.0f} positions/s ", end=end, file=sys.stderr, flush=True
-        )
+        text = f"{self.done}/{self.num_batches} batches, {rate:,.0f} positions/s"
+        self._line.say(text, is_last=self.done == self.num_batches)
 
 
 def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_text: bool) -> list[str]:

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return PromptLoop(_writer(args)).run()
     prompts = [args.prompt] if args.prompt is not None else _read_prompts(args.file)
     writer = _writer(args)
+    _say_what_is_cut(writer, prompts)
     batch_size = DEFAULT_BATCH if args.batch_size is None else args.batch_size
     if args.output is not None:
         _write_file(args, writer, prompts, batch_size)
@@ -73,6 +74,22 @@ def _writer(args: argparse.Namespace) -> TextWriter:
     model = load_model(args)
     drop_nothing(model.decoder)
     return writer_of(args, model)
+
+
+def _say_what_is_cut(writer: TextWriter, prompts: Sequence[str]) -> None:
+    if writer.limits.when_full != "slide":
+        return
+    tokens = [writer.prompt_tokens(prompt) for prompt in prompts]
+    cut = [(number, count) for number, count in enumerate(writer.num_cut(tokens)) if count]
+    if not cut:
+        return
+    number, count = max(cut, key=lambda pair: pair[1])
+    which = "the prompt" if len(prompts) == 1 else f"{len(cut)} of {len(prompts)} prompts, at most prompt {number + 1}:"
+    print(
+        f"the model's context of {writer.decoder.config.max_tokens} tokens is too short for {which}: of its "
+        f"{len(tokens[number])} tokens (start symbol included), the first {count} are not read",
+        file=sys.stderr,
+    )
 
 
 def _write_as_it_comes(writer: TextWriter, prompt: str) -> None:
@@ -113,9 +130,10 @@ def _record(continuation: Continuation, settings: dict[str, Any]) -> dict[str, A
 
 def _read_prompts(path: str) -> list[str]:
     from smlp.errors import UserError
+    from smlp.named_files import read_bytes
 
     try:
-        data = sys.stdin.buffer.read() if path == "-" else open(path, "rb").read()  # noqa: SIM115
+        data = sys.stdin.buffer.read() if path == "-" else read_bytes(path)
     except OSError as error:
         raise UserError(f"cannot read prompts from {path}: {error.strerror}") from None
     try:

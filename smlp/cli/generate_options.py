@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from smlp.cli.scoring_options import check_least
+
 if TYPE_CHECKING:
     from smlp.generation import TextWriter
     from smlp.pretrained import LanguageModel
@@ -38,7 +40,7 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
         "--when-full",
         choices=("refuse", "stop", "slide"),
         help="where a text needs more than the model's context: refuse it before anything is written (default), stop "
-        "there, or forget the earlier half and go on",
+        "there, or forget the earlier half and go on (of a prompt that is longer, the beginning is not read)",
     )
     length.add_argument("--slide", action="store_true", help="the same as --when-full slide")
     length.add_argument(
@@ -82,6 +84,7 @@ def check_options(args: argparse.Namespace) -> None:
     """
     from smlp.errors import UserError
 
+    check_least(args, batch_size=1)
     if args.slide and args.when_full not in (None, "slide"):
         raise UserError(f"--slide does not go with --when-full {args.when_full}")
     if args.interactive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
+
+#: open to the end of the process, so that who reads from one waits for what is written at last
+_PIPES: dict[str, int] = {}
 
 
 def write_json(path: str, value: Any) -> None:
@@ -73,6 +77,13 @@ def check_output(option: str, path: str) -> None:
         place = path if Path(path).exists() else Path(path).parent
         if not os.access(place, os.W_OK):
             raise UserError(f"cannot write {option} {path}: {place} may not be written to")
+        if Path(path).is_fifo() and path not in _PIPES:
+            try:
+                _PIPES[path] = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                raise UserError(f"cannot write {option} {path}: nothing reads from this pipe") from None
 
 
 def check_outputs(**paths: str | None) -> None:
@@ -90,6 +101,16 @@ def check_outputs(**paths: str | None) -> None:
         other = seen.setdefault(Path(path).resolve(), option)
         if other != option:
             raise UserError(f"{other} and {option} both name {path}: one would be lost")
+
+
+def remove_outputs(*paths: str | None) -> None:
+    """To be called when the work begins: until it is done, no result of an earlier command may pass for its own."""
+    for path in map(Path, filter(None, paths)):
+        if path.is_file():
+            try:
+                os.truncate(path, 0) if path.is_symlink() else path.unlink()
+            except OSError as error:
+                raise UserError(f"cannot remove the older {path}: {error.strerror}") from None
 
 
 def _line(row: Any) -> str:

@@ -6,16 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from smlp.cli.json_file import check_outputs, write_json, write_json_lines
+from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.model_options import add_model_options, load_model
-from smlp.cli.scoring_options import add_scoring_options, check_least
+from smlp.cli.scoring_options import add_scoring_options, add_skip_option, check_least
 from smlp.cli.team_options import add_team_options, as_team
 from smlp.errors import UserError
 from smlp.launch.team import Team
 
 HELP = "tasks of lm-evaluation-harness"
 EPILOG = """examples:
-  smlp lm-eval --path checkpoint_best.pt --tasks copa,hellaswag --data-dir tasks
+  smlp lm-eval --path checkpoint_best.pt --tasks copa,hellaswag --data-dir tasks --skip-too-long
   smlp lm-eval --path checkpoint_best.pt --tasks lambada_openai,wikitext --json results.json
   smlp lm-eval --path checkpoint_best.pt --tasks mine --include-path my_tasks
 
@@ -33,9 +33,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--tasks", required=True, help="names, with commas; lm-eval ls tasks lists the harness's own")
     parser.add_argument("--data-dir", type=Path, help="official files of the six tasks of smlp zeroshot")
     parser.add_argument("--include-path", type=Path, help="folder with more tasks (YAML)")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N records of each task")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only the first N records of each task, which is no random sample"
+    )
     parser.add_argument("--num-fewshot", type=int, metavar="K", help="solved examples (default: the task's own number)")
     add_scoring_options(parser)
+    add_skip_option(parser)
     parser.add_argument("--output", metavar="FILE", help="write every record with its answers, as JSONL")
     parser.add_argument("--json", metavar="FILE", help="write the results here too")
     add_team_options(parser)
@@ -73,7 +76,9 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
         fill_prefix=args.fill_prefix,
         team=team,
     )
-    found = evaluate(model, names, args.data_dir, args.include_path, args.num_fewshot, args.limit)
+    if team.is_first:
+        model.begins = lambda: remove_outputs(args.output, args.json)
+    found = evaluate(model, names, args.data_dir, args.include_path, args.num_fewshot, args.limit, args.skip_too_long)
     if found is None:
         return 0
     samples = found.pop("samples")
@@ -93,6 +98,9 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
             "max_tokens": model.max_length,
             "num_fewshot": args.num_fewshot,
             "limit": args.limit,
+            "skip_too_long": args.skip_too_long,
+            "num_skipped": found["num_skipped"],
+            "num_repeated": found["num_repeated"],
             "num_truncated": found["num_truncated"],
             "num_partly_scored": found["num_partly_scored"],
         }
@@ -107,6 +115,12 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     ):
         if count:
             print(f"{count} {what}")
+    for counts, what in (
+        (found["num_skipped"], "are left out: the model's context cannot hold them"),
+        (found["num_repeated"], "are in the file once more, with the same id, and count once"),
+    ):
+        for task, count in counts.items():
+            print(f"{task}: {count} records {what}")
     if args.output:
         print(f"{len(rows)} records in {args.output}")
     return 0

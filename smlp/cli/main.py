@@ -21,6 +21,7 @@ import os
 import sys
 
 from smlp import __version__
+from smlp.cli.interrupts import interrupted_after_imports
 from smlp.errors import ParallelError, UserError
 from smlp.launch.cores import let_waiting_threads_sleep
 
@@ -51,8 +52,13 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 def main(argv: list[str] | None = None) -> int:
     """Run ``smlp ARGV`` and return its exit status."""
     let_waiting_threads_sleep()
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            # names of files and generated text may have characters that the terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
-        status = _dispatch(sys.argv[1:] if argv is None else argv)
+        with interrupted_after_imports():
+            status = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
         return status
     except (UserError, ParallelError) as error:
@@ -65,6 +71,12 @@ def main(argv: list[str] | None = None) -> int:
         # Nobody reads any more. Python would complain once again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _flush_quietly()
+        print(f"smlp: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILURE
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -21,6 +21,13 @@ def add_scoring_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_skip_option(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--skip-too-long``."""
+    parser.add_argument(
+        "--skip-too-long", action="store_true", help="leave out, and count, records that the context cannot hold"
+    )
+
+
 def check_least(args: argparse.Namespace, **least: int) -> None:
     """Checks options that are numbers.
 

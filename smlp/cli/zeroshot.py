@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smlp.cli.json_file import check_outputs, write_json, write_json_lines
+from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.model_options import add_model_options, load_model
-from smlp.cli.scoring_options import add_scoring_options, check_least
+from smlp.cli.progress import RecordsProgress
+from smlp.cli.scoring_options import add_scoring_options, add_skip_option, check_least
 from smlp.cli.team_options import add_team_options, as_team
 from smlp.errors import UserError
 from smlp.launch.team import Team
@@ -16,9 +18,14 @@ from smlp.zeroshot.readers import READERS
 from smlp.zeroshot.rules import RULES
 from smlp.zeroshot.templates import TEMPLATES
 
+if TYPE_CHECKING:
+    from smlp.pretrained import LanguageModel
+    from smlp.zeroshot.evaluate import Task
+    from smlp.zeroshot.partial import PartialScores
+
 HELP = "accuracy on COPA, PIQA, StoryCloze, Winogrande, HellaSwag and ReCoRD"
 EPILOG = """examples:
-  smlp zeroshot --path checkpoint_best.pt --tasks all --data-dir tasks
+  smlp zeroshot --path checkpoint_best.pt --tasks all --data-dir tasks --skip-too-long
   smlp zeroshot --path checkpoint_best.pt --tasks copa,piqa --data-dir tasks --output answers.jsonl --json report.json
   smlp zeroshot --path checkpoint_best.pt --tasks hellaswag --data-dir tasks --num-fewshot 4 --nproc 2
   srun --ntasks=16 smlp zeroshot --path checkpoint_best.pt --tasks all --data-dir tasks
@@ -43,14 +50,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--scoring", choices=_SCORING, default="auto", help="rule that decides (default: the templates' own)"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N records of each task")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only the first N records of each task's file, which is no random sample"
+    )
     parser.add_argument("--num-fewshot", type=int, default=0, metavar="K", help="solved examples before each record")
     parser.add_argument("--fewshot-seed", type=int, default=1, help="draws them (default: %(default)s)")
     add_scoring_options(parser)
+    add_skip_option(parser)
     parser.add_argument(
-        "--skip-too-long", action="store_true", help="leave out, and count, records that the context cannot hold"
+        "--output",
+        metavar="FILE",
+        help="write every record with its candidates' scores, as JSONL; until then, scores are kept in FILE.partial, "
+        "from which the same command resumes",
     )
-    parser.add_argument("--output", metavar="FILE", help="write every record with its candidates' scores, as JSONL")
     parser.add_argument("--json", metavar="FILE", help="write the report here too")
     add_team_options(parser)
     return parser
@@ -92,11 +104,9 @@ def task_names(text: str) -> list[str]:
 
 
 def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
-    from tqdm import tqdm
-
     from smlp.scoring.candidates import CandidateScorer
     from smlp.scoring.capacity import drop_nothing
-    from smlp.zeroshot.evaluate import Protocol, answer_task, read_task
+    from smlp.zeroshot.evaluate import Protocol, answer_task, read_tasks
     from smlp.zeroshot.report import average, json_rows, summarise, table, table_6
 
     protocol = Protocol(
@@ -106,21 +116,9 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     drop_nothing(model.decoder)
     config = model.decoder.config
     encoding = model.encoding(args.newline, args.fill_prefix)
-    tasks = [read_task(name, args.data_dir, protocol, encoding) for name in names]
+    tasks = read_tasks(names, args.data_dir, protocol, encoding)
     scorer = CandidateScorer(model.decoder)
     prefix = model.vocabulary.symbols[model.start_token]
-    summaries, rows = {}, []
-    # of this rank
-    total = sum(len(task.prepared.examples) for task in tasks) // team.size
-    with tqdm(total=total, unit=" records", disable=None if team.is_first else True) as progress:
-        for task in tasks:
-            progress.set_description(task.name)
-            answers = answer_task(task, scorer, args.batch_tokens, team, progress.update)
-            summaries[task.name] = summarise(task, answers, config.prefix_tokens)
-            if team.is_first and args.output:
-                rows += json_rows(task, answers, prefix, model.vocabulary.symbols)
-    if not team.is_first:
-        return 0
     settings = {
         "model": str(args.path),
         "templates": args.templates,
@@ -137,6 +135,18 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
         "skip_too_long": args.skip_too_long,
         "batch_tokens": args.batch_tokens,
     }
+    kept = _kept_scores(args, settings, model, tasks, team)
+    if team.is_first:
+        remove_outputs(args.output, args.json)
+    summaries, rows = {}, []
+    progress = RecordsProgress(sum(len(task.prepared.examples) for task in tasks), team.is_first)
+    for task in tasks:
+        answers = answer_task(task, scorer, args.batch_tokens, team, progress.of(task.name), kept)
+        summaries[task.name] = summarise(task, answers, config.prefix_tokens)
+        if team.is_first and args.output:
+            rows += json_rows(task, answers, prefix, model.vocabulary.symbols)
+    if not team.is_first:
+        return 0
     if args.output:
         write_json_lines("--output", args.output, rows)
     if args.json:
@@ -145,4 +155,28 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     print(f"{args.path}: {described}\n\n{table(summaries)}\n\n{table_6(summaries, Path(args.path).name)}")
     if args.output:
         print(f"\n{len(rows)} records in {args.output}")
+    if kept is not None:
+        kept.remove()
     return 0
+
+
+def _kept_scores(
+    args: argparse.Namespace, settings: dict[str, Any], model: LanguageModel, tasks: list[Task], team: Team
+) -> PartialScores | None:
+    """The scores of a run with the same output that was stopped; None without an output to keep them by."""
+    from smlp.zeroshot.partial import PartialScores, digest_of, partial_path, weights_digest
+
+    if not args.output or (Path(args.output).exists() and not Path(args.output).is_file()):
+        return None
+    pins = {}
+    if team.is_first:
+        pins = {
+            **{name: value for name, value in settings.items() if name not in ("model", "data_dir")},
+            "device": model.decoder.embedding.weight.device.type,
+            "weights": weights_digest(model.decoder),
+            **{f"records of {task.name}": digest_of(task.prepared.parts()) for task in tasks},
+        }
+    kept = PartialScores(partial_path(args.output), pins, team)
+    if team.is_first and kept.num_batches:
+        print(f"{kept.path}: {kept.num_batches} batches are scored already", file=sys.stderr)
+    return kept

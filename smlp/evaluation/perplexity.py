@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from smlp.errors import UserError
+from smlp.named_files import read_text
 from smlp.perplexity import of_nats
 
 
@@ -88,12 +89,12 @@ def read_lines(path: str | Path) -> list[str]:
         UserError: it cannot be read.
     """
     try:
-        with Path(path).open(encoding="utf-8") as lines:
-            return [line.removesuffix("\n") for line in lines]
+        text = read_text(path)
     except OSError as error:
         raise UserError(f"text file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"text file {path} is not UTF-8: {error.reason}") from error
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def line_sizes(lines: list[str]) -> tuple[np.ndarray, np.ndarray]:

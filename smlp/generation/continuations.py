@@ -19,6 +19,8 @@ from smlp.tokenizer import Tokenizer
 
 #: batches whose prompts are sorted by length, so that those in a batch are about as long as each other
 BATCHES_AHEAD = 8
+#: texts of a prompt, which are written side by side
+_MAX_RETURN = 2**16
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Continuation:
     finish: str
     #: what beam search ranked by; None for sampled texts
     score: float | None = None
+    #: tokens at the beginning of the prompt that the model did not read, where texts slide
+    num_cut_tokens: int = 0
 
     @property
     def log_prob(self) -> float:
@@ -92,11 +96,15 @@ class TextWriter:
 
     def __post_init__(self) -> None:
         StopStrings(self.stop)
-        if self.num_return < 1:
-            raise UserError(f"num_return must be at least 1, got {self.num_return}")
+        if not 1 <= self.num_return <= _MAX_RETURN:
+            raise UserError(f"num_return must be from 1 to {_MAX_RETURN}, got {self.num_return}")
         if not self._searches:
             if self.num_return > 1 and self.method.temperature == 0:
                 raise UserError(f"num_return={self.num_return} texts of greedy choices would all be the same")
+        elif self.method.size >= len(self.tokenizer.vocabulary):
+            raise UserError(
+                f"beam={self.method.size} must be below the {len(self.tokenizer.vocabulary)} symbols of the dictionary"
+            )
         elif self.num_return > self.method.size:
             raise UserError(f"num_return={self.num_return} is more than the beam={self.method.size} texts of a search")
         elif self.stop:
@@ -142,8 +150,16 @@ class TextWriter:
         if batch_size < 1:
             raise UserError(f"batch_size must be at least 1, got {batch_size}")
         tokens = [self.prompt_tokens(prompt) for prompt in prompts]
-        ready_prompts(self.decoder.config, tokens, self.limits, self._fill, reads_last=self._searches)
-        return self._in_batches(prompts, tokens, batch_size)
+        return self._in_batches(prompts, tokens, self.num_cut(tokens), batch_size)
+
+    def num_cut(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """How many tokens at the beginning of each prompt of ids the model does not read, where texts slide.
+
+        Raises:
+            UserError: a prompt does not fit.
+        """
+        ready = ready_prompts(self.decoder.config, prompts, self.limits, self._fill, reads_last=self._searches)
+        return [prompt.num_cut for prompt in ready]
 
     @property
     def _searches(self) -> bool:
@@ -169,7 +185,7 @@ class TextWriter:
             yield text, shown[key].follow(text)
 
     def _in_batches(
-        self, prompts: Sequence[str], tokens: list[list[int]], batch_size: int
+        self, prompts: Sequence[str], tokens: list[list[int]], num_cut: list[int], batch_size: int
     ) -> Iterator[list[Continuation]]:
         window = batch_size * BATCHES_AHEAD
         for start in range(0, len(prompts), window):
@@ -177,15 +193,15 @@ class TextWriter:
             done: dict[int, list[Continuation]] = {}
             for first in range(0, len(order), batch_size):
                 batch = order[first : first + batch_size]
-                for text, shown in self._finished([tokens[index] for index in batch]):
+                for text, shown in self.finished([tokens[index] for index in batch]):
                     index = batch[text.prompt]
-                    written = (text.tokens, text.log_probs, text.finish, text.score)
+                    written = (text.tokens, text.log_probs, text.finish, text.score, num_cut[index])
                     done.setdefault(index, []).append(Continuation(prompts[index], index, text.draw, shown, *written))
             for index in sorted(order):
                 yield sorted(done.get(index, []), key=lambda continuation: continuation.draw)
 
-    def _finished(self, batch: list[list[int]]) -> Iterator[tuple[Text, str]]:
-        """The finished texts of a batch, and what they are as strings; in no particular order."""
+    def finished(self, batch: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
+        """The finished texts of prompts of ids, and what they are as strings; in no particular order."""
         if self._searches:
             found = beam_search(self.decoder, batch, self.limits, self.method, self._banned, self._fill)
             for text in (text for texts in found for text in texts[: self.num_return]):

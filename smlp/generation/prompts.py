@@ -20,6 +20,8 @@ class Prompt:
     room: int
     #: why a text of so many new tokens ends: "length", or "context" where that is what sets the room
     finish: str
+    #: tokens that were cut from its beginning
+    num_cut: int = 0
 
 
 def ready_prompts(
@@ -51,7 +53,8 @@ def ready_prompts(
         where = "" if len(prompts) == 1 else f"prompt {number}: "
         tokens = _filled(config, list(prompt), fill, where)
         if limits.when_full == "slide":
-            ready.append(Prompt(tokens[-config.max_tokens :], limits.max_tokens, "length"))
+            kept = tokens[-config.max_tokens :]
+            ready.append(Prompt(kept, limits.max_tokens, "length", len(tokens) - len(kept)))
             continue
         room = config.max_tokens - len(tokens) + (0 if reads_last else 1)
         if room < (limits.max_tokens if limits.when_full == "refuse" else max(limits.min_tokens, 1)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,14 @@ from smlp.errors import UserError
 
 #: what to do with a text that needs more than the model's context
 WHEN_FULL = ("refuse", "stop", "slide")
+
+
+#: numbers beyond which float32 has only zeros and infinities for what is computed with them
+_TINY, _HUGE = 1e-30, 1e30
+#: a text's length to the power of more has no place in a float64
+_MAX_LENGTH_PENALTY = 50
+#: counted in 32 bits, signed
+_MAX_TOKENS = 2**31 - 1
 
 
 def _require(condition: bool, message: str) -> None:
@@ -40,13 +47,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _require(
-            0 <= self.temperature < math.inf, f"temperature must be a number of at least 0, got {self.temperature}"
+            self.temperature == 0 or _TINY <= self.temperature <= _HUGE,
+            f"temperature must be 0 or from {_TINY:g} to {_HUGE:g}, got {self.temperature}",
         )
         _require(self.top_k >= 0, f"top_k must not be negative, got {self.top_k}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         _require(
-            1 <= self.repetition_penalty < math.inf,
-            f"repetition_penalty must be a number of at least 1, got {self.repetition_penalty}",
+            1 <= self.repetition_penalty <= _HUGE,
+            f"repetition_penalty must be from 1 to {_HUGE:g}, got {self.repetition_penalty}",
         )
         _require(0 <= self.seed < 2**63, f"seed must be at least 0 and below 2**63, got {self.seed}")
 
@@ -67,7 +75,10 @@ class BeamSearch:
 
     def __post_init__(self) -> None:
         _require(self.size >= 1, f"beam must be at least 1, got {self.size}")
-        _require(math.isfinite(self.length_penalty), f"length_penalty must be a number, got {self.length_penalty}")
+        _require(
+            abs(self.length_penalty) <= _MAX_LENGTH_PENALTY,
+            f"length_penalty must be from {-_MAX_LENGTH_PENALTY} to {_MAX_LENGTH_PENALTY}, got {self.length_penalty}",
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,9 @@ class Limits:
     when_full: str = "refuse"
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
+        _require(
+            1 <= self.max_tokens <= _MAX_TOKENS, f"max_tokens must be from 1 to {_MAX_TOKENS}, got {self.max_tokens}"
+        )
         _require(
             0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens must be between 0 and max_tokens={self.max_tokens}, got {self.min_tokens}",

@@ -8,7 +8,9 @@ Importing this module registers the model's name, ``smlp``; the harness has no o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,33 @@ from tqdm import tqdm
 
 from smlp.checkpoint.load import load_pretrained
 from smlp.errors import UserError
+from smlp.generation import TextWriter
+from smlp.harness.writing import WritingOrder
 from smlp.launch.team import Team
 from smlp.pretrained import LanguageModel
 from smlp.scoring.candidates import CandidateScorer, TokenScores
 from smlp.scoring.capacity import drop_nothing
-from smlp.scoring.texts import Candidates, TokenizedText
+from smlp.scoring.texts import Candidates, TokenizedText, TooLongError
 
 Result = tuple[float, bool]
-#: names under which tasks say how many tokens may be written
-_MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_DEFAULT_MAX_TOKENS = 256
+
+
+class TooLongRecords(UserError):
+    """Records with a continuation that the context cannot hold.
+
+    Args:
+        records: (task, number of the record), and for each what is wrong.
+    """
+
+    def __init__(self, records: dict[tuple[str, int], str]) -> None:
+        (task, number), reason = min(records.items())
+        by_task = Counter(name for name, _ in records)
+        counts = ", ".join(f"{count} of {name}" for name, count in sorted(by_task.items()))
+        super().__init__(
+            f"{len(records)} records do not fit: {counts} (first: {task}, example {number}: {reason}); --skip-too-long "
+            "leaves them out and counts them"
+        )
+        self.records = frozenset(records)
 
 
 @register_model("smlp")
@@ -77,6 +96,8 @@ class HarnessModel(TemplateLM):
         self.batch_tokens = batch_tokens
         #: records whose contexts were cut on the left, and with continuations that begin within the model's prefix
         self.num_truncated = self.num_partly_scored = 0
+        #: called before anything is scored or written; may be set
+        self.begins: Callable[[], None] = lambda: None
         drop_nothing(self.lm.decoder)
         self._scorer = CandidateScorer(self.lm.decoder)
         self._encoding = self.lm.encoding(newline, fill_prefix)
@@ -115,6 +136,7 @@ class HarnessModel(TemplateLM):
             groups.setdefault((request.task_name, request.doc_id), []).append(number)
         results: list[Result] = [(0.0, True)] * len(requests)
         members = list(groups.values())
+        self._check_lengths({key: [texts[number] for number in numbers] for key, numbers in groups.items()})
         candidates = [self._group(requests, numbers, texts) for numbers in members]
         for place, scored in self._scored(candidates, disable_tqdm):
             for number, text, scores in zip(members[place], candidates[place].texts, scored, strict=True):
@@ -128,6 +150,22 @@ class HarnessModel(TemplateLM):
             return self._encoding.pair(context, continuation)
         except UserError as error:
             raise UserError(f"{request.task_name}, example {request.doc_id}: {error}") from None
+
+    def _check_lengths(self, groups: dict[tuple[str, int], list[TokenizedText]]) -> None:
+        """Refuses all records that the context cannot hold, of all ranks, before the first is scored.
+
+        Raises:
+            TooLongRecords: there are some.
+        """
+        too_long = {}
+        for record, texts in groups.items():
+            try:
+                self._encoding.group(texts)
+            except TooLongError as error:
+                too_long[record] = str(error)
+        found = {record: reason for part in self.team.gather(too_long) for record, reason in part.items()}
+        if found:
+            raise TooLongRecords(found)
 
     def _group(
         self, requests: Sequence[Instance], numbers: Sequence[int], texts: Sequence[TokenizedText | None]
@@ -191,47 +229,80 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that the model writes after each context, up to a stop string; contexts that leave no room are cut
-        on the left."""
+        on the left, and counted.
+
+        A request that is there several times (``repeats`` of a task) is answered each time with random numbers of its
+        own, those of the texts of :meth:`smlp.pretrained.LanguageModel.continuations` with as many ``num_return``.
+
+        Raises:
+            UserError: a task's generation_kwargs ask for what cannot be done here; before anything is written.
+        """
         results = [""] * len(requests)
-        alike: dict[str, list[int]] = {}
+        repeats: dict[int, list[int]] = {}
         for number, request in enumerate(requests):
-            alike.setdefault(repr(request.args[1]), []).append(number)
+            repeats.setdefault(id(request), []).append(number)
+        alike: dict[tuple[str, int], list[list[int]]] = {}
+        for numbers in repeats.values():
+            alike.setdefault((repr(requests[numbers[0]].args[1]), len(numbers)), []).append(numbers)
+        orders = []
+        for (_, count), members in alike.items():
+            first = requests[members[0][0]]
+            order = WritingOrder.of(first.args[1], first.task_name)
+            orders.append((members, order, self._writer(order, count, first.task_name)))
+        self.begins()
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank > 0, desc="generate_until") as progress:
-            for numbers in alike.values():
-                for number, text in self._written([requests[n].args[0] for n in numbers], requests[numbers[0]].args[1]):
-                    results[numbers[number]] = text
-                    progress.update()
+            for members, order, writer in orders:
+                contexts = [requests[numbers[0]].args[0] for numbers in members]
+                for member, texts in self._written(contexts, order, writer):
+                    for place, number in enumerate(members[member]):
+                        results[number] = texts[place % len(texts)]
+                    progress.update(len(members[member]))
         for request, text in zip(requests, results, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return results
 
-    def _written(self, contexts: Sequence[str], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
-        """Number of a context, and what is written after it; in no particular order."""
-        max_tokens = next((settings[name] for name in _MAX_TOKENS if name in settings), _DEFAULT_MAX_TOKENS)
-        max_tokens = min(max_tokens, self.max_length - self.lm.decoder.config.prefix_tokens - 1)
-        stop = settings.get("until") or ()
-        stop = [stop] if isinstance(stop, str) else list(stop)
-        sampled = settings.get("do_sample") and settings.get("temperature", 1.0) > 0
-        method = {"greedy": True}
-        if sampled:
-            method = {name: settings[name] for name in ("temperature", "top_k", "top_p") if name in settings}
-        writer = self.lm.writer(
-            max_tokens, stop=[text for text in stop if text], fill_prefix=self.fill_prefix, **method
-        )
-        room = self.max_length - max_tokens
-        prompts = [[self.lm.start_token, *self.tok_encode(context)[-room:]] for context in contexts]
-        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-        size = max(1, self.batch_tokens // self.max_length)
-        for begin in range(0, len(order), size):
-            batch = order[begin : begin + size]
-            shown = [""] * len(batch)
-            for text, new in writer.follow([prompts[number] for number in batch]):
-                shown[text.prompt] += new
-                if text.finish is not None:
-                    yield batch[text.prompt], shown[text.prompt]
+    def _writer(self, order: WritingOrder, count: int, task: str) -> TextWriter:
+        """What writes ``count`` texts after each context; one text where all would be the same."""
+        room = self.max_length - self.lm.decoder.config.prefix_tokens - 1
+        if order.max_tokens > room:
+            warnings.warn(f"{task} asks for {order.max_tokens} new tokens, and at most {room} fit", stacklevel=2)
+        draws = order.method.get("temperature") != 0 and "beam" not in order.method
+        try:
+            return self.lm.writer(
+                min(order.max_tokens, room),
+                stop=() if "beam" in order.method else order.stop,
+                num_return=count if draws else 1,
+                fill_prefix=self.fill_prefix,
+                **order.method,
+            )
+        except UserError as error:
+            raise UserError(f"{task}, generation_kwargs: {error}") from None
+
+    def _written(
+        self, contexts: Sequence[str], order: WritingOrder, writer: TextWriter
+    ) -> Iterator[tuple[int, list[str]]]:
+        """Number of a context, and the texts that are written after it; in no particular order."""
+        # the last new token is read only where it may be followed by the end of a text
+        room = self.max_length - writer.limits.max_tokens - ("beam" in order.method)
+        prompts = []
+        for context in contexts:
+            tokens = self.tok_encode(context)
+            self.num_truncated += len(tokens) > room
+            prompts.append([self.lm.start_token, *tokens[max(len(tokens) - room, 0) :]])
+        by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+        num_rows = order.method.get("beam", writer.num_return)
+        size = max(1, self.batch_tokens // (self.max_length * num_rows))
+        for begin in range(0, len(by_length), size):
+            batch = by_length[begin : begin + size]
+            texts: dict[int, dict[int, str]] = {}
+            for text, shown in writer.finished([prompts[number] for number in batch]):
+                texts.setdefault(batch[text.prompt], {})[text.draw] = shown
+            for number, by_draw in texts.items():
+                yield number, [order.until_stop(by_draw[draw]) for draw in sorted(by_draw)]
 
     def _scored(self, candidates: Sequence[Candidates], disable_tqdm: bool) -> Iterator[tuple[int, list[TokenScores]]]:
         """Place and scores of every group, with a progress bar."""
+        self.begins()
         with tqdm(total=len(candidates), disable=disable_tqdm or self.rank > 0, unit=" records") as progress:
             for found in self._scorer.each(candidates, self.batch_tokens):
                 yield found

@@ -66,7 +66,7 @@ _ROWS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def write_local_task(name: str, data_dir: str | Path, folder: str | Path, with_training: bool = False) -> Path:
+def write_local_task(name: str, data_dir: str | Path, folder: str | Path, with_training: bool = False) -> int:
     """Writes a task for the harness to include: its configuration (YAML) and the records as it wants them (JSONL).
 
     Args:
@@ -76,7 +76,7 @@ def write_local_task(name: str, data_dir: str | Path, folder: str | Path, with_t
         with_training: whether few-shot examples will be wanted.
 
     Returns:
-        The configuration's path.
+        How many lines of the split that is scored say the same as another one; each record is written once.
 
     Raises:
         UserError: an official file is missing or malformed.
@@ -85,10 +85,13 @@ def write_local_task(name: str, data_dir: str | Path, folder: str | Path, with_t
     splits = {"validation": next(iter(reader.splits))}
     if with_training:
         splits["train"] = reader.priming_split(data_dir)
-    files = {}
+    files, num_repeated = {}, {}
     for split, official in splits.items():
         path = folder / f"{name}-{split}.jsonl"
-        rows = map(_ROWS[name], reader.read(data_dir, official))
+        lines = reader.read(data_dir, official)
+        records = items.distinct(lines)
+        num_repeated[split] = len(lines) - len(records)
+        rows = map(_ROWS[name], records)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         files[split] = str(path)
     configuration = {
@@ -106,7 +109,7 @@ def write_local_task(name: str, data_dir: str | Path, folder: str | Path, with_t
         lines += [f"{key}: !function {function}" for key, function in record.FUNCTIONS.items()]
     path = folder / f"{name}.yaml"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return num_repeated["validation"]
 
 
 def _definition(name: str) -> dict[str, Any]:

@@ -78,23 +78,30 @@ class CandidateScorer:
             found.update(zip(rows, self._scores(features_NH, members, batch, blocks, shapes), strict=True))
         return [[found[member, number] for number in range(len(group.texts))] for member, group in enumerate(members)]
 
-    def each(
-        self, groups: Sequence[Candidates], batch_tokens: int, rank: int = 0, num_ranks: int = 1
-    ) -> Iterator[tuple[int, list[TokenScores]]]:
-        """Place and scores of every group, batch by batch; of every ``num_ranks``-th batch only, from ``rank`` on.
+    def score_within_memory(
+        self, groups: Sequence[Candidates], batch: Batch, batch_tokens: int
+    ) -> list[list[TokenScores]]:
+        """:meth:`score` of a batch that was planned with ``batch_tokens``.
+
+        Raises:
+            UserError: the batch does not fit into memory.
+        """
+        try:
+            return self.score(groups, batch)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"a batch of {len(batch.members)} examples does not fit into memory: lower --batch-tokens "
+                f"(now {batch_tokens})"
+            ) from None
+
+    def each(self, groups: Sequence[Candidates], batch_tokens: int) -> Iterator[tuple[int, list[TokenScores]]]:
+        """Place and scores of every group, batch by batch.
 
         Raises:
             UserError: a batch does not fit into memory.
         """
-        for batch in self.plan(groups, batch_tokens)[rank::num_ranks]:
-            try:
-                scored = self.score(groups, batch)
-            except torch.OutOfMemoryError:
-                raise UserError(
-                    f"a batch of {len(batch.members)} examples does not fit into memory: lower --batch-tokens "
-                    f"(now {batch_tokens})"
-                ) from None
-            yield from zip(batch.members, scored, strict=True)
+        for batch in self.plan(groups, batch_tokens):
+            yield from zip(batch.members, self.score_within_memory(groups, batch, batch_tokens), strict=True)
 
     def _reading(self, group: Candidates) -> Reading:
         return Reading.of(group, self.share)

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from smlp.errors import UserError
 from smlp.launch.team import Team
 from smlp.scoring.candidates import CandidateScorer
 from smlp.scoring.encoding import Encoding
+from smlp.zeroshot.items import distinct, without_id
+from smlp.zeroshot.partial import PartialScores
 from smlp.zeroshot.prepare import UNCONDITIONAL_CONTEXT, Prepared, prepare
 from smlp.zeroshot.priming import draw_shots, primed
 from smlp.zeroshot.readers import READERS
 from smlp.zeroshot.rules import RULES, ScoredText, choice, headline_rule, scores
 from smlp.zeroshot.score import score_prepared
 from smlp.zeroshot.templates import Example, example
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Protocol:
     scoring: str = "auto"
     #: None for the task's own split for scoring
     split: str | None = None
-    #: records at most, the first ones; None for all
+    #: records at most, the first ones of the file; None for all
     limit: int | None = None
     num_fewshot: int = 0
     fewshot_seed: int = 1
@@ -49,6 +54,12 @@ class Task:
     #: the rule that decides
     rule: str
     prepared: Prepared
+    #: records of the split, each once, whatever the limit; and how many more lines say the same as one of them
+    num_records: int
+    num_repeated: int
+    #: records that say the same as another but for their id, or have the id of another but say something else
+    num_alike: int
+    num_shared_ids: int
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,9 @@ def read_task(name: str, data_dir: str | Path, protocol: Protocol, encoding: Enc
     """
     reader = READERS[name]
     split = protocol.split or next(iter(reader.splits))
-    found = reader.read(data_dir, split)[: protocol.limit]
+    lines = reader.read(data_dir, split)
+    records = distinct(lines)
+    found = records[: protocol.limit]
     shots, fewshot_split = [], None
     if protocol.num_fewshot:
         fewshot_split = reader.priming_split(data_dir)
@@ -85,7 +98,47 @@ def read_task(name: str, data_dir: str | Path, protocol: Protocol, encoding: Enc
     rule = protocol.rule(name)
     bare = UNCONDITIONAL_CONTEXT[protocol.templates] if rule == "unconditional" else None
     prepared = prepare(name, examples, encoding, bare, protocol.skip_too_long)
-    return Task(name, split, fewshot_split, rule, prepared)
+    return Task(
+        name,
+        split,
+        fewshot_split,
+        rule,
+        prepared,
+        num_records=len(records),
+        num_repeated=len(lines) - len(records),
+        num_alike=len(found) - len(set(map(without_id, found))),
+        num_shared_ids=len(found) - len({item.id for item in found}),
+    )
+
+
+def read_tasks(names: Sequence[str], data_dir: str | Path, protocol: Protocol, encoding: Encoding) -> list[Task]:
+    """:func:`read_task` for several.
+
+    Raises:
+        UserError: with what is wrong with each of them, a line for each where it is more than one.
+    """
+    return list(for_each_task(names, lambda name: read_task(name, data_dir, protocol, encoding)).values())
+
+
+def for_each_task(names: Sequence[str], read: Callable[[str], _T]) -> dict[str, _T]:
+    """What is read of each task, by name.
+
+    Raises:
+        UserError: with what is wrong with each of them, a line for each where it is more than one.
+    """
+    found, problems = {}, []
+    for name in names:
+        try:
+            found[name] = read(name)
+        except UserError as error:
+            problems.append(str(error))
+    distinct_problems = list(dict.fromkeys(problems))
+    if len(distinct_problems) > 1:
+        listed = "".join(f"\n  {problem}" for problem in distinct_problems)
+        raise UserError(f"{len(problems)} of {len(names)} tasks cannot be scored:{listed}")
+    if problems:
+        raise UserError(problems[0])
+    return found
 
 
 def answer_task(
@@ -94,6 +147,7 @@ def answer_task(
     batch_tokens: int,
     team: Team | None = None,
     scored: Callable[[int], None] | None = None,
+    kept: PartialScores | None = None,
 ) -> list[Answer]:
     """The model's choice for every record, in the order of the file.
 
@@ -102,12 +156,13 @@ def answer_task(
         scorer: with the model.
         batch_tokens: positions in a batch.
         team: ranks that share the work; all get the result.
-        scored: called with the number of records that this rank has scored since the last call.
+        scored: called with the number of records that have been scored since the last call, by all ranks.
+        kept: the scores of an earlier run that was stopped, to which those of this one are added.
 
     Raises:
         UserError: the model's numbers are NaN or infinite; the message names the record.
     """
-    found = score_prepared(scorer, task.prepared, batch_tokens, team, scored)
+    found = score_prepared(scorer, task.prepared, batch_tokens, team, scored, kept and kept.of(task.name))
     return [_answer(task, record, texts) for record, texts in zip(task.prepared.examples, found, strict=True)]
 
 

@@ -7,7 +7,12 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from smlp import named_files
 from smlp.errors import UserError
+from smlp.tokenizer import check_characters
+
+#: of files that are not decompressed here, but named where the plain file is missing
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 
 
 def find(data_dir: Path, folders: Sequence[str], names: Sequence[str], source: str) -> Path:
@@ -28,7 +33,9 @@ def find(data_dir: Path, folders: Sequence[str], names: Sequence[str], source: s
     if found is not None:
         return found
     expected = " or ".join(str(data_dir / folders[0] / name) for name in names)
-    raise UserError(f"{expected} is missing; it comes from {source}")
+    compressed = next(_candidates(data_dir, folders, [name + end for name in names for end in _COMPRESSED]), None)
+    hint = f"it comes from {source}" if compressed is None else f"{compressed} is there: decompress it"
+    raise UserError(f"{expected} is missing; {hint}")
 
 
 def has_one(data_dir: Path, folders: Sequence[str], names: Sequence[str]) -> bool:
@@ -49,7 +56,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Objects of a file of one JSON object a line, each with its place for messages; empty lines are left out.
 
     Raises:
-        UserError: a line is no JSON object, or the file is not UTF-8.
+        UserError: a line is no JSON object, or has half a character, or the file is not UTF-8.
     """
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
@@ -61,6 +68,11 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise UserError(f"{path}, line {number}: not JSON ({reason})") from None
         if not isinstance(record, dict):
             raise UserError(f"{path}, line {number}: expected a JSON object, found {type(record).__name__}")
+        if "\\u" in line:  # nothing else can be half a character
+            try:
+                check_characters(json.dumps(record, ensure_ascii=False))
+            except UserError as error:
+                raise UserError(f"{path}, line {number}: {error}") from None
         yield f"{path}, line {number}", record
 
 
@@ -71,7 +83,7 @@ def read_text(path: Path) -> str:
         UserError: it cannot be read, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return named_files.read_text(path, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: byte {error.start} cannot be read") from None
     except OSError as error:
@@ -91,6 +103,20 @@ def text(record: dict[str, Any], names: Sequence[str] | str, place: str) -> str:
                 raise UserError(f"{place}: {name!r} must be text, found {record[name]!r}")
             return record[name]
     raise UserError(f"{place}: {' or '.join(map(repr, names))} is missing")
+
+
+def labels_beside(path: Path) -> Path | None:
+    """The file with the answers to the records of another, None without.
+
+    Raises:
+        UserError: it is there, but compressed.
+    """
+    labels = path.with_name(path.stem + "-labels.lst")
+    compressed = [labels.with_name(labels.name + end) for end in _COMPRESSED]
+    if labels.is_file() or not any(other.is_file() for other in compressed):
+        return labels if labels.is_file() else None
+    there = next(other for other in compressed if other.is_file())
+    raise UserError(f"{labels} is missing: it has the answers to {path}; {there} is there: decompress it")
 
 
 def label(value: Any, allowed: Collection[int], name: str, place: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -73,3 +75,14 @@ class RecordItem:
 
 
 Item = CopaItem | PiqaItem | StoryClozeItem | WinograndeItem | HellaSwagItem | RecordItem
+
+
+def without_id(item: Item) -> Item:
+    """What a record says, for comparisons."""
+    return dataclasses.replace(item, id="")
+
+
+def distinct(found: Iterable[Item]) -> list[Item]:
+    """The records, each once, in their order: one that is there again with its id is the same, and tells nothing more
+    about a model."""
+    return list(dict.fromkeys(found))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from smlp.errors import UserError
 from smlp.scoring.encoding import Encoding
@@ -29,6 +30,12 @@ class Prepared:
     #: tokens of all candidates, context included, and how many of them the dictionary does not know
     num_tokens: int
     num_unknown: int
+
+    def parts(self) -> Iterator[Any]:
+        """What the scores depend on: every record with its candidates in tokens."""
+        yield from self.examples
+        yield from self.groups
+        yield from self.bare_groups
 
     @property
     def num_truncated(self) -> int:
@@ -58,7 +65,7 @@ def prepare(
 
     Raises:
         UserError: a candidate has no token; candidates are too long and may not be left out, or lie within the
-            model's prefix altogether; the message counts the records.
+            model's prefix altogether; the message counts the records and has all of it.
     """
     kept, groups, bare_groups, too_long, unscored = [], [], [], [], []
     num_tokens = num_unknown = 0
@@ -84,18 +91,21 @@ def prepare(
         if bare is not None:
             bare_groups.append(bare)
     total = len(kept) + len(too_long)
+    problems = []
     if too_long and not skip_too_long:
         where, error = too_long[0]
-        raise UserError(
-            f"{task}: {len(too_long)} of {total} examples do not fit (first: example {where}: {error}); "
+        problems.append(
+            f"{len(too_long)} of {total} examples do not fit (first: example {where}: {error}); "
             "--skip-too-long leaves them out and counts them"
         )
     if unscored:
-        raise UserError(
-            f"{task}: {len(unscored)} of {total} examples have a candidate that ends within the first "
+        problems.append(
+            f"{len(unscored)} of {total} examples have a candidate that ends within the first "
             f"{encoding.config.prefix_tokens} positions, which only choose experts (first: example {unscored[0]}); "
             "--fill-prefix puts start symbols before them"
         )
-    if not kept:
-        raise UserError(f"{task}: none of the {total} examples fits the model's context")
+    if not kept and not problems:
+        problems.append(f"none of the {total} examples fits the model's context")
+    if problems:
+        raise UserError(f"{task}: {'; and '.join(problems)}")
     return Prepared(tuple(kept), tuple(groups), tuple(bare_groups), len(too_long), num_tokens, num_unknown)

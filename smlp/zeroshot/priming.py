@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 
 from smlp.errors import UserError
-from smlp.zeroshot.items import Item
+from smlp.zeroshot.items import Item, without_id
 from smlp.zeroshot.templates import Example, example
 
 _JOINT = " "
@@ -30,19 +30,15 @@ def draw_shots(pool: Sequence[Item], evaluated: Sequence[Item], count: int, seed
     Raises:
         UserError: there are fewer.
     """
-    known = {_without_id(item) for item in evaluated}
+    known = {without_id(item) for item in evaluated}
     order = list(pool)
     random.Random(seed).shuffle(order)
-    free = [item for item in order if _without_id(item) not in known]
+    free = [item for item in order if without_id(item) not in known]
     if len(free) < count:
         raise UserError(
             f"--num-fewshot {count}, but the split to take examples from has {len(free)} that are not evaluated"
         )
     return [_solved(example(item, templates)) for item in free[:count]]
-
-
-def _without_id(item: Item) -> Item:
-    return dataclasses.replace(item, id="")
 
 
 def _solved(solved: Example) -> str:

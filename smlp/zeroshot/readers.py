@@ -14,7 +14,16 @@ from typing import Any
 
 from smlp.errors import UserError
 from smlp.zeroshot import items
-from smlp.zeroshot.files import find, has_one, json_lines, label, label_lines, read_text, text
+from smlp.zeroshot.files import (
+    find,
+    has_one,
+    json_lines,
+    label,
+    label_lines,
+    labels_beside,
+    read_text,
+    text,
+)
 
 
 @dataclass(frozen=True)
@@ -72,9 +81,9 @@ def _copa(path: Path) -> list[items.Item]:
 
 def _piqa(path: Path) -> list[items.Item]:
     records = list(json_lines(path))
-    labels_path = path.with_name(path.stem + "-labels.lst")
-    if not labels_path.is_file():
-        raise UserError(f"{labels_path} is missing: it has the answers to {path}")
+    labels_path = labels_beside(path)
+    if labels_path is None:
+        raise UserError(f"{path.with_name(path.stem + '-labels.lst')} is missing: it has the answers to {path}")
     golds = label_lines(labels_path, len(records), (0, 1), path)
     return [
         items.PiqaItem(
@@ -89,8 +98,8 @@ def _piqa(path: Path) -> list[items.Item]:
 
 def _winogrande(path: Path) -> list[items.Item]:
     records = list(json_lines(path))
-    labels_path = path.with_name(path.stem + "-labels.lst")
-    beside = label_lines(labels_path, len(records), (1, 2), path) if labels_path.is_file() else None
+    labels_path = labels_beside(path)
+    beside = None if labels_path is None else label_lines(labels_path, len(records), (1, 2), path)
     found = []
     for number, (place, record) in enumerate(records):
         sentence = text(record, "sentence", place)
@@ -113,12 +122,14 @@ def _hellaswag(path: Path) -> list[items.Item]:
         endings = record.get("endings")
         if not isinstance(endings, list) or len(endings) != 4 or not all(isinstance(one, str) for one in endings):
             raise UserError(f"{place}: 'endings' must be a list of 4 texts, found {endings!r}")
-        ctx_b = record.get("ctx_b") or ""  # finished scenes have none
+        ctx_a, ctx_b = text(record, "ctx_a", place), record.get("ctx_b") or ""  # finished scenes have none
+        if "ctx_b" not in record and record.get("ctx", ctx_a) != ctx_a:
+            raise UserError(f"{place}: 'ctx_b' is missing, and 'ctx' goes on after 'ctx_a'")
         found.append(
             items.HellaSwagItem(
                 str(record.get("ind", len(found))),
                 text(record, "activity_label", place),
-                text(record, "ctx_a", place),
+                ctx_a,
                 text({"ctx_b": ctx_b}, "ctx_b", place),
                 tuple(endings),
                 label(record.get("label"), range(4), "label", place),
@@ -171,7 +182,10 @@ def _record(path: Path) -> list[items.Item]:
             raise UserError(f"{place}: 'passage' must be an object with 'text' and 'entities'")
         words = text(passage, "text", place)
         entities = [_span(words, span, "entities", place) for span in _objects(passage, "entities", place)]
-        for question in _objects(record, "qas", place):
+        questions = _objects(record, "qas", place)
+        if not questions:
+            raise UserError(f"{place}: 'qas' {'has no query' if 'qas' in record else 'is missing'}")
+        for question in questions:
             answers = [_span(words, span, "answers", place) for span in _objects(question, "answers", place)]
             identity = str(question.get("idx", len(found)))
             found.append(_record_item(identity, words, text(question, "query", place), entities, answers, place))
@@ -194,7 +208,7 @@ def _record_item(
 def _span(words: str, span: dict[str, Any], name: str, place: str) -> str:
     """The text of a span, whose end is its last character."""
     start, end = span.get("start"), span.get("end")
-    if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start <= end < len(words):
+    if type(start) is not int or type(end) is not int or not 0 <= start <= end < len(words):  # true is no place
         raise UserError(f"{place}: {name!r} has the span {start} to {end} in a passage of {len(words)} characters")
     return words[start : end + 1]
 

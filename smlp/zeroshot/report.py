@@ -39,6 +39,10 @@ def summarise(task: Task, answers: Sequence[Answer], prefix_tokens: int) -> dict
         "split": task.split,
         "fewshot_split": task.fewshot_split,
         "n": count,
+        "num_records": task.num_records,
+        "num_repeated": task.num_repeated,
+        "num_alike": task.num_alike,
+        "num_shared_ids": task.num_shared_ids,
         "num_skipped": prepared.num_skipped,
         "num_truncated": prepared.num_truncated,
         "num_partly_scored": prepared.num_partly_scored(prefix_tokens),
@@ -151,8 +155,19 @@ def _notes(name: str, one: Mapping[str, Any]) -> str:
     notes = []
     if "f1" in one:
         notes.append(f"exact match {_percent(one['exact_match'])}, F1 {_percent(one['f1'])}")
-    if one["num_partly_scored"]:
-        notes.append(f"{one['num_partly_scored']} records have candidates that begin within the model's prefix")
+    if one["n"] + one["num_skipped"] < one["num_records"]:
+        notes.append(
+            f"the first {one['n'] + one['num_skipped']} of {one['num_records']} records, in the order of the file, "
+            "which is no random sample"
+        )
+    for key, what in (
+        ("num_partly_scored", "have candidates that begin within the model's prefix"),
+        ("num_repeated", "are in the file once more, with the same id, and count once"),
+        ("num_alike", "say the same as another with another id, and count"),
+        ("num_shared_ids", "have the id of another one that says something else"),
+    ):
+        if one[key]:
+            notes.append(f"{one[key]} records {what}")
     return f"{name}: {'; '.join(notes)}" if notes else ""
 
 

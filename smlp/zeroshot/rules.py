@@ -65,6 +65,10 @@ def _continuation(texts: Sequence[ScoredText]) -> list[float]:
     return [text.continuation for text in texts]
 
 
+def _tokens(texts: Sequence[ScoredText]) -> list[float]:
+    return [float(text.since(text.num_context).mean()) for text in texts]
+
+
 def _chars(texts: Sequence[ScoredText]) -> list[float]:
     return [text.continuation / max(text.num_chars, 1) for text in texts]
 
@@ -75,22 +79,27 @@ def _unconditional(texts: Sequence[ScoredText]) -> list[float]:
 
 #: ``sum``: of the whole text, less the beginning that all share, which adds the same to each. ``mean``: over tokens
 #: after that beginning. ``suffix``: sum over the end that they share. ``continuation``: sum of the continuation.
-#: ``chars``: that by characters of the candidate. ``unconditional``: that less the candidate's log-probability without
-#: its context
+#: ``tokens``: that by its tokens. ``chars``: that by characters of the candidate. ``unconditional``: that less the
+#: candidate's log-probability without its context
 RULES: dict[str, Callable[[Sequence[ScoredText]], list[float]]] = {
     "sum": _sum,
     "mean": _mean,
     "suffix": _suffix,
     "continuation": _continuation,
+    "tokens": _tokens,
     "chars": _chars,
     "unconditional": _unconditional,
 }
 
 
 def headline_rule(task: str, templates: str) -> str:
-    """The rule that a task's accuracy is told by: Artetxe et al.'s, or the harness's for its templates."""
-    if templates == "lm-eval":
-        return "continuation"
+    """The rule that a task's accuracy is told by: that of the templates' authors.
+
+    Artetxe et al. average after the beginning that all candidates share; GPT-3's paper compares "the per-token
+    likelihood (to normalize for length)" of the completion (section 2.4); the harness sums.
+    """
+    if templates != "fair":
+        return {"gpt3": "tokens", "lm-eval": "continuation"}[templates]
     return "suffix" if task == "winogrande" else "mean"
 
 

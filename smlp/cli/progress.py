@@ -1,0 +1,58 @@
+"""How far a command is, on standard error."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+
+#: between two lines on a terminal, where each is written over the last, and elsewhere
+TERMINAL_SECONDS, LOG_SECONDS = 0.1, 30.0
+
+
+class ProgressLine:
+    """A line that is renewed on a terminal; where standard error is a file or a pipe, a new one now and then."""
+
+    def __init__(self) -> None:
+        self._start, self._said, self._width = time.monotonic(), -math.inf, 0
+
+    def say(self, text: str, is_last: bool = False) -> None:
+        """Shows the text, unless the last one was shown just now."""
+        is_terminal = sys.stderr.isatty()
+        # a log is not told of what is over at once
+        since = time.monotonic() - (self._said if is_terminal else max(self._said, self._start))
+        if not (is_last and is_terminal) and since < (TERMINAL_SECONDS if is_terminal else LOG_SECONDS):
+            return
+        self._said = time.monotonic()
+        if is_terminal:
+            print(f"\r{text:<{self._width}} ", end="\n" if is_last else "", file=sys.stderr, flush=True)
+            self._width = len(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+class RecordsProgress:
+    """Counts records of several tasks.
+
+    Args:
+        total: records of all tasks.
+        shown: whether anything is printed.
+    """
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self.total, self.shown = total, shown
+        self.done, self.start = 0, time.monotonic()
+        self._line = ProgressLine()
+
+    def of(self, task: str) -> Callable[[int], None]:
+        """What counts records of a task that have been done since the last call."""
+
+        def count(num_records: int) -> None:
+            self.done += num_records
+            if self.shown:
+                rate = self.done / max(time.monotonic() - self.start, 1e-9)
+                text = f"{task}: {self.done:,} of {self.total:,} records, {rate:,.1f} a second"
+                self._line.say(text, is_last=self.done == self.total)
+
+        return count

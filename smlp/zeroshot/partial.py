@@ -1,0 +1,184 @@
+"""Scores that are kept while a command lasts, so that one that was stopped is resumed where it was.
+
+They are in a file beside the output: a first line that says what they are of, then a line of JSON for each batch, with
+the system once it is scored. Batches depend on nothing but what the first line pins, so that the numbers of a resumed
+run are those of one that was never stopped, bit for bit on one machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import smlp
+from smlp import named_files
+from smlp.checkpoint.lazy import as_bytes
+from smlp.errors import UserError
+from smlp.launch.team import Team
+from smlp.nn.decoder import Decoder
+
+#: by the number of a batch: for each of its groups and candidates the log-probabilities
+Batches = dict[int, list[list[np.ndarray]]]
+#: of a task's candidates with their contexts, and without
+PARTS = ("in context", "alone")
+
+
+def partial_path(output: str) -> Path:
+    """Where the scores of an output are kept: beside the file itself, if the output is a link."""
+    return Path(f"{os.path.realpath(output)}.partial" if os.path.islink(output) else f"{output}.partial")
+
+
+def digest_of(values: Iterable[Any]) -> str:
+    """A checksum of what plain values and dataclasses of them say."""
+    digest = hashlib.sha256()
+    for value in values:
+        digest.update(repr(value).encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()
+
+
+def weights_digest(decoder: Decoder) -> str:
+    """A checksum of a model: its configuration and all its weights, wherever the checkpoint lies."""
+    digest = hashlib.blake2b(repr(decoder.config).encode())
+    for name, tensor in decoder.state_dict().items():
+        digest.update(name.encode())
+        digest.update(as_bytes(tensor.detach().cpu().contiguous()))
+    return digest.hexdigest()
+
+
+@dataclass
+class KeptBatches:
+    """Batches of one part of a task."""
+
+    task: str
+    part: str
+    known: Batches = field(default_factory=dict)
+    #: where new ones are written; None on all ranks but the first
+    path: Path | None = None
+
+    def add(self, batches: Batches) -> None:
+        """Writes batches that have just been scored.
+
+        Raises:
+            UserError: they cannot be written.
+        """
+        if self.path is None:
+            return
+        lines = []
+        for number, scores in batches.items():
+            line = {"task": self.task, "part": self.part, "batch": number, "log_probs": _plain(scores)}
+            lines.append({**line, "crc32": _checksum(line)})
+        _append(self.path, lines)
+
+
+class PartialScores:
+    """What a run that was stopped has left, and where this one adds to it.
+
+    Every rank makes one; the first one reads and writes the file.
+
+    Args:
+        path: from :func:`partial_path`.
+        pins: what the scores depend on, by name; plain values.
+        team: the ranks of this run.
+
+    Raises:
+        UserError: the file holds scores of something else, or is damaged, or cannot be written.
+    """
+
+    def __init__(self, path: Path, pins: Mapping[str, Any], team: Team) -> None:
+        self.path = path
+        found = _read(path, _as_read({"smlp": smlp.__version__, **pins})) if team.is_first else None
+        self._known: dict[tuple[str, str], Batches] = team.gather(found)[0]
+        self._writes = team.is_first
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that need not be scored again."""
+        return sum(map(len, self._known.values()))
+
+    def of(self, task: str) -> tuple[KeptBatches, ...]:
+        """The batches of a task, one object for each of ``PARTS``."""
+        path = self.path if self._writes else None
+        return tuple(KeptBatches(task, part, self._known.get((task, part), {}), path) for part in PARTS)
+
+    def remove(self) -> None:
+        """To be called once the output is written."""
+        if self._writes:
+            self.path.unlink(missing_ok=True)
+
+
+def _read(path: Path, pins: dict[str, Any]) -> dict[tuple[str, str], Batches]:
+    """The batches in a file, which is made if it is not there."""
+    try:
+        content = named_files.read_bytes(path) if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]  # the last line may be cut off
+        if not whole and _first_line(pins).startswith(content):
+            path.write_bytes(b"")
+            _append(path, [pins])
+            return {}
+        first, *lines = whole.splitlines()
+        _check_pins(path, json.loads(first), pins)
+        known: dict[tuple[str, str], Batches] = {}
+        for line in map(json.loads, lines):
+            if line.pop("crc32") != _checksum(line):
+                raise ValueError("a line was changed")
+            scores = [[np.array(candidate) for candidate in group] for group in line["log_probs"]]
+            known.setdefault((line["task"], line["part"]), {})[line["batch"]] = scores
+        if len(whole) < len(content):
+            with open(path, "r+b") as file:
+                file.truncate(len(whole))
+    except OSError as error:
+        raise UserError(f"cannot keep scores in {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is damaged, or no file of scores: remove it to score all records anew") from None
+    return known
+
+
+def _check_pins(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    names = [name for name in dict.fromkeys([*ours, *theirs]) if theirs.get(name) != ours.get(name)]
+    changed = [
+        f"other {name}" if _is_digest(ours.get(name)) else f"{name} {theirs.get(name)} there and {ours.get(name)} here"
+        for name in names
+    ]
+    if changed:
+        raise UserError(
+            f"{path} holds scores of a run that was stopped, with {', '.join(changed)}: repeat its command to resume "
+            "it, remove the file to begin anew, or name another --output"
+        )
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) >= 64
+
+
+def _first_line(pins: dict[str, Any]) -> bytes:
+    return (json.dumps(pins) + "\n").encode()
+
+
+def _append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    try:
+        with open(path, "ab", buffering=0) as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+    except OSError as error:
+        raise UserError(f"cannot keep scores in {path}: {error.strerror}") from None
+
+
+def _checksum(line: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(line).encode())
+
+
+def _plain(scores: list[list[np.ndarray]]) -> list[list[list[float]]]:
+    return [[candidate.tolist() for candidate in group] for group in scores]
+
+
+def _as_read(value: Any) -> Any:
+    return json.loads(json.dumps(value))
