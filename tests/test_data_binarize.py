@@ -315,7 +315,7 @@ def test_after_a_kill_the_same_shards_and_no_half_one(sample, tokenizer, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--in", "sample", "--shards", 0], "--shards must be at least 1, not 0"),
+        (["--in", "sample", "--shards", 0], "--shards must be at least 1, got 0"),
         (["--in", "sample", "--shards", 500], "of 500 shards of train are empty"),
         (["--in", "sample", "--train", "sample"], "--in DIR or with --train"),
         ([], "--in DIR or with --train"),

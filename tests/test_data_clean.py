@@ -294,10 +294,10 @@ def test_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-symbols", "1.5"], "--max-symbols must be from 0 to 1, not 1.5"),
-        (["--min-words", "-1"], "--min-words must be at least 0, not -1"),
-        (["--min-probability", "2"], "--min-probability must be from 0 to 1, not 2.0"),
-        (["--language-characters", "0"], "--language-characters must be at least 1, not 0"),
+        (["--max-symbols", "1.5"], "--max-symbols must be at most 1, got 1.5"),
+        (["--min-words", "-1"], "--min-words must be at least 0, got -1"),
+        (["--min-probability", "2"], "--min-probability must be at most 1, got 2.0"),
+        (["--language-characters", "0"], "--language-characters must be at least 1, got 0"),
         (["--language", "xx"], "--language 'xx' is none of"),
     ],
 )

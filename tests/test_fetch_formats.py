@@ -36,10 +36,40 @@ def test_wikitext_as_paragraphs():
         ("one [[two|]] three [https://example.org]", "one three"),
         ("<ref>no end [[here]]", "no end here"),
         ("== A ==\n==B==\ntext", "A\nB\ntext"),
+        ("a<!-- one --> b<!-- no end", "a b<!-- no end"),
+        ("a<ref x/>b<REF>c</ref >d<ref>e", "abde"),
+        ("a ( , ;) b  [ ]c(d )", "a bc(d )"),
     ],
 )
 def test_odd_wikitext(wikitext, plain):
     assert wikipedia.plain_text(wikitext, mwparserfromhell) == plain
+
+
+@pytest.mark.parametrize("pattern", ["<ref>", "<ref ", "<!--", "</ref "])
+def test_notes_without_an_end_take_time_that_grows_with_the_text(pattern):
+    """A note for each place where one begins looks for its end; the places where notes end are found once."""
+    looked = Counter()
+
+    class Counted(wikipedia._Ends):
+        def __init__(self, regex, text):
+            super().__init__(regex, text)
+            self._matches = (looked.update([regex.pattern]) or match for match in self._matches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wikipedia, "_Ends", Counted)
+        assert wikipedia._without_notes(pattern * 20_000) == pattern * 20_000
+    assert sum(looked.values()) <= 20_000
+
+
+def test_pages_that_stall_or_crash_the_parser_are_dropped_and_named(tmp_path):
+    """Unclosed tags take the parser's C code hours; what comes before and after them is kept."""
+    path = tmp_path / "a.xml"
+    path.write_text(HEAD + page(1, "A", "one") + page(2, "B", "<b>" * 20_000) + page(3, "C", "two") + "</mediawiki>")
+    pieces = list(wikipedia.articles(path, "wiki", 1 << 20, 0.5))
+    assert texts(pieces) == ["A\none", "C\ntwo"]
+    assert reasons(pieces) == {"took more than 0.5 s of CPU time": 1}
+    problem = "dropped, took more than 0.5 s of CPU time"
+    assert [piece for piece in pieces if isinstance(piece, Defect)] == [Defect(problem, f"{path}: page 2")]
 
 
 def test_a_dump_of_several_streams(tmp_path):
@@ -92,7 +122,7 @@ def test_a_dump_that_breaks_off(tmp_path):
 
 def test_memory_of_a_long_dump(tmp_path, monkeypatch):
     """Pages that are done with do not stay in the tree."""
-    monkeypatch.setattr(wikipedia, "plain_text", lambda wikitext, parser: wikitext[:10])
+    monkeypatch.setattr(wikipedia, "helper", lambda *_: lambda wikitext: wikitext[:10])
     path = tmp_path / "a.xml.bz2"
     path.write_bytes(bz2.compress((HEAD + page(1, "A", "word " * 4000) * 300 + "</mediawiki>").encode()))
     tracemalloc.start()

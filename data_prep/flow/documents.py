@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_prep.flow.limits import DEFAULT_SECONDS
 from data_prep.flow.parts import Part
 from data_prep.flow.streams import DamagedFile, open_stream, suffix_of
 from smlp.errors import UserError
@@ -58,6 +59,10 @@ class Loss:
     where: str
 
 
+class Failure(Loss):
+    """A document that took too long or crashed a parser: whether it does may depend on the machine, so it is named."""
+
+
 @dataclass(frozen=True)
 class Defect:
     """Something wrong with a file as a whole, which is no document: it is empty, it breaks off."""
@@ -68,17 +73,26 @@ class Defect:
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are to be read.
+    """How files are to be read, and what a document may take.
 
     Attributes:
         text_field: the field or column of the text.
         documents_of_text: what a document is in ``.txt``: one of ``DOCUMENTS_OF_TEXT``.
         max_bytes: a longer document is a loss; memory is bounded by some multiples of it.
+        max_seconds: of CPU time, in the steps that take text apart; a document that takes longer is dropped.
     """
 
     text_field: str = "text"
     documents_of_text: str = "blank"
     max_bytes: int = 16 << 20
+    max_seconds: float = DEFAULT_SECONDS
+
+
+def with_defect(piece: Record | Loss) -> Iterator[Record | Loss | Defect]:
+    """A document, and what is wrong with the file if it is a :class:`Failure`."""
+    yield piece
+    if isinstance(piece, Failure):
+        yield Defect(f"dropped, {piece.reason}", piece.where)
 
 
 def read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:

@@ -18,6 +18,7 @@ from smlp.errors import UserError
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 PARTIAL = ".partial"
 READ_BYTES = 1 << 20
+_ZSTD_BYTES = 1 << 10  # compressed, at a time: of zeros they become 32 MiB
 _GZIP_LEVEL = 4  # three times as fast as 6, and its files of English text are 7 % larger
 # What a reader of a damaged or truncated file meets; zstandard's own error is added where it is imported.
 _DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError)
@@ -87,7 +88,7 @@ def open_stream(path: Path) -> BinaryIO:
         raw, damage = bz2.BZ2File(path), _DAMAGE
     elif compression == ".zst":
         zstandard = _zstandard(path)
-        raw = _ZstdFrames(open(path, "rb"), zstandard)  # noqa: SIM115
+        raw = _ZstdFrames(open(path, "rb", buffering=READ_BYTES), zstandard)  # noqa: SIM115
         damage = (*_DAMAGE, zstandard.ZstdError)
     else:
         return open(path, "rb", buffering=READ_BYTES)
@@ -103,7 +104,7 @@ class _ZstdFrames:
 
     def read1(self, num_bytes: int) -> bytes:
         while not self._ready:
-            compressed = self._input or self._file.read(READ_BYTES)
+            compressed = self._input or self._file.read(_ZSTD_BYTES)
             self._input = b""
             if not compressed:
                 if self._frame is not None:

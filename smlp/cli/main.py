@@ -18,6 +18,7 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import sys
 
 from smlp import __version__
@@ -56,6 +57,12 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, ParallelError) as error:
         _flush_quietly()
         print(f"smlp: error: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        _flush_quietly()
+        print(f"smlp: error: there is not enough memory for this{_amount(error)}", file=sys.stderr)
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -104,6 +111,18 @@ def _overview() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"smlp {__version__}")
     return parser
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Also what torch raises: on CPUs it is no exception of its own."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "out of memory", "size calculation overflowed")
+    )
+
+
+def _amount(error: BaseException) -> str:
+    found = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    return f": it asked for {found[1]} at once" if found else ""
 
 
 def _flush_quietly() -> None:
