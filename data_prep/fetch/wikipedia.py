@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
 from data_prep.flow.documents import Defect, Failure, Loss, Record, with_defect
 from data_prep.flow.limits import DEFAULT_SECONDS, DocumentFailed, Helper, helper
-from data_prep.flow.streams import DamagedFile, open_stream
+from data_prep.flow.streams import READ_BYTES, DamagedFile, open_stream
 from smlp.errors import UserError
 
 # Namespaces whose links are no text: pictures, categories. Other languages name them differently; English serves all.
@@ -22,6 +22,7 @@ _REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
 END_SECTIONS = frozenset({"references", "external links", "see also", "further reading", "notes", "bibliography"})
 # Taken out before parsing, innermost first: half of an article's markup, which the parser would build trees of.
 _INNERMOST_TEMPLATE = re.compile(r"\{\{\{[^{}]*\}\}\}|\{\{[^{}]*\}\}")
+_XML_BYTES = 8  # of a page, at most, for a byte of its wikitext: a quotation mark is written in six
 _MOST_NESTED = 100  # templates in templates; MediaWiki itself gives up at 40
 _COMMENT_OR_NOTE_BEGINS = re.compile(r"<!--|<ref\b", re.IGNORECASE)
 _COMMENT_ENDS, _TAG_ENDS, _NOTE_ENDS = (re.compile(end, re.IGNORECASE) for end in ("-->", ">", r"</ref\s*>"))
@@ -51,7 +52,8 @@ def articles(
     num_pages, in_page = 0, False
     try:
         with open_stream(path) as stream:
-            events = ElementTree.iterparse(stream, events=("start", "end"))
+            bounded = _Bounded(stream, _XML_BYTES * max_bytes + READ_BYTES)
+            events = ElementTree.iterparse(bounded, events=("start", "end"))
             _, root = next(events)
             for event, element in events:
                 if element.tag.rpartition("}")[2] != "page":
@@ -62,10 +64,28 @@ def articles(
                 num_pages += 1
                 yield from with_defect(_article(element, path, source, max_bytes, parse))
                 root.clear()  # pages that are done with, or memory would grow with the file
+                bounded.num_bytes = 0
     except (DamagedFile, ElementTree.ParseError) as error:
         if in_page:
             yield Loss("cut off by damage", f"{path}: page {num_pages + 1}")
         yield Defect("damaged: it breaks off", f"{path}: after {num_pages:,} pages: {error}")
+
+
+class _Bounded:
+    """A stream that ends where a page is so long that it cannot be one: the parser would hold all of it in memory.
+
+    ``num_bytes`` have been read since the caller set it to 0.
+    """
+
+    def __init__(self, stream: BinaryIO, most_bytes: int) -> None:
+        self._stream, self._most_bytes, self.num_bytes = stream, most_bytes, 0
+
+    def read(self, num_bytes: int) -> bytes:
+        content = self._stream.read(num_bytes)
+        self.num_bytes += len(content)
+        if self.num_bytes > self._most_bytes:
+            raise DamagedFile(f"the next page is longer than {self._most_bytes:,} bytes of XML")
+        return content
 
 
 def _article(page: ElementTree.Element, path: Path, source: str, max_bytes: int, parse: Helper) -> Record | Loss:

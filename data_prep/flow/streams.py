@@ -100,9 +100,9 @@ class _ZstdFrames:
 
     def __init__(self, file: BinaryIO, zstandard: Any) -> None:
         self._file, self._zstandard = file, zstandard
-        self._frame, self._ready, self._input = None, b"", b""
+        self._frame, self._ready, self._input = None, memoryview(b""), b""
 
-    def read1(self, num_bytes: int) -> bytes:
+    def read1(self, num_bytes: int) -> bytes | memoryview:
         while not self._ready:
             compressed = self._input or self._file.read(_ZSTD_BYTES)
             self._input = b""
@@ -112,7 +112,7 @@ class _ZstdFrames:
                 return b""
             if self._frame is None:
                 self._frame = self._zstandard.ZstdDecompressor().decompressobj()
-            self._ready = self._frame.decompress(compressed)
+            self._ready = memoryview(self._frame.decompress(compressed))
             if self._frame.eof:
                 self._input, self._frame = self._frame.unused_data, None
         content, self._ready = self._ready[:num_bytes], self._ready[num_bytes:]
