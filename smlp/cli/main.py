@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import io
 import os
 import re
 import sys
@@ -43,6 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "user-dir": ("smlp.cli.user_dir", "print the directory to give to fairseq's --user-dir"),
 }
 
+_SHOWN = 300  # characters of a file's name in a message
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -50,6 +52,8 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``smlp ARGV`` and return its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
@@ -70,6 +74,11 @@ def main(argv: list[str] | None = None) -> int:
         # Nobody reads any more. Python would complain once again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # no permission, disk full, a name that is too long, ...
+        _flush_quietly()
+        name = str(error.filename or "input/output")
+        print(f"smlp: error: {name[:_SHOWN]}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILURE
 
 
 def _dispatch(argv: list[str]) -> int:
