@@ -4,6 +4,7 @@ import bz2
 import gzip
 import tracemalloc
 from collections import Counter
+from types import SimpleNamespace
 
 import mwparserfromhell
 import pytest
@@ -12,6 +13,7 @@ from fetch_data import HEAD, PLAIN, WIKITEXT, article, dump, page, write_warc
 from data_prep.fetch import warc, wikipedia
 from data_prep.fetch.convert import named_by_format, part_name
 from data_prep.flow.documents import Defect, Loss, Record
+from data_prep.flow.limits import CpuLimit
 
 
 def reasons(pieces):
@@ -45,20 +47,30 @@ def test_odd_wikitext(wikitext, plain):
     assert wikipedia.plain_text(wikitext, mwparserfromhell) == plain
 
 
-@pytest.mark.parametrize("pattern", ["<ref>", "<ref ", "<!--", "</ref "])
-def test_notes_without_an_end_take_time_that_grows_with_the_text(pattern):
-    """A note for each place where one begins looks for its end; the places where notes end are found once."""
-    looked = Counter()
+@pytest.mark.parametrize("pattern", ["<ref>", "<ref ", "<!--", "</ref ", "{{{{a", " ", "(", "( ,"])
+def test_time_grows_with_the_length_of_hostile_wikitext(pattern):
+    """The limit is of CPU time, many times what it takes; time that grows with the square of it takes minutes."""
+    parsed = SimpleNamespace(parse=lambda wikitext, **_: SimpleNamespace(nodes=[mwparserfromhell.nodes.Text(wikitext)]))
+    with CpuLimit(20):
+        for wikitext in (pattern * 200_000, pattern + " " * 200_000 + "x"):
+            wikipedia.plain_text(wikitext, parsed)
+        wikipedia._NO_TEXT_LINKS.match(" " * 200_000)
 
-    class Counted(wikipedia._Ends):
-        def __init__(self, regex, text):
-            super().__init__(regex, text)
-            self._matches = (looked.update([regex.pattern]) or match for match in self._matches)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wikipedia, "_Ends", Counted)
-        assert wikipedia._without_notes(pattern * 20_000) == pattern * 20_000
-    assert sum(looked.values()) <= 20_000
+def test_templates_that_are_nested_too_deep():
+    assert wikipedia.plain_text("a{{b" * 60 + "}}" * 60, mwparserfromhell) == "a"
+    assert wikipedia.text_of_article("a{{b" * 5000 + "}}" * 5000) is None
+
+
+def test_a_page_that_is_no_page_ends_the_file_before_it_fills_the_memory(tmp_path):
+    path = tmp_path / "a.xml.gz"
+    with gzip.open(path, "wb") as file:
+        file.write((HEAD + page(1, "A", "one") + "<page><title>B</title><text>").encode())
+        for _ in range(20):
+            file.write(b"x" * (1 << 20))
+    pieces = list(wikipedia.articles(path, "wiki", 1 << 20))
+    assert texts(pieces) == ["A\none"] and reasons(pieces) == {"cut off by damage": 1}
+    assert "after 1 pages: the next page is longer than 9,437,184 bytes of XML" in pieces[-1].where
 
 
 def test_pages_that_stall_or_crash_the_parser_are_dropped_and_named(tmp_path):

@@ -21,7 +21,6 @@ from smlp.errors import UserError
 from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.blocks import block_log_probs
 from smlp.evaluation.curves import curve_of, log_records
-from smlp.experiments import kept
 from smlp.experiments.folder import Folder, RunFolder, read_json, write_json
 from smlp.experiments.updates import dtype_of
 
@@ -37,7 +36,7 @@ def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict
     Raises:
         UserError: checkpoint or data are missing or damaged, or the result is not what fairseq's last validation said.
     """
-    experiment, data = read_json(folder.experiment, kept.EXPERIMENT), read_json(folder.data, kept.DATA)
+    experiment, data = read_json(folder.experiment), read_json(folder.data)
     prefix = max(unflatten(model["config"]).prefix_tokens for model in experiment["models"])
     num_updates = updates_of(run.last_checkpoint())
     if num_updates != experiment["updates"]:

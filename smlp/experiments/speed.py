@@ -18,7 +18,6 @@ from smlp.checkpoint.load import load_pretrained
 from smlp.environment import environment
 from smlp.errors import UserError
 from smlp.evaluation.binarized import read_fairseq_tokens
-from smlp.experiments import kept
 from smlp.experiments.folder import DONE, Folder, read_json, write_json
 from smlp.experiments.updates import TimedUpdates, dtype_of
 
@@ -32,7 +31,7 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
     Raises:
         UserError: data or a checkpoint cannot be read.
     """
-    experiment, data = read_json(folder.experiment, kept.EXPERIMENT), read_json(folder.data, kept.DATA)
+    experiment, data = read_json(folder.experiment), read_json(folder.data)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch_size, width = experiment["batch_size"], experiment["tokens_per_sample"]
     tokens = torch.from_numpy(read_fairseq_tokens(Path(data["data"].split(":")[0]) / "train").tokens)

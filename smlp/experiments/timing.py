@@ -6,7 +6,6 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from smlp.experiments import kept
 from smlp.experiments.experiment import Experiment
 from smlp.experiments.folder import DONE, Folder, read_json
 from smlp.experiments.local import Machine
@@ -36,7 +35,7 @@ def time_here(experiment: Experiment, folder: Folder, runs: Sequence[Run], machi
         The signal that stopped it, or None.
     """
     rounds = experiment.evaluation.speed_rounds
-    timed = read_json(folder.speed, kept.SPEED)["models"] if folder.speed.is_file() else {}
+    timed = read_json(folder.speed, {"models": dict})["models"] if folder.speed.is_file() else {}
     if not rounds:
         return None
     trained = [run for run in runs if folder.run(run.folder).state()["state"] == DONE]
