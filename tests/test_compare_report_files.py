@@ -116,7 +116,7 @@ DAMAGE = (
     "{}",
     "[" * 20_000,
     '{"a": ' + "9" * 5000 + "}",
-    '{"models": [5], "state": [], "splits": 5}',
+    '{"models": [5], "state": [], "splits": 5, "git": 5}',
 )
 
 
@@ -150,10 +150,7 @@ def test_a_file_or_a_loop_where_a_runs_folder_should_be(out, capsys):
         shutil.rmtree(run_folder(out, "gMLP", number))
     run_folder(out, "gMLP", 1).write_text("no folder")
     run_folder(out, "gMLP", 2).symlink_to("gMLP-s2")
-    assert {run.name: run.state for run in read_experiment(out).runs if run.state != "done"}.keys() == {
-        "gMLP-s1",
-        "gMLP-s2",
-    }
+    assert [run.name for run in read_experiment(out).runs if run.state != "done"] == ["gMLP-s1", "gMLP-s2"]
     assert tables(out)
     assert main(["compare", "status", str(out)]) == 1 and "2 waiting" in capsys.readouterr().out
 

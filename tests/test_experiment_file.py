@@ -139,10 +139,10 @@ MISTAKES = {
         r"small.yaml means [0-9,]+ values with its aliases, and at most 1,000,000",
     ),
     "alias of itself": ("a: &a {b: *a}\n", r"an alias stands inside what it means"),
-    "half a character": (FILE.replace("sMLP", '"\\ud800"'), r"holds half of a surrogate pair"),
+    "half a character": (FILE + 'title: "\\ud800"\n', r"holds half of a surrogate pair"),
     "models": (
         FILE + "".join(f"  m{n}: {{arch: smlp_tiny}}\n" for n in range(5000)),
-        r"these are 10,002 runs of 5,001 models: at most 5,000",
+        r"these are 10,004 runs of 5,002 models: at most 5,000",
     ),
     "threads": (FILE + "run: {threads: 100000}\n", r"make 100,000 threads at a time: at most 1,024"),
     "long name": (FILE.replace("sMLP E=4", "g" * 300), r"a name of 300 characters becomes a folder: at most 150"),
