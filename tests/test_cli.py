@@ -87,6 +87,7 @@ def test_mistakes_are_one_line_and_status_1(argv: list[str], parts: list[str], c
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 40 bytes. Error"), "40 bytes"),
         (PermissionError(13, "Permission denied", "some/file"), "some/file: Permission denied"),
         (OSError(27, "File too large"), "input/output: File too large"),
+        (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a'"),
     ],
 )
 def test_what_the_system_refuses_is_one_line(error, sentence, monkeypatch, capsys) -> None:

@@ -21,6 +21,7 @@ import io
 import os
 import re
 import sys
+from contextlib import suppress
 
 from smlp import __version__
 from smlp.errors import ParallelError, UserError
@@ -53,7 +54,8 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 def main(argv: list[str] | None = None) -> int:
     """Run ``smlp ARGV`` and return its exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be text
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
@@ -63,10 +65,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"smlp: error: {error}", file=sys.stderr)
         return EXIT_FAILURE
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        is_loop = str(error).startswith("Symlink loop")  # what pathlib raises
+        if not (is_loop or _is_out_of_memory(error)):
             raise
         _flush_quietly()
-        print(f"smlp: error: there is not enough memory for this{_amount(error)}", file=sys.stderr)
+        said = str(error) if is_loop else f"there is not enough memory for this{_amount(error)}"
+        print(f"smlp: error: {said}", file=sys.stderr)
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
