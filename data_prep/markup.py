@@ -36,7 +36,7 @@ _FIELD = re.compile(r":(\w[^:`]*):(?:\s+(.*))?$")
 _TEXT_FIELDS = re.compile(r"(param|parameter|arg|argument|key|keyword|return|returns|raise|raises|except|ivar|var)\b")
 _BULLET = re.compile(r"(?:[-*+•]|\(?(?:\d{1,2}|[a-z]|[ivx]+)[.)]|#\.)\s+(?=\S)")
 _GOOGLE_HEADER = re.compile(r"([A-Z][\w ]{1,20}):{1,2}$")
-_GOOGLE_ITEM = re.compile(r"[*`]{0,3}[\w., *`-]{1,40}?\s*(?:\([^)]*\)|\[[^\]]*\])?\s*:\s+(?=\S)")
+_GOOGLE_ITEM = re.compile(r"[*`]{0,3}[\w., *`-]{1,40}?\s*(?:(?:\([^)]*\)|\[[^\]]*\])\s*)?:\s+(?=\S)")
 _DOCTEST = re.compile(r">>>|In \[\d|\$ |% python")
 
 

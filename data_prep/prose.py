@@ -7,13 +7,12 @@ from collections import Counter
 
 _FORMULA = "\x00"  # stands where a formula stood: a sentence that holds one is dropped
 _MATH_ROLE = re.compile(r":math:`([^`]*)`")
-_ROLE = re.compile(r":[a-zA-Z][\w:+-]*:`([^`]*)`")
-_TITLED = re.compile(r"^(.*?)\s*<[^>]*>$", re.S)
-_LINK = re.compile(r"`([^`<]+?)\s*<[^>`]*>`__?")
+_ROLE = re.compile(r":[a-zA-Z][\w:+-]{0,99}:`([^`]*)`")
+_LINK = re.compile(r"`([^`<]+)<[^>`]*>`__?")
 _LITERAL = re.compile(r"``([^`]+)``|`([^`]+)`_?_?")
 _STRONG = re.compile(r"(?<![\w*])\*\*([^\s*](?:[^*]*[^\s*])?)\*\*(?![\w*])")
 _EMPHASIS = re.compile(r"(?<![\w*])\*([^\s*](?:[^*]*[^\s*])?)\*(?![\w*])")
-_CITATION = re.compile(r"\s*\[(?:#?\w{1,12}|\*)\]_|\s*\|[\w -]+\|_?")
+_CITATION = re.compile(r"(?<!\s)\s*+(?:\[(?:#?\w{1,12}|\*)\]_|\|[\w -]+\|_?)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\be\.g\.)(?<!\bi\.e\.)(?<!\bcf\.)(?<!\betc\.)([\"')]*)\s+(?=[\"'(]*[A-Z])")
 _OLD_QUOTES = re.compile(r"`([\w.-]+)'")  # `word' in texts older than Unicode
 _QUOTES = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "\u00a0": " "})
@@ -23,7 +22,7 @@ _ENDS = re.compile(r"[a-zA-Z0-9)\]\"'][.!?][\"')]*$")
 _CODE = re.compile(
     rf"[\\{{}}<>=|~^@#$;`•`{_FORMULA}]|::|:\w+:|https?:|www\.|->|\+\+|--|%[(sd]|\.\.(?!\.)|__|\w\(\w|\*\w|\w\*|\s[+*/]\s|\[\s*\d"
 )
-_WORD = re.compile(r"[\"'(]*[A-Za-z]+(?:['-][A-Za-z]+)*[\"')]*[.,:!?]*[\"')]*$")
+_WORD = re.compile(r"[\"'(]*[A-Za-z]+(?:['-][A-Za-z]+)*(?:[\"')]*[.,:!?]+)?[\"')]*$")
 _LEGAL = re.compile(r"copyright|licen[sc]e|redistribut|warrant|all rights|\bauthors?\b|\be-?mail|todo|fixme|xxx", re.I)
 _FUNCTION_WORDS = frozenset(
     re.findall(
@@ -45,7 +44,7 @@ def plain_text(block: str) -> str:
     block = _OLD_QUOTES.sub(r"'\1'", block.translate(_QUOTES))
     block = _MATH_ROLE.sub(lambda m: m.group(1) if re.fullmatch(r"[\w ]+", m.group(1)) else _FORMULA, block)
     block = _ROLE.sub(lambda m: _role_text(m.group(1)), block)
-    block = _LINK.sub(r"\1", block)
+    block = _LINK.sub(lambda m: m.group(1).rstrip() or " ", block)
     block = _CITATION.sub("", block)
     block = _LITERAL.sub(lambda m: _role_text(m.group(1) or m.group(2)), block)
     block = _EMPHASIS.sub(r"\1", _STRONG.sub(r"\1", block))
@@ -53,9 +52,9 @@ def plain_text(block: str) -> str:
 
 
 def _role_text(target: str) -> str:
-    titled = _TITLED.match(target)
-    if titled and titled.group(1):
-        return titled.group(1)
+    address = target.find("<", target.rfind(">", 0, -1) + 1) if target.endswith(">") else -1
+    if address > 0 and (title := target[:address].rstrip()):
+        return title
     if target.startswith("~"):
         return target.rsplit(".", 1)[-1]
     return target.lstrip("!.")

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from smlp.launch.cores import let_waiting_threads_sleep
+from smlp.launch.machine import let_waiting_threads_sleep
 
 let_waiting_threads_sleep()  # as in training; torch reads this when it is imported
 

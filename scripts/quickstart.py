@@ -28,7 +28,7 @@ from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.curves import draw_curves, read_training_log
 from smlp.evaluation.ngram import NGramModel
 from smlp.evaluation.perplexity import Perplexity, measure_text
-from smlp.launch.cores import let_waiting_threads_sleep
+from smlp.launch.machine import let_waiting_threads_sleep
 from smlp.tokenizer import Vocabulary
 
 MODELS = ("smlp_tiny", "gmlp_lm_tiny")

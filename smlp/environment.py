@@ -13,7 +13,7 @@ from typing import Any
 
 import smlp
 from smlp import plugins
-from smlp.launch.cores import num_cores
+from smlp.launch.machine import num_cores
 
 _PACKAGES = ("torch", "numpy", "ve-fairseq", "fairseq-fixed", "fairscale", "sentencepiece", "hydra-core", "omegaconf")
 

@@ -83,5 +83,3 @@ def _text_of(path: Path) -> str:
         raise UserError(f"{path} of byte-level BPE cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 at byte {error.start}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None

@@ -41,8 +41,6 @@ class Vocabulary:
             raise UserError(f"dictionary {path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise UserError(f"dictionary {path} is not UTF-8 at byte {error.start}") from None
-        except OSError as error:
-            raise UserError(f"cannot read the dictionary {path}: {error.strerror}") from None
         symbols = []
         for number, line in enumerate(lines, start=1):
             fields = line.removesuffix(" #fairseq:overwrite").rsplit(" ", 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bz2
 import io
+import os
+import signal
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -98,3 +100,15 @@ def write_warc(path: Path, pages: list[tuple[str, str, bytes]]) -> None:
                 warc_headers_dict={"WARC-Date": "2018-01-01T00:00:00Z"},
             )
             writer.write_record(record)
+
+
+def answer(word: str) -> str:
+    """For a helper process: what it makes of a document, or what becomes of it."""
+    if word == "stall":
+        while True:
+            pass
+    if word == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if word == "leave":
+        os._exit(7)
+    return word.upper()

@@ -302,7 +302,7 @@ def test_flops_of_a_checkpoint(tmp_path):
     [
         (["--arch", "smlp_tinny"], ["smlp_tinny", "did you mean 'smlp_tiny'"]),
         (["--arch", "smlp_tiny", "--batch", "0"], ["--batch", "0"]),
-        (["--arch", "smlp_tiny", "--tokens", "0"], ["max_tokens", "0"]),
+        (["--arch", "smlp_tiny", "--tokens", "0"], ["--tokens must be at least 1", "0"]),
         (["--arch", "smlp_tiny", "--experts", "7"], ["num_experts=7", "embed_dim=256"]),
         (["--arch", "gmlp_lm_tiny", "--experts", "8"], ["--experts", "gmlp_lm_tiny"]),
         (["--arch", "smlp_tiny", "--world-size", "3"], ["8 experts", "world_size=3"]),

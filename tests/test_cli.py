@@ -56,6 +56,15 @@ def test_every_command_shows_an_example(name: str, capsys) -> None:
         (["train", "nowhere", "--user-dir", "elsewhere/smlp"], ["elsewhere/smlp", "leave --user-dir out"]),
         (["eval-lm", "nowhere", "--path", "none.pt"], ["none.pt"]),
         (["doctor", "--json", "no/such/directory/x.json"], ["--json no/such/directory/x.json"]),
+        (["doctor", "--nproc=100000"], ["--nproc must be at most 1,024, got 100000"]),
+        (["flops", "--arch", "smlp_tiny", "--tokens", f"{10**12}"], ["--tokens must be at most 16,777,216, got 1000"]),
+        (["flops", "--arch", "smlp_tiny", "--batch", "0"], ["--batch must be at least 1, got 0"]),
+        (["leak-test", "--arch", "smlp_tiny", "--seed", f"{2**70}"], ["--seed must be at most 18,446,744,073,709"]),
+        (["match", "--flops-per-token", "nan"], ["--flops-per-token must be above 0, got nan"]),
+        (["match", "--flops-per-token", "inf"], ["--flops-per-token must be at most 1e+18, got inf"]),
+        (["costs", "--arch", "smlp_tiny", "--timeout=-inf"], ["--timeout must be at least 1, got -inf"]),
+        (["data", "inspect", "x", "--samples=-1"], ["--samples must be at least 0, got -1"]),
+        (["compare", "run", "x" * 5000], ["x" * 300 + ": File name too long"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -69,12 +78,6 @@ def test_mistakes_are_one_line_and_status_1(argv: list[str], parts: list[str], c
         assert part in error[0]
 
 
-def test_what_the_system_refuses_is_one_line(capsys) -> None:
-    assert main.main(["eval-lm", "--path", "x" * 5000, "--text", "text"]) == 1
-    captured = capsys.readouterr()
-    assert captured.err == f"smlp: error: {'x' * 5000}: File name too long\n"
-
-
 def test_what_an_encoding_lacks_is_escaped(monkeypatch) -> None:
     """Names of files need not be text, and a terminal may lack what a model writes."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -82,6 +85,26 @@ def test_what_an_encoding_lacks_is_escaped(monkeypatch) -> None:
     monkeypatch.setattr("smlp.cli.user_dir.run", lambda args: print("caf\xe9 \udcff") or 0)
     assert main.main(["user-dir"]) == 0
     assert stream.buffer.getvalue() == b"caf\\xe9 \\udcff\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (MemoryError(), "there is not enough memory for this"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 40 bytes. Error"), "40 bytes"),
+        (PermissionError(13, "Permission denied", "some/file"), "some/file: Permission denied"),
+        (OSError(27, "File too large"), "input/output: File too large"),
+        (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a'"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(error, sentence, monkeypatch, capsys) -> None:
+    def refuse(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(main, "_dispatch", refuse)
+    assert main.main([]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("smlp: error: ") and sentence in shown and shown.count("\n") == 1
 
 
 def test_interruption_is_quiet(monkeypatch, capsys) -> None:

@@ -15,8 +15,10 @@ import pytest
 from experiment_folder import MODELS, SEEDS, cell, rewrite, run_folder, tables, training_line, write_experiment
 
 from smlp.cli.compare_report import add_report_options, run_report
+from smlp.cli.main import main
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_record
+from smlp.experiments.progress import reached
 from smlp.experiments.report.claims import scale_sentences
 from smlp.experiments.report.environments import differences, machine
 from smlp.experiments.report.runs import read_experiment
@@ -101,8 +103,69 @@ def test_what_is_no_experiment_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"experiment\.json: No such file.*smlp compare run"):
         read_experiment(tmp_path)
     (tmp_path / "experiment.json").write_text('{"models": [], "seeds": [1], "updates": 3}')
-    with pytest.raises(UserError, match="is no experiment: it has no field 'tokens_per_update'"):
+    with pytest.raises(UserError, match="is no experiment: models is empty"):
         read_experiment(tmp_path)
+
+
+KEPT = ("experiment", "data", "environment", "tuned", "speed", "runs/gMLP-s1/run", "runs/gMLP-s1/scores")
+DAMAGE = (
+    "",
+    "null",
+    "[]",
+    "5",
+    "{}",
+    "[" * 20_000,
+    '{"a": ' + "9" * 5000 + "}",
+    '{"models": [5], "state": [], "splits": 5, "git": 5}',
+)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
+    """By the report in a sentence or in a note, by the status in a sentence, never by a traceback."""
+    whole = write_experiment(tmp_path / "whole", {name: MODELS[name] for name in ("gMLP", "Switch")}, seeds=[1])
+    (whole / "experiment.yaml").write_text("data: d\nupdates: 3\nmodels: {gMLP: {arch: gmlp_lm_tiny}}\n")
+    for number, content in enumerate(DAMAGE):
+        out = tmp_path / str(number)
+        shutil.copytree(whole, out)
+        (out / f"{name}.json").write_text(content)
+        notes = []
+        try:
+            experiment = read_experiment(out)
+            list(tables(out))
+            notes = [*experiment.notes, *(note for run in experiment.runs for note in run.notes)]
+        except UserError as error:
+            notes = [str(error)]
+        expected = content != "{}" or name in ("experiment", "data", "tuned", "speed")
+        assert any(Path(name).name + ".json" in note for note in notes) or not expected, (content[:9], notes)
+        status = main(["compare", "status", str(out)])
+        error = capsys.readouterr().err
+        assert status == 1 or name not in ("experiment", "runs/gMLP-s1/run")
+        assert error.count("\n") == (name in ("experiment", "runs/gMLP-s1/run")) and "Traceback" not in error
+
+
+def test_a_file_or_a_loop_where_a_runs_folder_should_be(out, capsys):
+    (out / "experiment.yaml").write_text("data: d\nupdates: 3\nmodels: {gMLP: {arch: gmlp_lm_tiny}}\n")
+    for number in (1, 2):
+        shutil.rmtree(run_folder(out, "gMLP", number))
+    run_folder(out, "gMLP", 1).write_text("no folder")
+    run_folder(out, "gMLP", 2).symlink_to("gMLP-s2")
+    assert [run.name for run in read_experiment(out).runs if run.state != "done"] == ["gMLP-s1", "gMLP-s2"]
+    assert tables(out)
+    assert main(["compare", "status", str(out)]) == 1 and "2 waiting" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"num_updates": "x", "update": 1, "loss": "3"}', '{"num_updates": 5, "update": 1, "loss": []}', "[]",
+     '{"valid_num_updates": 1e999, "valid_loss": "3"}', '{"valid_num_updates": "' + "9" * 5000 + '"}', "{" * 9000],
+)  # fmt: skip
+def test_a_line_of_a_log_with_no_numbers_is_none(out, line):
+    before = read_experiment(out).runs[0].curve
+    log = run_folder(out, "gMLP", 1) / "train.log"
+    log.write_text(log.read_text() + line + "\n" + '{"num_updates": 40, "update": 1}\n')
+    assert log_record(line) == {}
+    assert read_experiment(out).runs[0].curve == before and reached(log).updates == 40
 
 
 @pytest.fixture(scope="module")

@@ -309,7 +309,7 @@ def test_the_command_as_a_rank_of_a_launcher(tmp_path):
         (["--arch", "smlp_tyni"], ["smlp_tyni", "did you mean 'smlp_tiny'"]),
         (["--arch", "smlp_tiny", "--nproc", "0"], ["--nproc must be at least 1, got 0"]),
         (["--arch", "smlp_tiny", "--updates", "0"], ["--updates must be at least 1"]),
-        (["--arch", "smlp_tiny", "--overlap-chunks", "0"], ["overlap_chunks must be at least 1, got 0"]),
+        (["--arch", "smlp_tiny", "--overlap-chunks", "0"], ["--overlap-chunks must be at least 1, got 0"]),
         (["--arch", "smlp_tiny", "--nproc", "2", "--expert-parallel-size", "4"], ["size of 4", "2 ranks", "8 experts"]),
         (["--arch", "dense_lm_tiny", "--experts", "4"], ["--experts means nothing for dense_lm_tiny"]),
         (["--arch", "smlp_tiny", "--tokens", "1"], ["1 tokens leaves none to predict"]),

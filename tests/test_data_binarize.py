@@ -315,7 +315,7 @@ def test_after_a_kill_the_same_shards_and_no_half_one(sample, tokenizer, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--in", "sample", "--shards", 0], "--shards must be at least 1, not 0"),
+        (["--in", "sample", "--shards", 0], "--shards must be at least 1, got 0"),
         (["--in", "sample", "--shards", 500], "of 500 shards of train are empty"),
         (["--in", "sample", "--train", "sample"], "--in DIR or with --train"),
         ([], "--in DIR or with --train"),
@@ -383,7 +383,9 @@ def test_a_line_longer_than_a_block_is_read_whole(tmp_path, monkeypatch):
     expected = ["short", "x" * 95, "", "y" * 25]
     for part_bytes in (1, 5, 7, 40, 1000):
         parts = plan_parts(find_files([path], [".txt"]), part_bytes, all_lines=True)
-        assert [line for part in parts for block in line_blocks(part) for line in block] == expected
+        assert [line for part in parts for block in line_blocks(part, 95) for line in block] == expected
+        with pytest.raises(UserError, match=r"a\.txt: the line at byte 6 is longer than 94 bytes"):
+            [block for part in parts for block in line_blocks(part, 94)]
     with pytest.raises(UserError, match=r"a\.txt is not UTF-8: byte 0xe4 at position 7"):
         path.write_bytes(b"short\na\xe4b\n")
-        list(line_blocks(parts[0]))
+        list(line_blocks(parts[0], 95))

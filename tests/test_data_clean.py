@@ -3,15 +3,18 @@
 import gzip
 import json
 import random
+import unicodedata
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from data_prep.clean import characters, lines
-from data_prep.clean.cleaner import RULES, Settings, clean
+from data_prep.clean.cleaner import RULES, Settings, clean, clean_characters
 from data_prep.clean.filters import FILTERS, REPEATED_NGRAMS, TOP_NGRAMS, Measures, Thresholds, exceeds_ngram_share
 from data_prep.clean.language import excerpt, is_in
+from data_prep.dedup.words import words_of
+from data_prep.flow.limits import CpuLimit
 from data_prep.flow.manifest import read_manifest
 from smlp.cli.main import main
 
@@ -251,6 +254,7 @@ def test_cleaning_twice_changes_nothing_more():
 
 
 def write_jsonl(path, rows):
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
@@ -294,10 +298,10 @@ def test_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-symbols", "1.5"], "--max-symbols must be from 0 to 1, not 1.5"),
-        (["--min-words", "-1"], "--min-words must be at least 0, not -1"),
-        (["--min-probability", "2"], "--min-probability must be from 0 to 1, not 2.0"),
-        (["--language-characters", "0"], "--language-characters must be at least 1, not 0"),
+        (["--max-symbols", "1.5"], "--max-symbols must be at most 1, got 1.5"),
+        (["--min-words", "-1"], "--min-words must be at least 0, got -1"),
+        (["--min-probability", "2"], "--min-probability must be at most 1, got 2.0"),
+        (["--language-characters", "0"], "--language-characters must be at least 1, got 0"),
         (["--language", "xx"], "--language 'xx' is none of"),
     ],
 )
@@ -305,6 +309,56 @@ def test_wrong_options(tmp_path, capsys, options, message):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": ENGLISH}])
     assert main(["data", "clean", "--in", str(source), "--out", str(tmp_path / "out"), *options]) == 1
     assert message in capsys.readouterr().err
+
+
+HOSTILE = {
+    "escaped again and again": "&" + "amp;" * 250_000,
+    "accents in the wrong order": "a" + "\u0301\u0316" * 100_000,
+    "joiners": "a\u200d" * 100_000,
+    "quotation marks": "'" * 500_000,
+    "spaces": " " * 500_000 + "x",
+    "mojibake": "\u00c3\u00a9" * 100_000,
+}
+
+
+@pytest.mark.parametrize("document", HOSTILE)
+def test_time_grows_with_the_length_of_a_hostile_document(document):
+    """The limit is of CPU time, some fifty times what it takes; time that grows with the square of it takes minutes."""
+    with CpuLimit(20):
+        clean_characters(HOSTILE[document], frozenset(), Counter())
+        words_of(HOSTILE[document])
+
+
+@pytest.mark.parametrize(
+    "text", ["&&#97;mp;amp;", "&am&#112;;x", "&amp;#38;lt;", "&&amp;amp;gt;", "&#38;#38;bogus;&amp;"]
+)
+def test_entities_of_entities_are_taken_apart_as_if_one_by_one(text):
+    slowly = text
+    while (once := characters._ENTITY.sub(characters._character, slowly)) != slowly:
+        slowly = once
+    assert characters.entities(text) == slowly
+
+
+@pytest.mark.parametrize("accents", ["\u0301\u0316", "\u0344\u0f73\u0f71", "\u3099\u0323\u0345"])
+def test_sorted_accents_give_the_same_normal_form(accents):
+    text = "e" + accents * 30 + "\u1ec7" + accents * 40 + "\uac00\u11a8" + accents[::-1] * 50
+    assert characters.nfc(text) == unicodedata.normalize("NFC", text)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_document_that_takes_too_long_is_dropped_and_named(tmp_path, capsys, workers):
+    rows = [{"text": ENGLISH}, {"text": " ".join(map(str, range(1_500_000)))}, {"text": ENGLISH + " Again."}]
+    write_jsonl(tmp_path / "in" / "a.jsonl", rows)
+    write_jsonl(tmp_path / "in" / "b.jsonl", rows[:1])
+    command = ["data", "clean", "--in", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--language", "any"]
+    assert main([*command, "--workers", workers, "--max-document-seconds", "0.03", "--compress", "none"]) == 0
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["counts"]["dropped"] == {"took more than 0.03 s of CPU time": 1}
+    assert manifest["settings"]["max_document_seconds"] == 0.03
+    problem = "dropped, took more than 0.03 s of CPU time"
+    assert [defect["problem"] for defect in manifest["defects"]] == [problem]
+    assert f"{problem}: a.jsonl:" in capsys.readouterr().out
+    assert len((tmp_path / "out" / "a.jsonl").read_text().splitlines()) == 2
 
 
 def test_every_rule_can_be_turned_off():

@@ -454,11 +454,11 @@ def test_splits_of_tasks(tasks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--threshold", "0"], "--threshold must be from 0.1 to 1, not 0.0"),
-        (["--num-perm", "1"], "--num-perm must be from 16 to 4096, not 1"),
-        (["--ngram", "0"], "--ngram must be at least 1, not 0"),
-        (["--partitions", "0"], "--partitions must be from 1 to 4096, not 0"),
-        (["--partitions", "4097"], "--partitions must be from 1 to 4096, not 4097"),
+        (["--threshold", "0"], "--threshold must be at least 0.1, got 0.0"),
+        (["--num-perm", "1"], "--num-perm must be at least 16, got 1"),
+        (["--ngram", "0"], "--ngram must be at least 1, got 0"),
+        (["--partitions", "0"], "--partitions must be at least 1, got 0"),
+        (["--partitions", "4097"], "--partitions must be at most 4,096, got 4097"),
         (["--decontaminate", "."], "holds none of the files that 'smlp zeroshot --data-dir' reads"),
         (["--held-out", "a.jsonl"], "is read twice"),
     ],

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
 import pytest
 from running import REPOSITORY
 
+from data_prep.flow import documents, limits
 from data_prep.flow.documents import Defect, Loss, Reading, Record, documents_in, read
 from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.parts import find_files, left_out, plan_parts
@@ -195,11 +197,53 @@ def test_parquet(tmp_path):
     assert [piece.reason for piece in pieces[1:3]] == ["no text in field 'text'", "longer than 40 bytes"]
     assert texts(documents_in(path, Reading(text_field="body"))) == [
         Defect("no column 'body': text, title", str(path)),
-        *(Loss("no text in field 'body'", f"{path}:{number}") for number in range(3)),
+        Loss("no text in field 'body'", f"{path}:0", 3),
         Defect("3 documents no text in field 'body'", str(path)),
     ]
     path.write_bytes(b"no parquet")
     assert [piece.problem for piece in documents_in(path, Reading())] == ["damaged: no parquet file"]
+
+
+def test_a_value_of_parquet_that_many_rows_mean_is_not_copied_for_each(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path, sizes = tmp_path / "a.parquet", []
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 40, pyarrow.int32()), pyarrow.array(["x" * 5000]))
+    parquet.write_table(pyarrow.table({"text": column}), path)
+    whole = parquet.ParquetFile.iter_batches
+    spied = lambda file, batch_size, **more: sizes.append(batch_size) or whole(file, batch_size, **more)  # noqa: E731
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spied)
+    monkeypatch.setattr(documents, "_PARQUET_BYTES", 20_000)
+    assert len(texts(documents_in(path, Reading()))) == 40
+    assert sizes[0] <= 4
+
+
+def test_what_a_little_zstd_becomes_is_handed_out_in_pieces(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.ZstdCompressor(level=3).compress(bytes(200 << 20)))
+    tracemalloc.start()
+    try:
+        pieces = list(documents_in(path, Reading(max_bytes=1000)))
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+    assert [type(piece) for piece in pieces] == [Loss, Defect]
+
+
+def test_a_helper_is_replaced_where_a_document_takes_too_long_or_crashes_it():
+    work = limits.Helper("fetch_data:answer", 0.3)
+    try:
+        for word, message in (("stall", "took more than 0.3 s"), ("crash", "crashed on it"), ("stall", "took more")):
+            assert work("hello") == "HELLO"
+            with pytest.raises(limits.DocumentFailed, match=message):
+                work(word)
+        with pytest.raises(RuntimeError, match="exit status 7"):
+            work("leave")
+        assert work("again") == "AGAIN"
+    finally:
+        work.close()
 
 
 def upper(part, out, log=None, trap=None):

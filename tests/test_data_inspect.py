@@ -240,7 +240,7 @@ def test_mistakes(made, tmp_path, capsys):
     for arguments, words in [
         ([tmp_path / "nowhere"], "there is no folder"),
         ([tmp_path], "holds no binary data"),
-        ([made, "--samples", -1], "--samples must be at least 0, not -1"),
+        ([made, "--samples", -1], "--samples must be at least 0, got -1"),
     ]:
         assert inspect(*arguments) == 1
         assert words in capsys.readouterr().err

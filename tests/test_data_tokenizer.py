@@ -196,10 +196,10 @@ def test_byte_level_and_given_files(corpus, tmp_path, capsys):
         (["--kind", "gpt2", *given, "--pad-to", 303], "--pad-to 303 is less than the 304 symbols"),
         (["--kind", "gpt2", "--vocab-size", 255], "at least 256 for byte-level BPE, not 255"),
         (["--kind", "gpt2", "--byte-fallback"], "--byte-fallback is of SentencePiece"),
-        (["--sample-bytes", 0], "--sample-bytes must be at least 1, not 0"),
-        (["--seed", -1], "--seed must be from 0"),
+        (["--sample-bytes", 0], "--sample-bytes must be at least 1, got 0"),
+        (["--seed", -1], "--seed must be at least 0, got -1"),
         (["--vocab-size", 10], "vocabulary size 10 is too small: the training text has"),
-        (["--vocab-size", 0], "at least 1, not 0"),
+        (["--vocab-size", 0], "at least 1, got 0"),
     ]:
         assert learn("--in", corpus, "--out", tmp_path / "bad", *arguments, "--restart") == 1
         error = capsys.readouterr().err

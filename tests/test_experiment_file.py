@@ -124,6 +124,28 @@ MISTAKES = {
         FILE.replace("lr: 2e-3", "lr_scheduler: cosine, warmup_updates: 50") + TUNE,
         r"recipe.warmup_updates is 50, and a run has 10 updates \(tune\)",
     ),
+    "deep": ("models: " + "[" * 3000 + "]" * 3000, r"small.yaml is nested too deep"),
+    "huge exponent": (FILE.replace("100k", "1e999999999"), r"tokens must be a whole number, got '1e999999999'"),
+    "many digits": (FILE.replace("100k", "9" * 5000), r"a value cannot be read: Exceeds the limit"),
+    "many bits": (FILE.replace("100k", "0x" + "f" * 5000), r"tokens must be at most .*, got a number of thousands"),
+    "too much": (
+        FILE.replace("100k", "9" * 200),
+        r"tokens must be at most 1,000,000,000,000,000,000, got 9{100}\.\.\.$",
+    ),
+    "no date": (FILE.replace("100k", "2020-99-99"), r"a value cannot be read: month must be in 1..12"),
+    "merge": ("a: &a {b: 1}\n<<: *a\n" + FILE, r"line 2: '<<' is not understood"),
+    "aliases": (
+        "k0: &k0 [1]\n" + "".join(f"k{n + 1}: &k{n + 1} [{', '.join([f'*k{n}'] * 9)}]\n" for n in range(9)),
+        r"small.yaml means [0-9,]+ values with its aliases, and at most 1,000,000",
+    ),
+    "alias of itself": ("a: &a {b: *a}\n", r"an alias stands inside what it means"),
+    "half a character": (FILE + 'title: "\\ud800"\n', r"holds half of a surrogate pair"),
+    "models": (
+        FILE + "".join(f"  m{n}: {{arch: smlp_tiny}}\n" for n in range(5000)),
+        r"these are 10,004 runs of 5,002 models: at most 5,000",
+    ),
+    "threads": (FILE + "run: {threads: 100000}\n", r"make 100,000 threads at a time: at most 1,024"),
+    "long name": (FILE.replace("sMLP E=4", "g" * 300), r"a name of 300 characters becomes a folder: at most 150"),
 }
 
 

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import tracemalloc
 from collections import Counter
+from types import SimpleNamespace
 
 import mwparserfromhell
 import pytest
@@ -12,6 +13,7 @@ from fetch_data import HEAD, PLAIN, WIKITEXT, article, dump, page, write_warc
 from data_prep.fetch import warc, wikipedia
 from data_prep.fetch.convert import named_by_format, part_name
 from data_prep.flow.documents import Defect, Loss, Record
+from data_prep.flow.limits import CpuLimit
 
 
 def reasons(pieces):
@@ -36,10 +38,50 @@ def test_wikitext_as_paragraphs():
         ("one [[two|]] three [https://example.org]", "one three"),
         ("<ref>no end [[here]]", "no end here"),
         ("== A ==\n==B==\ntext", "A\nB\ntext"),
+        ("a<!-- one --> b<!-- no end", "a b<!-- no end"),
+        ("a<ref x/>b<REF>c</ref >d<ref>e", "abde"),
+        ("a ( , ;) b  [ ]c(d )", "a bc(d )"),
     ],
 )
 def test_odd_wikitext(wikitext, plain):
     assert wikipedia.plain_text(wikitext, mwparserfromhell) == plain
+
+
+@pytest.mark.parametrize("pattern", ["<ref>", "<ref ", "<!--", "</ref ", "{{{{a", " ", "(", "( ,"])
+def test_time_grows_with_the_length_of_hostile_wikitext(pattern):
+    """The limit is of CPU time, many times what it takes; time that grows with the square of it takes minutes."""
+    parsed = SimpleNamespace(parse=lambda wikitext, **_: SimpleNamespace(nodes=[mwparserfromhell.nodes.Text(wikitext)]))
+    with CpuLimit(20):
+        for wikitext in (pattern * 200_000, pattern + " " * 200_000 + "x"):
+            wikipedia.plain_text(wikitext, parsed)
+        wikipedia._NO_TEXT_LINKS.match(" " * 200_000)
+
+
+def test_templates_that_are_nested_too_deep():
+    assert wikipedia.plain_text("a{{b" * 60 + "}}" * 60, mwparserfromhell) == "a"
+    assert wikipedia.text_of_article("a{{b" * 5000 + "}}" * 5000) is None
+
+
+def test_a_page_that_is_no_page_ends_the_file_before_it_fills_the_memory(tmp_path):
+    path = tmp_path / "a.xml.gz"
+    with gzip.open(path, "wb") as file:
+        file.write((HEAD + page(1, "A", "one") + "<page><title>B</title><text>").encode())
+        for _ in range(20):
+            file.write(b"x" * (1 << 20))
+    pieces = list(wikipedia.articles(path, "wiki", 1 << 20))
+    assert texts(pieces) == ["A\none"] and reasons(pieces) == {"cut off by damage": 1}
+    assert "after 1 pages: the next page is longer than 9,437,184 bytes of XML" in pieces[-1].where
+
+
+def test_pages_that_stall_or_crash_the_parser_are_dropped_and_named(tmp_path):
+    """Unclosed tags take the parser's C code hours; what comes before and after them is kept."""
+    path = tmp_path / "a.xml"
+    path.write_text(HEAD + page(1, "A", "one") + page(2, "B", "<b>" * 20_000) + page(3, "C", "two") + "</mediawiki>")
+    pieces = list(wikipedia.articles(path, "wiki", 1 << 20, 0.5))
+    assert texts(pieces) == ["A\none", "C\ntwo"]
+    assert reasons(pieces) == {"took more than 0.5 s of CPU time": 1}
+    problem = "dropped, took more than 0.5 s of CPU time"
+    assert [piece for piece in pieces if isinstance(piece, Defect)] == [Defect(problem, f"{path}: page 2")]
 
 
 def test_a_dump_of_several_streams(tmp_path):
@@ -92,7 +134,7 @@ def test_a_dump_that_breaks_off(tmp_path):
 
 def test_memory_of_a_long_dump(tmp_path, monkeypatch):
     """Pages that are done with do not stay in the tree."""
-    monkeypatch.setattr(wikipedia, "plain_text", lambda wikitext, parser: wikitext[:10])
+    monkeypatch.setattr(wikipedia, "helper", lambda *_: lambda wikitext: wikitext[:10])
     path = tmp_path / "a.xml.bz2"
     path.write_bytes(bz2.compress((HEAD + page(1, "A", "word " * 4000) * 300 + "</mediawiki>").encode()))
     tracemalloc.start()

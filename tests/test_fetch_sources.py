@@ -62,7 +62,7 @@ def test_list_and_show(capsys, tmp_path):
         (["hf:a:b:c:d", "--out", "x"], "is not hf:OWNER/NAME"),
         (["wikipedia", "wikipedia", "--out", "x"], "two sources would be written to x/wikipedia"),
         (["wikipedia", "--set", "month=3", "--out", "x"], "there are wikipedia.wiki, wikipedia.date"),
-        (["wikipedia", "--limit-files", "0", "--out", "x"], "--limit-files must be at least 1, not 0"),
+        (["wikipedia", "--limit-files", "0", "--out", "x"], "--limit-files must be at least 1, got 0"),
         (["wikipedia", "--timeout", "0", "--out", "x"], "--timeout must be above 0"),
     ],
 )

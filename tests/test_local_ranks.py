@@ -19,7 +19,7 @@ from smlp.cli.local_ranks import check_nproc, read_launch_options
 from smlp.cli.main import main
 from smlp.errors import UserError
 from smlp.fairseq_compat import startup
-from smlp.launch import cores
+from smlp.launch import machine
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 pytestmark = pytest.mark.timeout(120)
@@ -82,25 +82,25 @@ def test_the_quota_of_a_container_limits_the_cores(tmp_path: Path) -> None:
     membership, cgroups = tmp_path / "cgroup", tmp_path / "fs"
     (cgroups / "outer" / "inner").mkdir(parents=True)
     membership.write_text("0::/outer/inner\n")
-    assert cores.cpu_quota(cgroups, membership) >= 2**31
+    assert machine.cpu_quota(cgroups, membership) >= 2**31
     (cgroups / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
-    assert cores.cpu_quota(cgroups, membership) >= 2**31
+    assert machine.cpu_quota(cgroups, membership) >= 2**31
     (cgroups / "outer" / "cpu.max").write_text("150000 100000\n")
-    assert cores.cpu_quota(cgroups, membership) == 1.5
+    assert machine.cpu_quota(cgroups, membership) == 1.5
     (cgroups / "cpu").mkdir()
     (cgroups / "cpu" / "cpu.cfs_quota_us").write_text("300000\n")
     (cgroups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     membership.write_text("4:memory:/docker/1\n1:cpu,cpuacct:/docker/1\n")
-    assert cores.cpu_quota(cgroups, membership) == 3.0
+    assert machine.cpu_quota(cgroups, membership) == 3.0
     (cgroups / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    assert cores.cpu_quota(cgroups, membership) >= 2**31
-    assert cores.cpu_quota(cgroups, tmp_path / "none") >= 2**31
+    assert machine.cpu_quota(cgroups, membership) >= 2**31
+    assert machine.cpu_quota(cgroups, tmp_path / "none") >= 2**31
 
 
 def test_threads_beyond_the_quota_are_left_out(monkeypatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(cores, "cpu_quota", lambda: 1.5)
-    assert cores.num_cores() == 1
+    monkeypatch.setattr(machine, "cpu_quota", lambda: 1.5)
+    assert machine.num_cores() == 1
     taken = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
@@ -118,7 +118,7 @@ def test_waiting_threads_of_the_command_and_its_children_sleep(given: dict[str, 
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert main(["user-dir"]) == 0
-    expected = given or {"GOMP_SPINCOUNT": str(cores.SPIN_COUNT)}
+    expected = given or {"GOMP_SPINCOUNT": str(machine.SPIN_COUNT)}
     assert {name: os.environ[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in os.environ} == expected
 
 

@@ -118,10 +118,10 @@ def test_a_family_that_cannot_be_built_is_named(capsys):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--flops-per-token", "-3"], ["positive", "-3"]),
-        (["--flops-per-token", "nan"], ["positive", "nan"]),
+        (["--flops-per-token", "-3"], ["--flops-per-token must be above 0", "-3"]),
+        (["--flops-per-token", "nan"], ["--flops-per-token must be above 0", "nan"]),
         (["--like", "smlp_tinny"], ["smlp_tinny", "did you mean 'smlp_tiny'"]),
-        (["--like", "smlp_tiny", "--embed-dim", "0"], ["embed_dim", "0"]),
+        (["--like", "smlp_tiny", "--embed-dim", "0"], ["--embed-dim must be at least 1", "0"]),
         (["--like", "smlp_tiny", "--json", "no/such/folder/x"], ["--json no/such/folder/x"]),
     ],
 )

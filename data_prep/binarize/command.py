@@ -18,11 +18,13 @@ from data_prep.flow.reporting import report
 from data_prep.flow.running import Finished, Run, begin, run_parts
 from data_prep.flow.streams import write_bytes
 from data_prep.tokenize.shared import tokenizer_files, tokenizer_setting
+from smlp.cli.numbers import whole
 from smlp.errors import UserError
 
 # encoding.FORMATS, without what that module imports
 FORMATS = ("documents", "lines", "pieces")
 PART_BYTES = 32 << 20
+MOST_SHARDS = 1 << 16  # each is a folder with a dictionary
 DESCRIPTION = """text into fairseq's binary data: train, valid and test (.bin, .idx), with dictionary and tokenizer
 
 A paragraph becomes a line of tokens that ends in </s>; an empty line, a lone </s>, ends a document. With --shards N the
@@ -66,7 +68,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="dict.txt, with sentencepiece.model or encoder.json",
     )
-    group.add_argument("--shards", type=int, default=1, metavar="N", help="folders that train is dealt to (default: 1)")
+    group.add_argument(
+        "--shards", **whole(1, MOST_SHARDS), default=1, metavar="N", help="folders that train is dealt to (default: 1)"
+    )
     add_run_options(parser)
 
 
@@ -75,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
     from data_prep.binarize.encoding import SEGMENTS, Job, check_tokenizer
     from data_prep.binarize.splits import parts_of_splits
 
-    if args.shards < 1:
-        raise UserError(f"--shards must be at least 1, not {args.shards}")
     splits = parts_of_splits(args)
     vocab_size = len(check_tokenizer(args.tokenizer, args.format))
     run, job = run_of(args), Job(args.tokenizer, args.format, reading_of(args), args.shards)

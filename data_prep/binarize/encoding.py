@@ -74,7 +74,7 @@ def encode_part(part: Part, out: Path, job: Job) -> PartResult:
         if job.format == DOCUMENTS:
             blocks = _document_blocks(part, job, encoder, counts, defects)
         else:
-            blocks = ((*encoder.encode_batch(lines), None) for lines in line_blocks(part))
+            blocks = ((*encoder.encode_batch(lines), None) for lines in line_blocks(part, job.reading.max_bytes))
         unknown = 0
         for ids_N, lengths_L, documents in blocks:
             unknown += int(np.count_nonzero(ids_N == vocabulary.unk))

@@ -12,14 +12,18 @@ from smlp.errors import UserError
 BLOCK_BYTES = 1 << 20
 
 
-def line_blocks(part: Part) -> Iterator[list[str]]:
+def line_blocks(part: Part, max_bytes: int) -> Iterator[list[str]]:
     """The lines of a part, without their ends, in lists of about ``BLOCK_BYTES`` of text.
 
     A line belongs to the part that it begins in. A carriage return, alone or before a line feed, ends a line, as in
-    Python's text files; there is no line after the last line end. A longer line is in memory whole.
+    Python's text files; there is no line after the last line end.
+
+    Args:
+        part: what to read.
+        max_bytes: between two line feeds: memory is bounded by some multiples of it.
 
     Raises:
-        UserError: the file is damaged or is not UTF-8.
+        UserError: the file is damaged or is not UTF-8, or a line is longer.
     """
     with open_stream(part.path) as stream:
         try:
@@ -30,13 +34,25 @@ def line_blocks(part: Part) -> Iterator[list[str]]:
             while stop is None or start < stop:
                 content = stream.read(BLOCK_BYTES if stop is None else min(BLOCK_BYTES, stop - start))
                 if content and not content.endswith(b"\n"):
-                    content += stream.readline()
+                    content += stream.readline(max_bytes + 1)
                 if not content:
                     return
+                if len(content) > max_bytes:
+                    _check_lengths(content, part, start, max_bytes)
                 yield _lines_of(content, part, start)
                 start += len(content)
         except DamagedFile as error:
             raise UserError(f"{error}: it is damaged, and only whole files are read as lines") from None
+
+
+def _check_lengths(content: bytes, part: Part, start: int, max_bytes: int) -> None:
+    for line in content.split(b"\n"):
+        if len(line) > max_bytes:
+            raise UserError(
+                f"{part.path}: the line at byte {start:,} is longer than {max_bytes:,} bytes: give a larger "
+                "--max-document-bytes, or leave the file out"
+            )
+        start += len(line) + 1
 
 
 def _next_line(stream: BinaryIO, offset: int) -> int:

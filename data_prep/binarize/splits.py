@@ -23,8 +23,6 @@ def parts_of_splits(args: argparse.Namespace) -> dict[str, list[Part]]:
     Raises:
         UserError: a file is missing, or there is no split at all.
     """
-    if args.part_bytes < 1:
-        raise UserError(f"--part-bytes must be at least 1, not {args.part_bytes}")
     suffixes = SUFFIXES[args.format]
     splits: dict[str, list[Part]] = {}
     for split, inputs in _inputs(args, suffixes).items():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 import re
-import unicodedata
 from collections import Counter
 from functools import cache
 from html.entities import html5
@@ -15,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from data_prep import nfc as normal_form
+
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
+_LONGEST_ENTITY = 34  # with its ends
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 # Those that are white space (tabs, line breaks, \x1c to \x1f, \x85) are left to that rule.
 _CONTROL_ASCII = bytes([*range(0x09), *range(0x0E, 0x1C), 0x7F])
@@ -42,12 +44,30 @@ _MAY_BE_MOJIBAKE = re.compile(r"[^\x00-\x7f]{2}|[\xc2-\xf4] |[\x80-\x9f]")
 
 def entities(text: str) -> str:
     """HTML entities left over, ``&amp;`` and ``&#8217;``, also escaped twice; unknown names stay."""
-    while "&" in text:
-        unescaped = _ENTITY.sub(_character, text)
-        if unescaped == text:
-            break
-        text = unescaped
-    return text
+    if "&" not in text:
+        return text
+    unescaped = _ENTITY.sub(_character, text)
+    return text if unescaped == text else _unescaped_again(unescaped) if _ENTITY.search(unescaped) else unescaped
+
+
+def _unescaped_again(text: str) -> str:
+    """Entities in what entities have become, to any depth, in one pass: each character is read a few times at most."""
+    done: list[str] = []  # what no later character can make part of an entity
+    begun: list[str] = []  # from each ``&`` behind that: what has come so far of the entity that it may begin
+    coming = re.split("([&;])", text)[::-1]
+    while coming:
+        piece = coming.pop()
+        if piece == "&" or not begun:
+            (begun if piece == "&" else done).append(piece)
+            continue
+        begun[-1] += piece
+        if piece == ";" and (match := _ENTITY.fullmatch(begun[-1])) and (character := _character(match)) != match[0]:
+            begun.pop()
+            coming += character[::-1]
+        elif piece == ";" or len(begun[-1]) >= _LONGEST_ENTITY:  # no entity, nor is any that an earlier ``&`` begins
+            done += begun
+            begun = []
+    return "".join(done + begun)
 
 
 def _character(match: re.Match[str]) -> str:
@@ -83,7 +103,7 @@ def control(text: str) -> str:
 
 def nfc(text: str) -> str:
     """Unicode's form NFC: a letter and its accent are one character."""
-    return text if text.isascii() else unicodedata.normalize("NFC", text)
+    return normal_form.nfc(text)
 
 
 def whitespace(text: str) -> str:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from data_prep.clean.cleaner import RULES, Settings, clean
 from data_prep.clean.filters import Thresholds
 from data_prep.flow.counted import counted_records
 from data_prep.flow.documents import Reading
+from data_prep.flow.limits import CpuLimit, DocumentFailed
 from data_prep.flow.manifest import Counts, PartResult, write_manifest
 from data_prep.flow.options import (
     COMPRESSIONS,
     add_compression,
     add_input_options,
     add_run_options,
+    add_time_option,
     input_settings,
     parts_of,
     reading_of,
@@ -26,6 +30,7 @@ from data_prep.flow.parts import Part
 from data_prep.flow.reporting import report
 from data_prep.flow.running import begin, run_parts
 from data_prep.flow.streams import write_stream
+from smlp.cli.numbers import MOST_BYTES, real, whole
 from smlp.errors import UserError
 
 DESCRIPTION = "Clean documents: characters, boilerplate, language, length and repetition; every rule is counted."
@@ -58,6 +63,7 @@ _HELP = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """All thresholds are options of their own, named as in :class:`Settings` and :class:`Thresholds`."""
     add_input_options(parser)
+    add_time_option(parser)
     group = parser.add_argument_group("rules")
     group.add_argument("--without", nargs="+", default=[], choices=RULES, metavar="RULE", help=", ".join(RULES))
     group.add_argument(
@@ -66,13 +72,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, default in [*asdict(Thresholds()).items(), *_numbers_of(Settings()).items()]:
         group.add_argument(
             f"--{name.replace('_', '-')}",
-            type=type(default),
+            **_bounds(name, default),
             default=default,
             metavar="N" if isinstance(default, int) else "X",
             help=f"{_HELP[name]} (default: {default:,})",
         )
     add_compression(parser)
     add_run_options(parser)
+
+
+def _bounds(name: str, default: int | float) -> dict[str, Any]:
+    """Word lengths are means, all other numbers with a point are shares."""
+    if isinstance(default, int):
+        return whole(1 if name == "language_characters" else 0, MOST_BYTES)
+    return real(0, float("inf") if name.endswith("word_length") else 1)
 
 
 def _numbers_of(settings: Settings) -> dict[str, int | float]:
@@ -83,17 +96,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """The rules as options say.
 
     Raises:
-        UserError: a threshold is negative, a share above 1, or the language is not known.
+        UserError: the language is not known.
     """
     names = [field.name for field in fields(Thresholds)]
-    for name in [*names, *_numbers_of(Settings())]:
-        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
-        is_share = name.startswith("max_") and isinstance(getattr(Thresholds(), name, 0), float)
-        is_share = (is_share and name != "max_word_length") or name == "min_probability"
-        if value < 0 or (is_share and value > 1):
-            raise UserError(f"{option} must be {'from 0 to 1' if is_share else 'at least 0'}, not {value}")
-    if args.language_characters < 1:
-        raise UserError(f"--language-characters must be at least 1, not {args.language_characters}")
     if args.language != "any" and "language" not in args.without:
         from data_prep.clean.language import languages
 
@@ -105,10 +110,17 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def clean_part(part: Part, out: Path, reading: Reading, settings: Settings, suffix: str) -> PartResult:
     """Writes the documents of a part that are kept, as ``NAME.jsonl`` with the suffix of a compression."""
-    counts, defects = Counts(), []
+    counts, defects, limit = Counts(), [], CpuLimit(reading.max_seconds)
     with write_stream(out / f"{part.name}.jsonl{suffix}") as (stream, written):
         for piece in counted_records(part, reading, counts, defects):
-            text, reason = clean(piece.text, settings, counts.other)
+            tally: Counter[str] = Counter()
+            try:
+                with limit:
+                    text, reason = clean(piece.text, settings, tally)
+            except DocumentFailed as error:
+                reason, tally = str(error), Counter()  # how far it came depends on the machine
+                defects.append({"problem": f"dropped, {reason}", "where": piece.id})
+            counts.other.update(tally)
             if reason:
                 counts.drop(reason)
             else:
@@ -125,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
     settings, reading, run = settings_of(args), reading_of(args), run_of(args)
     recorded = {
         **input_settings(args),
+        "max_document_seconds": args.max_document_seconds,
         "compress": args.compress,
         "without": sorted(settings.off),
         "language": settings.language,

@@ -19,7 +19,7 @@ from data_prep.dedup.components import first_of_each
 from data_prep.dedup.contamination import index_tasks, read_tasks, summary
 from data_prep.dedup.files import CONTAMINATED, REMOVED, WORK, Signed
 from data_prep.dedup.groups import exact_pairs, near_pairs, pairs_name, partition_parts
-from data_prep.dedup.options import MAX_PARTITIONS, add_options, check
+from data_prep.dedup.options import MAX_PARTITIONS, add_options
 from data_prep.dedup.report import describe
 from data_prep.dedup.sign import SignSettings, sign_part
 from data_prep.dedup.signatures import Scheme
@@ -51,7 +51,6 @@ _EXPANSION = 4  # of compressed text, roughly
 
 def run(args: argparse.Namespace) -> int:
     """Runs the phases that are not done, and says what became of the documents."""
-    check(args)
     reading, run = reading_of(args), run_of(args)
     held_out, inputs = _plan(args)
     scheme = Scheme.for_threshold(args.threshold, args.num_perm, args.ngram, args.seed) if args.near else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from hashlib import blake2b
 
 import numpy as np
+
+from data_prep.nfc import nfc
 
 FACTOR = np.uint64(0x5851F42D4C957F2D)
 _MAX_CACHED_WORDS = 1 << 18  # about 40 MB
@@ -20,7 +21,7 @@ def words_of(text: str) -> list[bytes]:
     """Runs of letters and digits in lower case, in UTF-8; whatever else there is only separates them."""
     text = text.lower()
     if not text.isascii():
-        text = _NOT_ASCII.sub(_letters_and_digits, unicodedata.normalize("NFC", text))
+        text = _NOT_ASCII.sub(_letters_and_digits, nfc(text))
     return text.encode().translate(_TABLE).split()
 
 

@@ -11,9 +11,10 @@ from data_prep.fetch.download import Patience
 from data_prep.fetch.sequence import Wanted, fetch, known_files, needed_bytes
 from data_prep.fetch.source import Source, built_in, find_source
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, Reading
-from data_prep.flow.options import add_compression, add_run_options
+from data_prep.flow.options import add_bytes_option, add_compression, add_run_options, add_time_option
 from data_prep.flow.reporting import report
 from data_prep.flow.running import Run
+from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
 from smlp.errors import UserError
 
 DESCRIPTION = "download corpora, with checks, and turn them into documents for 'smlp data clean'"
@@ -45,25 +46,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="an option of a source, as date=20260101; SOURCE.NAME=VALUE for one of several",
     )
-    group.add_argument("--limit-files", type=int, metavar="N", help="the first N files or shards of each source only")
-    group.add_argument("--limit-documents", type=int, metavar="N", help="the first N documents of each file only")
+    group.add_argument("--limit-files", **whole(), metavar="N", help="the first N files or shards of each source only")
+    group.add_argument("--limit-documents", **whole(), metavar="N", help="the first N documents of each file only")
     group.add_argument(
         "--text-field", metavar="NAME", help="field or column of the text (default: what the source says)"
     )
     group.add_argument(
         "--documents", choices=DOCUMENTS_OF_TEXT, help="a document in .txt (default: what the source says)"
     )
-    group.add_argument(
-        "--max-document-bytes", type=int, default=16 << 20, metavar="N", help="longer ones are dropped and counted"
-    )
+    add_bytes_option(group)
+    add_time_option(group)
     group = parser.add_argument_group("downloads")
-    group.add_argument("--connections", type=int, default=3, metavar="N", help="files at a time (default: 3)")
-    group.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds without a byte (default: 60)")
     group.add_argument(
-        "--attempts", type=int, default=6, metavar="N", help="failures without progress that end a file (default: 6)"
+        "--connections", **whole(1, MOST_PROCESSES), default=3, metavar="N", help="files at a time (default: 3)"
     )
     group.add_argument(
-        "--retry-wait", type=float, default=1.0, metavar="S", help="seconds after the first, then doubled (default: 1)"
+        "--timeout",
+        **real(0, MOST_SECONDS, above=True),
+        default=60.0,
+        metavar="S",
+        help="seconds without a byte (default: 60)",
+    )
+    group.add_argument(
+        "--attempts", **whole(), default=6, metavar="N", help="failures without progress that end a file (default: 6)"
+    )
+    group.add_argument(
+        "--retry-wait",
+        **real(0, MOST_SECONDS),
+        default=1.0,
+        metavar="S",
+        help="seconds after the first, then doubled (default: 1)",
     )
     group.add_argument(
         "--delete-downloads",
@@ -74,7 +86,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser, out_required=False)
     add_compression(parser)
     parser.add_argument(
-        "--file-bytes", type=int, default=256 << 20, metavar="N", help="text in a file that is written, before the next"
+        "--file-bytes",
+        **whole(1, MOST_BYTES),
+        default=256 << 20,
+        metavar="N",
+        help="text in a file that is written, before the next",
     )
 
 
@@ -102,22 +118,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wanted(args: argparse.Namespace) -> list[Wanted]:
-    for name in (
-        "limit_files",
-        "limit_documents",
-        "max_document_bytes",
-        "connections",
-        "attempts",
-        "file_bytes",
-        "workers",
-    ):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if args.timeout <= 0 or args.retry_wait < 0:
-        raise UserError(
-            f"--timeout must be above 0 and --retry-wait not below, not {args.timeout} and {args.retry_wait}"
-        )
     sources = [find_source(name) for name in args.sources]
     for source in sources:
         if source.status == "gone":
@@ -141,7 +141,10 @@ def _wanted(args: argparse.Namespace) -> list[Wanted]:
     wanted = []
     for source in sources:
         reading = Reading(
-            args.text_field or source.text_field, args.documents or source.documents, args.max_document_bytes
+            args.text_field or source.text_field,
+            args.documents or source.documents,
+            args.max_document_bytes,
+            args.max_document_seconds,
         )
         run = Run(args.out / source.name, args.workers, args.share, args.quiet)
         wanted.append(Wanted(source, args.out, run, options[source.name], reading, **settings))

@@ -104,11 +104,11 @@ def _raw_file(file: RemoteFile, conversion: Conversion) -> tuple[Path, dict[str,
 
 
 def _of_file(path: Path, conversion: Conversion) -> Iterator[Record | Loss | Defect]:
-    longest = conversion.reading.max_bytes
+    limits = conversion.reading.max_bytes, conversion.reading.max_seconds
     if conversion.format == "wikipedia":
-        return wikipedia.articles(path, conversion.source, longest)
+        return wikipedia.articles(path, conversion.source, *limits)
     if conversion.format == "warc":
-        return warc.pages(path, conversion.source, longest)
+        return warc.pages(path, conversion.source, *limits)
     return read(Part(path, path.name, conversion.source), conversion.reading)
 
 

@@ -66,7 +66,7 @@ class Writer:
             if isinstance(piece, Defect):
                 self._defects.append({"problem": piece.problem, "where": piece.where})
             elif isinstance(piece, Loss):
-                counts.drop(piece.reason)
+                counts.drop(piece.reason, piece.number)
             else:
                 counts.keep()
                 counts.other["bytes of text"] += len(piece.text.encode("utf-8", "surrogatepass"))

@@ -81,6 +81,7 @@ class Wanted:
             "text_field": self.reading.text_field,
             "documents": self.reading.documents_of_text,
             "max_document_bytes": self.reading.max_bytes,
+            "max_document_seconds": self.reading.max_seconds,
             "limit_files": self.limit_files,
             "limit_documents": self.limit_documents,
             "compress": self.compression,

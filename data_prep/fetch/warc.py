@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_prep.flow.documents import Defect, Loss, Record
+from data_prep.flow.documents import Defect, Failure, Loss, Record, with_defect
+from data_prep.flow.limits import DEFAULT_SECONDS, DocumentFailed, Helper, helper
 from data_prep.flow.streams import DamagedFile, open_stream
 from smlp.errors import UserError
 
 _HTML = ("text/html", "application/xhtml+xml")
 
 
-def pages(path: Path, source: str, max_bytes: int) -> Iterator[Record | Loss | Defect]:
+def pages(
+    path: Path, source: str, max_bytes: int, max_seconds: float = DEFAULT_SECONDS
+) -> Iterator[Record | Loss | Defect]:
     """The pages of a WARC file, in order, as trafilatura extracts them; what is no page of text comes as a loss.
 
     A document is a record of type ``response``; requests and the file's own metadata are none. One record at a time is
@@ -24,16 +28,16 @@ def pages(path: Path, source: str, max_bytes: int) -> Iterator[Record | Loss | D
         path: the file, ``.warc`` or ``.warc.gz``.
         source: what documents say they come from.
         max_bytes: of a page as it was sent; a longer one is a loss.
+        max_seconds: of CPU time; a page that takes longer is a loss, and named in a defect.
 
     Raises:
         UserError: warcio or trafilatura is not installed.
     """
-    try:
-        import trafilatura
-        from warcio.archiveiterator import ArchiveIterator
-    except ImportError:
-        raise UserError("for WARC files install the extra 'data': pip install 'smlp[data]'") from None
-    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # it reports every page that holds no article
+    if find_spec("warcio") is None or find_spec("trafilatura") is None:
+        raise UserError("for WARC files install the extra 'data': pip install 'smlp[data]'")
+    from warcio.archiveiterator import ArchiveIterator
+
+    extract = helper(f"{__name__}:text_of_page", max_seconds, ("trafilatura",))
     num_records, problem, is_page = 0, "", True
     with open_stream(path) as stream:
         content = _UntilDamage(stream)
@@ -47,7 +51,7 @@ def pages(path: Path, source: str, max_bytes: int) -> Iterator[Record | Loss | D
             if record is None:
                 break
             is_page = record.rec_type == "response"
-            piece = _page(record, path, source, max_bytes, trafilatura.extract) if is_page else None
+            piece = _page(record, path, source, max_bytes, extract) if is_page else None
             while record.raw_stream.read(1 << 16):
                 pass
             if getattr(record.raw_stream, "limit", 1) > 0:  # no limit: not even its length was there
@@ -55,13 +59,24 @@ def pages(path: Path, source: str, max_bytes: int) -> Iterator[Record | Loss | D
                 break
             num_records += 1
             if piece is not None:
-                yield piece
+                yield from with_defect(piece)
     if problem or content.damage:
         if is_page:
             yield Loss("cut off by damage", f"{path}: record {num_records + 1}")
         yield Defect("damaged: it breaks off", f"{path}: after {num_records:,} records: {content.damage or problem}")
     elif not num_records:
         yield Defect("no document in it", str(path))
+
+
+def text_of_page(content: bytes, url: str) -> str | None:
+    """The running text of a page, "" if there is none, None if it cannot be parsed; ``url`` may be empty."""
+    import trafilatura
+
+    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # it reports every page that holds no article
+    try:
+        return trafilatura.extract(content, include_comments=False, include_tables=False, url=url or None) or ""
+    except Exception:  # of the parsers below it, on pages that nobody has thought of; the rest of the file goes on
+        return None
 
 
 class _UntilDamage:
@@ -84,7 +99,7 @@ class _UntilDamage:
         self._stream.close()
 
 
-def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Any) -> Record | Loss:
+def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Helper) -> Record | Loss:
     headers, http = record.rec_headers, record.http_headers
     url = headers.get_header("WARC-Target-URI") or ""
     where = f"{path}: {url}"
@@ -96,8 +111,10 @@ def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Any) ->
     if len(content) > max_bytes:
         return Loss(f"longer than {max_bytes:,} bytes", where)
     try:
-        text = extract(content, include_comments=False, include_tables=False, url=url or None)
-    except Exception:  # of the parsers below it, on pages that nobody has thought of; the rest of the file goes on
+        text = extract(content, url)
+    except DocumentFailed as error:
+        return Failure(str(error), where)
+    if text is None:
         return Loss("page that cannot be parsed", where)
     if not text:
         return Loss("no text found on the page", where)

@@ -4,48 +4,56 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
-from data_prep.flow.documents import Defect, Loss, Record
-from data_prep.flow.streams import DamagedFile, open_stream
+from data_prep.flow.documents import Defect, Failure, Loss, Record, with_defect
+from data_prep.flow.limits import DEFAULT_SECONDS, DocumentFailed, Helper, helper
+from data_prep.flow.streams import READ_BYTES, DamagedFile, open_stream
 from smlp.errors import UserError
 
 # Namespaces whose links are no text: pictures, categories. Other languages name them differently; English serves all.
-_NO_TEXT_LINKS = re.compile(r"^\s*:?\s*(file|image|media|category)\s*:", re.IGNORECASE)
+_NO_TEXT_LINKS = re.compile(r"^\s*(?::\s*)?(file|image|media|category)\s*:", re.IGNORECASE)
 _NO_TEXT_TAGS = frozenset({"ref", "references", "table", "gallery", "math", "chem", "timeline", "score", "imagemap"})
 _REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
 # Sections at the end that hold lists of works and links. They and what stands under them are left out.
 END_SECTIONS = frozenset({"references", "external links", "see also", "further reading", "notes", "bibliography"})
 # Taken out before parsing, innermost first: half of an article's markup, which the parser would build trees of.
 _INNERMOST_TEMPLATE = re.compile(r"\{\{\{[^{}]*\}\}\}|\{\{[^{}]*\}\}")
-_COMMENT_OR_NOTE = re.compile(r"<!--.*?-->|<ref\b[^>]*/>|<ref\b[^>]*>.*?</ref\s*>", re.IGNORECASE | re.DOTALL)
+_XML_BYTES = 8  # of a page, at most, for a byte of its wikitext: a quotation mark is written in six
+_MOST_NESTED = 100  # templates in templates; MediaWiki itself gives up at 40
+_COMMENT_OR_NOTE_BEGINS = re.compile(r"<!--|<ref\b", re.IGNORECASE)
+_COMMENT_ENDS, _TAG_ENDS, _NOTE_ENDS = (re.compile(end, re.IGNORECASE) for end in ("-->", ">", r"</ref\s*>"))
 _QUOTES_OR_OPEN_NOTE = re.compile(r"'{2,5}|</?ref\b[^<>]*>", re.IGNORECASE)
 _MAGIC_WORD = re.compile(r"__[A-Z]+__")
-_EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;:\s]*\)|\s*\[\s*\]")
+_EMPTY_BRACKETS = re.compile(r"(?<!\s)\s*(?:\([,;:\s]*\)|\[\s*\])")
 _SPACES = re.compile(r"[ \t\u00a0]+")
 
 
-def articles(path: Path, source: str, max_bytes: int) -> Iterator[Record | Loss | Defect]:
+def articles(
+    path: Path, source: str, max_bytes: int, max_seconds: float = DEFAULT_SECONDS
+) -> Iterator[Record | Loss | Defect]:
     """The articles of a dump, in order; redirects and pages of other namespaces come as losses.
 
     Args:
         path: ``pages-articles`` XML, plain or compressed (``.bz2`` of several streams too).
         source: what documents say they come from.
         max_bytes: of a page's wikitext; a longer page is a loss.
+        max_seconds: of CPU time; a page that takes longer is a loss, and named in a defect.
 
     Raises:
         UserError: mwparserfromhell is not installed.
     """
-    try:
-        import mwparserfromhell
-    except ImportError:
-        raise UserError("for Wikipedia install the extra 'data': pip install 'smlp[data]'") from None
+    if find_spec("mwparserfromhell") is None:
+        raise UserError("for Wikipedia install the extra 'data': pip install 'smlp[data]'")
+    parse = helper(f"{__name__}:text_of_article", max_seconds, ("mwparserfromhell",))
     num_pages, in_page = 0, False
     try:
         with open_stream(path) as stream:
-            events = ElementTree.iterparse(stream, events=("start", "end"))
+            bounded = _Bounded(stream, _XML_BYTES * max_bytes + READ_BYTES)
+            events = ElementTree.iterparse(bounded, events=("start", "end"))
             _, root = next(events)
             for event, element in events:
                 if element.tag.rpartition("}")[2] != "page":
@@ -54,15 +62,33 @@ def articles(path: Path, source: str, max_bytes: int) -> Iterator[Record | Loss 
                 if in_page:
                     continue
                 num_pages += 1
-                yield _article(element, path, source, max_bytes, mwparserfromhell)
+                yield from with_defect(_article(element, path, source, max_bytes, parse))
                 root.clear()  # pages that are done with, or memory would grow with the file
+                bounded.num_bytes = 0
     except (DamagedFile, ElementTree.ParseError) as error:
         if in_page:
             yield Loss("cut off by damage", f"{path}: page {num_pages + 1}")
         yield Defect("damaged: it breaks off", f"{path}: after {num_pages:,} pages: {error}")
 
 
-def _article(page: ElementTree.Element, path: Path, source: str, max_bytes: int, parser: Any) -> Record | Loss:
+class _Bounded:
+    """A stream that ends where a page is so long that it cannot be one: the parser would hold all of it in memory.
+
+    ``num_bytes`` have been read since the caller set it to 0.
+    """
+
+    def __init__(self, stream: BinaryIO, most_bytes: int) -> None:
+        self._stream, self._most_bytes, self.num_bytes = stream, most_bytes, 0
+
+    def read(self, num_bytes: int) -> bytes:
+        content = self._stream.read(num_bytes)
+        self.num_bytes += len(content)
+        if self.num_bytes > self._most_bytes:
+            raise DamagedFile(f"the next page is longer than {self._most_bytes:,} bytes of XML")
+        return content
+
+
+def _article(page: ElementTree.Element, path: Path, source: str, max_bytes: int, parse: Helper) -> Record | Loss:
     values: dict[str, str] = {}
     for element in page.iter():
         name = element.tag.rpartition("}")[2]
@@ -77,8 +103,10 @@ def _article(page: ElementTree.Element, path: Path, source: str, max_bytes: int,
     if len(wikitext.encode()) > max_bytes:
         return Loss(f"longer than {max_bytes:,} bytes", where)
     try:
-        body = plain_text(wikitext, parser)
-    except (parser.parser.ParserError, RecursionError, ValueError):
+        body = parse(wikitext)
+    except DocumentFailed as error:
+        return Failure(str(error), where)
+    if body is None:
         return Loss("wikitext that cannot be parsed", where)
     if not body:
         return Loss("no text left", where)
@@ -87,15 +115,29 @@ def _article(page: ElementTree.Element, path: Path, source: str, max_bytes: int,
     return Record(f"{title}\n{body}", f"{source}:{values.get('id', '?')}", source, fields)
 
 
+def text_of_article(wikitext: str) -> str | None:
+    """:func:`plain_text` with the parser of this process; None where it cannot be parsed."""
+    import mwparserfromhell
+
+    try:
+        return plain_text(wikitext, mwparserfromhell)
+    except (mwparserfromhell.parser.ParserError, RecursionError, ValueError):
+        return None
+
+
 def plain_text(wikitext: str, parser: Any) -> str:
     """The paragraphs of an article, one a line, without what is no running text.
 
     Templates, tables, footnotes, pictures, categories, formulas, HTML comments and the sections at the end
     (``END_SECTIONS``) go; links stay as the words that they show; headings stay as lines of their own.
     """
-    wikitext = _COMMENT_OR_NOTE.sub("", wikitext)
-    while _INNERMOST_TEMPLATE.search(wikitext):
-        wikitext = _INNERMOST_TEMPLATE.sub("", wikitext)
+    wikitext = _without_notes(wikitext)
+    for _ in range(_MOST_NESTED):
+        wikitext, number = _INNERMOST_TEMPLATE.subn("", wikitext)
+        if not number:
+            break
+    else:
+        raise ValueError("templates are nested too deep")
     pieces: list[str] = []
     skipping = 0  # level of the heading under which all is left out
     for node in parser.parse(wikitext, skip_style_tags=True).nodes:
@@ -111,6 +153,36 @@ def plain_text(wikitext: str, parser: Any) -> str:
     text = _MAGIC_WORD.sub("", _QUOTES_OR_OPEN_NOTE.sub("", "".join(pieces)))
     paragraphs = (_SPACES.sub(" ", _EMPTY_BRACKETS.sub("", line)).strip() for line in text.split("\n"))
     return "\n".join(paragraph for paragraph in paragraphs if paragraph)
+
+
+def _without_notes(wikitext: str) -> str:
+    """The text without HTML comments and footnotes; one that does not end stays."""
+    comments, tags, notes = (_Ends(pattern, wikitext) for pattern in (_COMMENT_ENDS, _TAG_ENDS, _NOTE_ENDS))
+    kept, done = [], 0
+    for begin in _COMMENT_OR_NOTE_BEGINS.finditer(wikitext):
+        if begin.start() < done:
+            continue
+        end = (comments if begin[0] == "<!--" else tags).after(begin.end())
+        if end is not None and begin[0] != "<!--" and wikitext[max(end.start() - 1, begin.end()) : end.start()] != "/":
+            end = notes.after(end.end())
+        if end is not None:
+            kept.append(wikitext[done : begin.start()])
+            done = end.end()
+    return "".join(kept) + wikitext[done:]
+
+
+class _Ends:
+    """Places where something may end, each found once, however often it is asked for."""
+
+    def __init__(self, pattern: re.Pattern[str], text: str) -> None:
+        self._matches = pattern.finditer(text)
+        self._match = next(self._matches, None)
+
+    def after(self, place: int) -> re.Match[str] | None:
+        """The first match that begins at ``place`` or later, which is not before that of the last call."""
+        while self._match is not None and self._match.start() < place:
+            self._match = next(self._matches, None)
+        return self._match
 
 
 def _shown(code: Any) -> str:

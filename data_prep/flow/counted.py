@@ -24,6 +24,6 @@ def counted_records(
         if isinstance(piece, Record):
             yield piece
         elif isinstance(piece, Loss):
-            counts.drop(piece.reason)
+            counts.drop(piece.reason, piece.number)
         elif isinstance(piece, Defect) and defects is not None:
             defects.append({"problem": piece.problem, "where": piece.where})

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_prep.flow.limits import DEFAULT_SECONDS
 from data_prep.flow.parts import Part
 from data_prep.flow.streams import DamagedFile, open_stream, suffix_of
 from smlp.errors import UserError
@@ -25,6 +26,7 @@ from smlp.errors import UserError
 FORMATS = (".jsonl", ".txt", ".parquet")
 DOCUMENTS_OF_TEXT = ("blank", "line", "file")
 _BOM = b"\xef\xbb\xbf"
+_ROWS_AT_ONCE, _PARQUET_BYTES = 1000, 1 << 29  # of .parquet, rows and bytes that are unpacked at once
 _PHRASES = {"cut off by damage": "lost where it breaks off"}
 
 
@@ -52,10 +54,21 @@ class Record:
 
 @dataclass(frozen=True)
 class Loss:
-    """A document that could not be read. ``reason`` is a fixed phrase that counts are kept by; ``where`` the place."""
+    """A document that could not be read, or several in a row.
+
+    Attributes:
+        reason: a fixed phrase that counts are kept by.
+        where: the place of the first.
+        number: of documents.
+    """
 
     reason: str
     where: str
+    number: int = 1
+
+
+class Failure(Loss):
+    """A document that took too long or crashed a parser: whether it does may depend on the machine, so it is named."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +81,26 @@ class Defect:
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are to be read.
+    """How files are to be read, and what a document may take.
 
     Attributes:
         text_field: the field or column of the text.
         documents_of_text: what a document is in ``.txt``: one of ``DOCUMENTS_OF_TEXT``.
         max_bytes: a longer document is a loss; memory is bounded by some multiples of it.
+        max_seconds: of CPU time, in the steps that take text apart; a document that takes longer is dropped.
     """
 
     text_field: str = "text"
     documents_of_text: str = "blank"
     max_bytes: int = 16 << 20
+    max_seconds: float = DEFAULT_SECONDS
+
+
+def with_defect(piece: Record | Loss) -> Iterator[Record | Loss | Defect]:
+    """A document, and what is wrong with the file if it is a :class:`Failure`."""
+    yield piece
+    if isinstance(piece, Failure):
+        yield Defect(f"dropped, {piece.reason}", piece.where)
 
 
 def read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
@@ -91,7 +113,7 @@ def read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
     losses: Counter[str] = Counter()
     for piece in _read(part, reading):
         if isinstance(piece, Loss):
-            losses[piece.reason] += 1
+            losses[piece.reason] += piece.number
         yield piece
     for reason, number in losses.items():
         yield Defect(f"{number:,} document{'s' if number > 1 else ''} {_PHRASES.get(reason, reason)}", str(part.path))
@@ -267,18 +289,20 @@ def _read_parquet(part: Part, reading: Reading) -> Iterator[Record | Loss | Defe
     with file:
         if reading.text_field not in file.schema_arrow.names:
             yield Defect(f"no column {reading.text_field!r}: {', '.join(file.schema_arrow.names)}", str(part.path))
-            for number in range(file.metadata.num_rows):
-                yield Loss(f"no text in field {reading.text_field!r}", f"{part.path}:{number}")
+            yield Loss(f"no text in field {reading.text_field!r}", f"{part.path}:0", file.metadata.num_rows)
             return
         number = 0
         try:
-            for batch in file.iter_batches(batch_size=1000):
-                for row in batch.to_pylist():
-                    yield document_of_row(row, number, part, reading)
-                    number += 1
+            for group in range(file.metadata.num_row_groups):
+                # A value that is stored once and meant by every row is copied for each of those that are read at once.
+                size = max(file.metadata.row_group(group).total_byte_size, 1)
+                at_once = max(1, min(_ROWS_AT_ONCE, _PARQUET_BYTES // size))
+                for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):
+                    for row in batch.to_pylist():
+                        yield document_of_row(row, number, part, reading)
+                        number += 1
         except (pyarrow.ArrowException, OSError) as error:
-            lost = file.metadata.num_rows - number
-            yield from (Loss("cut off by damage", f"{part.path}:{number + index}") for index in range(lost))
+            yield Loss("cut off by damage", f"{part.path}:{number}", file.metadata.num_rows - number)
             yield Defect("damaged: it breaks off", f"{part.path}: {' '.join(str(error).split())}")
 
 

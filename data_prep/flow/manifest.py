@@ -38,9 +38,9 @@ class Counts:
         self.documents_in += 1
         self.kept += 1
 
-    def drop(self, reason: str) -> None:
-        self.documents_in += 1
-        self.dropped[reason] += 1
+    def drop(self, reason: str, number: int = 1) -> None:
+        self.documents_in += number
+        self.dropped[reason] += number
 
     def add(self, counts: Counts) -> None:
         self.documents_in += counts.documents_in

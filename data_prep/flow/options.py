@@ -11,9 +11,9 @@ from typing import Any
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FORMATS, Reading
 from data_prep.flow.parts import PART_BYTES, Part, find_files, left_out, plan_parts
 from data_prep.flow.running import Run
+from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
 from smlp.errors import UserError
 
-MOST_BYTES = 1 << 40
 COMPRESSIONS = {"gz": ".gz", "zst": ".zst", "none": ""}
 
 
@@ -24,7 +24,11 @@ def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) 
         "--out", type=Path, required=out_required, metavar="DIR", help="folder to write; run again to go on"
     )
     group.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one for each core)"
+        "--workers",
+        **whole(1, MOST_PROCESSES),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes (default: one for each core)",
     )
     group.add_argument(
         "--share",
@@ -38,9 +42,7 @@ def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) 
 
 
 def run_of(args: argparse.Namespace) -> Run:
-    """What :func:`add_run_options` was given. Raises UserError for no workers."""
-    if args.workers < 1:
-        raise UserError(f"--workers must be at least 1, not {args.workers}")
+    """What :func:`add_run_options` was given. Raises UserError if the folder lies in one that is read."""
     for name in ("inputs", "held_out", "train", "valid", "test"):
         value = getattr(args, name, None) or []
         for place in [value] if isinstance(value, Path) else value if isinstance(value, list) else []:
@@ -74,25 +76,46 @@ def add_reading_options(group: Any) -> None:
         default="blank",
         help="a document in .txt: what stands between empty lines, each line, or the whole file (default: blank)",
     )
+    add_bytes_option(group)
     group.add_argument(
-        "--max-document-bytes", type=int, default=16 << 20, metavar="N", help="longer ones are dropped and counted"
+        "--part-bytes",
+        **whole(1, MOST_BYTES),
+        default=PART_BYTES,
+        metavar="N",
+        help="larger plain files are cut into parts",
     )
+
+
+def add_bytes_option(group: Any) -> None:
+    """``--max-document-bytes``."""
     group.add_argument(
-        "--part-bytes", type=int, default=PART_BYTES, metavar="N", help="larger plain files are cut into parts"
+        "--max-document-bytes",
+        **whole(1, MOST_BYTES),
+        default=Reading.max_bytes,
+        metavar="N",
+        help="longer ones are dropped and counted",
+    )
+
+
+def add_time_option(group: Any) -> None:
+    """``--max-document-seconds``, of steps that take documents apart."""
+    group.add_argument(
+        "--max-document-seconds",
+        **real(0, MOST_SECONDS, above=True),
+        default=Reading.max_seconds,
+        metavar="S",
+        help="of CPU time; documents that take longer are dropped, counted and named (default: %(default)g)",
     )
 
 
 def reading_of(args: argparse.Namespace) -> Reading:
     """How documents are to be read."""
-    if not 1 <= args.max_document_bytes <= MOST_BYTES:
-        raise UserError(f"--max-document-bytes must be from 1 to {MOST_BYTES:,}, not {args.max_document_bytes}")
-    return Reading(args.text_field, args.documents, args.max_document_bytes)
+    seconds = getattr(args, "max_document_seconds", Reading.max_seconds)
+    return Reading(args.text_field, args.documents, args.max_document_bytes, seconds)
 
 
 def parts_of(args: argparse.Namespace) -> list[Part]:
     """The parts of ``--in``."""
-    if args.part_bytes < 1:
-        raise UserError(f"--part-bytes must be at least 1, not {args.part_bytes}")
     found = find_files(args.inputs, FORMATS)
     if not args.quiet:
         for line in left_out(args.inputs, FORMATS):

@@ -18,6 +18,7 @@ from smlp.errors import UserError
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 PARTIAL = ".partial"
 READ_BYTES = 1 << 20
+_ZSTD_BYTES = 1 << 10  # compressed, at a time: of zeros they become 32 MiB
 _GZIP_LEVEL = 4  # three times as fast as 6, and its files of English text are 7 % larger
 # What a reader of a damaged or truncated file meets; zstandard's own error is added where it is imported.
 _DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError)
@@ -87,7 +88,7 @@ def open_stream(path: Path) -> BinaryIO:
         raw, damage = bz2.BZ2File(path), _DAMAGE
     elif compression == ".zst":
         zstandard = _zstandard(path)
-        raw = _ZstdFrames(open(path, "rb"), zstandard)  # noqa: SIM115
+        raw = _ZstdFrames(open(path, "rb", buffering=READ_BYTES), zstandard)  # noqa: SIM115
         damage = (*_DAMAGE, zstandard.ZstdError)
     else:
         return open(path, "rb", buffering=READ_BYTES)
@@ -99,11 +100,11 @@ class _ZstdFrames:
 
     def __init__(self, file: BinaryIO, zstandard: Any) -> None:
         self._file, self._zstandard = file, zstandard
-        self._frame, self._ready, self._input = None, b"", b""
+        self._frame, self._ready, self._input = None, memoryview(b""), b""
 
-    def read1(self, num_bytes: int) -> bytes:
+    def read1(self, num_bytes: int) -> bytes | memoryview:
         while not self._ready:
-            compressed = self._input or self._file.read(READ_BYTES)
+            compressed = self._input or self._file.read(_ZSTD_BYTES)
             self._input = b""
             if not compressed:
                 if self._frame is not None:
@@ -111,7 +112,7 @@ class _ZstdFrames:
                 return b""
             if self._frame is None:
                 self._frame = self._zstandard.ZstdDecompressor().decompressobj()
-            self._ready = self._frame.decompress(compressed)
+            self._ready = memoryview(self._frame.decompress(compressed))
             if self._frame.eof:
                 self._input, self._frame = self._frame.unused_data, None
         content, self._ready = self._ready[:num_bytes], self._ready[num_bytes:]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_prep.flow.progress import bytes_bar
 from data_prep.flow.streams import write_bytes
+from smlp.cli.numbers import whole
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="BIN_DIR", help="what 'smlp data binarize' or another tool wrote")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how long documents are")
-    parser.add_argument("--samples", type=int, default=3, metavar="N", help="documents of each split to show (3)")
+    parser.add_argument("--samples", **whole(0), default=3, metavar="N", help="documents of each split to show (3)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--verify", action="store_true", help="compare every file with its checksum in the manifest")
 
@@ -43,8 +44,6 @@ def run(args: argparse.Namespace) -> int:
     from data_prep.inspecting.plot import check_plot, plot_lengths
     from smlp.cli.json_file import check_output
 
-    if args.samples < 0:
-        raise UserError(f"--samples must be at least 0, not {args.samples}")
     if args.json:
         check_output("--json", str(args.json))
     if args.plot:

@@ -19,6 +19,7 @@ from data_prep.flow.options import (
 )
 from data_prep.flow.running import begin, run_parts
 from data_prep.tokenize.shared import tokenizer_setting
+from smlp.cli.numbers import real, whole
 from smlp.errors import UserError
 
 DESCRIPTION = """A part of the documents, drawn by the hashes of their texts, mixed by weights, split into train, valid
@@ -37,10 +38,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the step."""
     add_input_options(parser)
     group = parser.add_argument_group("sample")
-    group.add_argument("--fraction", type=float, default=1.0, metavar="F", help="of the documents (default: all)")
-    group.add_argument("--seed", type=int, default=1, metavar="N", help="another seed draws other documents")
-    group.add_argument("--valid", type=float, default=0.001, metavar="SHARE", help="of documents (default: 0.001)")
-    group.add_argument("--test", type=float, default=0.001, metavar="SHARE", help="of documents (default: 0.001)")
+    group.add_argument(
+        "--fraction", **real(_SMALLEST_FRACTION, 1), default=1.0, metavar="F", help="of the documents (default: all)"
+    )
+    group.add_argument(
+        "--seed",
+        **whole(-(1 << 63), (1 << 63) - 1),
+        default=1,
+        metavar="N",
+        help="another seed draws other documents",
+    )
+    for split in ("valid", "test"):
+        group.add_argument(
+            f"--{split}",
+            **real(0, 1, below=True),
+            default=0.001,
+            metavar="SHARE",
+            help="of documents (default: 0.001)",
+        )
     group.add_argument("--budget", type=_number, metavar="N", help="of train: 250000, 500K, 100M, 1.5B")
     group.add_argument(
         "--unit", choices=("documents", "bytes", "words", "tokens"), default="words", help="of the budget"
@@ -98,15 +113,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not 0 < args.fraction <= 1:
-        raise UserError(f"--fraction must be above 0 and at most 1, not {args.fraction}")
-    if args.fraction < _SMALLEST_FRACTION:
-        raise UserError(f"--fraction must be at least 2^-60, about {_SMALLEST_FRACTION:.1e}, not {args.fraction}")
-    if not -(1 << 63) <= args.seed < 1 << 63:
-        raise UserError(f"--seed must be from -2^63 to 2^63 - 1, not {args.seed}")
-    for name in ("valid", "test"):
-        if not 0 <= getattr(args, name) < 1:
-            raise UserError(f"--{name} must be at least 0 and below 1, not {getattr(args, name)}")
     if args.unit == "tokens" and args.tokenizer is None:
         raise UserError("--unit tokens needs --tokenizer, a folder that 'smlp data tokenizer' wrote")
     if args.tokenizer is not None and not args.tokenizer.is_dir():
@@ -119,7 +125,7 @@ def _number(text: str) -> int:
         number = round(float(text[:-1] if scale > 1 else text) * scale)
     except (ValueError, OverflowError):
         number = 0
-    if number < 1:
+    if not 1 <= number < 1 << 63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 250000, 500K, 100M or 1.5B")
     return number
 

@@ -26,6 +26,7 @@ from data_prep.tokenize.byte_level import given_byte_level, num_pieces, train_by
 from data_prep.tokenize.dictionary import dictionary_bytes, padding_of
 from data_prep.tokenize.sampling import Sample, leave_out, sample_part
 from data_prep.tokenize.sentencepieces import KINDS, SPECIAL_PIECES, pieces_of, train_sentencepiece
+from smlp.cli.numbers import MOST_BYTES, MOST_SEED, MOST_SIZE, whole
 from smlp.errors import UserError
 from smlp.tokenizer_files import DICTIONARY, ENCODER_JSON, SENTENCEPIECE_MODEL, SPECIAL_SYMBOLS, find_tokenizer
 
@@ -54,7 +55,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="SentencePiece unigram or BPE, or GPT-2's byte-level BPE (default: unigram)",
     )
     group.add_argument(
-        "--vocab-size", type=int, metavar="N", help="pieces (default: 32000, 50257 for gpt2), without --pad-to's"
+        "--vocab-size",
+        **whole(1, MOST_SIZE),
+        metavar="N",
+        help="pieces (default: 32000, 50257 for gpt2), without --pad-to's",
     )
     group.add_argument(
         "--byte-fallback", action="store_true", help="SentencePiece: what has no piece becomes bytes, nothing unknown"
@@ -62,12 +66,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--encoder-json", type=Path, metavar="FILE", help="gpt2: take this and --vocab-bpe, train none")
     group.add_argument("--vocab-bpe", type=Path, metavar="FILE", help="gpt2: the merges of --encoder-json")
     padding = group.add_mutually_exclusive_group()
-    padding.add_argument("--pad-to", type=int, metavar="N", help="fill dict.txt up to N symbols, special ones included")
-    padding.add_argument("--pad-multiple", type=int, default=1, metavar="N", help="fill it up to a multiple of N")
-    group.add_argument(
-        "--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N", help=f"of text to learn from ({SAMPLE_BYTES:,})"
+    padding.add_argument(
+        "--pad-to", **whole(1, MOST_SIZE), metavar="N", help="fill dict.txt up to N symbols, special ones included"
     )
-    group.add_argument("--seed", type=int, default=1, metavar="N", help="of the sample (default: 1)")
+    padding.add_argument(
+        "--pad-multiple", **whole(1, MOST_SIZE), default=1, metavar="N", help="fill it up to a multiple of N"
+    )
+    group.add_argument(
+        "--sample-bytes",
+        **whole(1, MOST_BYTES),
+        default=SAMPLE_BYTES,
+        metavar="N",
+        help=f"of text to learn from ({SAMPLE_BYTES:,})",
+    )
+    group.add_argument("--seed", **whole(0, MOST_SEED), default=1, metavar="N", help="of the sample (default: 1)")
     add_run_options(parser)
 
 
@@ -102,11 +114,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for option in ("sample_bytes", "pad_multiple"):
-        if getattr(args, option) < 1:
-            raise UserError(f"--{option.replace('_', '-')} must be at least 1, not {getattr(args, option)}")
-    if not 0 <= args.seed < 1 << 64:
-        raise UserError(f"--seed must be from 0 to 2^64 - 1, not {args.seed}")
     given = args.encoder_json, args.vocab_bpe
     if any(given) and (args.kind != GPT2 or not all(given)):
         raise UserError("--encoder-json and --vocab-bpe are given both or not at all, with --kind gpt2")

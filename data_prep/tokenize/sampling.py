@@ -76,7 +76,7 @@ def sample_part(part: Part, out: Path, reading: Reading, num_bytes: int, total: 
             counts.keep()
             smallest.add(rank_of(piece.text, seed), length, piece.text)
         elif isinstance(piece, Loss):
-            counts.drop(piece.reason)
+            counts.drop(piece.reason, piece.number)
         else:
             defects.append({"problem": piece.problem, "where": piece.where})
     drawn = smallest.items()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from smlp.accounting.formula import parameters
 from smlp.config import ModelConfig
 from smlp.errors import UserError
-from smlp.launch.local import memory_bytes
+from smlp.launch.machine import memory_bytes
 from smlp.registry import DENSE_BLOCKS, SPARSE_BLOCKS
 
 #: a layer norm keeps its input, and mean and deviation of each position

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.experiments import slurm
+from smlp.experiments import kept, slurm
 from smlp.experiments.experiment import Experiment
 from smlp.experiments.folder import DONE, RUNNING, STOPPED, WAITING, Folder, read_json
 from smlp.experiments.progress import duration, reached
@@ -58,7 +58,7 @@ def _is_over(experiment: Experiment, folder: Folder) -> bool:
 
 def _runs(folder: Folder, experiment: Experiment) -> list[tuple[str, int]]:
     """Names of all runs, those of a grid first, with their updates."""
-    tuning, settled = experiment.tuning, read_json(folder.experiment)
+    tuning, settled = experiment.tuning, read_json(folder.experiment, kept.EXPERIMENT)
     models = settled["models"]
     values = tuning.values if tuning else ()
     grid = [(f"tune/{model['folder']}-{value}", tuning.updates) for value in values for model in models]

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smlp.cli.numbers import MOST_PROCESSES, MOST_SECONDS, MOST_SIZE, real, whole
+
 if TYPE_CHECKING:
     import torch
 
@@ -41,17 +43,23 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "costs", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", required=True, help="architecture")
-    parser.add_argument("--tokens", type=int, help="T, context to build it with (default: the architecture's)")
-    parser.add_argument("--experts", type=int, help="E to build it with (default: the architecture's)")
-    parser.add_argument("--batch-size", type=int, default=4, help="B, sequences on each rank (default: %(default)s)")
-    parser.add_argument("--updates", type=int, default=5, help="updates to measure (default: %(default)s)")
-    parser.add_argument("--nproc", type=int, default=1, help="ranks to start on this machine (default: %(default)s)")
-    parser.add_argument("--expert-parallel-size", type=int, help="P, ranks that share the experts (default: most)")
-    parser.add_argument("--overlap-chunks", type=int, default=1, help="as in training (default: %(default)s, off)")
+    size = whole(1, MOST_SIZE)
+    parser.add_argument("--tokens", **size, help="T, context to build it with (default: the architecture's)")
+    parser.add_argument("--experts", **size, help="E to build it with (default: the architecture's)")
+    parser.add_argument("--batch-size", **size, default=4, help="B, sequences on each rank (default: %(default)s)")
+    parser.add_argument("--updates", **whole(), default=5, help="updates to measure (default: %(default)s)")
+    parser.add_argument(
+        "--nproc", **whole(1, MOST_PROCESSES), default=1, help="ranks to start on this machine (default: %(default)s)"
+    )
+    parser.add_argument("--expert-parallel-size", **whole(), help="P, ranks that share the experts (default: most)")
+    parser.add_argument("--overlap-chunks", **whole(), default=1, help="as in training (default: %(default)s, off)")
     parser.add_argument("--checkpoint-activations", action="store_true", help="as in training")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument(
-        "--timeout", type=float, default=600, help="seconds that a rank waits for others (default: %(default)s)"
+        "--timeout",
+        **real(1, MOST_SECONDS),
+        default=600,
+        help="seconds that a rank waits for others (default: %(default)s)",
     )
     parser.add_argument("--trace", metavar="FILE", help="also write a Chrome trace")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
@@ -104,9 +112,6 @@ def _config(args: argparse.Namespace) -> ModelConfig:
     from smlp.errors import UserError
     from smlp.presets import preset
 
-    for name in ("batch_size", "updates", "nproc", "timeout"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     check_outputs(trace=args.trace, json=args.json)
     given = {"max_tokens": args.tokens, "num_experts": args.experts}
     config = preset(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from smlp.errors import UserError
-
 HELP = "from raw corpora to sharded training data"
 EPILOG = """examples:
   smlp data fetch wikipedia openwebtext --out corpora
@@ -49,14 +47,5 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one step.
-
-    Raises:
-        UserError: also where the system refuses a file.
-    """
-    try:
-        return args.run_step(args)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UserError(f"{error.filename or 'input/output'}: {error.strerror or error}") from error
+    """Runs one step."""
+    return args.run_step(args)

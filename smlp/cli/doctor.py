@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from smlp.cli.check_report import OK, PROBLEM, WARNING, Check, report
+from smlp.cli.numbers import MOST_PROCESSES, whole
 from smlp.errors import UserError
-from smlp.launch.cores import num_cores
+from smlp.launch.machine import num_cores
 
 # Package: (oldest version that can work, newest one the tests ran with). The same twice: exactly this one.
 TESTED = {
@@ -54,7 +55,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--parallel", action="store_true", help="check the ranks that torchrun, srun or --nproc start")
     parser.add_argument(
         "--nproc",
-        type=int,
+        **whole(1, MOST_PROCESSES),
         metavar="N",
         help="with --parallel: ranks on this machine (default: one for each GPU, or 2)",
     )

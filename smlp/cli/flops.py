@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from smlp.cli.numbers import MOST_SIZE, whole
+
 if TYPE_CHECKING:
     from smlp.config import ModelConfig
 
@@ -36,11 +38,15 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     model.add_argument("--arch", help="architecture")
     model.add_argument("--path", help="checkpoint; needs neither its dictionary nor its data")
     parser.add_argument(
-        "--tokens", type=int, help="T, the context to build --arch with; for --path, the length of the inputs"
+        "--tokens",
+        **whole(1, MOST_SIZE),
+        help="T, the context to build --arch with; for --path, the length of the inputs",
     )
-    parser.add_argument("--batch", type=int, default=2, help="B, sequences (default: %(default)s, as in the paper)")
-    parser.add_argument("--experts", type=int, help="E to build --arch with (default: the architecture's)")
-    parser.add_argument("--world-size", type=int, help="W, ranks that share the experts out")
+    parser.add_argument(
+        "--batch", **whole(1, MOST_SIZE), default=2, help="B, sequences (default: %(default)s, as in the paper)"
+    )
+    parser.add_argument("--experts", **whole(1, MOST_SIZE), help="E to build --arch with (default: the architecture's)")
+    parser.add_argument("--world-size", **whole(), help="W, ranks that share the experts out")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
     return parser
 
@@ -52,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
     from smlp.errors import UserError
     from smlp.presets import preset
 
-    if args.batch < 1:
-        raise UserError(f"--batch must be at least 1, got {args.batch}")
     if args.path:
         if args.experts is not None:
             raise UserError("--experts is for --arch: a checkpoint has the experts that it was trained with")

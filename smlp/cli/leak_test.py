@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from smlp.cli.numbers import MOST_SEED, MOST_SIZE, whole
+
 HELP = "check that no later token changes an earlier prediction"
 EPILOG = """examples:
   smlp leak-test --arch smlp_tiny
@@ -28,10 +30,13 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     model.add_argument("--arch", help="architecture to build with random weights")
     model.add_argument("--path", help="checkpoint to test")
     parser.add_argument("--dict", help="dict.txt of the checkpoint, if it is not beside it or with its data")
-    parser.add_argument("--width", type=int, default=64, help="H and F to build --arch with (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, help="context to build --arch with (default: the architecture's)")
-    parser.add_argument("--positions", type=int, default=9, help="how many values of t to try (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of weights and tokens (default: %(default)s)")
+    size = whole(1, MOST_SIZE)
+    parser.add_argument("--width", **size, default=64, help="H and F to build --arch with (default: %(default)s)")
+    parser.add_argument("--tokens", **size, help="context to build --arch with (default: the architecture's)")
+    parser.add_argument("--positions", **size, default=9, help="how many values of t to try (default: %(default)s)")
+    parser.add_argument(
+        "--seed", **whole(-(1 << 63), MOST_SEED), default=1, help="of weights and tokens (default: %(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
     return parser
 

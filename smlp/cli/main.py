@@ -18,12 +18,13 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import sys
 
 from smlp import __version__
 from smlp.cli.interrupts import interrupted_after_imports
 from smlp.errors import ParallelError, UserError
-from smlp.launch.cores import let_waiting_threads_sleep
+from smlp.launch.machine import let_waiting_threads_sleep
 
 # name: (module, one line for `smlp --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -44,6 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "user-dir": ("smlp.cli.user_dir", "print the directory to give to fairseq's --user-dir"),
 }
 
+_SHOWN = 300  # characters of a file's name in a message
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -65,17 +67,24 @@ def main(argv: list[str] | None = None) -> int:
         _flush_quietly()
         print(f"smlp: error: {error}", file=sys.stderr)
         return EXIT_FAILURE
+    except (MemoryError, RuntimeError) as error:
+        is_loop = str(error).startswith("Symlink loop")  # what pathlib raises
+        if not (is_loop or _is_out_of_memory(error)):
+            raise
+        _flush_quietly()
+        said = str(error) if is_loop else f"there is not enough memory for this{_amount(error)}"
+        print(f"smlp: error: {said}", file=sys.stderr)
+        return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Nobody reads any more. Python would complain once again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except OSError as error:
-        if error.filename is None:
-            raise
+    except OSError as error:  # no permission, disk full, a name that is too long, ...
         _flush_quietly()
-        print(f"smlp: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        name = str(error.filename or "input/output")
+        print(f"smlp: error: {name[:_SHOWN]}: {error.strerror or error}", file=sys.stderr)
         return EXIT_FAILURE
 
 
@@ -118,6 +127,18 @@ def _overview() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"smlp {__version__}")
     return parser
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Also what torch raises: on CPUs it is no exception of its own."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "out of memory", "size calculation overflowed")
+    )
+
+
+def _amount(error: BaseException) -> str:
+    found = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    return f": it asked for {found[1]} at once" if found else ""
 
 
 def _flush_quietly() -> None:

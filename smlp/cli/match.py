@@ -6,6 +6,8 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+from smlp.cli.numbers import MOST_SIZE, real, whole
+
 HELP = "settings of every model family whose forward FLOPs per token agree"
 EPILOG = """examples:
   smlp match --like smlp
@@ -19,6 +21,7 @@ nominal, by formula, as in "smlp flops": multiply-adds of the forward pass. Ever
 so that any two agree within 1 %. The arguments are for fairseq-train; the vocabulary comes with the data.
 exit status: 0 all families match, 1 one does not.
 """
+MOST_FLOPS = 1e18  # per token
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -27,13 +30,15 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "match", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--flops-per-token", type=float, metavar="X", help="multiply-adds of the forward pass")
+    target.add_argument(
+        "--flops-per-token", **real(0, MOST_FLOPS, above=True), metavar="X", help="multiply-adds of the forward pass"
+    )
     target.add_argument("--like", metavar="ARCH", help="architecture to match, in its context, vocabulary and width")
     parser.add_argument("--vary", choices=("layers", "ffn"), default="layers", help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, help="T, context (default: that of --like, or 1024)")
-    parser.add_argument("--vocab-size", type=int, help="V (default: that of --like, or 51200)")
-    parser.add_argument("--embed-dim", type=int, help="H (default: that of --like, or 1024)")
-    parser.add_argument("--experts", type=int, help="E in every sparse layer (default: each family's own)")
+    parser.add_argument("--tokens", **whole(1, MOST_SIZE), help="T, context (default: that of --like, or 1024)")
+    parser.add_argument("--vocab-size", **whole(1, MOST_SIZE), help="V (default: that of --like, or 51200)")
+    parser.add_argument("--embed-dim", **whole(1, MOST_SIZE), help="H (default: that of --like, or 1024)")
+    parser.add_argument("--experts", **whole(1, MOST_SIZE), help="E in every sparse layer (default: each family's own)")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
     return parser
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smlp.cli.model_options import add_model_files, load_model
+from smlp.cli.numbers import whole
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     weights.add_argument(
         "--limit-tokens",
-        type=int,
+        **whole(),
         metavar="N",
         default=2**16,
         help="only the first sequences, until they hold so many tokens (default: %(default)s)",
     )
     weights.add_argument(
-        "--pieces", type=int, metavar="P", default=40, help="most frequent pieces in a map (default: %(default)s)"
+        "--pieces", **whole(), metavar="P", default=40, help="most frequent pieces in a map (default: %(default)s)"
     )
     weights.add_argument("--json", metavar="FILE", help="also write all numbers here")
     weights.set_defaults(text=None)
@@ -73,9 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
     check_matplotlib()
     choice = Choice(_numbers("layers", args.layers), _numbers("experts", args.experts))
-    for name in ("limit_tokens", "pieces"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise UserError(f"--out {args.out} is a file: name a folder for the pictures")
     check_outputs(json=args.json)

@@ -92,15 +92,32 @@ def curve_of(records: Iterable[Mapping[str, Any]], name: str, subset: str = "val
     return TrainingCurve(name, _ordered(points[""] or points["train_"]), _ordered(points[f"{subset}_"]))
 
 
+#: how the names of numbers end that are read from a log
+_NUMBERS = ("loss", "ups", "wps", "wpb", "wall", "data_wait")
+
+
 def log_record(line: str) -> dict[str, Any]:
     """The report in a line of a log; empty if it holds none."""
     if not line.startswith("{"):
         return {}
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:  # the configuration, which is a Python literal, or a line cut short
+    except (ValueError, RecursionError):  # the configuration, which is a Python literal, or a line cut short
         return {}
-    return record
+    return record if _has_numbers(record) else {}
+
+
+def _has_numbers(record: dict[str, Any]) -> bool:
+    """Whether what should be a number is one, also as text; other lines are damaged."""
+    try:
+        for name, value in record.items():
+            if name.endswith("num_updates"):
+                int(value)
+            elif name.endswith(_NUMBERS):
+                float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def _ordered(points: dict[int, float]) -> tuple[LossPoint, ...]:

@@ -59,6 +59,7 @@ class LeakReport:
 def default_positions(max_tokens: int, count: int = 9) -> list[int]:
     """About ``count`` positions from 1 to T-1, ends included."""
     last = max_tokens - 1
+    count = min(count, last)
     return sorted({1 + round(i * (last - 1) / max(count - 1, 1)) for i in range(count)}) if last >= 1 else []
 
 

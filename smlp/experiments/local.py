@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from smlp.errors import UserError
+from smlp.experiments import kept
 from smlp.experiments.experiment import Experiment, option_words, zeroshot_words
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder, read_json
 from smlp.experiments.plan import Run, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.scores import updates_of
-from smlp.launch.cores import num_cores
+from smlp.launch.machine import num_cores
 from smlp.launch.program import this_module, this_program
 from smlp.launch.stop_signals import EXIT_STOPPED
 
@@ -182,7 +183,7 @@ def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> s
         run: trained.
         prefix: leading positions that some model of the experiment does not predict.
     """
-    scores = read_json(run.scores) if run.scores.is_file() else {"subsets": {}, "prefix": None}
+    scores = read_json(run.scores, kept.SCORES) if run.scores.is_file() else {"subsets": {}, "prefix": None}
     if scores["prefix"] != prefix or not set(experiment.evaluation.subsets) <= set(scores["subsets"]):
         return SCORE
     wanted = _zeroshot_of(experiment)

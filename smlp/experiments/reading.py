@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from smlp.accounting.match import FAMILIES
 from smlp.accounting.match import families as known_families
 from smlp.errors import UserError
 from smlp.experiments.experiment import Evaluation, Experiment, Matching, ModelEntry, Place, Text, Tuning, name_of
-from smlp.experiments.yaml_file import Section, read_yaml
+from smlp.experiments.yaml_file import Section, read_yaml, shown
 from smlp.presets import PRESETS
 
 #: options of fairseq-train that `smlp compare` sets, and the name in the file that says what they are to be
@@ -35,6 +36,9 @@ RESERVED = {
 WHERE = ("local", "slurm")
 MOST_SEED = 2**32 - 1
 TEXT_SOURCES = ("python",)
+_MOST_NAME = 150  # characters of a model's name: folders and pictures are called after it
+_MOST_RUNS = 5000  # models times seeds, or times values of a grid
+_MOST_THREADS = 1024  # of all runs at a time on one machine: OpenMP crashes on many more
 
 
 def read_experiment(path: Path) -> Experiment:
@@ -76,11 +80,29 @@ def read_experiment(path: Path) -> Experiment:
         raise UserError(f"{path}: there is nothing to compare: name models, or families under match")
     if experiment.log_interval > updates:
         raise top.error("log_interval", f"is {experiment.log_interval}, more than the {updates} updates of a run")
+    _check_numbers(experiment)
     _check_warmup(experiment)
     _check_rates(experiment)
     top.take("tune")
     top.end()
     return experiment
+
+
+def _check_numbers(experiment: Experiment) -> None:
+    """Of runs and of threads: a slip of the pen in a file must not take the machine."""
+    place, tuning = experiment.place, experiment.tuning
+    num_models = len(experiment.models) + (len(experiment.matching.families) if experiment.matching else 0)
+    num_runs = num_models * (len(experiment.seeds) + (len(tuning.values) if tuning else 0))
+    if num_runs > _MOST_RUNS:
+        raise UserError(
+            f"{experiment.path}: these are {num_runs:,} runs of {num_models:,} models: at most {_MOST_RUNS:,}"
+        )
+    threads = (place.threads or 1) * (place.jobs or 1) * place.ranks
+    if place.where == "local" and threads > _MOST_THREADS:
+        raise UserError(
+            f"{experiment.path}: run.threads, run.jobs and run.ranks make {threads:,} threads at a time: at most "
+            f"{_MOST_THREADS:,}"
+        )
 
 
 def _check_warmup(experiment: Experiment) -> None:
@@ -149,7 +171,7 @@ def _folders(top: Section) -> str | None:
     found: list[str] = []
     for value in top.values("data"):
         if not isinstance(value, str):
-            raise top.error("data", f"must be a folder, a pattern or a list of them, got {value!r}")
+            raise top.error("data", f"must be a folder, a pattern or a list of them, got {shown(value)}")
         found += (sorted(glob.glob(value)) if glob.has_magic(value) else []) or [value]
     return ":".join(found) or None
 
@@ -183,10 +205,15 @@ def _models(top: Section) -> tuple[ModelEntry, ...]:
 def check_names(path: Path, entries: list[ModelEntry]) -> None:
     """Refuses two models that would share a folder."""
     seen: dict[str, str] = {}
+    names = Counter(entry.name for entry in entries)
     for entry in entries:
         other = seen.setdefault(entry.folder, entry.name)
-        if other != entry.name or [one.name for one in entries].count(entry.name) > 1:
+        if other != entry.name or names[entry.name] > 1:
             raise UserError(f"{path}: models {other!r} and {entry.name!r} would share the folder {entry.folder!r}")
+        if len(entry.folder) > _MOST_NAME:
+            raise UserError(
+                f"{path}: models: a name of {len(entry.folder)} characters becomes a folder: at most {_MOST_NAME}"
+            )
 
 
 def _matching(top: Section) -> Matching | None:
@@ -242,7 +269,7 @@ def _tuning(section: Section, tokens_per_update: int) -> Tuning:
     if isinstance(values, list):
         values = [_as_number(value) for value in values]
     if not isinstance(values, list) or len(values) < 2 or len(set(map(str, values))) < len(values):
-        raise section.error(option, f"wants at least two different values in a list, got {values!r}")
+        raise section.error(option, f"wants at least two different values in a list, got {shown(values)}")
     return Tuning(option, tuple(values), updates, seed)
 
 
@@ -288,7 +315,7 @@ def _place(section: Section) -> Place:
 def _seeds(section: Section) -> tuple[int, ...]:
     seeds = tuple(section.as_count("seeds", seed) for seed in section.values("seeds", [1]))
     if len(set(seeds)) < len(seeds) or not seeds:
-        raise section.error("seeds", f"must be different numbers, got {list(seeds)}")
+        raise section.error("seeds", f"must be different numbers, got {shown(list(seeds))}")
     return tuple(_seed(section, "seeds", seed) for seed in seeds)
 
 

@@ -79,7 +79,7 @@ def jobs_in_queue(folder: Folder) -> list[str]:
     path = folder.path / "slurm" / "jobs.json"
     if not path.is_file():
         return []
-    jobs = read_json(path)
+    jobs = read_json(path, list)
     try:
         # %F: of an array the number of all its tasks
         command = ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"]
@@ -125,7 +125,7 @@ def _note_job(folder: Folder, job: str) -> None:
     """Adds a job to those of the experiment."""
     path = folder.path / "slurm" / "jobs.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, [*(read_json(path) if path.is_file() else []), job])
+    write_json(path, [*(read_json(path, list) if path.is_file() else []), job])
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> str:

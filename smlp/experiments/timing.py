@@ -35,7 +35,7 @@ def time_here(experiment: Experiment, folder: Folder, runs: Sequence[Run], machi
         The signal that stopped it, or None.
     """
     rounds = experiment.evaluation.speed_rounds
-    timed = read_json(folder.speed)["models"] if folder.speed.is_file() else {}
+    timed = read_json(folder.speed, {"models": dict})["models"] if folder.speed.is_file() else {}
     if not rounds:
         return None
     trained = [run for run in runs if folder.run(run.folder).state()["state"] == DONE]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
@@ -15,7 +14,11 @@ import yaml
 from smlp.errors import UserError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
-_COUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmb]?)", re.IGNORECASE)
+_COUNT = re.compile(r"([0-9][0-9_]{0,99}(?:\.[0-9]{1,99})?(?:e[0-9]{1,3})?)\s*([kmb]?)", re.IGNORECASE)
+MOST_COUNT = 10**18
+_MOST_VALUES = 10**6  # that aliases may make of a file
+_SHOWN = 100  # characters of a value in a message
+_MERGE = "tag:yaml.org,2002:merge"
 _NAME = re.compile(r"[A-Za-z]\w*")
 
 
@@ -25,6 +28,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == _MERGE:
+                raise yaml.MarkedYAMLError(
+                    problem="'<<' is not understood: write the settings out", problem_mark=key_node.start_mark
+                )
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, (str, int, float, bool)):
                 if key in seen:
@@ -49,10 +56,43 @@ def read_yaml(path: Path) -> dict[str, Any]:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path}{line}: {error.problem or 'no YAML'}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is no YAML: {error}") from None
+        raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deep") from None
+    except ValueError as error:  # a date or a number that is none
+        raise UserError(f"{path}: a value cannot be read: {error}") from None
+    try:
+        num_values = _num_values(content, {})
+    except RecursionError:
+        raise UserError(f"{path}: an alias stands inside what it means") from None
+    except UnicodeEncodeError as error:
+        raise UserError(f"{path}: {shown(error.object)} holds half of a surrogate pair, which is no text") from None
+    if num_values > _MOST_VALUES:
+        raise UserError(f"{path} means {num_values:,} values with its aliases, and at most {_MOST_VALUES:,} are read")
     if not isinstance(content, dict):
         raise UserError(f"{path} holds {_kind(content)}, where names with values are expected")
     return content
+
+
+def _num_values(value: Any, known: dict[int, int]) -> int:
+    """How many values there are when every alias is written out; ``known`` by the identity of lists and mappings."""
+    if isinstance(value, str):
+        value.encode()  # half of a surrogate pair is no text: UnicodeEncodeError
+    if not isinstance(value, (list, dict)):
+        return 1
+    if id(value) not in known:
+        inside = value if isinstance(value, list) else [*value, *value.values()]
+        known[id(value)] = 1 + sum(_num_values(item, known) for item in inside)
+    return known[id(value)]
+
+
+def shown(value: Any) -> str:
+    """A value in a message: as it is, or its beginning."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 class Section:
@@ -94,27 +134,31 @@ class Section:
         """A word or a line."""
         value = self.take(key, default)
         if value is not None and not isinstance(value, str):
-            raise self.error(key, f"must be text, got {value!r}")
+            raise self.error(key, f"must be text, got {shown(value)}")
         allowed = list(choices)
         if allowed and value not in allowed:
-            raise self.error(key, f"must be one of {', '.join(allowed)}, got {value!r}")
+            raise self.error(key, f"must be one of {', '.join(allowed)}, got {shown(value)}")
         return value
 
-    def count(self, key: str, default: int | None = None, least: int = 1) -> int | None:
+    def count(self, key: str, default: int | None = None, least: int = 1, most: int = MOST_COUNT) -> int | None:
         """A whole number, also written 400k, 1.5M or 100B."""
         value = self.take(key, default)
-        return None if value is None else self.as_count(key, value, least)
+        return None if value is None else self.as_count(key, value, least, most)
 
-    def as_count(self, key: str, value: Any, least: int = 1) -> int:
+    def as_count(self, key: str, value: Any, least: int = 1, most: int = MOST_COUNT) -> int:
         """A value as a whole number."""
         number = value
         if isinstance(value, str) and (match := _COUNT.fullmatch(value.strip())):
             number = Decimal(match[1].replace("_", "")) * _UNITS[match[2].lower()]
         is_number = isinstance(number, (int, float, Decimal)) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number) or number != int(number):
-            raise self.error(key, f"must be a whole number, got {value!r}")
+        if is_number and not isinstance(number, int):
+            is_number = abs(number) <= MOST_COUNT and number == int(number)
+        if not is_number:
+            raise self.error(key, f"must be a whole number, got {shown(value)}")
         if number < least:
-            raise self.error(key, f"must be at least {least}, got {value!r}")
+            raise self.error(key, f"must be at least {least}, got {shown(value)}")
+        if number > most:
+            raise self.error(key, f"must be at most {most:,}, got {shown(value)}")
         return int(number)
 
     def number(self, key: str, default: float | None = None) -> float | None:
@@ -126,10 +170,10 @@ class Section:
         """A value as a positive number; YAML takes 1e-3 for text."""
         try:
             number = float("nan") if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = float("nan")
         if not 0 < number < float("inf"):
-            raise self.error(key, f"must be a positive number, got {value!r}")
+            raise self.error(key, f"must be a positive number, got {shown(value)}")
         return number
 
     def values(self, key: str, default: Iterable[Any] = ()) -> list[Any]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from smlp.errors import UserError
-from smlp.launch.local import num_cores
+from smlp.launch.machine import num_cores
 
 _LARGEST = 2**63 - 1  # of what fairseq's compiled parts count with
 _INT32 = 2**31 - 1

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from smlp.launch.cores import num_cores
+from smlp.launch.machine import num_cores
 
 
 def apply() -> None:

@@ -2,7 +2,7 @@
 
 ranks         which rank this process is, from the variables of torchrun or srun
 slurm         what Slurm's variables say
-cores         how many this process may use, and how its threads wait
+machine       cores and memory that this process may use, and how its threads wait
 local         N ranks on this machine, ended together
 plan          where every rank would run, without starting any
 program       the command that starts this package again

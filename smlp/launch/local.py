@@ -17,7 +17,7 @@ from types import FrameType
 from typing import BinaryIO, TextIO
 
 from smlp.errors import UserError
-from smlp.launch.cores import num_cores
+from smlp.launch.machine import memory_bytes, num_cores
 from smlp.launch.ports import free_port
 from smlp.launch.stop_signals import EXIT_STOPPED
 
@@ -210,11 +210,6 @@ def _is_frozen(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
-
-
-def memory_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _signal_name(number: int) -> str:

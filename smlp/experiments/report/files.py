@@ -6,27 +6,39 @@ import json
 from pathlib import Path
 from typing import Any
 
+from smlp.experiments.kept import wrong
 
-def read_json(path: Path, notes: list[str]) -> dict[str, Any] | None:
-    """The object in a JSON file; None where it is missing, or damaged, which is noted by name."""
+
+def read_json(path: Path, notes: list[str], shape: Any = dict) -> dict[str, Any] | None:
+    """The object in a JSON file; None where it is missing, or damaged, which is noted by name.
+
+    Args:
+        path: of the file.
+        notes: takes what is wrong with it.
+        shape: what it should hold (:mod:`smlp.experiments.kept`).
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read ({_reason(error)})")
         return None
     if not isinstance(found, dict):
         notes.append(f"{path.name} holds no JSON object")
         return None
+    if problem := wrong(found, shape):
+        notes.append(f"{path.name} is damaged: {problem}")
+        return None
     return found
 
 
-def read_json_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The objects of a file that has one in each line; lines that are none are left out and counted in a note."""
+def read_json_lines(path: Path, notes: list[str], shape: Any = dict) -> list[dict[str, Any]]:
+    """The objects of a file that has one in each line; lines that are none, or of another shape, are left out and
+    counted in a note."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         notes.append(f"{path.name} cannot be read ({_reason(error)})")
@@ -35,9 +47,9 @@ def read_json_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     for line in filter(str.strip, lines):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict):
+        if not wrong(record, shape):
             found.append(record)
         else:
             damaged += 1

@@ -17,6 +17,7 @@ from typing import Any
 from smlp.config import ModelConfig, unflatten
 from smlp.errors import UserError
 from smlp.evaluation.curves import TrainingCurve, curve_of, log_records
+from smlp.experiments import kept
 from smlp.experiments.folder import DONE
 from smlp.experiments.report.files import read_json, read_json_lines
 from smlp.experiments.report.timeline import Timeline, logged_seconds, read_timeline, training_lines
@@ -184,8 +185,10 @@ def read_experiment(folder: Path) -> Experiment:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; name a folder that smlp compare run has made") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is not JSON") from None
+    if problem := kept.wrong(settings, kept.EXPERIMENT):
+        raise UserError(f"{path} is no experiment: {problem}")
     try:
         models = tuple(_model(record) for record in settings["models"])
         seeds = [int(seed) for seed in settings["seeds"]]
@@ -198,7 +201,8 @@ def read_experiment(folder: Path) -> Experiment:
     notes: list[str] = []
     subset = (settings.get("evaluation_subsets") or ["valid"])[0]
     runs = tuple(_run(folder, model, seed, subset) for model in models for seed in seeds)
-    read = {name: read_json(folder / f"{name}.json", notes) for name in ("environment", "data", "tuned", "speed")}
+    shapes = {"environment": kept.ENVIRONMENT, "data": kept.DATA, "tuned": kept.TUNED, "speed": kept.SPEED}
+    read = {name: read_json(folder / f"{name}.json", notes, shape) for name, shape in shapes.items()}
     notes += [f"{name}.json is missing" for name in ("environment", "data") if not (folder / f"{name}.json").exists()]
     return Experiment(
         folder,
@@ -236,12 +240,12 @@ def _diverged(scores: Mapping[str, Any] | None) -> Iterator[str]:
 def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
     folder = out / "runs" / f"{model.folder}-s{seed}"
     notes: list[str] = []
-    record = read_json(folder / "run.json", notes) or {}
+    record = read_json(folder / "run.json", notes, kept.RUN) or {}
     state = record.get("state", "unknown") if folder.is_dir() else MISSING
     log = log_records(folder / "train.log") if (folder / "train.log").is_file() else []
     timeline = read_timeline(log)
-    order = read_json_lines(folder / "data_order.jsonl", notes)
-    scores = read_json(folder / "scores.json", notes)
+    order = read_json_lines(folder / "data_order.jsonl", notes, kept.ORDER_LINE)
+    scores = read_json(folder / "scores.json", notes, kept.SCORES)
     environments = tuple(read_json_lines(folder / "environment.jsonl", notes))
     if state == DONE:
         expected = ("train.log", "scores.json", "data_order.jsonl")
@@ -261,9 +265,9 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
         timeline,
         logged_seconds(log),
         {update: line for update, (line, _) in training_lines(log).items()},
-        tuple(read_json_lines(folder / "router_health.jsonl", notes)),
-        {int(line["update"]): int(line["digest"]) for line in order if {"update", "digest"} <= line.keys()},
+        tuple(read_json_lines(folder / "router_health.jsonl", notes, kept.HEALTH_LINE)),
+        {line["update"]: line["digest"] for line in order},
         scores,
-        read_json(folder / "zeroshot.json", notes),
+        read_json(folder / "zeroshot.json", notes, kept.ZEROSHOT),
         environments,
     )

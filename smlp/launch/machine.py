@@ -1,4 +1,4 @@
-"""CPU cores that this process may use, and how its threads wait for each other. Imports no torch."""
+"""What of this machine a process may use, and how its threads wait for each other. Imports no torch."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ def _granted(folder: Path) -> tuple[int, int]:
         return int(granted), int(period)
     quota, period = folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"
     return int(quota.read_text()), int(period.read_text())
+
+
+def memory_bytes() -> int:
+    """Return the memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def let_waiting_threads_sleep() -> None:
