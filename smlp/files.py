@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import logging
 import os
 import shutil
@@ -86,6 +87,32 @@ def regular_file(path: str | Path, what: str = "file") -> Path:
     if stat.S_ISDIR(mode):
         raise UserError(f"{path} is a folder: name a {what} in it")
     raise UserError(f"{path} is no regular file but a {kind_of(mode)}: name a {what}")
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """Return the content of a file. It may be a pipe (``<(command)`` in a shell), if something writes to it.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe that nothing writes to.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        content = b""
+        if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            content = file.read(1)  # None where there is a writer that has not written yet
+            if content == b"":
+                raise OSError(errno.EPIPE, "nothing writes to this pipe", str(path))
+        os.set_blocking(file.fileno(), True)
+        return (content or b"") + file.read()
+
+
+def read_text(path: str | Path, encoding: str = "utf-8") -> str:
+    """Return the content of a text file, with any kind of line end as ``\\n``.
+
+    Raises:
+        OSError: as :func:`read_bytes`.
+        UnicodeDecodeError: the file is in another encoding.
+    """
+    return io.StringIO(read_bytes(path).decode(encoding), newline=None).read()
 
 
 def is_missing(path: str | Path) -> bool:

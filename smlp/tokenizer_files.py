@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smlp.errors import UserError
-from smlp.named_files import read_text
+from smlp.files import read_text
 
 DICTIONARY = "dict.txt"
 SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # of every dictionary, before the first line of its file

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from smlp.errors import UserError
-from smlp.named_files import read_text
+from smlp.files import read_text
 from smlp.tokenizer_files import SPECIAL_SYMBOLS
 
 

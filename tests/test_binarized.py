@@ -48,7 +48,7 @@ def test_missing_and_empty_files_are_named(tmp_path, suffix):
     with pytest.raises(UserError, match=rf"train.{suffix} is empty \(0 bytes\)"):
         read_fairseq_tokens(prefix)
     path.unlink()
-    with pytest.raises(UserError, match=rf"train.{suffix} cannot be read: No such file"):
+    with pytest.raises(UserError, match=rf"there is no data file .*train.{suffix}"):
         read_fairseq_tokens(str(prefix))
 
 

@@ -9,7 +9,7 @@ from running import REPOSITORY
 # From the bottom of the package up: a part may import itself and those before it.
 ORDER = [
     "errors",
-    "named_files",
+    "files",
     "plugins",
     "settings",
     "registry",

@@ -130,7 +130,7 @@ def _record(continuation: Continuation, settings: dict[str, Any]) -> dict[str, A
 
 def _read_prompts(path: str) -> list[str]:
     from smlp.errors import UserError
-    from smlp.named_files import read_bytes
+    from smlp.files import read_bytes
 
     try:
         data = sys.stdin.buffer.read() if path == "-" else read_bytes(path)

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from smlp.errors import UserError
+from smlp.files import regular_file
 
 _PIECE = 2**24  # tokens read at a time
 MAGIC = b"MMIDIDX\x00\x00"
@@ -171,12 +172,7 @@ def open_data_file(path: Path, what: str = "data file") -> BinaryIO:
     Raises:
         UserError: it is missing, unreadable, no regular file, or empty.
     """
-    try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{what} {path} is no regular file")
-        file = path.open("rb")
-    except OSError as error:
-        raise UserError(f"{what} {path} cannot be read: {error.strerror}") from error
+    file = regular_file(path, what).open("rb")
     if os.fstat(file.fileno()).st_size == 0:
         file.close()
         raise UserError(f"{what} {path} is empty (0 bytes)")

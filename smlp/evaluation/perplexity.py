@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from smlp.errors import UserError
-from smlp.named_files import read_text
+from smlp.files import read_text
 from smlp.perplexity import of_nats
 
 

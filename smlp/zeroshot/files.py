@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from smlp import named_files
+from smlp import files
 from smlp.errors import UserError
 from smlp.tokenizer import check_characters
 
@@ -83,7 +83,7 @@ def read_text(path: Path) -> str:
         UserError: it cannot be read, or is not UTF-8.
     """
     try:
-        return named_files.read_text(path, "utf-8-sig")
+        return files.read_text(path, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: byte {error.start} cannot be read") from None
     except OSError as error:

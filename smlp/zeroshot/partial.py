@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import smlp
-from smlp import named_files
+from smlp import files
 from smlp.checkpoint.lazy import as_bytes
 from smlp.errors import UserError
 from smlp.launch.team import Team
@@ -117,7 +117,7 @@ class PartialScores:
 def _read(path: Path, pins: dict[str, Any]) -> dict[tuple[str, str], Batches]:
     """The batches in a file, which is made if it is not there."""
     try:
-        content = named_files.read_bytes(path) if path.exists() else b""
+        content = files.read_bytes(path) if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]  # the last line may be cut off
         if not whole and _first_line(pins).startswith(content):
             path.write_bytes(b"")
