@@ -67,11 +67,11 @@ def plan(experiment: Experiment, data: str, vocab_size: int) -> list[PlannedMode
     """
     from smlp.cli.dry_run import configuration_of
     from smlp.presets import config_of
-    from smlp.trainer.settings import check_adam
+    from smlp.trainer.settings import check_pairs
 
     def configure(words: list[str]) -> Any:
         cfg = configuration_of([data, "--task", "language_modeling", *words])
-        check_adam(cfg)
+        check_pairs(cfg)
         return config_of(cfg.model, vocab_size)
 
     return plan_models(experiment, vocab_size, configure)
