@@ -32,10 +32,6 @@ recipe() {
         echo "smlp: error: GPUS=$gpus does not divide the $((PAPER_GPUS * accumulate)) batches of an update" >&2
         exit 1
     fi
-    # threads that wait sleep soon, so that other busy programs slow training down less (docs/performance.md)
-    if [ -z "${GOMP_SPINCOUNT:-}${OMP_WAIT_POLICY:-}" ]; then
-        export GOMP_SPINCOUNT=3000
-    fi
     ${TRAIN_COMMAND:-fairseq-train} "$data" --user-dir "$EXAMPLES/../smlp" --task language_modeling --arch "$arch" \
         --tokens-per-sample "$context" --batch-size "$batch_size" --update-freq $((PAPER_GPUS * accumulate / gpus)) \
         --optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.1 --ddp-backend legacy_ddp \

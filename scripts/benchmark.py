@@ -2,6 +2,7 @@
 
   python scripts/benchmark.py                     everything, on the CPU
   python scripts/benchmark.py --quick             less of it, in under three minutes
+  python scripts/benchmark.py --only neighbour    instead: beside a program that keeps one core busy
   python scripts/benchmark.py --device cuda --markdown docs/benchmark_h200.md
 
 Peers that are not installed are named and left out: pip install -e '.[bench]'. Exit status: 0; targets that are missed
@@ -12,16 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
 
-from smlp.launch.machine import let_waiting_threads_sleep
+from smlp.launch.machine import SPIN_COUNT
 
-let_waiting_threads_sleep()  # as in training; torch reads this when it is imported
+if "neighbour" in sys.argv:  # what the smlp command sets beside busy programs; torch reads it when it is imported
+    os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
-import torch  # noqa: E402
-from benchmarks import (  # noqa: E402
+import torch
+from benchmarks import (
     assignment,
     decoding,
     experts,
@@ -35,13 +38,13 @@ from benchmarks import (  # noqa: E402
     startup,
     updates,
 )
-from benchmarks.report import Row, as_json, as_markdown, as_text, machine  # noqa: E402
-from benchmarks.settings import Settings  # noqa: E402
+from benchmarks.report import Row, as_json, as_markdown, as_text, machine
+from benchmarks.settings import Settings
 
-from smlp.accounting.matmul_rate import matmul_rate  # noqa: E402
-from smlp.ops.fast_paths import reference_ops  # noqa: E402
-from smlp.ops.onednn import faster_than_mkl  # noqa: E402
-from smlp.trainer.memory import keep_freed_memory  # noqa: E402
+from smlp.accounting.matmul_rate import matmul_rate
+from smlp.ops.fast_paths import reference_ops
+from smlp.ops.onednn import faster_than_mkl
+from smlp.trainer.memory import keep_freed_memory
 
 SECONDS_FOR_LIMIT = 2.0
 SECTIONS = {
@@ -92,7 +95,7 @@ def main(options: argparse.Namespace) -> int:
     print(", ".join(f"{name} {value}" for name, value in about.items() if value))
     print(f"{'':<58} {'against':<30} {'ours':>10} {'theirs':>10} {'':<3} {'ratio':>8}")
     rows: list[Row] = []
-    for name in options.only or SECTIONS:
+    for name in options.only or [name for name in SECTIONS if name != "neighbour"]:
         section_started = time.monotonic()
         for row in SECTIONS[name].rows(settings):
             rows.append(row)

@@ -196,6 +196,7 @@ def costs_command_of_a_launcher(port: int, arguments: list[str], size: int | Non
     """What ``smlp costs`` prints, errors too, where a launcher such as torchrun has set the usual variables, which may
     tell of more ranks than there are."""
     rank, size = dist.get_rank(), size or dist.get_world_size()
+    dist.barrier()  # a rank whose connections are closed while others still make theirs would fail them
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shown = io.StringIO()

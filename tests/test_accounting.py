@@ -287,8 +287,9 @@ def test_flops_of_a_checkpoint(tmp_path):
     """No dictionary, no data: the options and the size of the embedding are in the file."""
     config = preset("switch_lm_tiny", vocab_size=50, max_tokens=32, embed_dim=16, num_heads=2)
     options = {"_name": "switch_lm_tiny", "embed_dim": 16, "num_heads": 2, "tokens_per_sample": 32}
-    embedding = {"decoder.core.embedding.weight": torch.zeros(50, 16)}
-    torch.save({"cfg": {"model": options}, "model": embedding}, tmp_path / "model.pt")
+    blocks = {f"decoder.core.blocks.{block}.weight": torch.zeros(16) for block in range(config.num_layers)}
+    weights = {"decoder.core.embedding.weight": torch.zeros(50, 16), **blocks}
+    torch.save({"cfg": {"model": options}, "model": weights}, tmp_path / "model.pt")
     assert flops_command("--path", tmp_path / "model.pt", "--tokens", 20, tmp_path=tmp_path) == 0
     report = json.loads((tmp_path / "flops.json").read_text())
     assert report["flops"]["fvcore"] == forward_flops(config, 2, 20)

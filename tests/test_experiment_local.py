@@ -317,7 +317,7 @@ def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
     assert compare_run.slurm.submit_scores(experiment, folder) == "12"
     monkeypatch.setattr(compare_run.slurm, "_run", lambda command, environment=None: "13;cluster\n")
     compare_run.slurm.submit_scores(experiment, folder)
-    assert read_json(folder.path / "slurm" / "jobs.json") == ["12", "13"]
+    assert read_json(folder.path / "slurm" / "jobs.json", list) == ["12", "13"]
     assert experiment.place.at_a_time(9) == 9, "no limit where the file has none"
 
 

@@ -1,5 +1,6 @@
 """Every architecture of the comparison through fairseq's own tools: train, evaluate, validate, write."""
 
+import itertools
 import json
 import math
 import re
@@ -112,7 +113,10 @@ def odd_runs(trained, tiny_data, tmp_path_factory, run_fairseq_many):
     """Runs that must be refused, and some that are odd but right."""
     folder = tmp_path_factory.mktemp("odd")
 
-    def train(arch, *more, data=tiny_data, save_dir=folder / "new"):
+    save_dirs = (folder / f"new{number}" for number in itertools.count())
+
+    def train(arch, *more, data=tiny_data, save_dir=None):
+        save_dir = save_dir or next(save_dirs)  # one at a time may train in a folder
         arguments = [data, *COMMON, "--arch", arch, *NARROW, *more, "--max-update", 8, "--save-dir", save_dir]
         return {"tool": "train", "args": arguments}
 

@@ -246,7 +246,7 @@ def test_bad_settings_are_one_sentence(tiny_data, tools, tmp_path, run_fairseq_m
         for kind in ("bin", "idx"):
             (other / f"{name}.{kind}").write_bytes((tiny_data / f"{name}.{kind}").read_bytes())
     lines = (tiny_data / "dict.txt").read_text().splitlines()
-    (other / "dict.txt").write_text("\n".join(lines[:-16]) + "\n")
+    (other / "dict.txt").write_text("\n".join([*lines, *(f"other{number} 1" for number in range(16))]) + "\n")
     wider = [*COMMON, "--arch", "smlp_tiny", *NARROW, "--batch-size", "4", "--save-dir", tmp_path / "x"]
     cases = {
         "experts": ([tiny_data, *wider, "--num-experts", "3"], ["num_experts=3", "embed_dim=16"]),

@@ -111,15 +111,29 @@ def test_threads_beyond_the_quota_are_left_out(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
-def test_waiting_threads_of_the_command_and_its_children_sleep(given: dict[str, str], monkeypatch) -> None:
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_beside_busy_programs_waiting_threads_sleep(given: dict[str, str], is_busy: bool, monkeypatch) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    for name in names:
         monkeypatch.setenv(name, "")  # so that it is as before after the test
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(machine, "others_running", lambda: int(is_busy))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert main(["user-dir"]) == 0
-    expected = given or {"GOMP_SPINCOUNT": str(machine.SPIN_COUNT)}
-    assert {name: os.environ[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in os.environ} == expected
+    expected = {"GOMP_SPINCOUNT": str(machine.SPIN_COUNT)} if is_busy and not given else given
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected
+
+
+@pytest.mark.parametrize(
+    ("load", "others"), [("0.5 0.5 0.5 1/300 77", 0), ("9 9 9 4/300 77", 3), ("9 9", 0), ("9 9 9 x/3 7", 0), (None, 0)]
+)
+def test_threads_of_others_are_counted(load: str | None, others: int, tmp_path: Path) -> None:
+    if load is not None:
+        (tmp_path / "loadavg").write_text(load)
+    assert machine.others_running(tmp_path / "loadavg") == others
 
 
 def test_the_command_sets_its_threads_before_torch_is_imported() -> None:

@@ -74,7 +74,7 @@ LIMITS: dict[str, Limit] = {
     "stop_time_hours": Limit(0, why="0 is no limit"),
     "stop_min_lr": Limit(-_LARGEST),
     # optimizers
-    "lr": _NOT_NEGATIVE,
+    "lr": Limit(0, sys.float_info.max),
     "clip_norm": Limit(0, math.inf, "0 clips nothing"),
     "weight_decay": _NOT_NEGATIVE,
     "adam_eps": _NOT_NEGATIVE,
@@ -213,7 +213,7 @@ def _as_text(limit: Limit, value: float) -> str:
     low = "above 0" if limit.lowest == sys.float_info.min else f"at least {limit.lowest:.0f}"
     if value > limit.highest == _LARGEST:
         return f"{low} and at most {_LARGEST}"
-    if limit.highest in (_LARGEST, math.inf):
+    if limit.highest in (_LARGEST, sys.float_info.max, math.inf):
         return "a finite number" if limit.lowest == -_LARGEST else low
     return f"at most {limit.highest:g}" if limit.lowest == -_LARGEST else f"from {limit.lowest} to {limit.highest}"
 

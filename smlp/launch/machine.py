@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-#: rounds that a thread of torch's OpenMP spins before it sleeps, some 0.1 ms. libgomp's default of 300,000 rounds holds
-#: a core for milliseconds while the thread that is waited for may want that core (docs/performance.md has figures).
-SPIN_COUNT = 3000
+#: rounds that a thread of torch's OpenMP spins before it sleeps, beside other busy programs. libgomp's default of
+#: 300,000 holds a core for milliseconds while the thread that is waited for may want that core; on an idle machine it
+#: is faster (docs/performance.md has figures).
+SPIN_COUNT = 1000
 #: with any of these variables the user has said how threads wait
 _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_LOAD = Path("/proc/loadavg")
+_SAMPLES, _SAMPLE_SECONDS = 5, 0.01
 
 
 def num_cores() -> int:
@@ -68,11 +72,31 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def others_running(load: Path = _LOAD) -> int:
+    """Return how many threads beside this one want a core, at the least of some moments; 0 if that is unknown."""
+    fewest = 2**31
+    for _ in range(_SAMPLES):
+        try:
+            running = int(load.read_text().split()[3].partition("/")[0])
+        except (OSError, ValueError, IndexError):  # not Linux
+            return 0
+        fewest = min(fewest, running - 1)
+        if fewest <= 0:
+            return 0
+        time.sleep(_SAMPLE_SECONDS)
+    return fewest
+
+
 def let_waiting_threads_sleep() -> None:
-    """Make the threads of this process and of those that it starts sleep soon where they wait for each other.
+    """Make the threads of this process and of those that it starts sleep soon where they wait for each other, if other
+    programs keep cores busy that they want.
 
     The libraries read the environment when they are loaded, so this must be called before torch is imported. What the
     user's environment says about waiting stays.
     """
-    if not any(name in os.environ for name in _WAITING):
+    if any(name in os.environ for name in _WAITING):
+        return
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdecimal() else num_cores()
+    if threads > 1 and others_running() + threads > (os.cpu_count() or 1):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
