@@ -40,7 +40,7 @@ def name_below(name: object, named_by: str) -> str:
     Raises:
         UserError: it is absolute, climbs with "..", or is no file name at all.
     """
-    if not isinstance(name, str) or not name.strip("./") or "\0" in name:
+    if not isinstance(name, str) or not name.strip("./") or any(sign in name for sign in "\0\n\r"):
         raise UserError(f"{named_by} names the file {name!r}, which is no name of a file")
     if name.startswith("/") or ".." in PurePosixPath(name).parts:
         raise UserError(f"{named_by} names the file {name!r}, which would lie outside its folder")

@@ -243,7 +243,10 @@ def test_memory_is_bounded_by_the_size_of_the_file(parts: Path, bomb: str) -> No
         {"tensors": {3: ((3,), "float32")}},
         {"tensors": {"model/x": ((3,), "no_dtype")}},
         {"token": None},
-        *({"file": name} for name in ("/etc/passwd", "../whole.pt", "experts/../../whole.pt", "whole.pt", 7, None)),
+        *(
+            {"file": name}
+            for name in ("/etc/passwd", "../whole.pt", "experts/../../whole.pt", "whole.pt", "experts/a\nb.pt", 7, None)
+        ),
         {"expert_ids": "abc"},
         {"expert_ids": [0, "a"]},
         {"num_bytes": -5},

@@ -120,6 +120,30 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         None,
         ["pipe.pt is", "named pipe"],
     ),
+    "two beginnings": (
+        "train",
+        [*TRAIN, "--finetune-from-model", "{root}/corrupted_last/checkpoint_best.pt", "--restore-file", "x.pt"],
+        None,
+        ["--finetune-from-model", "checkpoint_best.pt and --restore-file x.pt are both given"],
+    ),
+    "finetuning with a reset": (
+        "train",
+        [*TRAIN, "--finetune-from-model", "{root}/corrupted_last/checkpoint_best.pt", "--reset-optimizer"],
+        None,
+        ["checkpoint_best.pt and --reset-optimizer are both given"],
+    ),
+    "batches shorter than a sample": (
+        "train",
+        [*TRAIN, "--max-tokens-valid", "5"],
+        None,
+        ["a batch of 5 tokens has no room for the longest sample, which has 32: raise --max-tokens"],
+    ),
+    "another target": (
+        "train",
+        [*TRAIN, "--past-target"],
+        None,
+        ["--past-target: this model predicts the next token only"],
+    ),
     "last is a pipe": ("train", ["--save-dir", "{root}/pipe_last"], None, ["checkpoint_last.pt is", "named pipe"]),
     "restore flipped": (
         "train",
@@ -346,6 +370,12 @@ def test_a_malformed_dictionary_is_named(broken: Path, tiny_data: Path) -> None:
     check_dictionary(tiny_data)
     with pytest.raises(UserError, match=r"dict\.txt, line 2: .*'no-count'"):
         check_dictionary(broken / "bad_dict")
+
+
+def test_a_count_is_a_number_that_can_be_held(tmp_path: Path) -> None:
+    (tmp_path / "dict.txt").write_text(f"the 12\nof {'9' * 5000}\n")
+    with pytest.raises(UserError, match=r"dict\.txt, line 2: expected 'SYMBOL COUNT', found 'of 99"):
+        check_dictionary(tmp_path)
 
 
 @pytest.mark.parametrize("entry", ["the 1", "<unk> 1", "v1 1 #fairseq:overwrite"])

@@ -101,6 +101,8 @@ REFUSED: dict[str, list[str]] = {
     "--warmup-updates -5": ["--warmup-updates must be at least 0, got -5"],
     "--tokens-per-sample 0": ["--tokens-per-sample must be from 1 to 2147483647, got 0"],
     "--unknown 3": ["unrecognized arguments: --unknown 3"],
+    "--fp16 --bf16": ["--fp16 and --bf16 are both given"],
+    "--memory-efficient-bf16 --fp16": ["--fp16 and --memory-efficient-bf16 are both given"],
     "--lr-scheduler nope": ["argument --lr-scheduler: invalid choice: 'nope'"],
     "--lr-scheduler cosine --warmup-updates 9": ["no update left after --warmup-updates 9 of --max-update 9"],
     "--lr-scheduler cosine --max-update 0": ["cosine needs --lr-period-updates, or --max-update"],

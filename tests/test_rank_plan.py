@@ -35,6 +35,13 @@ def test_the_table_of_a_cluster() -> None:
     ]
 
 
+def test_a_plan_has_an_end() -> None:
+    with pytest.raises(
+        UserError, match="--nodes 3 with --gpus-per-node 100000000 are 300,000,000 ranks: at most 65,536"
+    ):
+        seats_of_nodes(3, 10**8, cpu=False)
+
+
 def test_the_default_is_the_largest_group_that_fits() -> None:
     table = rank_table([Seat("a", "cpu")] * 4, num_experts=6, group_size=None, command="")
     assert "expert-parallel size 2, 2 copies" in table and "0-2\n" in table and "3-5\n" in table

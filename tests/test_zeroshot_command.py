@@ -402,6 +402,17 @@ def test_missing_files_and_broken_weights_are_named(data, tmp_path, capsys):
     assert "copa, example 0: scores of the candidates are [nan, nan]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["zeroshot", "lm-eval"])
+@pytest.mark.parametrize("option", ["--output", "--json"])
+def test_no_file_of_a_task_is_written_over(data, model, capsys, command: str, option: str) -> None:
+    path = data / "copa" / "val.jsonl"
+    before = path.read_bytes()
+    words = ["--path", str(model[0]), "--data-dir", str(data), "--tasks", "piqa", "--skip-too-long", option, str(path)]
+    assert main([command, *words]) == 1
+    assert f"{option} {path} is a file of a task in --data-dir: name another one" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
 def test_the_command_knows_what_the_library_has():
     """And no more: the tasks are the columns of the paper's table, in its order."""
     assert tuple(READERS) == _TASKS == tuple(TABLE_6) and tuple(TEMPLATES) == _TEMPLATES

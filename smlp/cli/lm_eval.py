@@ -10,6 +10,7 @@ from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_
 from smlp.cli.model_options import add_model_options, load_model
 from smlp.cli.scoring_options import add_scoring_options, add_skip_option, check_least
 from smlp.cli.team_options import add_team_options, as_team
+from smlp.cli.zeroshot import check_not_read
 from smlp.errors import UserError
 from smlp.launch.team import Team
 
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         folder = getattr(args, option)
         if folder is not None and not folder.is_dir():
             raise UserError(f"--{option.replace('_', '-')} {folder} is not a folder")
+    if args.data_dir is not None:
+        check_not_read(args.data_dir, output=args.output, json=args.json)
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:

@@ -72,7 +72,24 @@ def run(args: argparse.Namespace) -> int:
     """Scores the tasks and prints the report."""
     names = check(args)
     check_outputs(output=args.output, json=args.json)
+    check_not_read(args.data_dir, output=args.output, json=args.json)
     return as_team(args, lambda team: _evaluate(args, names, team))
+
+
+def check_not_read(data_dir: Path, **paths: str | None) -> None:
+    """Refuses to write over the tasks.
+
+    Args:
+        data_dir: folder of the tasks.
+        **paths: what is to be written, by option; None for one that is not given.
+
+    Raises:
+        UserError: an output is a file of a task; the message names it.
+    """
+    held = {path.resolve() for reader in READERS.values() for path in reader.files(data_dir)}
+    for option, path in paths.items():
+        if path is not None and Path(path).resolve() in held:
+            raise UserError(f"--{option} {path} is a file of a task in --data-dir: name another one")
 
 
 def check(args: argparse.Namespace) -> list[str]:

@@ -42,7 +42,16 @@ def apply() -> None:
             indices = numpy.fromiter(indices, dtype=numpy.int64, count=-1)
         if len(indices) == 0:
             return []
-        batches = list(cut(indices, *rest, **kw))
+        try:
+            batches = list(cut(indices, *rest, **kw))
+        except AssertionError as error:
+            longest, most = numpy.max(kw.get("num_tokens_vec")), kw.get("max_tokens")
+            if most is None or longest <= most:
+                raise
+            raise UserError(
+                f"a batch of {most} tokens has no room for the longest sample, which has {longest}: raise --max-tokens "
+                "(for validation, --max-tokens-valid), or lower --tokens-per-sample"
+            ) from error
         kept = sum(len(batch) for batch in batches)
         return [*batches, indices[kept:]] if kept < len(indices) else batches
 

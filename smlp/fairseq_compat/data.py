@@ -16,6 +16,7 @@ from smlp.evaluation.binarized import MAGIC, check_recorded, open_data_file, ope
 #: and 1 s for their SHA-256 once the disk has delivered them. Of a larger one each batch is checked as it comes.
 READ_AT_START = 1 << 30
 _OVERWRITE = " #fairseq:overwrite"
+_MOST_DIGITS = 18  # of a count, which numpy holds in 64 bits
 _OLDER_FORMATS = b"TNTIDX"  # lazy and cached; the ids of their batches are checked too
 
 
@@ -109,7 +110,7 @@ def check_dictionary(directory: str | Path) -> None:
             # "SYMBOL COUNT", with one flag that fairseq knows
             entry = line.rstrip().removesuffix(_OVERWRITE)
             symbol, _, count = entry.rpartition(" ")
-            if not count.isdecimal() or " " not in entry:
+            if not count.isdecimal() or len(count) > _MOST_DIGITS or " " not in entry:
                 raise UserError(f"{path}, line {number}: expected 'SYMBOL COUNT', found {line.rstrip()[:40]!r}")
             if symbol in lines_of and not line.rstrip().endswith(_OVERWRITE):
                 raise UserError(f"{path}, line {number}: the symbol {symbol!r} is there already, in {lines_of[symbol]}")

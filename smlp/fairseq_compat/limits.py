@@ -176,6 +176,13 @@ def apply() -> None:
     def build_model(self: LanguageModelingTask, *args: Any, **kw: Any) -> Any:
         try:
             return build(self, *args, **kw)
+        except ValueError as error:
+            _, unsupported, target = str(error).partition("Unsupported language modeling target: ")
+            if not unsupported:
+                raise
+            raise UserError(
+                f"--{target}-target: this model predicts the next token only; leave the option out"
+            ) from error
         except RuntimeError as error:
             asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
             if asked is None:

@@ -49,6 +49,7 @@ def apply() -> None:
         words = sys.argv[1:] if input_args is None else input_args
         check_arch(words, is_needed=any("--max-update" in action.option_strings for action in parser._actions))
         check_task(words, parser.get_default("task"))
+        check_precision(words)
         if argparse.ArgumentParser.error is _PRINT_USAGE:  # the smlp command has an answer of its own
             parser.error = usage_error
         parsed = parse(parser, input_args, *rest, modify_parser=modify, **kw)
@@ -90,6 +91,16 @@ def check_arch(argv: list[str], is_needed: bool) -> None:
     raise UserError(
         f"--arch {arch!r} is not among the {len(ARCH_MODEL_REGISTRY)} known architectures; {hint}{ARCHITECTURES.hint}"
     )
+
+
+def check_precision(argv: list[str]) -> None:
+    """Raise ``UserError`` for both half precisions; fairseq says that --bf16 is the one for TPUs."""
+    fp16, bf16 = (
+        next((word for word in argv if word in (f"--{kind}", f"--memory-efficient-{kind}")), None)
+        for kind in ("fp16", "bf16")
+    )
+    if fp16 and bf16:
+        raise UserError(f"{fp16} and {bf16} are both given: choose one of the two")
 
 
 def check_task(argv: list[str], default: str | None) -> None:

@@ -6,9 +6,12 @@ import dataclasses
 import socket
 from collections.abc import Mapping, Sequence
 
+from smlp.errors import UserError
 from smlp.launch.ranks import place_of
 from smlp.launch.slurm import Tasks, tasks_of_job, tasks_of_step
 from smlp.parallel import ExpertLayout
+
+_MOST_SEATS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +23,16 @@ class Seat:
 
 
 def seats_of_nodes(num_nodes: int, gpus_per_node: int, cpu: bool) -> list[Seat]:
-    """Of a cluster that this machine does not belong to, one rank for each GPU; its nodes are called node0, ..."""
+    """Of a cluster that this machine does not belong to, one rank for each GPU; its nodes are called node0, ...
+
+    Raises:
+        UserError: they are more than a table can show.
+    """
+    if num_nodes * gpus_per_node > _MOST_SEATS:
+        raise UserError(
+            f"--nodes {num_nodes} with --gpus-per-node {gpus_per_node} are {num_nodes * gpus_per_node:,} ranks: "
+            f"at most {_MOST_SEATS:,}"
+        )
     return [
         Seat(f"node{node}", "cpu" if cpu else f"cuda:{number}")
         for node in range(num_nodes)

@@ -87,6 +87,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     check_log_file(cfg)
     check_pairs(cfg)
     check_overrides(cfg)
+    check_beginning(cfg)
     check_output_dictionary(cfg)
     num_experts = num_experts_of(cfg.model)
     asked = getattr(cfg.model, "expert_parallel_size", None)
@@ -218,6 +219,25 @@ def check_overrides(cfg: Any) -> None:
         is_right = False
     if not is_right:
         raise UserError(f"--optimizer-overrides must be a dictionary, such as '{{\"lr\": [0.1]}}', got {given!r}")
+
+
+def check_beginning(cfg: Any) -> None:
+    """Refuses to begin with two checkpoints, or with another's weights and what is not to be read of its own.
+
+    Raises:
+        UserError: the message names the options.
+    """
+    given = cfg.checkpoint
+    if given.finetune_from_model is None:
+        return
+    others = [f"--restore-file {given.restore_file}"] * (given.restore_file != "checkpoint_last.pt")
+    resets = ("reset_optimizer", "reset_lr_scheduler", "reset_meters", "reset_dataloader")
+    others += [f"--{name.replace('_', '-')}" for name in resets if getattr(given, name)]
+    if others:
+        raise UserError(
+            f"--finetune-from-model {given.finetune_from_model} and {others[0]} are both given: the first takes the "
+            "weights alone of a checkpoint; leave one of the two out"
+        )
 
 
 def check_settings(cfg: Any) -> None:

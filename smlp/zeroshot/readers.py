@@ -58,6 +58,12 @@ class Reader:
             raise UserError(f"{path} has no records")
         return records
 
+    def files(self, data_dir: str | Path) -> list[Path]:
+        """The files of all splits that are there."""
+        folder = Path(data_dir)
+        there = [names for names in self.splits.values() if has_one(folder, self.folders, names)]
+        return [find(folder, self.folders, names, self.source) for names in there]
+
     def priming_split(self, data_dir: str | Path) -> str:
         """The best split for priming of those that are there; the best of all if none is."""
         for split in self.priming:
