@@ -315,3 +315,9 @@ def test_prices_by_bands_of_tokens(num_tokens, monkeypatch):
     monkeypatch.setattr("smlp.ops.fast_paths.BANDED_SCORES", 0)
     for found, expected in zip((equal_load_prices(values), finest_prices(values)), whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("scores", [[[1.0, 2.0]], None, torch.zeros(2, 2, dtype=torch.complex64)])
+def test_what_is_no_tensor_of_real_numbers_is_refused(scores):
+    with pytest.raises(ValueError, match="scores must be a tensor of real numbers, got"):
+        balanced_assignment(scores)

@@ -86,7 +86,7 @@ REFUSED: dict[str, list[str]] = {
     "--lr ": ["argument --lr: expected a number, or several with commas between them, got ''"],
     "--lr -1": ["--lr must be at least 0, got -1.0"],
     "--lr 1e-3,-1": ["--lr must be at least 0, got -1.0"],
-    "--lr 1e999": ["--lr must be at least 0 and at most 9223372036854775807, got inf"],
+    "--lr 1e999": ["--lr must be at least 0 and finite, got inf"],
     f"--batch-size {10**23}": ["--batch-size must be at least 1 and at most 9223372036854775807, got 1000"],
     "--lr-scheduler pass_through": ["pass_through is for optimizers with schedules of their own"],
     "--model-parallel-size 2": ["--model-parallel-size must be from 1 to 1, got 2"],

@@ -220,6 +220,8 @@ def _as_text(limit: Limit, value: float) -> str:
     low = "above 0" if limit.lowest == sys.float_info.min else f"at least {limit.lowest:.0f}"
     if value > limit.highest == _LARGEST:
         return f"{low} and at most {_LARGEST}"
+    if limit.highest == sys.float_info.max and not math.isfinite(value):
+        return f"{low} and finite"
     if limit.highest in (_LARGEST, sys.float_info.max, math.inf):
         return "a finite number" if limit.lowest == -_LARGEST else low
     return f"at most {limit.highest:g}" if limit.lowest == -_LARGEST else f"from {limit.lowest} to {limit.highest}"
