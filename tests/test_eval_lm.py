@@ -210,7 +210,7 @@ def test_a_model_that_leaks_is_not_praised(folder, evaluate):
 REFUSED = {
     "nothing": ([], "give a folder of binarised data, or a text file with --text"),
     "an option of fairseq": (["{data}", "--output-word-probs"], "fairseq-eval-lm --user-dir $(smlp user-dir)"),
-    "no split": (["{data}", "--gen-subset", "valid"], "valid.idx cannot be read: No such file"),
+    "no split": (["{data}", "--gen-subset", "valid"], "there is no data file"),
     "no text": (["--text", "{root}/none.txt"], "none.txt cannot be read"),
     "another text": (["{data}", "--text", "{root}/short.txt"], "--text has 1 lines, but the data have 40"),
     "empty text": (["--text", "{root}/empty.txt"], "empty.txt holds no line"),

@@ -143,7 +143,7 @@ REFUSED = {
     "an expert too many": ("smlp_tiny", ["--experts", "9"], "--experts names 9, but the model has 4"),
     "nothing to draw": ("base_lm_tiny", ["--layers", "0", "--data", "{data}"], "no layer that --layers names has"),
     "no tokens": ("smlp_tiny", ["--limit-tokens", "0"], "--limit-tokens must be at least 1, got 0"),
-    "no such split": ("smlp_tiny", ["--data", "{data}", "--subset", "gone"], "gone.idx cannot be read"),
+    "no such split": ("smlp_tiny", ["--data", "{data}", "--subset", "gone"], "there is no data file"),
     "a file in the way": ("smlp_tiny", ["--out", "{data}/dict.txt"], "dict.txt is a file: name a folder"),
 }
 

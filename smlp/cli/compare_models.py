@@ -70,7 +70,8 @@ def plan(experiment: Experiment, data: str, vocab_size: int) -> list[PlannedMode
     from smlp.trainer.settings import check_pairs
 
     def configure(words: list[str]) -> Any:
-        cfg = configuration_of([data, "--task", "language_modeling", *words])
+        budget = ["--max-update", str(experiment.updates)]  # which schedules of the rate are checked against
+        cfg = configuration_of([data, "--task", "language_modeling", *words, *budget])
         check_pairs(cfg)
         return config_of(cfg.model, vocab_size)
 
