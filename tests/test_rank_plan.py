@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,6 +102,13 @@ def test_a_plan_for_this_machine(shown) -> None:
     assert command[0] == "fairseq-train" and "nowhere" in command and "a b" in command
     assert command[command.index("--arch") + 1] == "smlp_tiny"  # what is not given is spelt out
     assert "--nproc" not in command and "--dry-run" not in command
+
+
+def test_a_plan_makes_no_folder(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--nproc", "1", "data-bin", "--arch", "smlp_tiny", "--optimizer", "adam", "--batch-size", "1", "--cpu"]
+    assert main.main(["train", "--dry-run", *arguments]) == 0
+    assert "rank" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def test_a_plan_for_a_cluster(shown) -> None:

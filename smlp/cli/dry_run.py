@@ -65,7 +65,7 @@ def configuration_of(arguments: list[str]) -> Any:
         raise _SeenEnough
 
     with contextlib.suppress(_SeenEnough):
-        run_tool("train", arguments, before=stop)
+        run_tool("train", arguments, look=stop)
     return seen[0]
 
 

@@ -47,13 +47,20 @@ def load_plugin() -> None:
         import_tasks(os.path.join(directory, "tasks"), "smlp.tasks")
 
 
-def run_tool(tool: str, arguments: list[str], before: Callable[[Any], None] | None = None) -> int:
+def run_tool(
+    tool: str,
+    arguments: list[str],
+    before: Callable[[Any], None] | None = None,
+    look: Callable[[Any], None] | None = None,
+) -> int:
     """Run ``fairseq-TOOL ARGUMENTS`` in this process.
 
     Args:
         tool: ``train``, ``eval_lm``, ...: a module of ``fairseq_cli``.
         arguments: its command line.
-        before: called with fairseq's complete configuration, this process's rank included, before the tool starts.
+        before: called with fairseq's complete configuration, this process's rank included, before the tool starts;
+            the save-dir is this run's by then.
+        look: called with the same before anything is made or locked, by what ends here with an exception.
 
     Returns:
         0; a failure is an exception.
@@ -71,6 +78,8 @@ def run_tool(tool: str, arguments: list[str], before: Callable[[Any], None] | No
 
     def call_with_plugin(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
         settle_ranks(cfg)
+        if look is not None:
+            look(cfg)
         with own_save_dir(cfg, main):
             if before is not None:
                 before(cfg)
