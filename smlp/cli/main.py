@@ -64,17 +64,12 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
         return status
     except (UserError, ParallelError) as error:
-        _flush_quietly()
-        print(f"smlp: error: {error}", file=sys.stderr)
-        return EXIT_FAILURE
+        return _failed(str(error))
     except (MemoryError, RuntimeError) as error:
         is_loop = str(error).startswith("Symlink loop")  # what pathlib raises
         if not (is_loop or _is_out_of_memory(error)):
             raise
-        _flush_quietly()
-        said = str(error) if is_loop else f"there is not enough memory for this{_amount(error)}"
-        print(f"smlp: error: {said}", file=sys.stderr)
-        return EXIT_FAILURE
+        return _failed(str(error) if is_loop else f"there is not enough memory for this{_amount(error)}")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -82,10 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:  # no permission, disk full, a name that is too long, ...
-        _flush_quietly()
         name = str(error.filename or "input/output")
-        print(f"smlp: error: {name[:_SHOWN]}: {error.strerror or error}", file=sys.stderr)
-        return EXIT_FAILURE
+        return _failed(f"{name[:_SHOWN]}: {error.strerror or error}")
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -127,6 +120,13 @@ def _overview() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"smlp {__version__}")
     return parser
+
+
+def _failed(reason: str) -> int:
+    """Says on standard error why the command failed, after all that it has printed; returns its exit status."""
+    _flush_quietly()
+    print(f"smlp: error: {reason}", file=sys.stderr)
+    return EXIT_FAILURE
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
