@@ -21,7 +21,6 @@ from torch import nn
 
 import smlp
 from smlp.errors import UserError
-from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.blocks import block_log_probs
 from smlp.moe.experts import SpatialExperts
 from smlp.moe.feature_layer import FeatureMoE
@@ -30,6 +29,7 @@ from smlp.nn.attention import CausalSelfAttention
 from smlp.nn.blocks import GatedMLPBlock
 from smlp.nn.decoder import Decoder
 from smlp.nn.feed_forward import FeedForward
+from smlp.text.binarized import read_fairseq_tokens
 
 #: what is added to a residual stream, and its name
 SUBLAYERS: dict[type[nn.Module], str] = {

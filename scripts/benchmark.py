@@ -41,7 +41,7 @@ from benchmarks import (
 from benchmarks.report import Row, as_json, as_markdown, as_text, machine
 from benchmarks.settings import Settings
 
-from smlp.accounting.matmul_rate import matmul_rate
+from smlp.costs.matmul_rate import matmul_rate
 from smlp.ops.fast_paths import reference_ops
 from smlp.ops.onednn import faster_than_mkl
 from smlp.trainer.memory import keep_freed_memory

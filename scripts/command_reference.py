@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smlp.cli.main import COMMANDS
-from smlp.presets import PRESETS
+from smlp.config.presets import PRESETS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 

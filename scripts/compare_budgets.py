@@ -16,13 +16,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from smlp.drawing import FORMATS, new_figure, save
 from smlp.errors import UserError
 from smlp.experiments.report.quality import AFTER_PREFIX, difference, perplexity
 from smlp.experiments.report.runs import Experiment, Model, read_experiment
 from smlp.experiments.report.statistics import Estimate
 from smlp.experiments.report.styles import styles
 from smlp.experiments.report.table import Cell
+from smlp.plots.drawing import FORMATS, new_figure, save
 
 #: times the tokens of the model before: so far models stand beside each other, or intervals would hide some
 _ASIDE = 1.02

@@ -2,7 +2,7 @@
 
   python scripts/ngram_baselines.py data/bin/shard00:data/bin/shard01 --orders 1 2 3 5
 
-Trains interpolated modified Kneser-Ney models (smlp.evaluation.ngram) on the tokens of train in all folders, and scores
+Trains interpolated modified Kneser-Ney models (smlp.text.ngram) on the tokens of train in all folders, and scores
 valid or test of the first. All tokens are held in memory, and some 40 bytes for each different n-gram.
 """
 
@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from smlp.errors import UserError
-from smlp.evaluation.binarized import read_fairseq_tokens
-from smlp.evaluation.ngram import NGramModel
 from smlp.evaluation.perplexity import Perplexity, TextSize
 from smlp.evaluation.text_sizes import decoded_sizes
-from smlp.tokenizer import load_tokenizer
+from smlp.text.binarized import read_fairseq_tokens
+from smlp.text.ngram import NGramModel
+from smlp.text.tokenizer import load_tokenizer
 
 NAMES = {1: "unigram", 2: "bigram", 3: "trigram"}
 

@@ -2,7 +2,7 @@
 
     python scripts/preset_table.py
 
-All of our numbers follow from smlp.accounting.formula, which the tests hold against fvcore and the real modules.
+All of our numbers follow from smlp.costs.formula, which the tests hold against fvcore and the real modules.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from smlp.accounting.formula import components, default_world_size, flops_per_token, forward_flops, parameters
-from smlp.accounting.parts import ATTENTION, FEATURE_MOE, SPATIAL_GATING
 from smlp.config import ModelConfig
-from smlp.presets import PRESETS, preset
+from smlp.config.presets import PRESETS, preset
+from smlp.costs.formula import components, default_world_size, flops_per_token, forward_flops, parameters
+from smlp.costs.parts import ATTENTION, FEATURE_MOE, SPATIAL_GATING
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
 NUM_SEQS = 2

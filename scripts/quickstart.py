@@ -24,12 +24,12 @@ from training_runs import BATCH_SIZE, ROOT, TOKENS_PER_SAMPLE, TOKENS_PER_UPDATE
 import smlp
 from data_prep.corpus import MANIFEST, describe_splits
 from smlp.errors import UserError
-from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.curves import draw_curves, read_training_log
-from smlp.evaluation.ngram import NGramModel
 from smlp.evaluation.perplexity import Perplexity, measure_text
 from smlp.launch.machine import let_waiting_threads_sleep
-from smlp.tokenizer import Vocabulary
+from smlp.text.binarized import read_fairseq_tokens
+from smlp.text.ngram import NGramModel
+from smlp.text.tokenizer import Vocabulary
 
 MODELS = ("smlp_tiny", "gmlp_lm_tiny")
 NGRAMS = {1: "unigram", 2: "bigram", 3: "trigram", 5: "5-gram"}
@@ -148,7 +148,7 @@ def sample(run: Path, prompts: tuple[str, ...]) -> None:
     model = smlp.load_pretrained(run / "checkpoint_best.pt")
     for number, prompt in enumerate(prompts):
         print(f"\n  > {prompt}", end="", flush=True)
-        sampling = smlp.generation.Sampling(temperature=0.8, top_p=0.9, seed=number + 1)
+        sampling = smlp.inference.generation.Sampling(temperature=0.8, top_p=0.9, seed=number + 1)
         for piece in model.stream(prompt, 60, sampling):
             print(piece.replace("\n", "\n    "), end="", flush=True)
         print()

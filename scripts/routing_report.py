@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import smlp
-from smlp.context import ForwardContext
 from smlp.errors import UserError
-from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.evaluation.blocks import block_log_probs
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
@@ -29,6 +27,8 @@ from smlp.moe.routers import BalancedRouter, Routing
 from smlp.moe.routers.balanced import greedy_plan
 from smlp.moe.routers.routing import gate_logits
 from smlp.nn.decoder import Decoder
+from smlp.nn.state import ForwardContext
+from smlp.text.binarized import read_fairseq_tokens
 
 
 class WithOffsets(nn.Module):

@@ -16,17 +16,17 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 if [ "${1:-}" = --slurm ]; then
     shift
     status=0
-    reason="$(bash "$ROOT/tests/slurm/install.sh")" || status=$?
+    reason="$(bash "$ROOT/tests/helpers/slurm/install.sh")" || status=$?
     if [ "$status" -eq 3 ]; then
         echo "slurm tests skipped: $reason"
         exit 0
     fi
     [ "$status" -eq 0 ] || fail "installing Slurm failed"
-    set -- -m slurm tests/test_slurm.py "$@"
+    set -- -m slurm tests/launch/test_slurm.py "$@"
 fi
 if [ "${1:-}" = --large ]; then
     shift
-    set -- -m large -s tests/test_data_memory.py "$@"
+    set -- -m large -s tests/data_prep/test_data_memory.py "$@"
 fi
 make_environment "test"
 cd "$ROOT"

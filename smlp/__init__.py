@@ -16,11 +16,11 @@ _LAZY = {
     "ModelConfig": "smlp.config",
     "MoEConfig": "smlp.config",
     "UserError": "smlp.errors",
-    "PRESETS": "smlp.presets",
-    "preset": "smlp.presets",
+    "PRESETS": "smlp.config.presets",
+    "preset": "smlp.config.presets",
     "build": "smlp.nn.decoder",
     "load_pretrained": "smlp.checkpoint.load",
-    "generate": "smlp.generation",
+    "generate": "smlp.inference.generation",
 }
 
 __all__ = ["__version__", "ops", *_LAZY]

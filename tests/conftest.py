@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import TINY_LM, USER_DIR, Finished, run_python, start_python
+from running import HELPERS, TINY_LM, USER_DIR, Finished, run_python, start_python
 
 # tests in them take half a minute or more in all, the longest first
 LONGEST = (
@@ -84,7 +84,7 @@ def run_fairseq_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calla
     :mod:`faults`), ``environment`` (more variables), ``folder`` (to be in) and ``timeout`` in seconds.
     """
     log = tmp_path_factory.mktemp("forks") / "server.log"
-    with log.open("w") as errors, start_python(Path(__file__).with_name("fairseq_forks.py"), stderr=errors) as server:
+    with log.open("w") as errors, start_python(HELPERS / "fairseq_forks.py", stderr=errors) as server:
 
         def run(cases: list[dict], timeout: float = 120) -> list[Finished]:
             cases = [{**case, "args": [str(argument) for argument in case["args"]]} for case in cases]
@@ -135,7 +135,7 @@ def parts(whole: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def own_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever plugins register in a test is gone after it."""
-    from smlp import registry
+    from smlp.config import registry
 
     registry.load()
     modules = dict(sys.modules)
@@ -153,6 +153,6 @@ def plugged_in(own_tables: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """``SMLP_PLUGINS`` names the files of examples/extend/."""
     from plugin_files import FILES
 
-    from smlp import plugins
+    from smlp.config import plugins
 
     monkeypatch.setenv(plugins.VARIABLE, FILES)

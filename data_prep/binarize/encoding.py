@@ -22,9 +22,9 @@ from data_prep.flow.running import STATE
 from data_prep.flow.streams import write_stream
 from data_prep.tokenize.shared import NOT_TEXT
 from smlp.errors import UserError
-from smlp.tokenizer import Tokenizer, Vocabulary, load_tokenizer
-from smlp.tokenizer_files import DICTIONARY
-from smlp.tokenizer_kinds import Words
+from smlp.text.tokenizer import Tokenizer, Vocabulary, load_tokenizer
+from smlp.text.tokenizer_files import DICTIONARY
+from smlp.text.tokenizer_kinds import Words
 
 DOCUMENTS, LINES, PIECES = FORMATS = ("documents", "lines", "pieces")
 BLOCK_CHARACTERS = 1 << 20  # of documents that are encoded at a time

@@ -1,4 +1,4 @@
-"""fairseq's ``.bin`` and ``.idx`` of the mmap kind, written; :mod:`smlp.evaluation.binarized` has the format.
+"""fairseq's ``.bin`` and ``.idx`` of the mmap kind, written; :mod:`smlp.text.binarized` has the format.
 
 Letters: ``N`` tokens, ``L`` lines.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from smlp.evaluation.binarized import HEADER, MAGIC, TOKEN_TYPES
+from smlp.text.binarized import HEADER, MAGIC, TOKEN_TYPES
 
 _CODES = {np.dtype(name): code for code, name in TOKEN_TYPES.items()}
 

@@ -20,9 +20,9 @@ import numpy as np
 from data_prep.dedup.words import ngram_hashes, word_hashes, words_of
 from data_prep.flow.streams import write_bytes
 from smlp.errors import UserError
-from smlp.zeroshot import items
-from smlp.zeroshot.files import has_one
-from smlp.zeroshot.readers import READERS
+from smlp.evaluation.zeroshot import items
+from smlp.evaluation.zeroshot.files import has_one
+from smlp.evaluation.zeroshot.readers import READERS
 
 NGRAM = 13
 MIN_NGRAM = 8  # of a text that is shorter than NGRAM

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dedup.files import CONTAMINATED, REMOVED
-from smlp.zeroshot.readers import READERS
+from smlp.evaluation.zeroshot.readers import READERS
 
 MAX_ROWS = 20
 

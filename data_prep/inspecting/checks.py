@@ -12,8 +12,8 @@ from data_prep.flow.streams import sha256_of
 from data_prep.inspecting.statistics import Statistics
 from data_prep.inspecting.token_file import TokenFile
 from smlp.errors import UserError
-from smlp.tokenizer import Vocabulary
-from smlp.tokenizer_files import DICTIONARY
+from smlp.text.tokenizer import Vocabulary
+from smlp.text.tokenizer_files import DICTIONARY
 
 
 @dataclass

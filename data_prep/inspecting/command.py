@@ -14,7 +14,7 @@ from smlp.errors import UserError
 
 if TYPE_CHECKING:
     from data_prep.inspecting.checks import Inspection
-    from smlp.tokenizer import Tokenizer, Vocabulary
+    from smlp.text.tokenizer import Tokenizer, Vocabulary
 
 TOP = 20  # symbols shown
 DESCRIPTION = """what binary data hold, and whether they are whole
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
     """Of the first file's folder; None where there is no file, or nobody wants samples and there is none."""
-    from smlp.tokenizer import Tokenizer
-    from smlp.tokenizer_files import find_tokenizer
+    from smlp.text.tokenizer import Tokenizer
+    from smlp.text.tokenizer_files import find_tokenizer
 
     if not found.files:
         return None

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.inspecting.statistics import Statistics
-from smlp.drawing import check_matplotlib
 from smlp.errors import UserError
+from smlp.plots.drawing import check_matplotlib
 
 _PNG = b"\x89PNG"
 

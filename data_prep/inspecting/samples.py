@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.inspecting.token_file import BLOCK_LINES, TokenFile
-from smlp.tokenizer import Tokenizer
+from smlp.text.tokenizer import Tokenizer
 
 SHOWN_TOKENS = 100  # of a document, at most
 

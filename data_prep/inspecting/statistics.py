@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.inspecting.token_file import TokenFile
-from smlp.tokenizer import Vocabulary
+from smlp.text.tokenizer import Vocabulary
 
 NUM_BINS = 40  # powers of two
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from smlp.errors import UserError
-from smlp.evaluation.binarized import HEADER, MAGIC, TOKEN_TYPES
-from smlp.tokenizer import Vocabulary
+from smlp.text.binarized import HEADER, MAGIC, TOKEN_TYPES
+from smlp.text.tokenizer import Vocabulary
 
 BLOCK_LINES = 1 << 18
 BLOCK_TOKENS = 1 << 20

@@ -17,7 +17,7 @@ UNITS = ("documents", "bytes", "words", "tokens")
 
 
 class Encoder(Protocol):
-    """What tokens are counted with: :class:`smlp.tokenizer.Tokenizer`."""
+    """What tokens are counted with: :class:`smlp.text.tokenizer.Tokenizer`."""
 
     def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]: ...
 
@@ -74,7 +74,7 @@ class Measure:
 
 @cache
 def _encoder(folder: Path) -> Encoder:
-    from smlp.tokenizer import load_tokenizer
+    from smlp.text.tokenizer import load_tokenizer
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the parts are what is parallel
     return load_tokenizer(folder)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from smlp.errors import UserError
-from smlp.tokenizer_files import ENCODER_JSON, VOCAB_BPE, byte_characters, read_encoder, read_merges
+from smlp.text.tokenizer_files import ENCODER_JSON, VOCAB_BPE, byte_characters, read_encoder, read_merges
 
 NUM_BYTES = 256
 

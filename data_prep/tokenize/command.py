@@ -28,7 +28,7 @@ from data_prep.tokenize.sampling import Sample, leave_out, sample_part
 from data_prep.tokenize.sentencepieces import KINDS, SPECIAL_PIECES, pieces_of, train_sentencepiece
 from smlp.cli.numbers import MOST_BYTES, MOST_SEED, MOST_SIZE, whole
 from smlp.errors import UserError
-from smlp.tokenizer_files import DICTIONARY, ENCODER_JSON, SENTENCEPIECE_MODEL, SPECIAL_SYMBOLS, find_tokenizer
+from smlp.text.tokenizer_files import DICTIONARY, ENCODER_JSON, SENTENCEPIECE_MODEL, SPECIAL_SYMBOLS, find_tokenizer
 
 GPT2 = "gpt2"
 SAMPLE_BYTES = 50_000_000
@@ -154,7 +154,7 @@ def _write(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Trains, writes the files and measures; returns what was written, and facts for the manifest."""
     from data_prep.tokenize import measuring
-    from smlp.tokenizer import Tokenizer, Vocabulary
+    from smlp.text.tokenizer import Tokenizer, Vocabulary
 
     (out / MANIFEST).unlink(missing_ok=True)
     if next(lines(), None) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smlp.errors import UserError
-from smlp.tokenizer_files import SPECIAL_SYMBOLS
+from smlp.text.tokenizer_files import SPECIAL_SYMBOLS
 
 PADDING = "madeupword{:04d}"  # fairseq's own name for symbols that only fill a dictionary
 

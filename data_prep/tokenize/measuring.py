@@ -11,7 +11,7 @@ import numpy as np
 
 from data_prep.tokenize.sentencepieces import MAX_LINE_BYTES
 from smlp.errors import UserError
-from smlp.tokenizer import Tokenizer
+from smlp.text.tokenizer import Tokenizer
 
 BLOCK_CHARACTERS = 1 << 20  # of lines that are encoded at a time
 ROUND_TRIP_CHARACTERS = 4 << 20  # of the sample that are decoded again

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.flow.streams import sha256_of
-from smlp.tokenizer_files import DICTIONARY, TOKENIZER_FILES
+from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 NOT_TEXT = "not text: half of a surrogate pair"
 

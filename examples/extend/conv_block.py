@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smlp import kinds
-from smlp.accounting import parts
-from smlp.accounting.component import NORMS, SPATIAL, Component
 from smlp.config import ModelConfig
-from smlp.context import ForwardContext
+from smlp.costs import parts
+from smlp.costs.component import NORMS, SPATIAL, Component
 from smlp.errors import UserError
 from smlp.nn.blocks import Block, DenseBlock
 from smlp.nn.dropout import Dropout
+from smlp.nn.state import ForwardContext
 from smlp.parallel import Ranks
 
 

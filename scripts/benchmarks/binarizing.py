@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from data_prep.tokenize.sentencepieces import pieces_of, train_sentencepiece
-from smlp.evaluation.binarized import read_fairseq_tokens
+from smlp.text.binarized import read_fairseq_tokens
 
 TRAINING_LINES = 10_000
 TARGET = 5.0  # times as fast with two workers

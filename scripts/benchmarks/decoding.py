@@ -11,8 +11,8 @@ from benchmarks.models import VOCABULARY, matched
 from benchmarks.report import Row, compared
 from benchmarks.settings import Settings
 from benchmarks.timing import interleaved
-from smlp.context import DecodingState
 from smlp.nn.decoder import Decoder
+from smlp.nn.state import DecodingState
 
 SECTION = "Decoding the last token of the context"
 #: times that it is written one after the other: a text is, and a step finds in the cache what the one before it left

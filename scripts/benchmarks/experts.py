@@ -14,9 +14,9 @@ from benchmarks.report import Row, compared
 from benchmarks.settings import Settings
 from benchmarks.timing import interleaved, peak_extra_bytes, training_step
 from smlp.config import ModelConfig
+from smlp.config.presets import preset
 from smlp.nn.feed_forward import FeedForward
 from smlp.nn.sparse_layers import feed_forward_moe
-from smlp.presets import preset
 
 SECTION = "Sparse layers (forward + backward)"
 

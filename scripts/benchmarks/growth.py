@@ -11,8 +11,8 @@ from benchmarks.report import Row, compared
 from benchmarks.settings import Settings
 from benchmarks.timing import interleaved, training_step
 from smlp.config import ModelConfig
+from smlp.config.presets import preset
 from smlp.nn.blocks import build_blocks
-from smlp.presets import preset
 
 SECTION = "Growth (forward + backward of a block)"
 #: layers by preset: a dense block, or a sparse one with all that is in it

@@ -1,4 +1,4 @@
-"""What the device can copy at most, as it is just now; its matrix products: :mod:`smlp.accounting.matmul_rate`."""
+"""What the device can copy at most, as it is just now; its matrix products: :mod:`smlp.costs.matmul_rate`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from benchmarks.report import Row
 from benchmarks.settings import Settings
 from benchmarks.timing import peak_extra_bytes
 from benchmarks.updates import build, update
-from smlp.accounting.memory import update_memory
+from smlp.costs.memory import update_memory
 
 SECTION = "Peak memory of an update"
 ARCHS = ("smlp", "smlp_partial", "gmlp_lm", "gmlp_moe", "switch_lm", "gshard_lm", "base_lm", "hash_lm", "dense_lm")

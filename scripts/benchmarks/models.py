@@ -7,10 +7,10 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from benchmarks.settings import Settings
-from smlp.accounting.formula import flops_per_token
-from smlp.accounting.match import Match, match
-from smlp.context import ForwardContext
-from smlp.presets import preset
+from smlp.config.presets import preset
+from smlp.costs.formula import flops_per_token
+from smlp.costs.match import Match, match
+from smlp.nn.state import ForwardContext
 
 #: the paper's models have 28 + 12 layers, H = 1024, F = 4096, T = 1024 and an expert per rank
 WIDTH, HIDDEN, LENGTH, VOCABULARY, EXPERTS = 512, 2048, 1024, 4096, 4

@@ -12,9 +12,9 @@ from benchmarks.models import matched
 from benchmarks.report import Row, compared
 from benchmarks.settings import Settings
 from benchmarks.timing import interleaved
+from smlp.inference.scoring.candidates import CandidateScorer
+from smlp.inference.scoring.texts import Candidates, TokenizedText, fit
 from smlp.nn.decoder import Decoder
-from smlp.scoring.candidates import CandidateScorer
-from smlp.scoring.texts import Candidates, TokenizedText, fit
 
 SECTION = "Scoring multiple-choice records, for each record"
 BATCH_TOKENS = 8192

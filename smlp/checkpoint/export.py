@@ -30,9 +30,9 @@ import torch
 from smlp.checkpoint.lazy import FileVersion, LazyTensor, StoredTensor, as_bytes
 from smlp.checkpoint.torch_file import write_torch_file
 from smlp.config import ModelConfig, flatten
+from smlp.config.presets import FROM_TASK
 from smlp.errors import UserError
-from smlp.presets import FROM_TASK
-from smlp.tokenizer_files import DICTIONARY, TOKENIZER_FILES
+from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 FORMAT_KEY = "smlp_export"
 FORMAT = 1

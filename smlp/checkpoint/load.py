@@ -12,9 +12,9 @@ from smlp.checkpoint.text_files import tokenizer_of
 from smlp.checkpoint.verify import fit_problems
 from smlp.config import LEAKY_WARNING
 from smlp.errors import UserError
+from smlp.inference.language_model import LanguageModel
 from smlp.nn.decoder import Decoder
-from smlp.pretrained import LanguageModel
-from smlp.tokenizer import Vocabulary
+from smlp.text.tokenizer import Vocabulary
 
 
 def load_pretrained(

@@ -17,11 +17,11 @@ from smlp.checkpoint.parts import ExpertRows, attach
 from smlp.checkpoint.progress import progress_problems
 from smlp.checkpoint.torch_file import existing_file, read_structure
 from smlp.config import ModelConfig
+from smlp.config.presets import from_training_options
 from smlp.errors import UserError
 from smlp.moe.ownership import expert_parameters
 from smlp.nn.decoder import Decoder
-from smlp.presets import from_training_options
-from smlp.tokenizer import Vocabulary
+from smlp.text.tokenizer import Vocabulary
 
 _EMBEDDING = PREFIX + "embedding.weight"
 _BLOCKS = PREFIX + "blocks."

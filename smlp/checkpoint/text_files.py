@@ -12,8 +12,8 @@ from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes
 from smlp.checkpoint.opened import Checkpoint
 from smlp.errors import UserError
 from smlp.files import write_whole
-from smlp.tokenizer import Tokenizer, Vocabulary
-from smlp.tokenizer_files import DICTIONARY, files_of, find_tokenizer
+from smlp.text.tokenizer import Tokenizer, Vocabulary
+from smlp.text.tokenizer_files import DICTIONARY, files_of, find_tokenizer
 
 
 def find_files(

@@ -33,11 +33,11 @@ from smlp.checkpoint.export import PREFIX, new_history, new_state
 from smlp.checkpoint.lazy import HeldTensor, LazyTensor, MadeTensor, repeated, scaled
 from smlp.checkpoint.opened import Checkpoint
 from smlp.config import SETTINGS, ModelConfig, differences, flatten, unflatten
+from smlp.config.presets import FROM_TASK, preset
 from smlp.errors import UserError
 from smlp.moe.routers.hashed import balanced_table, random_table
 from smlp.nn.blocks import sparse_block
 from smlp.nn.decoder import Decoder
-from smlp.presets import FROM_TASK, preset
 
 #: small enough that a gate in float32 or float64 is exactly that of a zero router, large enough for bfloat16 to hold
 TINY = 1e-20

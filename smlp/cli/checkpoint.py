@@ -81,7 +81,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def _add_upcycling(parser: argparse.ArgumentParser) -> None:
     from smlp.config import SETTINGS
-    from smlp.settings import help_of
+    from smlp.config.settings import help_of
 
     parser.add_argument("--arch", required=True, help="architecture of the sparse model")
     parser.add_argument("--router-scale", type=float, metavar="S", help="size of the first weights of the router")
@@ -205,7 +205,7 @@ def _upcycle(args: argparse.Namespace) -> int:
     from smlp.checkpoint.output import check_target, write_one_file
     from smlp.checkpoint.upcycle import training_arguments, upcycled
     from smlp.checkpoint.verify import open_intact
-    from smlp.evaluation.binarized import count_tokens
+    from smlp.text.binarized import count_tokens
 
     target = check_target(args.output, [args.path], args.force)
     dense = open_intact(args.path)

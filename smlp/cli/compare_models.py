@@ -25,7 +25,7 @@ def check_zeroshot(experiment: Experiment, wants_files: bool = True) -> None:
     wanted = experiment.evaluation
     if wanted.zeroshot_data is None:
         return
-    from smlp.zeroshot.readers import READERS
+    from smlp.evaluation.zeroshot.readers import READERS
 
     unknown = [task for task in wanted.zeroshot_tasks if task not in (*READERS, "all")]
     if unknown:
@@ -66,7 +66,7 @@ def plan(experiment: Experiment, data: str, vocab_size: int) -> list[PlannedMode
         UserError: an option is wrong, or FLOPs differ too much.
     """
     from smlp.cli.dry_run import configuration_of
-    from smlp.presets import config_of
+    from smlp.config.presets import config_of
     from smlp.trainer.settings import check_pairs
 
     def configure(words: list[str]) -> Any:
@@ -85,7 +85,7 @@ def not_done(folder: Folder, runs: Sequence[Run]) -> list[Run]:
 
 def print_models(experiment: Experiment, models: Sequence[PlannedModel]) -> None:
     """A line for each, and the budget."""
-    from smlp.accounting.formula import parameters
+    from smlp.costs.formula import parameters
 
     width = max(len(model.name) for model in models)
     print(f"{'model':<{width}}  {'M multiply-adds per token':>25}  {'M parameters':>12}  architecture")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from smlp.cli.compare_models import check_zeroshot, not_done, num_gpus, plan, print_models
-from smlp.environment import environment, keep_difference
 from smlp.experiments import slurm
 from smlp.experiments.data import check_subsets, data_of, describe, dictionary_size
 from smlp.experiments.experiment import Experiment
@@ -21,6 +20,7 @@ from smlp.experiments.reading import read_experiment
 from smlp.experiments.timing import time_here
 from smlp.experiments.tuning import at_edge, choose
 from smlp.files import copy_whole
+from smlp.launch.environment import environment, keep_difference
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 EXIT_INTERRUPTED = 130

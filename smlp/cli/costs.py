@@ -12,8 +12,8 @@ from smlp.cli.numbers import MOST_PROCESSES, MOST_SECONDS, MOST_SIZE, real, whol
 if TYPE_CHECKING:
     import torch
 
-    from smlp.accounting.profiled import Measured
     from smlp.config import ModelConfig
+    from smlp.costs.profiled import Measured
     from smlp.launch.ranks import Place
     from smlp.parallel import ExpertLayout
 
@@ -109,8 +109,8 @@ def _config(args: argparse.Namespace) -> ModelConfig:
         UserError: it cannot be built, or another option is out of range.
     """
     from smlp.cli.json_file import check_outputs
+    from smlp.config.presets import preset
     from smlp.errors import UserError
-    from smlp.presets import preset
 
     check_outputs(trace=args.trace, json=args.json)
     given = {"max_tokens": args.tokens, "num_experts": args.experts}
@@ -164,7 +164,7 @@ def _measure(
     import torch
     import torch.distributed as dist
 
-    from smlp.accounting.profiled import measure
+    from smlp.costs.profiled import measure
     from smlp.launch.team import leave, meet
     from smlp.parallel import connect
 

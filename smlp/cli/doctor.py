@@ -149,7 +149,7 @@ def check_threads() -> Iterator[Check]:
 def check_speed() -> Iterator[Check]:
     import torch
 
-    from smlp.accounting.matmul_rate import matmul_rate
+    from smlp.costs.matmul_rate import matmul_rate
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fp32, bf16 = (matmul_rate(device, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -176,7 +176,7 @@ def check_plugin() -> Iterator[Check]:
     from fairseq.models import ARCH_MODEL_REGISTRY
 
     from smlp.cli.fairseq_tool import load_plugin
-    from smlp.presets import PRESETS
+    from smlp.config.presets import PRESETS
 
     load_plugin()
     missing = [arch for arch in PRESETS if arch not in ARCH_MODEL_REGISTRY]

@@ -9,12 +9,12 @@ from typing import Any
 
 from smlp.cli.fairseq_tool import package_dir, run_tool
 from smlp.cli.local_ranks import LaunchOptions, check_nproc, count_gpus, without_options
+from smlp.config.presets import num_experts_of
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option, option_value
 from smlp.fairseq_compat.precision import check_half_precision
 from smlp.launch.plan import Seat, rank_table, seats_from_environment, seats_here, seats_of_nodes
 from smlp.launch.ranks import has_terminal
-from smlp.presets import num_experts_of
 
 _WORLD_SIZE = "--distributed-world-size"
 

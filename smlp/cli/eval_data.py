@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
-    from smlp.evaluation.binarized import BinarizedTokens
     from smlp.evaluation.text_sizes import TextSizes
+    from smlp.inference.language_model import LanguageModel
     from smlp.launch.team import Team
-    from smlp.pretrained import LanguageModel
+    from smlp.text.binarized import BinarizedTokens
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def load_model_for(args: argparse.Namespace, team: Team) -> LanguageModel:
     """
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.model_options import load_model
-    from smlp.tokenizer import Vocabulary
-    from smlp.tokenizer_files import DICTIONARY, find_tokenizer
+    from smlp.text.tokenizer import Vocabulary
+    from smlp.text.tokenizer_files import DICTIONARY, find_tokenizer
 
     folder = data_folder(args.data)
     if folder is not None and not open_checkpoint(args.path).is_export:
@@ -68,9 +68,9 @@ def read_text(args: argparse.Namespace, model: LanguageModel) -> EvaluationText:
         UserError: a file is missing or damaged, holds an id that the model does not know, or the text is not that of
             the data.
     """
-    from smlp.evaluation.binarized import read_fairseq_tokens
     from smlp.evaluation.perplexity import read_lines
     from smlp.evaluation.text_sizes import original_sizes, tokens_of
+    from smlp.text.binarized import read_fairseq_tokens
 
     lines = None if args.text is None else read_lines(args.text)
     folder = data_folder(args.data)

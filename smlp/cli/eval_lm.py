@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from smlp.cli.eval_data import EvaluationText
     from smlp.evaluation.samples import Samples
     from smlp.evaluation.scoring import Scores
+    from smlp.inference.language_model import LanguageModel
     from smlp.launch.team import Team
-    from smlp.pretrained import LanguageModel
 
 HELP = "perplexity of a checkpoint: per token, per word, and bits per byte"
 EPILOG = """examples:
@@ -76,7 +76,7 @@ def _work(args: argparse.Namespace, team: Team) -> int:
 
 def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationText) -> Samples:
     from smlp.evaluation.samples import Cutting, cut
-    from smlp.tokenizer import Vocabulary
+    from smlp.text.tokenizer import Vocabulary
 
     config = model.decoder.config
     if args.tokens_per_sample is None:
@@ -125,7 +125,7 @@ def _evaluate(
 ) -> int:
     from smlp.cli.json_file import remove_outputs
     from smlp.evaluation.scoring import score_samples
-    from smlp.scoring.capacity import limit_places, routers_with_places
+    from smlp.inference.scoring.capacity import limit_places, routers_with_places
 
     if args.eval_capacity_factor is not None:
         if not routers_with_places(model.decoder):

@@ -6,10 +6,10 @@ import time
 
 from smlp.cli.progress import ProgressLine
 from smlp.config import LEAKY_WARNING, ModelConfig
-from smlp.context import ForwardContext
 from smlp.evaluation.parity import Parity
 from smlp.evaluation.report import Evaluation
 from smlp.evaluation.scoring import Choices
+from smlp.nn.state import ForwardContext
 
 
 class Progress:

@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the table; 1 if formula and count disagree."""
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.json_file import write_json
+    from smlp.config.presets import preset
     from smlp.errors import UserError
-    from smlp.presets import preset
 
     if args.path:
         if args.experts is not None:
@@ -82,15 +82,15 @@ def account(config: ModelConfig, num_seqs: int, num_tokens: int | None, world_si
     Args:
         config: the model.
         num_seqs, num_tokens: B, n (default T).
-        world_size: W (default: see :func:`smlp.accounting.formula.default_world_size`).
+        world_size: W (default: see :func:`smlp.costs.formula.default_world_size`).
 
     Raises:
         UserError: a number does not fit the model, or an operator has unknown cost.
     """
     from dataclasses import asdict
 
-    from smlp.accounting.counted import build_without_weights, counted_flops, counted_parameters
-    from smlp.accounting.formula import components, default_world_size, experts_per_rank, forward_flops, parameters
+    from smlp.costs.counted import build_without_weights, counted_flops, counted_parameters
+    from smlp.costs.formula import components, default_world_size, experts_per_rank, forward_flops, parameters
 
     parts, local = components(config, num_tokens), experts_per_rank(config, world_size)
     num_tokens = config.max_tokens if num_tokens is None else num_tokens

@@ -13,7 +13,7 @@ from smlp.cli.generate_options import DEFAULT_BATCH, add_generation_options, che
 from smlp.cli.model_options import add_model_options, load_model
 
 if TYPE_CHECKING:
-    from smlp.generation import Continuation, TextWriter
+    from smlp.inference.generation import Continuation, TextWriter
 
 HELP = "continue prompts with a trained model"
 EPILOG = """examples:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _writer(args: argparse.Namespace) -> TextWriter:
-    from smlp.scoring.capacity import drop_nothing
+    from smlp.inference.scoring.capacity import drop_nothing
 
     model = load_model(args)
     drop_nothing(model.decoder)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from smlp.cli.scoring_options import check_least
 
 if TYPE_CHECKING:
-    from smlp.generation import TextWriter
-    from smlp.pretrained import LanguageModel
+    from smlp.inference.generation import TextWriter
+    from smlp.inference.language_model import LanguageModel
 
 DEFAULT_TOKENS = 60
 DEFAULT_BATCH = 16

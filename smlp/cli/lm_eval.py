@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     from lm_eval.utils import make_table
 
-    from smlp.harness.evaluate import evaluate
-    from smlp.harness.model import HarnessModel
+    from smlp.evaluation.lm_eval.evaluate import evaluate
+    from smlp.evaluation.lm_eval.model import HarnessModel
 
     model = HarnessModel(
         load_model(args, team),

@@ -45,9 +45,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the settings; 1 if a family has none."""
-    from smlp.accounting.match import check_target, families, like
     from smlp.cli.json_file import write_json
-    from smlp.presets import preset
+    from smlp.config.presets import preset
+    from smlp.costs.match import check_target, families, like
 
     given = {"max_tokens": args.tokens, "vocab_size": args.vocab_size, "embed_dim": args.embed_dim}
     shared = {name: value for name, value in given.items() if value is not None}
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _match(family: str, target: float, vary: str, size: str, shared: dict[str, Any]) -> dict[str, Any]:
     """Finds and prints the settings of a family; a family that cannot be built is no match."""
-    from smlp.accounting.formula import parameters
-    from smlp.accounting.match import TOLERANCE, match
+    from smlp.costs.formula import parameters
+    from smlp.costs.match import TOLERANCE, match
     from smlp.errors import UserError
 
     try:

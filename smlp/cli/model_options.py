@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from smlp.launch.team import Team
 
 if TYPE_CHECKING:
-    from smlp.pretrained import LanguageModel
+    from smlp.inference.language_model import LanguageModel
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -72,8 +72,8 @@ def _check(place: Any, args: argparse.Namespace) -> int:
 def _all_checks(device: Any, folder: Path) -> Iterator[Check]:
     import torch
 
+    from smlp.config.presets import PRESETS
     from smlp.evaluation.self_check import ARCHS, check_checkpoint, check_collectives, check_layout, check_uneven_splits
-    from smlp.presets import PRESETS
 
     yield _agreed("ranks", lambda: _describe_ranks(device))
     yield _agreed("collectives", lambda: check_collectives(device))

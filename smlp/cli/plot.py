@@ -14,8 +14,8 @@ from smlp.errors import UserError
 
 if TYPE_CHECKING:
     from smlp.evaluation.samples import Samples
+    from smlp.inference.language_model import LanguageModel
     from smlp.plots.weights import WeightPlots
-    from smlp.pretrained import LanguageModel
 
 HELP = "pictures of trained models: spatial filters, which tokens and features go to which expert"
 EPILOG = """examples:
@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.eval_data import load_model_for, read_text
     from smlp.cli.json_file import check_outputs, write_json
-    from smlp.drawing import check_matplotlib
     from smlp.launch.team import Team
+    from smlp.plots.drawing import check_matplotlib
     from smlp.plots.weights import Choice, plot_weights
 
     check_matplotlib()
@@ -103,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _labels(model: LanguageModel) -> list[str]:
     """What pieces are called in a picture: their text, where the dictionary has numbers (byte-level BPE)."""
-    from smlp.tokenizer_files import SPECIAL_SYMBOLS
-    from smlp.tokenizer_kinds import WORD_START
+    from smlp.text.tokenizer_files import SPECIAL_SYMBOLS
+    from smlp.text.tokenizer_kinds import WORD_START
 
     symbols = list(model.vocabulary.symbols)
     for token in range(len(SPECIAL_SYMBOLS), len(symbols)):
@@ -126,7 +126,7 @@ def _numbers(option: str, words: str | None) -> list[int] | str | None:
 
 def _samples(args: argparse.Namespace, model: LanguageModel, stream: Any) -> Samples:
     from smlp.evaluation.samples import Cutting, cut
-    from smlp.tokenizer import Vocabulary
+    from smlp.text.tokenizer import Vocabulary
 
     config = model.decoder.config
     size = config.max_tokens - int(model.start_token != Vocabulary.eos)

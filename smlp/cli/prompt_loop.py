@@ -7,7 +7,7 @@ import dataclasses
 import sys
 
 from smlp.errors import UserError
-from smlp.generation import Sampling, Text, TextWriter
+from smlp.inference.generation import Sampling, Text, TextWriter
 
 HELP = """Type a line: the model continues the text so far, your line last. An empty line lets it go on.
   /reset            forget the text so far

@@ -13,7 +13,7 @@ from smlp.cli.local_ranks import positive_number, read_launch_options, train_on_
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option, option_value
 from smlp.launch.stop_signals import EXIT_STOPPED
-from smlp.tokenizer_files import DICTIONARY, TOKENIZER_FILES
+from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 PASS_THROUGH = True
 
@@ -106,7 +106,7 @@ def with_profile_updates(arguments: list[str]) -> list[str]:
 
 def default_arguments(given: list[str]) -> list[str]:
     """The options that a plain call lacks."""
-    from smlp.presets import PRESETS, preset
+    from smlp.config.presets import PRESETS, preset
 
     added: list[str] = []
     if not has_option(given, "--task"):

@@ -13,15 +13,15 @@ from smlp.cli.progress import RecordsProgress
 from smlp.cli.scoring_options import add_scoring_options, add_skip_option, check_least
 from smlp.cli.team_options import add_team_options, as_team
 from smlp.errors import UserError
+from smlp.evaluation.zeroshot.readers import READERS
+from smlp.evaluation.zeroshot.rules import RULES
+from smlp.evaluation.zeroshot.templates import TEMPLATES
 from smlp.launch.team import Team
-from smlp.zeroshot.readers import READERS
-from smlp.zeroshot.rules import RULES
-from smlp.zeroshot.templates import TEMPLATES
 
 if TYPE_CHECKING:
-    from smlp.pretrained import LanguageModel
-    from smlp.zeroshot.evaluate import Task
-    from smlp.zeroshot.partial import PartialScores
+    from smlp.evaluation.zeroshot.evaluate import Task
+    from smlp.evaluation.zeroshot.partial import PartialScores
+    from smlp.inference.language_model import LanguageModel
 
 HELP = "accuracy on COPA, PIQA, StoryCloze, Winogrande, HellaSwag and ReCoRD"
 EPILOG = """examples:
@@ -121,10 +121,10 @@ def task_names(text: str) -> list[str]:
 
 
 def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
-    from smlp.scoring.candidates import CandidateScorer
-    from smlp.scoring.capacity import drop_nothing
-    from smlp.zeroshot.evaluate import Protocol, answer_task, read_tasks
-    from smlp.zeroshot.report import average, json_rows, summarise, table, table_6
+    from smlp.evaluation.zeroshot.evaluate import Protocol, answer_task, read_tasks
+    from smlp.evaluation.zeroshot.report import average, json_rows, summarise, table, table_6
+    from smlp.inference.scoring.candidates import CandidateScorer
+    from smlp.inference.scoring.capacity import drop_nothing
 
     protocol = Protocol(
         args.templates, args.scoring, args.split, args.limit, args.num_fewshot, args.fewshot_seed, args.skip_too_long
@@ -181,7 +181,7 @@ def _kept_scores(
     args: argparse.Namespace, settings: dict[str, Any], model: LanguageModel, tasks: list[Task], team: Team
 ) -> PartialScores | None:
     """The scores of a run with the same output that was stopped; None without an output to keep them by."""
-    from smlp.zeroshot.partial import PartialScores, digest_of, partial_path, weights_digest
+    from smlp.evaluation.zeroshot.partial import PartialScores, digest_of, partial_path, weights_digest
 
     if not args.output or (Path(args.output).exists() and not Path(args.output).is_file()):
         return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from smlp.config import ModelConfig
+from smlp.config.presets import from_training_options
 from smlp.errors import UserError
-from smlp.presets import from_training_options
 
 OURS = "moe_cross_entropy"
 _DEFAULT = "cross_entropy"  # fairseq's

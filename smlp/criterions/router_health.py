@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smlp.accounting.realised import Work, realised_work
 from smlp.checkpoint.journal import Journal
-from smlp.context import ForwardContext
+from smlp.costs.realised import Work, realised_work
 from smlp.moe.balance import first_choices, layer_record, num_sums, pooled_record, routing_sums
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder
+from smlp.nn.state import ForwardContext
 
 #: what fairseq's logs get, however many layers and experts there are: names there, and in the pooled record
 LOGGED = {

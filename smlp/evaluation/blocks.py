@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smlp.context import ForwardContext
 from smlp.evaluation.samples import Cutting, cut
 from smlp.evaluation.scoring import score_samples
 from smlp.nn.decoder import Decoder
+from smlp.nn.state import ForwardContext
 
 
 def block_log_probs(

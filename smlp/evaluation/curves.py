@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from smlp.drawing import OKABE_ITO
 from smlp.errors import UserError
-from smlp.perplexity import of_bits
+from smlp.evaluation.perplexity import of_bits
+from smlp.plots.drawing import OKABE_ITO
 
 # Runs also differ in marker.
 _COLOURS = tuple(OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky"))

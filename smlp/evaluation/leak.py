@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smlp.context import ForwardContext
 from smlp.errors import UserError
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
 from smlp.nn.decoder import Decoder
+from smlp.nn.state import ForwardContext
 
 #: largest change that rounding explains, as a share of the largest logit: a matrix product may sum in another order
 #: when an expert gets another number of tokens

@@ -10,11 +10,11 @@ import numpy as np
 from smlp.errors import UserError
 from smlp.evaluation.samples import Samples
 from smlp.evaluation.scoring import score_samples
+from smlp.inference.scoring.capacity import limit_places, routers_with_places
 from smlp.launch.team import Team
 from smlp.moe.ownership import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.parallel import connect, cut_state
-from smlp.scoring.capacity import limit_places, routers_with_places
 
 BATCH_SIZES = (1, 8)
 #: largest relative difference of losses that rounding explains

@@ -18,7 +18,19 @@ import numpy as np
 
 from smlp.errors import UserError
 from smlp.files import read_text
-from smlp.perplexity import of_nats
+
+#: a loss above so many bits has no finite perplexity: a float would hold some more, but not sums of a few of them
+_MOST_BITS = 1000.0
+
+
+def of_nats(loss: float) -> float:
+    """e^loss, or infinity; NaN of NaN."""
+    return math.inf if loss > _MOST_BITS * math.log(2) else math.exp(loss)
+
+
+def of_bits(loss: float) -> float:
+    """2^loss, or infinity; NaN of NaN."""
+    return math.inf if loss > _MOST_BITS else 2.0**loss
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from smlp.evaluation.binarized import BinarizedTokens
 from smlp.evaluation.perplexity import Perplexity, TextSize
 from smlp.evaluation.text_sizes import TextSizes, first_words
-from smlp.tokenizer import Tokenizer, Vocabulary
+from smlp.text.binarized import BinarizedTokens
+from smlp.text.tokenizer import Tokenizer, Vocabulary
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from smlp.errors import UserError
-from smlp.tokenizer import Vocabulary
+from smlp.text.tokenizer import Vocabulary
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smlp.context import ForwardContext
 from smlp.errors import UserError
 from smlp.evaluation.samples import Batch, Samples
+from smlp.inference.scoring.targets import logits_in_pieces, scored
 from smlp.launch.team import Team
 from smlp.moe.plan import RoutingPlan
 from smlp.nn.decoder import Decoder
-from smlp.scoring.targets import logits_in_pieces, scored
+from smlp.nn.state import ForwardContext
 
 
 @dataclass

@@ -26,6 +26,7 @@ from smlp.checkpoint.parts import (
     read_all,
     write_part,
 )
+from smlp.config.presets import preset
 from smlp.errors import ParallelError, UserError
 from smlp.evaluation.leak import randomise
 from smlp.moe.ownership import expert_parameters
@@ -39,7 +40,6 @@ from smlp.parallel import (
     global_grad_norm,
     reduce_expert_gradients,
 )
-from smlp.presets import preset
 
 #: architectures that are compared: features and tokens by all-to-all, learnt and balanced routing, dropped tokens
 ARCHS = ("smlp_tiny", "smlp_partial_tiny", "switch_lm_tiny", "base_lm_tiny")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from smlp.errors import UserError
-from smlp.evaluation.binarized import BinarizedTokens
 from smlp.evaluation.perplexity import line_sizes
-from smlp.tokenizer import Tokenizer, Vocabulary
+from smlp.text.binarized import BinarizedTokens
+from smlp.text.tokenizer import Tokenizer, Vocabulary
 
 _SHOWN_WORDS = 8
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.evaluation.binarized import num_tokens, read_fairseq_tokens
 from smlp.evaluation.text_sizes import decoded_sizes
 from smlp.experiments.experiment import Experiment, Text
 from smlp.experiments.folder import Folder, read_json, write_json
 from smlp.launch.program import this_program
-from smlp.tokenizer import Tokenizer, Vocabulary
-from smlp.tokenizer_files import DICTIONARY, find_tokenizer
+from smlp.text.binarized import num_tokens, read_fairseq_tokens
+from smlp.text.tokenizer import Tokenizer, Vocabulary
+from smlp.text.tokenizer_files import DICTIONARY, find_tokenizer
 
 _MANIFEST = "manifest.json"
 

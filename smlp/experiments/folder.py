@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from smlp import plugins
+from smlp.config import plugins
 from smlp.errors import UserError
 from smlp.experiments import kept
 from smlp.files import is_locked, locked, write_whole

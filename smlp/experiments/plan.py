@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from smlp.accounting.formula import flops_per_token, parameters
-from smlp.accounting.match import FAMILIES, like, match
 from smlp.config import ModelConfig, flatten
+from smlp.config.presets import preset
+from smlp.costs.formula import flops_per_token, parameters
+from smlp.costs.match import FAMILIES, like, match
 from smlp.errors import UserError
 from smlp.experiments.experiment import Experiment, ModelEntry, option_words
 from smlp.experiments.reading import check_names
-from smlp.presets import preset
 
 #: sequences of a batch in validation, over those in training
 VALID_BATCHES = 4
@@ -31,7 +31,7 @@ class PlannedModel:
 
     name: str
     folder: str
-    #: of :data:`smlp.accounting.match.FAMILIES`, or None
+    #: of :data:`smlp.costs.match.FAMILIES`, or None
     family: str | None
     arch: str
     overrides: dict[str, Any]

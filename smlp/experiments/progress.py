@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smlp.evaluation.curves import log_record
+from smlp.evaluation.perplexity import of_bits
 from smlp.experiments.folder import DONE, FAILED, RUNNING, Folder
 from smlp.experiments.plan import Run
-from smlp.perplexity import of_bits
 
 _TAIL_BYTES = 1 << 16
 _SECONDS_BETWEEN = 1.0

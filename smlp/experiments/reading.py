@@ -7,12 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from smlp.accounting.match import FAMILIES
-from smlp.accounting.match import families as known_families
+from smlp.config.presets import PRESETS
+from smlp.costs.match import FAMILIES
+from smlp.costs.match import families as known_families
 from smlp.errors import UserError
 from smlp.experiments.experiment import Evaluation, Experiment, Matching, ModelEntry, Place, Text, Tuning, name_of
 from smlp.experiments.yaml_file import Section, read_yaml, shown
-from smlp.presets import PRESETS
 
 #: options of fairseq-train that `smlp compare` sets, and the name in the file that says what they are to be
 RESERVED = {

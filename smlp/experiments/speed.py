@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from smlp.checkpoint.load import load_pretrained
-from smlp.environment import environment
 from smlp.errors import UserError
-from smlp.evaluation.binarized import read_fairseq_tokens
 from smlp.experiments.folder import DONE, Folder, read_json, write_json
 from smlp.experiments.updates import TimedUpdates, dtype_of
+from smlp.launch.environment import environment
+from smlp.text.binarized import read_fairseq_tokens
 
 HOW = "forward, backward and Adam in a plain loop, models in turn, no run of the experiment beside it"
 _LEARNING_RATE = 1e-5  # the weights stay what they are, and with them where tokens go

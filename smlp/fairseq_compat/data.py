@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.evaluation.binarized import MAGIC, check_recorded, open_data_file, open_tokens
+from smlp.text.binarized import MAGIC, check_recorded, open_data_file, open_tokens
 
 #: bytes up to which a .bin file is read whole before training: 500 million tokens of two bytes take 0.1 s for their ids
 #: and 1 s for their SHA-256 once the disk has delivered them. Of a larger one each batch is checked as it comes.
@@ -118,7 +118,7 @@ def check_dictionary(directory: str | Path) -> None:
 
 
 def check_split(directory: str | Path, split: str, vocab_size: int | None = None) -> int | None:
-    """Check one split of a binarised data set, as :mod:`smlp.evaluation.binarized` does wherever tokens are read.
+    """Check one split of a binarised data set, as :mod:`smlp.text.binarized` does wherever tokens are read.
 
     Args:
         directory: the data directory.

@@ -17,12 +17,12 @@ from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.parts import attach
 from smlp.checkpoint.progress import moment_problems, progress_problems
 from smlp.checkpoint.torch_file import OtherClassError, existing_file, read_structure
+from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 from smlp.fairseq_compat.saving import remove_leftovers
 from smlp.files import is_missing
-from smlp.registry import ARCHITECTURES
-from smlp.tokenizer import Vocabulary
-from smlp.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
+from smlp.text.tokenizer import Vocabulary
+from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import option_value
 from smlp.fairseq_compat.limits import check_numbers
-from smlp.registry import ARCHITECTURES
 
 _PRINT_USAGE = argparse.ArgumentParser.error
 _MANDATORY = "???"  # hydra's default for what must be given; fairseq hands it to argparse as any other

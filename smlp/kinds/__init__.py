@@ -3,6 +3,7 @@
 Importing this registers the built-in ones. It needs no torch: modules are imported when they are built.
 """
 
+from smlp.config.settings import setting
 from smlp.kinds import blocks, routers
 from smlp.kinds.block import BlockKind, SparseBlockKind
 from smlp.kinds.registration import (
@@ -12,7 +13,6 @@ from smlp.kinds.registration import (
     register_sparse_block,
 )
 from smlp.kinds.router import RouterKind
-from smlp.settings import setting
 
 __all__ = [
     "BlockKind",

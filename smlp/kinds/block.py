@@ -9,10 +9,10 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
-from smlp.accounting import parts
-from smlp.accounting.component import Component
-from smlp.accounting.memory import mask, token_experts
 from smlp.config import ModelConfig
+from smlp.costs import parts
+from smlp.costs.component import Component
+from smlp.costs.memory import mask, token_experts
 from smlp.errors import UserError
 from smlp.kinds.kind import Kind
 

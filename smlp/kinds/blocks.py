@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from smlp.accounting import memory, parts
-from smlp.accounting.component import Component
 from smlp.config import ModelConfig
+from smlp.config.settings import require
+from smlp.costs import memory, parts
+from smlp.costs.component import Component
 from smlp.kinds.block import BlockKind, SparseBlockKind
 from smlp.kinds.registration import register_dense_block, register_sparse_block
-from smlp.settings import require
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,8 +13,8 @@ class Kind(ABC):
 
     #: under which it is registered
     name: ClassVar[str]
-    #: frozen dataclass of the settings that it brings along, made with :func:`smlp.settings.setting`; a field F is the
-    #: model's setting ``NAME_F`` and fairseq's option ``--NAME-F``, and ``config.own(NAME)`` returns them as an object
+    #: frozen dataclass of the settings that it brings along, made with :func:`smlp.config.settings.setting`; a field
+    #: F is the model's setting ``NAME_F`` and fairseq's option ``--NAME-F``; ``config.own(NAME)`` returns the object
     settings: ClassVar[type | None] = None
 
     def check(self, config: ModelConfig) -> None:  # noqa: B027  most have nothing to refuse

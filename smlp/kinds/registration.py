@@ -1,4 +1,4 @@
-"""How routers, blocks and architectures get into the tables of :mod:`smlp.registry`."""
+"""How routers, blocks and architectures get into the tables of :mod:`smlp.config.registry`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from smlp.config import SETTINGS, all_settings
+from smlp.config.own_settings import fields_of, own_fields
+from smlp.config.presets import TASK_OPTIONS
+from smlp.config.registry import ARCHITECTURES, DENSE_BLOCKS, PACKAGE, ROUTERS, SPARSE_BLOCKS, Registry
 from smlp.errors import UserError
 from smlp.kinds.block import BlockKind
 from smlp.kinds.kind import Kind
 from smlp.kinds.router import RouterKind
-from smlp.own_settings import fields_of, own_fields
-from smlp.presets import TASK_OPTIONS
-from smlp.registry import ARCHITECTURES, DENSE_BLOCKS, PACKAGE, ROUTERS, SPARSE_BLOCKS, Registry
 
 _K = TypeVar("_K", bound=type[Kind])
 

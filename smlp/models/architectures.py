@@ -6,9 +6,9 @@ from typing import Any
 
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, register_model_architecture
 
+from smlp.config.presets import FROM_TASK, PRESETS
 from smlp.criterions.choice import settle_criterion
 from smlp.models import language_model  # noqa: F401  registers the model "smlp" first
-from smlp.presets import FROM_TASK, PRESETS
 
 
 def _fill_in(args: Any, arch: str) -> None:

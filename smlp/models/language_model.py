@@ -15,17 +15,17 @@ from fairseq.utils import split_paths
 from omegaconf import II
 from torch import Tensor
 
-from smlp.accounting.memory import check_weights
 from smlp.config import LEAKY_WARNING, all_settings
-from smlp.context import DecodingState, ForwardContext
-from smlp.evaluation.binarized import count_tokens
+from smlp.config.ignored_settings import ignored_settings
+from smlp.config.presets import FROM_TASK, PRESETS, TASK_OPTIONS, from_training_options
+from smlp.config.settings import help_of
+from smlp.costs.memory import check_weights
 from smlp.fairseq_compat.lost_ranks import collective_timeout
-from smlp.ignored_settings import ignored_settings
 from smlp.models.fitting import check_fit
 from smlp.nn.decoder import Decoder
+from smlp.nn.state import DecodingState, ForwardContext
 from smlp.parallel import Ranks, connect, one_process
-from smlp.presets import FROM_TASK, PRESETS, TASK_OPTIONS, from_training_options
-from smlp.settings import help_of
+from smlp.text.binarized import count_tokens
 from smlp.trainer.profiling import WARM_UP
 from smlp.trainer.spread import SpreadExperts
 

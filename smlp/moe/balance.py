@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from smlp.context import Observation
 from smlp.moe.plan import RoutingPlan
+from smlp.nn.state import Observation
 
 #: why a choice may be left without an assignment, as in ``RoutingPlan.dropped``
 DROP_CAUSES = ("capacity", "second_expert")

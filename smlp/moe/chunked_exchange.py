@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from smlp.context import ForwardContext
 from smlp.moe.dispatch import add_up
 from smlp.moe.exchange import FeatureExchange, TokenExchange
 from smlp.moe.experts import SpatialExperts
 from smlp.moe.plan import RoutingPlan
+from smlp.nn.state import ForwardContext
 from smlp.parallel.group import DistributedGroup
 from smlp.parallel.in_chunks import Trip, begin, end, start_of_order
 from smlp.parallel.layout import ExpertLayout

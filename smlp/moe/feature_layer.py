@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smlp.context import ForwardContext, Observation
 from smlp.errors import NaNError, UserError
 from smlp.moe.chunked_exchange import ChunkedFeatureExchange
 from smlp.moe.dispatch import FeatureDispatcher, LocalFeatureDispatcher
 from smlp.moe.experts import SpatialExperts
 from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import FeatureRouter
+from smlp.nn.state import ForwardContext, Observation
 from smlp.ops import permuted_columns
 from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smlp.context import ForwardContext
 from smlp.moe.experts import SpatialExperts, uniform_experts, xavier_bound
 from smlp.moe.plan import slots
+from smlp.nn.state import ForwardContext
 from smlp.ops import activated_halves, linear
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from smlp.context import ForwardContext, Observation
 from smlp.errors import NaNError, UserError
 from smlp.moe.chunked_exchange import ChunkedTokenExchange
 from smlp.moe.dispatch import LocalDispatcher, TokenDispatcher
@@ -16,6 +15,7 @@ from smlp.moe.experts import FeedForwardExperts
 from smlp.moe.gated_experts import GatedMLPExperts
 from smlp.moe.routers import Router, Routing
 from smlp.moe.shuffle import TokenShuffle
+from smlp.nn.state import ForwardContext, Observation
 from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smlp.context import ForwardContext
 from smlp.nn.linear import xavier_linear
+from smlp.nn.state import ForwardContext
 
 
 class CausalSelfAttention(nn.Module):

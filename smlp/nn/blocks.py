@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from smlp.config import ModelConfig
-from smlp.context import ForwardContext
+from smlp.config.registry import DENSE_BLOCKS, SPARSE_BLOCKS
 from smlp.moe.layer import TokenMoE
 from smlp.nn.attention import CausalSelfAttention
 from smlp.nn.dropout import Dropout
@@ -17,9 +17,9 @@ from smlp.nn.feed_forward import FeedForward
 from smlp.nn.linear import xavier_linear
 from smlp.nn.sparse_layers import feature_moe, weight_bound
 from smlp.nn.spatial_gating import SpatialGatingUnit
+from smlp.nn.state import ForwardContext
 from smlp.ops import activated_halves
 from smlp.parallel import Ranks
-from smlp.registry import DENSE_BLOCKS, SPARSE_BLOCKS
 
 AuxLosses = dict[str, Tensor]
 

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smlp.config import ModelConfig
-from smlp.context import DecodingState, ForwardContext
+from smlp.config.presets import preset
 from smlp.errors import UserError
 from smlp.moe.layer import TokenMoE
 from smlp.nn.blocks import AuxLosses, build_blocks
 from smlp.nn.dropout import Dropout
+from smlp.nn.pytrees import pytree
+from smlp.nn.state import DecodingState, ForwardContext
 from smlp.ops import linear
 from smlp.parallel import Ranks
 from smlp.parallel.spans import EMBEDDING, LOGITS, span
-from smlp.presets import preset
-from smlp.pytrees import pytree
 
 
 @pytree
@@ -253,7 +253,7 @@ def build(arch: str, **overrides: Any) -> Decoder:
     """A decoder with random weights for a named architecture.
 
     Args:
-        arch: a name of :data:`smlp.presets.PRESETS`, such as ``"smlp_tiny"``.
+        arch: a name of :data:`smlp.config.presets.PRESETS`, such as ``"smlp_tiny"``.
         **overrides: settings by name: fields of ``ModelConfig`` and ``MoEConfig``, such as ``num_experts=4``, and those
             that plugins bring (docs/extending.md).
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from smlp.context import ForwardContext
 from smlp.moe.experts import SpatialExperts
+from smlp.nn.state import ForwardContext
 
 
 class SpatialGatingUnit(nn.Module):

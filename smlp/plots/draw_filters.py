@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from smlp.drawing import DIVERGING, LINES, NOTHING, new_figure
+from smlp.plots.drawing import DIVERGING, LINES, NOTHING, new_figure
 from smlp.plots.filters import FilterNumbers, SpatialLayer
 from smlp.plots.toeplitz import random_toeplitz_share
 

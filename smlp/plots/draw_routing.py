@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from smlp.drawing import LINES, SEQUENTIAL, label_ticks, new_figure, readable
+from smlp.plots.drawing import LINES, SEQUENTIAL, label_ticks, new_figure, readable
 from smlp.plots.ordering import like_beside_like
 from smlp.plots.routing import FeatureCounts, TokenCounts
-from smlp.tokenizer_kinds import WORD_START
+from smlp.text.tokenizer_kinds import WORD_START
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

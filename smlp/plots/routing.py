@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from smlp.context import ForwardContext, Observation
 from smlp.errors import UserError
 from smlp.evaluation.samples import Samples
+from smlp.inference.scoring.capacity import drop_nothing
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder
-from smlp.scoring.capacity import drop_nothing
+from smlp.nn.state import ForwardContext, Observation
 
 
 @dataclass

@@ -17,9 +17,9 @@ from omegaconf import open_dict
 
 from smlp.checkpoint.opened import check_is_ours, config_of
 from smlp.config import ModelConfig, differences, flatten
+from smlp.config.ignored_settings import ignored_settings
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
-from smlp.ignored_settings import ignored_settings
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from smlp.environment import environment
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
+from smlp.launch.environment import environment
 
 
 def apply() -> None:

@@ -17,9 +17,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from smlp.accounting.breakdown import Breakdown, as_text
-from smlp.accounting.recording import recording, trace_of, update_range
-from smlp.accounting.trace_file import TraceFile
+from smlp.costs.breakdown import Breakdown, as_text
+from smlp.costs.recording import recording, trace_of, update_range
+from smlp.costs.trace_file import TraceFile
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
 from smlp.files import write_whole

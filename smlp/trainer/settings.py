@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from smlp.config.presets import num_experts_of
 from smlp.criterions.choice import check_criterion
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
@@ -21,7 +22,6 @@ from smlp.fairseq_compat.limits import check_numbers
 from smlp.fairseq_compat.processes import settle_ranks
 from smlp.fairseq_compat.saving import own_save_dir
 from smlp.parallel import ExpertLayout
-from smlp.presets import num_experts_of
 from smlp.trainer.spread import experts_of
 
 #: optimizers that treat every number of a parameter alike, so that it does not matter where an expert lives

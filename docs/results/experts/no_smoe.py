@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from smlp import kinds
-from smlp.accounting.component import Component
 from smlp.config import ModelConfig
-from smlp.context import ForwardContext
+from smlp.costs.component import Component
+from smlp.nn.state import ForwardContext
 from smlp.parallel import Ranks
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smlp.drawing import new_figure
 from smlp.experiments.report.details import training_flops
 from smlp.experiments.report.health import pooled_curve
 from smlp.experiments.report.reaching import mean_curve
@@ -14,6 +13,7 @@ from smlp.experiments.report.runs import Experiment, Model
 from smlp.experiments.report.speed import time_unit
 from smlp.experiments.report.statistics import estimate
 from smlp.experiments.report.styles import Style
+from smlp.plots.drawing import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

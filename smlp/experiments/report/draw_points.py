@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from smlp.drawing import new_figure
 from smlp.experiments.report import paper
 from smlp.experiments.report.quality import AFTER_PREFIX, perplexity
 from smlp.experiments.report.runs import Experiment, Model
@@ -13,6 +12,7 @@ from smlp.experiments.report.speed import logged_tokens_per_second, timed_tokens
 from smlp.experiments.report.statistics import Estimate
 from smlp.experiments.report.studies import head_groups, moe_models, smlp_beside_heads
 from smlp.experiments.report.styles import Style
+from smlp.plots.drawing import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

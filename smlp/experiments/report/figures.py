@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smlp.drawing import FORMATS, save
 from smlp.experiments.report import paper
 from smlp.experiments.report.draw_curves import draw_curves, draw_routing, horizontals
 from smlp.experiments.report.draw_points import draw_final, draw_heads, draw_moe, draw_quality_and_speed
@@ -15,6 +14,7 @@ from smlp.experiments.report.reaching import mean_curve
 from smlp.experiments.report.runs import Experiment
 from smlp.experiments.report.studies import routed_variants
 from smlp.experiments.report.styles import styles
+from smlp.plots.drawing import FORMATS, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from smlp.errors import UserError
+from smlp.evaluation.perplexity import of_nats
 from smlp.experiments.report.runs import Experiment, Model, Run
 from smlp.experiments.report.statistics import Estimate, estimate, relative_difference
 from smlp.experiments.report.table import EMPTY, Cell, Column, Table, estimated, files, number, text
-from smlp.perplexity import of_nats
 
 ALL, AFTER_PREFIX = "nll_all", "nll_after_prefix"
 

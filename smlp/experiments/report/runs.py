@@ -17,11 +17,11 @@ from typing import Any
 from smlp.config import ModelConfig, unflatten
 from smlp.errors import UserError
 from smlp.evaluation.curves import TrainingCurve, curve_of, log_records
+from smlp.evaluation.perplexity import of_nats
 from smlp.experiments import kept
 from smlp.experiments.folder import DONE
 from smlp.experiments.report.files import read_json, read_json_lines
 from smlp.experiments.report.timeline import Timeline, logged_seconds, read_timeline, training_lines
-from smlp.perplexity import of_nats
 
 MISSING = "missing"
 
@@ -32,7 +32,7 @@ class Model:
 
     name: str
     folder: str
-    #: of :data:`smlp.accounting.match.FAMILIES`, or None for a new one
+    #: of :data:`smlp.costs.match.FAMILIES`, or None for a new one
     family: str | None
     arch: str
     config: ModelConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from smlp.evaluation.zeroshot.report import TABLE_6
 from smlp.experiments.report import paper
 from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
 from smlp.experiments.report.runs import Experiment, Model, Run
@@ -11,7 +12,6 @@ from smlp.experiments.report.speakers import is_of_the_paper, speaker
 from smlp.experiments.report.speed import over_runs
 from smlp.experiments.report.statistics import estimate
 from smlp.experiments.report.table import EMPTY, Cell, Column, Table, estimated, files, number, text
-from smlp.zeroshot.report import TABLE_6
 
 _MODEL = Column("model", "model", "experiment.json: models.name")
 

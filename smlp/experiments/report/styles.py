@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smlp.drawing import OKABE_ITO
 from smlp.experiments.report.runs import Model
+from smlp.plots.drawing import OKABE_ITO
 
 _FAMILY_COLOURS = {
     "dense_lm": "black",

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from smlp.drawing import check_matplotlib
 from smlp.errors import UserError
 from smlp.experiments.report import claims, details, health, quality, speed, state, studies, time_split
 from smlp.experiments.report.document import TABLES, document, summary_table
@@ -15,6 +14,7 @@ from smlp.experiments.report.figures import Picture, write_figures
 from smlp.experiments.report.runs import Experiment, read_experiment
 from smlp.experiments.report.table import Table
 from smlp.files import write_whole
+from smlp.plots.drawing import check_matplotlib
 
 
 def write_report(out: Path, to: Path | None = None, baselines: Sequence[str] = ()) -> Path:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from smlp.moe.plan import RoutingPlan
+from smlp.nn.pytrees import pytree
 from smlp.ops import linear
-from smlp.pytrees import pytree
 
 
 @pytree

@@ -1,0 +1,23 @@
+"""The configuration of models: settings and their limits, named architectures, and what plug-ins add to them."""
+
+from smlp.config.model import (
+    LEAKY_WARNING,
+    SETTINGS,
+    ModelConfig,
+    MoEConfig,
+    all_settings,
+    differences,
+    flatten,
+    unflatten,
+)
+
+__all__ = [
+    "LEAKY_WARNING",
+    "SETTINGS",
+    "MoEConfig",
+    "ModelConfig",
+    "all_settings",
+    "differences",
+    "flatten",
+    "unflatten",
+]

@@ -1,0 +1,54 @@
+"""Settings that have no effect on a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smlp.config import ModelConfig, all_settings, flatten
+from smlp.config.own_settings import own_fields
+from smlp.config.registry import ROUTERS
+
+
+def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
+    """For settings that only some models use: whether this one does, and if not, why."""
+    sparse, kinds = config.num_sparse_layers > 0, config.kinds
+
+    def of(names: str, condition: bool, reason: str) -> dict[str, tuple[bool, str]]:
+        return {name: (condition, reason) for name in names.split()}
+
+    takes_part = {
+        **of(
+            "num_experts router sparse_block sparse_placement overlap_chunks", sparse, "the model has no sparse layers"
+        ),
+        **of("feature_routing feature_experts spatial_bias_init", config.has_feature_moe, "the model has no sMoE"),
+        **of("prefix_fraction", config.prefix_tokens > 0, "no features are routed by a prefix"),
+        **of(
+            "spatial_init_scale",
+            any(kind.has_spatial_weights for kind in config.block_kinds),
+            "the model has no spatial weights",
+        ),
+    }
+    for name in dict.fromkeys(name for router in ROUTERS.values() for name in router.takes):
+        takers = [router.name for router in ROUTERS.values() if name in router.takes]
+        words = f"not {takers[0]}" if len(takers) == 1 else f"neither {', '.join(takers[:-1])} nor {takers[-1]}"
+        takes_part[name] = sparse and name in config.router_kind.takes, f"the router is {words}"
+    used = {kind.name for kind in kinds}
+    for name, setting_field in own_fields().items():
+        owner = setting_field.metadata["owner"]
+        takes_part[name] = owner in used, f"no router or block of the model is {owner}"
+    return takes_part
+
+
+def ignored_settings(config: ModelConfig, usual: dict[str, Any]) -> dict[str, str]:
+    """Settings that somebody changed although this model does not use them, each with the reason.
+
+    Args:
+        config: of the model.
+        usual: values that do not count as changed, by name; the defaults where it is silent.
+    """
+    values, known = flatten(config), all_settings()
+    return {
+        name: reason
+        for name, (used, reason) in _takes_part(config).items()
+        if not used and values.get(name, known[name].default) != usual.get(name, known[name].default)
+    }

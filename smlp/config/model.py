@@ -1,0 +1,266 @@
+"""Model configuration: plain dataclasses, checked on construction.
+
+Letters used throughout the package: ``B`` sequences, ``T`` tokens of context, ``H`` embedding width, ``F``
+feed-forward width, ``V`` vocabulary, ``E`` experts in a layer (over all ranks), ``N = B*T`` tokens on one rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from smlp.config.own_settings import own_fields, own_object
+from smlp.config.registry import DENSE_BLOCKS, ROUTERS, SPARSE_BLOCKS
+from smlp.config.settings import check_choices, require, setting
+from smlp.errors import UserError
+
+ACTIVATIONS = ("gelu", "relu", "swish")
+POSITIONS = ("none", "sinusoidal", "learned")
+SPARSE_PLACEMENTS = ("spread", "alternate")
+FEATURE_ROUTINGS = ("deterministic", "partial", "leaky")
+FEATURE_EXPERTS = ("gated", "linear")
+DROP_ORDERS = ("position", "gate")
+SECOND_EXPERTS = ("random", "sampled", "all")
+GATE_NORMALISATIONS = ("before_drop", "after_drop")
+HASHES = ("random", "balanced")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The sparse part of a model: what the experts of its sparse blocks are and how they are chosen.
+
+    Sources: smlp.txt, sections 3.1 and 3.2 and appendices A and B; Lepikhin et al., 2020 (GShard); Fedus et al., 2021
+    (Switch); Lewis et al., 2021 (BASE); Roller et al., 2021 (Hash).
+    """
+
+    num_experts: int = setting(32, "E, experts in each sparse layer, over all ranks")
+    router: str = setting("base", "how tokens choose experts", ROUTERS)
+    feature_routing: str = setting("deterministic", "how the sMoE's features choose experts", FEATURE_ROUTINGS)
+    prefix_fraction: float = setting(0.2, "share of the context that chooses experts for features (partial, leaky)")
+    feature_experts: str = setting(
+        "gated",
+        "what an expert of the sMoE makes of its features z: z * (W norm(z) + b), or W norm(z) + b",
+        FEATURE_EXPERTS,
+    )
+    spatial_bias_init: float = setting(0.0, "initial value of the sMoE's spatial bias")
+    centroid_init_gain: float = setting(0.1, "BASE: gain of the orthogonal initialisation of the experts' centroids")
+    base_shuffle: bool = setting(
+        False, "BASE: in training, mix the tokens of the ranks of an expert group before they are assigned"
+    )
+    capacity_factor: float = setting(
+        1.0, "Switch, GShard: capacity of an expert in training, in units of k*N/E; 0 drops nothing"
+    )
+    eval_capacity_factor: float = setting(0.0, "Switch, GShard: the same in evaluation")
+    drop_order: str = setting(
+        "position",
+        "Switch, GShard: who stays at an expert over its capacity: earlier tokens, or those with the higher first gate",
+        DROP_ORDERS,
+    )
+    load_balance_weight: float = setting(0.01, "Switch, GShard: weight of the load-balance loss")
+    router_z_weight: float = setting(0.0, "Switch, GShard: weight of the z-loss, the mean squared logsumexp of logits")
+    router_jitter: float = setting(0.0, "Switch, GShard: training inputs of the gate are scaled by U(1-j, 1+j)")
+    second_expert: str = setting(
+        "random",
+        "GShard: the second expert in training; kept with chance 2*gate, drawn by gate, or kept",
+        SECOND_EXPERTS,
+    )
+    gate_normalisation: str = setting(
+        "before_drop", "GShard: when the two gates are made to sum to one", GATE_NORMALISATIONS
+    )
+    hash_kind: str = setting(
+        "random",
+        "Hash: experts of token ids, drawn, or balanced by their frequency in training data in mmap format",
+        HASHES,
+    )
+    hash_seed: int = setting(1, "Hash: seed of the random table")
+    overlap_chunks: int = setting(
+        1,
+        "cut the experts of each rank into so many chunks, at most as many as there are, so that one travels while "
+        "another is computed; for experts spread over ranks; 1 is off; see smlp costs (nothing was gained on CPUs)",
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        require(self.num_experts >= 1, f"num_experts must be at least 1, got {self.num_experts}")
+        require(self.centroid_init_gain > 0, f"centroid_init_gain must be positive, got {self.centroid_init_gain}")
+        for name in ("capacity_factor", "eval_capacity_factor", "load_balance_weight", "router_z_weight"):
+            require(0 <= getattr(self, name) < math.inf, f"{name} must be at least 0, got {getattr(self, name)}")
+        require(0 <= self.router_jitter < 1, f"router_jitter must be in [0, 1), got {self.router_jitter}")
+        require(0 < self.prefix_fraction < 1, f"prefix_fraction must be in (0, 1), got {self.prefix_fraction}")
+        require(self.hash_seed >= 0, f"hash_seed must be at least 0, got {self.hash_seed}")
+        require(self.overlap_chunks >= 1, f"overlap_chunks must be at least 1, got {self.overlap_chunks}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only language model: one stack of dense and sparse blocks.
+
+    Raises:
+        UserError: a value is out of range, or two do not fit together; the message names the fields and the numbers.
+    """
+
+    vocab_size: int = setting(51200, "V, rows of the tied embedding, special symbols included")
+    max_tokens: int = setting(1024, "T, the context length that the spatial weights are built for")
+    embed_dim: int = setting(1024, "H, embedding width")
+    ffn_dim: int = setting(4096, "F, width of a feed-forward network; a gMLP block splits it in halves")
+    dense_block: str = setting("gmlp", "what the dense blocks are", DENSE_BLOCKS)
+    sparse_block: str = setting("smlp", "what the sparse blocks are", SPARSE_BLOCKS)
+    num_dense_layers: int = setting(28, "N1, number of dense blocks")
+    num_sparse_layers: int = setting(12, "N2, number of sparse blocks; 0 builds a dense model")
+    sparse_placement: str = setting(
+        "spread", "where the sparse blocks stand, over the depth or every other block", SPARSE_PLACEMENTS
+    )
+    num_heads: int = setting(1, "h, heads of self-attention, or of the spatial gating unit of gMLP blocks")
+    positions: str = setting("none", "position vectors added to the embedding; MLP models need none", POSITIONS)
+    dropout: float = setting(0.1, "dropout probability after the embedding and after every sublayer")
+    activation: str = setting("gelu", "activation function", ACTIVATIONS)
+    checkpoint_activations: bool = setting(False, "recompute each block in the backward pass to save memory")
+    embed_init_std: float | None = setting(None, "standard deviation of the initial embedding (default: H ** -0.5)")
+    spatial_init_scale: float = setting(1e-3, "spatial weights start as U(-s/T, s/T) with this s: near zero")
+    padding_idx: int = setting(1, "id of the padding symbol")
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    #: settings that routers and blocks bring along, by name, those that are not as they are by default
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for name in ("vocab_size", "max_tokens", "embed_dim", "ffn_dim", "num_heads"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_dense_layers", "num_sparse_layers", "spatial_init_scale"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        require(self.num_layers >= 1, "num_dense_layers and num_sparse_layers are both 0: a model needs a layer")
+        require(0.0 <= self.dropout < 1.0, f"dropout must be in [0, 1), got {self.dropout}")
+        require(
+            0 <= self.padding_idx < self.vocab_size,
+            f"padding_idx must be an id below vocab_size={self.vocab_size}, got {self.padding_idx}",
+        )
+        require(
+            self.positions != "sinusoidal" or self.embed_dim % 2 == 0,
+            f"sinusoidal positions need an even embed_dim, got {self.embed_dim}",
+        )
+        require(
+            self.sparse_placement == "spread" or self.num_sparse_layers <= self.num_dense_layers,
+            f"sparse_placement=alternate starts with a dense block: num_sparse_layers={self.num_sparse_layers} must "
+            f"not exceed num_dense_layers={self.num_dense_layers}",
+        )
+        for name, _ in self.extra:
+            require(name in own_fields(), f"unknown model setting {name!r} in extra")
+        for kind in self.kinds:
+            if kind.settings is not None:
+                self.own(kind.name)
+            kind.check(self)
+
+    @property
+    def block_kinds(self) -> tuple[Any, ...]:
+        """What its blocks are (:class:`smlp.kinds.BlockKind`): of the dense ones, then of the sparse ones."""
+        dense = (DENSE_BLOCKS[self.dense_block],) if self.num_dense_layers else ()
+        return (*dense, SPARSE_BLOCKS[self.sparse_block]) if self.num_sparse_layers else dense
+
+    @property
+    def router_kind(self) -> Any:
+        """How tokens choose experts (:class:`smlp.kinds.RouterKind`), for models with sparse blocks."""
+        return ROUTERS[self.moe.router]
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """What its blocks are, and its router if it has experts."""
+        return (*self.block_kinds, self.router_kind) if self.num_sparse_layers else self.block_kinds
+
+    def own(self, name: str) -> Any:
+        """The settings that the router or block of a name brings along, as an object of its class."""
+        return own_object(name, dict(self.extra))
+
+    @property
+    def experts_per_token(self) -> int:
+        """k, experts that each token is due."""
+        return self.router_kind.experts_per_token(self)
+
+    @property
+    def has_feature_moe(self) -> bool:
+        """Whether it has sMoEs: experts of features."""
+        return any(kind.has_feature_moe for kind in self.block_kinds)
+
+    @property
+    def num_layers(self) -> int:
+        """N1 + N2."""
+        return self.num_dense_layers + self.num_sparse_layers
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Leading positions that only choose experts for features: ``ceil(prefix_fraction * T)``, or 0 without such
+        routing. The training loss and every score leave them out (smlp.txt, section 3.2.2)."""
+        if not self.has_feature_moe or self.moe.feature_routing == "deterministic":
+            return 0
+        return math.ceil(round(self.moe.prefix_fraction * self.max_tokens, 6))
+
+    @property
+    def is_leaky(self) -> bool:
+        """Whether the model sees what it is to predict (smlp.txt, appendix B)."""
+        return self.has_feature_moe and self.moe.feature_routing == "leaky"
+
+    def sparse_layer_indices(self) -> tuple[int, ...]:
+        """Positions of the sparse blocks in the stack, counted from 0.
+
+        Spread: ``floor(i*(N1+N2)/(N2+1))``, i = 1..N2 (28 + 12: 3, 6, 9, ..., 36). Alternate: every other one, the
+        first dense. Source: smlp.txt, section 4.1.
+        """
+        num_sparse = self.num_sparse_layers
+        if self.sparse_placement == "alternate":
+            return tuple(range(1, 2 * num_sparse, 2))
+        return tuple(i * self.num_layers // (num_sparse + 1) for i in range(1, num_sparse + 1))
+
+
+#: what to tell whoever builds or loads a model with ``is_leaky``
+LEAKY_WARNING = (
+    "feature_routing=leaky routes features by the whole sequence, later tokens included: losses and scores of this "
+    "model look better than they are; it is an ablation (smlp.txt, appendix B)"
+)
+
+#: every setting of this package by name: the fields of ModelConfig, then those of MoEConfig
+SETTINGS: dict[str, dataclasses.Field] = {
+    f.name: f
+    for f in (*dataclasses.fields(ModelConfig), *dataclasses.fields(MoEConfig))
+    if f.name not in ("moe", "extra")
+}
+_MOE_NAMES = {f.name for f in dataclasses.fields(MoEConfig)}
+
+
+def all_settings() -> dict[str, dataclasses.Field]:
+    """Every setting by name: :data:`SETTINGS`, and those that registered routers and blocks bring along."""
+    return SETTINGS | own_fields()
+
+
+def flatten(config: ModelConfig) -> dict[str, Any]:
+    """Every setting by name, those of ``moe`` and of its own routers and blocks beside the others; the inverse of
+    :func:`unflatten`."""
+    values = {name: getattr(config.moe if name in _MOE_NAMES else config, name) for name in SETTINGS}
+    used = {kind.name for kind in config.kinds}
+    own = {name: field.default for name, field in own_fields().items() if field.metadata["owner"] in used}
+    return values | own | dict(config.extra)
+
+
+def differences(config: ModelConfig, base: ModelConfig) -> dict[str, Any]:
+    """The settings, by name, in which a configuration is another than ``base``."""
+    usual, known = flatten(base), all_settings()
+    return {name: value for name, value in flatten(config).items() if value != usual.get(name, known[name].default)}
+
+
+def unflatten(settings: dict[str, Any]) -> ModelConfig:
+    """Builds a :class:`ModelConfig` from settings by name; missing ones take their defaults.
+
+    Raises:
+        UserError: a name is no setting, or a value is out of range.
+    """
+    known, own = all_settings(), own_fields()
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"unknown model setting {name!r}{hint}")
+    moe = MoEConfig(**{name: value for name, value in settings.items() if name in _MOE_NAMES})
+    extra = {name: value for name, value in settings.items() if name in own and value != own[name].default}
+    rest = {name: value for name, value in settings.items() if name not in _MOE_NAMES and name not in own}
+    return ModelConfig(moe=moe, extra=tuple(sorted(extra.items())), **rest)

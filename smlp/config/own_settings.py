@@ -1,0 +1,74 @@
+"""Settings that routers and blocks bring along: an option of a command line each, ``NAME_FIELD``; needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from smlp.config.registry import DENSE_BLOCKS, ROUTERS, SPARSE_BLOCKS
+from smlp.config.settings import check_choices
+from smlp.errors import UserError
+
+_TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
+
+
+@functools.cache
+def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field]:
+    """The settings of a part as fields whose names are those that a user gives.
+
+    Args:
+        name: of the part.
+        settings: a frozen dataclass whose fields :func:`smlp.config.settings.setting` made.
+
+    Raises:
+        UserError: it is another kind of class.
+    """
+    if not (dataclasses.is_dataclass(settings) and settings.__dataclass_params__.frozen):
+        raise UserError(f"the settings of {name!r} ({settings.__qualname__}) are no frozen dataclass")
+    types, fields = typing.get_type_hints(settings), {}
+    for field in dataclasses.fields(settings):
+        kind, where = types[field.name], f"setting {field.name!r} of {name!r}"
+        if kind not in _TYPES:
+            raise UserError(f"{where} has type {kind}; it must be int, float, bool or str")
+        if "help" not in field.metadata:
+            raise UserError(f"{where} is not made by smlp.kinds.setting(default, help)")
+        if kind is bool and field.default is not False:
+            raise UserError(f"{where} is true by default; an option can only switch on what is off")
+        full = dataclasses.field(default=field.default, metadata={**field.metadata, "owner": name})
+        full.name, full.type = f"{name}_{field.name}", _TYPES[kind]
+        fields[full.name] = full
+    return fields
+
+
+def own_fields() -> dict[str, dataclasses.Field]:
+    """The settings of all registered parts, by name; ``metadata["owner"]`` is the part's name."""
+    fields: dict[str, dataclasses.Field] = {}
+    for table in (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS):
+        for name, kind in table.items():
+            if kind.settings is not None:
+                fields |= fields_of(name, kind.settings)
+    return fields
+
+
+def own_object(name: str, values: Mapping[str, Any]) -> Any:
+    """The settings of a part.
+
+    Args:
+        name: of the part.
+        values: by the names that a user gives; what is missing has its default.
+
+    Raises:
+        UserError: it has none, or a value is none of its choices or refused by the class itself.
+    """
+    # a dense and a sparse block of one name share their settings
+    found = (table[name].settings for table in (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS) if name in table)
+    settings_class, prefix = next((settings for settings in found if settings is not None), None), f"{name}_"
+    if settings_class is None:
+        raise UserError(f"no router or block {name!r} has settings of its own")
+    own = {full.removeprefix(prefix): values[full] for full in fields_of(name, settings_class) if full in values}
+    settings = settings_class(**own)
+    check_choices(settings, prefix)
+    return settings

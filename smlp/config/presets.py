@@ -1,0 +1,139 @@
+"""One table of named architectures: settings as data.
+
+Sources: smlp.txt, Tables 5 and 8 to 10. Where the paper's tables disagree with each other, the numbers here are
+those that its parameter counts follow from (docs/presets.md lists them): Table 10 prints 20 dense layers for the
+large sMLP, but its 682.6 M + 277.1 M parameters and Table 5 need 22, with 8 sparse ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from smlp.config import SETTINGS, ModelConfig, all_settings, unflatten
+from smlp.config.registry import ARCHITECTURES
+from smlp.errors import UserError
+
+# Tiny models are for a laptop and for tests. All of them have the same forward FLOPs per token within 1 %.
+_TINY = {"vocab_size": 8192, "max_tokens": 128, "embed_dim": 256}
+_LARGE = {"embed_dim": 2048, "ffn_dim": 8192}
+_TRANSFORMER = {
+    "dense_block": "transformer",
+    "sparse_block": "transformer",
+    "num_heads": 16,
+    "positions": "sinusoidal",
+}
+_TINY_TRANSFORMER = {**_TRANSFORMER, **_TINY, "ffn_dim": 1248, "num_heads": 4, "num_experts": 8}
+# GShard and Switch: every other layer is sparse. BASE and Hash: sparse layers spread over the depth, as in sMLP.
+_GSHARD = {**_TRANSFORMER, "router": "gshard", "sparse_placement": "alternate", "num_experts": 64}
+_SWITCH = {**_TRANSFORMER, "router": "switch", "sparse_placement": "alternate", "num_experts": 32}
+_BASE = {**_TRANSFORMER, "router": "base", "num_experts": 32}
+_HASH = {**_TRANSFORMER, "router": "hash", "num_experts": 32}
+_SMLP = {"num_dense_layers": 28, "num_sparse_layers": 12, "num_experts": 32}
+_SMLP_TINY = {**_TINY, "ffn_dim": 1024, "num_dense_layers": 6, "num_sparse_layers": 2, "num_experts": 8}
+
+
+def _layers(num_dense: int, num_sparse: int) -> dict[str, int]:
+    return {"num_dense_layers": num_dense, "num_sparse_layers": num_sparse}
+
+
+_BUILT_IN: dict[str, dict[str, Any]] = {
+    # sMLP with deterministic routing of features (section 3.2.1)
+    "smlp": _SMLP,
+    "smlp_tiny": _SMLP_TINY,
+    "smlp_large": {**_LARGE, **_layers(22, 8), "num_experts": 32},
+    # sMLP whose features are routed by the first 20 % of the tokens (section 3.2.2)
+    "smlp_partial": {**_SMLP, "feature_routing": "partial"},
+    "smlp_partial_tiny": {**_SMLP_TINY, "feature_routing": "partial"},
+    # the same routed by all tokens: it sees what it predicts (appendix B)
+    "smlp_leaky": {**_SMLP, "feature_routing": "leaky"},
+    "smlp_leaky_tiny": {**_SMLP_TINY, "feature_routing": "leaky"},
+    # gMLP (gmlp.txt, section 2), the dense counterpart
+    "gmlp_lm": _layers(41, 0),
+    "gmlp_lm_tiny": {**_TINY, "ffn_dim": 960, **_layers(9, 0)},
+    "gmlp_lm_large": {**_LARGE, **_layers(32, 0)},
+    # gMLP layers as experts over tokens (appendix A)
+    "gmlp_moe": {"sparse_block": "gmlp_moe", **_layers(32, 12), "num_experts": 32},
+    "gmlp_moe_tiny": {**_TINY, "sparse_block": "gmlp_moe", "ffn_dim": 1112, **_layers(6, 2), "num_experts": 8},
+    # dense Transformer
+    "dense_lm": {**_TRANSFORMER, **_layers(24, 0)},
+    "dense_lm_tiny": {**_TINY_TRANSFORMER, **_layers(4, 0)},
+    "dense_lm_large": {**_TRANSFORMER, **_LARGE, **_layers(17, 0)},
+    # sparse Transformers
+    "gshard_lm": {**_GSHARD, **_layers(9, 9)},
+    "gshard_lm_tiny": {**_GSHARD, **_TINY_TRANSFORMER, "ffn_dim": 832, "num_experts": 16, **_layers(2, 2)},
+    "gshard_lm_large": {**_GSHARD, **_LARGE, **_layers(7, 7)},
+    "switch_lm": {**_SWITCH, **_layers(12, 12)},
+    "switch_lm_tiny": {**_SWITCH, **_TINY_TRANSFORMER, **_layers(2, 2)},
+    "switch_lm_large": {**_SWITCH, **_LARGE, **_layers(7, 7)},
+    "switch_lm_enlarged": {**_SWITCH, **_LARGE, **_layers(8, 8)},
+    "base_lm": {**_BASE, **_layers(11, 12)},
+    "base_lm_tiny": {**_BASE, **_TINY_TRANSFORMER, **_layers(2, 2)},
+    "base_lm_large": {**_BASE, **_LARGE, **_layers(8, 8)},
+    "hash_lm": {**_HASH, **_layers(11, 12)},
+    "hash_lm_tiny": {**_HASH, **_TINY_TRANSFORMER, **_layers(2, 2)},
+    "hash_lm_large": {**_HASH, **_LARGE, **_layers(8, 8)},
+}
+
+for _name, _settings in _BUILT_IN.items():
+    ARCHITECTURES.add(_name, _settings)
+#: those above, and what plugins register
+PRESETS = ARCHITECTURES
+
+# Settings that follow from the data and from fairseq's task, not from options of the model; and the task's options.
+FROM_TASK = ("vocab_size", "max_tokens", "padding_idx")
+TASK_OPTIONS = ("tokens_per_sample", "max_target_positions", "add_bos_token")
+
+
+def preset(arch: str, **overrides: Any) -> ModelConfig:
+    """The configuration of a named architecture, with single settings replaced.
+
+    Args:
+        arch: a key of :data:`PRESETS`.
+        **overrides: names of settings: fields of ``ModelConfig`` and ``MoEConfig``, and those of plugins.
+
+    Raises:
+        UserError: the architecture or a setting is unknown, or a value is out of range.
+    """
+    if arch not in PRESETS:
+        close = difflib.get_close_matches(arch, PRESETS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"unknown architecture {arch!r}{hint} (known: {', '.join(sorted(PRESETS))}){PRESETS.hint}")
+    return unflatten({**PRESETS[arch], **overrides})
+
+
+def from_training_options(arch: str, options: Mapping[str, Any], vocab_size: int, padding_idx: int) -> ModelConfig:
+    """The configuration that options of ``fairseq-train`` mean, in training and when a checkpoint is read.
+
+    Args:
+        arch: architecture whose preset fills what ``options`` leave out or have as None; another name fills nothing.
+        options: settings by name and :data:`TASK_OPTIONS`; names beside these are ignored.
+        vocab_size, padding_idx: of the dictionary.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+    settings = dict(PRESETS.get(arch, {}))
+    given = {name: options[name] for name in all_settings() if options.get(name) is not None}
+    settings |= {name: value for name, value in given.items() if name not in FROM_TASK}
+    # With --add-bos-token fairseq puts one token more in front of each sample.
+    context = options["tokens_per_sample"] + int(bool(options.get("add_bos_token")))
+    max_tokens = options.get("max_target_positions") or context
+    if max_tokens < 1:
+        raise UserError(f"--tokens-per-sample must be at least 1, got {options['tokens_per_sample']}")
+    return unflatten(settings | {"vocab_size": vocab_size, "max_tokens": max_tokens, "padding_idx": padding_idx})
+
+
+def config_of(options: Any, vocab_size: int, padding_idx: int = 1) -> ModelConfig | None:
+    """The configuration that fairseq's options (``cfg.model``) mean; None for a model of another package."""
+    if not hasattr(options, "num_sparse_layers"):
+        return None
+    settings = {name: getattr(options, name, None) for name in (*all_settings(), *TASK_OPTIONS)}
+    return from_training_options(options._name, settings, vocab_size, padding_idx)
+
+
+def num_experts_of(options: Any) -> int:
+    """E of the model that fairseq's options (``cfg.model``) describe; 0 without sparse layers or of another package."""
+    config = config_of(options, SETTINGS["vocab_size"].default)
+    return config.moe.num_experts if config is not None and config.num_sparse_layers else 0

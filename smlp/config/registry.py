@@ -1,0 +1,120 @@
+"""What a model can be made of, by name: routers, dense and sparse blocks, architectures; needs no torch.
+
+The tables hold what comes with this package (:mod:`smlp.kinds`, :mod:`smlp.config.presets`) and what the files named in
+``SMLP_PLUGINS`` register in the same way; both are loaded when a table is first looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from smlp.config import plugins
+from smlp.errors import UserError
+
+_T = TypeVar("_T")
+#: origin of what comes with it
+PACKAGE = "smlp"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+class Registry(Mapping[str, _T], Generic[_T]):
+    """A table of one kind of part.
+
+    Args:
+        what: the kind, in messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._parts: dict[str, tuple[_T, str]] = {}
+
+    def add(self, name: str, part: _T, origin: str = PACKAGE) -> None:
+        """Enters a part; one that the same origin entered before is replaced, as when a notebook's cell is run again.
+
+        Args:
+            name: lower-case letters, digits and underscores.
+            part: what is looked up.
+            origin: where it is defined, in messages.
+
+        Raises:
+            UserError: the name is of another form, or another origin has entered it.
+        """
+        if not _NAME.fullmatch(name):
+            raise UserError(f"{self.what} {name!r}: a name has lower-case letters, digits and underscores only")
+        if name in self._parts and self._parts[name][1] != origin:
+            raise UserError(
+                f"{self.what} {name!r} of {origin} is there already, from {self._parts[name][1]}: choose another name"
+            )
+        self._parts[name] = part, origin
+
+    def added(self) -> list[str]:
+        """The names that plugins have entered."""
+        return [name for name in self if self._parts[name][1] != PACKAGE]
+
+    @property
+    def hint(self) -> str:
+        """What to do where a name is unknown, as the end of a sentence."""
+        return f" (one of your own? name its file in {plugins.VARIABLE})"
+
+    def __getitem__(self, name: str) -> _T:
+        load()
+        return self._parts[name][0]
+
+    def __iter__(self) -> Iterator[str]:
+        load()
+        return iter(dict(self._parts))
+
+    def __len__(self) -> int:
+        load()
+        return len(self._parts)
+
+
+#: smlp.kinds.RouterKind by the value of ``router``
+ROUTERS: Registry[Any] = Registry("router")
+#: smlp.kinds.BlockKind by the value of ``dense_block``
+DENSE_BLOCKS: Registry[Any] = Registry("dense block")
+#: the same for ``sparse_block``
+SPARSE_BLOCKS: Registry[Any] = Registry("sparse block")
+#: settings of named architectures, see :mod:`smlp.config.presets`
+ARCHITECTURES: Registry[dict[str, Any]] = Registry("architecture")
+
+_TABLES = (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS, ARCHITECTURES)
+#: what ``SMLP_PLUGINS`` was when all was loaded; paths in it may be relative to where the process was then
+_loaded: str | None = None
+_is_loading = False
+
+
+def load() -> None:
+    """Registers what comes with the package, and what the files in ``SMLP_PLUGINS`` bring.
+
+    Raises:
+        UserError: a file is missing or fails; nothing of it stays registered.
+    """
+    global _is_loading, _loaded
+    wanted = os.environ.get(plugins.VARIABLE, "")
+    if wanted == _loaded or _is_loading:  # the second: a plugin looks something up while it is loaded
+        return
+    _is_loading = True
+    try:
+        for module in ("smlp.config.presets", "smlp.kinds"):
+            importlib.import_module(module)
+        for path in plugins.named_files(wanted):
+            _load_file(path)
+        _loaded = wanted
+    finally:
+        _is_loading = False
+
+
+def _load_file(path: Path) -> None:
+    before = [dict(table._parts) for table in _TABLES]
+    try:
+        plugins.import_file(path)
+    except BaseException:
+        for table, parts in zip(_TABLES, before, strict=True):
+            table._parts = parts
+        raise

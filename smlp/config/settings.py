@@ -1,0 +1,63 @@
+"""Fields of configurations: documented, with the values that they may take; needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+from smlp.errors import UserError
+
+
+def setting(default: Any, help_text: str, choices: Iterable[str] | None = None) -> Any:
+    """A field with its documentation, which command lines show as well, and the values it may take.
+
+    Args:
+        default: its value where nothing is said.
+        help_text: one clause.
+        choices: the values; those of a :class:`smlp.config.registry.Registry` are looked up when they are needed.
+    """
+    return dataclasses.field(default=default, metadata={"help": help_text, "allowed": choices})
+
+
+def help_of(field: dataclasses.Field) -> str:
+    """The documentation of a field, with the values it may take."""
+    allowed, text = field.metadata.get("allowed"), field.metadata["help"]
+    return text if allowed is None else f"{text}: {', '.join(allowed)}"
+
+
+def check_choices(config: Any, prefix: str = "") -> None:
+    """Refuses values that are of another type than their field, or none of its choices.
+
+    Args:
+        config: a dataclass with fields made by :func:`setting`.
+        prefix: stands before the names of its fields where a user gives them.
+
+    Raises:
+        UserError: one is not; the message names the field.
+    """
+    for field in dataclasses.fields(config):
+        allowed, value = field.metadata.get("allowed"), getattr(config, field.name)
+        _check_type(f"{prefix}{field.name}", field.type, value)
+        if allowed is not None and value not in allowed:
+            hint = getattr(allowed, "hint", "")
+            raise UserError(f"{prefix}{field.name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+
+
+def _check_type(name: str, kind: Any, value: Any) -> None:
+    """Refuses a text where a number belongs, and the like; types as they are annotated, by name or themselves."""
+    kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+    wanted = {"int": numbers.Integral, "float": numbers.Real, "str": str, "bool": bool}.get(
+        kind.removesuffix(" | None")
+    )
+    if wanted is None or (value is None and kind.endswith("| None")):
+        return
+    if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
+        raise UserError(f"{name} must be of type {kind}, got {value!r}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ``UserError(message)`` unless the condition holds."""
+    if not condition:
+        raise UserError(message)

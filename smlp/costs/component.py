@@ -1,0 +1,84 @@
+"""A part of a model, with its parameters and its work; needs no torch.
+
+Letters: ``n`` tokens of an input, ``E`` experts of which each token is due ``k``, ``m`` positions that are mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# what multiply-adds are spent on, whichever component spends them
+NORMS = "norms"
+PROJECTIONS = "dense projections"
+SPATIAL = "spatial"
+SCORES = "attention"
+ROUTER = "router"
+EXPERTS = "experts"
+OUTPUT = "output layer and loss"
+
+
+@dataclass(frozen=True)
+class Component:
+    """One part of the model: its parameters, and its work for an input of n tokens in each sequence.
+
+    A component holds what its module holds beside the modules of other components, so that all components together
+    are the model.
+    """
+
+    #: path of its module in the decoder, such as ``blocks.3.mixing``; ``decoder`` for the decoder itself
+    name: str
+    #: index of its block in the stack; None for what belongs to no block
+    layer: int | None
+    #: what it is, a name of :mod:`smlp.costs.formula` or :data:`ROUTER`, which chooses experts for tokens: padding
+    #: is not routed and costs it nothing
+    kind: str
+    #: parameters of one expert (all experts of a layer are alike)
+    expert_params: int = 0
+    #: E, or 0 where there are no experts
+    num_experts: int = 0
+    #: parameters that every rank holds
+    other_params: int = 0
+    #: multiply-adds for each position of the batch, padding included, by what they are spent on; what is done once for
+    #: each sequence is shared among its n positions
+    work: Mapping[str, float] = field(default_factory=dict)
+    #: positions of a sequence that are mixed, if it mixes some
+    num_mixed: int = 0
+    #: multiply-adds for each (token, expert) pair; 0 where tokens are not routed
+    flops_per_assignment: float = 0
+    #: k, experts that each token is due; 0 where tokens are not routed
+    assignments_per_token: int = 0
+    #: gMLP-MoE: multiply-adds for each ordered (query, key) pair of tokens of one sequence at one expert, the token
+    #: with itself and later keys included; nominally a token has k*n/E keys at each of its experts
+    flops_per_pair: float = 0
+
+    @property
+    def flops_per_position(self) -> float:
+        """All of ``work``."""
+        return sum(self.work.values())
+
+    def nominal_work(self, num_tokens: int, causal: bool = False) -> dict[str, float]:
+        """Multiply-adds for each token, in sequences of n tokens without padding, by what they are spent on.
+
+        Args:
+            num_tokens: n.
+            causal: of products that mix positions, count only what an earlier or the same position takes part in.
+        """
+        work = dict(self.work)
+        if causal:
+            work |= {kind: work[kind] * _causal_share(self.num_mixed) for kind in (SPATIAL, SCORES) if kind in work}
+        k = self.assignments_per_token
+        if k:
+            keys = k * num_tokens / self.num_experts if self.flops_per_pair else 0
+            keys *= _causal_share(keys) if causal else 1
+            work[EXPERTS] = k * (self.flops_per_assignment + keys * self.flops_per_pair)
+        return work
+
+    def nominal_flops(self, num_tokens: int) -> float:
+        """All of :meth:`nominal_work`."""
+        return sum(self.nominal_work(num_tokens).values())
+
+
+def _causal_share(num_mixed: float) -> float:
+    """Of all ordered pairs of m positions, those with an earlier or the same position as the second: (m + 1) / 2m."""
+    return (num_mixed + 1) / (2 * num_mixed) if num_mixed > 1 else 1.0

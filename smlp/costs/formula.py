@@ -1,0 +1,125 @@
+"""Parameters and FLOPs of every component of a model, by formula; needs no torch.
+
+The convention is fvcore's, with which the paper counts (smlp.txt, section 4.1): forward pass only; one multiply-add is
+1 and a layer norm 5 per element; attention and spatial projections are counted as the dense products that they are
+computed as, not as their causal half, unless that is asked for; biases, activations, softmax, gating and residuals are
+0. "Nominal" means that every token reaches the k experts that it is due and that their loads are equal.
+
+Letters: ``T`` context, ``n`` tokens of an input (n <= T), ``H``, ``F``, ``V``, ``E`` experts of which each token is due
+``k``, ``P`` prefix, ``W`` ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from smlp.config import ModelConfig
+from smlp.config.registry import DENSE_BLOCKS, SPARSE_BLOCKS
+from smlp.costs.component import NORMS, OUTPUT, Component
+from smlp.costs.parts import LAYER_NORM_FLOPS
+from smlp.errors import UserError
+
+#: ranks (GPUs) that the paper trains every model on (smlp.txt, appendix C.2)
+PAPER_WORLD_SIZE = 32
+
+EMBEDDING = "embedding and head"
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters."""
+
+    #: of the experts that live on one rank
+    expert_per_rank: int
+    #: that every rank holds
+    other: int
+    #: of the whole model, every expert counted once
+    total: int
+
+
+def components(config: ModelConfig, num_tokens: int | None = None) -> list[Component]:
+    """All components in the order of the stack, for inputs of ``num_tokens`` (n, default T) tokens.
+
+    Raises:
+        UserError: ``num_tokens`` is not in 1 .. T.
+    """
+    n = config.max_tokens if num_tokens is None else num_tokens
+    if not 1 <= n <= config.max_tokens:
+        raise UserError(f"num_tokens={n} must be between 1 and max_tokens={config.max_tokens}")
+    sparse = set(config.sparse_layer_indices())
+    parts = [_embedding(config)]
+    for layer in range(config.num_layers):
+        kind = SPARSE_BLOCKS[config.sparse_block] if layer in sparse else DENSE_BLOCKS[config.dense_block]
+        parts += kind.components(config, layer, n)
+    return parts
+
+
+def work_per_token(config: ModelConfig, num_tokens: int | None = None, causal: bool = False) -> dict[str, float]:
+    """Nominal multiply-adds of the forward pass for each token by what they are spent on; arguments as above and in
+    :meth:`Component.nominal_work`."""
+    total: Counter[str] = Counter()
+    for part in components(config, num_tokens):
+        total.update(part.nominal_work(num_tokens or config.max_tokens, causal))
+    return dict(total)
+
+
+def flops_per_token(config: ModelConfig, num_tokens: int | None = None) -> float:
+    """Nominal multiply-adds of the forward pass for each token, in sequences of n (default T) tokens."""
+    n = num_tokens or config.max_tokens
+    return sum(part.nominal_flops(n) for part in components(config, num_tokens))
+
+
+def forward_flops(config: ModelConfig, num_seqs: int = 1, num_tokens: int | None = None) -> int:
+    """Nominal multiply-adds of the forward pass of B sequences of n (default T) tokens."""
+    return round(num_seqs * (num_tokens or config.max_tokens) * flops_per_token(config, num_tokens))
+
+
+def default_world_size(config: ModelConfig) -> int:
+    """The paper's 32 ranks, where as many experts or a multiple can be shared out among them; else, as for the tiny
+    presets, a rank for each expert."""
+    num_experts = config.moe.num_experts
+    return num_experts if config.num_sparse_layers and num_experts % PAPER_WORLD_SIZE else PAPER_WORLD_SIZE
+
+
+def experts_per_rank(config: ModelConfig, world_size: int | None = None) -> int:
+    """Experts of each layer that live on one of W ranks (default: :func:`default_world_size`).
+
+    With no more ranks than experts that is E/W; with more, groups of E ranks hold one expert each. 0 without experts.
+
+    Raises:
+        UserError: neither number divides the other.
+    """
+    world_size = default_world_size(config) if world_size is None else world_size
+    if world_size < 1:
+        raise UserError(f"world_size must be at least 1, got {world_size}")
+    if not config.num_sparse_layers:
+        return 0
+    num_experts = config.moe.num_experts
+    if num_experts % world_size and world_size % num_experts:
+        raise UserError(
+            f"{num_experts} experts cannot be shared out among world_size={world_size} ranks: "
+            "one number must divide the other"
+        )
+    return max(num_experts // world_size, 1)
+
+
+def parameters(config: ModelConfig, world_size: int | None = None) -> Parameters:
+    """Numbers of parameters, on W ranks; arguments and errors as in :func:`experts_per_rank`."""
+    parts = components(config)
+    expert, other = sum(part.expert_params for part in parts), sum(part.other_params for part in parts)
+    per_rank = experts_per_rank(config, world_size) * expert
+    return Parameters(per_rank, other, other + config.moe.num_experts * expert)
+
+
+def _embedding(config: ModelConfig) -> Component:
+    """The tied embedding, learnt positions and the final norm."""
+    H, V = config.embed_dim, config.vocab_size
+    positions = config.max_tokens * H if config.positions == "learned" else 0
+    return Component(
+        "decoder",
+        None,
+        EMBEDDING,
+        other_params=V * H + positions + 2 * H,
+        work={OUTPUT: V * H, NORMS: LAYER_NORM_FLOPS * H},
+    )

@@ -1,0 +1,107 @@
+"""How fvcore counts the operators of this package: handles that it lacks, and what costs nothing, with the reason.
+
+fvcore skips operators that it does not know, with a warning at most. Here an operator that is in none of its tables and
+none of these is taken for a matrix product until somebody has looked at it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from fvcore.nn import FlopCountAnalysis
+from fvcore.nn.jit_handles import elementwise_flop_counter, get_shape
+
+from smlp.errors import UserError
+
+#: share of the total above which an unknown operator is an error
+TOLERATED_SHARE = 1e-3
+
+_ELEMENTWISE = "a few operations for each element, which the convention does not count"
+_MOVES = "moves or makes data, no arithmetic"
+_INDICES = "integers about routing, not features"
+#: operators that fvcore does not know and that count as 0, and why
+FREE = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "neg", "clamp_min", "sum", "linalg_vector_norm"), _ELEMENTWISE),
+    **dict.fromkeys(("gelu", "silu", "sigmoid", "softmax"), _ELEMENTWISE),
+    **dict.fromkeys(("embedding", "index_select", "index_copy", "index_add_", "pad", "tril", "unflatten"), _MOVES),
+    **dict.fromkeys(("expand_as", "unfold"), _MOVES),
+    **dict.fromkeys(("argsort", "bincount", "cumsum", "empty_like", "le", "lt", "numel"), _INDICES),
+}
+
+
+def _baddbmm(inputs: list[Any], outputs: list[Any]) -> int:
+    """(b, m, k) @ (b, k, n)."""
+    return math.prod(get_shape(inputs[1])) * get_shape(inputs[2])[-1]
+
+
+def _attention(inputs: list[Any], outputs: list[Any]) -> int:
+    """Scores and their product with the values: queries (..., n, d), keys (..., m, d), values (..., m, c)."""
+    query, key, value = (get_shape(tensor) for tensor in inputs[:3])
+    return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+HANDLES = {
+    "aten::baddbmm": _baddbmm,
+    "aten::scaled_dot_product_attention": _attention,
+    # the gain and offset of layer norms of many experts at once: what an affine norm costs above a plain one
+    "aten::addcmul": elementwise_flop_counter(0, 1),
+}
+
+
+def prepare(analysis: FlopCountAnalysis) -> FlopCountAnalysis:
+    """Teaches an analysis the operators above."""
+    analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
+    analysis.set_op_handle(**HANDLES, **{f"aten::{name}": None for name in FREE})
+    return analysis
+
+
+def unknown_operators(analysis: FlopCountAnalysis) -> dict[str, dict[str, float]]:
+    """Estimated multiply-adds, by module, of each operator of a finished analysis that no table knows."""
+    unknown = sorted(analysis.unsupported_ops())
+    if not unknown:
+        return {}
+    estimates = analysis.copy().set_op_handle(**{name: _estimate(name) for name in unknown}).by_module_and_operator()
+    return {name: {module: counts[name] for module, counts in estimates.items()} for name in unknown}
+
+
+def refuse_if_it_costs(name: str, estimate: float, counted: float) -> None:
+    """Lets an unknown operator pass if it costs next to nothing.
+
+    Args:
+        name: of the operator.
+        estimate: its multiply-adds.
+        counted: those of all known operators.
+
+    Raises:
+        UserError: it may cost more than 0.1 % of the model; the message names it.
+    """
+    share = estimate / max(counted + estimate, 1)
+    if share > TOLERATED_SHARE:
+        raise UserError(
+            f"operator {name} is not counted and may cost {estimate:.3g} multiply-adds, {share:.1%} of the model: "
+            "smlp.costs.operators needs a handle for it, or the reason why it is free"
+        )
+
+
+def _estimate(name: str) -> Any:
+    """A handle for an unknown operator: sqrt(|a| * |b| * |out|) for its two largest operands, which is exact for a
+    product of matrices and too much for most else; the larger side of an operator with one operand."""
+
+    def handle(inputs: list[Any], outputs: list[Any]) -> Counter:
+        sizes = sorted((size for value in inputs for size in _sizes(value)), reverse=True)
+        out = max((size for value in outputs for size in _sizes(value)), default=0)
+        if len(sizes) > 1:
+            return Counter({name: math.sqrt(sizes[0] * sizes[1] * max(out, 1))})
+        return Counter({name: max([out, *sizes])})
+
+    return handle
+
+
+def _sizes(value: Any) -> list[int]:
+    """Elements of a tensor, or of each tensor of a list."""
+    if value.node().kind() in ("prim::ListConstruct", "prim::TupleConstruct"):
+        return [size for item in value.node().inputs() for size in _sizes(item)]
+    shape = get_shape(value)
+    return [] if shape is None else [math.prod(shape)]

@@ -1,0 +1,150 @@
+"""Finding and parsing the files of a task; whatever is wrong with one is said in a sentence that names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from smlp import files
+from smlp.errors import UserError
+from smlp.text.tokenizer import check_characters
+
+#: of files that are not decompressed here, but named where the plain file is missing
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+
+
+def find(data_dir: Path, folders: Sequence[str], names: Sequence[str], source: str) -> Path:
+    """The first file that exists, in one of the task's folders or in ``data_dir`` itself.
+
+    Args:
+        data_dir: what the user gave.
+        folders: names that the task's folder may have; any case.
+        names: names that the file may have, as released.
+        source: where it comes from, for the message.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not data_dir.is_dir():
+        raise UserError(f"--data-dir {data_dir} is not a folder")
+    found = next(_candidates(data_dir, folders, names), None)
+    if found is not None:
+        return found
+    expected = " or ".join(str(data_dir / folders[0] / name) for name in names)
+    compressed = next(_candidates(data_dir, folders, [name + end for name in names for end in _COMPRESSED]), None)
+    hint = f"it comes from {source}" if compressed is None else f"{compressed} is there: decompress it"
+    raise UserError(f"{expected} is missing; {hint}")
+
+
+def has_one(data_dir: Path, folders: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether :func:`find` would find a file."""
+    return data_dir.is_dir() and any(_candidates(data_dir, folders, names))
+
+
+def _candidates(data_dir: Path, folders: Sequence[str], names: Sequence[str]) -> Iterator[Path]:
+    wanted = {folder.lower() for folder in folders}
+    places = [folder for folder in sorted(data_dir.iterdir()) if folder.is_dir() and folder.name.lower() in wanted]
+    for name in names:
+        for place in (*places, data_dir):
+            if (place / name).is_file():
+                yield place / name
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Objects of a file of one JSON object a line, each with its place for messages; empty lines are left out.
+
+    Raises:
+        UserError: a line is no JSON object, or has half a character, or the file is not UTF-8.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, endless brackets
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise UserError(f"{path}, line {number}: not JSON ({reason})") from None
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, line {number}: expected a JSON object, found {type(record).__name__}")
+        if "\\u" in line:  # nothing else can be half a character
+            try:
+                check_characters(json.dumps(record, ensure_ascii=False))
+            except UserError as error:
+                raise UserError(f"{path}, line {number}: {error}") from None
+        yield f"{path}, line {number}", record
+
+
+def read_text(path: Path) -> str:
+    """The whole file, with any kind of line end as ``\\n``.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return files.read_text(path, "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8: byte {error.start} cannot be read") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def text(record: dict[str, Any], names: Sequence[str] | str, place: str) -> str:
+    """A text by its name, or by the first of several names that the record has.
+
+    Raises:
+        UserError: there is none, or it is no text.
+    """
+    names = (names,) if isinstance(names, str) else names
+    for name in names:
+        if record.get(name) is not None:
+            if not isinstance(record[name], str):
+                raise UserError(f"{place}: {name!r} must be text, found {record[name]!r}")
+            return record[name]
+    raise UserError(f"{place}: {' or '.join(map(repr, names))} is missing")
+
+
+def labels_beside(path: Path) -> Path | None:
+    """The file with the answers to the records of another, None without.
+
+    Raises:
+        UserError: it is there, but compressed.
+    """
+    labels = path.with_name(path.stem + "-labels.lst")
+    compressed = [labels.with_name(labels.name + end) for end in _COMPRESSED]
+    if labels.is_file() or not any(other.is_file() for other in compressed):
+        return labels if labels.is_file() else None
+    there = next(other for other in compressed if other.is_file())
+    raise UserError(f"{labels} is missing: it has the answers to {path}; {there} is there: decompress it")
+
+
+def label(value: Any, allowed: Collection[int], name: str, place: str) -> int:
+    """A label that may be given as a number or as text.
+
+    Raises:
+        UserError: it is missing, as in test splits whose answers are kept secret, or none of those allowed.
+    """
+    if value is None or value == "":
+        raise UserError(f"{place}: {name!r} is missing: a split without answers cannot be scored")
+    try:
+        number = int(str(value).strip())
+    except ValueError:
+        number = None
+    if isinstance(value, bool) or number not in allowed:
+        raise UserError(f"{place}: {name!r} must be one of {', '.join(map(str, sorted(allowed)))}, found {value!r}")
+    return number
+
+
+def label_lines(path: Path, count: int, allowed: Collection[int], beside: Path) -> list[int]:
+    """One label a line, as many as there are records in the file beside.
+
+    Raises:
+        UserError: a line is no label, or there are more or fewer lines.
+    """
+    lines = read_text(path).split("\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if len(lines) != count:
+        raise UserError(f"{path} has {len(lines)} labels, {beside} has {count} records")
+    return [label(line, allowed, "label", f"{path}, line {number}") for number, line in enumerate(lines, start=1)]

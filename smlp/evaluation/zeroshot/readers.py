@@ -1,0 +1,300 @@
+"""Readers of the official files, with names and splits as they were released (docs: where each comes from).
+
+Labels may be numbers or text, columns may have the names that Hugging Face gave them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smlp.errors import UserError
+from smlp.evaluation.zeroshot import items
+from smlp.evaluation.zeroshot.files import (
+    find,
+    has_one,
+    json_lines,
+    label,
+    label_lines,
+    labels_beside,
+    read_text,
+    text,
+)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads one task.
+
+    ``read(data_dir, split)`` returns the records of a split in the order of the file.
+    """
+
+    name: str
+    #: file names of each split; the first split is the one for zero-shot scoring
+    splits: dict[str, tuple[str, ...]]
+    folders: tuple[str, ...]
+    #: where the files come from
+    source: str
+    parse: Callable[[Path], list[items.Item]]
+    #: splits to take examples for prompts from, the best first
+    priming: tuple[str, ...] = ("train",)
+
+    def read(self, data_dir: str | Path, split: str | None = None) -> list[items.Item]:
+        """Records of a split; by default of the one for zero-shot scoring.
+
+        Raises:
+            UserError: no such split, or a file is missing, malformed or without answers; the message names it.
+        """
+        split = next(iter(self.splits)) if split is None else split
+        if split not in self.splits:
+            raise UserError(f"{self.name} has no split {split!r}: choose from {', '.join(self.splits)}")
+        path = find(Path(data_dir), self.folders, self.splits[split], self.source)
+        records = self.parse(path)
+        if not records:
+            raise UserError(f"{path} has no records")
+        return records
+
+    def files(self, data_dir: str | Path) -> list[Path]:
+        """The files of all splits that are there."""
+        folder = Path(data_dir)
+        there = [names for names in self.splits.values() if has_one(folder, self.folders, names)]
+        return [find(folder, self.folders, names, self.source) for names in there]
+
+    def priming_split(self, data_dir: str | Path) -> str:
+        """The best split for priming of those that are there; the best of all if none is."""
+        for split in self.priming:
+            if has_one(Path(data_dir), self.folders, self.splits[split]):
+                return split
+        return self.priming[0]
+
+
+def _copa(path: Path) -> list[items.Item]:
+    found = []
+    for place, record in json_lines(path):
+        question = text(record, "question", place)
+        if question not in ("cause", "effect"):
+            raise UserError(f"{place}: 'question' must be cause or effect, found {question!r}")
+        choices = text(record, "choice1", place), text(record, "choice2", place)
+        gold = label(record.get("label"), (0, 1), "label", place)
+        identity = str(record.get("idx", len(found)))
+        found.append(items.CopaItem(identity, text(record, "premise", place), choices, question, gold))
+    return found
+
+
+def _piqa(path: Path) -> list[items.Item]:
+    records = list(json_lines(path))
+    labels_path = labels_beside(path)
+    if labels_path is None:
+        raise UserError(f"{path.with_name(path.stem + '-labels.lst')} is missing: it has the answers to {path}")
+    golds = label_lines(labels_path, len(records), (0, 1), path)
+    return [
+        items.PiqaItem(
+            str(record.get("id", number)),
+            text(record, "goal", place),
+            (text(record, "sol1", place), text(record, "sol2", place)),
+            gold,
+        )
+        for number, ((place, record), gold) in enumerate(zip(records, golds, strict=True))
+    ]
+
+
+def _winogrande(path: Path) -> list[items.Item]:
+    records = list(json_lines(path))
+    labels_path = labels_beside(path)
+    beside = None if labels_path is None else label_lines(labels_path, len(records), (1, 2), path)
+    found = []
+    for number, (place, record) in enumerate(records):
+        sentence = text(record, "sentence", place)
+        if sentence.count("_") != 1:
+            raise UserError(f"{place}: 'sentence' must have one blank (_), found {sentence.count('_')}")
+        answer = record.get("answer")
+        if beside is not None:
+            if answer not in (None, "") and label(answer, (1, 2), "answer", place) != beside[number]:
+                raise UserError(f"{place}: 'answer' is {answer}, but {labels_path} has {beside[number]}")
+            answer = beside[number]
+        gold = label(answer, (1, 2), "answer", place) - 1
+        options = text(record, "option1", place), text(record, "option2", place)
+        found.append(items.WinograndeItem(str(record.get("qID", number)), sentence, options, gold))
+    return found
+
+
+def _hellaswag(path: Path) -> list[items.Item]:
+    found = []
+    for place, record in json_lines(path):
+        endings = record.get("endings")
+        if not isinstance(endings, list) or len(endings) != 4 or not all(isinstance(one, str) for one in endings):
+            raise UserError(f"{place}: 'endings' must be a list of 4 texts, found {endings!r}")
+        ctx_a, ctx_b = text(record, "ctx_a", place), record.get("ctx_b") or ""  # finished scenes have none
+        if "ctx_b" not in record and record.get("ctx", ctx_a) != ctx_a:
+            raise UserError(f"{place}: 'ctx_b' is missing, and 'ctx' goes on after 'ctx_a'")
+        found.append(
+            items.HellaSwagItem(
+                str(record.get("ind", len(found))),
+                text(record, "activity_label", place),
+                ctx_a,
+                text({"ctx_b": ctx_b}, "ctx_b", place),
+                tuple(endings),
+                label(record.get("label"), range(4), "label", place),
+            )
+        )
+    return found
+
+
+def _each_row(rows: csv.DictReader, path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise UserError(f"{path}, line {rows.line_num}: not a table ({error}); is a quote left open?") from None
+
+
+def _storycloze(path: Path) -> list[items.Item]:
+    content = read_text(path)
+    header = content.partition("\n")[0]
+    # released as csv; fairseq's users convert it to tsv, without quotes
+    if "\t" in header:
+        rows = csv.DictReader(io.StringIO(content), delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        rows = csv.DictReader(io.StringIO(content))
+    found = []
+    for row in _each_row(rows, path):
+        place = f"{path}, line {rows.line_num}"
+        if None in row:
+            raise UserError(f"{place}: {len(row[None])} more columns than the header has")
+        sentences = tuple(text(row, (f"InputSentence{n}", f"input_sentence_{n}"), place) for n in (1, 2, 3, 4))
+        endings = tuple(text(row, (f"RandomFifthSentenceQuiz{n}", f"sentence_quiz{n}"), place) for n in (1, 2))
+        answer = row.get("AnswerRightEnding", row.get("answer_right_ending"))
+        gold = label(answer, (1, 2), "AnswerRightEnding", place) - 1
+        identity = text(row, ("InputStoryid", "story_id"), place)
+        found.append(items.StoryClozeItem(identity, sentences, endings, gold))
+    return found
+
+
+def _record(path: Path) -> list[items.Item]:
+    found = []
+    for place, record in json_lines(path):
+        if isinstance(record.get("passage"), str):  # Hugging Face: one query a line
+            entities, answers = _texts(record, "entities", place), _texts(record, "answers", place)
+            identity = str(record.get("idx", len(found)))
+            found.append(
+                _record_item(identity, record["passage"], text(record, "query", place), entities, answers, place)
+            )
+            continue
+        passage = record.get("passage")
+        if not isinstance(passage, dict):
+            raise UserError(f"{place}: 'passage' must be an object with 'text' and 'entities'")
+        words = text(passage, "text", place)
+        entities = [_span(words, span, "entities", place) for span in _objects(passage, "entities", place)]
+        questions = _objects(record, "qas", place)
+        if not questions:
+            raise UserError(f"{place}: 'qas' {'has no query' if 'qas' in record else 'is missing'}")
+        for question in questions:
+            answers = [_span(words, span, "answers", place) for span in _objects(question, "answers", place)]
+            identity = str(question.get("idx", len(found)))
+            found.append(_record_item(identity, words, text(question, "query", place), entities, answers, place))
+    return found
+
+
+def _record_item(
+    identity: str, passage: str, query: str, entities: list[str], answers: list[str], place: str
+) -> items.RecordItem:
+    if query.count("@placeholder") != 1:
+        raise UserError(f"{place}: 'query' must have one @placeholder, found {query.count('@placeholder')}")
+    if not answers:
+        raise UserError(f"{place}: 'answers' is missing: a split without answers cannot be scored")
+    strange = [answer for answer in answers if answer not in entities]
+    if strange:
+        raise UserError(f"{place}: the answer {strange[0]!r} is none of the {len(entities)} entities")
+    return items.RecordItem(identity, passage, query, tuple(dict.fromkeys(entities)), tuple(dict.fromkeys(answers)))
+
+
+def _span(words: str, span: dict[str, Any], name: str, place: str) -> str:
+    """The text of a span, whose end is its last character."""
+    start, end = span.get("start"), span.get("end")
+    if type(start) is not int or type(end) is not int or not 0 <= start <= end < len(words):  # true is no place
+        raise UserError(f"{place}: {name!r} has the span {start} to {end} in a passage of {len(words)} characters")
+    return words[start : end + 1]
+
+
+def _objects(record: dict[str, Any], name: str, place: str) -> list[dict[str, Any]]:
+    value = record.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise UserError(f"{place}: {name!r} must be a list of objects")
+    return value
+
+
+def _texts(record: dict[str, Any], name: str, place: str) -> list[str]:
+    value = record.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise UserError(f"{place}: {name!r} must be a list of texts")
+    return value
+
+
+_SUPERGLUE = "the SuperGLUE benchmark (super.gluebenchmark.com)"
+_CLOZE = "cloze_test_{}__{} - cloze_test_ALL_{}"
+
+
+def _cloze_names(part: str, season: str, end: str = "") -> tuple[str, ...]:
+    name = _CLOZE.format(part, season, part) + end
+    return (f"{name}.csv", f"{name}.tsv")
+
+
+READERS = {
+    reader.name: reader
+    for reader in (
+        Reader(
+            "copa",
+            {"val": ("val.jsonl",), "train": ("train.jsonl",)},
+            ("copa",),
+            _SUPERGLUE,
+            _copa,
+        ),
+        Reader(
+            "piqa",
+            {"valid": ("valid.jsonl", "dev.jsonl"), "train": ("train.jsonl",)},
+            ("piqa", "physicaliqa-train-dev"),
+            "yonatanbisk.com/piqa",
+            _piqa,
+        ),
+        Reader(
+            "storycloze",
+            {
+                "test2016": _cloze_names("test", "spring2016"),
+                "val2016": _cloze_names("val", "spring2016"),
+                "val2018": _cloze_names("val", "winter2018", " - 1 - 1"),
+            },
+            ("storycloze", "story_cloze"),
+            "its authors on request (cs.rochester.edu/nlp/rocstories)",
+            _storycloze,
+            ("val2016",),
+        ),
+        Reader(
+            "winogrande",
+            {
+                "dev": ("dev.jsonl",),
+                **{f"train_{size}": (f"train_{size}.jsonl",) for size in ("xs", "s", "m", "l", "xl", "debiased")},
+            },
+            ("winogrande", "winogrande_1.1"),
+            "winogrande.allenai.org (winogrande_1.1.zip)",
+            _winogrande,
+            ("train_xl", "train_l", "train_m", "train_s", "train_xs"),
+        ),
+        Reader(
+            "hellaswag",
+            {"val": ("hellaswag_val.jsonl",), "train": ("hellaswag_train.jsonl",)},
+            ("hellaswag",),
+            "github.com/rowanz/hellaswag",
+            _hellaswag,
+        ),
+        Reader(
+            "record",
+            {"val": ("val.jsonl",), "train": ("train.jsonl",)},
+            ("record",),
+            _SUPERGLUE,
+            _record,
+        ),
+    )
+}

@@ -1,0 +1,198 @@
+"""Prompts: from a record to the texts that a model scores.
+
+Three sets, named after who uses them (docs: where they differ and why it matters):
+
+fair      those of Artetxe et al. (2021), with whose numbers the paper compares; the default
+gpt3      those of GPT-3 (Brown et al., 2020, appendix G)
+lm-eval   those of lm-evaluation-harness 0.4
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from smlp.evaluation.zeroshot.items import (
+    CopaItem,
+    HellaSwagItem,
+    Item,
+    PiqaItem,
+    RecordItem,
+    StoryClozeItem,
+    WinograndeItem,
+)
+
+_BLANK, _PLACEHOLDER, _HIGHLIGHT = "_", "@placeholder", "@highlight"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One candidate in its place. The model sees ``context + continuation``; white space belongs to the latter."""
+
+    context: str
+    #: from the candidate on: what is scored
+    continuation: str
+    #: the candidate alone, as the data has it
+    bare: str
+    #: what of the continuation comes after the candidate
+    tail: str = ""
+
+    @property
+    def alone(self) -> str:
+        """The candidate as it is written in its place; as the data has it where it stands in the context."""
+        return self.continuation.removesuffix(self.tail).strip() or self.bare
+
+
+@dataclass(frozen=True)
+class Example:
+    """A record with its candidates written out."""
+
+    item: Item
+    choices: tuple[Choice, ...]
+    #: candidates that are right
+    gold: tuple[int, ...]
+
+    @property
+    def id(self) -> str:
+        """The record's."""
+        return self.item.id
+
+
+def _filled(before: str, candidate: str, bare: str, after: str = "") -> Choice:
+    """A candidate between two texts; white space at the end of the first goes to the continuation."""
+    context = before.rstrip()
+    return Choice(context, before[len(context) :] + candidate + after, bare, after)
+
+
+def _example(item: Item, choices: Iterator[Choice]) -> Example:
+    choices = tuple(choices)
+    if isinstance(item, RecordItem):
+        return Example(item, choices, tuple(n for n, choice in enumerate(choices) if choice.bare in item.answers))
+    return Example(item, choices, (item.gold,))
+
+
+def _lower_first_word(text: str) -> str:
+    first, space, rest = text.partition(" ")
+    return (first if first == "I" else first.lower()) + space + rest
+
+
+def _copa(item: CopaItem) -> Iterator[Choice]:
+    premise = item.premise.rstrip()
+    before = f"{premise.removesuffix('.')} {'because' if item.question == 'cause' else 'so'} "
+    for choice in item.choices:
+        yield _filled(before, _lower_first_word(choice), choice)
+
+
+def _piqa(item: PiqaItem) -> Iterator[Choice]:
+    for solution in item.solutions:
+        yield _filled(f"{item.goal.strip()} ", solution, solution)
+
+
+def _storycloze(item: StoryClozeItem) -> Iterator[Choice]:
+    for ending in item.endings:
+        yield _filled(" ".join(item.sentences) + " ", ending, ending)
+
+
+def _winogrande(item: WinograndeItem) -> Iterator[Choice]:
+    before, _, after = item.sentence.partition(_BLANK)
+    for option in item.options:
+        yield _filled(before, option, option, after)
+
+
+def _winogrande_partial(item: WinograndeItem) -> Iterator[Choice]:
+    """Both options stand in the context; the rest of the sentence is scored."""
+    before, _, after = item.sentence.partition(_BLANK)
+    for option in item.options:
+        yield Choice(before + option, after, option, after)
+
+
+def _hellaswag(item: HellaSwagItem) -> Iterator[Choice]:
+    scene = f"{item.activity}: {item.ctx_a} {item.ctx_b[:1].upper()}{item.ctx_b[1:]}"
+    for ending in item.endings:
+        yield _filled(" ".join(scene.split()) + " ", ending, ending)
+
+
+def _record(item: RecordItem) -> Iterator[Choice]:
+    before, after = item.query.split(_PLACEHOLDER)
+    passage = item.passage.replace(_HIGHLIGHT, "")
+    for entity in item.entities:
+        yield _filled(f"{passage} {before}", entity, entity, after)
+
+
+def _record_listed(item: RecordItem) -> Iterator[Choice]:
+    """Highlights as lines of a list, of which the query is one more."""
+    passage, *highlights = item.passage.split(f"\n{_HIGHLIGHT}\n")
+    context = passage + "".join(f"\n- {highlight}" for highlight in highlights)
+    for entity in item.entities:
+        yield Choice(context, f"\n- {item.query.replace(_PLACEHOLDER, entity)}", entity)
+
+
+def _copa_harness(item: CopaItem) -> Iterator[Choice]:
+    context = f"{item.premise.strip()[:-1]} {'because' if item.question == 'cause' else 'therefore'}"
+    for choice in item.choices:
+        yield Choice(context, f"  {choice[:1].lower()}{choice[1:]}", choice)  # its own space, and the harness's
+
+
+def _piqa_harness(item: PiqaItem) -> Iterator[Choice]:
+    for solution in item.solutions:
+        yield Choice(f"Question: {item.goal}\nAnswer:", f" {solution}", solution)
+
+
+def _winogrande_harness(item: WinograndeItem) -> Iterator[Choice]:
+    before, _, after = item.sentence.partition(_BLANK)
+    for option in item.options:
+        yield Choice(before + option, f" {after.strip()}", option)
+
+
+def _without_brackets(text: str) -> str:
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
+
+
+def _hellaswag_harness(item: HellaSwagItem) -> Iterator[Choice]:
+    context = _without_brackets(f"{item.activity}: {item.ctx_a} {item.ctx_b.capitalize()}")
+    for ending in item.endings:
+        clean = _without_brackets(ending)
+        yield _filled(context, f" {clean}", clean)
+
+
+def _record_harness(item: RecordItem) -> Iterator[Choice]:
+    passage, *highlights = item.passage.strip().split(f"\n{_HIGHLIGHT}\n")
+    before = passage + "\n\n" + "".join(f"  - {highlight}.\n" for highlight in highlights)
+    for entity in sorted(item.entities):
+        yield _filled(before, f"   - {item.query.replace(_PLACEHOLDER, entity)}", entity)
+
+
+Template = Callable[[Item], Iterator[Choice]]
+
+_FAIR: dict[type[Item], Template] = {
+    CopaItem: _copa,
+    PiqaItem: _piqa,
+    StoryClozeItem: _storycloze,
+    WinograndeItem: _winogrande,
+    HellaSwagItem: _hellaswag,
+    RecordItem: _record,
+}
+TEMPLATES: dict[str, dict[type[Item], Template]] = {
+    "fair": _FAIR,
+    "gpt3": {**_FAIR, WinograndeItem: _winogrande_partial, RecordItem: _record_listed},
+    "lm-eval": {
+        CopaItem: _copa_harness,
+        PiqaItem: _piqa_harness,
+        StoryClozeItem: _storycloze,
+        WinograndeItem: _winogrande_harness,
+        HellaSwagItem: _hellaswag_harness,
+        RecordItem: _record_harness,
+    },
+}
+
+
+def example(item: Item, templates: str = "fair") -> Example:
+    """The texts of a record's candidates.
+
+    Args:
+        item: a record of any of the six tasks.
+        templates: a key of ``TEMPLATES``.
+    """
+    return _example(item, TEMPLATES[templates][type(item)](item))

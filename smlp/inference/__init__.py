@@ -1,0 +1,1 @@
+"""Trained models at work: loading one with its tokenizer, generating text, scoring texts."""

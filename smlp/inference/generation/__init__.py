@@ -1,0 +1,20 @@
+"""Writing text: sampling and beam search over batches of prompts, with cached state."""
+
+from smlp.inference.generation.beam import beam_search
+from smlp.inference.generation.continuations import Continuation, TextWriter
+from smlp.inference.generation.sampled import generate, sampled_texts
+from smlp.inference.generation.settings import BeamSearch, Limits, Sampling, method_of
+from smlp.inference.generation.text import Text
+
+__all__ = [
+    "BeamSearch",
+    "Continuation",
+    "Limits",
+    "Sampling",
+    "Text",
+    "TextWriter",
+    "beam_search",
+    "generate",
+    "method_of",
+    "sampled_texts",
+]

@@ -1,0 +1,216 @@
+"""Prompts and their continuations as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from smlp.errors import UserError
+from smlp.inference.generation.beam import beam_search
+from smlp.inference.generation.prompts import ready_prompts
+from smlp.inference.generation.sampled import sampled_texts
+from smlp.inference.generation.settings import BeamSearch, Limits, Sampling
+from smlp.inference.generation.stop_strings import StopStrings
+from smlp.inference.generation.text import Text
+from smlp.nn.decoder import Decoder
+from smlp.text.tokenizer import Tokenizer
+
+#: batches whose prompts are sorted by length, so that those in a batch are about as long as each other
+BATCHES_AHEAD = 8
+#: texts of a prompt, which are written side by side
+_MAX_RETURN = 2**16
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One continuation of a prompt."""
+
+    prompt: str
+    #: number of the prompt, counted from 0
+    index: int
+    #: number among the continuations of the prompt, counted from 0; in beam search by rank
+    draw: int
+    #: without the prompt, the stop string and the ``</s>`` that ended it
+    text: str
+    #: new ids, with those of the stop string and with the ``</s>`` that ended it
+    tokens: list[int]
+    #: natural logarithm of the model's probability of each of them
+    log_probs: list[float]
+    #: why it ended: "length", "end" (``</s>``), "stop" (a stop string) or "context" (no position is left)
+    finish: str
+    #: what beam search ranked by; None for sampled texts
+    score: float | None = None
+    #: tokens at the beginning of the prompt that the model did not read, where texts slide
+    num_cut_tokens: int = 0
+
+    @property
+    def log_prob(self) -> float:
+        """Sum of the log-probabilities."""
+        return sum(self.log_probs)
+
+
+class _Shown:
+    """What is to be shown of a text that is being written."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end: int | None, before: int) -> None:
+        self._decoder = tokenizer.decoder(before)
+        self._stops = StopStrings(stops)
+        self._end = end
+
+    def follow(self, text: Text) -> str:
+        """What to show after the text's last token; sets its ``finish`` where a stop string has come."""
+        token = text.tokens[-1]
+        piece = "" if token == self._end else self._decoder.push(token)
+        if token == self._end or text.finish is not None:
+            piece += self._decoder.rest()
+        new = self._stops.push(piece)
+        if self._stops.found:
+            text.finish = "stop"
+        elif text.finish is not None:
+            new += self._stops.rest()
+        return new
+
+
+@dataclass(frozen=True)
+class TextWriter:
+    """Continues prompts in one way.
+
+    Raises:
+        UserError: settings that have no meaning together.
+    """
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    #: id that begins every prompt
+    start_token: int
+    method: Sampling | BeamSearch
+    limits: Limits
+    #: strings before which a text ends
+    stop: Sequence[str] = ()
+    #: continuations of each prompt
+    num_return: int = 1
+    #: whether start symbols are put before a prompt that is too short for a model with partial routing
+    fill_prefix: bool = False
+
+    def __post_init__(self) -> None:
+        StopStrings(self.stop)
+        if not 1 <= self.num_return <= _MAX_RETURN:
+            raise UserError(f"num_return must be from 1 to {_MAX_RETURN}, got {self.num_return}")
+        if not self._searches:
+            if self.num_return > 1 and self.method.temperature == 0:
+                raise UserError(f"num_return={self.num_return} texts of greedy choices would all be the same")
+        elif self.method.size >= len(self.tokenizer.vocabulary):
+            raise UserError(
+                f"beam={self.method.size} must be below the {len(self.tokenizer.vocabulary)} symbols of the dictionary"
+            )
+        elif self.num_return > self.method.size:
+            raise UserError(f"num_return={self.num_return} is more than the beam={self.method.size} texts of a search")
+        elif self.stop:
+            raise UserError("stop strings do not go with beam search, which ends texts at </s>")
+        elif self.limits.when_full == "slide":
+            raise UserError("sliding does not go with beam search, which compares texts in one context")
+
+    def settings(self) -> dict[str, Any]:
+        """All settings by name, for reports."""
+        return {
+            "method": "beam search" if self._searches else "sampling",
+            **asdict(self.method),
+            **asdict(self.limits),
+            "stop": list(self.stop),
+            "num_return": self.num_return,
+            "fill_prefix": self.fill_prefix,
+        }
+
+    def prompt_tokens(self, prompt: str) -> list[int]:
+        """Ids of a prompt, start symbol first; a line break is ``</s>``, as when it is written."""
+        return [self.start_token, *self.tokenizer.encode_lines(prompt)]
+
+    def follow(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
+        """Samples continuations of prompts of ids; yields each text as it grows, with what is to be shown next.
+
+        Prompts that do not fit are refused at once, before anything is asked for.
+
+        Raises:
+            UserError: as :func:`smlp.inference.generation.sampled_texts`; or a beam search, which shows no text early.
+        """
+        if self._searches:
+            raise UserError("a beam search knows no text before its end, so it cannot be followed: sample")
+        texts = sampled_texts(
+            self.decoder, prompts, self.limits, self.method, self.num_return, self._banned, self._fill
+        )
+        return self._with_shown(texts, prompts)
+
+    def continuations(self, prompts: Sequence[str], batch_size: int) -> Iterator[list[Continuation]]:
+        """The continuations of each prompt, in order; ``batch_size`` prompts are written at a time.
+
+        Prompts that do not fit are refused at once, before anything is asked for.
+        """
+        if batch_size < 1:
+            raise UserError(f"batch_size must be at least 1, got {batch_size}")
+        tokens = [self.prompt_tokens(prompt) for prompt in prompts]
+        return self._in_batches(prompts, tokens, self.num_cut(tokens), batch_size)
+
+    def num_cut(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """How many tokens at the beginning of each prompt of ids the model does not read, where texts slide.
+
+        Raises:
+            UserError: a prompt does not fit.
+        """
+        ready = ready_prompts(self.decoder.config, prompts, self.limits, self._fill, reads_last=self._searches)
+        return [prompt.num_cut for prompt in ready]
+
+    @property
+    def _searches(self) -> bool:
+        return isinstance(self.method, BeamSearch)
+
+    @property
+    def _fill(self) -> int | None:
+        return self.start_token if self.fill_prefix else None
+
+    @cached_property
+    def _banned(self) -> list[int]:
+        """Ids that are never written: ``<s>``, padding, unknown, and fairseq's filler symbols."""
+        vocabulary = self.tokenizer.vocabulary
+        fillers = [token for symbol, token in vocabulary.index.items() if symbol.startswith("madeupword")]
+        return [vocabulary.bos, vocabulary.pad, vocabulary.unk, *fillers]
+
+    def _with_shown(self, texts: Iterator[Text], prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
+        shown: dict[tuple[int, int], _Shown] = {}
+        for text in texts:
+            key = text.prompt, text.draw
+            if key not in shown:
+                shown[key] = _Shown(self.tokenizer, self.stop, self.limits.end, prompts[text.prompt][-1])
+            yield text, shown[key].follow(text)
+
+    def _in_batches(
+        self, prompts: Sequence[str], tokens: list[list[int]], num_cut: list[int], batch_size: int
+    ) -> Iterator[list[Continuation]]:
+        window = batch_size * BATCHES_AHEAD
+        for start in range(0, len(prompts), window):
+            order = sorted(range(start, min(start + window, len(prompts))), key=lambda index: len(tokens[index]))
+            done: dict[int, list[Continuation]] = {}
+            for first in range(0, len(order), batch_size):
+                batch = order[first : first + batch_size]
+                for text, shown in self.finished([tokens[index] for index in batch]):
+                    index = batch[text.prompt]
+                    written = (text.tokens, text.log_probs, text.finish, text.score, num_cut[index])
+                    done.setdefault(index, []).append(Continuation(prompts[index], index, text.draw, shown, *written))
+            for index in sorted(order):
+                yield sorted(done.get(index, []), key=lambda continuation: continuation.draw)
+
+    def finished(self, batch: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
+        """The finished texts of prompts of ids, and what they are as strings; in no particular order."""
+        if self._searches:
+            found = beam_search(self.decoder, batch, self.limits, self.method, self._banned, self._fill)
+            for text in (text for texts in found for text in texts[: self.num_return]):
+                decoder = self.tokenizer.decoder(batch[text.prompt][-1])
+                yield text, "".join(map(decoder.push, text.tokens[:-1])) + decoder.rest()
+            return
+        shown: dict[tuple[int, int], str] = {}
+        for text, new in self.follow(batch):
+            key = text.prompt, text.draw
+            shown[key] = shown.get(key, "") + new
+            if text.finish is not None:
+                yield text, shown.pop(key)

@@ -1,0 +1,157 @@
+"""Sampling: texts that are drawn token by token.
+
+Letters: ``R`` rows, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smlp.inference.generation.choosing import choose, penalise, random_stream
+from smlp.inference.generation.prompts import Prompt, ready_prompts
+from smlp.inference.generation.settings import Limits, Sampling
+from smlp.inference.generation.shared_positions import SharedPositions
+from smlp.inference.generation.text import Text
+from smlp.nn.decoder import Decoder
+
+
+def generate(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    banned: Sequence[int] = (),
+    fill: int | None = None,
+    when_full: str = "refuse",
+) -> Iterator[int]:
+    """Continues one sequence of ids; yields each new id as it is chosen.
+
+    Arguments and errors as in :func:`sampled_texts`; ``max_tokens`` ids are yielded.
+    """
+    limits = Limits(max_tokens, when_full=when_full)
+    texts = sampled_texts(decoder, [prompt], limits, sampling, banned=banned, fill=fill)
+    return (text.tokens[-1] for text in texts)
+
+
+def sampled_texts(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    sampling: Sampling | None = None,
+    num_return: int = 1,
+    banned: Sequence[int] = (),
+    fill: int | None = None,
+) -> Iterator[Text]:
+    """Continues sequences of ids side by side; yields a text each time that a token is added to it.
+
+    Each step costs one row of the spatial weights for each layer; no earlier token is computed again, except after a
+    slide, when the kept half is read once. A prompt is read once for all its texts. A text leaves the batch when its
+    ``finish`` is set: here, or by the caller as soon as it is yielded. It does not depend on the others, apart from
+    rounding; it does where ``eval_capacity_factor`` limits the places at experts.
+
+    Args:
+        decoder: put in evaluation mode by the caller.
+        prompts: ids, at least one each (fairseq's models start with ``</s>``).
+        limits: when a text ends.
+        sampling: how to choose; by default from the full distribution.
+        num_return: texts of each prompt, with random numbers of their own.
+        banned: ids that are never chosen, such as padding.
+        fill: see :func:`smlp.inference.generation.prompts.ready_prompts`.
+
+    Raises:
+        UserError: a prompt that the model cannot read, or a text that its context has no room for; before anything is
+            computed.
+        NaNError: what the model computes is not a number.
+    """
+    ready = ready_prompts(decoder.config, prompts, limits, fill)
+    drafts = [_Draft(Text(number), prompt) for number, prompt in enumerate(ready)]
+    capacity = max((len(prompt.tokens) + prompt.room - 1 for prompt in ready), default=0)
+    batch = SharedPositions(decoder, [prompt.tokens for prompt in ready], capacity)
+    return _write(batch, drafts, limits, sampling or Sampling(), num_return, list(banned))
+
+
+@dataclass
+class _Draft:
+    """A row of the batch: a text and its prompt."""
+
+    text: Text
+    prompt: Prompt
+    #: of the random numbers; None while the prompt is still being read
+    stream: torch.Generator | None = None
+
+
+@torch.no_grad()
+def _write(
+    batch: SharedPositions,
+    drafts: list[_Draft],
+    limits: Limits,
+    sampling: Sampling,
+    num_return: int,
+    banned: list[int],
+) -> Iterator[Text]:
+    while drafts:
+        last_RH = batch.read()[:, -1]
+        index, drafts = _branch(batch, drafts, sampling.seed, num_return)
+        last_RH = last_RH[torch.tensor(index, device=last_RH.device)]
+        waiting = batch.waiting
+        logits_WV = batch.decoder.project(last_RH[torch.tensor(waiting, device=last_RH.device)]).float()
+        log_total_W = logits_WV.logsumexp(1)
+        adjusted_WV = _adjusted(logits_WV, batch, drafts, waiting, limits, sampling, banned)
+        tokens = choose(adjusted_WV, sampling, [drafts[row].stream for row in waiting])
+        rows = torch.arange(len(waiting), device=logits_WV.device)
+        log_probs = (logits_WV[rows, torch.tensor(tokens, device=logits_WV.device)] - log_total_W).tolist()
+        for row, token, log_prob in zip(waiting, tokens, log_probs, strict=True):
+            draft = drafts[row]
+            batch.rows[row].append(token)
+            draft.text.tokens.append(token)
+            draft.text.log_probs.append(log_prob)
+            if token == limits.end:
+                draft.text.finish = "end"
+            elif len(draft.text.tokens) == draft.prompt.room:
+                draft.text.finish = draft.prompt.finish
+            yield draft.text
+        unfinished = [row for row, draft in enumerate(drafts) if draft.text.finish is None]
+        batch.keep(unfinished)
+        drafts = [drafts[row] for row in unfinished]
+
+
+def _branch(batch: SharedPositions, drafts: list[_Draft], seed: int, num_return: int) -> tuple[list[int], list[_Draft]]:
+    """Makes ``num_return`` rows of each whose prompt has just been read; returns where rows come from, and the rows."""
+    waiting = set(batch.waiting)
+    index, branched = [], []
+    for row, draft in enumerate(drafts):
+        if draft.stream is not None or row not in waiting:
+            index.append(row)
+            branched.append(draft)
+            continue
+        for draw in range(num_return):
+            index.append(row)
+            stream = random_stream(seed, draft.prompt.tokens, draw)
+            branched.append(_Draft(Text(draft.text.prompt, draw), draft.prompt, stream))
+    batch.keep(index)
+    return index, branched
+
+
+def _adjusted(
+    logits_WV: Tensor,
+    batch: SharedPositions,
+    drafts: list[_Draft],
+    waiting: list[int],
+    limits: Limits,
+    sampling: Sampling,
+    banned: list[int],
+) -> Tensor:
+    """Logits of the waiting rows, with what may not be chosen at minus infinity."""
+    logits_WV = logits_WV.clone()
+    if sampling.repetition_penalty != 1:
+        for logits_V, row in zip(logits_WV, waiting, strict=True):
+            penalise(logits_V, batch.rows[row], sampling.repetition_penalty)
+    logits_WV[:, banned] = -torch.inf
+    too_short = [place for place, row in enumerate(waiting) if len(drafts[row].text.tokens) < limits.min_tokens]
+    if limits.end is not None and too_short:
+        logits_WV[too_short, limits.end] = -torch.inf
+    return logits_WV

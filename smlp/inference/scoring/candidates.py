@@ -1,0 +1,178 @@
+"""Log-probabilities of the tokens of candidates, many groups at a time.
+
+What the candidates of a group begin with alike is read once; then each goes on from a copy of that state
+(:mod:`smlp.inference.scoring.batching`). Padding stands on the right only.
+
+Letters: ``R`` candidates of one block (in ``_predict``: scored positions at a time), ``n`` tokens, ``N`` positions of
+one pass, ``K`` scored positions, ``H`` width, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smlp.errors import UserError
+from smlp.inference.scoring.batching import Batch, Block, Reading, plan_batches
+from smlp.inference.scoring.targets import logits_in_pieces, scored
+from smlp.inference.scoring.texts import Candidates
+from smlp.nn.decoder import Decoder
+from smlp.nn.state import DecodingState
+
+#: positions that take as long as what a block costs whatever its size
+_BLOCK_ON_CPU, _BLOCK_ON_GPU = 10, 1024
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Of the last ``s`` tokens of a text: those before them are the same for all candidates, or choose experts."""
+
+    #: natural log-probabilities, (s,) float64
+    log_probs: np.ndarray
+    #: whether no token is likelier, (s,)
+    is_greedy: np.ndarray
+
+
+class CandidateScorer:
+    """Scores groups of candidates with a decoder.
+
+    Args:
+        decoder: in evaluation mode, dropping no token, so that a score does not depend on what else is in a batch.
+        share: whether to read common beginnings once; off for a model with leaky routing, whose beginnings depend on
+            what follows them.
+    """
+
+    def __init__(self, decoder: Decoder, share: bool = True) -> None:
+        self.decoder = decoder
+        self.share = share and not decoder.config.is_leaky
+
+    def plan(self, groups: Sequence[Candidates], batch_tokens: int) -> list[Batch]:
+        """Return batches in which to score the groups; they do not depend on who is to score them. See
+        :func:`smlp.inference.scoring.batching.plan_batches`."""
+        block_tokens = _BLOCK_ON_CPU if self._device.type == "cpu" else _BLOCK_ON_GPU
+        return plan_batches([self._reading(group) for group in groups], batch_tokens, block_tokens)
+
+    @torch.inference_mode()
+    def score(self, groups: Sequence[Candidates], batch: Batch) -> list[list[TokenScores]]:
+        """Scores of every candidate of the groups of a batch, in its order.
+
+        Positions of the model's prefix predict nothing: what comes there is left out of the scores.
+
+        Args:
+            groups: all those for which the batch was planned.
+            batch: one of :meth:`plan`.
+        """
+        members = [groups[place] for place in batch.members]
+        readings = [self._reading(group) for group in members]
+        states = self._read_beginnings(readings, batch)
+        found: dict[tuple[int, int], TokenScores] = {}
+        for blocks in batch.passes:
+            going_on = [self._block(readings, batch, block, states) for block in blocks]
+            features_NH = self.decoder.features_of(going_on)
+            shapes = [tokens_Rn.shape for tokens_Rn, _ in going_on]
+            rows = [row for block in blocks for row in block.rows]
+            found.update(zip(rows, self._scores(features_NH, members, batch, blocks, shapes), strict=True))
+        return [[found[member, number] for number in range(len(group.texts))] for member, group in enumerate(members)]
+
+    def score_within_memory(
+        self, groups: Sequence[Candidates], batch: Batch, batch_tokens: int
+    ) -> list[list[TokenScores]]:
+        """:meth:`score` of a batch that was planned with ``batch_tokens``.
+
+        Raises:
+            UserError: the batch does not fit into memory.
+        """
+        try:
+            return self.score(groups, batch)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"a batch of {len(batch.members)} examples does not fit into memory: lower --batch-tokens "
+                f"(now {batch_tokens})"
+            ) from None
+
+    def each(self, groups: Sequence[Candidates], batch_tokens: int) -> Iterator[tuple[int, list[TokenScores]]]:
+        """Place and scores of every group, batch by batch.
+
+        Raises:
+            UserError: a batch does not fit into memory.
+        """
+        for batch in self.plan(groups, batch_tokens):
+            yield from zip(batch.members, self.score_within_memory(groups, batch, batch_tokens), strict=True)
+
+    def _reading(self, group: Candidates) -> Reading:
+        return Reading.of(group, self.share)
+
+    def _read_beginnings(self, readings: Sequence[Reading], batch: Batch) -> list[DecodingState | None]:
+        """For each beginning the state after it; None where nothing is shared."""
+        states = [DecodingState(one.num_shared) if one.num_shared else None for one in batch.beginnings]
+        reading = [
+            (self._ids([readings[group].inputs[0][: one.num_shared] for group in one.groups]), state)
+            for one, state in zip(batch.beginnings, states, strict=True)
+            if state is not None
+        ]
+        if reading:
+            self.decoder.read(reading)
+        return states
+
+    def _block(
+        self, readings: Sequence[Reading], batch: Batch, block: Block, states: Sequence[DecodingState | None]
+    ) -> tuple[Tensor, DecodingState | None]:
+        """What a block's candidates go on with, (R, n), and a state of their own."""
+        beginning, state = batch.beginnings[block.beginning], states[block.beginning]
+        inputs = [readings[member].inputs[number][beginning.num_shared :] for member, number in block.rows]
+        width = max(map(len, inputs))
+        if state is not None:
+            places = torch.tensor([member - beginning.groups[0] for member, _ in block.rows], device=self._device)
+            state = state.select(places, capacity=beginning.num_shared + width)
+        padding = (self.decoder.config.padding_idx,) * width
+        return self._ids([row + padding[len(row) :] for row in inputs]), state
+
+    def _ids(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(rows, device=self._device)
+
+    def _scores(
+        self,
+        features_NH: Tensor,
+        groups: Sequence[Candidates],
+        batch: Batch,
+        blocks: Sequence[Block],
+        shapes: Sequence[torch.Size],
+    ) -> Iterator[TokenScores]:
+        """Scores of the candidates of blocks of these shapes (R, n), whose features follow one another."""
+        prefix_tokens = self.decoder.config.prefix_tokens
+        places, targets, sizes, start = [], [], [], 0
+        for block, shape in zip(blocks, shapes, strict=True):
+            num_shared = batch.beginnings[block.beginning].num_shared
+            for member, number in block.rows:
+                group = groups[member]
+                tokens = group.texts[number].tokens
+                first = min(max(group.first, prefix_tokens - group.num_filled), len(tokens))
+                begin = start + group.num_filled + first - num_shared
+                places += range(begin, begin + len(tokens) - first)
+                targets += tokens[first:]
+                sizes.append(len(tokens) - first)
+                start += shape[1]
+        log_probs, is_greedy = self._predict(features_NH, places, targets)
+        ends = np.cumsum(sizes)[:-1]
+        return map(TokenScores, np.split(log_probs, ends), np.split(is_greedy, ends))
+
+    def _predict(
+        self, features_NH: Tensor, places: Sequence[int], targets: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities of targets at places, and whether each target is the likeliest one."""
+        place_K = torch.tensor(places, dtype=torch.int64, device=self._device)
+        targets_K = torch.tensor(targets, dtype=torch.int64, device=self._device)
+        log_probs, is_greedy = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
+        for logits_RV, targets_R in logits_in_pieces(self.decoder, features_NH[place_K], targets_K):
+            pieces = scored(logits_RV, targets_R)
+            log_probs.append(pieces[0].cpu())
+            is_greedy.append(pieces[1].cpu())
+        return torch.cat(log_probs).double().numpy(), torch.cat(is_greedy).numpy()
+
+    @property
+    def _device(self) -> torch.device:
+        return self.decoder.embedding.weight.device

@@ -1,0 +1,132 @@
+"""From a context and what continues it to ids that a model can score.
+
+A model here has seen lines, each ended by ``</s>``; so a line break in a text is scored as ``</s>`` too, or, on
+request, as a space. The symbol that stands before every text (``</s>``, ``<s>`` after training with
+``--add-bos-token``) is never part of these ids: it is put there once, by what scores them.
+
+Letters: ``T`` the model's context, ``P`` its prefix that only chooses experts, ``L`` tokens of a text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from smlp.errors import UserError
+from smlp.text.tokenizer import Tokenizer, Vocabulary
+
+NEWLINES = ("eos", "space")
+
+
+class TooLongError(UserError):
+    """A continuation alone does not fit the model's context."""
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """A context with its continuation."""
+
+    #: ids of both together, (L,)
+    tokens: tuple[int, ...]
+    #: how many of them are of the context
+    num_context: int
+
+    @property
+    def num_continuation(self) -> int:
+        """Tokens of the continuation, at least one."""
+        return len(self.tokens) - self.num_context
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Texts that are scored together because they are compared: what they begin with alike is computed once."""
+
+    texts: tuple[TokenizedText, ...]
+    #: tokens that were cut from the left of every context
+    num_cut: int = 0
+    #: ids before every text: the start symbol, several times where a prefix is filled
+    lead: tuple[int, ...] = (Vocabulary.eos,)
+
+    @property
+    def num_filled(self) -> int:
+        """Symbols before the one that every text has."""
+        return len(self.lead) - 1
+
+    @cached_property
+    def first(self) -> int:
+        """The first token that has to be scored to compare the candidates: all begin alike before it."""
+        shared = common_prefix([text.tokens for text in self.texts])
+        return min(shared, *(text.num_context for text in self.texts))
+
+    def ends_within(self, prefix_tokens: int) -> bool:
+        """Whether a whole text lies among the first positions, which only choose experts: nothing of it is scored."""
+        return any(len(text.tokens) + self.num_filled <= prefix_tokens for text in self.texts)
+
+    def begins_within(self, prefix_tokens: int) -> bool:
+        """Whether a continuation begins there, so that not all of it is scored."""
+        return any(text.num_context + self.num_filled < prefix_tokens for text in self.texts)
+
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
+    """How many tokens all sequences begin with alike."""
+    shortest = min(map(len, sequences))
+    first = sequences[0]
+    same = (all(sequence[place] == first[place] for sequence in sequences) for place in range(shortest))
+    return next((place for place, alike in enumerate(same) if not alike), shortest)
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, newline: str = "eos") -> TokenizedText:
+    """Ids of both texts joined; the context ends where its own ids cease to be the beginning of theirs.
+
+    Raises:
+        UserError: the continuation has no token of its own.
+    """
+    tokens = tokenizer.encode_lines(context + continuation, newline)
+    num_context = common_prefix([tokenizer.encode_lines(context, newline), tokens])
+    if num_context == len(tokens):
+        raise UserError(f"the continuation {continuation!r} adds no token to {_end(context)!r}")
+    return TokenizedText(tuple(tokens), num_context)
+
+
+def _end(text: str, length: int = 40) -> str:
+    return text if len(text) <= length else "..." + text[-length:]
+
+
+def fit(
+    texts: Sequence[TokenizedText], max_tokens: int, start_token: int = Vocabulary.eos, prefix_tokens: int = 0
+) -> Candidates:
+    """Makes candidates short enough for a model, and long enough if its prefix is to be filled.
+
+    Positions count: nothing is ever padded on the left, contexts are cut there. All candidates lose the same number of
+    tokens, so that they still begin alike; none of a continuation. (Where contexts differ and a short one is filled up,
+    a long one may have to lose more.)
+
+    Args:
+        texts: candidates.
+        max_tokens: T.
+        start_token: id that stands before every text.
+        prefix_tokens: P, to have so many start symbols before short contexts that every continuation comes after the
+            prefix; 0 to leave them as they are.
+
+    Raises:
+        TooLongError: a continuation alone is too long; the message has the numbers.
+    """
+    room = max_tokens - prefix_tokens
+    longest = max(text.num_continuation for text in texts)
+    if longest > room:
+        beside = f" after its prefix of {prefix_tokens}" if prefix_tokens else ""
+        raise TooLongError(
+            f"a candidate has {longest} tokens and the model's context holds {room}{beside} (max_tokens={max_tokens})"
+        )
+    num_cut = max(0, *(len(text.tokens) - max_tokens for text in texts))
+    num_filled = max(0, prefix_tokens - min(text.num_context - min(num_cut, text.num_context) for text in texts))
+    # a long context beside a short one that is filled up has to make more room than that
+    cuts = [max(num_cut, num_filled + len(text.tokens) - max_tokens) for text in texts]
+    cut = tuple(_cut(text, min(count, text.num_context)) for text, count in zip(texts, cuts, strict=True))
+    return Candidates(cut, max(cuts), (start_token,) * (num_filled + 1))
+
+
+def _cut(text: TokenizedText, count: int) -> TokenizedText:
+    return dataclasses.replace(text, tokens=text.tokens[count:], num_context=text.num_context - count)

@@ -1,0 +1,92 @@
+"""What a third person needs to know of where something was computed: versions, machine, revision, plugins."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import smlp
+from smlp.config import plugins
+from smlp.launch.machine import num_cores
+
+_PACKAGES = ("torch", "numpy", "ve-fairseq", "fairseq-fixed", "fairscale", "sentencepiece", "hydra-core", "omegaconf")
+
+
+def environment() -> dict[str, Any]:
+    """Of this process, by name."""
+    return {
+        "smlp": smlp.__version__,
+        **_versions(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        "processor": _processor(),
+        "cores": num_cores(),
+        "git": git_revision(Path(smlp.__path__[0]).parent),
+        "plugins": _plugins(),
+    }
+
+
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    """Revision of a clone and whether tracked files differ from it, with the SHA-256 of that; None outside of one."""
+
+    try:
+        if Path(_git(folder, "rev-parse", "--show-toplevel").strip()).resolve() != folder.resolve():
+            return None  # installed inside of somebody else's repository
+        revision, status = _git(folder, "rev-parse", "HEAD").strip(), _git(folder, "status", "--porcelain", "-uno")
+        found = {"revision": revision, "changed": bool(status)}
+        if found["changed"]:
+            found["difference_sha256"] = hashlib.sha256(_git(folder, "diff", "HEAD").encode()).hexdigest()
+        return found
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def keep_difference(git: dict[str, Any] | None, to: Path) -> None:
+    """Writes what a changed clone differs by into the folder ``to``, as ``changes-SHA256.patch`` (12 digits of it).
+
+    Args:
+        git: of :func:`git_revision` for this package; nothing is written where nothing was changed.
+        to: a folder that is there.
+    """
+    if git is None or not git["changed"]:
+        return
+    with suppress(OSError, subprocess.SubprocessError):
+        difference = _git(Path(smlp.__path__[0]).parent, "diff", "HEAD")
+        (to / f"changes-{git['difference_sha256'][:12]}.patch").write_text(difference, encoding="utf-8")
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+
+
+def _plugins() -> dict[str, str]:
+    """SHA-256 of each file that SMLP_PLUGINS names; by the file's name, for where it lies is nobody else's concern, or
+    by its path where two have one name."""
+    files = plugins.named_files(os.environ.get(plugins.VARIABLE, ""))
+    names = [path.name for path in files]
+    found = {path.name if names.count(path.name) == 1 else str(path): path for path in files}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            found["fairseq" if "fairseq" in name else name] = f"{name} {version}" if "fairseq" in name else version
+    return found
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,102 @@
+"""What all pictures have in common: matplotlib, colours that print and that colour-blind readers tell apart, files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from smlp.errors import UserError
+from smlp.plots.titles import broken, line_height
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = ("png", "svg")
+#: from zero to one, or from none to most
+SEQUENTIAL = "cividis"
+#: around zero: orange below, purple above
+DIVERGING = "PuOr"
+#: where there is no weight
+NOTHING = "0.87"
+#: Okabe and Ito's colours, told apart with any kind of colour vision; their yellow is too pale for lines on white
+OKABE_ITO = {
+    "black": "#000000",
+    "blue": "#0072B2",
+    "vermillion": "#D55E00",
+    "green": "#009E73",
+    "purple": "#CC79A7",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+}
+#: three lines that differ in brightness too
+LINES = (OKABE_ITO["blue"], OKABE_ITO["orange"], OKABE_ITO["black"])
+_DPI = 120
+_TITLE_SIZE = 11  # points
+_MARGIN = 0.3  # left free beside a title, both sides together, in inches
+
+
+def check_matplotlib() -> None:
+    """Raises UserError where matplotlib is missing, before anything long is begun."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError('drawing needs matplotlib: pip install "smlp[plots]"') from error
+
+
+def new_figure(width: float, height: float, title: str) -> Figure:
+    """A figure of ``width`` x ``height`` inches with a title; higher by the lines by which the title is too long.
+
+    Args:
+        width, height: in inches.
+        title: its lines are broken further where they are wider than the figure.
+    """
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    lines = broken(title, width - _MARGIN, _TITLE_SIZE)
+    added = len(lines) - len(title.split("\n"))
+    figure = Figure(figsize=(width, height + added * line_height(_TITLE_SIZE)), dpi=_DPI, layout="constrained")
+    figure.suptitle("\n".join(lines), fontsize=_TITLE_SIZE, parse_math=False)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Writes a figure, as PNG or SVG by the name's ending; the same figure gives the same bytes.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    import matplotlib
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with matplotlib.rc_context({"svg.hashsalt": "smlp"}):
+            metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+            figure.savefig(path, metadata=metadata)
+    except OSError as error:
+        raise UserError(f"cannot write picture {path}: {error.strerror}") from None
+    return path
+
+
+def readable(symbols: Sequence[str]) -> list[str]:
+    """Symbols as the font can show them: characters that it lacks as U+XXXX."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    font = get_font(findfont(FontProperties()))
+
+    def shown(character: str) -> str:
+        known = font.get_char_index(ord(character)) and character.isprintable()
+        return character if known else f"U+{ord(character):04X}"
+
+    return ["".join(map(shown, symbol)) for symbol in symbols]
+
+
+def label_ticks(axes: Axes, axis: str, names: Sequence[str], most: int, **text: Any) -> None:
+    """Names the items of a heat map's "x" or "y" axis; where there are more than ``most``, every second, third, ..."""
+    step = -(-len(names) // most)
+    ticks = np.arange(0, len(names), step)
+    getattr(axes, f"set_{axis}ticks")(ticks, [names[tick] for tick in ticks], parse_math=False, **text)

@@ -1,0 +1,225 @@
+"""The kinds of tokenizer: at spaces, SentencePiece, byte-level BPE. Each gives ids of a fairseq dictionary.
+
+Letters: ``N`` tokens, ``L`` lines, ``O`` ids of the tokenizer's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from smlp.errors import UserError
+from smlp.text.tokenizer_files import (
+    ENCODER_JSON,
+    SENTENCEPIECE_MODEL,
+    VOCAB_BPE,
+    byte_characters,
+    read_encoder,
+    read_merges,
+)
+from smlp.text.vocabulary import Vocabulary
+
+WORD_START = "\u2581"
+STRETCH = 1 << 19  # characters that byte-level BPE encodes at a time
+_BEFORE_WORD = re.compile(r"\S \S")
+
+
+class Kind(Protocol):
+    """How text becomes ids of a dictionary, and ids bytes of text; what the dictionary lacks becomes ``<unk>``."""
+
+    #: whether a line's first piece brings a space of its own, and what decoding makes has none at a line's ends
+    strips_lines: bool
+
+    def encode(self, line: str) -> list[int]:
+        """Ids of a line without its end."""
+        ...
+
+    def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of lines one after the other, (N,) int64, and how many are of each, (L,) int64."""
+        ...
+
+    def content(self, symbol: str) -> bytes:
+        """What a symbol of the dictionary stands for within a line."""
+        ...
+
+
+class Words:
+    """Text cut at white space, as ``fairseq-preprocess`` cuts it."""
+
+    strips_lines = True
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._index = _Index(vocabulary.index, vocabulary.unk)
+
+    def encode(self, line: str) -> list[int]:
+        return [self._index[word] for word in line.split()]
+
+    def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        return _joined(self._index.__getitem__, [line.split() for line in lines])
+
+    def content(self, symbol: str) -> bytes:
+        return f" {symbol}".encode()
+
+
+class SentencePieces:
+    """The pieces of a SentencePiece model.
+
+    Raises:
+        UserError: there is no such file, or it is no model.
+    """
+
+    strips_lines = True
+
+    def __init__(self, vocabulary: Vocabulary, model: Path) -> None:
+        import sentencepiece
+
+        if not model.is_file():
+            raise UserError(f"there is no SentencePiece model {model}")
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(model))
+        except (RuntimeError, OSError) as error:
+            raise UserError(f"{model} is not a SentencePiece model ({error})") from None
+        pieces = [self._model.id_to_piece(number) for number in range(self._model.get_piece_size())]
+        self._id_O = [vocabulary.index.get(piece, vocabulary.unk) for piece in pieces]
+        self._id_O[self._model.unk_id()] = vocabulary.unk
+        is_byte = self._model.is_byte
+        self._bytes = {piece: bytes([int(piece[1:-1], 16)]) for number, piece in enumerate(pieces) if is_byte(number)}
+
+    def encode(self, line: str) -> list[int]:
+        return [self._id_O[number] for number in self._model.encode(line, out_type=int)]
+
+    def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        return _joined(self._id_O.__getitem__, self._model.encode(list(lines), out_type=int, num_threads=1))
+
+    def content(self, symbol: str) -> bytes:
+        return self._bytes.get(symbol) or symbol.replace(WORD_START, " ").encode()
+
+
+class ByteLevelBPE:
+    """GPT-2's byte-pair encoding of the bytes of a text; in the dictionary a symbol is its id as a decimal string.
+
+    Args:
+        vocabulary: of the model.
+        encoder_json: pieces with their ids; a byte is written as the character that GPT-2 has for it. The merges are
+            in ``vocab.bpe`` beside it, a pair a line after a line of comment.
+
+    Raises:
+        UserError: a file is missing or is not in this format, or the package ``tokenizers`` is not installed.
+    """
+
+    strips_lines = False
+
+    def __init__(self, vocabulary: Vocabulary, encoder_json: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise UserError(
+                f"{encoder_json}: byte-level BPE needs the package tokenizers: pip install 'smlp[data]'"
+            ) from None
+        ids, merges = read_encoder(encoder_json), read_merges(encoder_json.with_name(VOCAB_BPE))
+        try:
+            model = tokenizers.models.BPE(vocab=ids, merges=merges)
+        except Exception as error:  # the library has no narrower one
+            raise UserError(f"{encoder_json} and {VOCAB_BPE} beside it do not fit each other ({error})") from None
+        self._model = tokenizers.Tokenizer(model)
+        self._model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._id_O = [vocabulary.unk] * (max(ids.values(), default=0) + 1)
+        for number in ids.values():
+            self._id_O[number] = vocabulary.index.get(str(number), vocabulary.unk)
+        byte_of = byte_characters()
+        self._bytes = {
+            str(number): bytes(byte_of[character] for character in piece)
+            if all(character in byte_of for character in piece)
+            else piece.encode()
+            for piece, number in ids.items()
+        }
+
+    def encode(self, line: str) -> list[int]:
+        return [self._id_O[number] for number in self._model.encode(line, add_special_tokens=False).ids]
+
+    def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        stretches = [_stretches(line) for line in lines]
+        ids, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for some in _batches(itertools.chain.from_iterable(stretches)):
+            encoded = self._model.encode_batch_fast(some, add_special_tokens=False)
+            ids_N, lengths_S = _joined(self._id_O.__getitem__, [stretch.ids for stretch in encoded])
+            ids.append(ids_N)
+            lengths.append(lengths_S)
+        first_L = np.cumsum([0, *map(len, stretches)])[:-1]
+        lengths_L = np.add.reduceat(np.concatenate(lengths), first_L) if len(lines) else np.empty(0, np.int64)
+        return np.concatenate(ids), lengths_L
+
+    def content(self, symbol: str) -> bytes:
+        return self._bytes.get(symbol) or symbol.encode()
+
+
+def kind_of(vocabulary: Vocabulary, model: str | Path | None) -> Kind:
+    """What cuts text into the symbols of a dictionary.
+
+    Args:
+        vocabulary: of the model.
+        model: a SentencePiece model; ``encoder.json`` or another ``.json``, with ``vocab.bpe`` beside it; None for
+            words between spaces.
+
+    Raises:
+        UserError: a file is missing or damaged, or none is given although the symbols are pieces.
+    """
+    if model is not None:
+        return (ByteLevelBPE if Path(model).suffix == ".json" else SentencePieces)(vocabulary, Path(model))
+    missing = ""
+    if any(symbol.startswith(WORD_START) for symbol in vocabulary.symbols):
+        missing = f"SentencePiece pieces but there is no {SENTENCEPIECE_MODEL}"
+    elif all(str(number) in vocabulary.index for number in range(256)):
+        missing = f"ids of byte-level BPE but there is no {ENCODER_JSON}"
+    if missing:
+        raise UserError(
+            f"the dictionary holds {missing} beside it, beside the checkpoint or with the data: name it with "
+            "--tokenizer"
+        )
+    return Words(vocabulary)
+
+
+class _Index(dict):
+    """Ids by symbol, with one for all others."""
+
+    def __init__(self, index: dict[str, int], unknown: int) -> None:
+        super().__init__(index)
+        self._unknown = unknown
+
+    def __missing__(self, symbol: str) -> int:
+        return self._unknown
+
+
+def _stretches(line: str) -> list[str]:
+    """A line cut where GPT-2's encoding is sure to part it: before a single space between other characters."""
+    if len(line) <= STRETCH:
+        return [line]
+    places = [0]
+    while match := _BEFORE_WORD.search(line, places[-1] + STRETCH):
+        places.append(match.start() + 1)
+    return [line[start:stop] for start, stop in itertools.pairwise([*places, len(line)])]
+
+
+def _batches(stretches: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in lists of about ``STRETCH`` characters: the library keeps a hundred bytes for each token of a list."""
+    batch: list[str] = []
+    size = 0
+    for stretch in stretches:
+        batch.append(stretch)
+        size += len(stretch)
+        if size >= STRETCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _joined(id_of: object, rows: Iterable[Sequence]) -> tuple[np.ndarray, np.ndarray]:
+    lengths_L = np.fromiter(map(len, rows), np.int64, len(rows))
+    ids_N = np.fromiter(map(id_of, itertools.chain.from_iterable(rows)), np.int64, int(lengths_L.sum()))
+    return ids_N, lengths_L

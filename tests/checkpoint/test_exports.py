@@ -1,0 +1,210 @@
+"""Exports: a model in one file that is read alone, by ``smlp.load_pretrained`` and by others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_states import PREFIX, WORDS, command, content, differences, refused, save
+from running import run_python
+
+import smlp
+from smlp.config import unflatten
+from smlp.nn.decoder import Decoder
+
+pytestmark = pytest.mark.timeout(120)
+
+
+BLOCKED = """
+import sys
+
+class NoFairseq:
+    def find_spec(self, name, *rest):
+        if name.split(".")[0] in ("fairseq", "hydra", "omegaconf"):
+            raise ImportError(f"{name} is not here")
+
+sys.meta_path.insert(0, NoFairseq())
+import smlp
+for path in sys.argv[1:]:
+    print(smlp.load_pretrained(path).generate("w1 w2", 5, smlp.inference.generation.Sampling(temperature=0)))
+"""
+
+
+def test_exports_are_read_alone_and_without_fairseq(whole: Path, parts: Path, tmp_path: Path) -> None:
+    exports = [tmp_path / "alone" / name for name in ("model.pt", "model.safetensors")]
+    for path in exports:
+        assert command("merge", parts, "-o", path, "--export") == 0
+    assert sorted(path.name for path in (tmp_path / "alone").iterdir()) == ["model.pt", "model.safetensors"]
+    script = tmp_path / "read.py"
+    script.write_text("import smlp.inference.generation\n" + BLOCKED)
+    run = run_python(script, whole, parts, *exports, timeout=60)
+    assert run.rc == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == 4 and lines[0] and lines == [lines[0]] * 4
+    tokens = torch.randint(4, 24, (2, 12))
+    original = smlp.load_pretrained(whole)
+    for path in (parts, *exports):
+        model = smlp.load_pretrained(path)
+        assert torch.equal(model(tokens).logits, original(tokens).logits)
+        assert model.vocabulary.symbols == original.vocabulary.symbols
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_an_export_is_no_damaged_checkpoint(whole: Path, tmp_path: Path, name) -> None:
+    """To fairseq: the sentence names the command that makes a checkpoint of it."""
+    from fairseq import checkpoint_utils
+
+    from smlp.fairseq_compat import apply
+
+    apply()
+    assert command("merge", whole, "-o", tmp_path / name, "--export") == 0
+    with pytest.raises(smlp.UserError, match=rf"{name} is an export, .*: smlp checkpoint merge .*{name} -o CHECKPOINT"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / name))
+
+
+def test_an_export_is_plain_torch(whole: Path, tmp_path: Path) -> None:
+    assert command("merge", whole, "-o", tmp_path / "e.pt", "--export") == 0
+    for mapped in (False, True):
+        export = torch.load(tmp_path / "e.pt", weights_only=True, mmap=mapped)
+        decoder = Decoder(unflatten(export["settings"]))
+        decoder.load_state_dict(export["weights"])
+    assert export["arch"] == "base_lm_tiny" and export["num_updates"] == 2
+    assert bytes(export["files"]["dict.txt"].tolist()).decode().split() == [w for word in WORDS for w in (word, "1")]
+    assert "last_optimizer_state" not in export
+
+
+def test_an_export_is_plain_safetensors(whole: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    path = tmp_path / "e.safetensors"
+    assert command("merge", whole, "-o", path) == 0
+    tensors = load_file(path)
+    expected = {name.removeprefix(PREFIX): tensor for name, tensor in content(whole)["model"].items()}
+    assert differences(expected, {n: t for n, t in tensors.items() if not n.startswith("files/")}) == []
+    assert tensors["files/dict.txt"].dtype == torch.uint8
+    with safe_open(path, "pt") as file:
+        facts = json.loads(file.metadata()["smlp"])
+    assert facts["settings"]["num_experts"] == 4 and facts["cfg"]["model"]["activation"] == "gelu"
+
+
+def test_the_sentencepiece_model_travels_along(tmp_path: Path) -> None:
+    import sentencepiece
+
+    text = tmp_path / "text.txt"
+    text.write_text("the old man and the sea\nthe young man and the old sea\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(tmp_path / "sentencepiece"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sentencepiece.model"))
+    symbols = [pieces.id_to_piece(i) for i in range(pieces.get_piece_size()) if not pieces.is_control(i)]
+    path = save(tmp_path, "dense_lm_tiny", vocab_size=len(symbols) + 4)
+    (tmp_path / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in symbols), encoding="utf-8")
+    for name in ("e.pt", "e.safetensors"):
+        export = tmp_path / "alone" / name
+        assert command("merge", path, "-o", export, "--export") == 0
+        tokenizer = smlp.load_pretrained(export).tokenizer
+        assert tokenizer.decode(tokenizer.encode("the young sea")) == "the young sea"
+        assert command("merge", export, "-o", tmp_path / name.replace(".", "") / "x.pt") == 0
+    assert sorted(path.name for path in (tmp_path / "ept").iterdir()) == ["dict.txt", "sentencepiece.model", "x.pt"]
+    model = (tmp_path / "ept" / "sentencepiece.model").read_bytes()
+    assert model == (tmp_path / "sentencepiece.model").read_bytes()
+
+
+def test_an_export_keeps_the_settings_that_presets_may_change(whole: Path, tmp_path: Path, monkeypatch) -> None:
+    state = content(whole)
+    state["cfg"]["model"]["activation"] = None  # left to the architecture, as fairseq keeps it
+    torch.save(state, whole)
+    assert command("merge", whole, "-o", tmp_path / "e.pt", "--export") == 0
+    monkeypatch.setitem(smlp.PRESETS["base_lm_tiny"], "activation", "relu")
+    assert smlp.load_pretrained(whole).decoder.config.activation == "relu"
+    assert smlp.load_pretrained(tmp_path / "e.pt").decoder.config.activation == "gelu"
+
+
+def test_without_the_library_safetensors_is_refused_before_anything_is_written(
+    whole: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert "pip install 'smlp[export]'" in refused(capsys, "merge", whole, "-o", tmp_path / "e.safetensors")
+    assert not (tmp_path / "e.safetensors").exists()
+
+
+def test_another_dictionary_beside_the_output_is_not_written_over(whole: Path, tmp_path: Path, capsys) -> None:
+    export = tmp_path / "e.pt"
+    assert command("merge", whole, "-o", export, "--export") == 0
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "dict.txt").write_text("the 1\n")
+    capsys.readouterr()
+    for arguments in (["merge", export, "-o", other / "x.pt"], ["split", export, "-o", other / "x.pt", "--parts", 2]):
+        assert "dict.txt is another one than that of the export" in refused(capsys, *arguments)
+    assert [path.name for path in other.iterdir()] == ["dict.txt"]
+
+
+def _with_file(export: Path, name: str, target: Path) -> Path:
+    """A copy of an export that holds one more file."""
+    added = torch.frombuffer(bytearray(b"not yours"), dtype=torch.uint8)
+    if export.suffix == ".pt":
+        state = content(export)
+        state["files"][name] = added
+        torch.save(state, target)
+    else:
+        from safetensors import safe_open
+        from safetensors.torch import load_file, save_file
+
+        with safe_open(export, "pt") as opened:
+            save_file({**load_file(export), f"files/{name}": added}, target, metadata=opened.metadata())
+    return target
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_an_export_writes_no_file_but_its_own(whole: Path, tmp_path: Path, suffix, capsys) -> None:
+    export, outside = tmp_path / f"e{suffix}", tmp_path / "outside"
+    assert command("merge", whole, "-o", export, "--export") == 0
+    capsys.readouterr()
+    for name in (
+        str(outside),
+        "../outside",
+        f"../../{tmp_path.name}/outside",
+        "dict.txt/../../outside",
+        "notes.txt",
+        "",
+    ):
+        evil = _with_file(export, name, tmp_path / f"evil{suffix}")
+        words = f"holds the file {name!r}: an export has dict.txt, sentencepiece.model, encoder.json, vocab.bpe only"
+        for arguments in (["verify", evil], ["info", evil], ["merge", evil, "-o", tmp_path / "out" / "o.pt"]):
+            assert words in refused(capsys, *arguments)
+        with pytest.raises(smlp.UserError, match="holds the file"):
+            smlp.load_pretrained(evil)
+        assert not outside.exists() and list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s["files"].update({"dict.txt": "a string"}),
+        lambda s: s["files"].update({"dict.txt": torch.ones(3)}),
+        lambda s: s.update(weights=3),
+        lambda s: s["weights"].update({"norm.bias": "a string"}),
+        lambda s: s["weights"].pop("embedding.weight"),
+        lambda s: s.update(cfg="a string"),
+        lambda s: s["cfg"].update(model=None),
+        lambda s: s.update(num_updates="six"),
+    ],
+)
+def test_a_damaged_export_is_one_sentence(whole: Path, tmp_path: Path, change, capsys) -> None:
+    assert command("merge", whole, "-o", tmp_path / "e.pt", "--export") == 0
+    state = content(tmp_path / "e.pt")
+    change(state)
+    torch.save(state, tmp_path / "e.pt")
+    capsys.readouterr()
+    assert "e.pt" in refused(capsys, "verify", tmp_path / "e.pt")
+    with pytest.raises(smlp.UserError, match=r"e\.pt"):
+        smlp.load_pretrained(tmp_path / "e.pt")

@@ -1,0 +1,159 @@
+"""Configurations check themselves; presets have the sizes of the paper's tables."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import smlp
+from smlp.config import SETTINGS, ModelConfig, MoEConfig, flatten, unflatten
+from smlp.config.ignored_settings import ignored_settings
+from smlp.config.presets import PRESETS
+from smlp.costs.formula import parameters
+
+# Parameters: of one expert of every sparse layer, and all that are not experts'. docs/presets.md has the paper's.
+PINNED = {
+    "smlp": (113_344_512, 258_738_176),
+    "smlp_tiny": (1_085_184, 4_579_072),
+    "smlp_large": (276_946_944, 682_686_464),
+    "smlp_partial": (108_808_272, 258_816_896),
+    "smlp_partial_tiny": (1_073_172, 4_579_488),
+    "smlp_leaky": (108_808_272, 259_131_392),
+    "smlp_leaky_tiny": (1_073_172, 4_581_120),
+    "gmlp_lm": (0, 353_875_968),
+    "gmlp_lm_tiny": (0, 5_588_224),
+    "gmlp_lm_large": (0, 944_476_160),
+    "gmlp_moe": (88_227_840, 288_098_304),
+    "gmlp_moe_tiny": (893_024, 4_780_832),
+    "dense_lm": (0, 354_740_224),
+    "dense_lm_tiny": (0, 5_716_352),
+    "dense_lm_large": (0, 960_952_320),
+    "gshard_lm": (75_543_552, 204_209_152),
+    "gshard_lm_tiny": (854_144, 4_016_768),
+    "gshard_lm_large": (234_952_704, 575_842_304),
+    "switch_lm": (100_724_736, 254_408_704),
+    "switch_lm_tiny": (1_280_960, 4_439_488),
+    "switch_lm_large": (234_952_704, 575_383_552),
+    "switch_lm_enlarged": (268_517_376, 642_600_960),
+    "base_lm": (100_749_312, 241_787_904),
+    "base_lm_tiny": (1_281_984, 4_438_464),
+    "base_lm_large": (268_550_144, 642_568_192),
+    "hash_lm": (100_724_736, 241_419_264),
+    "hash_lm_tiny": (1_280_960, 4_435_392),
+    "hash_lm_large": (268_517_376, 642_076_672),
+}
+
+
+@pytest.mark.parametrize("arch", PRESETS)
+def test_modules_have_as_many_parameters_as_the_formula_says(arch):
+    with torch.device("meta"):
+        model = smlp.build(arch)
+    num_experts = model.config.moe.num_experts
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    other = sum(p.numel() for p in model.parameters()) - experts
+    counts = parameters(model.config, world_size=num_experts)
+    assert (counts.expert_per_rank * num_experts, counts.other) == (experts, other)
+    assert counts.total == experts + other
+    assert (counts.expert_per_rank, counts.other) == PINNED[arch]
+
+
+def test_every_preset_has_a_pinned_count():
+    assert list(PINNED) == list(PRESETS)
+
+
+def test_sparse_layers_stand_where_the_paper_says():
+    assert smlp.preset("smlp").sparse_layer_indices() == (3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 33, 36)
+    assert smlp.preset("smlp_large").sparse_layer_indices() == (3, 6, 10, 13, 16, 20, 23, 26)
+    assert smlp.preset("smlp_tiny").sparse_layer_indices() == (2, 5)
+    assert smlp.preset("gmlp_lm").sparse_layer_indices() == ()
+
+
+@pytest.mark.parametrize("num_dense", range(6))
+@pytest.mark.parametrize("num_sparse", range(1, 6))
+def test_sparse_positions_are_distinct_layers(num_dense, num_sparse):
+    config = ModelConfig(num_dense_layers=num_dense, num_sparse_layers=num_sparse)
+    indices = config.sparse_layer_indices()
+    assert len(set(indices)) == num_sparse and max(indices) < num_dense + num_sparse
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_experts": 7}, ["num_experts=7", "embed_dim=1024"]),
+        ({"num_experts": 0}, ["num_experts", "0"]),
+        ({"num_experts": "4"}, ["num_experts must be of type int", "'4'"]),
+        ({"num_experts": 4.0}, ["num_experts must be of type int", "4.0"]),
+        ({"embed_dim": True}, ["embed_dim must be of type int", "True"]),
+        ({"dropout": None}, ["dropout must be of type float", "None"]),
+        ({"embed_init_std": "0.1"}, ["embed_init_std must be of type float | None", "'0.1'"]),
+        ({"base_shuffle": 1}, ["base_shuffle must be of type bool", "1"]),
+        ({"num_heads": 3}, ["num_heads=3", "4096"]),
+        ({"ffn_dim": 4095}, ["ffn_dim", "4095"]),
+        ({"dropout": 1.0}, ["dropout", "1.0"]),
+        ({"max_tokens": 0}, ["max_tokens", "0"]),
+        ({"num_dense_layers": 0, "num_sparse_layers": 0}, ["num_dense_layers", "num_sparse_layers"]),
+        ({"activation": "tanh"}, ["activation", "tanh", "gelu"]),
+        ({"padding_idx": 60000}, ["padding_idx", "60000", "51200"]),
+        ({"num_expert": 4}, ["num_expert", "num_experts"]),
+        ({"capacity_factor": -1.0}, ["capacity_factor", "-1.0"]),
+        ({"eval_capacity_factor": float("nan")}, ["eval_capacity_factor", "nan"]),
+        ({"load_balance_weight": -0.1}, ["load_balance_weight", "-0.1"]),
+        ({"router_jitter": 1.0}, ["router_jitter", "1.0"]),
+        ({"prefix_fraction": 1.0}, ["prefix_fraction", "1.0"]),
+        ({"feature_routing": "partial", "max_tokens": 1}, ["prefix_fraction=0.2", "max_tokens=1"]),
+        ({"hash_seed": -1}, ["hash_seed", "-1"]),
+        ({"centroid_init_gain": 0.0}, ["centroid_init_gain", "0.0"]),
+        ({"router": "top1"}, ["router", "top1", "base, switch, gshard, hash"]),
+        ({"feature_routing": "learned"}, ["feature_routing", "learned", "partial"]),
+        ({"sparse_placement": "alternate", "num_dense_layers": 1}, ["num_sparse_layers=12", "num_dense_layers=1"]),
+        ({"positions": "sinusoidal", "embed_dim": 33, "num_experts": 3}, ["sinusoidal", "33"]),
+        ({"dense_block": "transformer", "num_heads": 5}, ["num_heads=5", "embed_dim=1024"]),
+    ],
+)
+def test_bad_settings_are_named(settings, words):
+    with pytest.raises(smlp.UserError) as error:
+        unflatten(settings)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changed", "ignored"),
+    [
+        ("dense_lm_tiny", {"num_experts": 9}, {"num_experts": "the model has no sparse layers"}),
+        ("gmlp_lm_tiny", {"router": "switch"}, {"router": "the model has no sparse layers"}),
+        ("base_lm_tiny", {"feature_routing": "leaky"}, {"feature_routing": "the model has no sMoE"}),
+        ("hash_lm_tiny", {"capacity_factor": 2.0}, {"capacity_factor": "the router is neither switch nor gshard"}),
+        ("switch_lm_tiny", {"second_expert": "all"}, {"second_expert": "the router is not gshard"}),
+        ("smlp_tiny", {"hash_kind": "balanced"}, {"hash_kind": "the router is not hash"}),
+        ("smlp_tiny", {"prefix_fraction": 0.3}, {"prefix_fraction": "no features are routed by a prefix"}),
+        ("switch_lm_tiny", {"base_shuffle": True}, {"base_shuffle": "the router is not base"}),
+        ("dense_lm_tiny", {"spatial_init_scale": 1.0}, {"spatial_init_scale": "the model has no spatial weights"}),
+        ("gshard_lm_tiny", {"capacity_factor": 2.0, "second_expert": "all", "num_experts": 4}, {}),
+        ("smlp_partial_tiny", {"prefix_fraction": 0.3, "base_shuffle": True}, {}),
+    ],
+)
+def test_settings_without_effect_are_found(arch, changed, ignored):
+    assert ignored_settings(smlp.preset(arch, **changed), PRESETS[arch]) == ignored
+
+
+@pytest.mark.parametrize("arch", PRESETS)
+def test_no_preset_has_a_setting_without_effect_beyond_its_own(arch):
+    assert ignored_settings(smlp.preset(arch), PRESETS[arch]) == {}
+
+
+def test_unknown_architecture_names_the_closest():
+    with pytest.raises(smlp.UserError, match=r"'smlp_tinny'.*did you mean 'smlp_tiny'"):
+        smlp.preset("smlp_tinny")
+
+
+def test_flat_settings_are_the_inverse_of_the_nested_ones():
+    config = smlp.preset("smlp_tiny", num_experts=4, dropout=0.3)
+    assert config.moe == MoEConfig(num_experts=4) and config.dropout == 0.3
+    assert unflatten(flatten(config)) == config
+    assert set(flatten(config)) == set(SETTINGS)
+    assert all(field.metadata["help"] for field in SETTINGS.values())
+
+
+def test_configurations_cannot_be_changed_behind_a_model():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        smlp.preset("smlp_tiny").dropout = 0.5

@@ -1,0 +1,220 @@
+"""Files in SMLP_PLUGINS: the settings that they bring, and what is refused."""
+
+import dataclasses
+import hashlib
+import importlib.util
+import os
+import sys
+
+import pytest
+from plugin_files import ARCHS, ROUTER, SIZES
+from running import REPOSITORY, run_python
+from tiny_checkpoints import write_checkpoint
+
+import smlp
+from smlp.checkpoint.opened import open_checkpoint
+from smlp.checkpoint.upcycle import target_config, upcycled
+from smlp.cli import main
+from smlp.config import SETTINGS, all_settings, differences, flatten, plugins, unflatten
+from smlp.config.ignored_settings import ignored_settings
+from smlp.config.presets import from_training_options
+from smlp.config.registry import ROUTERS
+from smlp.config.settings import help_of
+from smlp.costs.match import FAMILIES, families, like, match
+from smlp.criterions.choice import needs_ours
+from smlp.experiments.plan import entries_of
+from smlp.experiments.reading import read_experiment
+from smlp.kinds import register_architecture
+from smlp.launch.environment import environment
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("own_tables")]
+
+
+def test_own_settings_are_settings(plugged_in):
+    config = smlp.preset("smlp_tiny", router="cosine", cosine_temperature=0.5)
+    assert config.own("cosine").temperature == 0.5 and config.own("cosine").balance_weight == 0.01
+    flat = flatten(config)
+    assert flat.keys() - SETTINGS.keys() == {"cosine_temperature", "cosine_balance_weight"}
+    assert unflatten(flat) == config and hash(unflatten(flat)) == hash(config)
+    assert differences(config, smlp.preset("smlp_tiny")) == {"router": "cosine", "cosine_temperature": 0.5}
+    assert needs_ours(config).endswith("cosine_balance_weight=0.01")
+    assert needs_ours(dataclasses.replace(config, extra=(("cosine_balance_weight", 0.0),))) is None
+    plain = smlp.preset("smlp_tiny", conv_width=9)
+    assert ignored_settings(plain, {}).get("conv_width") == "no router or block of the model is conv"
+    assert flatten(smlp.preset("smlp_tiny")).keys() == SETTINGS.keys(), "other models know nothing of it"
+
+
+def test_a_flag_that_an_architecture_sets_stays_set_where_it_is_not_given():
+    """fairseq's configuration says nothing then, rather than False."""
+    from smlp.models.language_model import LanguageModelConfig
+
+    flags = {"base_shuffle": True, "checkpoint_activations": True}
+    register_architecture("flagged_lm", like="smlp_tiny", **flags)
+    of_task = {"tokens_per_sample": 8, "add_bos_token": False, "max_target_positions": None}
+    options = {field.name: field.default for field in dataclasses.fields(LanguageModelConfig)} | of_task
+    for arch, expected in {"flagged_lm": True, "smlp_tiny": False}.items():
+        settings = flatten(from_training_options(arch, options, vocab_size=30, padding_idx=1))
+        assert [settings[name] for name in flags] == [expected, expected]
+    given = from_training_options("smlp_tiny", options | flags, vocab_size=30, padding_idx=1)
+    assert given.checkpoint_activations and given.moe.base_shuffle
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"router": "cosine", "cosine_temperature": 0.0}, ["cosine_temperature", "0.0"]),
+        ({"cosine_temperatur": 1.0}, ["cosine_temperatur", "did you mean 'cosine_temperature'"]),
+        ({"router": "cosin"}, ["base, switch, gshard, hash, cosine", "'cosin'", "SMLP_PLUGINS"]),
+        ({"dense_block": "conv", "conv_width": 0}, ["conv_width", "0"]),
+    ],
+)
+def test_bad_own_settings_are_named(plugged_in, settings, words):
+    with pytest.raises(smlp.UserError) as error:
+        smlp.preset("smlp_tiny", **settings)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_upcycling_keeps_settings_of_own_blocks_and_refuses_what_it_does_not_know(plugged_in, tmp_path):
+    register_architecture("conv_smlp", like="smlp_tiny", dense_block="conv")
+    settings = {**SIZES, **ARCHS["conv_lm_tiny"]}
+    settings = {name: value for name, value in settings.items() if name not in ("vocab_size", "max_tokens")}
+    path, decoder = write_checkpoint(tmp_path, [f"w{i}" for i in range(9)], "conv_lm_tiny", **settings)
+    sparse = upcycled(open_checkpoint(path), "conv_smlp", {"num_sparse_layers": 1, "num_experts": 2})
+    assert sparse.config.own("conv").width == decoder.config.own("conv").width == 5
+    with pytest.raises(smlp.UserError, match="upcycling to conv_moe_tiny: conv blocks cannot be made of conv blocks"):
+        target_config(open_checkpoint(path), "conv_moe_tiny", {})
+    with pytest.raises(smlp.UserError, match="upcycling knows the routers hash, gshard, switch, base, not cosine"):
+        target_config(open_checkpoint(path), "cosine_lm_tiny", {})
+
+
+def test_a_comparison_matches_families_of_ones_own(plugged_in, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("data: d\nupdates: 9\nmatch: {like: smlp_tiny, families: [smlp, conv_lm_tiny]}\n")
+    assert [entry.arch for entry in entries_of(read_experiment(path), 512)] == ["smlp_tiny", "conv_lm_tiny"]
+    path.write_text(path.read_text().replace("conv_lm_tiny]", "conf_lm]"))
+    with pytest.raises(smlp.UserError, match=r"match.families has 'conf_lm', which is none of .*conv_lm_tiny"):
+        read_experiment(path)
+
+
+def test_match_finds_sizes_of_own_architectures(plugged_in):
+    target, size, shared = like("smlp_tiny")
+    assert set(families()) - set(FAMILIES) == set(ARCHS)
+    for family in ARCHS:
+        found = match(family, target, "layers", size, shared)
+        assert found.matches and found.arguments()[:2] == ["--arch", family]
+
+
+# --- what is refused
+
+START = """
+from dataclasses import dataclass
+from smlp.kinds import BlockKind, RouterKind, register_architecture, register_dense_block, register_router, setting
+
+class Free(RouterKind):
+    def build(self, config): ...
+    def num_parameters(self, config): return 0
+    def flops_per_token(self, config): return 0
+"""
+BAD = {
+    "syntax": ("def :", ["SyntaxError", "line 1"]),
+    "fails": (START + "print(nothing)\n", ["line 10", "NameError", "nothing"]),
+    "taken": (START + "register_router('base')(Free)", ["router 'base'", "Free in", "from smlp", "another name"]),
+    "name": (START + "register_router('My-Router')(Free)", ["'My-Router'", "lower-case"]),
+    "abstract": (START + "@register_router('x')\nclass X(RouterKind): ...", ["'x' (X) lacks build, flops_per_token"]),
+    "no kind": (START + "@register_dense_block('x')\nclass X(Free): ...", ["'x' (X) is no BlockKind"]),
+    "no dataclass": (
+        START + "@register_router('x')\nclass X(Free):\n  class settings:\n    a: int = 3\n",
+        ["settings of 'x'", "no frozen dataclass"],
+    ),
+    "type": (
+        START + "@dataclass(frozen=True)\nclass S:\n  a: list = setting(None, 'h')\nFree.settings = S\n"
+        "register_router('x')(Free)",
+        ["'a' of 'x'", "int, float, bool or str"],
+    ),
+    "like a setting": (
+        START + "@dataclass(frozen=True)\nclass S:\n  jitter: float = setting(0.1, 'h')\nFree.settings = S\n"
+        "register_router('router')(Free)",
+        ["'router_jitter'", "another setting"],
+    ),
+    "architecture": (START + "register_architecture('y', like='nothing')", ["'y'", "'nothing'"]),
+    "its setting": (START + "register_architecture('y', like='smlp', wdith=3)", ["'y'", "'wdith'"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_whole(tmp_path, monkeypatch, name):
+    text, words = BAD[name]
+    path = tmp_path / "bad.py"
+    path.write_text(text.replace("\nclass Free", "\nregister_architecture('half', like='smlp')\nclass Free"))
+    monkeypatch.setenv(plugins.VARIABLE, f"{ROUTER}{os.pathsep}{path}")
+    for _ in range(2):  # also the second time
+        with pytest.raises(smlp.UserError) as error:
+            smlp.preset("smlp_tiny")
+        assert all(word in str(error.value) for word in [str(path), *words]), str(error.value)
+        assert "\n" not in str(error.value)
+    monkeypatch.setenv(plugins.VARIABLE, str(ROUTER))
+    assert "half" not in smlp.PRESETS and "x" not in ROUTERS and "cosine" in ROUTERS
+
+
+def test_a_missing_file_is_named(monkeypatch, capsys):
+    monkeypatch.setenv(plugins.VARIABLE, "nowhere/router.py")
+    assert main.main(["flops", "--arch", "smlp_tiny"]) == 1
+    error = capsys.readouterr().err
+    assert error == "smlp: error: SMLP_PLUGINS names nowhere/router.py, which is no file\n"
+
+
+def test_a_relative_path_counts_from_where_the_process_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv(plugins.VARIABLE, "examples/extend/cosine_router.py")
+    assert "cosine" in ROUTERS
+    monkeypatch.chdir(tmp_path)
+    assert smlp.preset("cosine_lm_tiny").moe.router == "cosine"
+
+
+def test_choices_of_own_settings_are_checked_and_shown(tmp_path, monkeypatch):
+    path = tmp_path / "free.py"
+    path.write_text(
+        START + "@dataclass(frozen=True)\nclass S:\n  kind: str = setting('a', 'which', ('a', 'b'))\n"
+        "  loud: bool = setting(False, 'whether')\nFree.settings = S\nregister_router('free')(Free)"
+    )
+    monkeypatch.setenv(plugins.VARIABLE, str(path))
+    assert help_of(all_settings()["free_kind"]) == "which: a, b" and all_settings()["free_loud"].type == "bool"
+    assert smlp.preset("smlp_tiny", router="free", free_kind="b", free_loud=True).own("free").loud
+    with pytest.raises(smlp.UserError, match="no router or block 'base' has settings of its own"):
+        smlp.preset("smlp_tiny").own("base")
+    with pytest.raises(smlp.UserError, match="free_kind must be one of a, b, got 'c'"):
+        smlp.preset("smlp_tiny", router="free", free_kind="c")
+
+
+def test_two_files_with_one_name_and_one_file_twice(tmp_path, monkeypatch):
+    other = tmp_path / "other.py"
+    other.write_text(ROUTER.read_text())
+    monkeypatch.setenv(plugins.VARIABLE, os.pathsep.join([str(ROUTER), str(ROUTER)]))
+    assert "cosine" in ROUTERS
+    spec = importlib.util.spec_from_file_location("smlp_plugin_imported", ROUTER)
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])  # the same parts once more, as for who imports the file himself
+    monkeypatch.setenv(plugins.VARIABLE, os.pathsep.join([str(ROUTER), str(other)]))
+    with pytest.raises(smlp.UserError, match=r"'cosine' of Cosine in .*other.py.*from Cosine in .*cosine_router.py"):
+        smlp.preset("smlp_tiny")
+
+
+def test_help_does_not_wait_for_plugins(tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text("raise SystemExit('loaded')")
+    code = f"import os; os.environ['SMLP_PLUGINS'] = {str(slow)!r}\nfrom smlp.cli import main\nmain.main([])"
+    done = run_python("-c", code)
+    assert done.rc == 0 and "commands:" in done.stdout and "loaded" not in done.stderr
+
+
+def test_the_environment_names_plugins_by_file_unless_two_have_one_name(monkeypatch, tmp_path):
+    one, two, other = tmp_path / "a" / "mine.py", tmp_path / "b" / "mine.py", tmp_path / "c.py"
+    for path in (one, two, other):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"x = {str(path)!r}\n")
+    monkeypatch.setenv(plugins.VARIABLE, f"{one}:{other}")
+    record = environment()["plugins"]
+    assert list(record) == ["mine.py", "c.py"]
+    assert record["c.py"] == hashlib.sha256(other.read_bytes()).hexdigest()
+    monkeypatch.setenv(plugins.VARIABLE, f"{one}:{two}:{other}")
+    assert list(environment()["plugins"]) == [str(one), str(two), "c.py"]

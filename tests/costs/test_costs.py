@@ -1,0 +1,350 @@
+"""Where the time of an update goes: stages of sparse layers and the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+
+import pytest
+import torch
+from rank_running import run_ranks
+from running import run_python
+
+from smlp.cli import main
+from smlp.config.presets import preset
+from smlp.costs.profiled import _Trainer, measure
+from smlp.costs.ranges import named_parts
+from smlp.costs.stages import PARTS, costs_of_trace
+from smlp.errors import UserError
+from smlp.launch.ports import free_port
+from smlp.nn.decoder import Decoder
+from smlp.parallel import one_process, spans
+from smlp.parallel.spans import STAGES, span, split_name, stage, stage_of
+
+pytestmark = pytest.mark.timeout(120)
+
+SMALL = {"vocab_size": 40, "max_tokens": 10, "embed_dim": 16, "ffn_dim": 16, "num_heads": 2, "num_experts": 4}
+SMALL |= {"num_dense_layers": 2, "num_sparse_layers": 2}
+CPU = torch.device("cpu")
+
+
+def _entry(name: str, start: float, end: float, category: str = "cpu_op", thread: int = 1, **args: int) -> dict:
+    """An entry of a Chrome trace; ``seq`` is a sequence number, ``ext`` an external id."""
+    names = {"seq": "Sequence number", "ext": "External id"}
+    args = {names[key]: value for key, value in args.items()}
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, "pid": 1, "tid": thread} | {
+        "args": args
+    }
+
+
+def _range(name: str, start: float, end: float) -> dict:
+    return _entry(name, start, end, "user_annotation")
+
+
+NODE = "autograd::engine::evaluate_function: "
+FORWARD = [
+    _range("update", 0, 1000),
+    _range("forward", 10, 400),
+    _entry("aten::embedding", 20, 40, seq=0),
+    _range("layer 0, dense block", 50, 150),
+    _entry("aten::linear", 60, 140, seq=1),
+    _entry("aten::t", 70, 80, seq=1),  # makes the node 1, not the linear that it is part of
+    _entry("aten::addmm", 90, 130, seq=2, ext=7),
+    _range("layer 1, sparse block", 150, 390),
+    _entry("aten::layer_norm", 160, 190, seq=3),
+    _range("layer 1 (tMoE) / gate", 200, 300),
+    _entry("aten::mm", 210, 220, seq=4),
+    _range("layer 1 (tMoE) / assignment", 230, 290),
+    _entry("aten::argmax", 240, 250, seq=5),  # makes no node: 5 is the next operation's
+    _range("layer 1 (tMoE) / experts", 300, 380),
+    _entry("aten::bmm", 310, 370, seq=5, ext=8),
+]
+BACKWARD = [
+    _entry(NODE + "BmmBackward0", 410, 520, seq=5, ext=9),
+    _entry("BmmBackward0", 411, 519, seq=5),
+    _entry("aten::bmm", 420, 430),
+    _entry(NODE + "torch::autograd::AccumulateGrad", 520, 530),
+    _entry(NODE + "MmBackward0", 540, 550, seq=4),
+    _entry(NODE + "AddmmBackward0", 560, 640, seq=2),
+    _entry(NODE + "EmbeddingBackward0", 650, 690, seq=0),
+]
+
+
+def test_every_microsecond_is_counted_once():
+    """By hand: one update on one thread."""
+    rest = [_range("backward", 400, 700), _range("gradient reduction", 700, 800), _range("optimizer", 800, 950)]
+    # of another thread, and before and after the update: not counted
+    others = [_entry("gloo:all_to_all", 0, 900, thread=2), _entry("aten::mm", -50, -10), _entry("aten::mm", 1000, 1100)]
+    costs = costs_of_trace([*others, *FORWARD, *BACKWARD, *rest, {"ph": "i", "name": "mark"}])
+    assert costs.num_updates == 1 and costs.seconds == pytest.approx(1e-3)
+    micros = {name: round(1e6 * value) for name, value in costs.layers["layer 1 (tMoE)"].items()}
+    stages = {"gate": 40 + 10, "assignment": 60, "experts": 80 + 110 + 10}
+    assert micros == {stage: stages.get(stage, 0) for stage in STAGES}
+    assert {name: round(1e6 * value) for name, value in costs.parts.items()} == {
+        "rest of sparse blocks": 240 - 180,
+        "dense blocks": 100 + 80,
+        "embedding, head and loss": (390 - 100 - 240) + 40,
+        "gradient reduction": 100,
+        "optimizer": 150,
+        "other": 10 + 50 + (300 - 120 - 10 - 80 - 40),
+    }
+    assert sum(costs.stages.values()) + sum(costs.parts.values()) == pytest.approx(costs.seconds)
+    assert costs.as_json()["stages"]["experts"] == {"ms": pytest.approx(0.2), "share": pytest.approx(0.2)}
+
+
+def test_on_a_gpu_kernels_decide_and_the_cpu_only_where_none_runs():
+    """By hand: the backward pass in a thread of its own, kernels later than what launched them, one that communicates
+    behind one that computes."""
+    backward = [{**entry, "tid": 3} for entry in BACKWARD]
+    kernels = [
+        _entry("gemm", 100, 250, "kernel", thread=7, ext=7),  # of the dense block, while the CPU is at the gate
+        _entry("ncclDevKernel_SendRecv", 240, 360, "kernel", thread=8, ext=10),
+        _entry("bmm", 320, 420, "kernel", thread=7, ext=8),
+        _entry("bmm backward", 900, 960, "kernel", thread=7, ext=9),
+        _entry("Memset", 960, 980, "gpu_memset", thread=7),  # nobody knows whose
+    ]
+    send = [_range("layer 1 (tMoE) / all-to-all out, backward", 230, 231), _entry("nccl:send", 230, 231, ext=10)]
+    events = [*FORWARD, *send, *backward, *kernels, _range("backward", 400, 700), _range("optimizer", 800, 950)]
+    costs = costs_of_trace(events)
+    micros = {name: round(1e6 * value) for name, value in costs.layers["layer 1 (tMoE)"].items() if value}
+    # the CPU's share of the experts' backward pass begins where the kernel ends
+    assert micros == {"all-to-all out": 320 - 250, "experts": 100 + (520 - 420) + 10 + 60, "gate": 10}
+    assert round(1e6 * costs.parts["dense blocks"]) == 50 + 150 + 80
+    assert round(1e6 * costs.parts["optimizer"]) == 100
+    assert sum(costs.stages.values()) + sum(costs.parts.values()) == pytest.approx(1e-3)
+
+
+def test_a_trace_without_updates_is_refused():
+    with pytest.raises(UserError, match="no range 'update'"):
+        costs_of_trace(FORWARD[1:])
+
+
+@pytest.mark.parametrize(
+    ("arch", "kinds"),
+    [
+        ("smlp_tiny", {"sMoE": "permute experts", "tMoE": "gate assignment permute experts"}),
+        ("smlp_partial_tiny", {"sMoE": "gate assignment permute experts", "tMoE": "gate assignment permute experts"}),
+        ("gmlp_moe_tiny", {"gMLP-MoE": "gate assignment permute experts"}),
+        ("gshard_lm_tiny", {"tMoE": "gate assignment permute experts"}),
+        ("hash_lm_tiny", {"tMoE": "gate assignment permute experts"}),
+    ],
+)
+def test_stages_of_a_model_in_one_process(arch, kinds, tmp_path):
+    config = preset(arch, **SMALL)
+    measured = measure(config, one_process(4), 2, 2, CPU, tmp_path / "trace.json")
+    costs = measured.costs
+    assert costs.num_updates == len(measured.seconds) == 2
+    assert sum(costs.stages.values()) + sum(costs.parts.values()) == pytest.approx(costs.seconds, rel=1e-9)
+    layers = config.sparse_layer_indices()
+    assert list(costs.layers) == [f"layer {index} ({kind})" for index in layers for kind in kinds]
+    for name, stages in costs.layers.items():
+        used = {stage for stage, seconds in stages.items() if seconds}
+        assert used == set(kinds[name.partition("(")[2][:-1]].split()), name
+    assert all(costs.parts[part] > 0 for part in PARTS)
+    names = {entry["name"] for entry in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert f"layer {layers[0]} ({next(iter(kinds))}) / experts" in names
+
+
+def test_little_of_an_update_belongs_to_nothing(tmp_path):
+    shares = []
+    for number in range(5):  # the machine may be busy with something else
+        costs = measure(preset("smlp_tiny", **SMALL), one_process(4), 2, 2, CPU, tmp_path / f"{number}.json").costs
+        shares.append(costs.parts["other"] / costs.seconds)
+        if shares[-1] < 0.2:
+            break
+    assert min(shares) < 0.2, shares
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(0.05)
+        return grad, None
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("slow", "owner"),
+    [
+        (lambda model: model.blocks[2].token_moe.experts, ("layer 2 (tMoE)", "experts")),
+        (lambda model: model.blocks[1].mixing.feature_moe.experts, ("layer 1 (sMoE)", "experts")),
+        (lambda model: model.blocks[1].mixing.feature_moe.norm, "rest of sparse blocks"),
+        (lambda model: model.blocks[3].proj_in, "dense blocks"),
+        (lambda model: model.norm, "embedding, head and loss"),
+    ],
+    ids=["tMoE", "sMoE", "norm", "dense", "head"],
+)
+def test_slow_modules_are_found_in_both_passes(slow, owner, recompute, monkeypatch):
+    """50 ms more in the forward and 50 ms in the backward pass."""
+    config, made = preset("smlp_tiny", **SMALL, checkpoint_activations=recompute), []
+
+    def slowed(config, ranks):
+        model = Decoder(config, ranks)
+        slow(model).register_forward_hook(lambda module, inputs, output: _Slow.apply(output, 0.05))
+        made.append(model)
+        return model
+
+    monkeypatch.setattr("smlp.costs.profiled.Decoder", slowed)
+    costs = measure(config, one_process(4), 1, 1, CPU).costs
+    assert spans.current_span() is None, "a range was left open"
+    seconds = costs.layers[owner[0]][owner[1]] if isinstance(owner, tuple) else costs.parts[owner]
+    times = 3 if recompute and owner != "embedding, head and loss" else 2
+    # nothing is counted twice
+    assert sum(costs.stages.values()) + sum(costs.parts.values()) == pytest.approx(costs.seconds, rel=1e-9)
+    assert made and times * 0.05 <= seconds < costs.seconds
+
+
+def test_a_slow_assignment_is_not_the_gates(monkeypatch):
+    from smlp.moe.routers import balanced
+
+    solve = balanced.balanced_assignment
+    monkeypatch.setattr(balanced, "balanced_assignment", lambda scores: (time.sleep(0.3), solve(scores))[1])
+    layers = measure(preset("smlp_tiny", **SMALL), one_process(4), 1, 1, CPU).costs.layers
+    assigning = [layers[name]["assignment"] for name in layers if "tMoE" in name]
+    assert min(assigning) >= 0.3
+    assert max(layers[name]["gate"] for name in layers) < min(assigning)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_waiting_for_a_slow_rank(chunks):
+    """In the forward pass it is skew; in the backward pass it is part of the all-to-all that waits."""
+    fast, slow = run_ranks("costs_with_a_slow_rank", 2, chunks=chunks)
+    for costs in (fast, slow):
+        for name, stages in costs.items():
+            assert all(stages[stage] > 0 for stage in ("all-to-all out", "all-to-all back", "skew")), name
+    # the ranks are compared with each other: on a busy machine everything takes longer, on both
+    first, last = "layer 1 (sMoE)", "layer 2 (tMoE)"
+    assert fast[first]["skew"] > slow[first]["skew"]
+    assert fast[last]["all-to-all out"] > slow[last]["all-to-all out"]
+    assert fast[last]["experts"] < slow[last]["experts"]
+
+
+def test_ranges_cost_nothing_while_nobody_profiles(monkeypatch):
+    assert span("x") is stage_of("layer 1", "gate") is stage("gate")
+    trainer = _Trainer(preset("smlp_tiny", **SMALL), one_process(4), CPU)
+    tokens = torch.randint(2, 40, (8, 10))
+    calls = []
+    enabled = torch.autograd._profiler_enabled
+    monkeypatch.setattr(spans.torch.autograd, "_profiler_enabled", lambda: calls.append(1) or enabled())
+    trainer.update(tokens)
+    monkeypatch.undo()
+    best = []
+    for work in (lambda: trainer.update(tokens), lambda: [_enter_stage() for _ in calls]):
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        best.append(min(times))
+    assert len(calls) > 20 and best[1] < 0.01 * best[0], best
+
+
+def _enter_stage() -> None:
+    with stage_of("layer 1 (tMoE)", "gate"):
+        pass
+
+
+def test_names_of_ranges():
+    with torch.profiler.profile() as profile:
+        with stage_of("layer 3 (tMoE)", "gate"):
+            assert spans.current_span() == "layer 3 (tMoE) / gate"
+            with stage("assignment"), spans.backward_of(spans.current_span()):
+                pass
+        with spans.backward_of(None):
+            assert spans.current_span() is None
+    names = {event.name for event in profile.events()}
+    assert {"layer 3 (tMoE) / gate", "layer 3 (tMoE) / assignment, backward"} <= names
+    assert split_name("layer 3 (tMoE) / skew, backward") == ("layer 3 (tMoE)", "skew")
+    assert split_name("layer 3 (tMoE), shuffle / skew") == ("layer 3 (tMoE)", "skew")
+    assert split_name("layer 3, dense block") is None and split_name("a / b") is None
+
+
+def test_blocks_are_named_only_as_long_as_asked_for():
+    model = Decoder(preset("smlp_tiny", **SMALL))
+    with named_parts(model):
+        assert all(block._forward_hooks for block in model.blocks)
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.blocks)
+
+
+TINY = ["costs", "--arch", "smlp_tiny", "--tokens", "8", "--experts", "4", "--batch-size", "1", "--updates", "1"]
+
+
+def test_the_command_on_two_processes(tmp_path):
+    trace, report = tmp_path / "trace.json", tmp_path / "costs.json"
+    options = ["--nproc", "2", "--overlap-chunks", "5", "--trace", trace, "--json", report]
+    run = run_python("-m", "smlp", *TINY, *options, timeout=100)
+    assert run.rc == 0 and run.stderr == "", run.stderr
+    assert "smlp_tiny: 2 ranks on cpu, 2 of 4 experts on each; 1 x 8 tokens on each; overlap in 2 chunks" in run.stdout
+    assert "--overlap-chunks 5 counts as 2: an expert is never cut" in run.stdout
+    lines = {line[:25].strip(): line[25:].split() for line in run.stdout.splitlines()}
+    assert lines["update"][1] == "100.0" and len(lines["layer 5 (tMoE)"]) == 8
+    result = json.loads(report.read_text())
+    assert len(result["by_rank"]) == 2 and result["experts_per_rank"] == result["overlap_chunks"] == 2
+    for rank, seen in enumerate(result["by_rank"]):
+        shares = [part["share"] for kind in ("stages", "parts") for part in seen["profiled"][kind].values()]
+        assert sum(shares) == pytest.approx(1) and len(seen["update_ms"]) == 1
+        names = [e["name"] for e in json.loads((tmp_path / f"trace.rank{rank}.json").read_text())["traceEvents"]]
+        assert names.count("layer 5 (tMoE) / all-to-all back, backward") == 3, "sends all, and waits for each of two"
+
+
+def test_the_command_as_a_rank_of_a_launcher(tmp_path):
+    arguments = [*TINY, "--trace", str(tmp_path / "trace.json")]
+    shown = run_ranks("costs_command_of_a_launcher", 2, port=free_port(), arguments=arguments)
+    assert "2 ranks on cpu" in shown[0] and shown[1] == ""
+    for rank in range(2):
+        names = [e["name"] for e in json.loads((tmp_path / f"trace.rank{rank}.json").read_text())["traceEvents"]]
+        assert names.count("layer 5 (tMoE) / all-to-all back, backward") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--arch", "smlp_tyni"], ["smlp_tyni", "did you mean 'smlp_tiny'"]),
+        (["--arch", "smlp_tiny", "--nproc", "0"], ["--nproc must be at least 1, got 0"]),
+        (["--arch", "smlp_tiny", "--updates", "0"], ["--updates must be at least 1"]),
+        (["--arch", "smlp_tiny", "--overlap-chunks", "0"], ["--overlap-chunks must be at least 1, got 0"]),
+        (["--arch", "smlp_tiny", "--nproc", "2", "--expert-parallel-size", "4"], ["size of 4", "2 ranks", "8 experts"]),
+        (["--arch", "dense_lm_tiny", "--experts", "4"], ["--experts means nothing for dense_lm_tiny"]),
+        (["--arch", "smlp_tiny", "--tokens", "1"], ["1 tokens leaves none to predict"]),
+        (["--arch", "smlp_tiny", "--trace", "no/such/folder/t.json"], ["--trace no/such/folder/t.json"]),
+    ],
+)
+def test_mistakes_are_one_sentence(options, parts, capsys):
+    assert main.main(["costs", *options]) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("smlp: error: ") and all(part in error for part in parts), error
+
+
+@pytest.mark.parametrize("option", ["--trace", "--json"])
+def test_files_of_another_kind_are_not_written_over(option, tmp_path, capsys):
+    mine, pipe = tmp_path / "notes.txt", tmp_path / "pipe"
+    mine.write_text("something of value")
+    assert main.main([*TINY, option, str(mine)]) == 1
+    assert f"{option} {mine}: there is a file of another kind already" in capsys.readouterr().err
+    assert mine.read_text() == "something of value"
+    os.mkfifo(pipe)
+    if option == "--trace":
+        assert main.main([*TINY, option, str(pipe)]) == 1
+        assert f"cannot write --trace {pipe}: nothing reads from this pipe" in capsys.readouterr().err
+
+
+def test_ranks_of_a_launcher_start_no_more(monkeypatch, capsys):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main.main([*TINY, "--nproc", "2"]) == 1
+    assert "--nproc 2, but" in capsys.readouterr().err
+
+
+def test_a_rank_without_the_others_gives_up():
+    (shown,) = run_ranks(
+        "costs_command_of_a_launcher", 1, port=free_port(), arguments=[*TINY, "--timeout", "1"], size=2
+    )
+    assert re.match(r"smlp: error: rank 0 of 2 on \S+ does not reach the others at env:// \(", shown)
+    assert shown.count("\n") == 1

@@ -1,0 +1,613 @@
+"""Streams, documents, parts and workers of ``smlp data``."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from functools import partial
+from pathlib import Path
+
+import pytest
+from running import REPOSITORY
+
+from data_prep.flow import documents, limits
+from data_prep.flow.documents import Defect, Loss, Reading, Record, documents_in, read
+from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
+from data_prep.flow.parts import find_files, left_out, plan_parts
+from data_prep.flow.running import Run, _lock, begin, is_done, run_parts
+from data_prep.flow.streams import DamagedFile, open_stream, write_bytes, write_stream
+from data_prep.flow.workers import PartFailed
+from smlp.errors import UserError
+
+SUFFIXES = ["", ".gz", ".zst", ".xz", ".bz2"]
+
+
+def write(path, content):
+    with write_stream(path) as (stream, _):
+        stream.write(content)
+    return path
+
+
+def texts(pieces):
+    return [piece.text if isinstance(piece, Record) else piece for piece in pieces]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_streams_come_back_and_are_the_same_bytes_each_time(tmp_path, suffix):
+    content = b"line of text\n" * 200_000
+    first, second = (write(tmp_path / f"{name}.txt{suffix}", content) for name in "ab")
+    with open_stream(first) as stream:
+        assert stream.read() == content
+    assert first.read_bytes() == second.read_bytes()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES[1:])
+def test_a_file_that_breaks_off_gives_what_came_before(tmp_path, suffix):
+    rows = b"".join(
+        json.dumps({"text": f"{number} {os.urandom(200).hex()}"}).encode() + b"\n" for number in range(5000)
+    )
+    path = write(tmp_path / f"a.jsonl{suffix}", rows)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 2 // 3])
+    pieces = list(documents_in(path, Reading()))
+    records = [piece for piece in pieces if isinstance(piece, Record)]
+    assert 1000 < len(records) < 5000
+    assert [piece.text for piece in records] == [json.loads(row)["text"] for row in rows.splitlines()[: len(records)]]
+    assert [piece.reason for piece in pieces if isinstance(piece, Loss)] == ["cut off by damage"]
+    problems = [piece.problem for piece in pieces if isinstance(piece, Defect)]
+    assert problems == ["damaged: it breaks off", "1 document lost where it breaks off"]
+
+
+def test_a_file_that_is_not_compressed_at_all(tmp_path):
+    for suffix in SUFFIXES[1:]:
+        path = tmp_path / f"a.txt{suffix}"
+        path.write_bytes(b"just text\n\nmore")
+        with pytest.raises(DamagedFile, match=f"a.txt{suffix}"), open_stream(path) as stream:
+            stream.read()
+        assert [type(piece) for piece in documents_in(path, Reading())] == [Loss, Defect, Defect]
+
+
+def test_a_write_that_fails_leaves_nothing_under_the_name(tmp_path):
+    path = tmp_path / "a.txt.gz"
+    with pytest.raises(ZeroDivisionError), write_stream(path) as (stream, _):
+        stream.write(b"half")
+        raise ZeroDivisionError
+    assert not path.exists()
+
+
+def test_json_lines_with_every_kind_of_bad_line(tmp_path):
+    path = tmp_path / "web.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "one", "id": "x7", "source": "wiki", "url": "u"}\n'
+        b"not json\n\n"
+        b'{"body": "no text"}\n'
+        b'{"text": 5}\n'
+        b'{"text": "\xff\xfe"}\n' + b'{"text": "' + b"a" * 100 + b'"}\n' + b'{"text": "last"}'
+    )
+    pieces = list(documents_in(path, Reading(max_bytes=90)))
+    assert pieces[0] == Record("one", "x7", "wiki", {"url": "u"})
+    assert [piece.reason for piece in pieces if isinstance(piece, Loss)] == [
+        "not JSON",
+        "no text in field 'text'",
+        "no text in field 'text'",
+        "not UTF-8",
+        "longer than 90 bytes",
+    ]
+    assert [(piece.problem, piece.where) for piece in pieces if isinstance(piece, Defect)] == [
+        ("1 document not JSON", str(path)),
+        ("2 documents no text in field 'text'", str(path)),
+        ("1 document not UTF-8", str(path)),
+        ("1 document longer than 90 bytes", str(path)),
+    ]
+    last = pieces[6]
+    assert last.text == "last" and last.source == "web" and last.id.startswith("web.jsonl:")
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("blank", ["a b\nc", "d", "e"]),
+        ("line", ["a b", "c", "d", "e"]),
+        ("file", ["a b\nc\n\n\nd\n\ne"]),
+    ],
+)
+def test_documents_of_plain_text(tmp_path, mode, expected):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\na b\r\nc\n\n \nd\n\ne\n")
+    found = [text.replace("\n \n", "\n\n") for text in texts(documents_in(path, Reading(documents_of_text=mode)))]
+    assert found == expected
+
+
+def test_a_long_line_is_one_lost_document_and_the_rest_goes_on(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\n\nbefore\n" + b"x" * 5000 + b"\nafter\n\ntwo\n\n" + b"y\n" * 600 + b"\nthree\n")
+    pieces = list(documents_in(path, Reading(max_bytes=1000)))
+    assert [piece.text for piece in pieces if isinstance(piece, Record)] == ["one", "two", "three"]
+    assert [piece.where.rsplit(":", 1)[1] for piece in pieces if isinstance(piece, Loss)] == ["5", "5025"]
+
+
+def test_empty_files_are_said_to_be_empty(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "b.txt").write_text("\n\n")
+    assert texts(documents_in(tmp_path / "a.jsonl", Reading())) == [Defect("empty file", str(tmp_path / "a.jsonl"))]
+    assert texts(documents_in(tmp_path / "b.txt", Reading())) == [Defect("no document in it", str(tmp_path / "b.txt"))]
+
+
+@pytest.mark.parametrize("mode", ["blank", "line", "jsonl"])
+def test_parts_of_a_large_file_hold_each_document_once(tmp_path, mode):
+    """Whatever the cuts: in lines, at line ends, in runs of empty lines, in parts without any document."""
+    lengths = [1, 40, 3, 3, 200, 1, 1, 17, 90, 2] * 4
+    documents = [f"{number}:" + "x" * length for number, length in enumerate(lengths)]
+    if mode == "jsonl":
+        path, content = tmp_path / "a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    elif mode == "line":
+        path, content = tmp_path / "a.txt", "\n".join(documents)
+    else:
+        path = tmp_path / "a.txt"
+        documents = [f"{text}\nsecond {text}" for text in documents]
+        content = "\n\n" + "".join(text + "\n" * (2 + index % 3) for index, text in enumerate(documents))
+    path.write_text(content)
+    reading = Reading(documents_of_text="line" if mode == "line" else "blank")
+    for part_bytes in [1, 2, 3, 7, 10, 50, 111, 1000, 10_000]:
+        parts = plan_parts(find_files([path], [".jsonl", ".txt"]), part_bytes)
+        assert len({part.name for part in parts}) == len(parts) == -(-len(content.encode()) // part_bytes)
+        found = [piece.text for part in parts for piece in read(part, reading)]
+        assert found == documents, part_bytes
+        if part_bytes == 1:
+            continue
+        assert len(parts) > 1 or part_bytes > 500
+
+
+def test_parts_have_names_of_their_own(tmp_path):
+    for name in [
+        "x/a.txt",
+        "x/a.jsonl",
+        "y/a.txt.gz",
+        "x/.hidden.txt",
+        ".git/b.txt",
+        "x/note.md",
+        "y/removed.jsonl.gz",
+    ]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    parts = plan_parts(find_files([tmp_path], [".txt", ".jsonl"]))
+    assert [part.name for part in parts] == ["x--a", "x--a+2", "y--a", "y--removed"]
+    with pytest.raises(UserError, match="read twice"):
+        find_files([tmp_path, tmp_path / "x" / "a.txt"], [".txt"])
+    with pytest.raises(UserError, match=r"holds no file that ends in \.parquet"):
+        find_files([tmp_path], [".parquet"])
+    with pytest.raises(UserError, match="no file or folder"):
+        find_files([tmp_path / "nowhere"], [".txt"])
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one", None, "x" * 50], "title": ["A", "B", "C"]}), path)
+    pieces = list(documents_in(path, Reading(max_bytes=40)))
+    assert pieces[0] == Record("one", "a.parquet:0", "a", {"title": "A"})
+    assert [piece.reason for piece in pieces[1:3]] == ["no text in field 'text'", "longer than 40 bytes"]
+    assert texts(documents_in(path, Reading(text_field="body"))) == [
+        Defect("no column 'body': text, title", str(path)),
+        Loss("no text in field 'body'", f"{path}:0", 3),
+        Defect("3 documents no text in field 'body'", str(path)),
+    ]
+    path.write_bytes(b"no parquet")
+    assert [piece.problem for piece in documents_in(path, Reading())] == ["damaged: no parquet file"]
+
+
+def test_a_value_of_parquet_that_many_rows_mean_is_not_copied_for_each(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path, sizes = tmp_path / "a.parquet", []
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 40, pyarrow.int32()), pyarrow.array(["x" * 5000]))
+    parquet.write_table(pyarrow.table({"text": column}), path)
+    whole = parquet.ParquetFile.iter_batches
+    spied = lambda file, batch_size, **more: sizes.append(batch_size) or whole(file, batch_size, **more)  # noqa: E731
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spied)
+    monkeypatch.setattr(documents, "_PARQUET_BYTES", 20_000)
+    assert len(texts(documents_in(path, Reading()))) == 40
+    assert sizes[0] <= 4
+
+
+def test_what_a_little_zstd_becomes_is_handed_out_in_pieces(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.ZstdCompressor(level=3).compress(bytes(200 << 20)))
+    tracemalloc.start()
+    try:
+        pieces = list(documents_in(path, Reading(max_bytes=1000)))
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+    assert [type(piece) for piece in pieces] == [Loss, Defect]
+
+
+def test_a_helper_is_replaced_where_a_document_takes_too_long_or_crashes_it():
+    work = limits.Helper("fetch_data:answer", 0.3)
+    try:
+        for word, message in (("stall", "took more than 0.3 s"), ("crash", "crashed on it"), ("stall", "took more")):
+            assert work("hello") == "HELLO"
+            with pytest.raises(limits.DocumentFailed, match=message):
+                work(word)
+        with pytest.raises(RuntimeError, match="exit status 7"):
+            work("leave")
+        assert work("again") == "AGAIN"
+    finally:
+        work.close()
+
+
+def upper(part, out, log=None, trap=None):
+    """A step for the tests: capitals; drops documents with an x."""
+    if log:
+        with open(log, "a") as file:
+            file.write(f"{part.name}\n")
+    if trap and trap in part.name:
+        os.kill(os.getpid(), signal.SIGKILL)
+    counts = Counts()
+    with write_stream(out / f"{part.name}.jsonl.gz") as (stream, written):
+        for piece in read(part, Reading()):
+            if "x" in piece.text:
+                counts.drop("has an x")
+                continue
+            counts.keep()
+            stream.write(Record(piece.text.upper(), piece.id, piece.source).line())
+    output = {"name": written.path.name, "bytes": written.num_bytes, "sha256": written.sha256}
+    return PartResult([output], counts)
+
+
+def run_upper(source, run, settings=None, restart=False, depends=None, **more):
+    begin(run, "upper", settings or {}, restart)
+    parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
+    done = run_parts(run, "upper", parts, partial(upper, **more), depends)
+    if done.results is None:
+        return None
+    return write_manifest(run.out, "upper", settings or {}, done.inputs, done.results)
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.txt").write_text(
+            "\n\n".join(f"{name}{number}" + "x" * (number % 3 == 0) for number in range(40))
+        )
+    return folder
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_the_same_files_whatever_the_workers_and_shares(source, tmp_path):
+    manifest = run_upper(source, Run(tmp_path / "one", quiet=True))
+    assert manifest["counts"] == {"documents_in": 120, "kept": 78, "dropped": {"has an x": 42}, "other": {}}
+    assert len(manifest["inputs"]) == len(manifest["outputs"]) > 5
+    run_upper(source, Run(tmp_path / "two", workers=2, quiet=True))
+    assert run_upper(source, Run(tmp_path / "shares", share=(0, 2), quiet=True)) is None
+    run_upper(source, Run(tmp_path / "shares", share=(1, 2), quiet=True))
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two") == files_of(tmp_path / "shares")
+    assert read_manifest(tmp_path / "one", "upper") == manifest
+
+
+def test_what_is_done_is_not_done_again_and_what_changed_is(source, tmp_path):
+    run, log = Run(tmp_path / "out", quiet=True), tmp_path / "log"
+    first = run_upper(source, run, log=str(log))
+    log.write_text("")
+    assert run_upper(source, run, log=str(log)) == first and not log.read_text()
+    (source / "b.txt").write_text("new and short")
+    (run.out / "a-00000.jsonl.gz").unlink()
+    changed = run_upper(source, run, log=str(log))
+    assert log.read_text().split() == ["a-00000", "b"]
+    assert changed["counts"]["documents_in"] == 81
+    (source / "c.txt").unlink()
+    shorter = run_upper(source, run)
+    written = {path.name for path in run.out.glob("*.jsonl.gz")}
+    assert written == {output["name"] for output in shorter["outputs"]} and not any("c-" in name for name in written)
+    log.write_text("")
+    run_upper(source, run, log=str(log), depends={"cut": 5})  # what an earlier phase found has changed
+    assert len(log.read_text().split()) == len(shorter["outputs"])
+
+
+def test_a_worker_that_is_killed_is_named_and_the_rest_is_kept(source, tmp_path):
+    run, log = Run(tmp_path / "out", workers=2, quiet=True), tmp_path / "log"
+    with pytest.raises(UserError, match=r"a worker was killed .* at .*c\.txt.*run the same command again"):
+        run_upper(source, run, log=str(log), trap="c-00001")
+    with pytest.raises(UserError, match="not finished"):
+        read_manifest(run.out)
+    assert list((run.out / ".state" / "upper").glob("*.json"))
+    run_upper(source, run, log=str(log))
+    assert read_manifest(run.out)["counts"]["documents_in"] == 120
+
+
+def upper_but(part, out, broken):
+    """As :func:`upper`, for parts whose name does not hold ``broken``."""
+    if broken in part.name:
+        raise PartFailed(f"{part.name} is not to be had")
+    return upper(part, out)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_part_that_fails_alone_lets_the_others_go_on(source, tmp_path, workers):
+    run = Run(tmp_path / "out", workers, quiet=True)
+    begin(run, "upper", {})
+    parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
+    done = run_parts(run, "upper", parts, partial(upper_but, broken="b-00001"))
+    assert (done.results, done.missing, done.failed) == (None, 1, ["b-00001 is not to be had"])
+    assert [part.name for part in parts if not is_done(run, "upper", part)] == ["b-00001"]
+    assert len(run_parts(run, "upper", parts, upper).results) == len(parts)
+
+
+def test_a_killed_command_leaves_no_half_and_goes_on(source, tmp_path):
+    """The whole process group is killed at some moment, as by a scheduler; the repeated command ends as a first one."""
+    code = (
+        "import sys; from pathlib import Path; sys.path[:0] = ['tests/helpers', 'tests/data_prep'];"
+        "import test_data_flow as t;"
+        "from data_prep.flow.running import Run; import time;"
+        "t.run_upper(Path(sys.argv[1]), Run(Path(sys.argv[2]), workers=1, quiet=True))"
+    )
+    slow = code.replace(
+        "t.run_upper(", "w = t.upper; t.upper = lambda *a, **k: (time.sleep(0.1), w(*a, **k))[1];t.run_upper("
+    )
+    command = [sys.executable, "-c", slow, str(source), str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
+    state = tmp_path / "out" / ".state" / "upper"
+    deadline = time.monotonic() + 60
+    while len(list(state.glob("*.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    finished = {path.name: path.stat().st_mtime_ns for path in state.glob("*.json")}
+    assert finished and not (tmp_path / "out" / "manifest.json").exists()
+    run_upper(source, Run(tmp_path / "out", quiet=True))
+    run_upper(source, Run(tmp_path / "fresh", quiet=True))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "fresh")
+    assert all((state / name).stat().st_mtime_ns == then for name, then in finished.items())
+
+
+def slow(part, out):
+    (out / f"worker-{os.getpid()}").touch()
+    time.sleep(60)
+
+
+def test_workers_end_with_a_command_that_is_killed(source, tmp_path):
+    """Or they would write into the folder while the repeated command does."""
+    code = (
+        "import sys; from pathlib import Path; sys.path[:0] = ['tests/helpers', 'tests/data_prep'];"
+        "import test_data_flow as t;"
+        "from data_prep.flow.running import Run, run_parts; from data_prep.flow.parts import plan_parts, find_files;"
+        "out = Path(sys.argv[2]); out.mkdir();"
+        "run_parts(Run(out, 2, quiet=True), 'slow', plan_parts(find_files([Path(sys.argv[1])], ['.txt'])), t.slow)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(source), str(tmp_path / "out")], cwd=REPOSITORY)
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "out").glob("worker-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = [int(path.name.split("-")[1]) for path in (tmp_path / "out").glob("worker-*")]
+    process.kill()
+    process.wait(timeout=30)
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(map(is_alive, workers))
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_folder_of_other_work_is_not_touched(source, tmp_path):
+    run = Run(tmp_path / "out", quiet=True)
+    run_upper(source, run, {"seed": 1})
+    with pytest.raises(UserError, match=r"with other settings \(seed was 1, now 2\).*--restart"):
+        run_upper(source, run, {"seed": 2})
+    with pytest.raises(UserError, match="the step was upper"):
+        begin(run, "lower", {"seed": 1})
+    assert run_upper(source, run, {"seed": 2}, restart=True)["settings"] == {"seed": 2}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(UserError, match="holds files of something else"):
+        run_upper(source, Run(tmp_path / "mine"), restart=True)
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+
+
+def test_two_commands_at_once_in_one_folder(source, tmp_path):
+    import fcntl
+
+    run = Run(tmp_path / "out", quiet=True)
+    run_upper(source, run)
+    with open(run.out / ".state" / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another command is at work"):
+            run_upper(source, run)
+
+
+def test_counts_must_add_up():
+    counts = Counts()
+    counts.keep()
+    counts.drop("short")
+    counts.check()
+    counts.documents_in += 1
+    with pytest.raises(AssertionError, match="3 in, 1 kept, 1 dropped"):
+        counts.check()
+
+
+def test_no_manifest(tmp_path):
+    with pytest.raises(UserError, match="not finished"):
+        read_manifest(tmp_path)
+    write_bytes(Path(tmp_path / "manifest.json"), b"{")
+    with pytest.raises(UserError, match="no manifest of smlp data"):
+        read_manifest(tmp_path)
+    write_bytes(tmp_path / "manifest.json", b'{"step": "clean"}')
+    with pytest.raises(UserError, match="made by 'smlp data clean', not by 'smlp data dedup'"):
+        read_manifest(tmp_path, "dedup")
+
+
+def test_outputs_that_are_only_needed_until_the_step_is_finished(source, tmp_path):
+    run, log = Run(tmp_path / "out", quiet=True), tmp_path / "log"
+    parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
+
+    def again():
+        log.write_text("")
+        done = run_parts(run, "upper", parts, partial(upper, log=str(log)), temporary=True)
+        return done, len(log.read_text().split())
+
+    begin(run, "upper", {})
+    first, number = again()
+    assert number == len(parts)
+    write_manifest(run.out, "upper", {}, first.inputs, first.results)
+    for part in parts:
+        (run.out / f"{part.name}.jsonl.gz").unlink()
+    assert again() == (first, 0)  # the manifest says that they are not needed any more
+    (source / "b.txt").write_text("new and short")
+    parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
+    changed, number = again()
+    assert number == len(parts) and not (run.out / "manifest.json").exists()
+    assert sum(result.counts.documents_in for result in changed.results) == 81
+    assert again() == (changed, 0)
+
+
+def test_files_of_lines_are_cut_whatever_their_suffix(tmp_path):
+    (tmp_path / "a.spm").write_text("one\n" * 100)
+    write(tmp_path / "b.spm.gz", b"one\n" * 100)
+    found = find_files([tmp_path], [".spm"])
+    assert [part.name for part in plan_parts(found, 100)] == ["a", "b"]
+    assert [part.name for part in plan_parts(found, 100, all_lines=True)] == [f"a-{n:05d}" for n in range(4)] + ["b"]
+
+
+def test_ids_tell_files_of_one_name_apart(tmp_path):
+    for folder in "pq":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.jsonl").write_text('{"text": "a", "id": null, "source": null}')
+    parts = plan_parts(find_files([tmp_path], [".jsonl"]))
+    records = [piece for part in parts for piece in read(part, Reading())]
+    assert [record.id for record in records] == ["p/same.jsonl:0", "q/same.jsonl:0"]
+    assert {record.source for record in records} == {tmp_path.name}
+
+
+def test_files_that_are_not_read_are_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "there").mkdir()
+    for name in ["in/a.txt", "in/B.TXT", "in/c.json", "in/.hidden", "there/d.txt"]:
+        (tmp_path / name).write_text("text")
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "in" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "there" / "back").symlink_to(tmp_path / "in")
+    found = [str(path.relative_to(tmp_path)) for _, path in find_files([tmp_path / "in"], [".txt"])]
+    assert found == ["in/B.TXT", "in/a.txt", "in/link/d.txt"]
+    assert left_out([tmp_path / "in"], [".txt"]) == [f"not read in {tmp_path / 'in'}: c.json, gone.txt"]
+
+
+def test_a_long_path_gets_a_name_that_fits(tmp_path):
+    deep = tmp_path.joinpath(*["a-folder-with-a-long-name" * 3] * 4)
+    deep.mkdir(parents=True)
+    for name in ("one.txt", "two.txt"):
+        (deep / name).write_text("text")
+    names = [part.name for part in plan_parts(find_files([tmp_path], [".txt"]))]
+    assert len(set(names)) == 2 and all(len(name) < 200 for name in names)
+
+
+def test_what_an_unfinished_step_wrote_is_not_read(source, tmp_path):
+    run_upper(source, Run(tmp_path / "out", share=(0, 2), quiet=True))
+    with pytest.raises(UserError, match="out is not finished: run 'smlp data upper' again"):
+        find_files([tmp_path / "out"], [".jsonl"])
+    run_upper(source, Run(tmp_path / "out", quiet=True))
+    assert find_files([tmp_path / "out"], [".jsonl"])
+
+
+def _one_share(source, out, index, number, barrier):
+    barrier.wait(30)
+    run_upper(source, Run(out, share=(index, number), quiet=True))
+
+
+def test_shares_that_begin_together_do_not_meet(source, tmp_path):
+    """Three processes prepare the same folder at the same moment, each for its share."""
+    context = multiprocessing.get_context("fork")
+    for trial in range(4):
+        barrier = context.Barrier(3)
+        out = tmp_path / f"out{trial}"
+        shares = [context.Process(target=_one_share, args=(source, out, index, 3, barrier)) for index in range(3)]
+        for share in shares:
+            share.start()
+        for share in shares:
+            share.join(60)
+        assert [share.exitcode for share in shares] == [0, 0, 0]
+        run_upper(source, Run(out, quiet=True))
+        assert read_manifest(out)["counts"]["documents_in"] == 120 and not list(out.rglob("*.partial"))
+
+
+def test_a_share_keeps_the_whole_command_out_and_the_other_way_round(source, tmp_path):
+    out = tmp_path / "out"
+    begin(Run(out), "upper", {})
+    with _lock(Run(out, share=(0, 2))):
+        with _lock(Run(out, share=(1, 2))):
+            pass
+        with pytest.raises(UserError, match="another command"), _lock(Run(out)):
+            pass
+        with pytest.raises(UserError, match="another command"):
+            begin(Run(out), "upper", {"seed": 2}, restart=True)
+    with _lock(Run(out)), pytest.raises(UserError, match="another command"), _lock(Run(out, share=(1, 2))):
+        pass
+
+
+def test_a_kill_while_old_work_is_thrown_away_leaves_a_folder_that_is_known(source, tmp_path, monkeypatch):
+    run = Run(tmp_path / "out", quiet=True)
+    run_upper(source, run, {"seed": 1})
+    monkeypatch.setattr(shutil, "rmtree", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_upper(source, run, {"seed": 2}, restart=True)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="seed was 1, now 2"):
+        run_upper(source, run, {"seed": 2})
+    assert run_upper(source, run, {"seed": 2}, restart=True)["counts"]["documents_in"] == 120
+
+
+@pytest.mark.parametrize("out", ["in", "in/out"])
+def test_out_inside_in_is_refused(tmp_path, capsys, out):
+    from smlp.cli.main import main
+
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("text")
+    assert main(["data", "clean", "--in", str(tmp_path / "in"), "--out", str(tmp_path / out)]) == 1
+    assert "which is read: the next run would read its output" in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
+    from smlp.cli.main import main
+
+    (tmp_path / "a.txt").write_text("text")
+    for out in ("a.txt", "a.txt/x"):
+        assert main(["data", "clean", "--in", str(tmp_path / "a.txt"), "--out", str(tmp_path / out)]) == 1
+        assert capsys.readouterr().err.startswith(f"smlp: error: {tmp_path / 'a.txt'}")
+
+
+def test_records_cannot_name_files_elsewhere(tmp_path):
+    """What an earlier run wrote for inputs that are gone is removed: nothing else may be, whatever a record says."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a\n")
+    mine, out = tmp_path / "mine.txt", tmp_path / "out"
+    mine.write_text("something of value")
+    parts = plan_parts(find_files([tmp_path / "in"], [".txt"]))
+    run_parts(Run(out, quiet=True), "upper", parts, upper)
+    (record,) = (out / ".state" / "upper").glob("*.json")
+    for name in ("../mine.txt", str(mine), "x/../../mine.txt"):
+        row = {**json.loads(record.read_text()), "outputs": [{"name": name, "bytes": 18}]}
+        (record.parent / "gone.json").write_text(json.dumps(row))
+        with pytest.raises(UserError, match=r"gone\.json names the file .*mine.txt', which would lie outside"):
+            run_parts(Run(out, quiet=True), "upper", parts, upper)
+        assert mine.read_text() == "something of value"
+        (out / "manifest.json").write_text(json.dumps({"step": "upper", "outputs": row["outputs"]}))
+        with pytest.raises(UserError, match="would lie outside its folder"):
+            is_whole(out)

@@ -1,0 +1,422 @@
+"""Around the runs of an experiment, without any: what the grid chooses, what a machine gives, progress."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from planned_experiment import FILE, log, reader
+
+import smlp
+from smlp.cli import compare_dry_run, compare_run, compare_status
+from smlp.errors import UserError
+from smlp.experiments import cost, local
+from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, read_json, write_json
+from smlp.experiments.local import Machine, RunChain, is_trained, what_is_not_scored
+from smlp.experiments.plan import as_json, main_runs, tuning_runs
+from smlp.experiments.processes import Ended
+from smlp.experiments.progress import Progress, Reached, duration, reached
+from smlp.experiments.scores import AGREEMENT, HALF_AGREEMENT, check_agreement
+from smlp.experiments.tuning import at_edge, choose
+from smlp.launch.environment import git_revision, keep_difference
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """An experiment with its models and folder."""
+    return reader(tmp_path)
+
+
+def test_where_a_run_is(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    assert reached(run.log) == Reached(0, None, None)
+    log(run, 7, train=4.0)
+    assert reached(run.log) == Reached(7, 16.0, None)
+    log(run, 8, train=4.0, valid=3.0)
+    assert reached(run.log) == Reached(8, 16.0, 8.0)
+
+
+def test_the_grid_chooses_the_lowest_validation_loss(planned):
+    experiment, models, folder = planned()
+    runs = tuning_runs(experiment, models)
+    losses = {"a-0.001": 5.0, "a-0.002": 4.0, "b-0.001": 3.0}
+    for run in runs:
+        own = folder.run(run.folder)
+        if run.name in losses:
+            log(own, 10, valid=losses[run.name])
+            own.update_state(state=DONE)
+        else:
+            own.update_state(state=FAILED)
+    assert choose(experiment, models, runs, folder) == {"a": 0.002, "b": 0.001}
+    record = read_json(folder.tuned)
+    assert record["option"] == "--lr" and record["values"] == [0.001, 0.002]
+    assert record["results"] == {"a": {"0.001": 32.0, "0.002": 16.0}, "b": {"0.001": 8.0, "0.002": None}}
+    assert [run.recipe for run in main_runs(experiment, models, record["chosen"])] == [{"lr": 0.002}, {"lr": 0.001}]
+
+
+@pytest.mark.parametrize("bits", [1500.0, math.inf, math.nan])
+def test_a_run_of_the_grid_that_diverged_is_no_choice(planned, bits):
+    """Its perplexity is too large for a number; so is that of its last validation, whatever an earlier one said."""
+    experiment, models, folder = planned()
+    for run in tuning_runs(experiment, models):
+        own = folder.run(run.folder)
+        log(own, 10, valid=bits if run.recipe["lr"] == 0.002 else 5.0)
+        if run.name == "b-0.002":
+            early = json.dumps({"valid_loss": "2.0", "valid_num_updates": "5"})
+            own.log.write_text(early + "\n" + own.log.read_text())
+        own.update_state(state=DONE)
+    assert choose(experiment, models, tuning_runs(experiment, models), folder) == {"a": 0.001, "b": 0.001}
+    assert read_json(folder.tuned)["results"]["b"] == {"0.001": 32.0, "0.002": None}
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen", "edge"),
+    [
+        ([1e-3, 2e-3, 4e-3], {"a": 1e-3, "b": 2e-3, "c": 4e-3}, ["a", "c"]),
+        ([4, 1, 2], {"a": 2, "b": 4}, ["b"]),
+        ([1e-3], {"a": 1e-3}, []),
+        (["fixed", "inverse_sqrt"], {"a": "fixed"}, []),
+        ([True, False], {"a": True}, []),
+        ([0.1, "none"], {"a": 0.1}, []),
+    ],
+)
+def test_what_lies_at_the_edge_of_a_grid(values, chosen, edge):
+    assert at_edge(values, chosen) == edge
+
+
+def test_a_model_whose_grid_failed_is_left_out(planned):
+    experiment, models, folder = planned()
+    runs = tuning_runs(experiment, models)
+    for run in runs:
+        folder.run(run.folder).update_state(state=FAILED)
+    assert choose(experiment, models, runs, folder) == {}
+    assert main_runs(experiment, models, {}) == []
+
+
+def test_what_a_run_gets_of_a_machine(planned, monkeypatch):
+    monkeypatch.setattr(local, "num_cores", lambda: 12)
+
+    def machine(place, gpus):
+        return Machine.of(planned(FILE + f"run: {{{place}}}\n")[0], gpus)
+
+    assert machine("jobs: 3", 0) == Machine(4)
+    assert machine("jobs: 3, threads: 2, device: cpu", 8) == Machine(2)
+    assert machine("jobs: 2", 2).gpus == ((0,), (1,))
+    assert machine("jobs: 3", 2).gpus == ((0,), (1,), (0,)), "runs of one rank may share a GPU"
+    shared = {(jobs, gpus): machine(f"jobs: {jobs}", gpus).runs_on_a_gpu for jobs in (1, 2, 3, 5) for gpus in (0, 2)}
+    assert shared == {(1, 0): 1, (2, 0): 1, (3, 0): 1, (5, 0): 1, (1, 2): 1, (2, 2): 1, (3, 2): 2, (5, 2): 3}
+    two = machine("jobs: 2, ranks: 2", 4)
+    assert two.runs_on_a_gpu == 1
+    assert two.gpus == ((0, 1), (2, 3))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert two.environment(1) == {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "2,3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert two.environment(1)["CUDA_VISIBLE_DEVICES"] == "6,7", "of those that this process may use"
+    assert Machine(1).environment(0)["CUDA_VISIBLE_DEVICES"] == "", "none where the runs are on CPUs"
+    for place, gpus in (("device: gpu", 0), ("jobs: 2, ranks: 2", 3)):
+        with pytest.raises(UserError, match=rf"more than the {gpus} GPUs that are visible here"):
+            machine(place, gpus)
+
+
+def test_what_is_left_of_a_run(planned, capsys):
+    experiment, models, folder = planned()
+    run = main_runs(experiment, models, {"a": 0.001})[0]
+    progress = Progress(folder, [run])
+
+    def chain():
+        return RunChain(experiment, folder, "data-bin", run, Machine(1), progress, prefix=0)
+
+    own = folder.run(run.folder)
+    assert (own.state()["state"], is_trained(own, 100)) == (WAITING, False)
+    first = chain()
+    step = first.next_step(0)
+    assert step.name == "train" and own.state()["state"] == RUNNING
+    assert "--max-update 100" in own.command.read_text()
+    log(own, 40, train=5.0)
+    own.output.write_text("something\nKeyError: 'x'\n\n")
+    first.ended(Ended(step, 1, 9.0, 123.0, 0.0))
+    assert first.next_step(0) is None, "a failure ends the chain"
+    assert own.state()["state"] == FAILED
+    assert own.state()["message"] == "train failed with status 1: KeyError: 'x'"
+    second = chain()
+    second.ended(Ended(second.next_step(0), 75, 1.0, 100.0, 0.0))
+    assert own.state()["state"] == STOPPED
+    third = chain()
+    third.ended(Ended(third.next_step(0), 0, 1.0, 100.0, 0.0))
+    assert own.state()["message"].startswith("train failed with status 0"), "the log says 40 of 100 updates"
+    third = chain()
+    third.ended(Ended(third.next_step(0), 143, 1.0, 100.0, 0.0, is_stopping=True))
+    assert own.state()["state"] == STOPPED
+    log(own, 100, train=5.0)
+    third = chain()
+    third.ended(Ended(third.next_step(0), 0, 1.0, 100.0, 0.0))
+    assert own.state()["peak_memory_mib"] == 123.0
+    assert third.next_step(0).name == "score"
+    own.scores.write_text('{"prefix": 5, "subsets": {"valid": {}}}')
+    assert third.next_step(0) is None, "one that comes to nothing is not begun again and again"
+    assert own.state()["message"] == "score left nothing behind, although it ended with status 0"
+    assert own.state()["state"] == FAILED
+    third = chain()
+    assert third.next_step(0).name == "score", "on other positions than those of all models"
+    own.scores.write_text('{"prefix": 0, "subsets": {"valid": {}}}')
+    log(own, 100, valid=3.0)
+    assert third.next_step(0) is None
+    assert own.state()["state"] == DONE
+    assert [attempt["status"] for attempt in own.state()["attempts"]] == [1, 75, 0, 143, 0]
+    assert "a-s1: done in 13 s, validation perplexity 8.00 per token" in capsys.readouterr().out
+    assert chain().next_step(0) is None, "nothing is done twice"
+
+
+def test_a_run_whose_step_ends_well_while_all_is_stopped_can_go_on(planned):
+    experiment, models, folder = planned()
+    run = main_runs(experiment, models, {"a": 0.001})[0]
+    chain = RunChain(experiment, folder, "data-bin", run, Machine(1), Progress(folder, [run]), prefix=0)
+    own = folder.run(run.folder)
+    step = chain.next_step(0)
+    log(own, 100, train=5.0, valid=3.0)
+    chain.ended(Ended(step, 0, 10.0, 100.0, 0.0, is_stopping=True))
+    state = own.state()
+    assert (state["state"], state["trained"], state["attempts"][0]["status"]) == (STOPPED, True, 0)
+
+
+def test_a_run_on_a_cluster_is_trained_when_its_checkpoint_says_so(tmp_path, monkeypatch):
+    run = Folder(tmp_path).run("runs/a-s1")
+    log(run, 100, train=5.0, valid=3.0)
+    assert not is_trained(run, 100), "the checkpoint is not there yet"
+    run.last_checkpoint().write_text("x")
+    assert not is_trained(run, 100), "it cannot be read"
+    updates = 75
+    monkeypatch.setattr(local, "updates_of", lambda checkpoint: updates)
+    assert not is_trained(run, 100), "it ended between the last validation and the checkpoint"
+    updates = 100
+    assert is_trained(run, 100) and not is_trained(run, 101)
+
+
+ZEROSHOT = FILE + "evaluate: {zeroshot: {data: TASKS, tasks: [copa], limit: 3}}\n"
+
+
+def test_answers_to_other_tasks_are_not_there_yet(planned, tmp_path):
+    (tmp_path / "tasks").mkdir()
+    text = ZEROSHOT.replace("TASKS", str(tmp_path / "tasks"))
+
+    def begin(text):
+        experiment, models, folder = planned(text)
+        run = main_runs(experiment, models, {"a": 0.001})[0]
+        return RunChain(experiment, folder, "data-bin", run, Machine(1), Progress(folder, [run]), prefix=0)
+
+    chain = begin(text)
+    own = chain.folder
+    own.update_state(trained=True)
+    log(own, 100, valid=3.0)
+    own.scores.write_text('{"prefix": 0, "subsets": {"valid": {}}}')
+    own.output.write_text("OSError: no tasks\n")
+    step = chain.next_step(0)
+    assert step.name == "zeroshot" and step.command[step.command.index("--limit") + 1] == "3"
+    chain.ended(Ended(step, 1, 1.0, 1.0, 0.0))
+    assert chain.next_step(0) is None
+    assert own.state()["state"] == DONE, "what was trained and scored stays in the comparison"
+    assert own.state()["message"] == "zeroshot failed with status 1: OSError: no tasks"
+    chain = begin(text)
+    assert what_is_not_scored(chain.experiment, own, 0) == "zeroshot"
+    own.update_state(state=WAITING)  # as run_here does
+    step = chain.next_step(0)
+    own.zeroshot.write_text("{}")
+    chain.ended(Ended(step, 0, 1.0, 1.0, 0.0))
+    assert chain.next_step(0) is None and own.state()["message"] is None
+    assert what_is_not_scored(chain.experiment, own, 0) is None
+    for other in (text.replace("limit: 3", "limit: 4"), text.replace("[copa]", "[copa, piqa]")):
+        assert what_is_not_scored(planned(other)[0], own, 0) == "zeroshot", other
+
+
+def test_positions_are_those_of_all_models_also_where_one_is_not_scored(planned, monkeypatch):
+    text = FILE.replace("b: {arch: smlp_tiny}", "b: {arch: smlp_partial_tiny}").replace("tune", "#")
+    experiment, models, folder = planned(text + "max_spread: 0.1\n")
+    prefixes = []
+    monkeypatch.setattr(compare_run, "run_here", lambda *args: prefixes.append(args[-1]))
+    runs = main_runs(experiment, models, {})
+    compare_run._train(experiment, folder, "data-bin", models, runs[:1], Machine(1))
+    assert (runs[0].model.name, prefixes) == ("a", [26])
+
+
+def test_a_dry_run_needs_no_data(planned, tmp_path, monkeypatch, capsys):
+    def configuration_of(words):
+        arch = words[words.index("--arch") + 1]
+        assert int(words[words.index("--max-update") + 1]) > 0, "schedules of the rate are checked against it"
+        return SimpleNamespace(optimizer=None, model=smlp.preset(arch, vocab_size=64, max_tokens=128))
+
+    monkeypatch.setattr("smlp.cli.dry_run.configuration_of", configuration_of)
+    monkeypatch.setattr(
+        "smlp.config.presets.config_of", lambda model, vocab_size: replace(model, vocab_size=vocab_size)
+    )
+    monkeypatch.setattr(cost, "measure_update", lambda model, experiment, threads: 0.5)
+    path = planned(ZEROSHOT.replace("TASKS", "no/tasks") + "max_spread: 0.1\n")[0].path
+    with pytest.raises(UserError, match=r"data data-bin is not there: for a dry run without it, say vocab_size"):
+        compare_dry_run.dry_run(path, tmp_path / "out")
+    path.write_text(path.read_text() + "vocab_size: 4000\n")
+    assert compare_dry_run.dry_run(path, tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    assert "no data yet: 4,000 pieces are assumed" in printed
+    size = smlp.costs.formula.flops_per_token(smlp.preset("gmlp_lm_tiny", vocab_size=4000, max_tokens=128))
+    assert f"{size / 1e6:.3f}" in printed
+    assert "6 runs: about" in printed
+    assert not (tmp_path / "out").exists(), "nothing is made"
+    with pytest.raises(UserError, match=r"there is no folder no/tasks"):
+        compare_run.run_experiment(path, tmp_path / "out")
+
+
+def test_time_left_of_a_run(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    log(run, 40, train=4.0)
+    lines = run.log.read_text().replace('"update": 0.5', '"update": 0.5, "ups": "2.5"')
+    run.log.write_text(lines)
+    run.update_state(state=RUNNING)
+    folder = Folder(tmp_path)
+    with folder.locked():
+        row = compare_status._row(folder, "runs/a-s1", 100, is_over=False)
+    assert (row["state"], row["seconds_left"]) == (RUNNING, 24.0)
+    assert compare_status._row(folder, "runs/a-s1", 100, is_over=False)["seconds_left"] is None, "it was stopped"
+
+
+CLUSTER = FILE + "run: {where: slurm, nodes: 1, gpus_per_node: 2}\n"
+
+
+def test_jobs_that_come_to_nothing_are_submitted_again_but_not_for_ever(planned, monkeypatch, capsys):
+    experiment, models, folder = planned(CLUSTER)
+    folder.path.mkdir()
+    submitted = []
+
+    def refuse(*args, **kw):
+        raise UserError("cannot submit: invalid partition")
+
+    def submit(experiment, folder, data, runs, then_score):
+        submitted.append(sorted(run.name for run in runs))
+        return "job 7"
+
+    monkeypatch.setattr(compare_run.slurm, "submit", refuse)
+    for _ in range(3):
+        with pytest.raises(UserError, match="invalid partition"):
+            compare_run._submit(experiment, folder, "data-bin", models)
+    monkeypatch.setattr(compare_run.slurm, "submit", submit)
+    grid = sorted(run.name for run in tuning_runs(experiment, models))
+    compare_run._submit(experiment, folder, "data-bin", models)
+    log(folder.run("tune/a-0.001"), 4, train=4.0)  # cancelled on its way
+    compare_run._submit(experiment, folder, "data-bin", models)
+    compare_run._submit(experiment, folder, "data-bin", models)
+    assert submitted == [grid, grid, [name for name in grid if name.endswith("a-0.001")]]
+    capsys.readouterr()
+    assert compare_run._submit(experiment, folder, "data-bin", models) == 1
+    printed = capsys.readouterr().out
+    assert "not trained: a: every run of its grid failed" in printed and "all runs are trained" not in printed
+    assert "two jobs did not train it" in folder.run("tune/b-0.002").state()["message"]
+
+
+def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
+    experiment, _, folder = planned(CLUSTER)
+    monkeypatch.setattr(compare_run.slurm, "_run", lambda command, environment=None: "12\n")
+    assert compare_run.slurm.submit_scores(experiment, folder) == "12"
+    monkeypatch.setattr(compare_run.slurm, "_run", lambda command, environment=None: "13;cluster\n")
+    compare_run.slurm.submit_scores(experiment, folder)
+    assert read_json(folder.path / "slurm" / "jobs.json", list) == ["12", "13"]
+    assert experiment.place.at_a_time(9) == 9, "no limit where the file has none"
+
+
+@pytest.mark.parametrize(
+    ("queue", "states"),
+    [
+        (["7"], ["trained", RUNNING, WAITING]),
+        ([], ["trained", STOPPED, STOPPED]),
+        (None, ["trained", RUNNING, WAITING]),
+    ],
+)
+def test_a_job_that_has_ended_is_not_shown_as_running(planned, monkeypatch, capsys, queue, states):
+    text = FILE.replace("  b:", "  c: {arch: gmlp_lm_tiny}\n  b:") + "run: {where: slurm, nodes: 1, gpus_per_node: 1}\n"
+    experiment, models, folder = planned(text.replace("tune", "#"))
+    for run, updates in zip(main_runs(experiment, models, {}), (100, 40, 0), strict=True):
+        own = folder.run(run.folder)
+        own.update_state(model=run.model.name, submitted=[0])
+        log(own, updates, train=4.0)
+    write_json(folder.experiment, as_json(experiment, models))
+    folder.yaml.write_text(experiment.path.read_text())
+
+    def jobs_in_queue(folder):
+        if queue is None:
+            raise UserError("cannot ask Slurm")
+        return queue
+
+    monkeypatch.setattr(compare_status.slurm, "jobs_in_queue", jobs_in_queue)
+    assert compare_status.print_status(folder.path, None) == 1
+    lines = capsys.readouterr().out.splitlines()[1:4]
+    assert [line.split()[1] for line in lines] == states
+    assert [str(folder.path / "slurm" / "logs") in line for line in lines] == [state == STOPPED for state in states]
+
+
+def test_progress_says_how_long_it_takes(planned):
+    experiment, models, folder = planned()
+    runs = main_runs(experiment, models, {"a": 0.001, "b": 0.001})
+    log(folder.run(runs[0].folder), 20, train=5.0)
+    progress = Progress(folder, runs)
+    assert (progress.total, progress.first) == (200, 20)
+    folder.run(runs[0].folder).update_state(state=RUNNING)
+    line = progress.line(120, progress.start + 50)
+    assert line == "120 of 200 updates (60%), 0 of 2 runs done, 2.0 updates/s, 40 s left: a-s1"
+    assert [duration(seconds) for seconds in (89, 1200, 7260, 400_000)] == ["89 s", "20 min", "2 h 01 min", "4.6 days"]
+
+
+def test_scores_in_16_bits_agree_less_closely(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    log(run, 8, valid=3.0)
+    nll = 3.0 * math.log(2) + 0.01
+    check_agreement(run, "valid", 8, nll, HALF_AGREEMENT)
+    with pytest.raises(UserError, match=r"2\.0894 nats per token on valid, but .* of update 8, said 2\.0794"):
+        check_agreement(run, "valid", 8, nll, AGREEMENT)
+
+
+def test_a_run_that_diverged_is_scored_all_the_same(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    log(run, 8, valid=math.nan)
+    check_agreement(run, "valid", 8, math.nan, AGREEMENT)
+    log(run, 8, valid=3.0)
+    check_agreement(run, "valid", 16, 900.0, AGREEMENT)  # the validation of update 16 has no point
+
+
+def test_a_command_is_repeated_by_a_shell(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SMLP_REFERENCE_OPS", "1")
+    run = Folder(tmp_path / "out").run("runs/a")
+    shown = "import os; print(os.getcwd(), os.environ['SMLP_REFERENCE_OPS'], os.environ['OMP_NUM_THREADS'])"
+    run.write_command([sys.executable, "-c", shown], {"OMP_NUM_THREADS": "3"})
+    done = subprocess.run(
+        ["bash", str(run.command)],
+        cwd="/",
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == f"{tmp_path} 1 3\n", done.stderr
+
+
+def test_what_a_changed_clone_differs_by_is_kept(tmp_path, monkeypatch):
+    clone, out = tmp_path / "clone", tmp_path / "out"
+    (clone / "smlp").mkdir(parents=True)
+    out.mkdir()
+    (clone / "smlp" / "one.py").write_text("before\n \n\n")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", str(clone), *words], check=True, timeout=60)
+    monkeypatch.setattr(smlp, "__path__", [str(clone / "smlp")])
+    keep_difference(git_revision(clone), out)
+    assert not list(out.iterdir())
+    (clone / "smlp" / "one.py").write_text("after\n \n\n")
+    found = git_revision(clone)
+    keep_difference(found, out)
+    (patch,) = out.iterdir()
+    assert patch.name == f"changes-{found['difference_sha256'][:12]}.patch"
+    assert "-before\n+after\n" in patch.read_text()
+    subprocess.run(["git", "-C", str(clone), "checkout", "-q", "."], check=True, timeout=60)
+    subprocess.run(["git", "-C", str(clone), "apply", str(patch)], check=True, timeout=60)
+    assert git_revision(clone) == found

@@ -1,0 +1,144 @@
+"""What an experiment's runs cost, measured before them, and how models are timed in turn after them."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from planned_experiment import FILE, reader
+
+import smlp
+from smlp.costs.formula import parameters
+from smlp.experiments import cost, speed, timing
+from smlp.experiments.folder import DONE, Folder
+from smlp.experiments.local import Machine
+from smlp.experiments.plan import main_runs, tuning_runs
+from smlp.experiments.timing import time_here
+from smlp.experiments.updates import TimedUpdates, dtype_of
+from smlp.nn.decoder import Decoder
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """An experiment with its models and folder."""
+    return reader(tmp_path)
+
+
+def test_validations_take_time_too(planned, monkeypatch):
+    experiment, models, _ = planned(FILE + "evaluate: {validations: 4}\nrun: {jobs: 1}\n")
+    monkeypatch.setattr(cost, "measure_update", lambda model, experiment, threads: 0.5)
+    runs = [*tuning_runs(experiment, models)[:1], *main_runs(experiment, models, {"a": 0.001})]
+    without, held_out = (cost.estimate(experiment, models, runs, 1, tokens).seconds for tokens in (0, 3 * 1024 * 10))
+    assert held_out - without == pytest.approx((1 + 4 + 1) * 10 * 0.5), "a forward pass is a third of an update"
+
+
+def test_costs(planned, monkeypatch):
+    monkeypatch.setattr(cost, "measure_update", lambda model, experiment, threads: {"a": 0.5, "b": 1.0}[model.name])
+    experiment, models, _ = planned(FILE + "run: {jobs: 2, tflops: 100, mfu: 0.5}\n")
+    runs = main_runs(experiment, models, {"a": 0.001, "b": 0.001})
+    here = cost.estimate(experiment, models, runs, threads=1)
+    saving = 9 * cost.CHECKPOINT_FILES * 12 * parameters(models[1].config, 1).total / cost.BYTES_PER_SECOND
+    longer = 100 * cost.OVERHEAD + saving + cost.SECONDS_AROUND
+    assert here.seconds == pytest.approx(longer), "the longer of two side by side"
+    elsewhere = cost.estimate(experiment, models, runs, threads=None)
+    per_update = elsewhere.seconds_per_update
+    assert sum(per_update.values()) * 100 == pytest.approx(elsewhere.flops / 50e12)
+    sizes = [sum(p.numel() for p in Decoder(model.config).parameters()) for model in models]
+    assert elsewhere.disk_bytes == 12 * sum(sizes)
+    assert elsewhere.most_disk_bytes == cost.CHECKPOINT_FILES * 12 * sum(sizes)
+    one_by_one = cost.estimate(replace(experiment, place=replace(experiment.place, jobs=1)), models, runs, threads=None)
+    assert one_by_one.most_disk_bytes == 12 * sum(sizes) + 2 * 12 * max(sizes)
+
+
+@pytest.mark.parametrize(("timed", "again"), [({}, True), ({"b": 1}, True), ({"a": 1}, False)])
+def test_a_model_that_came_later_is_timed(planned, monkeypatch, timed, again):
+    experiment, models, folder = planned()
+    runs = main_runs(experiment, models, {"a": 1.0e-3, "b": 1.0e-3})
+    started = []
+    monkeypatch.setattr(timing, "run_chains", lambda chains, jobs, watch: started.append(chains[0].next_step(0)))
+    folder.path.mkdir()
+    if timed:
+        folder.speed.write_text(json.dumps({"models": timed}))
+    assert time_here(experiment, folder, runs, Machine(2)) is None
+    assert not started, "no run is done"
+    folder.run(runs[0].folder).update_state(state=DONE)
+    time_here(experiment, folder, runs, Machine(2))
+    assert [step.command[-2:] for step in started] == ([[str(folder.path), "9"]] if again else [])
+
+
+def test_a_signal_ends_the_timing(planned, monkeypatch):
+    experiment, models, folder = planned()
+    runs = main_runs(experiment, models, {"a": 1.0e-3, "b": 1.0e-3})
+    folder.run(runs[0].folder).update_state(state=DONE)
+    monkeypatch.setattr(timing, "this_module", lambda name: [sys.executable, "-c", "import time; time.sleep(60)"])
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    start = time.monotonic()
+    assert time_here(experiment, folder, runs, Machine(1)) == signal.SIGTERM
+    assert time.monotonic() - start < 30
+    timer.join()
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        (["--lr", "1"], torch.float32),
+        (["--bf16"], torch.bfloat16),
+        (["--memory-efficient-bf16"], torch.bfloat16),
+        (["--lr", "1", "--fp16"], torch.float16),
+    ],
+)
+def test_updates_are_timed_in_the_precision_of_the_training(planned, words, dtype):
+    assert dtype_of(words) == dtype
+    config = planned()[1][1].config
+    timed = TimedUpdates(Decoder(config), "cpu", dtype, 1e-3)
+    tokens = torch.randint(4, 64, (2, 17))
+    before = timed.decoder.embedding.weight.clone()
+    for _ in range(3):
+        timed.update([(tokens[:, :-1], tokens[:, 1:])] * 2)
+    assert len(timed.seconds) == 3
+    assert not torch.equal(timed.decoder.embedding.weight, before)
+    assert all(weight.dtype == dtype and weight.isfinite().all() for weight in timed.decoder.parameters())
+
+
+def test_timed_updates_in_16_bits_change_weights_by_less_than_these_tell_apart(planned):
+    """As the training's optimizer does: in sum they are seen."""
+    torch.manual_seed(1)
+    timed = TimedUpdates(Decoder(planned()[1][0].config), "cpu", torch.bfloat16, 3e-4)
+    gain = timed.decoder.norm.weight
+    tokens = torch.randint(4, 64, (2, 17))
+    changed = []
+    for _ in range(40):  # each by 3e-4 or so; between bfloat16's numbers below 1 lie 4e-3
+        timed.update([(tokens[:, :-1], tokens[:, 1:])])
+        changed.append(int((gain != 1).sum()))
+    assert changed[3] == 0 < changed[-1]
+
+
+def test_a_text_shorter_than_an_update_is_timed_over_and_over(tmp_path, monkeypatch):
+    folder = Folder(tmp_path)
+    settings = {"batch_size": 2, "tokens_per_sample": 16, "seeds": [1], "models": [{"name": "a", "recipe": []}]}
+    folder.experiment.write_text(json.dumps(settings))
+    folder.data.write_text(json.dumps({"data": "data-bin"}))
+    decoder = smlp.build("gmlp_lm_tiny", vocab_size=40, max_tokens=16, embed_dim=16, ffn_dim=16)
+    seen = []
+    decoder.register_forward_pre_hook(lambda _, given: seen.extend(given[0].flatten().tolist()))
+    monkeypatch.setattr(speed, "_checkpoint", lambda *of: "checkpoint_last.pt")
+    monkeypatch.setattr(speed, "load_pretrained", lambda path: SimpleNamespace(decoder=decoder))
+    monkeypatch.setattr(speed, "read_fairseq_tokens", lambda path: SimpleNamespace(tokens=np.arange(4, 34)))
+    found = speed.time_models(folder, rounds=2)
+    assert len(found["models"]["a"]["seconds_per_update"]) == 2 and found["models"]["a"]["tokens_per_update"] == 32
+    assert seen == [4 + place % 30 for place in range(3 * 32)]
+
+
+def test_updates_of_a_balanced_hash_are_measured_before_there_are_data(planned):
+    experiment, models, _ = planned(FILE.replace("smlp_tiny}", "hash_lm_tiny}"))
+    experiment = replace(experiment, batch_size=1)
+    hashed = replace(models[1], config=smlp.preset("hash_lm_tiny", vocab_size=64, max_tokens=128, hash_kind="balanced"))
+    assert 0 < cost.measure_update(hashed, experiment, threads=1) < 60

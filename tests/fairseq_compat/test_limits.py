@@ -1,0 +1,181 @@
+"""Options of fairseq whose numbers cannot work: one sentence that names them, before anything is built or written."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+import pytest
+from fairseq import options
+
+from smlp.cli.fairseq_tool import load_plugin
+from smlp.config import all_settings
+from smlp.config.presets import preset
+from smlp.costs import memory
+from smlp.costs.memory import check_weights
+from smlp.errors import UserError
+from smlp.fairseq_compat.limits import LIMITS, check_numbers
+from smlp.launch import local
+
+#: what fairseq reads as a number and nothing here depends on, or what is checked elsewhere
+_NOT_IN_THE_TABLE = {
+    *("distributed_num_procs", "expert_parallel_size", "profile_updates", "output_dictionary_size", "base_shuffle"),
+    *("pad", "eos", "unk"),
+}
+_OPTIMIZERS = ("adam", "sgd", "adafactor", "adamax", "adadelta", "adagrad", "nag")
+_SCHEDULES = ("cosine", "inverse_sqrt", "polynomial_decay", "tri_stage", "triangular", "step", "reduce_lr_on_plateau")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> None:
+    load_plugin()
+
+
+@pytest.fixture(autouse=True)
+def words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["fairseq-train"])
+
+
+def parse(*words: str, task: bool = True) -> argparse.Namespace:
+    """What fairseq-train makes of a command line."""
+    given = ["data", *(["--task", "language_modeling"] if task else []), "--optimizer", "adam", "--max-update", "9"]
+    arch = [] if "--arch" in words else ["--arch", "smlp_tiny"]
+    return options.parse_args_and_arch(options.get_training_parser(), [*given, *arch, *words])
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_borders_of_each_option(name: str) -> None:
+    lowest, highest, why = LIMITS[name]
+    for fine in (lowest, highest, [lowest, highest], None, "text"):
+        check_numbers({name: fine})
+    below, above = (math.nextafter(lowest, -math.inf), math.nextafter(highest, math.inf))
+    for wrong in (below, above, math.nan, [lowest, below]):
+        if wrong == highest == math.inf:
+            continue
+        with pytest.raises(UserError, match=rf"^--{name.replace('_', '-')} must be .*, got ") as refused:
+            check_numbers({name: wrong})
+        assert why in str(refused.value)
+
+
+@pytest.mark.parametrize("arch", ["smlp_tiny", "transformer_lm"])
+def test_every_number_of_fairseq_train_is_in_the_table(arch: str) -> None:
+    parser = options.get_training_parser()
+    for optimizer, schedule in zip(_OPTIMIZERS, _SCHEDULES, strict=True):
+        words = ["data", "--task", "language_modeling", "--arch", arch, "--optimizer", optimizer, "--max-update", "9"]
+        words += ["--lr-scheduler", schedule, "--max-lr", "1", "--decay-steps", "1"]
+        parser = options.get_training_parser()
+        options.parse_args_and_arch(parser, words, parse_known=True)
+        # a list's numbers are read by a function without a name
+        read = {action.dest for action in parser._actions if getattr(action.type, "__name__", "") in ("int", "float")}
+        assert read - LIMITS.keys() - all_settings().keys() <= _NOT_IN_THE_TABLE
+
+
+# words: what the sentence must say
+REFUSED: dict[str, list[str]] = {
+    "--batch-size 0": ["--batch-size must be at least 1, got 0", "--max-tokens"],
+    "--max-sentences -4": ["--batch-size must be at least 1, got -4"],
+    "--batch-size-valid 0": ["--batch-size-valid must be at least 1, got 0"],
+    "--batch-size-valid 1.5": ["argument --batch-size-valid/--max-sentences-valid: invalid int value: '1.5'"],
+    "--required-batch-size-multiple 0": ["--required-batch-size-multiple must be at least 1, got 0"],
+    "--seed -1": ["--seed must be from 0 to 4293918720, got -1"],
+    f"--seed {2**40}": ["got 1099511627776"],
+    "--num-workers -1": ["--num-workers must be from 0 to", "got -1"],
+    "--num-workers 10000": ["--num-workers must be from 0 to", "got 10000", "cores"],
+    "--log-interval 0": ["--log-interval must be at least 1, got 0"],
+    "--lr ": ["argument --lr: expected a number, or several with commas between them, got ''"],
+    "--lr -1": ["--lr must be at least 0, got -1.0"],
+    "--lr 1e-3,-1": ["--lr must be at least 0, got -1.0"],
+    "--lr 1e999": ["--lr must be at least 0 and finite, got inf"],
+    f"--batch-size {10**23}": ["--batch-size must be at least 1 and at most 9223372036854775807, got 1000"],
+    "--lr-scheduler pass_through": ["pass_through is for optimizers with schedules of their own"],
+    "--model-parallel-size 2": ["--model-parallel-size must be from 1 to 1, got 2"],
+    "--lr abc": ["argument --lr: expected a number", "'abc'"],
+    "--lr 1e-": ["argument --lr: expected a number", "'1e-'"],
+    "--adam-eps -1": ["--adam-eps must be at least 0, got -1.0"],
+    "--weight-decay nan": ["--weight-decay must be at least 0, got nan"],
+    "--clip-norm nan": ["--clip-norm must be at least 0, got nan (0 clips nothing)"],
+    "--update-freq 1.5": ["argument --update-freq: expected a whole number", "'1.5'"],
+    "--update-freq 2,0": ["--update-freq must be at least 1, got 0"],
+    "--batch-size 1.5": ["argument --batch-size/--max-sentences: invalid int value: '1.5'"],
+    "--warmup-updates -5": ["--warmup-updates must be at least 0, got -5"],
+    "--tokens-per-sample 0": ["--tokens-per-sample must be from 1 to 2147483647, got 0"],
+    "--unknown 3": ["unrecognized arguments: --unknown 3"],
+    "--fp16 --bf16": ["--fp16 and --bf16 are both given"],
+    "--memory-efficient-bf16 --fp16": ["--fp16 and --memory-efficient-bf16 are both given"],
+    "--lr-scheduler nope": ["argument --lr-scheduler: invalid choice: 'nope'"],
+    "--lr-scheduler cosine --warmup-updates 9": ["no update left after --warmup-updates 9 of --max-update 9"],
+    "--lr-scheduler cosine --max-update 0": ["cosine needs --lr-period-updates, or --max-update"],
+    "--lr-scheduler cosine --lr 1,2": ["cosine takes one learning rate, and --lr has 2: 1.0,2.0"],
+    "--lr-scheduler inverse_sqrt --warmup-updates 0": ["inverse_sqrt needs --warmup-updates of at least 1, got 0"],
+    "--lr-scheduler polynomial_decay --max-update 0": ["polynomial_decay needs --total-num-update, or --max-update"],
+    "--lr-scheduler triangular": ["required: --max-lr"],
+    "--lr-scheduler triangular --max-lr 0.1 --lr 0.2": ["triangular needs a --max-lr above --lr 0.2, got 0.1"],
+    "--lr-scheduler triangular --max-lr 1 --lr-period-updates 1": ["--lr-period-updates of at least 2, got 1.0"],
+    "--lr-scheduler tri_stage": ["tri_stage needs --decay-steps of at least 1, or --phase-ratio"],
+    "--lr-scheduler tri_stage --phase-ratio (0.1,0.4,0.4)": ["that add up to 1, got (0.1, 0.4, 0.4)"],
+    "--lr-scheduler tri_stage --phase-ratio (0.5,0.5,0)": ["no update to decay in", "--max-update 9"],
+    "--lr-scheduler step --lr 0": ["step needs a --lr above --min-lr 0.0, got 0.0"],
+    "--lr-scheduler reduce_lr_on_plateau --lr-shrink 1": ["needs an --lr-shrink below 1, got 1.0"],
+    "--arch transformer_lm --dropout 1.5": ["--dropout must be from 0 to 1, got 1.5"],
+    "--arch transformer_lm --decoder-attention-heads 0": ["--decoder-attention-heads must be at least 1, got 0"],
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_work_is_refused_when_the_command_line_is_read(words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse(*words.split(" "))
+    for part in REFUSED[words]:
+        assert part in str(refused.value)
+    assert "\n" not in str(refused.value) and "lambda" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--max-tokens 64", "--clip-norm 0", "--clip-norm inf", "--seed 0", "--max-update 0", "--lr 0,0.2"),
+        *("--update-freq 1,2", "--update-freq [2]", "--weight-decay 0 --adam-eps 0", "--num-workers 0"),
+        *("--lr-scheduler cosine", "--lr-scheduler cosine --warmup-updates 10", "--lr-scheduler inverse_sqrt"),
+        *("--lr-scheduler tri_stage --decay-steps 1", "--lr-scheduler triangular --max-lr 1", "--lr-scheduler step"),
+        *("--lr-scheduler reduce_lr_on_plateau", "--arch transformer_lm --dropout 0"),
+    ],
+)
+def test_what_works_is_let_pass(words: str) -> None:
+    args = parse(*words.split(" "))
+    assert args.batch_size is None and not args.tpu
+
+
+def test_polynomial_decay_ends_with_the_last_update_unless_told_otherwise() -> None:
+    """fairseq's help says so; without this it has no value at all."""
+    for words, total in ((["--max-update", "7"], 7), (["--total-num-update", "5"], 5)):
+        assert parse("--lr-scheduler", "polynomial_decay", *words).total_num_update == total
+
+
+@pytest.mark.parametrize("arch", ["smlp_tiny", "transformer_lm"])
+@pytest.mark.parametrize("task", [None, "translation", "masked_lm"])
+def test_a_language_model_needs_its_task(arch: str, task: str | None) -> None:
+    words = ["--arch", arch, "--tokens-per-sample", "8", *(["--task", task] if task else [])]
+    said = rf"^--arch {arch} is a language model, but --task is {task or 'translation'}: give --task language_modeling"
+    with pytest.raises(UserError, match=said):
+        parse(*words, task=False)
+
+
+def test_training_needs_a_model() -> None:
+    with pytest.raises(UserError, match=r"^there is no model to train: give --arch"):
+        options.parse_args_and_arch(options.get_training_parser(), ["data"])
+
+
+def test_weights_that_fit_no_memory_are_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_bytes", lambda: 2**33)
+    check_weights(preset("smlp_large"), 32)
+    for settings in ({"embed_dim": 10**9}, {"max_tokens": 10**9}):
+        with pytest.raises(UserError, match=r"weights of this model take [\d,]+ GiB, and .* has a memory of 8 GiB"):
+            check_weights(preset("smlp_tiny", **settings))
+
+
+def test_more_ranks_than_the_memory_holds_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(local, "_LocalRanks", None)
+    with pytest.raises(UserError, match=r"--nproc 5: this machine has 1 GiB of memory, and each rank .* at most 4"):
+        local.run_ranks(["true"], 5)

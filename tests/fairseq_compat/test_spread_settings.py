@@ -1,0 +1,142 @@
+"""What fairseq may be asked for with experts spread over ranks, and random numbers that differ from rank to rank."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from layouts import command
+from recording import updates_of
+
+from smlp.errors import UserError
+from smlp.trainer.settings import check_backend, check_pairs, check_settings
+from smlp.trainer.updates import batch_seed, batch_seeds, for_other_ranks, real_batches_last
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def configuration(**changes) -> SimpleNamespace:
+    """Of a run that works, but for some changes ``section__name=value``."""
+    sections = {
+        "common": {"amp": False, "cpu": False},
+        "distributed_training": {"ddp_backend": "legacy_ddp", "zero_sharding": "none"},
+        "optimization": {"use_bmuf": False},
+        "ema": {"store_ema": False},
+        "checkpoint": {"write_checkpoints_asynchronously": False},
+        "optimizer": {"_name": "adam"},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        assert name in sections[section]
+        sections[section][name] = value
+    return SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in sections.items()})
+
+
+@pytest.mark.parametrize("backend", ["legacy_ddp", "no_c10d", "pytorch_ddp", "c10d"])
+def test_backends_that_work(backend):
+    check_settings(configuration(distributed_training__ddp_backend=backend))
+
+
+@pytest.mark.parametrize(
+    "change, option",
+    [
+        ({"distributed_training__ddp_backend": "fully_sharded"}, "--ddp-backend fully_sharded"),
+        ({"distributed_training__ddp_backend": "slowmo"}, "--ddp-backend slowmo"),
+        ({"distributed_training__zero_sharding": "os"}, "--zero-sharding"),
+        ({"optimizer___name": "adafactor"}, "--optimizer adafactor"),
+        ({"optimizer___name": "lamb"}, "--optimizer lamb"),
+        ({"common__amp": True}, "--amp"),
+        ({"optimization__use_bmuf": True}, "--use-bmuf"),
+        ({"ema__store_ema": True}, "--store-ema"),
+        ({"checkpoint__write_checkpoints_asynchronously": True}, "--write-checkpoints-asynchronously"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy(change, option):
+    key, value = next(iter(change.items()))
+    section, _, name = key.partition("__")
+    config = configuration()
+    setattr(getattr(config, section), name, value)
+    with pytest.raises(UserError) as refused:
+        check_settings(config)
+    message = str(refused.value)
+    assert message.startswith(option) and "or give --expert-parallel-size 1" in message and "\n" not in message
+
+
+def test_sharding_of_parameters_needs_gpus():
+    with pytest.raises(UserError, match="--ddp-backend fully_sharded needs GPUs"):
+        check_backend(configuration(distributed_training__ddp_backend="fully_sharded"), has_cuda=False)
+    check_backend(configuration(), has_cuda=False)
+
+
+@pytest.mark.parametrize("betas", ["(0.9", "0.9", "(0.9, 1.0)", "(0.9, 0.98, 0.99)", "('a', 'b')", "(0.9, -0.1)", ""])
+def test_betas_of_adam_are_two_numbers(betas):
+    optimizer = SimpleNamespace(_name="adam", adam_betas=betas)
+    with pytest.raises(UserError, match=r"^--adam-betas must be two numbers from 0 to below 1") as refused:
+        check_pairs(SimpleNamespace(optimizer=optimizer))
+    assert repr(betas) in str(refused.value)
+    for fine in ("(0.9, 0.98)", "[0.0, 0.999]"):
+        optimizer.adam_betas = fine
+        check_pairs(SimpleNamespace(optimizer=optimizer))
+
+
+def test_a_run_with_spread_experts_refuses_at_its_start(tiny_data, tmp_path, run_fairseq_many):
+    refused = command(tiny_data, "smlp", 2, 2, "--save-dir", tmp_path / "a", "--store-ema")
+    wrong = command(tiny_data, "smlp", 2, 4, "--save-dir", tmp_path / "b")
+    sharded = command(tiny_data, "smlp", 2, 1, "--save-dir", tmp_path / "c", "--ddp-backend", "fully_sharded")
+    reasons = ["--store-ema would save", "expert-parallel size of 4 must", "--ddp-backend fully_sharded needs GPUs"]
+    for run, said in zip(run_fairseq_many([refused, wrong, sharded]), reasons, strict=True):
+        assert run.rc == 1 and "Traceback" not in run.stderr
+        for code, seconds, message in run.ranks:
+            assert code == 1 and seconds < 30 and said in message, message
+
+
+def test_dropout_differs_from_rank_to_rank_and_comes_again(tiny_data, tmp_path, run_fairseq_many):
+    """Each rank draws random numbers of its own for each update, the same in a second run."""
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    cases = [
+        {
+            **command(tiny_data, "smlp", 2, 2, "--save-dir", folder, "--dropout", dropout, "--max-update", 2),
+            "record": str(folder),
+        }
+        for folder, dropout in zip(folders, (0.5, 0.5, 0.1), strict=True)
+    ]
+    for run in run_fairseq_many(cases):
+        assert run.rc == 0, str(run)
+    first, second, other = ([update["loss"] for update in updates_of(folder, 2)] for folder in folders)
+    assert first == second and first[0] != other[0]
+    seeds = [update["seed"] for rank in range(2) for update in torch.load(folders[0] / f"{rank}.pt")]
+    assert len(set(seeds)) == 4
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_seeds_follow_from_a_batchs_number_in_its_update(num_ranks):
+    """The j-th batch of rank r is number ``j * W + r``; the first one has fairseq's seed."""
+    of_ranks = [list(itertools.islice(batch_seeds(5, 7, rank, num_ranks), 8 // num_ranks)) for rank in range(num_ranks)]
+    dealt = [seed for in_turn in zip(*of_ranks, strict=True) for seed in in_turn]
+    assert dealt == [5 + 7, *(batch_seed(5, 7, number) for number in range(1, 8))]
+
+
+def test_seeds_of_batches():
+    seeds = {batch_seed(seed, update, number) for seed in (1, 2) for update in range(50) for number in range(1, 9)}
+    assert len(seeds) == 2 * 50 * 8 and all(0 <= seed < 2**63 for seed in seeds)
+    assert batch_seed(1, 2, 3) == batch_seed(1, 2, 3)
+    assert len({seed % 2**32 for seed in seeds}) == len(seeds)  # as much as torch's generator on CPUs uses
+
+
+def test_batches_that_count_for_nothing_come_first():
+    real = [{"id": 1}, {"id": 2}]
+    assert real_batches_last([real[0], real[1], {}, None]) == [{}, None, *real]
+    assert real_batches_last(real) is real
+    assert real_batches_last([{}, None]) == [{}, None]
+    assert real_batches_last([]) == []
+
+
+@pytest.mark.parametrize("position, before, after, want", [(5, 4, 2, 10), (10, 2, 1, 20), (20, 1, 4, 5), (7, 2, 4, 3)])
+def test_the_position_in_an_epoch_follows_the_number_of_ranks(position, before, after, want):
+    state = {"epoch": 2, "iterations_in_epoch": position, "num_shards": before}
+    assert for_other_ranks(state, after) == {**state, "iterations_in_epoch": want}
+    assert for_other_ranks({"iterations_in_epoch": position}, after) == {"iterations_in_epoch": position}

@@ -1,0 +1,199 @@
+"""Checkpoints as plain models, and the commands that use them: generate and leak-test."""
+
+import json
+
+import pytest
+import torch
+from sparse_references import unmasked_projection
+from tiny_checkpoints import WORDS, write_checkpoint
+
+import smlp
+from smlp.checkpoint.load import load_pretrained
+from smlp.cli.main import main
+from smlp.inference.generation import Sampling
+from smlp.text.tokenizer import Tokenizer, Vocabulary
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint as fairseq-train writes it, with dict.txt beside it."""
+    return write_checkpoint(tmp_path, WORDS)
+
+
+def test_the_same_model_comes_back(checkpoint):
+    path, decoder = checkpoint
+    model = load_pretrained(path)
+    assert not model.training and model.decoder.config == decoder.config
+    tokens = torch.randint(2, 14, (2, 12))
+    assert torch.equal(model(tokens).logits, decoder(tokens).logits)
+    assert model.vocabulary.symbols[4:] == WORDS
+
+
+def test_dictionary_with_the_data_or_by_name(checkpoint, tmp_path):
+    path, _ = checkpoint
+    dictionary = tmp_path / "dict.txt"
+    (tmp_path / "data").mkdir()
+    dictionary.rename(tmp_path / "data" / "dict.txt")
+    assert len(load_pretrained(path).vocabulary) == 14
+    (tmp_path / "data" / "dict.txt").rename(tmp_path / "words.txt")
+    with pytest.raises(smlp.UserError, match=r"no dict\.txt beside"):
+        load_pretrained(path)
+    assert len(load_pretrained(path, dictionary=tmp_path / "words.txt").vocabulary) == 14
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-3000]), ["truncated", "bytes"]),
+        (lambda path: path.write_bytes(b""), ["(0 bytes)", "truncated"]),
+        (lambda path: path.write_text("not a checkpoint"), ["(16 bytes)"]),
+        (lambda path: path.unlink(), ["there is no checkpoint"]),
+        (lambda path: torch.save({"weights": 1}, path), ["no checkpoint of fairseq-train"]),
+        (lambda path: torch.save({"model": {"x": torch.ones(1)}, "cfg": {"model": {"_name": "bart"}}}, path), ["bart"]),
+        (lambda path: (path.parent / "dict.txt").write_text("the 1\n"), ["dict.txt has 5 symbols", "14"]),
+        (lambda path: (path.parent / "dict.txt").write_text("the\n"), ["dict.txt, line 1", "'the'"]),
+        (lambda path: (path.parent / "dict.txt").write_bytes(b"\xff 1\n"), ["dict.txt", "UTF-8"]),
+    ],
+)
+def test_damage_is_named_in_one_line(checkpoint, damage, words, capsys):
+    path, _ = checkpoint
+    damage(path)
+    assert main(["generate", "--path", str(path), "--prompt", "the s1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("smlp: error: ") and error.count("\n") == 1, error
+    assert all(word in error for word in [path.parent.name, *words]), error
+
+
+def test_generate_continues_prompts(checkpoint, tmp_path, capsys):
+    path, _ = checkpoint
+    model = load_pretrained(path)
+    expected = model.generate("the s1", 5, Sampling(temperature=0))
+    command = ["generate", "--path", str(path), "--greedy", "--max-tokens", "5"]
+    assert main([*command, "--prompt", "the s1"]) == 0
+    assert capsys.readouterr().out == f"the s1{expected}\n"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the s1\na o2\n")
+    assert main([*command, "--file", str(prompts)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("the s1 ") and lines[1].startswith("a o2 ")
+    assert "madeupword" not in model.generate("", 11, Sampling(temperature=5.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt", "the", "--max-tokens", "12"], ["2 prompt tokens", "max_tokens=12"]),
+        (["--prompt", "the", "--max-tokens", "0"], ["max_tokens", "0"]),
+        (["--prompt", "the", "--top-p", "2"], ["top_p", "2"]),
+        (["--file", "missing.txt"], ["missing.txt"]),
+        (["--file", "latin1.txt"], ["latin1.txt", "line 2", "UTF-8"]),
+        (["--file", "empty.txt"], ["empty.txt", "0 lines"]),
+    ],
+)
+def test_generate_refuses_in_one_line(checkpoint, arguments, words, capsys, monkeypatch):
+    path, _ = checkpoint
+    monkeypatch.chdir(path.parent)
+    (path.parent / "latin1.txt").write_bytes(b"the\ncaf\xe9\n")
+    (path.parent / "empty.txt").write_bytes(b"")
+    assert main(["generate", "--path", str(path), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(word in error for word in words), error
+
+
+def test_sliding_writes_past_the_context(checkpoint, capsys):
+    path, _ = checkpoint
+    assert main(["generate", "--path", str(path), "--prompt", "the", "--max-tokens", "30", "--slide", "--greedy"]) == 0
+    assert len(capsys.readouterr().out.split()) > 12
+
+
+def test_leak_test_passes_on_a_checkpoint_and_an_architecture(checkpoint, tmp_path, capsys):
+    path, _ = checkpoint
+    result = tmp_path / "result.json"
+    assert main(["leak-test", "--path", str(path), "--json", str(result)]) == 0
+    report = json.loads(result.read_text())
+    assert report["passed"] and len(report["results"]) == 6
+    assert "expected: routed by batch" in capsys.readouterr().out
+    assert main(["leak-test", "--arch", "gmlp_lm_tiny", "--tokens", "16"]) == 0
+    assert "H=64, 9 + 0 blocks" in capsys.readouterr().out
+
+
+def test_leak_test_fails_on_a_leak(checkpoint, capsys, monkeypatch):
+    path, _ = checkpoint
+    from smlp.moe import experts
+
+    monkeypatch.setattr(experts, "causal_spatial_projection", unmasked_projection)
+    assert main(["leak-test", "--path", str(path)]) == 1
+    assert "LEAK: a later token changes an earlier prediction" in capsys.readouterr().out
+
+
+def test_unknown_architecture(capsys):
+    assert main(["leak-test", "--arch", "smlp_tinny"]) == 1
+    assert "did you mean 'smlp_tiny'" in capsys.readouterr().err
+
+
+def test_tokens_and_text_with_sentencepiece(tmp_path):
+    import sentencepiece
+
+    text = tmp_path / "text.txt"
+    text.write_text("the old man and the sea\nthe young man and the old sea\n" * 20)
+    model = tmp_path / "sentencepiece"
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(model), vocab_size=40, hard_vocab_limit=False, minloglevel=2
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=f"{model}.model")
+    vocabulary = Vocabulary(pieces.id_to_piece(i) for i in range(pieces.get_piece_size()) if not pieces.is_control(i))
+    tokenizer = Tokenizer(vocabulary, f"{model}.model")
+    ids = tokenizer.encode("the young sea and the man")
+    assert vocabulary.unk not in ids
+    assert tokenizer.decode([*ids, vocabulary.eos, *ids]) == "the young sea and the man\nthe young sea and the man"
+    assert tokenizer.encode("the 东")[-1] == vocabulary.unk
+    with pytest.raises(smlp.UserError, match="is not a SentencePiece model"):
+        Tokenizer(vocabulary, text)
+    with pytest.raises(smlp.UserError, match="there is no SentencePiece model"):
+        Tokenizer(vocabulary, tmp_path / "none.model")
+
+
+def test_pieces_without_their_model_are_refused(checkpoint, capsys):
+    path, _ = checkpoint
+    lines = [f"\u2581{word} 1\n" for word in WORDS]
+    (path.parent / "dict.txt").write_text("".join(lines), encoding="utf-8")
+    assert main(["generate", "--path", str(path), "--prompt", "the s1"]) == 1
+    assert "no sentencepiece.model" in capsys.readouterr().err
+
+
+def test_a_model_trained_with_a_start_symbol_is_prompted_with_it(checkpoint):
+    path, _ = checkpoint
+    assert load_pretrained(path).start_token == Vocabulary.eos
+    state = torch.load(path, weights_only=True)
+    state["cfg"]["model"].update(add_bos_token=True, tokens_per_sample=11)
+    torch.save(state, path)
+    model = load_pretrained(path)
+    assert model.start_token == Vocabulary.bos and model.decoder.config.max_tokens == 12
+
+
+def test_text_comes_piece_by_piece(checkpoint):
+    model = load_pretrained(checkpoint[0])
+    calls = []
+    model.decoder.norm.register_forward_hook(lambda *_: calls.append(1))
+    stream = model.stream("the s1", 5, Sampling(temperature=0))
+    assert len(calls) == 0
+    next(stream)
+    assert len(calls) == 1, "the first piece must not wait for the second"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_here_is_named(checkpoint, device, capsys):
+    assert main(["generate", "--path", str(checkpoint[0]), "--prompt", "the", "--device", device]) == 1
+    captured = capsys.readouterr()
+    assert f"--device {device}" in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+@pytest.mark.parametrize("options", [["--positions", "0"], ["--tokens", "1"], ["--tokens", "0"]])
+def test_a_leak_test_of_nothing_is_refused(options, capsys):
+    assert main(["leak-test", "--arch", "gmlp_lm_tiny", *options]) == 1
+    assert capsys.readouterr().err.startswith("smlp: error: ")
+
+
+def test_an_unwritable_report_is_named(checkpoint, capsys):
+    assert main(["leak-test", "--path", str(checkpoint[0]), "--json", "no/such/folder.json"]) == 1
+    assert "cannot write --json no/such/folder.json" in capsys.readouterr().err

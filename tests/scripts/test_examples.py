@@ -1,0 +1,85 @@
+"""The command files in examples/: one for each architecture, with the recipes of the paper's tables."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from running import REPOSITORY, run_python
+
+from smlp.config.presets import PRESETS, preset
+
+EXAMPLES = REPOSITORY / "examples"
+PRINT_ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:]))"
+PARSE = """
+import json, sys
+from fairseq import options
+
+parse = lambda arguments: vars(options.parse_args_and_arch(options.get_training_parser(), arguments))
+json.dump([parse(arguments) for arguments in json.load(sys.stdin)], sys.stdout, default=str)
+"""
+
+
+def shell(name, *arguments, **environment):
+    return subprocess.run(
+        ["bash", str(EXAMPLES / f"{name}.sh"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """What each file would hand to fairseq-train on the paper's 32 GPUs, parsed by fairseq itself."""
+    script = tmp_path_factory.mktemp("train") / "print.py"
+    script.write_text(PRINT_ARGUMENTS)
+    lines = []
+    for arch in PRESETS:
+        gpus = "1" if arch.endswith("_tiny") else "32"
+        done = shell(arch, "DATA", "SAVE", "--seed", "7", TRAIN_COMMAND=f"{sys.executable} {script}", GPUS=gpus)
+        assert done.returncode == 0, done.stderr
+        lines.append(done.stdout.strip())
+    parsed = run_python("-c", PARSE, stdin=f"[{', '.join(lines)}]")
+    assert parsed.rc == 0, parsed.stderr
+    return dict(zip(PRESETS, (SimpleNamespace(**args) for args in json.loads(parsed.stdout)), strict=True))
+
+
+def test_every_architecture_has_a_command_and_no_other():
+    names = {path.stem for path in EXAMPLES.glob("*.sh")} - {"recipe"}
+    assert names == set(PRESETS)
+
+
+@pytest.mark.parametrize("arch", PRESETS)
+def test_the_command_trains_its_architecture(commands, arch):
+    args = commands[arch]
+    assert (args.arch, args.data, args.save_dir, args.seed) == (arch, "DATA", "SAVE", 7)
+    assert args.tokens_per_sample == preset(arch).max_tokens
+    assert args.num_dense_layers == preset(arch).num_dense_layers
+    assert args.adam_betas == "(0.9, 0.98)" and args.weight_decay == 0.1 and args.ddp_backend == "legacy_ddp"
+
+
+@pytest.mark.parametrize("arch", [arch for arch in PRESETS if not arch.endswith("_tiny")])
+def test_the_recipe_is_the_papers(commands, arch):
+    args = commands[arch]
+    large = arch.endswith(("_large", "_enlarged"))
+    assert args.lr == [1e-3 if large else 5e-4] and args.dropout == 0.1
+    assert (args.lr_scheduler, args.warmup_updates, args.warmup_init_lr) == ("inverse_sqrt", 4000, 1e-7)
+    # Tables 10, 9 and 8: sequences of a batch and batches of an update, on each of 32 GPUs
+    dense = preset(arch).num_sparse_layers == 0
+    assert (args.batch_size, args.update_freq) == ((2, [8]) if large else (2, [4]) if dense else (4, [4]))
+
+
+@pytest.mark.parametrize(("gpus", "accumulate"), [("1", 128), ("8", 16), ("64", 2)])
+def test_fewer_gpus_accumulate_more(gpus, accumulate):
+    done = shell("smlp", "D", "S", TRAIN_COMMAND="echo", GPUS=gpus)
+    assert f"--update-freq {accumulate} " in done.stdout
+
+
+def test_mistakes_are_named():
+    assert "GPUS=3 does not divide the 128 batches" in shell("smlp", "D", "S", GPUS="3").stderr
+    missing = shell("smlp", "D")
+    assert missing.returncode == 2 and "usage: bash examples/smlp.sh DATA SAVE_DIR" in missing.stderr

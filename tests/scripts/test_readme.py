@@ -1,0 +1,107 @@
+"""Commands shown in README.md are run here: those under the mark."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from running import REPOSITORY, as_user, shell
+from zeroshot_data import write_tasks
+
+MARK = "<!-- run by tests/scripts/test_readme.py -->\n"
+BLOCK = re.compile(re.escape(MARK) + r"```(\w+)\n(.*?)```", re.S)
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+# What a reader leaves running for minutes runs here for moments.
+SHORTER = {"--max-update 1000": "--max-update 2", "smlp leak-test": "smlp leak-test --positions 2"}
+SHORTER_COMPARISON = {
+    "text: {source: python, vocab_size: 4000}": "data: data-bin",
+    "tokens: 90k": "tokens: 4096",
+    "warmup_updates: 30": "warmup_updates: 1",
+    "validations: 3, speed_rounds: 5": "validations: 1, speed_rounds: 1",
+}
+
+
+def blocks(language):
+    return [text for kind, text in BLOCK.findall(README) if kind == language]
+
+
+@pytest.fixture(scope="module")
+def reader(tiny_data, tmp_path_factory):
+    """A folder as a reader has it: the repository's smlp/ and examples/, a data-bin/, and tasks/."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "smlp").symlink_to(REPOSITORY / "smlp")
+    shutil.copytree(REPOSITORY / "examples", folder / "examples")
+    quick = folder / "examples" / "compare" / "quick.yaml"
+    text = quick.read_text(encoding="utf-8")
+    for long, short in SHORTER_COMPARISON.items():
+        assert long in text
+        text = text.replace(long, short)
+    quick.write_text(text, encoding="utf-8")
+    (folder / "data-bin").symlink_to(tiny_data)
+    _lengthen(write_tasks(folder / "tasks"))
+    (folder / "corpora").mkdir()
+    for page in (REPOSITORY / "docs").glob("*.md"):
+        (folder / "corpora" / f"{page.stem}.txt").write_text(page.read_text(encoding="utf-8"))
+    return folder
+
+
+def _lengthen(tasks):
+    """Makes a record of two tasks longer than the model's context, as some of the official ones are."""
+    for file, field in (("piqa/valid.jsonl", "sol2"), ("hellaswag/hellaswag_val.jsonl", "endings")):
+        first, *others = (tasks / file).read_text().splitlines(keepends=True)
+        record = json.loads(first)
+        long = "w1 " * 300
+        record[field] = [long] * 4 if field == "endings" else long
+        (tasks / file).write_text("".join([json.dumps(record) + "\n", *others]))
+
+
+def test_the_mark_is_on_every_kind_of_block():
+    assert len(blocks("bash")) == len(SAID) and len(blocks("python")) == 1
+    assert README.count(MARK) == 8
+
+
+# What a block prints, one for each in README's order.
+SAID = (
+    "Perplexity",
+    "done training",
+    "3 of 3 runs",
+    "no unexpected leak",
+    "|hellaswag|",
+    "files are whole",
+    "model.pt",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(SAID)))
+def test_shown_commands_work(reader, number):
+    """One after the other in one folder, as a reader runs them: later blocks read what the first has trained."""
+    text = blocks("bash")[number]
+    for long, short in SHORTER.items():
+        text = text.replace(long, short)
+    assert "--max-update 1000" not in text
+    done = shell(text, reader, timeout=270)
+    assert done.returncode == 0, (text, done.stdout[-1500:], done.stderr[-3000:])
+    assert SAID[number] in done.stdout
+
+
+@pytest.mark.slow
+def test_shown_python_works(reader):
+    assert (reader / "checkpoints" / "checkpoint_best.pt").exists(), "the first of README's commands has not run"
+    (text,) = blocks("python")
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=reader, env=as_user(), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()
+
+
+def test_links_lead_somewhere_and_nothing_is_left_to_fill_in():
+    pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+        assert not re.search(r"\b(QUICKSTART|TEST|KJV)_[A-Z]+\b", text), page.name
