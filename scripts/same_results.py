@@ -19,12 +19,12 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,17 +87,16 @@ class Steps:
         """Run several commands of smlp, one after the other."""
         self.run("-c", _EACH, json.dumps([[str(word) for word in words] for words in commands]))
 
-    def phases(self) -> list[dict[str, Callable[[], Any]]]:
-        """Return the steps by name; those of a phase need only what earlier phases made."""
+    def all(self) -> dict[str, Callable[[], Any]]:
+        """Return the steps by name, in their order."""
         tiny = [name for name in self.presets if name.endswith("_tiny")]
         train = {f"train-{name}-{ranks}": partial(self.train, name, ranks) for ranks in (1, 2) for name in tiny}
-        others = {"compare": self.compare, "help": self.help, "flops": self.flops}
-        last = {"resume": self.resume, "score": partial(self.score, tiny), "zeroshot": self.zeroshot}
-        return [{"data": self.data}, {**train, **others}, last]
+        score = {"resume": self.resume, "score": partial(self.score, tiny), "zeroshot": self.zeroshot}
+        return {"data": self.data, **train, **score, "compare": self.compare, "flops": self.flops, "help": self.help}
 
     def data(self) -> dict:
         """Make text, vocabulary, binary data and zero-shot tasks."""
-        sys.path.append(str(ROOT / "tests"))
+        sys.path.extend(str(path.parent) for path in (ROOT / "tests").rglob("zeroshot_data.py"))
         from zeroshot_data import WORDS, write_tasks
 
         write_tasks(self.out / "tasks")
@@ -112,17 +111,18 @@ class Steps:
             (self.out / "text" / f"{split}.txt").write_text("".join(lines))
         self.smlp("data", "tokenizer", "--in", "text", "--kind", "bpe", "--vocab-size", 80, "--out", "tokenizer")
         self.smlp("data", "binarize", "--in", "text", "--tokenizer", "tokenizer", "--out", "data")
-        made = [
-            path for name in ("text", "tokenizer", "data", "tasks") for path in sorted((self.out / name).rglob("*"))
-        ]
-        # A manifest has times and paths.
-        files = [path for path in made if path.is_file() and path.name != "manifest.json"]
+        made = [path for name in ("text", "tokenizer", "data", "tasks") for path in (self.out / name).rglob("*.*")]
+        # Manifests and what is kept for the next call have times.
+        files = sorted(
+            path for path in made if path.is_file() and path.name != "manifest.json" and ".state" not in path.parts
+        )
         return {str(path.relative_to(self.out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
     def train(self, arch: str, ranks: int, updates: int = 20, name: str = "", more: tuple = ()) -> dict:
         """Train; return what was logged of every update and validation, and a digest of every saved tensor."""
         run = self.out / "runs" / (name or f"{arch}-{ranks}")
         log = run.with_suffix(".log")
+        shutil.rmtree(run, ignore_errors=True)  # of a record that was interrupted
         log.unlink(missing_ok=True)
         words = [*(["--nproc", ranks] if ranks > 1 else []), self.base / "data", "--arch", arch, *TINY, *more]
         words += ["--max-update", updates, "--no-epoch-checkpoints", "--log-format", "json", "--log-interval", 1]
@@ -144,16 +144,17 @@ class Steps:
         commands, results = [], {}
         for arch in archs:
             one, two = (self.base / "runs" / f"{arch}-{ranks}" / "checkpoint_last.pt" for ranks in (1, 2))
-            report, *files = (self.out / f"{arch}-{name}" for name in ("score.json", "lines.jsonl", "text.jsonl"))
+            lines, text = results[arch] = self.out / f"{arch}-lines.jsonl", self.out / f"{arch}-text.jsonl"
             words = ["eval-lm", self.base / "data", "--path", one, "--gen-subset", "valid", "--batch-size", 4]
-            commands.append([*words, "--json", report, "--document", "line", "--per-document", files[0]])
-            words = ["generate", "--path", two, "--prompt", PROMPT, "--greedy", "--max-tokens", 20]
-            commands.append([*words, "--output", files[1]])
-            results[arch] = report, files
+            commands.append(
+                [*words, "--json", self.out / f"{arch}.json", "--document", "line", "--per-document", lines]
+            )
+            words = ["generate", "--path", two, "--prompt", PROMPT, "--greedy", "--max-tokens", 20, "--output", text]
+            commands.append(words)
         self.smlp_each(commands)
         return {
-            arch: [json.loads(report.read_text()), *map(_json_lines, files)]
-            for arch, (report, files) in results.items()
+            arch: [json.loads((self.out / f"{arch}.json").read_text()), *map(_json_lines, files)]
+            for arch, files in results.items()
         }
 
     def flops(self) -> dict:
@@ -289,39 +290,33 @@ def largest_tensor_difference(old: Path, new: Path) -> float:
     return largest
 
 
-def run_steps(steps: Steps, only: str, jobs: int, may_fail: bool) -> Iterator[tuple[str, Any]]:
-    """Do the steps that have no result yet, phase by phase; yield name and result of each."""
+def run_steps(steps: Steps, only: str, may_fail: bool) -> Iterator[tuple[str, Any]]:
+    """Do the steps that have no result yet; yield name and result of each."""
     places = {str(steps.out): "DIR", str(steps.base): "DIR", str(steps.tree): "TREE"}
-
-    def do(name: str, step: Callable[[], Any]) -> tuple[str, Any]:
+    for folder in ("results", "runs"):
+        (steps.out / folder).mkdir(parents=True, exist_ok=True)
+    for name, step in steps.all().items():
         file, start = steps.out / "results" / f"{name}.json", time.monotonic()
-        if file.is_file():
-            return name, json.loads(file.read_text())
+        if file.is_file() or not fnmatch.fnmatch(name, only):
+            continue
         try:
             result = json.loads(json.dumps(lasting(step(), places)))
         except (Failure, OSError, LookupError, ValueError, subprocess.TimeoutExpired) as error:
             if not may_fail:
                 raise Failure(f"step {name}: {error}") from error
-            return name, {"failed": f"{type(error).__name__}: {error}"}
+            result = {"failed": f"{type(error).__name__}: {error}"}
         file.with_suffix(".part").write_text(json.dumps(result, indent=1))
         file.with_suffix(".part").rename(file)
         print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
-        return name, result
-
-    for folder in ("results", "runs"):
-        (steps.out / folder).mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(jobs) as pool:
-        for phase in steps.phases():
-            chosen = {name: step for name, step in phase.items() if fnmatch.fnmatch(name, only)}
-            yield from pool.map(do, chosen, chosen.values())
+        yield name, result
 
 
-def check(steps: Steps, only: str, jobs: int) -> bool:
+def check(steps: Steps, only: str) -> bool:
     """List every difference to the record; return whether there is none."""
     files = {path.stem: path for path in sorted((steps.base / "results").glob("*.json"))}
     recorded = {name: json.loads(path.read_text()) for name, path in files.items() if fnmatch.fnmatch(name, only)}
     num_done = num_different = 0
-    for name, result in run_steps(steps, only, jobs, may_fail=True):
+    for name, result in run_steps(steps, only, may_fail=True):
         num_done += 1
         num_different += _show(steps, name, recorded.pop(name, None), result)
     num_different += sum(_show(steps, name, result, None) for name, result in recorded.items())
@@ -348,17 +343,16 @@ def main() -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder of the record")
     parser.add_argument("--tree", type=Path, default=ROOT, help="run the code of this checkout (default: this one)")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="only these steps, such as 'train-smlp_*'")
-    parser.add_argument("--jobs", type=int, default=1, help="steps at a time (default: %(default)s)")
     options = parser.parse_args()
     folder, tree = options.folder.resolve(), options.tree.resolve()
     try:
         if options.action == "record":
             folder.mkdir(parents=True, exist_ok=True)
-            count = len(list(run_steps(Steps(tree, folder, folder), options.only, options.jobs, may_fail=False)))
-            print(f"{count} steps are recorded in {folder}")
+            count = len(list(run_steps(Steps(tree, folder, folder), options.only, may_fail=False)))
+            print(f"{count} steps recorded in {folder}")
             return 0
         with tempfile.TemporaryDirectory() as out:
-            return 0 if check(Steps(tree, Path(out).resolve(), folder), options.only, options.jobs) else 1
+            return 0 if check(Steps(tree, Path(out).resolve(), folder), options.only) else 1
     except Failure as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

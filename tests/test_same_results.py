@@ -25,9 +25,9 @@ def check(tmp_path, capsys):
             folder.mkdir(parents=True)
         for name, result in recorded.items():
             (base / "results" / f"{name}.json").write_text(json.dumps(result))
-        phases = [{name: lambda result=result: result for name, result in steps.items()}]
-        fake = SimpleNamespace(tree=REPOSITORY, out=out, base=base, phases=lambda: phases)
-        return same_results.check(fake, "*", jobs=1), capsys.readouterr().out
+        made = {name: lambda result=result: result for name, result in steps.items()}
+        fake = SimpleNamespace(tree=REPOSITORY, out=out, base=base, all=lambda: made)
+        return same_results.check(fake, "*"), capsys.readouterr().out
 
     return run
 
