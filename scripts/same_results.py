@@ -71,13 +71,13 @@ class Steps:
             raise Failure(f"{found} would be run, which is not in {tree}")
 
     def run(self, *words: object) -> str:
-        """Run ``python WORDS`` in ``out`` and return what it printed; raise ``Failure`` with its last line."""
+        """Run ``python WORDS`` in ``out`` and return what it printed; raise ``Failure`` with its last lines."""
         command = [sys.executable, *map(str, words)]
         environment = {**os.environ, "PYTHONPATH": str(self.tree), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=self.out, env=environment)
         if done.returncode != 0:
-            last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            raise Failure(f"{' '.join(command[1:])}: exit status {done.returncode}, {''.join(last)}")
+            last = (done.stderr or done.stdout).strip().splitlines()[-2:]
+            raise Failure(f"{' '.join(command[2:])[:200]}: exit status {done.returncode}, {' | '.join(last)}")
         return done.stdout
 
     def smlp(self, *words: object) -> str:
@@ -130,7 +130,7 @@ class Steps:
         self.smlp("train", *words)
         (run / "checkpoint_best.pt").unlink()  # the same as the last
         found = re.findall(r'\{"epoch".*\}$', log.read_text(), re.M)
-        logged = [{key: float(value) for key, value in json.loads(line).items()} for line in found]
+        logged = [{key: value and float(value) for key, value in json.loads(line).items()} for line in found]
         lines = {path.name: _json_lines(path) for path in sorted(run.glob("*.jsonl"))}
         return {"logged": logged, **lines, "tensors": {key: digest(value) for key, value in tensors(run)}}
 
@@ -140,22 +140,20 @@ class Steps:
         return self.train("smlp_tiny", 2, 24, "resumed", restore)
 
     def score(self, archs: list[str]) -> dict:
-        """Score recorded checkpoints of one rank line by line; continue a prompt with those of two, in parts."""
-        commands, results = [], {}
-        for arch in archs:
-            one, two = (self.base / "runs" / f"{arch}-{ranks}" / "checkpoint_last.pt" for ranks in (1, 2))
-            lines, text = results[arch] = self.out / f"{arch}-lines.jsonl", self.out / f"{arch}-text.jsonl"
-            words = ["eval-lm", self.base / "data", "--path", one, "--gen-subset", "valid", "--batch-size", 4]
-            commands.append(
-                [*words, "--json", self.out / f"{arch}.json", "--document", "line", "--per-document", lines]
-            )
-            words = ["generate", "--path", two, "--prompt", PROMPT, "--greedy", "--max-tokens", 20, "--output", text]
+        """Score recorded checkpoints line by line, those of two ranks in parts, and continue a prompt."""
+        commands, out = [], self.out / "scores"
+        out.mkdir(exist_ok=True)
+        for name in [f"{arch}-{ranks}" for arch in archs for ranks in (1, 2)]:
+            path = self.base / "runs" / name / "checkpoint_last.pt"
+            words = ["eval-lm", self.base / "data", "--path", path, "--gen-subset", "valid", "--batch-size", 4]
+            words += ["--json", out / f"{name}.json", "--document", "line", "--per-document", out / f"{name}.jsonl"]
             commands.append(words)
+            if "leaky" not in name:  # which cannot write
+                words = ["generate", "--path", path, "--prompt", PROMPT, "--greedy", "--fill-prefix"]
+                commands.append([*words, "--max-tokens", 20, "--output", out / f"{name}-text.jsonl"])
         self.smlp_each(commands)
-        return {
-            arch: [json.loads((self.out / f"{arch}.json").read_text()), *map(_json_lines, files)]
-            for arch, files in results.items()
-        }
+        lines = {path.name: _json_lines(path) for path in sorted(out.glob("*.jsonl"))}
+        return {**lines, **{path.name: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}}
 
     def flops(self) -> dict:
         """Count parameters and FLOPs of every preset."""
