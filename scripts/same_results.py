@@ -163,7 +163,7 @@ class Steps:
 
     def compare(self) -> dict:
         """Compare two models; return the report and the names of all files."""
-        file = self.out / "experiment.yaml"
+        file = self.out / "two_models.yaml"  # its name is in the report
         file.write_text(EXPERIMENT.replace("DATA", str(self.base / "data")))
         self.smlp("compare", "run", file, "--out", "compare")
         self.smlp("compare", "report", "compare")
