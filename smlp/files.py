@@ -335,4 +335,4 @@ def _cannot_write(target: Path, error: OSError) -> str:
         free = f"{shutil.disk_usage(target.parent).free:,} bytes free on that disk"
     except OSError:
         free = "that directory is gone"
-    return f"cannot write {target}: {error.strerror} ({free}); the checkpoints saved before are untouched"
+    return f"cannot write {target}: {error.strerror} ({free}); the files saved before are untouched"

@@ -41,7 +41,7 @@ class Tokenizer:
         """Ids of the text's pieces, with no end symbol added; pieces the dictionary lacks become ``<unk>``.
 
         Raises:
-            UserError: the text has a lone surrogate, which no encoding of text has bytes for.
+            UserError: it is no text, or has a lone surrogate, which no encoding of text has bytes for.
         """
         check_characters(text)
         return self._kind.encode(text)
@@ -58,7 +58,11 @@ class Tokenizer:
         Args:
             text: any.
             newline: what a line break becomes, ``"eos"`` (``</s>``, the end of a line in training) or ``"space"``.
+
+        Raises:
+            UserError: as :meth:`encode`.
         """
+        check_characters(text)
         if newline == "space":
             return self.encode(text.replace("\n", " "))
         ids: list[int] = []
@@ -85,11 +89,13 @@ class Tokenizer:
 
 
 def check_characters(text: str) -> None:
-    """Refuses a text with half a character: from bytes that are not UTF-8, or from an escape in JSON.
+    """Refuses what is no text, and a text with half a character: from bytes that are not UTF-8, or an escape in JSON.
 
     Raises:
-        UserError: the message has the place.
+        UserError: the message has the value, or the place.
     """
+    if not isinstance(text, str):
+        raise UserError(f"a text must be a string, got {text!r:.80}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

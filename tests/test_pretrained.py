@@ -66,6 +66,23 @@ def test_damage_is_named_in_one_line(checkpoint, damage, words, capsys):
     assert all(word in error for word in [path.parent.name, *words]), error
 
 
+def test_what_is_no_text_is_refused(checkpoint):
+    model = load_pretrained(checkpoint[0])
+    calls = {
+        "prompts must be strings, got b'the s1'": lambda: model.generate(b"the s1"),
+        "prompts must be strings, got None": lambda: model.generate(None),
+        "prompts must be strings, got 'the s1'": lambda: model.continuations("the s1"),
+        "a text must be a string, got 1": lambda: model.generate([1, 2]),
+        "a text must be a string, got b'the s1'": lambda: model.generate(["the", b"the s1"]),
+        r"a text must be a string, got \[3\]": lambda: model.stream([3]),
+        "a text must be a string, got 7": lambda: model.tokenize(7),
+    }
+    for message, call in calls.items():
+        with pytest.raises(smlp.UserError, match=f"^{message}$"):
+            call()
+    assert model.generate(iter(["the s1"]), 3, seed=2) == model.generate(["the s1"], 3, seed=2)
+
+
 def test_generate_continues_prompts(checkpoint, tmp_path, capsys):
     path, _ = checkpoint
     model = load_pretrained(path)
@@ -194,6 +211,16 @@ def test_a_device_that_is_not_here_is_named(checkpoint, device, capsys):
 def test_a_leak_test_of_nothing_is_refused(options, capsys):
     assert main(["leak-test", "--arch", "gmlp_lm_tiny", *options]) == 1
     assert capsys.readouterr().err.startswith("smlp: error: ")
+
+
+def test_an_older_report_of_a_leak_test_that_is_stopped_is_gone(checkpoint, tmp_path, monkeypatch):
+    def stop(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("smlp.evaluation.leak.leak_test", stop)
+    older = tmp_path / "leak.json"
+    older.write_text("{}\n")
+    assert main(["leak-test", "--path", str(checkpoint[0]), "--json", str(older)]) == 130 and not older.exists()
 
 
 def test_an_unwritable_report_is_named(checkpoint, capsys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -149,6 +149,9 @@ class TextWriter:
         """
         if batch_size < 1:
             raise UserError(f"batch_size must be at least 1, got {batch_size}")
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+            raise UserError(f"prompts must be strings, got {prompts!r:.80}")
+        prompts = list(prompts)
         tokens = [self.prompt_tokens(prompt) for prompt in prompts]
         return self._in_batches(prompts, tokens, self.num_cut(tokens), batch_size)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from smlp.accounting.memory import check_weights
 from smlp.config import ModelConfig
 from smlp.context import DecodingState, ForwardContext
 from smlp.errors import UserError
@@ -258,6 +259,10 @@ def build(arch: str, **overrides: Any) -> Decoder:
             that plugins bring (docs/extending.md).
 
     Raises:
-        UserError: the name or a setting is unknown, or a value is out of range.
+        UserError: the name or a setting is unknown, a value is out of range, or the weights take more memory than this
+            machine has.
     """
-    return Decoder(preset(arch, **overrides))
+    config = preset(arch, **overrides)
+    if torch.get_default_device().type == "cpu":
+        check_weights(config)
+    return Decoder(config)
