@@ -140,6 +140,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        require(isinstance(self.moe, MoEConfig), f"moe must be a MoEConfig, got {self.moe!r:.80}")
         sizes = ("vocab_size", "max_tokens", "embed_dim", "ffn_dim", "num_heads")
         for name in sizes:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")

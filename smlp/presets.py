@@ -97,6 +97,8 @@ def preset(arch: str, **overrides: Any) -> ModelConfig:
     Raises:
         UserError: the architecture or a setting is unknown, or a value is out of range.
     """
+    if not isinstance(arch, str):
+        raise UserError(f"the name of the architecture must be text, got {arch!r}")
     if arch not in PRESETS:
         close = difflib.get_close_matches(arch, PRESETS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

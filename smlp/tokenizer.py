@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,9 @@ from smlp.errors import UserError
 from smlp.tokenizer_files import DICTIONARY, find_tokenizer
 from smlp.tokenizer_kinds import kind_of
 from smlp.vocabulary import Vocabulary
+
+#: what a line break becomes: ``</s>``, or a space
+NEWLINES = ("eos", "space")
 
 
 class Tokenizer:
@@ -60,9 +65,11 @@ class Tokenizer:
             newline: what a line break becomes, ``"eos"`` (``</s>``, the end of a line in training) or ``"space"``.
 
         Raises:
-            UserError: as :meth:`encode`.
+            UserError: as :meth:`encode`, or ``newline`` is something else.
         """
         check_characters(text)
+        if newline not in NEWLINES:
+            raise UserError(f"newline must be one of {', '.join(NEWLINES)}, got {newline!r:.80}")
         if newline == "space":
             return self.encode(text.replace("\n", " "))
         ids: list[int] = []
@@ -83,9 +90,23 @@ class Tokenizer:
         return TextDecoder(self, before)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of the ids; ``</s>`` ends a line."""
-        text = b"".join(self.content(token) for token in tokens).decode("utf-8", "replace")
+        """Text of the ids; ``</s>`` ends a line.
+
+        Raises:
+            UserError: one is no id of the dictionary.
+        """
+        text = b"".join(self.content(self._checked(token)) for token in tokens).decode("utf-8", "replace")
         return "\n".join(line.strip() for line in text.split("\n")) if self.strips_lines else text
+
+    def _checked(self, token: Any) -> int:
+        most = len(self.vocabulary) - 1
+        try:
+            number = operator.index(token)
+        except TypeError:
+            number = -1
+        if not 0 <= number <= most:
+            raise UserError(f"ids must be whole numbers from 0 to {most}, got {token!r:.80}")
+        return number
 
 
 def check_characters(text: str) -> None:

@@ -329,6 +329,7 @@ def test_what_training_cannot_resume_from_is_named(whole: Path, change, words) -
         (lambda s: s["cfg"]["model"].update(_name=["x"]), ["the name of the architecture must be text, got ['x']"]),
         (lambda s: s["model"].update({PREFIX + "norm.bias": torch.zeros(16).half()}), ["weights of several types"]),
         (lambda s: s["last_optimizer_state"]["state"][3].update(exp_avg=torch.ones(2, 2)), ["exp_avg of", "(2, 2)"]),
+        (lambda s: s["model"].update({PREFIX + "norm.bias": torch.zeros(16).char()}), ["norm.bias is of torch.int8"]),
     ],
 )
 def test_tensors_that_do_not_fit_the_configuration_are_named(whole: Path, change, words, capsys) -> None:

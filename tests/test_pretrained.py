@@ -76,10 +76,29 @@ def test_what_is_no_text_is_refused(checkpoint):
         "a text must be a string, got b'the s1'": lambda: model.generate(["the", b"the s1"]),
         r"a text must be a string, got \[3\]": lambda: model.stream([3]),
         "a text must be a string, got 7": lambda: model.tokenize(7),
+        "what is scored must be .*, got \\('the', 8\\)": lambda: model.score([("the", 8)]),
+        "what is scored must be strings, or pairs of a context and a string, got 5": lambda: model.score(5),
+        "what is scored must be strings, or pairs of .*, got \\('a', 'b', 'c'\\)": lambda: model.score(("a", "b", "c")),
+        "newline must be one of eos, space, got 'tab'": lambda: model.score("the s1", newline="tab"),
+        "ids must be whole numbers from 0 to 13, got -1": lambda: model.detokenize([4, -1]),
+        "ids must be whole numbers from 0 to 13, got 14": lambda: model.detokenize([14]),
+        "ids must be whole numbers from 0 to 13, got 'a'": lambda: model.detokenize("abc"),
+        "temperature must be of type float, got '1'": lambda: model.generate("the", 3, temperature="1"),
+        "top_k must be of type int, got 2.5": lambda: model.generate("the", 3, top_k=2.5),
+        "max_tokens must be of type int, got 3.5": lambda: model.generate("the", 3.5),
+        "beam size must be of type int, got 2.5": lambda: model.generate("the", 3, beam=2.5),
+        "greedy must be True or False, got 'no'": lambda: model.generate("the", 3, greedy="no"),
+        "method must be a Sampling or a BeamSearch, got 'greedy'": lambda: model.generate("the", 3, "greedy"),
+        "num_return must be from 1 to 65536, got 2.0": lambda: model.generate("the", 3, num_return=2.0),
+        "batch_size must be a whole number of at least 1, got 1.5": lambda: model.generate("the", 3, batch_size=1.5),
+        "a stop string must be a string, got 5": lambda: model.generate("the", 3, stop=[5]),
+        "the name of the architecture must be text, got None": lambda: smlp.build(None),
+        "moe must be a MoEConfig, got None": lambda: smlp.ModelConfig(moe=None),
     }
     for message, call in calls.items():
         with pytest.raises(smlp.UserError, match=f"^{message}$"):
             call()
+    assert model.detokenize(torch.tensor([4, 5])) == model.detokenize([4, 5])
     assert model.generate(iter(["the s1"]), 3, seed=2) == model.generate(["the s1"], 3, seed=2)
 
 

@@ -15,8 +15,7 @@ from smlp.cli.main import main
 from smlp.cli.scoring_options import NEWLINES as NEWLINE_CHOICES
 from smlp.cli.zeroshot import _SCORING, _TASKS, _TEMPLATES
 from smlp.scoring.candidates import CandidateScorer
-from smlp.scoring.texts import NEWLINES
-from smlp.tokenizer import Vocabulary
+from smlp.tokenizer import NEWLINES, Vocabulary
 from smlp.zeroshot.readers import READERS
 from smlp.zeroshot.report import TABLE_6
 from smlp.zeroshot.rules import RULES

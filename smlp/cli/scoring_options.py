@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from smlp.errors import UserError
-from smlp.scoring.texts import NEWLINES
+from smlp.tokenizer import NEWLINES
 
 
 def add_scoring_options(parser: argparse.ArgumentParser) -> None:
