@@ -27,9 +27,12 @@ def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[Re
         row = json.loads((folder / KEPT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if row["definition"] != source.definition or row["options"] != options:
+    if not isinstance(row, dict) or row.get("definition") != source.definition or row.get("options") != options:
         return None
-    return [from_json(file) for file in row["files"]]
+    try:
+        return [from_json(file) for file in row["files"]]
+    except (KeyError, TypeError):  # damaged, so that it is asked for again
+        return None
 
 
 def list_files(source: Source, options: dict[str, str], folder: Path, patience: Patience) -> list[RemoteFile]:
