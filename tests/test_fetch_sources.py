@@ -159,3 +159,8 @@ def test_a_kept_list_cannot_name_files_elsewhere(name):
 def test_a_kept_list_that_is_damaged_is_asked_for_again(tmp_path, content):
     (tmp_path / KEPT).write_text(content)
     assert kept_files(Source("mine", "Mine"), {}, tmp_path) is None
+
+
+def test_what_is_no_address_is_named():
+    with pytest.raises(UserError, match=r"'http://\[::1' is no address of a file: Invalid IPv6 URL"):
+        _named([RemoteFile("http://[::1", "")])

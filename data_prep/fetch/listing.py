@@ -168,7 +168,11 @@ def _text(url: str, folder: Path, patience: Patience) -> str:
 
 
 def _base_name(url: str) -> str:
-    name = unquote(urlsplit(url).path).rstrip("/").rpartition("/")[2].replace("\0", "")
+    try:
+        path = urlsplit(url).path
+    except ValueError as error:
+        raise UserError(f"{url!r} is no address of a file: {error}") from None
+    name = unquote(path).rstrip("/").rpartition("/")[2].replace("\0", "")
     if name in _OWN_NAMES or name.startswith("."):  # files of smlp data fetch itself, and what later steps leave out
         return f"file-{name}" if name.strip(".") else "index"
     return name or "index"
