@@ -11,7 +11,7 @@ from data_prep.fetch.download import Patience
 from data_prep.fetch.sequence import Wanted, fetch, known_files, needed_bytes
 from data_prep.fetch.source import Source, built_in, find_source
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, Reading
-from data_prep.flow.options import add_bytes_option, add_compression, add_run_options, add_time_option
+from data_prep.flow.options import add_bytes_option, add_compression, add_run_options, add_time_option, check_apart
 from data_prep.flow.reporting import report
 from data_prep.flow.running import Run
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
@@ -105,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         raise UserError("--out DIR is missing: where the documents are to go")
     wanted = _wanted(args)
+    for one in wanted:
+        check_apart(one.run.out, one.source.paths)
     if args.dry_run:
         return _dry_run(wanted, args.json)
     if problem := checks.not_writable(args.out):

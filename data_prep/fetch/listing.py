@@ -27,9 +27,12 @@ def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[Re
         row = json.loads((folder / KEPT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if row["definition"] != source.definition or row["options"] != options:
+    if not isinstance(row, dict) or row.get("definition") != source.definition or row.get("options") != options:
         return None
-    return [from_json(file) for file in row["files"]]
+    try:
+        return [from_json(file) for file in row["files"]]
+    except (KeyError, TypeError):  # damaged, so that it is asked for again
+        return None
 
 
 def list_files(source: Source, options: dict[str, str], folder: Path, patience: Patience) -> list[RemoteFile]:
@@ -165,7 +168,11 @@ def _text(url: str, folder: Path, patience: Patience) -> str:
 
 
 def _base_name(url: str) -> str:
-    name = unquote(urlsplit(url).path).rstrip("/").rpartition("/")[2].replace("\0", "")
+    try:
+        path = urlsplit(url).path
+    except ValueError as error:
+        raise UserError(f"{url!r} is no address of a file: {error}") from None
+    name = unquote(path).rstrip("/").rpartition("/")[2].replace("\0", "")
     if name in _OWN_NAMES or name.startswith("."):  # files of smlp data fetch itself, and what later steps leave out
         return f"file-{name}" if name.strip(".") else "index"
     return name or "index"

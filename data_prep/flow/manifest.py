@@ -20,6 +20,26 @@ from smlp.files import name_below
 
 MANIFEST = "manifest.json"
 STATE = ".state"  # of a step's folder: what is done
+SETTINGS = "settings.json"  # in it: which step began there, with which settings
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a step wrote down when it began.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    if (
+        not isinstance(found, dict)
+        or not isinstance(found.get("step"), str)
+        or not isinstance(found.get("settings"), dict)
+    ):
+        raise UserError(f"{path} is damaged: remove the folder that it belongs to, and run its step again")
+    return found
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,20 @@ def run_of(args: argparse.Namespace) -> Run:
     """What :func:`add_run_options` was given. Raises UserError if the folder lies in one that is read."""
     for name in ("inputs", "held_out", "train", "valid", "test"):
         value = getattr(args, name, None) or []
-        for place in [value] if isinstance(value, Path) else value if isinstance(value, list) else []:
-            if place.is_dir() and args.out.resolve().is_relative_to(place.resolve()):
-                raise UserError(f"--out {args.out} lies in {place}, which is read: the next run would read its output")
+        check_apart(args.out, [value] if isinstance(value, Path) else value if isinstance(value, list) else [])
     args.out.mkdir(parents=True, exist_ok=True)
     return Run(args.out, args.workers, args.share, args.quiet)
+
+
+def check_apart(out: Path, places: Iterable[Path]) -> None:
+    """Refuse a folder to write that lies in one of those that are read.
+
+    Raises:
+        UserError: it does.
+    """
+    for place in places:
+        if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
+            raise UserError(f"--out {out} lies in {place}, which is read: the next run would read its output")
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:

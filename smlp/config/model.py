@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,16 @@ DROP_ORDERS = ("position", "gate")
 SECOND_EXPERTS = ("random", "sampled", "all")
 GATE_NORMALISATIONS = ("before_drop", "after_drop")
 HASHES = ("random", "balanced")
+#: of rows, columns and experts, and of blocks: what torch and the formulas can still count
+_MOST_SIZE, _MOST_LAYERS = 2**31 - 1, 2**16
+#: of what scales float32 numbers
+_MOST_SCALE = 1e30
+
+
+def _check_most(config: Any, names: Iterable[str], most: float) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or value <= most, f"{name} must be at most {most:,}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,9 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         require(self.num_experts >= 1, f"num_experts must be at least 1, got {self.num_experts}")
+        _check_most(self, ("num_experts",), _MOST_SIZE)
         require(self.centroid_init_gain > 0, f"centroid_init_gain must be positive, got {self.centroid_init_gain}")
+        _check_most(self, ("centroid_init_gain",), _MOST_SCALE)
         for name in ("capacity_factor", "eval_capacity_factor", "load_balance_weight", "router_z_weight"):
             require(0 <= getattr(self, name) < math.inf, f"{name} must be at least 0, got {getattr(self, name)}")
         require(0 <= self.router_jitter < 1, f"router_jitter must be in [0, 1), got {self.router_jitter}")
@@ -127,10 +140,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("vocab_size", "max_tokens", "embed_dim", "ffn_dim", "num_heads"):
+        require(isinstance(self.moe, MoEConfig), f"moe must be a MoEConfig, got {self.moe!r:.80}")
+        sizes = ("vocab_size", "max_tokens", "embed_dim", "ffn_dim", "num_heads")
+        for name in sizes:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_dense_layers", "num_sparse_layers", "spatial_init_scale"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        _check_most(self, sizes, _MOST_SIZE)
+        for name in ("num_dense_layers", "num_sparse_layers", "spatial_init_scale", "embed_init_std"):
+            value = getattr(self, name)
+            require(value is None or value >= 0, f"{name} must not be negative, got {value}")
+        _check_most(self, ("num_dense_layers", "num_sparse_layers"), _MOST_LAYERS)
+        _check_most(self, ("spatial_init_scale", "embed_init_std"), _MOST_SCALE)
         require(self.num_layers >= 1, "num_dense_layers and num_sparse_layers are both 0: a model needs a layer")
         require(0.0 <= self.dropout < 1.0, f"dropout must be in [0, 1), got {self.dropout}")
         require(

@@ -108,12 +108,25 @@ def test_sparse_positions_are_distinct_layers(num_dense, num_sparse):
         ({"sparse_placement": "alternate", "num_dense_layers": 1}, ["num_sparse_layers=12", "num_dense_layers=1"]),
         ({"positions": "sinusoidal", "embed_dim": 33, "num_experts": 3}, ["sinusoidal", "33"]),
         ({"dense_block": "transformer", "num_heads": 5}, ["num_heads=5", "embed_dim=1024"]),
+        ({"ffn_dim": 2**63}, ["ffn_dim must be at most 2,147,483,647, got 9223372036854775808"]),
+        ({"num_experts": 2**70}, ["num_experts must be at most 2,147,483,647"]),
+        ({"num_dense_layers": 2**40}, ["num_dense_layers must be at most 65,536"]),
+        ({"embed_init_std": -1.0}, ["embed_init_std must not be negative", "-1.0"]),
+        ({"spatial_init_scale": float("inf")}, ["spatial_init_scale must be at most 1e+30", "inf"]),
+        ({"centroid_init_gain": 1e39}, ["centroid_init_gain must be at most 1e+30", "1e+39"]),
     ],
 )
 def test_bad_settings_are_named(settings, words):
     with pytest.raises(smlp.UserError) as error:
         unflatten(settings)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_model_that_no_memory_holds_is_not_built():
+    with pytest.raises(smlp.UserError, match=r"weights of this model take [\d,]+ GiB"):
+        smlp.build("gmlp_lm_tiny", embed_dim=10**9)
+    with torch.device("meta"):
+        assert smlp.build("smlp_large").embedding.weight.is_meta
 
 
 @pytest.mark.parametrize(
