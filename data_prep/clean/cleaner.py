@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from data_prep.clean import characters, filters, lines
-from data_prep.clean.filters import FILTERS, Measures, Thresholds
-from data_prep.clean.language import excerpt, is_in
+from data_prep.clean.filters import FILTERS, Measures, Thresholds, excerpt, is_in
 
 # Rules of characters feed each other (an entity becomes a control character); more rounds than this were never seen.
 MAX_ROUNDS = 10

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.clean.cleaner import RULES, Settings, clean
-from data_prep.clean.filters import Thresholds
-from data_prep.flow.counted import counted_records
-from data_prep.flow.documents import Reading
+from data_prep.clean.filters import Thresholds, languages
+from data_prep.flow.documents import Reading, counted_records
 from data_prep.flow.limits import CpuLimit, DocumentFailed
 from data_prep.flow.manifest import Counts, PartResult, write_manifest
 from data_prep.flow.options import (
@@ -27,8 +26,7 @@ from data_prep.flow.options import (
     run_of,
 )
 from data_prep.flow.parts import Part
-from data_prep.flow.reporting import report
-from data_prep.flow.running import begin, run_parts
+from data_prep.flow.running import begin, report, run_parts
 from data_prep.flow.streams import write_stream
 from smlp.cli.numbers import MOST_BYTES, real, whole
 from smlp.errors import UserError
@@ -99,11 +97,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         UserError: the language is not known.
     """
     names = [field.name for field in fields(Thresholds)]
-    if args.language != "any" and "language" not in args.without:
-        from data_prep.clean.language import languages
-
-        if args.language not in languages():
-            raise UserError(f"--language {args.language!r} is none of {', '.join(languages())}, or any")
+    if args.language != "any" and "language" not in args.without and args.language not in languages():
+        raise UserError(f"--language {args.language!r} is none of {', '.join(languages())}, or any")
     settings = Settings(frozenset(args.without), Thresholds(**{name: getattr(args, name) for name in names}))
     return replace(settings, language=args.language, **{name: getattr(args, name) for name in _numbers_of(settings)})
 

@@ -1,7 +1,7 @@
-"""Rules that drop documents. Each takes a document's measures and thresholds, and says whether the document goes.
+"""Rules that drop documents, by what is measured of them and by their language.
 
-Where a threshold is of Rae et al. (2021), "Scaling language models: methods, analysis & insights from training Gopher",
-appendix A.1.1, it is marked so; the others are ours.
+Thresholds marked Gopher are those of Rae et al. (2021), "Scaling language models: methods, analysis & insights from
+training Gopher", appendix A.1.1; the others are ours.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
+
+from smlp.errors import UserError
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))  # Gopher
 # Gopher, table A1: n, and the share of characters that an n-gram may have
@@ -213,3 +216,31 @@ FILTERS = {
     "many-repeated-lines": many_repeated_lines,
     "repeated-ngrams": repeated_ngrams,
 }
+
+
+@cache
+def _identifier() -> Any:
+    """Loaded once in each process: a second or so, and about 100 MB."""
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError:
+        raise UserError("--language: install the extra 'data' (pip install 'smlp[data]'), or use any") from None
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+def languages() -> list[str]:
+    """Codes of the languages that are told apart."""
+    return sorted(_identifier().labels)
+
+
+def is_in(text: str, language: str, min_probability: float) -> bool:
+    """Whether a text is most probably in a language, with this probability (0 to 1) among all that are known."""
+    found, probability = _identifier().classify(text)
+    return found == language and probability >= min_probability
+
+
+def excerpt(text: str, num_characters: int) -> str:
+    """The beginning of a text, to the end of a word."""
+    if len(text) <= num_characters:
+        return text
+    return text[:num_characters].rpartition(" ")[0] or text[:num_characters]

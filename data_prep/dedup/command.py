@@ -1,4 +1,4 @@
-"""``smlp data dedup``: phases, manifest, report."""
+"""``smlp data dedup``: options, phases, manifest, report."""
 
 from __future__ import annotations
 
@@ -15,23 +15,135 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.dedup.components import first_of_each
-from data_prep.dedup.contamination import index_tasks, read_tasks, summary
+from data_prep.dedup.contamination import MIN_NGRAM, NGRAM, index_tasks, read_tasks, summary
 from data_prep.dedup.files import CONTAMINATED, REMOVED, WORK, Signed
-from data_prep.dedup.groups import exact_pairs, near_pairs, pairs_name, partition_parts
-from data_prep.dedup.options import MAX_PARTITIONS, add_options
-from data_prep.dedup.report import describe
-from data_prep.dedup.sign import SignSettings, sign_part
+from data_prep.dedup.groups import exact_pairs, first_of_each, near_pairs, pairs_name, partition_parts
+from data_prep.dedup.passes import Decisions, SignSettings, outputs_of_part, sign_part, write_part
 from data_prep.dedup.signatures import Scheme
-from data_prep.dedup.write import Decisions, outputs_of_part, write_part
 from data_prep.flow.documents import FORMATS
 from data_prep.flow.manifest import Counts, PartResult, output_paths, write_manifest
-from data_prep.flow.options import COMPRESSIONS, input_settings, reading_of, run_of
+from data_prep.flow.options import (
+    COMPRESSIONS,
+    add_compression,
+    add_input_options,
+    add_run_options,
+    input_settings,
+    reading_of,
+    run_of,
+)
 from data_prep.flow.parts import Part, find_files, plan_parts, unique_name
-from data_prep.flow.reporting import report
-from data_prep.flow.running import STATE, Finished, Run, begin, run_parts
+from data_prep.flow.running import STATE, Finished, Run, begin, report, run_parts
 from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
 from data_prep.flow.streams import write_bytes, write_stream
+from smlp.cli.numbers import real, whole
+from smlp.evaluation.zeroshot.readers import READERS
+
+MAX_PARTITIONS = 4096  # a phase has a file for each, and reads a piece of every part for each
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All options."""
+    add_input_options(parser)
+    group = parser.add_argument_group("duplicates")
+    group.add_argument(
+        "--held-out",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="documents of your own for validation or test: what repeats one of them is removed from --in",
+    )
+    group.add_argument("--no-near", dest="near", action="store_false", help="remove exact duplicates only: much faster")
+    group.add_argument(
+        "--threshold",
+        **real(0.1, 1),
+        default=0.8,
+        metavar="X",
+        help="Jaccard similarity of near duplicates (default: 0.8)",
+    )
+    group.add_argument(
+        "--num-perm", **whole(16, 4096), default=128, metavar="N", help="entries of a signature (default: 128)"
+    )
+    group.add_argument("--ngram", **whole(), default=5, metavar="N", help="words of a run (default: 5)")
+    group.add_argument(
+        "--seed", **whole(0, (1 << 32) - 1), default=1, metavar="N", help="of the signatures (default: 1)"
+    )
+    group.add_argument(
+        "--partitions",
+        **whole(1, MAX_PARTITIONS),
+        metavar="N",
+        help="of the rows on disk, up to 4096 (default: one for each 64 MiB)",
+    )
+    group = parser.add_argument_group("zero-shot tasks")
+    group.add_argument(
+        "--decontaminate", type=Path, metavar="DIR", help="compare with the tasks that 'smlp zeroshot --data-dir' reads"
+    )
+    group.add_argument(
+        "--decontaminate-action",
+        choices=("report", "remove"),
+        default="report",
+        help="count documents that overlap with a task, or remove them too (default: report)",
+    )
+    group.add_argument(
+        "--decontaminate-splits",
+        choices=("scoring", "all"),
+        default="scoring",
+        help="splits that are scored by default, or all that are there (default: scoring)",
+    )
+    group.add_argument(
+        "--decontaminate-ngram",
+        **whole(),
+        default=NGRAM,
+        metavar="N",
+        help=f"words in a row that make an overlap; shorter texts count as a whole from {MIN_NGRAM} words on "
+        f"(default: {NGRAM})",
+    )
+    add_compression(parser)
+    add_run_options(parser)
+
+
+MAX_ROWS = 20
+
+
+def describe(manifest: dict[str, Any], out: Path) -> list[str]:
+    """Lines: who was removed because of whom, overlap with tasks, where each document of these is named."""
+    lines: list[str] = []
+    pairs = manifest["pairs"]
+    if pairs:
+        rows = [[row["removed_from"], row["because_of"], row["kind"], f"{row['documents']:,}"] for row in pairs]
+        lines += _table(["removed from", "because of", "kind", "documents"], rows[:MAX_ROWS])
+        if len(rows) > MAX_ROWS:
+            lines.append(f"and {len(rows) - MAX_ROWS} more pairs of sources, in manifest.json")
+    if "contamination" in manifest:
+        rows = [
+            [
+                row["task"],
+                f"{row['documents']:,}",
+                f"{row['ngrams']:,}",
+                f"{row['records_found']:,} of {row['records']:,} ({row['records_found'] / row['records']:.2%})",
+                f"{row['records_too_short']:,}",
+            ]
+            for row in manifest["contamination"]
+        ]
+        lines += _table(["task", "documents", "n-grams", "records found", "too short to look for"], rows)
+        there = {row["task"].split("/")[0] for row in manifest["contamination"]}
+        if missing := [name for name in READERS if name not in there]:
+            lines.append(f"no file of {', '.join(missing)} in {manifest['settings']['decontaminate']['folder']}")
+    if manifest["held_out"]["documents_in"]:
+        held_out = manifest["held_out"]
+        lost = "".join(f", {number:,} {reason}" for reason, number in held_out["dropped"].items())
+        lines.append(f"held out: {held_out['kept']:,} documents{lost}")
+    lines.append(f"removed documents, one a line: {out / REMOVED}")
+    if CONTAMINATED in manifest:
+        lines.append(f"documents that overlap with a task, one a line: {out / CONTAMINATED}")
+    return lines
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return ["", *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                  for row in [head, *rows]), ""]  # fmt: skip
+
 
 DESCRIPTION = (
     "Remove documents that repeat another one, exactly or nearly, within and across inputs, and held-out documents; "

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.dedup.words import ngram_hashes, word_hashes, words_of
+from data_prep.dedup.signatures import ngram_hashes, word_hashes, words_of
 from data_prep.flow.streams import write_bytes
 from smlp.errors import UserError
 from smlp.evaluation.zeroshot import items

@@ -1,29 +1,87 @@
-"""One source after the other: listed, checked, downloaded, converted, and said to be finished by a manifest."""
+"""Fetch a source: check packages and disk, list its files, download and convert them, write the manifest."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep.fetch import checks
 from data_prep.fetch.convert import REQUEST, Conversion, Requested, convert, named_by_format, part_name
-from data_prep.fetch.download import Patience, RemoteFile, to_json
+from data_prep.fetch.download import Patience, RemoteFile, download_all, to_json
+from data_prep.fetch.hub import pinned
 from data_prep.fetch.listing import KEPT, kept_files, list_files
 from data_prep.fetch.source import Hub, Source
-from data_prep.fetch.transfers import download_all
 from data_prep.flow.documents import FORMATS, Reading
 from data_prep.flow.manifest import PartResult, write_manifest
 from data_prep.flow.options import COMPRESSIONS
 from data_prep.flow.parts import PART_BYTES, Part, find_files, plan_parts, unique_name
 from data_prep.flow.running import Finished, Run, begin, is_done, run_parts
-from data_prep.flow.streams import write_bytes
+from data_prep.flow.streams import suffix_of, write_bytes
 from smlp.errors import UserError
 from smlp.files import plain_name
+
+# Documents as .jsonl.gz, per byte of their text: measured on English news and articles, rounded up.
+COMPRESSED_SHARE = 0.45
+_PACKAGES = {"wikipedia": ("mwparserfromhell",), "warc": ("warcio", "trafilatura"), "parquet": ("pyarrow",)}
+
+
+def missing_packages(source: Source, files: Sequence[Path], compression: str) -> list[str]:
+    """Names of packages that this source needs and that are not installed."""
+    needed = list(_PACKAGES.get(source.format, ()))
+    needed += ["requests"] if source.from_web else []
+    needed += ["datasets", "huggingface_hub"] if source.hub else []
+    needed += ["pyarrow"] if any(suffix_of(path) == ".parquet" for path in files) else []
+    names = [*files, *(Path(file.url) for file in source.files)]
+    needed += ["zstandard"] if compression == "zst" or any(path.suffix == ".zst" for path in names) else []
+    return sorted({name for name in needed if importlib.util.find_spec(name) is None})
+
+
+def not_writable(folder: Path) -> str:
+    """Why nothing can be written to a folder that may not be there yet; "" if it can."""
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        return f"{folder} cannot be made: {place} is no folder"
+    return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written to"
+
+
+def free_bytes(folder: Path) -> int:
+    """Of the disk that a folder is on, or will be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def download_bytes(source: Source, files: Sequence[RemoteFile] | None, limit_files: int | None) -> int | None:
+    """Bytes to download: from the list of files where it says so, else from the source's own size; None if unknown."""
+    if files is not None and all(file.num_bytes is not None for file in files):
+        return sum(file.num_bytes for file in files)
+    if source.size.bytes is None:
+        return None
+    return round(source.size.bytes * share_of_files(source, files, limit_files))
+
+
+def document_bytes(source: Source, files: Sequence[RemoteFile] | None, limit_files: int | None) -> int | None:
+    """Bytes that the documents take on disk, roughly; None if unknown."""
+    if source.size.text_bytes is None:
+        return None
+    return round(source.size.text_bytes * COMPRESSED_SHARE * share_of_files(source, files, limit_files))
+
+
+def share_of_files(source: Source, files: Sequence[RemoteFile] | None, limit_files: int | None) -> float:
+    """What part of the source's files is wanted, as far as their number is known."""
+    total = source.size.files or (len(files) if files is not None else None)
+    wanted = len(files) if files is not None else limit_files
+    return 1.0 if total is None or wanted is None else min(1.0, wanted / max(total, 1))
+
 
 RAW = ".raw"  # of OUT: steps that read OUT leave out what begins with a point
 _PHASE = "convert"
@@ -163,8 +221,6 @@ def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
     except (OSError, ValueError):
         row = {}
     if row.get("key") != key:
-        from data_prep.fetch.hub import pinned
-
         hub, number = pinned(wanted.source.hub)
         row = {"key": key, "hub": asdict(hub), "num_shards": number}
         write_bytes(kept, json.dumps(row, indent=1).encode())
@@ -193,7 +249,7 @@ def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int
 def check_space(wanted: Wanted, absent: Sequence[RemoteFile]) -> None:
     """Raises UserError if the disk has less room than what is still to come, as far as that is known."""
     need = needed_bytes(wanted, absent)
-    free = checks.free_bytes(wanted.out)
+    free = free_bytes(wanted.out)
     if wanted.check_space and need is not None and need > free:
         raise UserError(
             f"{wanted.source.name} still needs about {need / 1e9:,.1f} GB in {wanted.out}, {free / 1e9:,.1f} are free: "
@@ -206,13 +262,13 @@ def needed_bytes(wanted: Wanted, absent: Sequence[RemoteFile] | None) -> int | N
 
     Shards of the Hub are converted as they come, and take none for themselves.
     """
-    download = checks.download_bytes(wanted.source, absent, wanted.limit_files) if wanted.source.from_web else 0
+    download = download_bytes(wanted.source, absent, wanted.limit_files) if wanted.source.from_web else 0
     if download is not None and wanted.delete_downloads:
         largest = max((file.num_bytes or 0 for file in absent or ()), default=0)
         per_file = largest or download // max(len(absent or ()) or wanted.source.size.files or 1, 1)
         download = min(download, wanted.run.workers * per_file)
     there = sum(_there(wanted.raw / file.name) for file in absent or ())
-    documents = checks.document_bytes(wanted.source, absent, wanted.limit_files)
+    documents = document_bytes(wanted.source, absent, wanted.limit_files)
     known = [max(0, download - there)] if download is not None else []
     known += [documents] if documents is not None else []
     return sum(known) if known else None

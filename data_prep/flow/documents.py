@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_prep.flow.limits import DEFAULT_SECONDS
+from data_prep.flow.manifest import Counts
 from data_prep.flow.parts import Part
 from data_prep.flow.streams import DamagedFile, open_stream, suffix_of
 from smlp.errors import UserError
@@ -321,3 +322,23 @@ def document_of_row(row: dict[str, Any], number: int, part: Part, reading: Readi
 def documents_in(path: Path, reading: Reading) -> Iterator[Record | Loss | Defect]:
     """:func:`read` of a whole file."""
     return read(Part.whole(path), reading)
+
+
+def counted_records(
+    part: Part, reading: Reading, counts: Counts, defects: list[dict[str, str]] | None = None
+) -> Iterator[Record]:
+    """The documents of a part, in order.
+
+    Args:
+        part: what to read.
+        reading: how.
+        counts: losses are dropped there, by their reasons; the documents themselves are the caller's to count.
+        defects: takes those of the file; None where another phase of the step reads it too, and reports them.
+    """
+    for piece in read(part, reading):
+        if isinstance(piece, Record):
+            yield piece
+        elif isinstance(piece, Loss):
+            counts.drop(piece.reason, piece.number)
+        elif isinstance(piece, Defect) and defects is not None:
+            defects.append({"problem": piece.problem, "where": piece.where})

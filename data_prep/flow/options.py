@@ -11,8 +11,23 @@ from typing import Any
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FORMATS, Reading
 from data_prep.flow.parts import PART_BYTES, Part, find_files, left_out, plan_parts
 from data_prep.flow.running import Run
+from data_prep.flow.streams import sha256_of
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
 from smlp.errors import UserError
+from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
+
+NOT_TEXT = "not text: half of a surrogate pair"
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a tokenizer's folder: its dictionary, and the model where there is one."""
+    return [folder / name for name in (DICTIONARY, *TOKENIZER_FILES) if (folder / name).is_file()]
+
+
+def tokenizer_setting(folder: Path) -> dict[str, Any]:
+    """A tokenizer among a step's settings, so that another one in the same folder is noticed."""
+    return {"path": str(folder), "sha256": {path.name: sha256_of(path) for path in tokenizer_files(folder)}}
+
 
 COMPRESSIONS = {"gz": ".gz", "zst": ".zst", "none": ""}
 

@@ -1,7 +1,7 @@
-"""Parts worked on in parallel, each once: what is finished is kept, whatever happens to the rest.
+"""Run a step part by part, in parallel, and report how it ended.
 
-A part that is done has a file in ``OUT/.state/PHASE/``, written after its outputs. A command that is repeated after a
-kill skips these. Tasks of a Slurm array take a share of the parts each (``--share K/N``) in the same folder.
+A part that is done has a file in ``OUT/.state/PHASE/``, written after its outputs; a command that is repeated after a
+kill skips it. Tasks of a Slurm array take a share of the parts each (``--share K/N``) in the same folder.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -256,3 +257,54 @@ def _stored(out: Path, state: Path, part: Part, key: str, temporary: bool = Fals
 
 def _result(row: dict[str, Any]) -> PartResult:
     return PartResult(row["outputs"], Counts.from_json(row["counts"]), row["defects"], row["facts"])
+
+
+MAX_DEFECTS = 20  # on the terminal; the manifest has them all
+
+
+@dataclass(frozen=True)
+class Report:
+    """Prints the end of a step to standard output; its methods return the exit status."""
+
+    step: str
+    run: Run
+    start: float
+
+    def finished(self, manifest: dict[str, Any], *lines: str) -> int:
+        """All parts are done and the manifest is written; ``lines`` are what the step has to say besides."""
+        defects = manifest["defects"]
+        for defect in defects[:MAX_DEFECTS]:
+            print(f"{defect['problem']}: {defect['where']}")
+        if len(defects) > MAX_DEFECTS:
+            print(f"... {len(defects) - MAX_DEFECTS} more in {MANIFEST}")
+        counts = Counts.from_json(manifest["counts"]).table()
+        if counts:
+            print(counts)
+        for line in lines:
+            print(line)
+        seconds = time.perf_counter() - self.start
+        megabytes = sum(_size(row) for row in manifest["inputs"]) / 1e6
+        print(
+            f"{self.step}: {len(manifest['outputs'])} files in {self.run.out}; {megabytes:,.1f} MB of files read in "
+            f"{seconds:,.1f} s ({megabytes / max(seconds, 1e-9):,.1f} MB/s with {self.run.workers} workers)"
+        )
+        return 0
+
+    def waiting(self, finished: Finished, what: str) -> int:
+        """This share is done, others are not: the command must be run again when they are."""
+        print(
+            f"{self.step}: this share of {what} is done; {finished.missing} parts are left to other shares: run the "
+            "command again when they have ended"
+        )
+        return 0
+
+
+@contextmanager
+def report(step: str, run: Run) -> Iterator[Report]:
+    """Measures the time from here to the step's end."""
+    yield Report(step, run, time.perf_counter())
+
+
+def _size(row: dict[str, Any]) -> int:
+    start, stop = row.get("range", (0, row["bytes"]))
+    return stop - start

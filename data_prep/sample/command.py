@@ -16,9 +16,11 @@ from data_prep.flow.options import (
     parts_of,
     reading_of,
     run_of,
+    tokenizer_setting,
 )
-from data_prep.flow.running import begin, run_parts
-from data_prep.tokenize.shared import tokenizer_setting
+from data_prep.flow.running import begin, report, run_parts
+from data_prep.sample.plan import make_plan, write_part
+from data_prep.sample.survey import Measure, Survey, survey_part
 from smlp.cli.numbers import real, whole
 from smlp.errors import UserError
 
@@ -73,12 +75,6 @@ _OF_THE_PLAN = ("fraction", "valid", "test", "budget", "weights", "repeat", "com
 
 def run(args: argparse.Namespace) -> int:
     """Runs the step."""
-    from data_prep.flow.reporting import report
-    from data_prep.sample.plan import make_plan
-    from data_prep.sample.sizes import Measure
-    from data_prep.sample.survey import Survey, survey_part
-    from data_prep.sample.write import write_part
-
     _check(args)
     settings = {
         **input_settings(args),

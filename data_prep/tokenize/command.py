@@ -19,15 +19,24 @@ from data_prep.flow.options import (
     reading_of,
     run_of,
 )
-from data_prep.flow.reporting import report
-from data_prep.flow.running import begin, run_parts
+from data_prep.flow.running import begin, report, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
-from data_prep.tokenize.byte_level import given_byte_level, num_pieces, train_byte_level
-from data_prep.tokenize.dictionary import dictionary_bytes, padding_of
+from data_prep.tokenize.measuring import check_lossless, count_pieces, measures, round_trip
+from data_prep.tokenize.models import (
+    KINDS,
+    SPECIAL_PIECES,
+    dictionary_bytes,
+    given_byte_level,
+    num_pieces,
+    padding_of,
+    pieces_of,
+    train_byte_level,
+    train_sentencepiece,
+)
 from data_prep.tokenize.sampling import Sample, leave_out, sample_part
-from data_prep.tokenize.sentencepieces import KINDS, SPECIAL_PIECES, pieces_of, train_sentencepiece
 from smlp.cli.numbers import MOST_BYTES, MOST_SEED, MOST_SIZE, whole
 from smlp.errors import UserError
+from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, ENCODER_JSON, SENTENCEPIECE_MODEL, SPECIAL_SYMBOLS, find_tokenizer
 
 GPT2 = "gpt2"
@@ -153,9 +162,6 @@ def _write(
     lines: Callable[[], Iterator[str]],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Trains, writes the files and measures; returns what was written, and facts for the manifest."""
-    from data_prep.tokenize import measuring
-    from smlp.text.tokenizer import Tokenizer, Vocabulary
-
     (out / MANIFEST).unlink(missing_ok=True)
     if next(lines(), None) is None:
         raise UserError(f"{', '.join(map(str, args.inputs))}: no line of text to build a vocabulary from")
@@ -166,8 +172,8 @@ def _write(
     vocabulary = Vocabulary([*symbols, *padding])
     tokenizer = Tokenizer(vocabulary, find_tokenizer([out]))
     if args.kind == GPT2:
-        measuring.check_lossless(tokenizer)
-    frequency_V, totals = measuring.count_pieces(lines(), tokenizer)
+        check_lossless(tokenizer)
+    frequency_V, totals = count_pieces(lines(), tokenizer)
     content = dictionary_bytes([*symbols, *padding], frequency_V[len(SPECIAL_SYMBOLS) :].tolist())
     outputs.append(write_bytes(out / DICTIONARY, content))
     facts = {
@@ -179,8 +185,8 @@ def _write(
             "padding": len(padding),
             "never_seen": int((frequency_V[len(SPECIAL_SYMBOLS) :][: len(symbols)] == 0).sum()),
         },
-        "sample": measuring.measures(totals),
-        "round_trip": measuring.round_trip(lines(), tokenizer),
+        "sample": measures(totals),
+        "round_trip": round_trip(lines(), tokenizer),
     }
     return outputs, facts
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from data_prep.flow.documents import Loss, Reading, Record, read
 from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.options import NOT_TEXT
 from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import open_stream, write_stream
-from data_prep.tokenize.shared import NOT_TEXT
 
 NOT_DRAWN = "not drawn"
 

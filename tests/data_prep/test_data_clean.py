@@ -11,9 +11,17 @@ import pytest
 
 from data_prep.clean import characters, lines
 from data_prep.clean.cleaner import RULES, Settings, clean, clean_characters
-from data_prep.clean.filters import FILTERS, REPEATED_NGRAMS, TOP_NGRAMS, Measures, Thresholds, exceeds_ngram_share
-from data_prep.clean.language import excerpt, is_in
-from data_prep.dedup.words import words_of
+from data_prep.clean.filters import (
+    FILTERS,
+    REPEATED_NGRAMS,
+    TOP_NGRAMS,
+    Measures,
+    Thresholds,
+    exceeds_ngram_share,
+    excerpt,
+    is_in,
+)
+from data_prep.dedup.signatures import words_of
 from data_prep.flow.limits import CpuLimit
 from data_prep.flow.manifest import read_manifest
 from smlp.cli.main import main
