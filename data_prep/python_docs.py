@@ -23,15 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.corpus import (
-    MANIFEST,
-    Document,
-    Splits,
-    assert_disjoint,
-    describe_splits,
-    run,
-    write_corpus,
-)
+from data_prep.corpus import MANIFEST, Document, Splits, assert_disjoint, describe_splits, run, write_corpus
 from data_prep.docstrings import docstrings, source_files, text_blocks
 from data_prep.prose import prose
 from smlp.errors import UserError

@@ -17,6 +17,7 @@ from data_prep.corpus import SPLITS
 from data_prep.flow.documents import FORMATS
 from data_prep.flow.manifest import MANIFEST, Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.options import (
+    add_number,
     add_reading_options,
     add_run_options,
     reading_of,
@@ -26,7 +27,7 @@ from data_prep.flow.options import (
     tokenizer_setting,
 )
 from data_prep.flow.parts import Part, find_files, plan_parts
-from data_prep.flow.running import Finished, Run, begin, report, run_parts
+from data_prep.flow.running import Finished, Report, Run, begin, run_parts
 from data_prep.flow.streams import suffix_of, write_bytes
 from smlp.cli.numbers import whole
 from smlp.errors import UserError
@@ -131,9 +132,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="dict.txt, with sentencepiece.model or encoder.json",
     )
-    group.add_argument(
-        "--shards", **whole(1, MOST_SHARDS), default=1, metavar="N", help="folders that train is dealt to (default: 1)"
-    )
+    add_number(group, "--shards", whole(1, MOST_SHARDS), "folders that train is dealt to (default: 1)", 1)
     add_run_options(parser)
 
 
@@ -144,24 +143,22 @@ def run(args: argparse.Namespace) -> int:
     run, job = run_of(args), Job(args.tokenizer, args.format, reading_of(args), args.shards)
     settings = _settings(args)
     begin(run, "binarize", settings, args.restart)
-    with report("binarize", run) as done:
-        if not is_whole(run.out):
-            (run.out / MANIFEST).unlink(missing_ok=True)
+    done = Report("binarize", run)
+    if not is_whole(run.out):
+        (run.out / MANIFEST).unlink(missing_ok=True)
+    finished = _encode(run, splits, job)
+    if (run.out / MANIFEST).is_file() and not is_whole(run.out, _inputs(finished)):  # one is gone
+        (run.out / MANIFEST).unlink()
         finished = _encode(run, splits, job)
-        if (run.out / MANIFEST).is_file() and not is_whole(run.out, _inputs(finished)):  # one is gone
-            (run.out / MANIFEST).unlink()
-            finished = _encode(run, splits, job)
-        missing = sum(done.missing for done in finished.values())
-        if missing or run.share[1] > 1:
-            print(
-                f"{missing} parts are not encoded yet; when none is left, run this without --share to write the shards"
-            )
-            return 0
-        if not (run.out / MANIFEST).is_file():
-            _merge(run, finished, args, vocab_size, settings)
-        shutil.rmtree(run.out / SEGMENTS, ignore_errors=True)
-        manifest = read_manifest(run.out, "binarize")
-        return done.finished(manifest, *_facts(run.out, manifest, args.shards, time.perf_counter() - done.start))
+    missing = sum(done.missing for done in finished.values())
+    if missing or run.share[1] > 1:
+        print(f"{missing} parts are not encoded yet; when none is left, run this without --share to write the shards")
+        return 0
+    if not (run.out / MANIFEST).is_file():
+        _merge(run, finished, args, vocab_size, settings)
+    shutil.rmtree(run.out / SEGMENTS, ignore_errors=True)
+    manifest = read_manifest(run.out, "binarize")
+    return done.finished(manifest, *_facts(run.out, manifest, args.shards, time.perf_counter() - done.start))
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -103,20 +103,13 @@ NO_TOKEN = "no token in it"
 
 @dataclass(frozen=True)
 class Job:
-    """What is done with each part.
+    """What is done with each part."""
 
-    Attributes:
-        tokenizer: folder of the tokenizer.
-        format: one of ``FORMATS``: documents whose paragraphs are lines; lines as they are; or lines of symbols of the
-            dictionary.
-        reading: how documents are read.
-        num_shards: that documents are dealt to by a hash of their text; lines all go to the first.
-    """
-
-    tokenizer: Path
+    tokenizer: Path  # folder of the tokenizer
+    # one of ``FORMATS``: documents whose paragraphs are lines; lines as they are; or lines of symbols of the dictionary
     format: str
-    reading: Reading
-    num_shards: int
+    reading: Reading  # how documents are read
+    num_shards: int  # that documents are dealt to by a hash of their text; lines all go to the first
 
 
 @functools.lru_cache(maxsize=1)
@@ -137,8 +130,7 @@ def encode_part(part: Part, out: Path, job: Job) -> PartResult:
     """
     vocabulary, encoder = _encoder(job)
     counts, defects = Counts(), []
-    name = f"{SEGMENTS}/{part.name}.bin"
-    with write_stream(out / name) as (stream, written):
+    with write_stream(out / SEGMENTS / f"{part.name}.bin") as (stream, written):
         segments = SegmentWriter(stream, job.num_shards)
         if job.format == DOCUMENTS:
             blocks = _document_blocks(part, job, encoder, counts, defects)
@@ -150,9 +142,8 @@ def encode_part(part: Part, out: Path, job: Job) -> PartResult:
             tokens = with_ends(ids_N, lengths_L, vocabulary.eos, token_type(len(vocabulary)))
             _deal(segments, tokens, lengths_L + 1, documents)
         segments.finish()
-    output = {"name": name, "bytes": written.num_bytes, "sha256": written.sha256}
     facts = {"unknown": unknown, "segments": [list(asdict(segment).values()) for segment in segments.segments]}
-    return PartResult([output], counts, defects, facts)
+    return PartResult([written.row(out)], counts, defects, facts)
 
 
 @dataclass

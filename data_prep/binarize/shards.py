@@ -181,8 +181,7 @@ def merge_part(part: Part, out: Path) -> PartResult:
         with write_stream(out / f"{plan['name']}.{suffix}") as (stream, written):
             for block in blocks:
                 stream.write(block)
-        output = {"name": f"{plan['name']}.{suffix}", "bytes": written.num_bytes, "sha256": written.sha256}
-        outputs.append(output)
+        outputs.append(written.row(out))
     outputs[0] |= {name: sum(row[place] for row in segments) for place, name in enumerate(SUMS, start=2)}
     return PartResult(outputs, Counts())
 

@@ -78,19 +78,12 @@ def output_of(out: Path, path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Signed:
-    """The parts that the first phase has signed: documents are numbered through them, from 0.
+    """The parts that the first phase has signed: documents are numbered through them, from 0."""
 
-    Attributes:
-        out: the step's folder.
-        names: of the parts; those held out come first, then the inputs in their order.
-        bases: number of the first document of each part, and of all documents: int64, shape (parts + 1,).
-        num_held_out: parts held out.
-    """
-
-    out: Path
-    names: tuple[str, ...]
-    bases: np.ndarray
-    num_held_out: int
+    out: Path  # the step's folder
+    names: tuple[str, ...]  # of the parts; those held out come first, then the inputs in their order
+    bases: np.ndarray  # number of the first document of each part, and of all documents: int64, shape (parts + 1,)
+    num_held_out: int  # parts held out
 
     @classmethod
     def of(cls, out: Path, names: Sequence[str], sizes: Sequence[int], num_held_out: int) -> Signed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,30 +25,21 @@ from data_prep.dedup.signatures import (
 from data_prep.flow.documents import Reading, Record, counted_records
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
-from data_prep.flow.streams import write_stream
+from data_prep.flow.streams import json_line, write_stream
 
 BLOCK = 4096  # documents whose rows are held and written at once
 
 
 @dataclass(frozen=True)
 class SignSettings:
-    """What the first phase does.
+    """What the first phase does."""
 
-    Attributes:
-        reading: of the files.
-        scheme: of near duplicates; None looks for exact ones only.
-        num_partitions: of the rows on disk.
-        tasks: zero-shot tasks, if documents are compared with them.
-        leave_out: documents that overlap with a task take no part in what follows.
-        held_out: names of parts that are not compared with tasks.
-    """
-
-    reading: Reading
-    scheme: Scheme | None
-    num_partitions: int
-    tasks: Tasks | None
-    leave_out: bool
-    held_out: frozenset[str]
+    reading: Reading  # of the files
+    scheme: Scheme | None  # of near duplicates; None looks for exact ones only
+    num_partitions: int  # of the rows on disk
+    tasks: Tasks | None  # zero-shot tasks, if documents are compared with them
+    leave_out: bool  # documents that overlap with a task take no part in what follows
+    held_out: frozenset[str]  # names of parts that are not compared with tasks
 
 
 class _Block:
@@ -102,7 +92,7 @@ def sign_part(part: Part, out: Path, settings: SignSettings) -> PartResult:
                 hits.write(_hit_row(piece, found, words))
             leave_out = bool(found) and settings.leave_out
             tainted.write(bytes([leave_out]))
-            line = (json.dumps([piece.id, piece.source], ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+            line = json_line([piece.id, piece.source])
             offset += len(line)
             names.write(line)
             offsets.write(np.int64(offset).tobytes())
@@ -130,7 +120,7 @@ def _hit_row(record: Record, found: dict[str, tuple[int, int, int]], words: list
         for task, (number, start, n) in found.items()
     }
     row = {"id": record.id, "source": record.source, "tasks": tasks}
-    return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+    return json_line(row)
 
 
 HELD_OUT = " of a held-out document"
@@ -138,17 +128,11 @@ HELD_OUT = " of a held-out document"
 
 @dataclass(frozen=True)
 class Decisions:
-    """What became of all documents: files of a number each, in the order of their numbers.
+    """What became of all documents: files of a number each, in the order of their numbers."""
 
-    Attributes:
-        exact: the first document of the same words.
-        kept: the one that is kept instead; itself for one that is kept.
-        kind: of these numbers.
-    """
-
-    exact: Path
-    kept: Path
-    kind: str
+    exact: Path  # the first document of the same words
+    kept: Path  # the one that is kept instead; itself for one that is kept
+    kind: str  # of these numbers
 
     def of(self, path: Path, start: int, stop: int) -> np.ndarray:
         """Those of some documents."""
@@ -183,7 +167,7 @@ def write_part(
     counts, defects, pairs = Counts(), [], Counter()
     documents_path, removed_path = (out / name for name in outputs_of_part(part.name, suffix))
     index = 0
-    with write_stream(documents_path) as (stream, written), write_stream(removed_path) as (removed, _):
+    with write_stream(documents_path) as (stream, written), write_stream(removed_path) as (removed, removed_file):
         for piece in counted_records(part, reading, counts, defects):
             document, index = base + index, index + 1
             if tainted[document - base]:
@@ -201,12 +185,11 @@ def write_part(
                 row["held_out"] = held_out
                 counts.drop(f"{row['kind']} duplicate{HELD_OUT if held_out else ''}")
                 pairs[piece.source, row["kept_source"], row["kind"]] += 1
-            removed.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass"))
+            removed.write(json_line(row))
     assert index == stop - base, f"{part.path}: {index} documents, there were {stop - base}"
     lookup.close()
-    output = {"name": written.path.name, "bytes": written.num_bytes, "sha256": written.sha256}
     facts = {"pairs": [[*key, number] for key, number in sorted(pairs.items())]}
-    outputs = [{**output, "documents": counts.kept}, output_of(out, removed_path)]
+    outputs = [written.row(out, documents=counts.kept), removed_file.row(out)]
     return PartResult(outputs, counts, defects, facts)
 
 

@@ -87,21 +87,13 @@ _CHUNK = 1024  # runs of words hashed at once: the work space is num_perm times 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How near duplicates are found.
+    """How near duplicates are found."""
 
-    Attributes:
-        num_perm: entries of a signature, uint32.
-        ngram: words of a run.
-        seed: of the hash functions.
-        bands: of a signature.
-        rows: entries of a band.
-    """
-
-    num_perm: int
-    ngram: int
-    seed: int
-    bands: int
-    rows: int
+    num_perm: int  # entries of a signature, uint32
+    ngram: int  # words of a run
+    seed: int  # of the hash functions
+    bands: int  # of a signature
+    rows: int  # entries of a band
 
     @classmethod
     def for_threshold(cls, threshold: float, num_perm: int, ngram: int, seed: int) -> Scheme:

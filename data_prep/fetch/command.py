@@ -10,21 +10,12 @@ from dataclasses import asdict
 from typing import Any
 
 from data_prep.fetch.download import Patience
-from data_prep.fetch.sequence import (
-    Wanted,
-    document_bytes,
-    download_bytes,
-    fetch,
-    free_bytes,
-    known_files,
-    missing_packages,
-    needed_bytes,
-    not_writable,
-)
+from data_prep.fetch.sequence import fetch
 from data_prep.fetch.source import Source, built_in, find_source
+from data_prep.fetch.wanted import Wanted, free_bytes, not_writable
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, Reading
-from data_prep.flow.options import add_bytes_option, add_compression, add_run_options, add_time_option
-from data_prep.flow.running import Run, report
+from data_prep.flow.options import add_bytes_option, add_compression, add_number, add_run_options, add_time_option
+from data_prep.flow.running import Report, Run
 from smlp.cli.json_file import write_json
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
 from smlp.errors import UserError
@@ -150,8 +141,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="an option of a source, as date=20260101; SOURCE.NAME=VALUE for one of several",
     )
-    group.add_argument("--limit-files", **whole(), metavar="N", help="the first N files or shards of each source only")
-    group.add_argument("--limit-documents", **whole(), metavar="N", help="the first N documents of each file only")
+    add_number(group, "--limit-files", whole(), "the first N files or shards of each source only")
+    add_number(group, "--limit-documents", whole(), "the first N documents of each file only")
     group.add_argument(
         "--text-field", metavar="NAME", help="field or column of the text (default: what the source says)"
     )
@@ -161,25 +152,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_bytes_option(group)
     add_time_option(group)
     group = parser.add_argument_group("downloads")
-    group.add_argument(
-        "--connections", **whole(1, MOST_PROCESSES), default=3, metavar="N", help="files at a time (default: 3)"
+    add_number(group, "--connections", whole(1, MOST_PROCESSES), "files at a time (default: 3)", 3)
+    add_number(
+        group, "--timeout", real(0, MOST_SECONDS, above=True), "seconds without a byte (default: 60)", 60.0, metavar="S"
     )
-    group.add_argument(
-        "--timeout",
-        **real(0, MOST_SECONDS, above=True),
-        default=60.0,
-        metavar="S",
-        help="seconds without a byte (default: 60)",
-    )
-    group.add_argument(
-        "--attempts", **whole(), default=6, metavar="N", help="failures without progress that end a file (default: 6)"
-    )
-    group.add_argument(
+    add_number(group, "--attempts", whole(), "failures without progress that end a file (default: 6)", 6)
+    add_number(
+        group,
         "--retry-wait",
-        **real(0, MOST_SECONDS),
-        default=1.0,
+        real(0, MOST_SECONDS),
+        "seconds after the first, then doubled (default: 1)",
+        1.0,
         metavar="S",
-        help="seconds after the first, then doubled (default: 1)",
     )
     group.add_argument(
         "--delete-downloads",
@@ -189,12 +173,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-space-check", action="store_true", help="begin even if the disk seems to be too small")
     add_run_options(parser, out_required=False)
     add_compression(parser)
-    parser.add_argument(
-        "--file-bytes",
-        **whole(1, MOST_BYTES),
-        default=256 << 20,
-        metavar="N",
-        help="text in a file that is written, before the next",
+    add_number(
+        parser, "--file-bytes", whole(1, MOST_BYTES), "text in a file that is written, before the next", 256 << 20
     )
 
 
@@ -214,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
     if problem := not_writable(args.out):
         raise UserError(f"--out: {problem}")
     for one in wanted:
-        if packages := _missing(one):
+        if packages := one.missing_packages():
             raise UserError(
                 f"{one.source.name} needs {', '.join(packages)}: install the extra 'data': pip install 'smlp[data]'"
             )
@@ -270,17 +250,13 @@ def _options(sources: list[Source], words: list[str]) -> dict[str, dict[str, str
     return options
 
 
-def _missing(wanted: Wanted) -> list[str]:
-    return missing_packages(wanted.source, wanted.source.paths, wanted.compression)
-
-
 def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
     """Prints what would be done and what stands against it; 1 if anything does."""
     free, problem = free_bytes(wanted[0].out), not_writable(wanted[0].out)
     problems = [f"--out: {problem}"] if problem else []
     rows: list[dict[str, Any]] = []
     for one in wanted:
-        packages, files = _missing(one), known_files(one)
+        packages, files = one.missing_packages(), one.known_files()
         problems += [f"{one.source.name}: not installed: {', '.join(packages)}"] if packages else []
         number = one.source.size.files if files is None else len(files)
         number = number if number is None or one.limit_files is None else min(number, one.limit_files)
@@ -289,10 +265,7 @@ def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
                 "name": one.source.name,
                 "from": one.source.kind,
                 "files": number,
-                "download_bytes": download_bytes(one.source, files, one.limit_files),
-                "text_bytes": one.source.size.text_bytes,
-                "document_bytes": document_bytes(one.source, files, one.limit_files),
-                "needed_bytes": needed_bytes(one, files),
+                **one.sizes(files),
                 "options": one.options,
             }
         )
@@ -304,9 +277,9 @@ def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
 
 def _fetch_one(wanted: Wanted) -> int:
     name = wanted.source.name
+    ending = Report(f"fetch {name}", wanted.run)
     try:
-        with report(f"fetch {name}", wanted.run) as ending:
-            outcome = fetch(wanted)
+        outcome = fetch(wanted)
     except UserError as error:
         print(f"smlp: error: {name}: {error}", file=sys.stderr)
         return 1

@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.streams import READ_BYTES
+from data_prep.flow.streams import from_extra, read_json
 from data_prep.flow.workers import bytes_bar
 from smlp import __version__
-from smlp.errors import UserError
 from smlp.files import plain_name
 
 ALGORITHMS = ("sha256", "sha1", "md5")
@@ -33,36 +32,22 @@ class DownloadFailed(Exception):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file to download.
+    """A file to download."""
 
-    Attributes:
-        url: where it is.
-        name: what it is called here; unique in its source.
-        num_bytes: its length, where its list says so.
-        digest: ``(algorithm, hexadecimal)``, where its list says so; one of ``ALGORITHMS``.
-    """
-
-    url: str
-    name: str
-    num_bytes: int | None = None
-    digest: tuple[str, str] | None = None
+    url: str  # where it is
+    name: str  # what it is called here; unique in its source
+    num_bytes: int | None = None  # its length, where its list says so
+    digest: tuple[str, str] | None = None  # ``(algorithm, hexadecimal)``, where its list says so; one of ``ALGORITHMS``
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to insist.
+    """How long to insist."""
 
-    Attributes:
-        attempts: that may fail one after the other without a new byte.
-        first_wait: seconds after the first of them; doubled after each further one.
-        longest_wait: seconds, also of what a server asks for with ``Retry-After``.
-        timeout: seconds without any byte until an attempt has failed.
-    """
-
-    attempts: int = 6
-    first_wait: float = 1.0
-    longest_wait: float = 120.0
-    timeout: float = 60.0
+    attempts: int = 6  # that may fail one after the other without a new byte
+    first_wait: float = 1.0  # seconds after the first of them; doubled after each further one
+    longest_wait: float = 120.0  # seconds, also of what a server asks for with ``Retry-After``
+    timeout: float = 60.0  # seconds without any byte until an attempt has failed
 
 
 class _Passing(Exception):
@@ -92,11 +77,8 @@ class _Partial:
 
     def version(self, url: str) -> str:
         """The validator of the version that the bytes are of, or "" if there is none for this URL."""
-        try:
-            row = json.loads(self._memo.read_text(encoding="utf-8"))
-            return row["version"] if row["url"] == url else ""
-        except (OSError, ValueError, KeyError):
-            return ""
+        row = read_json(self._memo) or {}
+        return row["version"] if row.get("url") == url else ""
 
     def begin(self, url: str, version: str) -> None:
         """Throws away what is there and notes what comes next."""
@@ -166,7 +148,7 @@ def _attempt(
     file: RemoteFile, partial: _Partial, patience: Patience, advance: Callable[[int], Any], stop: threading.Event
 ) -> None:
     """Brings what is missing. Returns with all of it there, as far as server and list can say."""
-    requests, urllib3 = _libraries()
+    requests, urllib3 = (from_extra(name, "for downloads") for name in ("requests", "urllib3"))
     total: int | None = None
     have, version = partial.size, partial.version(file.url)
     headers = {"User-Agent": _AGENT, "Accept-Encoding": "identity"}
@@ -248,18 +230,10 @@ def _check(file: RemoteFile, partial: _Partial) -> None:
         raise _Passing(f"{have:,} bytes came, its list says {file.num_bytes:,}", lost=have)
     if file.digest:
         algorithm, expected = file.digest
-        found = digest_of(partial.path, algorithm)
+        with open(partial.path, "rb") as content:
+            found = hashlib.file_digest(content, algorithm).hexdigest()
         if found != expected.lower():
             raise _Passing(f"its {algorithm} is {found}, expected {expected}", lost=partial.discard())
-
-
-def digest_of(path: Path, algorithm: str) -> str:
-    """A file's checksum, hexadecimal; it is read as a stream."""
-    digest = hashlib.new(algorithm)
-    with open(path, "rb") as file:
-        while content := file.read(READ_BYTES):
-            digest.update(content)
-    return digest.hexdigest()
 
 
 def _plain(error: BaseException) -> str:
@@ -271,15 +245,6 @@ def _plain(error: BaseException) -> str:
         seen.append(inner)
     text = next((" ".join(str(one).split()) for one in reversed(seen) if str(one)), type(error).__name__)
     return text[:200]
-
-
-def _libraries() -> tuple[Any, Any]:
-    try:
-        import requests
-        import urllib3
-    except ImportError:
-        raise UserError("for downloads install the extra 'data': pip install 'smlp[data]'") from None
-    return requests, urllib3
 
 
 def to_json(file: RemoteFile) -> dict[str, Any]:
@@ -314,15 +279,16 @@ def download_all(
         return []
     sizes = [file.num_bytes for file in todo]
     total = None if None in sizes else sum(sizes)
-    there = sum(_partly(folder / file.name) for file in todo)
+    there = sum(bytes_there(folder / file.name) for file in todo)
     label = f"download ({len(todo)} files" + (f", {len(files) - len(todo)} there)" if len(todo) < len(files) else ")")
     with bytes_bar(total, label, quiet, there) as bar:
         return _in_threads(todo, folder, connections, patience, bar)
 
 
-def _partly(path: Path) -> int:
-    partial = path.with_name(path.name + ".partial")
-    return partial.stat().st_size if partial.is_file() else 0
+def bytes_there(path: Path) -> int:
+    """Bytes of a download that are there, whole or in part."""
+    places = (path, path.with_name(path.name + ".partial"))
+    return sum(place.stat().st_size for place in places if place.is_file())
 
 
 def _in_threads(todo: list[RemoteFile], folder: Path, connections: int, patience: Patience, bar: Any) -> list[str]:

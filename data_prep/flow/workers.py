@@ -31,14 +31,7 @@ def bytes_bar(total: int | None, label: str, quiet: bool, done: int = 0) -> tqdm
     from tqdm import tqdm
 
     return tqdm(
-        total=total,
-        initial=done,
-        unit="B",
-        unit_scale=True,
-        desc=label,
-        disable=quiet,
-        file=sys.stderr,
-        mininterval=1,
+        total=total, initial=done, unit="B", unit_scale=True, desc=label, disable=quiet, file=sys.stderr, mininterval=1
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.flow.options import add_number
 from data_prep.flow.streams import write_bytes
 from data_prep.flow.workers import bytes_bar
 from data_prep.inspecting.checks import Inspection, Statistics, bytes_to_read, inspect
@@ -89,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="BIN_DIR", help="what 'smlp data binarize' or another tool wrote")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how long documents are")
-    parser.add_argument("--samples", **whole(0), default=3, metavar="N", help="documents of each split to show (3)")
+    add_number(parser, "--samples", whole(0), "documents of each split to show (3)", 3)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--verify", action="store_true", help="compare every file with its checksum in the manifest")
 

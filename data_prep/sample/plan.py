@@ -26,19 +26,12 @@ Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]]  # ke
 
 @dataclass(frozen=True)
 class Cut:
-    """The documents whose (key, place) is below this one; the document at it may be taken in part.
+    """The documents whose (key, place) is below this one; the document at it may be taken in part."""
 
-    Attributes:
-        key: hash of the first document that does not fit.
-        place: its place.
-        taken: size of those below.
-        left: what is left of the budget, for the document at the cut.
-    """
-
-    key: int
-    place: int
-    taken: int
-    left: int
+    key: int  # hash of the first document that does not fit
+    place: int  # its place
+    taken: int  # size of those below
+    left: int  # what is left of the budget, for the document at the cut
 
     def holds(self, key: int, place: int) -> bool:
         """Whether a document is below the cut."""
@@ -85,19 +78,12 @@ class Quota:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each document goes; plain values, so that it travels to the workers.
+    """Where each document goes; plain values, so that it travels to the workers."""
 
-    Attributes:
-        fraction_end: documents whose ``draw`` hash is below are in the fraction.
-        valid_end: documents of the fraction whose ``split`` hash is below are the validation set.
-        test_end: those of the others whose ``split`` hash is below are the test set.
-        quotas: by source, of what remains.
-    """
-
-    fraction_end: int
-    valid_end: int
-    test_end: int
-    quotas: dict[str, Quota]
+    fraction_end: int  # documents whose ``draw`` hash is below are in the fraction
+    valid_end: int  # documents of the fraction whose ``split`` hash is below are the validation set
+    test_end: int  # those of the others whose ``split`` hash is below are the test set
+    quotas: dict[str, Quota]  # by source, of what remains
 
     def place(self, draw: int, split: int, place: int, source: str) -> tuple[str, int, int]:
         """Split of a document ("" for none), how often it is written whole, and how much of it once more."""
@@ -294,11 +280,7 @@ def write_part(
                     counts.other[f"{split}: {measure.unit} of source {copy.source}"] += size
     for split in set(SPLITS) - set(opened):
         paths[split].unlink(missing_ok=True)  # of an earlier run with other files, where this part had documents
-    outputs = [
-        {"name": f"{split}/{written.path.name}", "bytes": written.num_bytes, "sha256": written.sha256}
-        for split, (_, written) in sorted(opened.items())
-    ]
-    return PartResult(outputs, counts, defects)
+    return PartResult([written.row(out) for _, (_, written) in sorted(opened.items())], counts, defects)
 
 
 def _copies(record: Record, times: int, beginning: int, measure: Measure) -> list[Record]:

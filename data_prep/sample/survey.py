@@ -31,16 +31,12 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Measure:
-    """Size of a document.
+    """Size of a document."""
 
-    Attributes:
-        unit: one of ``UNITS``. Tokens are those that ``smlp data binarize`` makes of it: each line with a token
-            in it has a ``</s>``, and a document with such a line one more.
-        tokenizer: folder that ``smlp data tokenizer`` wrote, for tokens.
-    """
-
+    # one of ``UNITS``. Tokens are those that ``smlp data binarize`` makes of it: each line with a token in it has a
+    # ``</s>``, and a document with such a line one more
     unit: str
-    tokenizer: Path | None = None
+    tokenizer: Path | None = None  # folder that ``smlp data tokenizer`` wrote, for tokens
 
     def __call__(self, text: str) -> int:
         if self.unit == "documents":
@@ -117,8 +113,7 @@ def survey_part(part: Part, out: Path, *, reading: Reading, measure: Measure, se
                 stream.write(np.array(rows, dtype=ROW).tobytes())
                 rows = []
         stream.write(np.array(rows, dtype=ROW).tobytes())
-    output = {"name": str(written.path.relative_to(out)), "bytes": written.num_bytes, "sha256": written.sha256}
-    return PartResult([output], counts, facts={"sources": list(sources)})
+    return PartResult([written.row(out)], counts, facts={"sources": list(sources)})
 
 
 class Survey:

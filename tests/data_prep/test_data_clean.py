@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from data_prep.clean import characters, lines
-from data_prep.clean.cleaner import RULES, Settings, clean, clean_characters
+from data_prep.clean.cleaner import RULES, Cleaning, clean, clean_characters
 from data_prep.clean.filters import (
     FILTERS,
     REPEATED_NGRAMS,
@@ -34,7 +34,7 @@ GERMAN = (
     "Der Wärter des Leuchtturms ging jeden Abend am Ufer entlang und erzählte den Kindern, dass die Schiffe im "
     "Frühling zurückkommen würden. Sie glaubten ihm nicht, aber sie hörten ihm gerne zu, wenn er davon sprach."
 )
-ANY = Settings(language="any", thresholds=Thresholds(min_words=1, min_word_length=0, max_symbols=1))
+ANY = Cleaning(language="any", thresholds=Thresholds(min_words=1, min_word_length=0, max_symbols=1))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_repeated_runs_of_words_agree_with_counting():
 
 def test_language():
     assert is_in(ENGLISH, "en", 0.9) and not is_in(GERMAN, "en", 0.1) and is_in(GERMAN, "de", 0.9)
-    settings = Settings()
+    settings = Cleaning()
     assert clean(ENGLISH, settings, Counter())[1] == ""
     german = replace(settings, off=frozenset({"stop-words"}))
     assert clean(GERMAN, german, Counter())[1] == "language"

@@ -13,7 +13,7 @@ from fetch_data import WIKITEXT, article, dump, page, write_warc
 from fetch_running import QUICK, counts, documents, run, source_file, texts
 from file_server import cut_after, first, serving, status
 
-from data_prep.fetch import convert, sequence
+from data_prep.fetch import convert, wanted
 from data_prep.fetch.convert import Writer
 from data_prep.fetch.source import built_in
 from data_prep.flow.documents import Record
@@ -287,7 +287,7 @@ def test_a_dataset_through_datasets(tmp_path, capsys):
 
 
 def test_a_disk_that_is_too_small(server, wiki, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sequence.shutil, "disk_usage", lambda path: SimpleNamespace(free=500))
+    monkeypatch.setattr(wanted.shutil, "disk_usage", lambda path: SimpleNamespace(free=500))
     assert run(wiki, "--out", tmp_path / "out", *QUICK) == 1
     assert "wiki still needs about 0.0 GB in " in capsys.readouterr().err
     assert not list((tmp_path / "out" / ".raw" / "wiki").glob("*.bz2"))
