@@ -1,22 +1,122 @@
-"""Segments of all parts put together into the files of a shard."""
+"""Tokens on their way into the ``.bin`` and ``.idx`` of each shard; :mod:`smlp.text.binarized` has the format.
+
+A part leaves one file, in segments that belong to a shard each: tokens, then the lengths of their lines (int32). So
+memory holds a segment for each shard, and a shard is put together from the segments of all parts.
+Letters: ``N`` tokens, ``L`` lines.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from data_prep.binarize.mmap_files import index_content
-from data_prep.binarize.segments import LENGTH, Segment
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import READ_BYTES, write_bytes, write_stream
 from smlp.files import name_below
+from smlp.text.binarized import HEADER, MAGIC, TOKEN_TYPES
+
+_CODES = {np.dtype(name): code for code, name in TOKEN_TYPES.items()}
+
+
+def token_type(vocab_size: int) -> np.dtype:
+    """The integers that fairseq chooses for ids of a dictionary of so many symbols."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<u4" if vocab_size < 2**32 - 1 else "<i8")
+
+
+def with_ends(ids_N: np.ndarray, lengths_L: np.ndarray, end: int, dtype: np.dtype) -> np.ndarray:
+    """The ids of lines, each followed by ``end``, (N + L,)."""
+    last_L = np.cumsum(lengths_L + 1) - 1
+    stream = np.empty(len(ids_N) + len(lengths_L), dtype)
+    is_token = np.ones(len(stream), bool)
+    is_token[last_L] = False
+    stream[is_token] = ids_N
+    stream[last_L] = end
+    return stream
+
+
+def index_content(
+    dtype: np.dtype, num_lines: int, lengths: Callable[[], Iterable[np.ndarray]]
+) -> Iterator[bytes | memoryview]:
+    """What an ``.idx`` consists of, block by block.
+
+    Args:
+        dtype: of the tokens.
+        num_lines: in all.
+        lengths: gives the lines' lengths in tokens, with their ``</s>``, in blocks; called twice.
+    """
+    yield MAGIC + HEADER.pack(1, _CODES[dtype], num_lines)
+    for lengths_L in lengths():
+        yield lengths_L.astype("<i4").tobytes()
+    position = 0
+    for lengths_L in lengths():
+        ends_L = position + np.cumsum(lengths_L, dtype=np.int64) * dtype.itemsize
+        yield np.concatenate([[position], ends_L[:-1]]).astype("<i8").tobytes()
+        position = int(ends_L[-1])
+
+
+SEGMENT_TOKENS = 1 << 19
+LENGTH = np.dtype("<i4")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``tokens`` of ``lines`` of a shard; ``ends``: the lines that end a document, which are empty."""
+
+    shard: int
+    tokens: int
+    lines: int
+    ends: int
+
+    def num_bytes(self, token: np.dtype) -> int:
+        """On disk."""
+        return self.tokens * token.itemsize + self.lines * LENGTH.itemsize
+
+
+@dataclass
+class _Waiting:
+    tokens: list[np.ndarray] = field(default_factory=list)
+    lengths: list[np.ndarray] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class SegmentWriter:
+    """Collects tokens for each shard and writes them in segments."""
+
+    def __init__(self, stream: BinaryIO, num_shards: int) -> None:
+        self._stream = stream
+        self._waiting = [_Waiting() for _ in range(num_shards)]
+        self.segments: list[Segment] = []
+
+    def add(self, shard: int, tokens_N: np.ndarray, lengths_L: np.ndarray) -> None:
+        """Tokens of whole lines, with the ``</s>`` of each, and the lines' lengths."""
+        waiting = self._waiting[shard]
+        waiting.tokens.append(tokens_N)
+        waiting.lengths.append(lengths_L)
+        waiting.num_tokens += len(tokens_N)
+        if waiting.num_tokens >= SEGMENT_TOKENS:
+            self._write(shard)
+
+    def finish(self) -> None:
+        """Writes what is left, shard by shard."""
+        for shard, waiting in enumerate(self._waiting):
+            if waiting.num_tokens:
+                self._write(shard)
+
+    def _write(self, shard: int) -> None:
+        waiting, self._waiting[shard] = self._waiting[shard], _Waiting()
+        lengths_L = np.concatenate(waiting.lengths)
+        for tokens_N in waiting.tokens:
+            self._stream.write(tokens_N.tobytes())
+        self._stream.write(lengths_L.astype(LENGTH).tobytes())
+        self.segments.append(Segment(shard, waiting.num_tokens, len(lengths_L), int(np.count_nonzero(lengths_L == 1))))
+
 
 PLANS = f"{STATE}/plans"
 SUMS = ("tokens", "lines", "ends")
@@ -81,8 +181,7 @@ def merge_part(part: Part, out: Path) -> PartResult:
         with write_stream(out / f"{plan['name']}.{suffix}") as (stream, written):
             for block in blocks:
                 stream.write(block)
-        output = {"name": f"{plan['name']}.{suffix}", "bytes": written.num_bytes, "sha256": written.sha256}
-        outputs.append(output)
+        outputs.append(written.row(out))
     outputs[0] |= {name: sum(row[place] for row in segments) for place, name in enumerate(SUMS, start=2)}
     return PartResult(outputs, Counts())
 
