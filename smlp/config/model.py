@@ -76,11 +76,6 @@ class MoEConfig:
         HASHES,
     )
     hash_seed: int = setting(1, "Hash: seed of the random table")
-    overlap_chunks: int = setting(
-        1,
-        "cut the experts of each rank into so many chunks, at most as many as there are, so that one travels while "
-        "another is computed; for experts spread over ranks; 1 is off; see smlp costs (nothing was gained on CPUs)",
-    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -91,7 +86,6 @@ class MoEConfig:
         require(0 <= self.router_jitter < 1, f"router_jitter must be in [0, 1), got {self.router_jitter}")
         require(0 < self.prefix_fraction < 1, f"prefix_fraction must be in (0, 1), got {self.prefix_fraction}")
         require(self.hash_seed >= 0, f"hash_seed must be at least 0, got {self.hash_seed}")
-        require(self.overlap_chunks >= 1, f"overlap_chunks must be at least 1, got {self.overlap_chunks}")
 
 
 @dataclass(frozen=True)
@@ -225,6 +219,8 @@ SETTINGS: dict[str, dataclasses.Field] = {
     for f in (*dataclasses.fields(ModelConfig), *dataclasses.fields(MoEConfig))
     if f.name not in ("moe", "extra")
 }
+#: settings of older checkpoints and records that changed no result; they are read and have no effect
+RETIRED_SETTINGS = ("overlap_chunks",)
 _MOE_NAMES = {f.name for f in dataclasses.fields(MoEConfig)}
 
 
@@ -255,6 +251,7 @@ def unflatten(settings: dict[str, Any]) -> ModelConfig:
         UserError: a name is no setting, or a value is out of range.
     """
     known, own = all_settings(), own_fields()
+    settings = {name: value for name, value in settings.items() if name not in RETIRED_SETTINGS}
     for name in settings:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

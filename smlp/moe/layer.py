@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from smlp.errors import NaNError, UserError
-from smlp.moe.chunked_exchange import ChunkedTokenExchange
 from smlp.moe.dispatch import LocalDispatcher, TokenDispatcher
 from smlp.moe.experts import FeedForwardExperts
 from smlp.moe.gated_experts import GatedMLPExperts
@@ -105,9 +104,6 @@ class TokenMoE(nn.Module):
     ) -> Tensor:
         """Tokens (N, H), whose places are given if the experts want them, to their experts and back."""
         plan, weight_A = routing.plan, routing.weight_A
-        if isinstance(self.dispatcher, ChunkedTokenExchange):
-            places = None if place_N2 is None else (place_N2, context)
-            return self.dispatcher.through(self.experts, x_NH, plan, weight_A, places)
         with stage_of(self.name, PERMUTE):
             inputs, record = self.dispatcher.dispatch(x_NH, plan)
             where = ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from smlp.config import ModelConfig
-from smlp.moe.chunked_exchange import ChunkedFeatureExchange, ChunkedTokenExchange
 from smlp.moe.dispatch import FeatureDispatcher, LocalDispatcher, LocalFeatureDispatcher, TokenDispatcher
 from smlp.moe.exchange import FeatureExchange, TokenExchange
 from smlp.moe.experts import FeedForwardExperts, SpatialExperts
@@ -14,7 +13,7 @@ from smlp.moe.gated_experts import GatedMLPExperts
 from smlp.moe.layer import TokenMoE
 from smlp.moe.routers import FeatureRouter
 from smlp.moe.shuffle import TokenShuffle
-from smlp.parallel import ExpertLayout, Ranks, one_process
+from smlp.parallel import Ranks, one_process
 
 
 def weight_bound(config: ModelConfig) -> float:
@@ -27,33 +26,18 @@ def norm_before_experts(config: ModelConfig) -> nn.Module:
     return nn.Identity() if config.router_kind.experts_as_in_base else nn.LayerNorm(config.embed_dim)
 
 
-def num_chunks(config: ModelConfig, layout: ExpertLayout) -> int:
-    """Chunks in which a rank's experts compute while others are on their way.
-
-    No more than there are experts on the rank, whatever the configuration asks for, so that a run can go on in another
-    layout; one (no overlap) where nothing travels.
-    """
-    return min(config.moe.overlap_chunks, layout.num_local) if layout.group_size > 1 else 1
-
-
-def token_dispatcher(config: ModelConfig, ranks: Ranks, name: str) -> TokenDispatcher:
+def token_dispatcher(ranks: Ranks, name: str) -> TokenDispatcher:
     """What moves the tokens of a layer: nothing leaves the rank where it holds all experts."""
     if ranks.experts.size == 1:
         return LocalDispatcher()
-    chunks = num_chunks(config, ranks.layout)
-    if chunks == 1:
-        return TokenExchange(ranks.experts, ranks.layout, name)
-    return ChunkedTokenExchange(ranks.experts, ranks.layout, name, chunks)
+    return TokenExchange(ranks.experts, ranks.layout, name)
 
 
-def feature_dispatcher(config: ModelConfig, ranks: Ranks, name: str) -> FeatureDispatcher:
+def feature_dispatcher(ranks: Ranks, name: str) -> FeatureDispatcher:
     """The same for chunks of the features."""
     if ranks.experts.size == 1:
         return LocalFeatureDispatcher()
-    chunks = num_chunks(config, ranks.layout)
-    if chunks == 1:
-        return FeatureExchange(ranks.experts, ranks.layout, name)
-    return ChunkedFeatureExchange(ranks.experts, ranks.layout, name, chunks)
+    return FeatureExchange(ranks.experts, ranks.layout, name)
 
 
 def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
@@ -69,7 +53,7 @@ def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None 
     shuffle = None
     if config.router_kind.mixes_ranks(config) and ranks.experts.size > 1:
         shuffle = TokenShuffle(ranks.experts, ranks.layout, name)
-    return TokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(config, ranks, name), shuffle)
+    return TokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(ranks, name), shuffle)
 
 
 def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
@@ -84,7 +68,7 @@ def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = N
         weight_bound(config),
         config.experts_per_token,
     )
-    return TokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(config, ranks, name))
+    return TokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(ranks, name))
 
 
 def feature_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> FeatureMoE:
@@ -95,7 +79,7 @@ def feature_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = Non
     experts = SpatialExperts(
         config.max_tokens - prefix, ranks.layout.expert_ids, weight_bound(config), moe.spatial_bias_init
     )
-    dispatcher = feature_dispatcher(config, ranks, name)
+    dispatcher = feature_dispatcher(ranks, name)
     gated = moe.feature_experts == "gated"
     if moe.feature_routing == "deterministic":
         return FeatureMoE(width, num_experts, experts, dispatcher, name, gated)

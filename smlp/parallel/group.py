@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,9 +14,6 @@ from torch import Tensor
 
 from smlp.errors import ParallelError
 from smlp.parallel.all_to_all import AllToAll
-
-#: what :meth:`DistributedGroup.begin` returns: waits for the rows that come, and returns them
-Wait = Callable[[], Tensor]
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -95,56 +91,20 @@ class DistributedGroup:
 
     def exchange(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
         """:meth:`all_to_all` without gradients."""
-        received = self._room(x, send_splits, receive_splits, name)
-        self._run(
-            lambda: dist.all_to_all_single(
-                received, x.contiguous(), list(receive_splits), list(send_splits), group=self.process_group
-            ),
-            name,
-            _exchange_of(x, send_splits, receive_splits),
-        )
-        return received
-
-    def begin(
-        self,
-        x: Tensor,
-        send_splits: Sequence[int],
-        receive_splits: Sequence[int],
-        name: str,
-        into: Tensor | None = None,
-    ) -> Wait:
-        """:meth:`exchange` in two steps: rows are on their way when this returns.
-
-        Several may be on their way at a time; all ranks begin them in the same order, and may wait in any. Until then
-        x must not be changed, and both x and the room for the rows to come are kept.
-
-        Args:
-            into: contiguous room for the rows; new by default.
-        """
-        received = self._room(x, send_splits, receive_splits, name) if into is None else into
-        x, what = x.contiguous(), _exchange_of(x, send_splits, receive_splits)
-        work = self._run(
-            lambda: dist.all_to_all_single(
-                received, x, list(receive_splits), list(send_splits), group=self.process_group, async_op=True
-            ),
-            name,
-            what,
-        )
-        return functools.partial(self._end, work, x, received, name, what)
-
-    def _end(self, work: Any, sent: Tensor, received: Tensor, name: str, what: str) -> Tensor:
-        """Waits; ``sent`` is only held until then."""
-        self._run(work.wait, name, what)
-        return received
-
-    def _room(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
-        """An empty tensor for the rows to come."""
         if len(send_splits) != self.size or len(receive_splits) != self.size or sum(send_splits) != x.size(0):
             raise ParallelError(
                 f"{self._here(name)}: rows of {tuple(x.shape)} cannot be sent in parts of {list(send_splits)} to, with "
                 f"{list(receive_splits)} from, {self.size} ranks"
             )
-        return x.new_empty(sum(receive_splits), *x.shape[1:])
+        received = x.new_empty(sum(receive_splits), *x.shape[1:])
+        self._run(
+            lambda: dist.all_to_all_single(
+                received, x.contiguous(), list(receive_splits), list(send_splits), group=self.process_group
+            ),
+            name,
+            f"all-to-all of {tuple(x.shape)} {x.dtype}, parts {list(send_splits)} out and {list(receive_splits)} in",
+        )
+        return received
 
     def exchange_counts(self, counts_Pk: Tensor, name: str) -> Tensor:
         """See :class:`Group`."""
@@ -183,7 +143,3 @@ class DistributedGroup:
             return collective()
         except RuntimeError as error:
             raise ParallelError.lost(f"{self._here(name)}: {what}", error) from error
-
-
-def _exchange_of(x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> str:
-    return f"all-to-all of {tuple(x.shape)} {x.dtype}, parts {list(send_splits)} out and {list(receive_splits)} in"
