@@ -149,13 +149,13 @@ class ModelConfig:
 
     @property
     def block_kinds(self) -> tuple[Any, ...]:
-        """What its blocks are (:class:`smlp.kinds.BlockKind`): of the dense ones, then of the sparse ones."""
+        """What its blocks are (:class:`smlp.extend.BlockKind`): of the dense ones, then of the sparse ones."""
         dense = (DENSE_BLOCKS[self.dense_block],) if self.num_dense_layers else ()
         return (*dense, SPARSE_BLOCKS[self.sparse_block]) if self.num_sparse_layers else dense
 
     @property
     def router_kind(self) -> Any:
-        """How tokens choose experts (:class:`smlp.kinds.RouterKind`), for models with sparse blocks."""
+        """How tokens choose experts (:class:`smlp.extend.RouterKind`), for models with sparse blocks."""
         return ROUTERS[self.moe.router]
 
     @property
@@ -181,6 +181,11 @@ class ModelConfig:
     def num_layers(self) -> int:
         """N1 + N2."""
         return self.num_dense_layers + self.num_sparse_layers
+
+    @property
+    def spatial_weight_bound(self) -> float:
+        """Spatial weights start as U(-bound, bound)."""
+        return self.spatial_init_scale / self.max_tokens
 
     @property
     def prefix_tokens(self) -> int:

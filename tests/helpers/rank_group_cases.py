@@ -15,7 +15,7 @@ from smlp.errors import UserError
 from smlp.moe.exchange import FeatureExchange, TokenExchange
 from smlp.moe.plan import RoutingPlan
 from smlp.parallel import DistributedGroup, ExpertLayout, Ranks, connect
-from smlp.parallel.sizes import agree_on_sizes
+from smlp.parallel.group import agree_on_sizes
 
 
 class CountingGroup(DistributedGroup):
