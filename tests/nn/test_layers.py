@@ -7,7 +7,7 @@ import sys
 
 from running import REPOSITORY
 
-# The core from the bottom up: a file may import those of its own entry (the longest that fits) and of entries before it.
+# The core from the bottom up: a file may import those of its entry (the longest that fits) and of entries before it.
 ORDER = [
     "errors",
     "files",
