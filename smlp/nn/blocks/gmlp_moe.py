@@ -1,4 +1,4 @@
-"""gMLP-MoE: whole gMLP layers as experts, an ablation (smlp.txt, appendix A).
+"""gMLP-MoE: whole gMLP layers as experts of tokens, an ablation (smlp.txt, appendix A).
 
 The spatial gating unit of an expert sees only the tokens of a sequence that were routed to it, in order. Spatial
 weights are indexed by absolute position, so that with one expert the layer is a gMLP layer.
@@ -9,16 +9,28 @@ tokens of one sequence at one expert, ``Q`` queries, ``K`` experts of a token, `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smlp.moe.experts import SpatialExperts, uniform_experts, xavier_bound
+from smlp.config import ModelConfig
+from smlp.costs.component import LAYER_NORM_FLOPS, Component, dropout_keeps, linear_parameters
+from smlp.errors import UserError
+from smlp.moe.experts import xavier_bound
+from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import slots
+from smlp.nn.blocks.base import AuxLosses, Block, BlockKind, register_sparse_block
+from smlp.nn.blocks.gmlp import check_halves
+from smlp.nn.blocks.sparse import router_costs, token_dispatcher
+from smlp.nn.layers import Dropout, SpatialWeights, uniform_rows
 from smlp.nn.state import ForwardContext
 from smlp.ops import activated_halves, linear
+from smlp.parallel import Ranks, one_process
+
+GATED_MLP_EXPERTS = "gMLP experts"
 
 
 def sparse_spatial_projection(
@@ -80,12 +92,12 @@ class GatedMLPExperts(nn.Module):
         self.activation = activation
         self.norm_weight = nn.Parameter(torch.ones(num_local, embed_dim))
         self.norm_bias = nn.Parameter(torch.zeros(num_local, embed_dim))
-        self.w_in = uniform_experts(expert_ids, ffn_dim, embed_dim, bound=xavier_bound(embed_dim, ffn_dim))
+        self.w_in = uniform_rows(expert_ids, ffn_dim, embed_dim, bound=xavier_bound(embed_dim, ffn_dim))
         self.b_in = nn.Parameter(torch.zeros(num_local, ffn_dim))
         self.gate_norm_weight = nn.Parameter(torch.ones(num_local, ffn_dim // 2))
         self.gate_norm_bias = nn.Parameter(torch.zeros(num_local, ffn_dim // 2))
-        self.gating = SpatialExperts(max_tokens, expert_ids, weight_bound, bias_init=1.0)
-        self.w_out = uniform_experts(expert_ids, embed_dim, ffn_dim // 2, bound=xavier_bound(ffn_dim // 2, embed_dim))
+        self.gating = SpatialWeights(max_tokens, expert_ids, weight_bound, bias_init=1.0)
+        self.w_out = uniform_rows(expert_ids, embed_dim, ffn_dim // 2, bound=xavier_bound(ffn_dim // 2, embed_dim))
         self.b_out = nn.Parameter(torch.zeros(num_local, embed_dim))
 
     def forward(
@@ -146,3 +158,99 @@ class GatedMLPExperts(nn.Module):
         owner_BmK = context.state.append((self, "owners"), owner_BnK, max_tokens)
         found = [(owner_BmK == owner).nonzero() for owner in range(1, len(counts) + 1)]
         return [(place[:, :2], key_BmKC[place[:, 0], place[:, 1], place[:, 2]]) for place in found]
+
+
+class PlacedTokenMoE(TokenMoE):
+    """A tMoE whose experts mix the tokens of a sequence, and so are told where their tokens stand."""
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
+        """As in :class:`TokenMoE`.
+
+        Raises:
+            UserError: incremental decoding with experts that are spread over ranks.
+        """
+        if context.state is not None and self.dispatcher.num_ranks > 1:
+            raise UserError(
+                f"{self.name}: text is written token by token only where each rank holds all experts: load the "
+                "model with an expert-parallel size of 1"
+            )
+        return super().forward(x_BnH, context)
+
+    def _beside_tokens(self, rows_N: Tensor | None, record: Any, context: ForwardContext) -> tuple[Any, ...]:
+        """Sequence and absolute position of each token at the experts, (A, 2), the number of sequences, the context."""
+        if rows_N is None:
+            rows_N = torch.arange(record.plan.num_tokens, device=record.plan.token_A.device)
+        sequence_N = rows_N.div(context.num_new_tokens, rounding_mode="floor")
+        place_N2 = torch.stack([sequence_N, rows_N % context.num_new_tokens + context.start], dim=1)
+        return (*self.dispatcher.dispatch_places(place_N2, context.num_seqs, record), context)
+
+
+class GatedMLPMoEBlock(Block):
+    """``x + MoE(x)``, whose experts are gMLP layers with a norm of their own each."""
+
+    def __init__(self, token_moe: PlacedTokenMoE, dropout: float) -> None:
+        super().__init__()
+        self.token_moe = token_moe
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
+        if context.groups:
+            return x_BnH + context.by_sequences(lambda x, own: self.token_moe(x, own)[0], x_BnH), {}
+        update_BnH, aux_losses = self.token_moe(x_BnH, context)
+        return x_BnH + self.dropout(update_BnH), aux_losses
+
+
+def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> PlacedTokenMoE:
+    """Build the layer, with the experts of this rank; with all of them by default."""
+    ranks, name = ranks or one_process(config.moe.num_experts), f"layer {layer_index} (gMLP-MoE)"
+    experts = GatedMLPExperts(
+        config.embed_dim,
+        config.ffn_dim,
+        config.max_tokens,
+        ranks.layout.expert_ids,
+        config.activation,
+        config.spatial_weight_bound,
+        config.experts_per_token,
+    )
+    return PlacedTokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(ranks, name))
+
+
+@register_sparse_block("gmlp_moe")
+class GatedMLPMoE(BlockKind):
+    """gMLP layers as experts of tokens."""
+
+    has_spatial_weights = True
+
+    def check(self, config: ModelConfig) -> None:
+        check_halves(config)
+
+    def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
+        return GatedMLPMoEBlock(gated_mlp_moe(config, layer_index, ranks), config.dropout)
+
+    def components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
+        H, F, T = config.embed_dim, config.ffn_dim, config.max_tokens
+        E, half = config.moe.num_experts, F // 2
+        norms = 2 * H + 2 * half
+        yield from router_costs(config, layer_index)
+        yield Component(
+            f"blocks.{layer_index}",
+            layer_index,
+            GATED_MLP_EXPERTS,
+            expert_params=norms + linear_parameters(H, F) + T * T + T + linear_parameters(half, H),
+            num_experts=E,
+            flops_per_assignment=LAYER_NORM_FLOPS * (H + half) + H * F + half * H,
+            assignments_per_token=min(config.experts_per_token, E),
+            flops_per_pair=half,
+        )
+
+    def activations_per_position(self, config: ModelConfig) -> float:
+        width, hidden = config.embed_dim, config.ffn_dim
+        keys = config.experts_per_token * config.max_tokens / config.moe.num_experts
+        # for each choice: input, normed input, before and after the activation; key, gate, and the product with it;
+        # the weights that are picked for its keys, and which of them are earlier ones; the output, which a weight
+        # multiplies
+        each = 2 * width + 2 * hidden + 3 * hidden / 2 + 1.25 * keys + width
+        return width + config.experts_per_token * each + dropout_keeps(config)
+
+    def ffn_multiple(self, config: ModelConfig) -> int:
+        return 2 * config.num_heads
