@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -14,7 +13,6 @@ import experiment_folder as folder
 import pytest
 from experiment_folder import MODELS, SEEDS, cell, rewrite, run_folder, tables, training_line, write_experiment
 
-from smlp.cli.compare_report import add_report_options, run_report
 from smlp.cli.main import main
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_record
@@ -179,9 +177,7 @@ def written(tmp_path_factory) -> Path:
         patch.setattr(folder, "MODELS", models)
         write_experiment(out, models)
         damage(out)
-    parser = argparse.ArgumentParser()
-    add_report_options(parser)
-    assert run_report(parser.parse_args([str(out), "--to", str(out / "there")])) == 0
+    assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
     return out / "there"
 
 
@@ -204,9 +200,7 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats):
     assert set(cell(quality, "gMLP", "per_token").by_seed) == {1, 3}
     assert cell(quality, "Switch", "per_token").text == "–"
     assert set(cell(quality, "sMLP", "against_gMLP").by_seed) == {1, 3}
-    parser = argparse.ArgumentParser()
-    add_report_options(parser)
-    assert run_report(parser.parse_args([str(out), "--to", str(out / "there")])) == 0
+    assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
     page = (out / "there" / "report.md").read_text()
     assert "**Finished, but diverged or with files missing or damaged: gMLP-s2, Switch-s1" in page
     words = re.findall(r"\w+", re.sub("a token costs nan nats", "", page))
@@ -231,9 +225,7 @@ def test_updates_that_are_smaller_count_as_they_are(out):
     seconds = {run.seed: run.timeline.at(40) for run in experiment.done(experiment.models[0])}
     speeds = cell(tables(out)["speed"], "gMLP", "logged_tokens_per_second").by_seed
     assert speeds == pytest.approx({seed: 1024 * 35 / time for seed, time in seconds.items()})
-    parser = argparse.ArgumentParser()
-    add_report_options(parser)
-    assert run_report(parser.parse_args([str(out), "--to", str(out / "there")])) == 0
+    assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
     page = (out / "there" / "report.md").read_text()
     assert "each run 40 updates of at most 1,024 tokens (35,840 in all)" in page
 
