@@ -171,15 +171,15 @@ def _status(args: argparse.Namespace, path: Path, out: Path) -> int:
 
 def _report(args: argparse.Namespace, path: Path, out: Path) -> int:
     """Write the report, and print where it is and which runs are not in it."""
-    from smlp.experiments.report.runs import read_experiment
-    from smlp.experiments.report.state import incomplete
+    from smlp.experiments.report.details import incomplete
+    from smlp.experiments.report.results import read_results
     from smlp.experiments.report.write import write_report
 
-    page = write_report(out, args.to, args.baseline)
-    experiment = read_experiment(out)
-    done = sum(run.is_done for run in experiment.runs)
-    print(f"{done} of {len(experiment.runs)} runs of {len(experiment.models)} models are finished")
-    for run, reason in incomplete(experiment):
-        print(f"  {run.name} ({run.state}, {run.last_update} of {experiment.updates} updates): {reason}")
+    results = read_results(out)
+    page = write_report(results, args.to, args.baseline)
+    done = sum(run.is_done for run in results.runs)
+    print(f"{done} of {len(results.runs)} runs of {len(results.models)} models are finished")
+    for run, reason in incomplete(results):
+        print(f"  {run.name} ({run.state}, {run.last_update} of {results.updates} updates): {reason}")
     print(f"report: {page}")
     return 0
