@@ -26,7 +26,7 @@ from smlp.launch.stop_signals import EXIT_STOPPED
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 if TYPE_CHECKING:
-    from smlp.launch.plan import Seat
+    from smlp.launch.plan import PlannedRank
 
 PASS_THROUGH = True
 
@@ -203,31 +203,31 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
     from smlp.trainer.settings import check_before_start
 
     arguments = [*defaults, *options.rest]
-    seats, rank = _seats(options)
+    ranks, rank = _ranks(options)
     asked = option_value(arguments, _WORLD_SIZE)
-    if asked is not None and asked != str(len(seats)):
-        raise UserError(f"{_WORLD_SIZE} {asked}, but there are {len(seats)} ranks: leave it out")
+    if asked is not None and asked != str(len(ranks)):
+        raise UserError(f"{_WORLD_SIZE} {asked}, but there are {len(ranks)} ranks: leave it out")
     cfg = training_configuration(without_options(arguments, _WORLD_SIZE))
-    has_cuda = any(seat.device != "cpu" for seat in seats)
+    has_cuda = any(planned.device != "cpu" for planned in ranks)
     check_half_precision(cfg, has_cuda)
-    check_before_start(cfg, len(seats), has_cuda)
+    check_before_start(cfg, len(ranks), has_cuda)
     if rank == 0:
         user_dir = [] if has_option(arguments, "--user-dir") else ["--user-dir", package_dir()]
         group_size = getattr(cfg.model, "expert_parallel_size", None)
         command = shlex.join(["fairseq-train", *user_dir, *arguments])
-        print(rank_table(seats, num_experts_of(cfg.model), group_size, command))
+        print(rank_table(ranks, num_experts_of(cfg.model), group_size, command))
     return 0
 
 
-def _seats(options: LaunchOptions) -> tuple[list[Seat], int]:
-    from smlp.launch.plan import seats_from_environment, seats_here, seats_of_nodes
+def _ranks(options: LaunchOptions) -> tuple[list[PlannedRank], int]:
+    from smlp.launch.plan import ranks_from_environment, ranks_here, ranks_of_nodes
     from smlp.launch.ranks import has_terminal
 
     if options.nodes is not None and options.gpus_per_node is not None:
-        return seats_of_nodes(options.nodes, options.gpus_per_node, has_option(options.rest, "--cpu")), 0
+        return ranks_of_nodes(options.nodes, options.gpus_per_node, has_option(options.rest, "--cpu")), 0
     num_gpus = count_gpus(options.rest)
     if options.nproc is not None and options.nproc > 1:
         check_nproc(options)
-        return seats_here(options.nproc, num_gpus), 0
-    found = seats_from_environment(os.environ, num_gpus, has_terminal())
-    return found or (seats_here(max(1, num_gpus), num_gpus), 0)
+        return ranks_here(options.nproc, num_gpus), 0
+    found = ranks_from_environment(os.environ, num_gpus, has_terminal())
+    return found or (ranks_here(max(1, num_gpus), num_gpus), 0)

@@ -13,7 +13,7 @@ from smlp.errors import UserError
 from smlp.evaluation.text_sizes import decoded_sizes
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
-from smlp.experiments.spec import Experiment, Text
+from smlp.experiments.spec import Experiment, TextSource
 from smlp.launch.program import this_program
 from smlp.text.binarized import num_tokens, read_fairseq_tokens
 from smlp.text.tokenizer import Tokenizer, Vocabulary
@@ -77,7 +77,7 @@ def held_out_tokens(data: str, subsets: Sequence[str]) -> int:
     return sum(num_tokens(Path(data.split(":")[0]) / subset) for subset in subsets)
 
 
-def check_text(text: Text) -> None:
+def check_text(text: TextSource) -> None:
     """Refuses text that is not there.
 
     Raises:
@@ -100,7 +100,7 @@ def check_subsets(experiment: Experiment, data: str) -> None:
             raise UserError(f"{experiment.path}: evaluate.subsets has {subset!r}, and {folder} has no {subset}.idx")
 
 
-def _check_same_text(text: Text, folder: Folder) -> None:
+def _check_same_text(text: TextSource, folder: Folder) -> None:
     """Refuses a folder whose data were made of something else."""
     record = folder.path / "text.json"
     wanted = {"source": text.source, "files": [str(path) for path in text.files], "vocab_size": text.vocab_size}
@@ -114,7 +114,7 @@ def _check_same_text(text: Text, folder: Folder) -> None:
             )
 
 
-def _make(text: Text, folder: Path) -> None:
+def _make(text: TextSource, folder: Path) -> None:
     """Text, vocabulary and binary files, each step with a log of its own."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from smlp.experiments.folder import Folder
 from smlp.experiments.local import Machine
 from smlp.experiments.plan import (
     PlannedModel,
-    Run,
+    PlannedRun,
     main_runs,
     not_done,
     planned_models,
@@ -88,8 +88,8 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     if tasks is not None and not tasks.is_dir():
         print(f"no tasks yet: there is no folder {tasks} (evaluate.zeroshot.data), and the run will need it")
     models = planned_models(experiment, data, vocab_size)
-    place, gpus = experiment.place, torch.cuda.device_count()
-    is_here = place.where == "local" and (place.device != "gpu" or gpus > 0)
+    resources, gpus = experiment.resources, torch.cuda.device_count()
+    is_here = resources.where == "local" and (resources.device != "gpu" or gpus > 0)
     machine = Machine.of(experiment, gpus) if is_here else None
     runs = _all_runs(experiment, models)
     print_models(experiment, models)
@@ -105,20 +105,20 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     print(f"the first run of the comparison:\n  smlp train {shlex.join(words)}")
 
 
-def _all_runs(experiment: Experiment, models: Sequence[PlannedModel]) -> list[Run]:
+def _all_runs(experiment: Experiment, models: Sequence[PlannedModel]) -> list[PlannedRun]:
     tuning = experiment.tuning
     expected = {model.name: tuning.values[0] for model in models} if tuning else {}
     return [*tuning_runs(experiment, models), *main_runs(experiment, models, expected)]
 
 
-def _print_cost(experiment: Experiment, runs: Sequence[Run], cost: Cost) -> None:
+def _print_cost(experiment: Experiment, runs: Sequence[PlannedRun], cost: Cost) -> None:
     for name, seconds in cost.seconds_per_update.items():
         print(f"  {name}: {seconds:.3g} s for an update")
     digits = 1 if cost.device_hours >= 1 else 2
-    devices = "GPU hours" if experiment.place.is_on_gpus else "hours of all runs one after the other"
+    devices = "GPU hours" if experiment.resources.is_on_gpus else "hours of all runs one after the other"
     exponent = math.floor(math.log10(max(1.0, cost.flops)))
     print(
-        f"{len(runs)} runs: about {duration(cost.seconds)} with {experiment.place.at_a_time(len(runs))} at a time, "
+        f"{len(runs)} runs: about {duration(cost.seconds)} with {experiment.resources.at_a_time(len(runs))} at a time, "
         f"{cost.device_hours:.{digits}f} {devices}, {cost.flops / 10**exponent:.2f}e{exponent} floating-point "
         f"operations (a multiply-add is two), {cost.disk_bytes / 1e9:.1f} GB of checkpoints, "
         f"{cost.most_disk_bytes / 1e9:.1f} GB at most while it runs\n  ({cost.how})"
@@ -128,7 +128,7 @@ def _print_cost(experiment: Experiment, runs: Sequence[Run], cost: Cost) -> None
 def estimate(
     experiment: Experiment,
     models: Sequence[PlannedModel],
-    runs: Sequence[Run],
+    runs: Sequence[PlannedRun],
     threads: int | None,
     held_out: int = 0,
 ) -> Cost:
@@ -141,15 +141,17 @@ def estimate(
         threads: that each run has here; None where the runs are not meant for this machine.
         held_out: tokens of the splits that are scored, at each validation and at the end.
     """
-    place = experiment.place
-    flops = {model.name: training_flops(model.config) * experiment.tokens_per_update / place.ranks for model in models}
+    resources = experiment.resources
+    flops = {
+        model.name: training_flops(model.config) * experiment.tokens_per_update / resources.ranks for model in models
+    }
     if threads is not None:
         seconds = {model.name: measure_update(model, experiment, threads) for model in models}
         with_what = f"{threads} threads" if _device(experiment) == "cpu" else torch.cuda.get_device_name()
         how = f"updates measured here with {with_what} and random weights; {OVERHEAD - 1:.0%} more for the rest"
         overhead, around = OVERHEAD, SECONDS_AROUND
     else:
-        tflops, mfu = place.tflops or GPU_TFLOPS, place.mfu or MFU
+        tflops, mfu = resources.tflops or GPU_TFLOPS, resources.mfu or MFU
         seconds = {name: each / (tflops * 1e12 * mfu) for name, each in flops.items()}
         rate = f"{BYTES_PER_SECOND / 1e9:g} GB/s for each node"
         how = f"{mfu:.0%} of {tflops:.0f} TFLOP/s for each GPU (run.mfu, run.tflops), checkpoints at {rate}"
@@ -158,7 +160,7 @@ def estimate(
     validations = {True: 1, False: experiment.evaluation.validations + 1}
     passes = held_out / experiment.tokens_per_update / 3  # a forward pass is a third of an update
     sizes = {model.name: _BYTES_PER_PARAMETER * parameters(model.config, 1).total for model in models}
-    writing = {name: CHECKPOINT_FILES * size / (BYTES_PER_SECOND * place.nodes) for name, size in sizes.items()}
+    writing = {name: CHECKPOINT_FILES * size / (BYTES_PER_SECOND * resources.nodes) for name, size in sizes.items()}
     each = [
         (run.updates * overhead + validations[run.tuning] * passes) * seconds[run.model.name]
         + validations[run.tuning] * writing[run.model.name]
@@ -166,12 +168,12 @@ def estimate(
         for run in runs
     ]
     staying = sum(sizes[run.model.name] for run in runs if not run.tuning)
-    largest = sorted((sizes[run.model.name] for run in runs), reverse=True)[: place.at_a_time(len(runs))]
+    largest = sorted((sizes[run.model.name] for run in runs), reverse=True)[: resources.at_a_time(len(runs))]
     return Cost(
         seconds_per_update=seconds,
-        seconds=_end_of_the_last(each, place.at_a_time(len(runs))),
-        device_hours=sum(each) * (place.ranks if place.is_on_gpus or place.where == "slurm" else 1) / 3600,
-        flops=sum(run.updates * flops[run.model.name] * place.ranks for run in runs),
+        seconds=_end_of_the_last(each, resources.at_a_time(len(runs))),
+        device_hours=sum(each) * (resources.ranks if resources.is_on_gpus or resources.where == "slurm" else 1) / 3600,
+        flops=sum(run.updates * flops[run.model.name] * resources.ranks for run in runs),
         disk_bytes=staying,
         most_disk_bytes=staying + (CHECKPOINT_FILES - 1) * sum(largest),
         how=how,
@@ -187,7 +189,7 @@ def _end_of_the_last(seconds: Sequence[float], jobs: int) -> float:
 
 
 def _device(experiment: Experiment) -> str:
-    return "cuda" if experiment.place.device != "cpu" and torch.cuda.is_available() else "cpu"
+    return "cuda" if experiment.resources.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def measure_update(model: PlannedModel, experiment: Experiment, threads: int) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from smlp.errors import UserError
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder
 from smlp.experiments.json_files import SCORES, read_json
-from smlp.experiments.plan import Run, training_words
+from smlp.experiments.plan import PlannedRun, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.scores import updates_of
@@ -41,18 +41,20 @@ class Machine:
         Raises:
             UserError: there are too few GPUs.
         """
-        place = experiment.place
-        jobs = place.at_a_time(1)
-        threads = place.threads or max(1, num_cores() // (jobs * place.ranks))
-        if place.device == "cpu" or (place.device is None and num_gpus == 0):
+        resources = experiment.resources
+        jobs = resources.at_a_time(1)
+        threads = resources.threads or max(1, num_cores() // (jobs * resources.ranks))
+        if resources.device == "cpu" or (resources.device is None and num_gpus == 0):
             return cls(threads)
-        if num_gpus < place.ranks * (jobs if place.ranks > 1 else 1) or num_gpus == 0:
+        if num_gpus < resources.ranks * (jobs if resources.ranks > 1 else 1) or num_gpus == 0:
             raise UserError(
-                f"{experiment.path}: run.jobs {jobs} at a time with run.ranks {place.ranks} each want more than "
+                f"{experiment.path}: run.jobs {jobs} at a time with run.ranks {resources.ranks} each want more than "
                 f"the {num_gpus} GPUs that are visible here"
             )
         # runs of one rank may share a GPU
-        taken = [tuple((job * place.ranks + rank) % num_gpus for rank in range(place.ranks)) for job in range(jobs)]
+        taken = [
+            tuple((job * resources.ranks + rank) % num_gpus for rank in range(resources.ranks)) for job in range(jobs)
+        ]
         return cls(threads, tuple(taken))
 
     @property
@@ -77,7 +79,7 @@ class RunChain(Chain):
         experiment: Experiment,
         folder: Folder,
         data: str,
-        run: Run,
+        run: PlannedRun,
         machine: Machine,
         progress: Progress,
         prefix: int,
@@ -142,7 +144,7 @@ class RunChain(Chain):
 
     def _command(self, name: str) -> list[str]:
         if name == TRAIN:
-            ranks = self.experiment.place.ranks
+            ranks = self.experiment.resources.ranks
             launch = ["--nproc", str(ranks)] if ranks > 1 else []
             words = training_words(self.experiment, self.run, self.data, self.folder.path)
             return [*this_program(), "train", *launch, *words]
@@ -209,7 +211,7 @@ def run_here(
     experiment: Experiment,
     folder: Folder,
     data: str,
-    runs: Sequence[Run],
+    runs: Sequence[PlannedRun],
     machine: Machine,
     progress: Progress,
     prefix: int,
@@ -231,10 +233,12 @@ def run_here(
             own.update_state(state=WAITING)  # a model or a task has come to the experiment since
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
     chains = [RunChain(experiment, folder, data, run, machine, progress, prefix) for run in left]
-    return run_chains(chains, experiment.place.at_a_time(len(left)), progress.watch)
+    return run_chains(chains, experiment.resources.at_a_time(len(left)), progress.watch)
 
 
-def time_here(experiment: Experiment, folder: Folder, runs: Sequence[Run], machine: Machine) -> signal.Signals | None:
+def time_here(
+    experiment: Experiment, folder: Folder, runs: Sequence[PlannedRun], machine: Machine
+) -> signal.Signals | None:
     """Time of an update, models in turn, if a model has none; a failure costs this figure and nothing else.
 
     Returns:
@@ -251,7 +255,7 @@ def time_here(experiment: Experiment, folder: Folder, runs: Sequence[Run], machi
     log = folder.path / "logs" / "speed.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [*this_module("smlp.experiments.speed"), str(folder.path), str(rounds)]
-    threads = machine.threads * experiment.place.at_a_time(len(runs))  # nothing else is running
+    threads = machine.threads * experiment.resources.at_a_time(len(runs))  # nothing else is running
     environment = {**machine.environment(0), "OMP_NUM_THREADS": str(threads)}
     return run_chains([_Timing(command, log, environment)], 1, lambda: None)
 

@@ -62,7 +62,7 @@ class PlannedModel:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One training: a model with a seed, and an option that is being tuned or was."""
 
     model: PlannedModel
@@ -221,7 +221,7 @@ def shape_words(experiment: Experiment) -> list[str]:
     ]
 
 
-def training_words(experiment: Experiment, run: Run, data: str, save_dir: Path) -> list[str]:
+def training_words(experiment: Experiment, run: PlannedRun, data: str, save_dir: Path) -> list[str]:
     """The arguments of ``smlp train`` for a run."""
     # of a run of the grid only the end counts
     validations = 1 if run.tuning else experiment.evaluation.validations
@@ -237,24 +237,26 @@ def training_words(experiment: Experiment, run: Run, data: str, save_dir: Path) 
     words += ["--log-format", "json", "--log-interval", str(min(experiment.log_interval, run.updates))]
     words += ["--log-file", str(save_dir / "train.log"), "--data-order-file", str(save_dir / "data_order.jsonl")]
     words += ["--environment-file", str(save_dir / "environment.jsonl"), "--save-dir", str(save_dir)]
-    if experiment.place.device == "cpu":
+    if experiment.resources.device == "cpu":
         words += ["--cpu"]
     return words
 
 
-def tuning_runs(experiment: Experiment, models: list[PlannedModel]) -> list[Run]:
+def tuning_runs(experiment: Experiment, models: list[PlannedModel]) -> list[PlannedRun]:
     """The runs of the grid."""
     tuning = experiment.tuning
     if tuning is None:
         return []
     return [
-        Run(model, tuning.seed, tuning.updates, f"tune/{model.folder}-{value}", {tuning.option: value}, tuning=True)
+        PlannedRun(
+            model, tuning.seed, tuning.updates, f"tune/{model.folder}-{value}", {tuning.option: value}, tuning=True
+        )
         for value in tuning.values
         for model in models
     ]
 
 
-def main_runs(experiment: Experiment, models: list[PlannedModel], chosen: dict[str, Any]) -> list[Run]:
+def main_runs(experiment: Experiment, models: list[PlannedModel], chosen: dict[str, Any]) -> list[PlannedRun]:
     """The runs of the comparison: seed by seed, so that a part of them compares all models.
 
     Args:
@@ -264,7 +266,7 @@ def main_runs(experiment: Experiment, models: list[PlannedModel], chosen: dict[s
     """
     tuning = experiment.tuning
     return [
-        Run(
+        PlannedRun(
             model,
             seed,
             experiment.updates,
@@ -294,11 +296,11 @@ def as_json(experiment: Experiment, models: list[PlannedModel]) -> dict[str, Any
         "evaluation_subsets": list(experiment.evaluation.subsets),
         "targets": list(experiment.evaluation.targets),
         "tuned_option": experiment.tuning.option if experiment.tuning else None,
-        "models": [model.as_json(experiment.recipe, experiment.place.ranks) for model in models],
+        "models": [model.as_json(experiment.recipe, experiment.resources.ranks) for model in models],
     }
 
 
-def not_done(folder: Folder, runs: Sequence[Run]) -> list[Run]:
+def not_done(folder: Folder, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """Those that are not done."""
     return [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
 

@@ -16,7 +16,7 @@ from smlp.evaluation.perplexity import of_bits
 from smlp.experiments import slurm
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder
 from smlp.experiments.json_files import EXPERIMENT, read_json
-from smlp.experiments.plan import Run
+from smlp.experiments.plan import PlannedRun
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.spec import Experiment
 
@@ -66,7 +66,7 @@ class Progress:
         runs: all that are to be done, those that are done already too.
     """
 
-    def __init__(self, folder: Folder, runs: Sequence[Run]) -> None:
+    def __init__(self, folder: Folder, runs: Sequence[PlannedRun]) -> None:
         self.folder, self.runs = folder, list(runs)
         self.total = sum(run.updates for run in runs)
         self.live = sys.stdout.isatty()
@@ -139,7 +139,7 @@ def status(folder: Folder) -> list[dict[str, Any]]:
 
 def _has_no_jobs(experiment: Experiment, folder: Folder) -> bool:
     """Whether it is known that no job of the experiment waits or runs any more."""
-    if experiment.place.where != "slurm":
+    if experiment.resources.where != "slurm":
         return False
     try:
         return not slurm.jobs_in_queue(folder)

@@ -11,7 +11,16 @@ from smlp.config.presets import PRESETS
 from smlp.costs.match import FAMILIES
 from smlp.costs.match import families as known_families
 from smlp.errors import UserError
-from smlp.experiments.spec import Evaluation, Experiment, Matching, ModelEntry, Place, Text, Tuning, name_of
+from smlp.experiments.spec import (
+    EvaluationPlan,
+    Experiment,
+    Matching,
+    ModelEntry,
+    Resources,
+    TextSource,
+    Tuning,
+    name_of,
+)
 from smlp.experiments.yaml_file import Section, read_yaml, shown
 
 #: options of fairseq-train that `smlp compare` sets, and the name in the file that says what they are to be
@@ -48,11 +57,11 @@ def read_experiment(path: Path) -> Experiment:
         UserError: something in it is wrong; one sentence names the file, the value and what it may be.
     """
     top = Section("", read_yaml(path), path)
-    place = _place(top.section("run"))
+    resources = _resources(top.section("run"))
     data, text = _data(top)
     tokens_per_sample, batch_size = top.count("tokens_per_sample", 128), top.count("batch_size", 8)
     update_freq = top.count("update_freq", 1)
-    per_update = tokens_per_sample * batch_size * update_freq * place.ranks
+    per_update = tokens_per_sample * batch_size * update_freq * resources.ranks
     updates = _updates(top, per_update)
     if updates is None:
         raise UserError(f"{path}: neither tokens nor updates is there: each model's budget")
@@ -74,7 +83,7 @@ def read_experiment(path: Path) -> Experiment:
         models=_models(top),
         evaluation=_evaluation(top.section("evaluate"), path, updates),
         tuning=_tuning(top.section("tune"), per_update) if "tune" in top else None,
-        place=place,
+        resources=resources,
     )
     if not experiment.models and experiment.matching is None:
         raise UserError(f"{path}: there is nothing to compare: name models, or families under match")
@@ -90,15 +99,15 @@ def read_experiment(path: Path) -> Experiment:
 
 def _check_numbers(experiment: Experiment) -> None:
     """Of runs and of threads: a slip of the pen in a file must not take the machine."""
-    place, tuning = experiment.place, experiment.tuning
+    resources, tuning = experiment.resources, experiment.tuning
     num_models = len(experiment.models) + (len(experiment.matching.families) if experiment.matching else 0)
     num_runs = num_models * (len(experiment.seeds) + (len(tuning.values) if tuning else 0))
     if num_runs > _MOST_RUNS:
         raise UserError(
             f"{experiment.path}: these are {num_runs:,} runs of {num_models:,} models: at most {_MOST_RUNS:,}"
         )
-    threads = (place.threads or 1) * (place.jobs or 1) * place.ranks
-    if place.where == "local" and threads > _MOST_THREADS:
+    threads = (resources.threads or 1) * (resources.jobs or 1) * resources.ranks
+    if resources.where == "local" and threads > _MOST_THREADS:
         raise UserError(
             f"{experiment.path}: run.threads, run.jobs and run.ranks make {threads:,} threads at a time: at most "
             f"{_MOST_THREADS:,}"
@@ -147,7 +156,7 @@ def _updates(section: Section, tokens_per_update: int) -> int | None:
     return tokens // tokens_per_update
 
 
-def _data(top: Section) -> tuple[str | None, Text | None]:
+def _data(top: Section) -> tuple[str | None, TextSource | None]:
     """Data that are there, or text that they are made of; paths are as on a command line, from the current folder."""
     data, section = _folders(top), top.section("text")
     source, files = section.text("source"), [str(name) for name in section.values("files")]
@@ -163,7 +172,7 @@ def _data(top: Section) -> tuple[str | None, Text | None]:
         raise section.error("source", "and text.files are both there: give one of the two")
     if source is not None and source not in TEXT_SOURCES:
         raise section.error("source", f"must be one of {', '.join(TEXT_SOURCES)}, got {source!r}")
-    return None, Text(source, tuple(Path(name) for name in files), vocab_size)
+    return None, TextSource(source, tuple(Path(name) for name in files), vocab_size)
 
 
 def _folders(top: Section) -> str | None:
@@ -232,7 +241,7 @@ def _matching(top: Section) -> Matching | None:
     return Matching(families, like, flops, vary, _whole_numbers(section))
 
 
-def _evaluation(section: Section, path: Path, updates: int) -> Evaluation:
+def _evaluation(section: Section, path: Path, updates: int) -> EvaluationPlan:
     zeroshot = section.section("zeroshot")
     folder, has_tasks = zeroshot.text("data"), "tasks" in zeroshot
     tasks = tuple(str(task) for task in zeroshot.values("tasks", ["all"]))
@@ -240,7 +249,7 @@ def _evaluation(section: Section, path: Path, updates: int) -> Evaluation:
     if not folder and (has_tasks or options):
         given = ", ".join([*(["tasks"] if has_tasks else []), *options])
         raise zeroshot.error("data", f"(the folder of the tasks) is missing, and there is {given}")
-    found = Evaluation(
+    found = EvaluationPlan(
         validations=section.count("validations", min(8, updates)),
         subsets=tuple(str(name) for name in section.values("subsets", ["valid"])),
         targets=tuple(section.as_number("targets", value) for value in section.values("targets")),
@@ -281,7 +290,7 @@ def _as_number(value: Any) -> Any:
         return value
 
 
-def _place(section: Section) -> Place:
+def _resources(section: Section) -> Resources:
     where = section.text("where", "local", WHERE)
     nodes, gpus, tasks = section.count("nodes", 1), section.count("gpus_per_node"), section.count("tasks_per_node")
     ranks = section.count("ranks")
@@ -291,7 +300,7 @@ def _place(section: Section) -> Place:
         if ranks is not None:
             raise section.error("ranks", "follows from run.nodes and run.gpus_per_node with Slurm: leave it out")
         ranks = nodes * (gpus or tasks)
-    place = Place(
+    resources = Resources(
         where=where,
         device=section.text("device", None) if where == "local" else None,
         jobs=section.count("jobs", 1 if where == "local" else None),
@@ -304,12 +313,12 @@ def _place(section: Section) -> Place:
         tflops=section.number("tflops"),
         mfu=section.number("mfu"),
     )
-    if place.device not in (None, "cpu", "gpu"):
-        raise section.error("device", f"must be cpu or gpu, got {place.device!r}")
-    if place.mfu is not None and place.mfu > 1:
-        raise section.error("mfu", f"is a share of the device's peak, at most 1, got {place.mfu}")
+    if resources.device not in (None, "cpu", "gpu"):
+        raise section.error("device", f"must be cpu or gpu, got {resources.device!r}")
+    if resources.mfu is not None and resources.mfu > 1:
+        raise section.error("mfu", f"is a share of the device's peak, at most 1, got {resources.mfu}")
     section.end()
-    return place
+    return resources
 
 
 def _seeds(section: Section) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from smlp.experiments.json_files import write_json
 from smlp.experiments.local import Machine, is_trained, run_here, time_here
 from smlp.experiments.plan import (
     PlannedModel,
-    Run,
+    PlannedRun,
     as_json,
     main_runs,
     not_done,
@@ -41,7 +41,7 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
     Raises:
         UserError: data or an option are wrong, or the folder belongs to another experiment.
     """
-    on_cluster = experiment.place.where == "slurm" and not only_scores
+    on_cluster = experiment.resources.where == "slurm" and not only_scores
     if on_cluster and (queued := slurm.jobs_in_queue(folder)):
         print(f"jobs {', '.join(queued)} are in the queue: nothing is submitted (smlp compare status, squeue --me)")
         return 0
@@ -49,9 +49,9 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
         data, models = _prepare(experiment, folder)
         if on_cluster:
             return _submit(experiment, folder, data, models)
-        is_alone = experiment.place.ranks == 1  # of several ranks, what one does alone says nothing
+        is_alone = experiment.resources.ranks == 1  # of several ranks, what one does alone says nothing
         if only_scores:  # in one process, whatever the training had
-            experiment = replace(experiment, place=replace(experiment.place, where="local", ranks=1, jobs=1))
+            experiment = replace(experiment, resources=replace(experiment.resources, where="local", ranks=1, jobs=1))
         machine = Machine.of(experiment, torch.cuda.device_count())
         tuning = [] if only_scores else tuning_runs(experiment, models)
         stopped, chosen = None, {}
@@ -96,14 +96,14 @@ def _train(
     folder: Folder,
     data: str,
     models: Sequence[PlannedModel],
-    runs: Sequence[Run],
+    runs: Sequence[PlannedRun],
     machine: Machine,
 ) -> signal.Signals | None:
     for run in runs:
         folder.run(run.folder).claim(run.made_with(experiment))
     left = not_done(folder, runs)
     if left:
-        what, jobs = "runs of the grid" if left[0].tuning else "runs", experiment.place.at_a_time(len(left))
+        what, jobs = "runs of the grid" if left[0].tuning else "runs", experiment.resources.at_a_time(len(left))
         print(f"{len(left)} of {len(runs)} {what} to do, {jobs} at a time, {machine.threads} threads each", flush=True)
         if machine.runs_on_a_gpu > 1:
             print(f"up to {machine.runs_on_a_gpu} of them share a GPU and slow each other down", flush=True)
@@ -111,14 +111,18 @@ def _train(
     return run_here(experiment, folder, data, runs, machine, Progress(folder, runs), prefix) if runs else None
 
 
-def _note_environment(experiment: Experiment, folder: Folder, runs: Sequence[Run], machine: Machine | None) -> None:
+def _note_environment(
+    experiment: Experiment, folder: Folder, runs: Sequence[PlannedRun], machine: Machine | None
+) -> None:
     """``environment.json``, where runs are left: of the machine that started them; each run has its own as well."""
     if not not_done(folder, runs):
         return
-    place = experiment.place
-    gpus = [] if place.device == "cpu" else [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    threads = machine.threads if machine else place.threads
-    record = {**environment(), "gpus": gpus, "world_size": place.ranks, **asdict(place), "threads": threads}
+    resources = experiment.resources
+    gpus = (
+        [] if resources.device == "cpu" else [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    )
+    threads = machine.threads if machine else resources.threads
+    record = {**environment(), "gpus": gpus, "world_size": resources.ranks, **asdict(resources), "threads": threads}
     write_json(folder.environment, record)
     keep_difference(record["git"], folder.path)
 
@@ -169,7 +173,7 @@ def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[
     return 0
 
 
-def _is_over(folder: Folder, run: Run) -> bool:
+def _is_over(folder: Folder, run: PlannedRun) -> bool:
     """Whether a run of the grid needs no job: it is trained, or two jobs in a row have brought it no further."""
     own = folder.run(run.folder)
     if is_trained(own, run.updates):

@@ -17,14 +17,14 @@ import smlp
 from smlp.errors import UserError
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
-from smlp.experiments.plan import Run, training_words
+from smlp.experiments.plan import PlannedRun, training_words
 from smlp.experiments.spec import Experiment
 from smlp.launch.program import this_program
 
 _SECONDS = 1800.0  # for checking all runs
 
 
-def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Run], then_score: bool) -> str:
+def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[PlannedRun], then_score: bool) -> str:
     """Submits runs as one array of jobs; returns what to tell the user.
 
     Args:
@@ -43,24 +43,24 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Run
     for run in runs:
         write_command(experiment, run, data, folder)
     parent = folder.run(runs[0].folder).path.parent
-    place = experiment.place
-    size = ["--nodes", str(place.nodes)]
-    size += ["--gpus-per-node", str(place.gpus_per_node)] if place.gpus_per_node else []
-    size += ["--tasks-per-node", str(place.tasks_per_node)] if place.tasks_per_node else []
+    resources = experiment.resources
+    size = ["--nodes", str(resources.nodes)]
+    size += ["--gpus-per-node", str(resources.gpus_per_node)] if resources.gpus_per_node else []
+    size += ["--tasks-per-node", str(resources.tasks_per_node)] if resources.tasks_per_node else []
     logs = ["--logs", str(folder.path / "slurm" / "logs")]
-    array = [f"--array=1-{len(runs)}%{place.jobs}"] if place.jobs is not None else []
-    command = ["bash", str(script("submit.sh")), *size, "--sweep", str(names), *logs, *array, *place.sbatch]
+    array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
+    command = ["bash", str(script("submit.sh")), *size, "--sweep", str(names), *logs, *array, *resources.sbatch]
     output = _run([*command, "--", data, str(parent)])
     training = _job_of(output, r"^job (\d+)")
     _note_job(folder, training)
-    text = f"job {training}: {len(runs)} runs, {place.ranks} ranks each"
+    text = f"job {training}: {len(runs)} runs, {resources.ranks} ranks each"
     if then_score:
         scoring = submit_scores(experiment, folder, f"afterany:{training}")
         text += f"; job {scoring} scores them afterwards"
     return f"{text}; logs in {folder.path / 'slurm' / 'logs'}"
 
 
-def sweep_line(experiment: Experiment, run: Run, data: str, folder: Folder) -> str:
+def sweep_line(experiment: Experiment, run: PlannedRun, data: str, folder: Folder) -> str:
     """A line of the list that ``submit.sh --sweep`` reads: what the script adds itself is left out."""
     words = training_words(experiment, run, data, folder.run(run.folder).path)
     save_dir = words.index("--save-dir")
@@ -68,10 +68,10 @@ def sweep_line(experiment: Experiment, run: Run, data: str, folder: Folder) -> s
     return f"{run.name} {shlex.join(words[1:])}\n"
 
 
-def write_command(experiment: Experiment, run: Run, data: str, folder: Folder) -> None:
+def write_command(experiment: Experiment, run: PlannedRun, data: str, folder: Folder) -> None:
     """Writes down what the job of a run starts, to be repeated without these scripts."""
     own = folder.run(run.folder)
-    words = ["srun", f"--ntasks={experiment.place.ranks}", *this_program(), "train"]
+    words = ["srun", f"--ntasks={experiment.resources.ranks}", *this_program(), "train"]
     own.write_command([*words, *training_words(experiment, run, data, own.path)], {})
 
 
@@ -110,11 +110,11 @@ def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None
     Raises:
         UserError: as :func:`submit`.
     """
-    place = experiment.place
+    resources = experiment.resources
     output = folder.path / "slurm" / "logs" / "%j.out"
     options = [f"--dependency={dependency}"] if dependency else []
-    options += [f"--output={output}", *place.sbatch]
-    options += ["--gres=gpu:1"] if place.gpus_per_node else ["--gres=none"]
+    options += [f"--output={output}", *resources.sbatch]
+    options += ["--gres=gpu:1"] if resources.gpus_per_node else ["--gres=none"]
     command = ["sbatch", "--parsable", *options, str(script("score.sbatch"))]
     environment = {"SMLP_ROOT": str(Path(smlp.__path__[0]).parent)}
     job = _job_of(_run([*command, str(folder.yaml), str(folder.path)], environment), r"^(\d+)")

@@ -36,7 +36,7 @@ class Matching:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextSource:
     """Text that data are to be made of."""
 
     source: str | None
@@ -45,7 +45,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationPlan:
     """What is measured beside the training."""
 
     validations: int
@@ -69,7 +69,7 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Place:
+class Resources:
     """Where the runs are trained."""
 
     where: str
@@ -103,7 +103,7 @@ class Experiment:
     title: str
     #: folders with colons between them, or None
     data: str | None
-    text: Text | None
+    text: TextSource | None
     #: symbols of the dictionary, for a dry run without data
     vocab_size: int | None
     tokens_per_sample: int
@@ -116,9 +116,9 @@ class Experiment:
     recipe: dict[str, Any]
     models: tuple[ModelEntry, ...]
     matching: Matching | None
-    evaluation: Evaluation
+    evaluation: EvaluationPlan
     tuning: Tuning | None
-    place: Place
+    resources: Resources
 
     @property
     def name(self) -> str:
@@ -128,7 +128,7 @@ class Experiment:
     @property
     def tokens_per_update(self) -> int:
         """Over all ranks."""
-        return self.tokens_per_sample * self.batch_size * self.update_freq * self.place.ranks
+        return self.tokens_per_sample * self.batch_size * self.update_freq * self.resources.ranks
 
     @property
     def tokens(self) -> int:
@@ -153,6 +153,6 @@ def option_words(settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def zeroshot_words(wanted: Evaluation) -> list[str]:
+def zeroshot_words(wanted: EvaluationPlan) -> list[str]:
     """Tasks and options of ``smlp zeroshot``."""
     return ["--tasks", ",".join(wanted.zeroshot_tasks), *option_words(wanted.zeroshot_options)]

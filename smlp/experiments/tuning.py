@@ -9,7 +9,7 @@ from smlp.errors import UserError
 from smlp.evaluation.curves import read_training_log
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import write_json
-from smlp.experiments.plan import PlannedModel, Run
+from smlp.experiments.plan import PlannedModel, PlannedRun
 from smlp.experiments.spec import Experiment
 
 
@@ -25,7 +25,7 @@ def at_edge(values: Sequence[Any], chosen: Mapping[str, Any]) -> list[str]:
     return [model for model, value in chosen.items() if value in (min(values), max(values))]
 
 
-def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[Run], folder: Folder) -> dict:
+def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[PlannedRun], folder: Folder) -> dict:
     """The value of the tuned option for each model: that of the lowest validation loss. Writes ``tuned.json``."""
     tuning = experiment.tuning
     results: dict[str, dict[str, float | None]] = {model.name: {} for model in models}

@@ -324,7 +324,7 @@ def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
     monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "13;cluster\n")
     slurm.submit_scores(experiment, folder)
     assert read_json(folder.path / "slurm" / "jobs.json", list) == ["12", "13"]
-    assert experiment.place.at_a_time(9) == 9, "no limit where the file has none"
+    assert experiment.resources.at_a_time(9) == 9, "no limit where the file has none"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_costs(planned, monkeypatch):
     assert elsewhere.disk_bytes == 12 * sum(sizes)
     assert elsewhere.most_disk_bytes == dry_run.CHECKPOINT_FILES * 12 * sum(sizes)
     one_by_one = dry_run.estimate(
-        replace(experiment, place=replace(experiment.place, jobs=1)), models, runs, threads=None
+        replace(experiment, resources=replace(experiment.resources, jobs=1)), models, runs, threads=None
     )
     assert one_by_one.most_disk_bytes == 12 * sum(sizes) + 2 * 12 * max(sizes)
 

@@ -37,7 +37,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Reached:
+class TimeToTarget:
     """When a model reached a target."""
 
     #: seconds in training steps, by seed of the runs that reached it
@@ -98,7 +98,7 @@ def targets(results: Results) -> list[Target]:
     return found
 
 
-def reached(results: Results, model: Model, target: Target) -> Reached:
+def time_to_target(results: Results, model: Model, target: Target) -> TimeToTarget:
     """When a model's finished runs reached a target."""
     runs = [run for run in results.done(model) if run.timeline is not None]
     updates = {run.seed: first_crossing(run.curve.valid, target.perplexity) for run in runs}
@@ -106,7 +106,7 @@ def reached(results: Results, model: Model, target: Target) -> Reached:
     mean = first_crossing(mean_curve(results, model), target.perplexity)
     missed = any(value is None for value in updates.values())
     mean_seconds = sum(run.timeline.at(mean) for run in runs) / len(runs) if missed and mean is not None else None
-    return Reached(estimate(seconds), estimate(updates), mean_seconds, len(runs))
+    return TimeToTarget(estimate(seconds), estimate(updates), mean_seconds, len(runs))
 
 
 def training_seconds(run: RunResult) -> float | None:
@@ -222,7 +222,7 @@ def speed_table(results: Results) -> Table:
                 timed and timed * words, ",.0f", f"{alone}; data.json: splits.{subset}"
             )
         for aim in aims:
-            row[_key(aim, unit)] = _reached_cell(reached(results, model, aim), size, source)
+            row[_key(aim, unit)] = _reached_cell(time_to_target(results, model, aim), size, source)
         rows.append(row)
     return Table("speed", "Time and quality", columns, rows, _notes(results, aims, words))
 
@@ -231,7 +231,7 @@ def _key(aim: Target, unit: str) -> str:
     return f"time_to_{aim.perplexity:.2f}_{unit}"
 
 
-def _reached_cell(when: Reached, size: float, source: str) -> Cell:
+def _reached_cell(when: TimeToTarget, size: float, source: str) -> Cell:
     if not when.num_runs:
         return EMPTY
     if when.all_runs:
