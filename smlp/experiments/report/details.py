@@ -13,9 +13,18 @@ from smlp.experiments.tuning import at_edge, is_ordered
 
 #: operations of a training step over those of a forward pass
 FORWARD_AND_BACKWARD = 3
-_MODELS = "experiment.json: models"
-_FORWARD, _TRAINING = "forward_multiply_adds_millions_per_token", "training_multiply_adds_trillions"
 _MODEL = Column("model", "model", "experiment.json: models.name")
+_MODELS = "experiment.json: models"
+#: columns of Table 5 by key: head, and field of the configuration
+LAYOUT = {
+    "embed_dim": ("embedding", "embed_dim"),
+    "ffn_dim": ("hidden", "ffn_dim"),
+    "sparse": ("sparse layers", "num_sparse_layers"),
+    "dense": ("dense layers", "num_dense_layers"),
+    "heads": ("heads", "num_heads"),
+    "experts": ("experts", "num_experts"),
+}
+_FORWARD, _TRAINING = "forward_multiply_adds_millions_per_token", "training_multiply_adds_trillions"
 _REASONS = {
     MISSING: "there is no such folder: it was never started",
     "waiting": "it has not been started",
@@ -39,14 +48,9 @@ def spread(results: Results) -> float:
 def details_table(results: Results) -> Table:
     """Table 5 for these models."""
     columns = [
-        Column("model", "model", f"{_MODELS}.name"),
+        _MODEL,
         Column("arch", "preset", f"{_MODELS}.arch"),
-        Column("embed_dim", "embedding", f"{_MODELS}.config.embed_dim"),
-        Column("ffn_dim", "hidden", f"{_MODELS}.config.ffn_dim"),
-        Column("sparse", "sparse layers", f"{_MODELS}.config.num_sparse_layers"),
-        Column("dense", "dense layers", f"{_MODELS}.config.num_dense_layers"),
-        Column("heads", "heads", f"{_MODELS}.config.num_heads"),
-        Column("experts", "experts", f"{_MODELS}.config.num_experts"),
+        *(Column(key, head, f"{_MODELS}.config.{name}") for key, (head, name) in LAYOUT.items()),
         Column("parameters_millions", "parameters (M)", f"{_MODELS}.parameters.total"),
         Column(_FORWARD, "forward multiply-adds per token (M)", f"{_MODELS}.flops_per_token, by formula"),
         Column(_TRAINING, "multiply-adds of training (T)", "3 * flops_per_token * updates * tokens of an update"),
@@ -58,20 +62,15 @@ def details_table(results: Results) -> Table:
         columns.insert(-1, Column("tuned", f"tuned {tuned['option']}", "tuned.json: chosen"))
     rows = []
     for model, record in zip(results.models, results.settings["models"], strict=True):
-        config = model.config
+        sizes = {key: getattr(model.config, name) for key, (_, name) in LAYOUT.items() if key != "experts"}
+        layout = {key: number(size, "d", f"{_MODELS}.config") for key, size in sizes.items()}
         flops = training_flops(model.flops_per_token, results.trained_tokens)
         rows.append(
             {
                 "model": text(model.name),
                 "arch": Cell(model.arch, f"`{model.arch}`", f"{_MODELS}.arch"),
-                "embed_dim": number(config.embed_dim, "d", f"{_MODELS}.config"),
-                "ffn_dim": number(config.ffn_dim, "d", f"{_MODELS}.config"),
-                "sparse": number(config.num_sparse_layers, "d", f"{_MODELS}.config"),
-                "dense": number(config.num_dense_layers, "d", f"{_MODELS}.config"),
-                "heads": number(config.num_heads, "d", f"{_MODELS}.config"),
-                "experts": number(
-                    config.moe.num_experts if config.num_sparse_layers else 0, "d", f"{_MODELS}.config.num_experts"
-                ),
+                **layout,
+                "experts": number(model.num_experts, "d", f"{_MODELS}.config.num_experts"),
                 "parameters_millions": number(model.num_parameters / 1e6, ",.1f", f"{_MODELS}.parameters.total"),
                 _FORWARD: number(model.flops_per_token / 1e6, ",.3f", f"{_MODELS}.flops_per_token"),
                 _TRAINING: number(flops / 1e12, ",.3f", f"{_MODELS}.flops_per_token; updates; train.log: wpb"),

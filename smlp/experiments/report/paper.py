@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from smlp.experiments.report.details import LAYOUT
 from smlp.experiments.report.machine import gpus
 from smlp.experiments.report.results import Model, Results
 from smlp.experiments.report.table import Cell, Column, Table, number, text
@@ -97,8 +98,8 @@ class Details:
     parameters: float
     embed_dim: int
     ffn_dim: int
-    sparse_layers: int
-    dense_layers: int
+    sparse: int
+    dense: int
     heads: int
     experts: int
     gpus: int
@@ -201,12 +202,7 @@ def paper_details_table(results: Results) -> Table | None:
     names = {model.paper_name for model in results.models}
     columns = [
         Column("model", "paper's model", "Table 5"),
-        Column("embed_dim", "embedding", "Table 5"),
-        Column("ffn_dim", "hidden", "Table 5"),
-        Column("sparse", "sparse layers", "Table 5"),
-        Column("dense", "dense layers", "Table 5"),
-        Column("heads", "heads", "Table 5"),
-        Column("experts", "experts", "Table 5"),
+        *(Column(key, head, "Table 5") for key, (head, _) in LAYOUT.items()),
         Column("parameters_billions", "parameters (B)", "Table 5 (its head says M)"),
         Column("tflops", "TFLOPs (multiply-adds) of 2 x 1024 tokens", "Table 5"),
         Column("gpus", "GPUs", "Table 5"),
@@ -215,12 +211,7 @@ def paper_details_table(results: Results) -> Table | None:
     rows = [
         {
             "model": text(NAMES[name], source),
-            "embed_dim": number(row.embed_dim, "d", source),
-            "ffn_dim": number(row.ffn_dim, "d", source),
-            "sparse": number(row.sparse_layers, "d", source),
-            "dense": number(row.dense_layers, "d", source),
-            "heads": number(row.heads, "d", source),
-            "experts": number(row.experts, "d", source),
+            **{key: number(getattr(row, key), "d", source) for key in LAYOUT},
             "parameters_billions": number(row.parameters / 1e9, ".2f", source),
             "tflops": number(row.flops, ".1f", source),
             "gpus": number(row.gpus, "d", source),
