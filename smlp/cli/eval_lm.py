@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
+from smlp.cli.numbers import whole
 from smlp.cli.options import add_model_options, add_team_options, as_team
 from smlp.cli.progress import BatchesProgress
 from smlp.errors import UserError
@@ -49,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="text that the split was made of, whose words and bytes count; without DATA: the text to score",
     )
     text.add_argument(
-        "--limit-tokens", type=int, metavar="N", help="only the first samples, until they hold so many tokens"
+        "--limit-tokens", **whole(), metavar="N", help="only the first samples, until they hold so many tokens"
     )
     samples = parser.add_argument_group("samples")
     samples.add_argument("--tokens-per-sample", type=int, metavar="N", help="default: as in training")
@@ -67,10 +68,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="none (blocks, the default), eos (each line alone), complete (whole lines), complete_doc (whole lines, no "
         "further than an empty one)",
     )
-    samples.add_argument("--batch-size", "--max-sentences", type=int, metavar="N", help="samples of a batch")
+    samples.add_argument("--batch-size", "--max-sentences", **whole(), metavar="N", help="samples of a batch")
     samples.add_argument(
         "--max-tokens",
-        type=int,
+        **whole(),
         metavar="N",
         help=f"tokens of a batch (default without --batch-size: {CPU_MAX_TOKENS} on a CPU, {GPU_MAX_TOKENS} on a GPU)",
     )
@@ -120,10 +121,6 @@ def check_options(args: argparse.Namespace) -> None:
     for name, choices in (("sample_break_mode", BREAK_MODES), ("document", DOCUMENTS)):
         if getattr(args, name) not in choices:
             raise UserError(f"{_option(name)} must be one of {', '.join(choices)}, got {getattr(args, name)!r}")
-    for name in ("batch_size", "max_tokens", "limit_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"{_option(name)} must be at least 1, got {value}")
     factor = args.eval_capacity_factor
     if factor is not None and not 0 <= factor < float("inf"):
         raise UserError(f"--eval-capacity-factor must be at least 0, got {factor}")

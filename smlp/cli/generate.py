@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from smlp.cli.options import add_model_options, check_least, load_model
+from smlp.cli.numbers import whole
+from smlp.cli.options import add_model_options, load_model
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     output = parser.add_argument_group("output")
     output.add_argument("--num-return", type=int, default=1, metavar="N", help="texts for each prompt (default: 1)")
-    output.add_argument("--batch-size", type=int, help=f"prompts at a time (default: {DEFAULT_BATCH})")
+    output.add_argument("--batch-size", **whole(), help=f"prompts at a time (default: {DEFAULT_BATCH})")
     output.add_argument(
         "--output", metavar="FILE", help="write JSON lines, one for each text, there ('-' for standard output)"
     )
@@ -123,7 +124,6 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         UserError: it names them.
     """
-    check_least(args, batch_size=1)
     if args.slide and args.when_full not in (None, "slide"):
         raise UserError(f"--slide does not go with --when-full {args.when_full}")
     if args.interactive:

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
-from smlp.cli.options import add_model_options, add_scoring_options, add_team_options, as_team, check_least, load_model
+from smlp.cli.numbers import whole
+from smlp.cli.options import add_model_options, add_scoring_options, add_team_options, as_team, load_model
 from smlp.cli.zeroshot import check_not_read
 from smlp.errors import UserError
 from smlp.launch.team import Team
@@ -29,9 +30,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", type=Path, help="official files of the six tasks of smlp zeroshot")
     parser.add_argument("--include-path", type=Path, help="folder with more tasks (YAML)")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="only the first N records of each task, which is no random sample"
+        "--limit", **whole(), metavar="N", help="only the first N records of each task, which is no random sample"
     )
-    parser.add_argument("--num-fewshot", type=int, metavar="K", help="solved examples (default: the task's own number)")
+    parser.add_argument(
+        "--num-fewshot", **whole(0), metavar="K", help="solved examples (default: the task's own number)"
+    )
     add_scoring_options(parser)
     parser.add_argument("--output", metavar="FILE", help="write every record with its answers, as JSONL")
     parser.add_argument("--json", metavar="FILE", help="write the results here too")
@@ -43,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
     names = list(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
     if not names:
         raise UserError("--tasks names no task")
-    check_least(args, limit=1, num_fewshot=0, batch_tokens=1)
     check_outputs(output=args.output, json=args.json)
     for option in ("data_dir", "include_path"):
         folder = getattr(args, option)

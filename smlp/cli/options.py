@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from smlp.cli.numbers import whole
 from smlp.errors import UserError
 from smlp.launch.team import Team, team_at
 
@@ -51,7 +52,7 @@ def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageMo
 def add_team_options(parser: argparse.ArgumentParser) -> None:
     """Adds ``--nproc``; the command also needs ``--device``."""
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="share the work among N processes of this machine, each with the model"
+        "--nproc", **whole(), metavar="N", help="share the work among N processes of this machine, each with the model"
     )
 
 
@@ -63,12 +64,10 @@ def as_team(args: argparse.Namespace, work: Callable[[Team], int]) -> int:
         work: what each rank does; returns the exit status.
 
     Raises:
-        UserError: ``--nproc`` is below 1 or contradicts the launcher.
+        UserError: ``--nproc`` contradicts the launcher.
     """
     from smlp.launch.ranks import has_terminal, place_of
 
-    if args.nproc is not None and args.nproc < 1:
-        raise UserError(f"--nproc must be at least 1, got {args.nproc}")
     place = place_of(os.environ, is_interactive=has_terminal())
     if place is None and args.nproc not in (None, 1):
         from smlp.launch.local import run_ranks
@@ -94,24 +93,8 @@ def add_scoring_options(parser: argparse.ArgumentParser) -> None:
         "--fill-prefix", action="store_true", help="sMLP-partial: put </s> before prompts shorter than its prefix"
     )
     parser.add_argument(
-        "--batch-tokens", type=int, default=8192, metavar="N", help="positions in a batch (default: %(default)s)"
+        "--batch-tokens", **whole(), default=8192, metavar="N", help="positions in a batch (default: %(default)s)"
     )
     parser.add_argument(
         "--skip-too-long", action="store_true", help="leave out, and count, records that the context cannot hold"
     )
-
-
-def check_least(args: argparse.Namespace, **least: int) -> None:
-    """Checks options that are numbers.
-
-    Args:
-        args: of the command.
-        **least: the smallest value of each option.
-
-    Raises:
-        UserError: one is smaller.
-    """
-    for option, smallest in least.items():
-        value = getattr(args, option)
-        if value is not None and value < smallest:
-            raise UserError(f"--{option.replace('_', '-')} must be at least {smallest}, got {value}")

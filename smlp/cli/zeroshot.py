@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
-from smlp.cli.options import add_model_options, add_scoring_options, add_team_options, as_team, check_least, load_model
+from smlp.cli.numbers import whole
+from smlp.cli.options import add_model_options, add_scoring_options, add_team_options, as_team, load_model
 from smlp.cli.progress import RecordsProgress
 from smlp.errors import UserError
 from smlp.evaluation.zeroshot.readers import READERS
@@ -46,9 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--scoring", choices=_SCORING, default="auto", help="rule that decides (default: the templates' own)"
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="only the first N records of each task's file, which is no random sample"
+        "--limit",
+        **whole(),
+        metavar="N",
+        help="only the first N records of each task's file, which is no random sample",
     )
-    parser.add_argument("--num-fewshot", type=int, default=0, metavar="K", help="solved examples before each record")
+    parser.add_argument("--num-fewshot", **whole(0), default=0, metavar="K", help="solved examples before each record")
     parser.add_argument("--fewshot-seed", type=int, default=1, help="draws them (default: %(default)s)")
     add_scoring_options(parser)
     parser.add_argument(
@@ -92,7 +96,6 @@ def check(args: argparse.Namespace) -> list[str]:
         UserError: an option is out of range, or does not go with another.
     """
     names = task_names(args.tasks)
-    check_least(args, limit=1, num_fewshot=0, batch_tokens=1)
     if args.split is not None and len(names) > 1:
         raise UserError(f"--split {args.split} is for one task, and {len(names)} are asked for: {', '.join(names)}")
     return names

@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
-from smlp.launch.local import FORWARDED, end_with_parent
+from smlp.launch.local import end_with_parent, signals_to
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 #: seconds from the wish to stop to SIGKILL: a run saves a checkpoint in them
@@ -93,7 +92,8 @@ def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) ->
     waiting, running = list(chains), []
     free = list(range(jobs))
     stop_by: float | None = None
-    with _noted_signals() as noted:
+    noted: list[signal.Signals] = []
+    with signals_to(noted.append):
         try:
             while waiting or running:
                 while waiting and free and not noted:
@@ -167,18 +167,3 @@ def _signal_all(running: list[_Running], number: signal.Signals) -> None:
                 os.killpg(one.process.pid, number)
             else:  # send_signal would collect a process that has ended, with what it used
                 os.kill(one.process.pid, number)
-
-
-@contextmanager
-def _noted_signals() -> Iterator[list[signal.Signals]]:
-    noted: list[signal.Signals] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(signal.Signals(number))
-
-    previous = {number: signal.signal(number, note) for number in FORWARDED}
-    try:
-        yield noted
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

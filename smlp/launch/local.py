@@ -90,7 +90,7 @@ class _LocalRanks:
         self.readers: list[threading.Thread] = []
 
     def run(self) -> int:
-        with _signals_into(self.events):
+        with signals_to(self.events.put):
             try:
                 self.start()
                 while len(self.codes) < self.num_ranks:
@@ -234,11 +234,13 @@ def end_with_parent() -> Callable[[], None] | None:
 
 
 @contextmanager
-def _signals_into(events: queue.SimpleQueue) -> Iterator[None]:
-    def note(number: int, frame: FrameType | None) -> None:
-        events.put(signal.Signals(number))
+def signals_to(note: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Hand SIGINT, SIGTERM and SIGUSR1 to ``note`` inside the block."""
 
-    previous = {number: signal.signal(number, note) for number in FORWARDED}
+    def handle(number: int, frame: FrameType | None) -> None:
+        note(signal.Signals(number))
+
+    previous = {number: signal.signal(number, handle) for number in FORWARDED}
     try:
         yield
     finally:
