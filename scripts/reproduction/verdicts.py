@@ -1,12 +1,12 @@
-"""What the paper says of two models beside what was measured, and a verdict on each sentence.
+"""Compare what the paper says about pairs of models with what was measured, and judge each sentence.
 
     python scripts/reproduction/verdicts.py runs/compare/ten_families
 
 Reads the folder of ``smlp compare run`` and prints the table. With ``--to DIR`` it also writes ``verdicts.md``,
-``claims.csv`` and ``claims.json`` there; the last has the files and fields that each number comes from.
+``claims.csv`` and ``claims.json``, which names the files and fields that each number comes from.
 
-If several models of a family were run, the one closest to the paper's is compared. A verdict needs an interval: where
-that holds zero, or there is one seed, nothing is decided.
+If several models of a family were run, the one closest to the paper's is compared. A verdict needs an interval that
+does not hold zero: otherwise, or with a single seed, nothing is decided.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAME_TIME = "perplexity at equal training time"
 AGREES, DIFFERS, OPEN = "agrees", "differs", "not decided"
 NOT_MEASURED = "not measured"
 _TIMER = "the interval is the timer's noise alone"
-#: None and an empty cell where nothing is common to both
+#: None and an empty cell if the models have nothing in common
 Measured = tuple[Estimate | None, Cell]
 
 
@@ -52,15 +52,15 @@ class Statement:
     second: str
     is_lower: bool
     where: str
-    #: the paper's first over second, less one, per cent; None where it prints no numbers
+    #: the paper's first number over its second, less one, in per cent; None if it prints no numbers
     printed: float | None = None
 
 
 def statements(size: str) -> list[Statement]:
-    """What the paper says of sMLP.
+    """Return what the paper says about sMLP.
 
     Args:
-        size: of its models, ``small`` or ``large``: whose Table 4 has the numbers.
+        size: of the models, ``small`` or ``large``: which half of Table 4 has the printed numbers.
     """
     return [
         *_table_4(size, PERPLEXITY, "perplexity", is_lower=True),
@@ -74,12 +74,12 @@ def statements(size: str) -> list[Statement]:
 
 
 def moe_statement(experts: int, second: str, second_experts: int) -> Statement:
-    """What it says of gMLP-MoE: worse than gMLP, and the more so the more experts.
+    """Return what the paper says about gMLP-MoE: worse than gMLP, and the more so the more experts.
 
     Args:
         experts: of the gMLP-MoE.
         second: ``gmlp_lm``, or ``gmlp_moe`` with fewer experts.
-        second_experts: of that; 0 for gMLP.
+        second_experts: of the second; 0 for gMLP.
     """
     numbers = [paper.TABLE_7.get(count) for count in (experts, second_experts)]
     printed = None if None in numbers else _percent(*numbers)
@@ -103,11 +103,11 @@ def _percent(first: float, second: float) -> float:
 
 
 def measure(figure: str, results: Results, one: Model, other: Model) -> Measured:
-    """By seed or by round, how much higher a figure of one model is than the other's.
+    """Measure by how much a figure of one model is higher than the other's, by seed or by round.
 
     Args:
         figure: one of those above.
-        results: as read.
+        results: of an experiment.
         one, other: of its models.
     """
     return _MEASURES[figure](results, one, other)
@@ -123,7 +123,7 @@ def _accuracy(results: Results, one: Model, other: Model) -> Measured:
 
 
 def _speed(results: Results, one: Model, other: Model) -> Measured:
-    """By speed.json where it has both, else by the logs."""
+    """Compare by speed.json if it has both models, else by the logs."""
     rounds = [seconds_by_round(results, model) for model in (other, one)]
     timed = relative_difference(*rounds)
     if timed is not None:
@@ -135,7 +135,7 @@ def _speed(results: Results, one: Model, other: Model) -> Measured:
 
 
 def _same_time(results: Results, one: Model, other: Model) -> Measured:
-    """When the faster of two runs of a seed ends."""
+    """Compare at the time when the faster of two runs with a seed ends."""
     runs = [
         {run.seed: run for run in results.done(model) if run.curve.valid and training_seconds(run)}
         for model in (one, other)
@@ -147,7 +147,7 @@ def _same_time(results: Results, one: Model, other: Model) -> Measured:
 
 
 def _perplexity_at(run: RunResult, seconds: float) -> float:
-    """Between two validations the loss is taken to fall in proportion to the updates."""
+    """Return the perplexity at a time; between two validations the loss falls in proportion to the updates."""
     updates = [point.num_updates for point in run.curve.valid]
     return float(2 ** np.interp(run.timeline.update_at(seconds), updates, [point.bits for point in run.curve.valid]))
 
@@ -176,7 +176,7 @@ class Claim:
     statement: Statement
     first: Model
     second: Model
-    #: differences of logarithms, by seed or by round of a timer; None where the models have none in common
+    #: differences of logarithms, by seed or by round of a timer; None if the models have none in common
     logs: Estimate | None
     cell: Cell
 
@@ -194,20 +194,20 @@ class Claim:
 
     @property
     def sentence(self) -> str:
-        """What the paper says, of the models here."""
+        """What the paper says, with the names of the models here."""
         said = self.statement
         return f"{self.first.name} has {'lower' if said.is_lower else 'higher'} {said.figure} than {self.second.name}"
 
 
 def claims(results: Results) -> list[Claim]:
-    """Those whose models are here."""
+    """Return the claims whose models are part of this experiment."""
     said = [(one, *(closest_to_paper(results, name) for name in (one.first, one.second))) for one in _sayings(results)]
     said += _moe_pairs(results)
     return [_claim(results, *one) for one in said if None not in one]
 
 
 def _sayings(results: Results) -> Iterator[Statement]:
-    """Of the size that the experiment's models have; those of tasks only where there are scores."""
+    """Yield the statements about models of this experiment's size; those about tasks only if there are scores."""
     is_large = any(model.arch.endswith("_large") for model in results.models)
     for statement in statements("large" if is_large else "small"):
         if statement.figure != ACCURACY or task_names(results):
@@ -215,14 +215,14 @@ def _sayings(results: Results) -> Iterator[Statement]:
 
 
 def _claim(results: Results, statement: Statement, one: Model, other: Model) -> Claim:
-    """Nothing is measured of a model that the paper's name does not mean."""
+    """Measure a statement, unless a model is not what the paper means by its name."""
     if not (is_of_the_paper(one) and is_of_the_paper(other)):
         return Claim(statement, one, other, None, EMPTY)
     return Claim(statement, one, other, *measure(statement.figure, results, one, other))
 
 
 def _moe_pairs(results: Results) -> list[tuple[Statement, Model, Model]]:
-    """Each gMLP-MoE with gMLP, and with the gMLP-MoE of the next fewer experts."""
+    """Pair each gMLP-MoE with gMLP, and with the gMLP-MoE that has the next fewer experts."""
     found = moe_models(results)
     dense = [model for model in found if model.family == "gmlp_lm"]
     sparse = [model for model in found if model.family == "gmlp_moe"]
@@ -232,7 +232,7 @@ def _moe_pairs(results: Results) -> list[tuple[Statement, Model, Model]]:
 
 
 def claims_table(results: Results) -> Table | None:
-    """None where no claim has its models here."""
+    """Make the table of claims; None if the experiment has the models of none."""
     columns = [
         Column("claim", "the paper says", "this report's reading of the paper"),
         Column("where", "where", paper.SOURCE),

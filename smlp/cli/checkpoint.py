@@ -1,4 +1,4 @@
-"""``smlp checkpoint``: look at checkpoints, check them, and turn them into others."""
+"""``smlp checkpoint``: inspect checkpoints, verify them, and turn them into others."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _add_upcycling(parser: argparse.ArgumentParser) -> None:
 
 
 def _sparse_settings() -> list[str]:
-    """Settings of the model that upcycling leaves open."""
+    """Return the settings of the model that upcycling leaves open."""
     import dataclasses
 
     from smlp.config import MoEConfig
@@ -107,7 +107,7 @@ def _sparse_settings() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
+    """Run the subcommand."""
     return {
         "info": _info,
         "verify": _verify,

@@ -81,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _file_and_folder(given: Path, out: Path | None) -> tuple[Path, Path]:
-    """The file of an experiment and the folder of its runs, from either of them.
+    """Return the file of an experiment and the folder of its runs, given either of them.
 
     Raises:
-        UserError: there is neither.
+        UserError: neither exists.
     """
     if given.is_dir():
         if not (given / "experiment.yaml").is_file():

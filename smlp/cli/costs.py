@@ -33,7 +33,7 @@ or srun the command finds the others by itself.
 The trace (with several ranks one each: trace.rank0.json, ...) opens in chrome://tracing and https://ui.perfetto.dev.
 """
 
-#: the names of stages at the heads of columns
+#: short names of stages for the heads of columns
 _HEADS = {"assignment": "assign", "all-to-all out": "out", "all-to-all back": "back"}
 
 
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and, on rank 0, prints the tables; with ``--nproc``, starts the ranks that do."""
+    """Measure and, on rank 0, print the tables; with ``--nproc``, start the ranks that do."""
     from smlp.cli.json_file import check_output
     from smlp.cli.launch_options import without_options
     from smlp.errors import UserError
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> ModelConfig:
-    """The model that is asked for.
+    """Return the configuration of the model.
 
     Raises:
         UserError: it cannot be built, or another option is out of range.
@@ -125,7 +125,7 @@ def _config(args: argparse.Namespace) -> ModelConfig:
 
 
 def _device(args: argparse.Namespace, place: Place | None) -> torch.device:
-    """Where this rank computes.
+    """Return the device of this rank.
 
     Raises:
         UserError: there are GPUs, but not one for each rank.
@@ -144,7 +144,7 @@ def _device(args: argparse.Namespace, place: Place | None) -> torch.device:
 
 
 def _trace_file(trace: str | None, layout: ExpertLayout) -> Path | None:
-    """Where a rank's trace goes: with several, trace.json is trace.rank0.json for the first."""
+    """Return the file of a rank's trace: with several ranks, trace.json becomes trace.rank0.json for the first."""
     if trace is None:
         return None
     path = Path(trace)
@@ -154,7 +154,7 @@ def _trace_file(trace: str | None, layout: ExpertLayout) -> Path | None:
 def _measure(
     args: argparse.Namespace, config: ModelConfig, place: Place | None, device: torch.device, trace: Path | None
 ) -> list[Measured] | None:
-    """What every rank saw, on rank 0; None on the others."""
+    """Measure on every rank; return what all of them saw on rank 0, None on the others."""
     from datetime import timedelta
 
     import torch
@@ -188,7 +188,7 @@ def _report(
     device: torch.device,
     measured: list[Measured],
 ) -> None:
-    """Prints the tables and writes the files that are asked for."""
+    """Print the tables and write the files that are asked for."""
     from smlp.cli.json_file import write_json
     from smlp.nn.sparse_layers import num_chunks
 
@@ -256,7 +256,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _shares(stages: dict[str, dict[str, float]]) -> list[float]:
-    """In percent and in the order of the stages, with their sum."""
+    """Return the shares in percent, in the order of the stages, and their sum."""
     shares = [100 * stage["share"] for stage in stages.values()]
     return [*shares, sum(shares)]
 

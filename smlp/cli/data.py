@@ -1,4 +1,4 @@
-"""``smlp data``: from raw corpora to the sharded data that ``fairseq-train`` reads; its steps are in ``data_prep``."""
+"""``smlp data``: from raw corpora to the sharded data that ``fairseq-train`` reads. The steps are in ``data_prep``."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one step."""
+    """Run one step."""
     return args.run_step(args)

@@ -32,7 +32,7 @@ EPILOG = """examples:
   smlp doctor --parallel --nproc 2
   srun --ntasks-per-node=8 smlp doctor --parallel --dir /shared/scratch"""
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-# Package: (oldest version that can work, newest one the tests ran with). The same twice: exactly this one.
+# package: (oldest version that works, newest that was tested); the same twice means exactly this one
 TESTED = {
     "torch": ("2.6", "2.13"),
     "numpy": ("1.26", "2.4"),
@@ -47,16 +47,16 @@ PYTHON = ("3.11", "3.12")
 FAIRSEQ = ("ve-fairseq", "fairseq-fixed")
 INSTALL = "pip install -e . in the repository installs the pinned versions"
 
-LITTLE_DISK = 2 << 30  # bytes; three copies of a small model with its optimiser state
-SLOW_BF16 = 2.0  # times slower than fp32 from which on bf16 is not worth its name
-#: for one collective; what takes longer is taken for a rank that is gone
+LITTLE_DISK = 2 << 30  # bytes: three copies of a small model with its optimizer's state
+SLOW_BF16 = 2.0  # from this many times slower than fp32 on, there is no fast bf16
+#: limit of one collective: if it takes longer, a rank is taken to be gone
 TIMEOUT = timedelta(seconds=60)
 _ASK_THE_OTHERS = "look at the messages of the other ranks; docs/parallel.md says what each check means"
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the report; ``remedy`` is empty when there is nothing to do."""
+    """One line of the report; ``remedy`` is empty if there is nothing to do."""
 
     name: str
     status: str
@@ -65,7 +65,7 @@ class Check:
 
 
 def report(checks: Iterable[Check], json_file: str | None) -> int:
-    """Prints each check as it comes, and a summary; returns the exit status, 1 if there is a problem."""
+    """Print each check as it is done, and a summary; return the exit status, 1 if there is a problem."""
     done = []
     for check in checks:
         done.append(check)
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def all_checks() -> Iterator[Check]:
-    """Every check, in an order in which later ones may need what earlier ones found."""
+    """Run every check; later ones may need what earlier ones found."""
     yield compare_version("python", platform.python_version(), *PYTHON, remedy="use Python 3.11 or 3.12")
     yield check_fairseq_version()
     for package, (oldest, newest) in TESTED.items():
@@ -118,7 +118,7 @@ def all_checks() -> Iterator[Check]:
 
 
 def _guarded(check: Callable[[], Iterator[Check]], meaning: str, remedy: str) -> Iterator[Check]:
-    """The results of a check; whatever goes wrong inside it is a problem to report, not a reason to stop."""
+    """Yield the results of a check; an exception inside it becomes a problem to report."""
     try:
         yield from check()
     except Exception as error:
@@ -127,7 +127,7 @@ def _guarded(check: Callable[[], Iterator[Check]], meaning: str, remedy: str) ->
 
 
 def compare_version(name: str, version: str | None, oldest: str, newest: str, remedy: str) -> Check:
-    """A problem below ``oldest``, a warning above ``newest`` (compared to as many places as they have)."""
+    """Report a problem below ``oldest`` and a warning above ``newest``, compared to as many places as they have."""
     if version is None:
         return Check(name, PROBLEM, "is not installed", remedy)
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
@@ -246,12 +246,12 @@ def _installed(package: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``2.13.0+cpu`` as (2, 13, 0)."""
+    """Return ``2.13.0+cpu`` as (2, 13, 0)."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
 
 
 def check_ranks(args: argparse.Namespace) -> int:
-    """Checks the ranks that torchrun or srun started, or starts some on this machine and checks them."""
+    """Check the ranks that torchrun or srun started, or start some on this machine and check them."""
     from smlp.launch.ranks import has_terminal, place_of
 
     place = place_of(os.environ, is_interactive=has_terminal())
@@ -294,7 +294,8 @@ def _check(place: Any, args: argparse.Namespace) -> int:
     meet(place, "nccl" if device.type == "cuda" else "gloo", TIMEOUT)
     checks = _all_checks(device, Path(args.dir).resolve())
     if place.rank > 0:
-        status = 1 if any([check.status == PROBLEM for check in checks]) else 0  # a list: every check wants all ranks
+        statuses = [check.status for check in checks]  # all of them: every check needs all ranks
+        status = 1 if PROBLEM in statuses else 0
     else:
         status = report(checks, args.json)
     leave()
@@ -319,10 +320,10 @@ def _all_checks(device: Any, folder: Path) -> Iterator[Check]:
 
 
 def _agreed(name: str, check: Callable[[], str]) -> Check:
-    """The result of a check on this rank, a problem if any rank has one.
+    """Run a check on this rank; the result is a problem if any rank has one.
 
     Raises:
-        ParallelError: a rank is gone: there is nobody left to agree with.
+        ParallelError: a rank is gone, so that nobody is left to agree with.
     """
     import torch.distributed as dist
 
@@ -342,7 +343,7 @@ def _agreed(name: str, check: Callable[[], str]) -> Check:
 
 
 def _describe_ranks(device: Any) -> str:
-    """Who is here; the same versions everywhere.
+    """Describe the ranks, which must have the same versions.
 
     Raises:
         UserError: versions differ.

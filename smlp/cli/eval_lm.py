@@ -31,14 +31,14 @@ EPILOG = """examples:
 Options that fairseq-eval-lm has too mean the same there, and the loss is the same. What this command lacks:
   fairseq-eval-lm --user-dir $(smlp user-dir) DATA --path CHECKPOINT ...
 """
-#: of a batch, unless the options say otherwise: more do not fit into a CPU's caches, fewer leave a GPU idle
+#: default tokens of a batch: more do not fit into a CPU's caches, fewer leave a GPU idle
 CPU_MAX_TOKENS, GPU_MAX_TOKENS = 2**12, 2**15
-#: that ``--parity`` scores
+#: tokens that ``--parity`` scores by default
 PARITY_TOKENS = 2**14
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options, named as in fairseq where fairseq has them."""
+    """Declare the options, with fairseq's names if fairseq has them."""
     add_model_options(parser)
     add_team_options(parser)
     parser.add_argument("data", nargs="?", metavar="DATA", help="folder of fairseq-preprocess, mmap format")
@@ -96,14 +96,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse(message: str) -> NoReturn:
-    """Called for options that there are not."""
+    """Refuse unknown options."""
     raise UserError(
         f"{message}; options that only fairseq has are for: fairseq-eval-lm --user-dir $(smlp user-dir) DATA --path ..."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates, on one rank or several."""
+    """Evaluate, on one rank or several."""
     check_options(args)
     if args.parity and args.nproc is None and not _is_rank():
         args.nproc = 2
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuses values that make no sense, before anything is loaded.
+    """Refuse values that make no sense, before anything is loaded.
 
     Raises:
         UserError: the message names the option.

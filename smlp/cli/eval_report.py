@@ -9,7 +9,7 @@ from smlp.evaluation.scoring import Choices
 
 
 def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_text: bool) -> list[str]:
-    """What a reader must know to compare the numbers.
+    """Return what a reader must know to compare the numbers.
 
     Args:
         config: of the model.
@@ -45,7 +45,7 @@ def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_
 
 
 def print_evaluation(name: str, evaluation: Evaluation, seconds: float, notes: list[str]) -> None:
-    """Prints the numbers, each with what it is spread over."""
+    """Print the numbers, each with what it is divided by."""
     total = evaluation.total
     text = total.text
     source = "of the original text" if evaluation.sizes.of_original else "of the decoded tokens"
@@ -70,7 +70,7 @@ def print_evaluation(name: str, evaluation: Evaluation, seconds: float, notes: l
 
 
 def print_parity(what: str, parity: Parity) -> None:
-    """Prints the losses of a text as a table."""
+    """Print the losses of a text as a table."""
     print(what)
     print(f"{'dropped':<28}{'ranks':>6}{'batch':>7}{'nats per token':>16}{'difference':>12}{'share':>9}")
     for cell in parity.cells:

@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 1 if formula and count disagree."""
+    """Print the table; return 1 if formula and count disagree."""
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.json_file import write_json
     from smlp.config.presets import preset
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def account(config: ModelConfig, num_seqs: int, num_tokens: int | None, world_size: int | None) -> dict[str, Any]:
-    """Parameters and FLOPs of a model and of its components, as plain values.
+    """Return parameters and FLOPs of a model and of its components, as plain values.
 
     Args:
         config: the model.
@@ -81,7 +81,7 @@ def account(config: ModelConfig, num_seqs: int, num_tokens: int | None, world_si
         world_size: W (default: see :func:`smlp.costs.formula.default_world_size`).
 
     Raises:
-        UserError: a number does not fit the model, or an operator has unknown cost.
+        UserError: a number does not fit the model, or the cost of an operator is unknown.
     """
     from dataclasses import asdict
 

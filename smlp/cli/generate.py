@@ -1,4 +1,4 @@
-"""``smlp generate``: continues prompts with a trained model."""
+"""``smlp generate``: continue prompts with a trained model."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ end. --output keeps ids, log-probabilities and why each text ended. Beam search 
 """
 DEFAULT_TOKENS = 60
 DEFAULT_BATCH = 16
-#: options that are handed on by their names, where they are given
+#: options that are passed on by name, if they are given
 SETTINGS = ("greedy", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "beam", "length_penalty")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; what is not given is None, so that it can be told apart."""
+    """Declare the options; those that are not given are None, so that they can be told apart."""
     add_model_options(parser)
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue; may be empty")
@@ -91,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the continuations."""
+    """Write the continuations."""
     check_options(args)
     if args.output not in (None, "-"):
         from smlp.cli.json_file import check_output
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuses options that have no meaning together, before a model is loaded.
+    """Refuse options that do not go together, before a model is loaded.
 
     Raises:
         UserError: it names them.
@@ -135,17 +135,17 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def when_full(args: argparse.Namespace) -> str:
-    """What to do at the end of the context; an answer at the terminal is never refused."""
+    """Return what to do at the end of the context; an answer at the terminal is never refused."""
     if args.slide:
         return "slide"
     return args.when_full or ("stop" if args.interactive else "refuse")
 
 
 def _writer(args: argparse.Namespace) -> TextWriter:
-    """Load the model and make what writes the texts that the options ask for.
+    """Load the model and return the writer of the texts that the options ask for.
 
     Raises:
-        UserError: a value is out of range, or options do not go with each other.
+        UserError: a value is out of range, or options do not go together.
     """
     from smlp.inference.scoring.capacity import drop_nothing
 
@@ -191,7 +191,7 @@ def _write_as_it_comes(writer: TextWriter, prompt: str) -> None:
 def _write_file(args: argparse.Namespace, writer: TextWriter, prompts: Sequence[str], batch_size: int) -> None:
     from smlp.cli.json_file import json_lines
 
-    # made first: a prompt that does not fit is refused before the file is touched
+    # first, so that a prompt that does not fit is refused before the file is touched
     texts = writer.continuations(prompts, batch_size)
     settings = {"path": args.path, **writer.settings()}
     num_texts, num_tokens, start = 0, 0, time.perf_counter()

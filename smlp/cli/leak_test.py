@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the test; 1 if there is an unexpected leak."""
+    """Run the test; return 1 if there is an unexpected leak."""
     from smlp.checkpoint.load import load_pretrained
     from smlp.cli.json_file import write_json
     from smlp.evaluation.leak import default_positions, leak_test, randomise

@@ -58,12 +58,12 @@ def main(argv: list[str] | None = None) -> int:
     let_waiting_threads_sleep()
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
-            # names of files and generated text may have characters that the terminal's encoding lacks
+            # file names and generated text may have characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         with interrupted_after_imports():
             status = _dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
+        sys.stdout.flush()  # here a closed pipe can still be handled
         return status
     except (UserError, ParallelError) as error:
         return _failed(str(error))
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Nobody reads any more. Python would complain once again when it flushes at exit.
+        # Nobody reads any more, and Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:  # no permission, disk full, a name that is too long, ...
@@ -147,14 +147,14 @@ def _overview() -> argparse.ArgumentParser:
 
 
 def _failed(reason: str) -> int:
-    """Says on standard error why the command failed, after all that it has printed; returns its exit status."""
+    """Print why the command failed, after everything that it has printed; return its exit status."""
     _flush_quietly()
     print(f"smlp: error: {reason}", file=sys.stderr)
     return EXIT_FAILURE
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Also what torch raises: on CPUs it is no exception of its own."""
+    """Return whether memory ran out; on CPUs torch raises an ordinary RuntimeError then."""
     return isinstance(error, MemoryError) or any(
         words in str(error) for words in ("can't allocate memory", "out of memory", "size calculation overflowed")
     )

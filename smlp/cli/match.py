@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the settings; 1 if a family has none."""
+    """Print the settings; return 1 if a family has none."""
     from smlp.cli.json_file import write_json
     from smlp.config.presets import preset
     from smlp.costs.match import check_target, families, like
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _match(family: str, target: float, vary: str, size: str, shared: dict[str, Any]) -> dict[str, Any]:
-    """Finds and prints the settings of a family; a family that cannot be built is no match."""
+    """Find and print the settings of a family; a family that cannot be built does not match."""
     from smlp.costs.formula import parameters
     from smlp.costs.match import TOLERANCE, match
     from smlp.errors import UserError

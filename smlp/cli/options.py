@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--path``, and what :func:`add_model_files` adds."""
+    """Add ``--path``, and what :func:`add_model_files` adds."""
     parser.add_argument("--path", required=True, help="checkpoint, in one file or in parts, or an export")
     add_model_files(parser)
 
 
 def add_model_files(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--dict``, ``--tokenizer`` and ``--device``, for commands that name the checkpoint otherwise."""
+    """Add ``--dict``, ``--tokenizer`` and ``--device``, for commands that name the checkpoint otherwise."""
     parser.add_argument("--dict", help="dict.txt, if it is not found")
     add_tokenizer_option(parser)
     parser.add_argument("--device", help="torch device (default: a GPU where there is one)")
 
 
 def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--tokenizer``."""
+    """Add ``--tokenizer``."""
     parser.add_argument(
         *("--tokenizer", "--sentencepiece-model"),
         metavar="FILE",
@@ -38,10 +38,10 @@ def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageModel:
-    """The model that the options name, in evaluation mode on its device.
+    """Load the model that the options name, in evaluation mode on its device.
 
     Raises:
-        UserError: a file is missing or damaged, or there is no such device.
+        UserError: a file is missing or damaged, or the device does not exist.
     """
     from smlp.checkpoint.load import load_pretrained
 
@@ -50,14 +50,14 @@ def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageMo
 
 
 def add_team_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--nproc``; the command also needs ``--device``."""
+    """Add ``--nproc``; the command also needs ``--device``."""
     parser.add_argument(
         "--nproc", **whole(), metavar="N", help="share the work among N processes of this machine, each with the model"
     )
 
 
 def as_team(args: argparse.Namespace, work: Callable[[Team], int]) -> int:
-    """Does the work here, or on the ranks that ``--nproc`` asks for, or as one of those that a launcher started.
+    """Do the work here, or on the ranks that ``--nproc`` asks for, or as one of those that a launcher started.
 
     Args:
         args: of the command, with ``nproc``, ``device`` and ``words``, the command line itself.
@@ -83,7 +83,7 @@ def as_team(args: argparse.Namespace, work: Callable[[Team], int]) -> int:
 
 
 def add_scoring_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--newline``, ``--fill-prefix``, ``--batch-tokens`` and ``--skip-too-long``."""
+    """Add ``--newline``, ``--fill-prefix``, ``--batch-tokens`` and ``--skip-too-long``."""
     from smlp.inference.scoring.texts import NEWLINES
 
     parser.add_argument(

@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draws, prints the numbers and where the pictures are."""
+    """Draw, and print the numbers and where the pictures are."""
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.eval_data import load_model_for, read_text
     from smlp.cli.json_file import check_outputs, write_json
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _labels(model: LanguageModel) -> list[str]:
-    """What pieces are called in a picture: their text, where the dictionary has numbers (byte-level BPE)."""
+    """Return the labels of pieces in a picture: their text, if the dictionary has numbers (byte-level BPE)."""
     from smlp.text.tokenizer_files import SPECIAL_SYMBOLS
     from smlp.text.tokenizer_kinds import WORD_START
 

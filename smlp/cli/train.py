@@ -33,7 +33,7 @@ PASS_THROUGH = True
 DEFAULT_ARCH = "smlp_tiny"
 TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (smlp.txt, Tables 8 to 10)
 
-# A checkpoint is of no use without these: they go into the save-dir, so that it can be moved elsewhere.
+# A checkpoint is useless without these, so they are copied into the save-dir, which can then be moved.
 COMPANIONS = (DICTIONARY, *TOKENIZER_FILES)
 
 _PROFILE, _PROFILE_UPDATES = "--profile", "--profile-updates"
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(arguments: list[str]) -> int:
-    """Run fairseq-train in this process, which may be one of several ranks, with defaults for what is not given."""
+    """Run fairseq-train in this process, which may be one of several ranks, with defaults for missing options."""
     added = default_arguments(arguments)
 
     def before(cfg: Any) -> None:
@@ -98,10 +98,10 @@ def train(arguments: list[str]) -> int:
 
 
 def with_profile_updates(arguments: list[str]) -> list[str]:
-    """``--profile N`` as ``--profile-updates N``; fairseq's own ``--profile`` has no number.
+    """Turn ``--profile N`` into ``--profile-updates N``; fairseq's own ``--profile`` has no number.
 
     Raises:
-        UserError: it is no number of at least 1, or both are given.
+        UserError: N is not a number of at least 1, or both are given.
     """
     num_updates = positive_number(arguments, _PROFILE)
     if num_updates is None:
@@ -112,7 +112,7 @@ def with_profile_updates(arguments: list[str]) -> list[str]:
 
 
 def default_arguments(given: list[str]) -> list[str]:
-    """The options that a plain call lacks."""
+    """Return the options that a plain call lacks."""
     from smlp.config.presets import PRESETS, preset
 
     added: list[str] = []
@@ -139,7 +139,7 @@ def default_arguments(given: list[str]) -> list[str]:
 
 
 def prepare(cfg: Any) -> None:
-    """Before anything is built: check the data and make the save-dir self-contained.
+    """Check the data and make the save-dir self-contained, before anything is built.
 
     Raises:
         UserError: data are missing, empty or damaged, or the save-dir belongs to another dictionary.
@@ -158,7 +158,7 @@ def prepare(cfg: Any) -> None:
         check_split(directories[0], cfg.dataset.train_subset)
     if cfg.distributed_training.distributed_rank == 0 and not cfg.checkpoint.no_save:
         last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
-        if last.is_file():  # before a dictionary is put beside it
+        if last.is_file():  # before a dictionary is copied beside it
             check_dictionary_of(str(last), directories[0], cfg.model)
         copy_companions(Path(directories[0]), Path(cfg.checkpoint.save_dir))
 
@@ -188,7 +188,7 @@ def copy_companions(data: Path, save_dir: Path) -> None:
 
 
 def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
-    """Prints every rank's host, device and experts, and its command; on rank 0 only, if this is one of several.
+    """Print the host, device and experts of every rank, and its command; of several processes, only rank 0 prints.
 
     Args:
         options: of the command line.

@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Scores the tasks and prints the report."""
+    """Score the tasks and print the report."""
     names = check(args)
     check_outputs(output=args.output, json=args.json)
     check_not_read(args.data_dir, output=args.output, json=args.json)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_not_read(data_dir: Path, **paths: str | None) -> None:
-    """Refuses to write over the tasks.
+    """Refuse to overwrite the tasks.
 
     Args:
         data_dir: folder of the tasks.
@@ -90,10 +90,10 @@ def check_not_read(data_dir: Path, **paths: str | None) -> None:
 
 
 def check(args: argparse.Namespace) -> list[str]:
-    """The tasks that the options ask for.
+    """Return the tasks that the options ask for.
 
     Raises:
-        UserError: an option is out of range, or does not go with another.
+        UserError: options do not go together, or a task is unknown.
     """
     names = task_names(args.tasks)
     if args.split is not None and len(names) > 1:
@@ -102,7 +102,7 @@ def check(args: argparse.Namespace) -> list[str]:
 
 
 def task_names(text: str) -> list[str]:
-    """Names of tasks from a list with commas, each once.
+    """Return the names of tasks in a list with commas, each once.
 
     Raises:
         UserError: a name is unknown.
@@ -176,7 +176,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
 def _kept_scores(
     args: argparse.Namespace, settings: dict[str, Any], model: LanguageModel, tasks: list[Task], team: Team
 ) -> PartialScores | None:
-    """The scores of a run with the same output that was stopped; None without an output to keep them by."""
+    """Return the scores of an interrupted run with the same output; None without an output to keep them by."""
     from smlp.evaluation.zeroshot.partial import PartialScores, digest_of, partial_path, weights_digest
 
     if not args.output or (Path(args.output).exists() and not Path(args.output).is_file()):

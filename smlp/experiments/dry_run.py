@@ -1,6 +1,6 @@
 """``smlp compare run --dry-run``: what would be done, how long it would take, and how much disk it would need.
 
-On this machine the time of an update is measured, with random weights and random tokens; for a cluster it follows from
+For this machine the time of an update is measured, with random weights and random tokens. For a cluster it follows from
 the floating-point operations and the share of the device's peak that training is expected to reach.
 """
 
@@ -34,19 +34,19 @@ from smlp.experiments.spec import Experiment, option_words
 from smlp.experiments.speed import TimedUpdates, dtype_of
 from smlp.nn.decoder import Decoder
 
-#: of a GPU in bf16, without sparsity, where the file does not say otherwise: an A100's data sheet
+#: peak of a GPU in bf16, without sparsity, if the file does not give it: an A100's data sheet
 GPU_TFLOPS = 312.0
-#: share of the peak that is assumed where the file does not say otherwise
+#: share of the peak that is assumed if the file does not give it
 MFU = 0.3
 #: weights and Adam's two moments, 4 bytes each
 _BYTES_PER_PARAMETER = 12
-#: what fairseq's own loop, validation and checkpoints add to a bare loop's updates, measured on CPUs
+#: updates in fairseq's loop with validations and checkpoints, over those in a bare loop, measured on CPUs
 OVERHEAD = 1.15
-#: of a process that starts, and of one that scores
+#: seconds of starting a process, and of scoring
 SECONDS_AROUND = 14.0
-#: files of a checkpoint that fairseq writes each time: with its number, the best and the last
+#: files that fairseq writes for each checkpoint: the numbered, the best and the last one
 CHECKPOINT_FILES = 3
-#: at which a node is taken to write them
+#: assumed speed of a node that writes them
 BYTES_PER_SECOND = 1e9
 _MEASURED_UPDATES = 3
 _LEARNING_RATE = 1e-3
@@ -54,26 +54,26 @@ _LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Cost:
-    """Of all runs."""
+    """The cost of all runs."""
 
     seconds_per_update: dict[str, float]
-    #: as the clock on the wall shows it
+    #: wall-clock time
     seconds: float
-    #: of all devices together
+    #: hours of all devices together
     device_hours: float
-    #: multiply-adds count as two, both passes
+    #: of both passes; a multiply-add counts as two
     flops: float
-    #: checkpoints that stay, one of each run of the comparison, and all there are at the fullest moment
+    #: checkpoints that stay, one for each run of the comparison, and the most there are at any moment
     disk_bytes: int
     most_disk_bytes: int
     how: str
 
 
 def dry_run(experiment: Experiment, folder: Folder) -> None:
-    """Prints what would be done, and what it would cost; makes nothing.
+    """Print what would be done and what it would cost; make nothing.
 
     Raises:
-        UserError: an option is wrong, or there are no data and it does not say for how many pieces.
+        UserError: an option is wrong, or the data do not exist and the file does not name the vocabulary's size.
     """
     found = find_data(experiment, folder)
     vocab_size = dictionary_size(experiment, found)
@@ -132,13 +132,13 @@ def estimate(
     threads: int | None,
     held_out: int = 0,
 ) -> Cost:
-    """What some runs cost; zero-shot tasks are left out.
+    """Estimate what some runs cost; zero-shot tasks are left out.
 
     Args:
         experiment: what the file says.
         models: of the runs.
         runs: that are left to do.
-        threads: that each run has here; None where the runs are not meant for this machine.
+        threads: of each run on this machine; None if the runs are not meant for it.
         held_out: tokens of the splits that are scored, at each validation and at the end.
     """
     resources = experiment.resources
@@ -156,7 +156,7 @@ def estimate(
         rate = f"{BYTES_PER_SECOND / 1e9:g} GB/s for each node"
         how = f"{mfu:.0%} of {tflops:.0f} TFLOP/s for each GPU (run.mfu, run.tflops), checkpoints at {rate}"
         overhead, around = 1.0, SECONDS_AROUND
-    # one at the end of a run of the grid; of the others the scores as well
+    # a run of the grid has one at the end; the others are scored as well
     validations = {True: 1, False: experiment.evaluation.validations + 1}
     passes = held_out / experiment.tokens_per_update / 3  # a forward pass is a third of an update
     sizes = {model.name: _BYTES_PER_PARAMETER * parameters(model.config, 1).total for model in models}
@@ -181,7 +181,7 @@ def estimate(
 
 
 def _end_of_the_last(seconds: Sequence[float], jobs: int) -> float:
-    """When the last of some runs ends, ``jobs`` at a time, each begun when one before it has ended."""
+    """Return when the last run ends if ``jobs`` of them run at a time, each from when an earlier one has ended."""
     ends = [0.0] * jobs
     for one in seconds:
         heapq.heapreplace(ends, ends[0] + one)
@@ -193,7 +193,7 @@ def _device(experiment: Experiment) -> str:
 
 
 def measure_update(model: PlannedModel, experiment: Experiment, threads: int) -> float:
-    """Seconds of forward, backward and Adam, the fastest of a few; with accumulation, of all micro-batches."""
+    """Return the seconds of forward, backward and Adam, the fastest of a few; of all micro-batches together."""
     device = _device(experiment)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -1,8 +1,8 @@
 """Read and write the JSON files of an experiment, and name what is wrong with a damaged one.
 
-A shape is a type, or a tuple of types; ``[shape]`` a list, ``[shape, 1]`` one of at least one item; ``{name: shape}``
-an object with these names among others; :class:`Each` an object of any names; :class:`Maybe` a value that may be null
-or missing.
+A shape is a type or a tuple of types; ``[shape]`` is a list and ``[shape, 1]`` one of at least one item;
+``{name: shape}`` is an object with these names among others; :class:`Each` is an object of any names; :class:`Maybe` is
+a value that may be null or missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from smlp.errors import UserError
 from smlp.files import write_whole
 
-_MOST = 1 << 64  # of whole numbers: what is written here is far below it
+_MOST = 1 << 64  # largest whole number: those that are written are far below it
 _KINDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "names with values"}
 
 
@@ -61,7 +61,7 @@ HEALTH_LINE = {"num_updates": Maybe(int), "layers": Maybe(Each(dict))}
 
 
 def wrong(value: Any, shape: Any, name: str = "") -> str:
-    """What is wrong with a value, with the name of the place: "" if nothing is."""
+    """Say what is wrong with a value, and where; "" if nothing is."""
     if isinstance(shape, Maybe):
         return "" if value is None else wrong(value, shape.shape, name)
     kind = list if isinstance(shape, list) else dict if isinstance(shape, dict | Each) else shape
@@ -88,7 +88,7 @@ def _joined(name: str, key: str) -> str:
 
 
 def read_json(path: Path, shape: Any = dict) -> Any:
-    """What a file of ours holds, of one of the shapes above.
+    """Read a file and check its shape.
 
     Raises:
         UserError: it cannot be read, or is damaged.
@@ -107,18 +107,18 @@ def read_json(path: Path, shape: Any = dict) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a file whole or not at all."""
+    """Write a file whole or not at all."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     write_whole(path, lambda file: file.write(text.encode()))
 
 
 def read_json_or_note(path: Path, notes: list[str], shape: Any = dict) -> dict[str, Any] | None:
-    """The object in a JSON file; None where it is missing, or damaged, which is noted by name.
+    """Read the object in a JSON file; if it is missing return None, and if it is damaged, note that by name.
 
     Args:
         path: of the file.
         notes: takes what is wrong with it.
-        shape: what it should hold .
+        shape: what the file should hold.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -137,8 +137,7 @@ def read_json_or_note(path: Path, notes: list[str], shape: Any = dict) -> dict[s
 
 
 def read_lines_and_note(path: Path, notes: list[str], shape: Any = dict) -> list[dict[str, Any]]:
-    """The objects of a file that has one in each line; lines that are none, or of another shape, are left out and
-    counted in a note."""
+    """Read a file with an object in each line; damaged lines are left out and counted in a note."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Runs on this machine: so many at a time, each trained by ``smlp train`` and then scored."""
+"""Runs on this machine: a number of them at a time, each trained by ``smlp train`` and then scored."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ TRAIN, SCORE, ZEROSHOT = "train", "score", "zeroshot"
 
 @dataclass(frozen=True)
 class Machine:
-    """What of this machine each run gets."""
+    """The share of this machine that each run gets."""
 
     threads: int
-    #: numbers of the GPUs of each of the runs that go on at a time; empty on CPUs
+    #: for each run that runs at a time, the numbers of its GPUs; empty on CPUs
     gpus: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, experiment: Experiment, num_gpus: int) -> Machine:
-        """Shares it out.
+        """Share the machine out.
 
         Raises:
             UserError: there are too few GPUs.
@@ -59,12 +59,12 @@ class Machine:
 
     @property
     def runs_on_a_gpu(self) -> int:
-        """The most runs that share a GPU; 1 where each has its own, or none."""
+        """The most runs that share a GPU; 1 if each has its own, or none."""
         taken = Counter(gpu for gpus in self.gpus for gpu in gpus)
         return max(taken.values(), default=1)
 
     def environment(self, slot: int) -> dict[str, str]:
-        """Variables of a run."""
+        """Return the variables of the environment of a run."""
         given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         numbers = self.gpus[slot] if self.gpus else ()
         visible = ",".join(given[number] if given else str(number) for number in numbers)
@@ -72,7 +72,7 @@ class Machine:
 
 
 class RunChain(Chain):
-    """Training, and for a run of the comparison the scores of the trained model."""
+    """The steps of a run: training, and for a run of the comparison its scores."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class RunChain(Chain):
         self._begun: set[str] = set()
 
     def next_step(self, slot: int) -> Step | None:
-        """Whatever is not there yet."""
+        """Return the first step whose result does not exist yet."""
         if self._failed or self.folder.state()["state"] == DONE:
             return None
         name = self._missing()
@@ -100,7 +100,7 @@ class RunChain(Chain):
             self.folder.update_state(state=DONE, message=None)
             self._report()
             return None
-        if name in self._begun:  # it ended well, and what it was to leave is not there
+        if name in self._begun:  # it ended well, but its result does not exist
             self._fail(name, "left nothing behind, although it ended with status 0")
             return None
         self._begun.add(name)
@@ -111,7 +111,7 @@ class RunChain(Chain):
         return step
 
     def ended(self, result: Ended) -> None:
-        """Notes the attempt, and why it failed."""
+        """Record the attempt, and why it failed."""
         state = self.folder.state()
         start = datetime.datetime.fromtimestamp(result.start, datetime.UTC).isoformat(timespec="seconds")
         attempt = {"step": result.step.name, "start": start, "seconds": round(result.seconds, 1)}
@@ -121,7 +121,7 @@ class RunChain(Chain):
             changes["trained"] = result.status == 0 and reached(self.folder.log).updates >= self.run.updates
         if result.step.name == ZEROSHOT and result.status == 0:
             changes["zeroshot_of"] = _zeroshot_of(self.experiment)
-        if result.status == EXIT_STOPPED or result.is_stopping:  # nothing follows, whatever is left to do
+        if result.status == EXIT_STOPPED or result.is_stopping:  # nothing more is started
             changes["state"] = STOPPED
         self.folder.update_state(**changes)
         if "state" not in changes and (result.status != 0 or changes.get("trained") is False):
@@ -129,7 +129,7 @@ class RunChain(Chain):
             self._fail(result.step.name, f"failed with status {result.status}: {last}")
 
     def _fail(self, name: str, what: str) -> None:
-        """Notes why the run goes no further; without its answers to tasks it is still a trained and scored one."""
+        """Record why the run ends here. A run that only lacks its answers to tasks counts as done."""
         self._failed = True
         message = f"{name} {what}"
         self.folder.update_state(state=DONE if name == ZEROSHOT else FAILED, message=message)
@@ -163,9 +163,10 @@ class RunChain(Chain):
 
 
 def is_trained(run: RunFolder, updates: int) -> bool:
-    """Whether a run has reached its budget; one that Slurm has run, or whose end nobody saw, by its last checkpoint.
+    """Return whether a run has reached its budget.
 
-    The log says so too early: fairseq writes the last validation down before it saves.
+    For a run of Slurm, or one whose end nobody saw, the last checkpoint tells. The log would tell too early: fairseq
+    writes the last validation down before it saves.
     """
     state = run.state()
     if "trained" in state:
@@ -174,12 +175,12 @@ def is_trained(run: RunFolder, updates: int) -> bool:
         return False
     try:
         return updates_of(run.last_checkpoint()) >= updates
-    except UserError:  # there is none that can be read: the training says what is wrong with it
+    except UserError:  # the training says what is wrong with it
         return False
 
 
 def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> str | None:
-    """The step that a trained run lacks; scores on other positions than those of all models count for nothing.
+    """Return the step that a trained run lacks; scores on other positions than those of all models do not count.
 
     Args:
         experiment: what the file says.
@@ -196,7 +197,7 @@ def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> s
 
 
 def _zeroshot_of(experiment: Experiment) -> dict[str, Any] | None:
-    """What is to be answered, as ``run.json`` keeps it."""
+    """Return what is to be answered, as ``run.json`` records it."""
     wanted = experiment.evaluation
     if wanted.zeroshot_data is None:
         return None
@@ -216,7 +217,7 @@ def run_here(
     progress: Progress,
     prefix: int,
 ) -> signal.Signals | None:
-    """Does what is left of some runs; returns the signal that stopped it, or None.
+    """Do what is left of some runs; return the signal that stopped it, or None.
 
     Args:
         experiment: what the file says.
@@ -224,13 +225,14 @@ def run_here(
         data: argument DATA.
         runs: to be done.
         machine: what each of them gets.
-        progress: says how far they are.
-        prefix: leading positions that some model of the experiment does not predict, among these runs or not.
+        progress: shows how far they are.
+        prefix: leading positions that some model of the experiment does not predict, whether it is among these runs or
+            not.
     """
     for run in runs:
         own = folder.run(run.folder)
         if own.state()["state"] == DONE and not run.tuning and what_is_not_scored(experiment, own, prefix):
-            own.update_state(state=WAITING)  # a model or a task has come to the experiment since
+            own.update_state(state=WAITING)  # a model or a task was added to the experiment
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
     chains = [RunChain(experiment, folder, data, run, machine, progress, prefix) for run in left]
     return run_chains(chains, experiment.resources.at_a_time(len(left)), progress.watch)
@@ -239,7 +241,7 @@ def run_here(
 def time_here(
     experiment: Experiment, folder: Folder, runs: Sequence[PlannedRun], machine: Machine
 ) -> signal.Signals | None:
-    """Time of an update, models in turn, if a model has none; a failure costs this figure and nothing else.
+    """Time updates of the models in turn, if a model has no time yet; a failure costs these times and nothing else.
 
     Returns:
         The signal that stopped it, or None.
@@ -261,7 +263,7 @@ def time_here(
 
 
 class _Timing(Chain):
-    """One command, of which nothing else depends."""
+    """A single command, on which nothing else depends."""
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
         self._steps = [Step("speed", command, log, environment)]

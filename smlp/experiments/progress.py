@@ -1,4 +1,4 @@
-"""How far the runs of an experiment are: read from their logs, with the time that is left."""
+"""How far the runs of an experiment are, and how long the rest takes: read from their logs."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from smlp.experiments.spec import Experiment
 
 _TAIL_BYTES = 1 << 16
 _SECONDS_BETWEEN = 1.0
-#: on a terminal the line is redrawn; elsewhere a line is printed as often as this
+#: on a terminal the line is redrawn; elsewhere one is printed for each such share of the updates
 _SHARE_BETWEEN_LINES = 0.05
 
 
 @dataclass(frozen=True)
 class Reached:
-    """Where a run is, from the end of its log."""
+    """The last update of a run's log."""
 
     updates: int = 0
-    #: per token, of the last lines that have one
+    #: perplexity per token, from the last lines that have one
     train: float | None = None
     valid: float | None = None
-    #: as the last training line says
+    #: from the last training line
     updates_per_second: float | None = None
 
 
 def reached(log: Path) -> Reached:
-    """Reads the end of a log; a run without one has not begun."""
+    """Read the end of a log; a run without one has not begun."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -59,11 +59,11 @@ def reached(log: Path) -> Reached:
 
 
 class Progress:
-    """One line for all runs: how many updates of all are done, and how long the rest takes at this pace.
+    """A line about all runs: how many updates are done, and how long the rest takes at this pace.
 
     Args:
         folder: of the experiment.
-        runs: all that are to be done, those that are done already too.
+        runs: all runs of the comparison, finished ones included.
     """
 
     def __init__(self, folder: Folder, runs: Sequence[PlannedRun]) -> None:
@@ -75,7 +75,7 @@ class Progress:
         self._last_look, self._last_share = 0.0, self.first / max(1, self.total)
 
     def watch(self) -> None:
-        """Called often; looks once a second."""
+        """Show the line if a second has passed; called often."""
         now = time.monotonic()
         if now - self._last_look < _SECONDS_BETWEEN:
             return
@@ -89,7 +89,7 @@ class Progress:
             print(self.line(done, now), flush=True)
 
     def line(self, done: int, now: float) -> str:
-        """The line, for a number of updates."""
+        """Return the line for a number of updates."""
         states = [self.folder.run(run.folder).state()["state"] for run in self.runs]
         text = f"{done:,} of {self.total:,} updates ({done / max(1, self.total):.0%})"
         text += f", {states.count(DONE)} of {len(states)} runs done"
@@ -101,7 +101,7 @@ class Progress:
         return text + (f": {', '.join(running)}" if running else "")
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line of its own."""
         print(f"\r{text:<118}".rstrip() if self.live else text, flush=True)
 
     def _updates(self) -> int:
@@ -113,7 +113,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Such as 45 s, 12 min or 3 h 20 min."""
+    """Return a text such as 45 s, 12 min or 3 h 20 min."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 90:
@@ -138,7 +138,7 @@ def status(folder: Folder) -> list[dict[str, Any]]:
 
 
 def _has_no_jobs(experiment: Experiment, folder: Folder) -> bool:
-    """Whether it is known that no job of the experiment waits or runs any more."""
+    """Return whether it is known that no job of the experiment waits or runs any more."""
     if experiment.resources.where != "slurm":
         return False
     try:
@@ -148,7 +148,7 @@ def _has_no_jobs(experiment: Experiment, folder: Folder) -> bool:
 
 
 def _runs(folder: Folder, experiment: Experiment) -> list[tuple[str, int]]:
-    """Names of all runs, those of a grid first, with their updates."""
+    """Return the names of all runs, those of a grid first, with their updates."""
     tuning, settled = experiment.tuning, read_json(folder.experiment, EXPERIMENT)
     models = settled["models"]
     values = tuning.values if tuning else ()

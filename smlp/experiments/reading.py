@@ -1,4 +1,4 @@
-"""Reads the file of an experiment, and checks it as far as that can be done without data and models."""
+"""Read the file of an experiment, and check it as far as possible without data and models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from smlp.experiments.spec import (
 )
 from smlp.experiments.yaml_file import Section, read_yaml, shown
 
-#: options of fairseq-train that `smlp compare` sets, and the name in the file that says what they are to be
+#: options of fairseq-train that `smlp compare` sets, and the setting of the file that decides them
 RESERVED = {
     "seed": "seeds", "max_update": "tokens or updates", "max_epoch": "tokens or updates", "save_dir": "--out",
     "arch": "models", "task": "nothing: it is language_modeling", "tokens_per_sample": "tokens_per_sample",
@@ -45,13 +45,13 @@ RESERVED = {
 WHERE = ("local", "slurm")
 MOST_SEED = 2**32 - 1
 TEXT_SOURCES = ("python",)
-_MOST_NAME = 150  # characters of a model's name: folders and pictures are called after it
+_MOST_NAME = 150  # characters of a model's name, which names folders and figures
 _MOST_RUNS = 5000  # models times seeds, or times values of a grid
-_MOST_THREADS = 1024  # of all runs at a time on one machine: OpenMP crashes on many more
+_MOST_THREADS = 1024  # of all runs that run at a time on one machine: OpenMP crashes on many more
 
 
 def read_experiment(path: Path) -> Experiment:
-    """Reads the file.
+    """Read the file.
 
     Raises:
         UserError: something in it is wrong; one sentence names the file, the value and what it may be.
@@ -98,7 +98,7 @@ def read_experiment(path: Path) -> Experiment:
 
 
 def _check_numbers(experiment: Experiment) -> None:
-    """Of runs and of threads: a slip of the pen in a file must not take the machine."""
+    """Limit runs and threads: a typing mistake in a file must not take the machine down."""
     resources, tuning = experiment.resources, experiment.tuning
     num_models = len(experiment.models) + (len(experiment.matching.families) if experiment.matching else 0)
     num_runs = num_models * (len(experiment.seeds) + (len(tuning.values) if tuning else 0))
@@ -115,7 +115,7 @@ def _check_numbers(experiment: Experiment) -> None:
 
 
 def _check_warmup(experiment: Experiment) -> None:
-    """fairseq's cosine schedule divides by the updates behind the warm-up."""
+    """Check that runs are longer than their warm-up: fairseq's cosine schedule divides by the difference."""
     budgets = [experiment.updates] + ([experiment.tuning.updates] if experiment.tuning else [])
     for recipe in (experiment.recipe, *(model.recipe for model in experiment.models)):
         given = {**experiment.recipe, **recipe}
@@ -129,7 +129,7 @@ def _check_warmup(experiment: Experiment) -> None:
 
 
 def _check_rates(experiment: Experiment) -> None:
-    """A learning rate is positive: with 0 nothing is learnt, and everything looks as if it had been."""
+    """Check that learning rates are positive: with 0 nothing is learnt, but everything looks as if it were."""
     named = [("recipe", experiment.recipe), *((f"models.{one.name}.recipe", one.recipe) for one in experiment.models)]
     if experiment.tuning:
         named.append(("tune", {experiment.tuning.option: list(experiment.tuning.values)}))
@@ -140,12 +140,12 @@ def _check_rates(experiment: Experiment) -> None:
 
 
 def _whole_numbers(section: Section) -> dict[str, Any]:
-    """Settings that all families share: sizes."""
+    """Read the sizes that all families share."""
     return {name: section.as_count(name, value) for name, value in section.settings().items()}
 
 
 def _updates(section: Section, tokens_per_update: int) -> int | None:
-    """The budget in updates, from either way of saying it."""
+    """Read the budget in updates, given as tokens or as updates."""
     tokens, updates = section.count("tokens"), section.count("updates")
     if tokens is not None and updates is not None:
         raise section.error("tokens", f"and {section.full('updates')} say the same thing: give one of the two")
@@ -157,7 +157,7 @@ def _updates(section: Section, tokens_per_update: int) -> int | None:
 
 
 def _data(top: Section) -> tuple[str | None, TextSource | None]:
-    """Data that are there, or text that they are made of; paths are as on a command line, from the current folder."""
+    """Read which data exist, or which text they are made from; paths are relative to the current folder."""
     data, section = _folders(top), top.section("text")
     source, files = section.text("source"), [str(name) for name in section.values("files")]
     vocab_size = section.count("vocab_size", 4096)
@@ -176,7 +176,7 @@ def _data(top: Section) -> tuple[str | None, TextSource | None]:
 
 
 def _folders(top: Section) -> str | None:
-    """DATA1:DATA2 from one name, a pattern or a list of them."""
+    """Read DATA1:DATA2 from a name, a pattern or a list of them."""
     found: list[str] = []
     for value in top.values("data"):
         if not isinstance(value, str):
@@ -212,7 +212,7 @@ def _models(top: Section) -> tuple[ModelEntry, ...]:
 
 
 def check_names(path: Path, entries: list[ModelEntry]) -> None:
-    """Refuses two models that would share a folder."""
+    """Refuse two models that would share a folder."""
     seen: dict[str, str] = {}
     names = Counter(entry.name for entry in entries)
     for entry in entries:
@@ -283,7 +283,7 @@ def _tuning(section: Section, tokens_per_update: int) -> Tuning:
 
 
 def _as_number(value: Any) -> Any:
-    """YAML takes 1e-3 for text."""
+    """Read a value as a number if it is one: YAML takes 1e-3 for text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

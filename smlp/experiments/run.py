@@ -49,8 +49,8 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
         data, models = _prepare(experiment, folder)
         if on_cluster:
             return _submit(experiment, folder, data, models)
-        is_alone = experiment.resources.ranks == 1  # of several ranks, what one does alone says nothing
-        if only_scores:  # in one process, whatever the training had
+        is_alone = experiment.resources.ranks == 1  # the time of one rank alone would say nothing about several
+        if only_scores:  # scores are computed in one process, however many the training had
             experiment = replace(experiment, resources=replace(experiment.resources, where="local", ranks=1, jobs=1))
         machine = Machine.of(experiment, torch.cuda.device_count())
         tuning = [] if only_scores else tuning_runs(experiment, models)
@@ -75,7 +75,7 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
 
 
 def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedModel]]:
-    """Data, models and all that is written down before the first run."""
+    """Prepare data and models, and write down what the experiment means before the first run."""
     tasks = experiment.evaluation.zeroshot_data
     if tasks is not None and not tasks.is_dir():
         raise UserError(f"{experiment.path}: evaluate.zeroshot.data: there is no folder {tasks}")
@@ -114,7 +114,7 @@ def _train(
 def _note_environment(
     experiment: Experiment, folder: Folder, runs: Sequence[PlannedRun], machine: Machine | None
 ) -> None:
-    """``environment.json``, where runs are left: of the machine that started them; each run has its own as well."""
+    """If runs are left, write ``environment.json`` about the machine that starts them; each run has its own as well."""
     if not not_done(folder, runs):
         return
     resources = experiment.resources
@@ -128,7 +128,7 @@ def _note_environment(
 
 
 def _chosen(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel]) -> dict[str, Any]:
-    """The tuned option's value for each model, with a word about values at the edge of the grid."""
+    """Return the tuned option's value for each model, and print them with those at the edge of the grid."""
     if experiment.tuning is None:
         return {}
     chosen = choose(experiment, models, tuning_runs(experiment, models), folder)
@@ -141,7 +141,7 @@ def _chosen(experiment: Experiment, folder: Folder, models: Sequence[PlannedMode
 
 
 def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[PlannedModel]) -> int:
-    """The next array of jobs that can be started: the grid, then the runs."""
+    """Submit the next array of jobs that can start: the grid, then the runs."""
     grid = tuning_runs(experiment, models)
     left = [run for run in grid if not _is_over(folder, run)]
     if not left:
@@ -174,11 +174,11 @@ def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[
 
 
 def _is_over(folder: Folder, run: PlannedRun) -> bool:
-    """Whether a run of the grid needs no job: it is trained, or two jobs in a row have brought it no further."""
+    """Return whether a run of the grid needs no job: it is trained, or two jobs in a row have brought it no further."""
     own = folder.run(run.folder)
     if is_trained(own, run.updates):
         return True
-    before = own.state().get("submitted", [])  # how far it was each time; no job of the experiment is in the queue
+    before = own.state().get("submitted", [])  # updates at each submission; no job of the experiment is in the queue
     if len(before) < 2 or reached(own.log).updates > before[-2]:
         return False
     own.update_state(state=FAILED, message=f"two jobs did not train it: see {folder.path / 'slurm' / 'logs'}")
@@ -188,7 +188,9 @@ def _is_over(folder: Folder, run: PlannedRun) -> bool:
 def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel], chosen: dict[str, Any]) -> int:
     runs = main_runs(experiment, models, chosen)
     states = {run.name: folder.run(run.folder).state()["state"] for run in runs}
-    failed = [run for run in runs if folder.run(run.folder).state()["message"]]  # also tasks that were not answered
+    failed = [
+        run for run in runs if folder.run(run.folder).state()["message"]
+    ]  # including those that only lack answers to tasks
     missing = [name for name, state in states.items() if state not in (DONE, FAILED)]
     left_out = [model.name for model in models if experiment.tuning is not None and model.name not in chosen]
     for run in failed:

@@ -1,8 +1,7 @@
 """Time of an update, models in turn: ``python -m smlp.experiments.speed OUT ROUNDS`` writes ``speed.json``.
 
-Runs that share a machine slow each other down, and a machine is not as fast today as it was yesterday. So the models,
-with the weights that they have learnt, take turns at single updates on the same training text; medians of the rounds
-can be compared with each other.
+Runs that share a machine slow each other down, and a machine's speed changes from day to day. So the trained models
+take turns at single updates on the same training text; medians over the rounds can be compared with each other.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from smlp.ops import token_losses
 from smlp.text.binarized import read_fairseq_tokens
 
 HOW = "forward, backward and Adam in a plain loop, models in turn, no run of the experiment beside it"
-_LEARNING_RATE = 1e-5  # the weights stay what they are, and with them where tokens go
+_LEARNING_RATE = 1e-5  # the weights hardly change, so that tokens are routed as before
 
 
 def dtype_of(words: Sequence[str]) -> torch.dtype:
-    """In which options of ``fairseq-train`` have a model compute."""
+    """Return the dtype that these fairseq-train options select."""
     if "--bf16" in words or "--memory-efficient-bf16" in words:
         return torch.bfloat16
     if "--fp16" in words or "--memory-efficient-fp16" in words:
@@ -39,7 +38,9 @@ def dtype_of(words: Sequence[str]) -> torch.dtype:
 
 
 class TimedUpdates:
-    """Updates of one model; with 16 bits, weights and moments in 32 bits are kept beside, as in fairseq's training.
+    """Timed updates of one model in a plain loop, without fairseq.
+
+    With 16 bits, weights and moments are kept in 32 bits as well, as in fairseq's training.
 
     Args:
         decoder: the model; its weights change.
@@ -51,16 +52,16 @@ class TimedUpdates:
     def __init__(self, decoder: Decoder, device: str, dtype: torch.dtype, learning_rate: float) -> None:
         self.decoder, self.device = decoder.to(device, dtype).train(), device
         self.weights = list(self.decoder.parameters())
-        #: what Adam changes; in float16 its squares of gradients would be 0
+        #: what Adam updates; in float16 its squared gradients would be 0
         self.masters = (
             [weight.detach().float().requires_grad_() for weight in self.weights] if dtype.itemsize == 2 else []
         )
         self.optimizer = torch.optim.Adam(self.masters or self.weights, lr=learning_rate)
-        #: of each update so far
+        #: seconds of each update so far
         self.seconds: list[float] = []
 
     def update(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """One, of batches of tokens (B, T) and those that follow them."""
+        """Do one update with batches of tokens (B, T) and their targets."""
         start = time.perf_counter()
         prefix = self.decoder.config.prefix_tokens
         for source_BT, target_BT in batches:
@@ -80,7 +81,7 @@ class TimedUpdates:
 
 
 def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
-    """What ``speed.json`` holds.
+    """Return what ``speed.json`` holds.
 
     Raises:
         UserError: data or a checkpoint cannot be read.
@@ -100,7 +101,7 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
     for number in range(rounds + 1):
         stretch = batch_size * width
         places = number * stretch + torch.arange(stretch + 1)
-        rows = tokens[places % len(tokens)].to(device)  # over and over, where the text is shorter
+        rows = tokens[places % len(tokens)].to(device)  # repeated if the text is shorter
         for model in models.values():
             model.update([(rows[:-1].view(batch_size, width), rows[1:].view(batch_size, width))])
     return {
@@ -118,7 +119,7 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
 
 
 def _checkpoint(folder: Folder, model: dict[str, Any], experiment: dict[str, Any]) -> Path | None:
-    """Of the first seed that is done; None for a model without one."""
+    """Return the checkpoint of the first seed that is done; None for a model without one."""
     for seed in experiment["seeds"]:
         run = folder.run(f"runs/{model['folder']}-s{seed}")
         if run.state()["state"] == DONE:
@@ -127,7 +128,7 @@ def _checkpoint(folder: Folder, model: dict[str, Any], experiment: dict[str, Any
 
 
 def main(words: list[str]) -> None:
-    """OUT and ROUNDS."""
+    """Run with the arguments OUT and ROUNDS."""
     out, rounds = words
     folder = Folder(Path(out))
     write_json(folder.speed, time_models(folder, int(rounds)))

@@ -17,7 +17,7 @@ from smlp.fairseq_compat.arguments import option_value
 
 
 def package_dir() -> str:
-    """The directory of this package, spelt as Python imported it (fairseq compares the text)."""
+    """Return the directory of this package, spelt as Python imported it (fairseq compares the text)."""
     return os.path.abspath(smlp.__path__[0])
 
 
@@ -132,7 +132,7 @@ def _main_with_plugin(main: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
 
 
 def _with_user_dir(arguments: list[str]) -> list[str]:
-    """The arguments with ``--user-dir`` naming this package, unless they name another plug-in.
+    """Return the arguments with ``--user-dir`` naming this package, unless they name another plug-in.
 
     Raises:
         UserError: they name no directory, or another one called like this package, which Python cannot import beside

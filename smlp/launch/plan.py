@@ -1,4 +1,4 @@
-"""Where every rank would run and what it would hold: a table, computed without starting anything."""
+"""Plan where every rank would run and what it would hold, and show it as a table, without starting anything."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _MOST_RANKS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRank:
-    """Where a rank runs."""
+    """Where a rank would run."""
 
     host: str
     device: str
 
 
 def ranks_of_nodes(num_nodes: int, gpus_per_node: int, cpu: bool) -> list[PlannedRank]:
-    """Of a cluster that this machine does not belong to, one rank for each GPU; its nodes are called node0, ...
+    """Plan one rank for each GPU of a cluster that this machine does not belong to; its nodes are called node0, ...
 
     Raises:
-        UserError: they are more than a table can show.
+        UserError: there are more ranks than a table can show.
     """
     if num_nodes * gpus_per_node > _MOST_RANKS:
         raise UserError(
@@ -41,7 +41,7 @@ def ranks_of_nodes(num_nodes: int, gpus_per_node: int, cpu: bool) -> list[Planne
 
 
 def ranks_here(num_ranks: int, num_gpus: int) -> list[PlannedRank]:
-    """Of ranks on this machine.
+    """Plan ranks on this machine.
 
     Args:
         num_ranks: W.
@@ -54,7 +54,7 @@ def ranks_here(num_ranks: int, num_gpus: int) -> list[PlannedRank]:
 def ranks_from_environment(
     environ: Mapping[str, str], num_gpus: int, is_interactive: bool
 ) -> tuple[list[PlannedRank], int] | None:
-    """Of the ranks that torchrun or srun started, or that srun would start in this batch script or allocation.
+    """Return the ranks that torchrun or srun started, or that srun would start in this batch script or allocation.
 
     Args:
         environ: environment variables.
@@ -62,7 +62,7 @@ def ranks_from_environment(
         is_interactive: whether the process belongs to a terminal.
 
     Returns:
-        The ranks, and which of them is this process'; None where no launcher is in sight.
+        The ranks, and the number of this process among them; None without a launcher.
     """
     place = place_of(environ, is_interactive=is_interactive)
     if place is not None and place.init_method == "env://":
@@ -93,7 +93,7 @@ def _ranks_of_tasks(tasks: Tasks, num_gpus: int) -> list[PlannedRank]:
 
 
 def rank_table(ranks: Sequence[PlannedRank], num_experts: int, group_size: int | None, command: str) -> str:
-    """A table of every rank's host, device and experts, with the command that each of them runs.
+    """Return a table of every rank's host, device and experts, with the command that each of them runs.
 
     Args:
         ranks: by rank.

@@ -1,4 +1,4 @@
-"""Tables of what was run: the models (Table 5), runs that are not whole, data order, the grid of the tuning."""
+"""Tables of what was run: the models (Table 5), incomplete runs, the order of the data, the grid of the tuning."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from smlp.experiments.report.results import MISSING, Results, RunResult
 from smlp.experiments.report.table import EMPTY, Cell, Column, Table, number, text
 from smlp.experiments.tuning import at_edge, is_ordered
 
-#: operations of a training step over those of a forward pass
+#: multiply-adds of a training step, in forward passes
 FORWARD_AND_BACKWARD = 3
 _MODEL = Column("model", "model", "experiment.json: models.name")
 _MODELS = "experiment.json: models"
-#: columns of Table 5 by key: head, and field of the configuration
+#: columns of Table 5 by key, each with its head and the field of the configuration
 LAYOUT = {
     "embed_dim": ("embedding", "embed_dim"),
     "ffn_dim": ("hidden", "ffn_dim"),
@@ -35,18 +35,18 @@ _REASONS = {
 
 
 def training_flops(flops_per_token: float, tokens: float) -> float:
-    """Multiply-adds of a training: three forward passes' worth for each token."""
+    """Return the multiply-adds of a training: three forward passes for each token."""
     return FORWARD_AND_BACKWARD * flops_per_token * tokens
 
 
 def spread(results: Results) -> float:
-    """Largest over smallest nominal cost of a token, less one."""
+    """Return the largest over the smallest nominal cost of a token, less one."""
     costs = [model.flops_per_token for model in results.models]
     return max(costs) / min(costs) - 1
 
 
 def details_table(results: Results) -> Table:
-    """Table 5 for these models."""
+    """Make Table 5 for these models."""
     columns = [
         _MODEL,
         Column("arch", "preset", f"{_MODELS}.arch"),
@@ -93,13 +93,13 @@ def details_table(results: Results) -> Table:
 
 
 def _tuned(tuned: Mapping[str, Any], name: str) -> dict[str, Cell]:
-    """The cell of a tuned option's value, where there is one."""
+    """Return the cell of a tuned option's value, if there is one."""
     chosen = tuned.get("chosen", {}).get(name)
     return {"tuned": text(str(chosen), f"tuned.json: chosen.{name}")} if chosen is not None else {}
 
 
 def incomplete(results: Results) -> list[tuple[RunResult, str]]:
-    """Runs that did not finish, or whose files are not all there, with the reason."""
+    """Return the runs that did not finish or lack files, each with the reason."""
     found = []
     for run in results.runs:
         reasons = [*run.notes]
@@ -111,7 +111,7 @@ def incomplete(results: Results) -> list[tuple[RunResult, str]]:
 
 
 def state_table(results: Results) -> Table | None:
-    """Runs that are not whole; None if all are."""
+    """Make the table of incomplete runs; None if all are complete."""
     columns = [
         Column("run", "run", "folder in runs/"),
         _MODEL,
@@ -136,15 +136,15 @@ def state_table(results: Results) -> Table | None:
 
 @dataclass(frozen=True)
 class SeedOrder:
-    """Whether the runs of a seed read the same data."""
+    """Whether the runs of a seed read the same data in the same order."""
 
     seed: int
     runs: tuple[RunResult, ...]
-    #: updates that all of them have
+    #: updates that all of these runs have
     num_updates: int
-    #: sha256 over "update digest" of those, a line each, by run
+    #: by run, the SHA-256 of the lines "UPDATE DIGEST" for these updates
     digests: Mapping[str, str]
-    #: the first update at which they differ, and the run that differs from the first run there
+    #: the first update at which runs differ, and the run that differs from the first one there
     differs_at: int | None
     differs: RunResult | None
 
@@ -154,7 +154,7 @@ class SeedOrder:
 
 
 def data_orders(results: Results) -> list[SeedOrder]:
-    """For each seed; runs without a record are left out."""
+    """Compare the data order of the runs of each seed; runs without a record are left out."""
     found = []
     for seed in results.seeds:
         runs = tuple(run for run in results.runs if run.seed == seed and run.order)
@@ -175,7 +175,7 @@ def _digest(order: Mapping[int, int], updates: list[int]) -> str:
 
 
 def order_table(results: Results) -> Table | None:
-    """Data order by seed; None where no run has a record of it."""
+    """Make the table of the data order by seed; None if no run has a record of it."""
     columns = [
         Column("seed", "seed", "experiment.json: seeds"),
         Column("runs", "runs with a record", "data_order.jsonl"),
@@ -204,7 +204,7 @@ def order_table(results: Results) -> Table | None:
 
 
 def tuning_table(results: Results) -> Table | None:
-    """The grid; None without one."""
+    """Make the table of the grid; None if there was none."""
     tuned = results.tuned
     if not tuned:
         return None

@@ -1,7 +1,7 @@
 """Figures with a line for each model: perplexity against updates, time and multiply-adds; routing against updates.
 
-A family keeps its colour from experiment to experiment, unless several of its models are compared. Models of one colour
-differ in line style, and all models in their marker, so that no two are told apart by colour alone.
+A family has the same colour in every experiment, unless several of its models are compared. Models of one colour differ
+in line style, and all models in their marker, so that no two are told apart by colour alone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: opacity of the bands together, and the least and most of one
+#: opacity of all bands together, and the lowest and highest of one band
 _BANDS, _FAINTEST, _DARKEST = 0.5, 0.04, 0.15
-#: in the right-hand panel: updates from this share of the training on
+#: where the right-hand panel begins, as a share of the training
 LAST_SHARE = 0.5
 _LARGE = ((1e18, "quintillion"), (1e15, "quadrillion"), (1e12, "trillion"), (1e9, "billion"))
 _ROUTING = (
@@ -46,7 +46,7 @@ _FAMILY_COLOURS = {
     "hash_lm": "sky",
 }
 _OTHER = "0.45"
-#: models that line styles and markers alone still tell apart, and of one family, whose curves are the most alike
+#: how many models of one colour, and of one family, line styles and markers alone still tell apart
 _MOST_OF_A_COLOUR, _MOST_OF_A_FAMILY = 4, 2
 _MARKERS = "osD^vPX<>hp*d8"
 _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 3)))
@@ -54,14 +54,14 @@ _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (
 
 @dataclass(frozen=True)
 class Style:
-    """Of one model's line."""
+    """How one model's line is drawn."""
 
     colour: str
     marker: str
     line: Any
 
     def line_options(self, points: int, size: float = 5.0) -> dict[str, Any]:
-        """For ``Axes.plot``: markers on at most about twelve points."""
+        """Return the options of ``Axes.plot``, with markers on at most about twelve of the points."""
         return {
             **{"color": self.colour, "linestyle": self.line, "linewidth": 1.5},
             **{"marker": self.marker, "markersize": size, "markevery": max(1, points // 12)},
@@ -70,8 +70,11 @@ class Style:
 
 
 def styles(models: Sequence[Model], by_family: bool = True) -> dict[str, Style]:
-    """By model name; in as many colours as there are without ``by_family``, where many would share one, or where a
-    family has several models and there are colours for all."""
+    """Choose a style for each model, by name.
+
+    Families keep their colours unless ``by_family`` is false, many models would share a colour, or a family has several
+    models and there are colours for all.
+    """
     colours = list(OKABE_ITO.values())
     families = Counter(model.family for model in models)
     shared = Counter(_FAMILY_COLOURS.get(model.family or "") for model in models)
@@ -90,7 +93,7 @@ def styles(models: Sequence[Model], by_family: bool = True) -> dict[str, Style]:
 
 @dataclass(frozen=True)
 class Horizontal:
-    """What perplexity is drawn against: a name with its unit, and its value for a model at an update."""
+    """What perplexity is drawn against: a label with its unit, and the value of a model at an update."""
 
     key: str
     label: str
@@ -98,7 +101,7 @@ class Horizontal:
 
 
 def horizontals(results: Results) -> list[Horizontal]:
-    """Updates, training time, multiply-adds."""
+    """Return the horizontal axes: updates, training time, multiply-adds."""
     flops = max(training_flops(model.flops_per_token, results.trained_tokens) for model in results.models)
     size, word = next((unit for unit in _LARGE if flops >= unit[0]), (1e6, "million"))
     totals = [run.timeline.at(run.last_update) for run in results.runs if run.timeline and run.last_update]
@@ -123,7 +126,7 @@ def horizontals(results: Results) -> list[Horizontal]:
 def draw_curves(
     results: Results, models: Sequence[Model], across: Horizontal, styles: dict[str, Style], title: str
 ) -> Figure:
-    """Validation perplexity of models that have some: the whole training on the left, its second half on the right."""
+    """Draw the validation perplexity of models: the whole training on the left, its second half on the right."""
     figure = new_figure(10.5, 4.6, title)
     whole, end = figure.subplots(1, 2)
     shown = sorted(models, key=lambda model: -mean_curve(results, model)[-1].bits)
@@ -166,7 +169,7 @@ def _label(results: Results, model: Model) -> str:
 
 
 def _band(results: Results, model: Model, updates: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Ends of the 95 % interval over seeds at each validation; empty with one seed."""
+    """Return the ends of the 95 % interval over seeds at each validation; empty with one seed."""
     curves = {
         run.seed: {point.num_updates: point.perplexity for point in run.curve.valid} for run in results.drawn(model)
     }
@@ -191,7 +194,7 @@ def _log_ticks(axes: Axes) -> None:
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    # the first digits that have a tick: so many that no large part of the axis is without
+    # leading digits of the ticks: enough that no large part of the axis has none
     digits = (1, 2, 5) if high / low > 20 else (1, 1.5, 2, 3, 5, 7) if high / low > 3 else (*range(1, 10), 1.2, 1.5)
     axes.yaxis.set_major_locator(LogLocator(subs=digits, numticks=15))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -199,8 +202,10 @@ def _log_ticks(axes: Axes) -> None:
 
 
 def draw_routing(results: Results, styles: dict[str, Style]) -> Figure | None:
-    """Health of the routers against updates, pooled over layers, mean over seeds; without what is always
-    zero, and None where nothing is left."""
+    """Draw the health of the routers against updates, pooled over layers, as the mean over seeds.
+
+    Figures that are always zero are left out; None if none is left.
+    """
     curves = {
         key: {model.name: points for model in results.models if (points := pooled_curve(results, model, key))}
         for key, _, _ in _ROUTING
@@ -220,7 +225,7 @@ def draw_routing(results: Results, styles: dict[str, Style]) -> Figure | None:
             handles[name] = axes.plot(x, [scale * value for value in y], **style.line_options(len(x), 4.5))[0]
         if key != "gate_entropy":
             low, high = axes.get_ylim()
-            axes.set_ylim(bottom=0, top=high if high > -low else 1)  # all zero: matplotlib would centre it
+            axes.set_ylim(bottom=0, top=high if high > -low else 1)  # matplotlib centres zeros
         _finish(axes, "updates", label)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: opacity of an interval that is a band
+#: opacity of an interval that is drawn as a band
 _BAND = 0.15
 _HEAD_LINES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
 
 
 def _final(results: Results, models: Sequence[Model]) -> list[tuple[Model, Estimate]]:
-    """Final perplexity of those that have one, best first."""
+    """Return the final perplexity of the models that have one, best first."""
     found = [(model, perplexity(results, model, results.subsets[0], AFTER_PREFIX)) for model in models]
     return sorted(((model, one) for model, one in found if one), key=lambda pair: pair[1].mean)
 
@@ -34,7 +34,7 @@ def _positions(results: Results) -> str:
 
 
 def draw_final(results: Results, models: Sequence[Model], styles: dict[str, Style], title: str) -> Figure | None:
-    """Final perplexity of each model with its interval and its seeds; None where none has finished."""
+    """Draw the final perplexity of each model with its interval and its seeds; None if no model has finished."""
     found = _final(results, models)
     if not found:
         return None
@@ -53,7 +53,7 @@ def draw_final(results: Results, models: Sequence[Model], styles: dict[str, Styl
 
 
 def draw_quality_and_speed(results: Results, styles: dict[str, Style]) -> Figure | None:
-    """Final perplexity against tokens per second; None where there are not two models with both."""
+    """Draw final perplexity against tokens per second; None if fewer than two models have both."""
     timed = results.speed is not None
     points = []
     for model, one in _final(results, results.models):
@@ -76,9 +76,9 @@ def draw_quality_and_speed(results: Results, styles: dict[str, Style]) -> Figure
 
 
 def draw_heads(results: Results, styles: dict[str, Style]) -> Figure | None:
-    """Figure 4: final perplexity against the number of heads, and sMLP's as a horizontal line with its interval.
+    """Draw Figure 4: final perplexity against the number of heads, with sMLP's as a horizontal line and its interval.
 
-    None without models that differ in heads alone.
+    None if no models differ in the number of heads alone.
     """
     groups = [[(model, one) for model, one in _final(results, group)] for group in head_groups(results)]
     groups = [sorted(group, key=lambda pair: pair[0].config.num_heads) for group in groups if len(group) > 1]
@@ -113,7 +113,7 @@ def draw_heads(results: Results, styles: dict[str, Style]) -> Figure | None:
 
 
 def draw_moe(results: Results, styles: dict[str, Style]) -> Figure | None:
-    """Table 7: perplexity of gMLP and gMLP-MoE by number of experts, here and in the paper; None without two."""
+    """Draw Table 7: perplexity of gMLP and gMLP-MoE by number of experts, here and in the paper; None without two."""
     found = sorted(_final(results, moe_models(results)), key=lambda pair: pair[0].num_experts)
     if len(found) < 2:
         return None

@@ -1,4 +1,4 @@
-"""All figures of a report, with what stands below each."""
+"""All figures of a report and their captions."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ FOLDER = "figures"
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure that was written."""
+    """A figure that was written to files."""
 
     name: str
     title: str
     caption: str
-    #: files and fields that it shows
+    #: the files and fields shown in it
     source: str
 
     def path(self, ending: str) -> str:
-        """Relative to the report."""
+        """Return the path of the file with this ending, relative to the report."""
         return f"{FOLDER}/{self.name}.{ending}"
 
 
 def write_figures(results: Results, to: Path) -> dict[str, Picture]:
-    """Draws every figure that the experiment has data for, as PNG and SVG, by name."""
+    """Draw every figure that the results have data for and write it as PNG and SVG; return the figures by name."""
     found = {}
     for picture, figure in _all(results):
         if figure is not None:

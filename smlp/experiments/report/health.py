@@ -1,4 +1,4 @@
-"""Tables of routing: work done beside the nominal, and the health of each router by layer."""
+"""Tables of routing: realised and nominal work, and the health of each router by layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOMINAL, _REALISED = "nominal_multiply_adds_millions_per_token", "realised_mult
 
 
 def work_table(results: Results) -> Table:
-    """Realised beside nominal multiply-adds of the logged updates, and what was dropped."""
+    """Make the table of realised and nominal multiply-adds of the logged updates, and of what was dropped."""
     columns = [
         Column("model", "model", "experiment.json: models.name"),
         Column(
@@ -76,7 +76,7 @@ _FIGURES = (
 
 
 def layers_table(results: Results) -> Table:
-    """The last record of each routed layer, and its drops over the whole training."""
+    """Make the table of each routed layer's last record, with its drops over the whole training."""
     columns = [
         Column("model", "model", "experiment.json: models.name"),
         Column("layer", "layer", f"{_FILE}: layers"),
@@ -138,7 +138,7 @@ def _layer_rows(results: Results, model: Model) -> list[dict[str, Cell]]:
 
 
 def _estimated(values: Mapping[int, float | None], pattern: str, source: str) -> Cell:
-    """The mean alone: intervals of so many figures would hide them. CSV and JSON have them."""
+    """Return a cell that shows the mean alone: intervals would crowd so many figures. CSV and JSON have them."""
     found = estimate(values)
     cell = estimated(found, pattern, source)
     return cell if found is None else replace(cell, text=format(found.mean, pattern))
@@ -166,7 +166,7 @@ def _mean(read: Callable, lines: Sequence[Mapping[str, Any]], scale: float = 1.0
 
 
 def pooled_curve(results: Results, model: Model, key: str) -> list[tuple[int, float]]:
-    """A pooled figure by update: mean over the runs that have it at that update."""
+    """Return a pooled figure by update, as the mean over the runs that have it at that update."""
     by_update: dict[int, list[float]] = {}
     for run in results.drawn(model):
         for line in run.health:

@@ -1,4 +1,4 @@
-"""The machine that runs were trained on, in what they differ, and the table of where their time went."""
+"""The machine that runs were trained on, how their environments differ, and the table of where their time went."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import LOG, over_runs, training_seconds
 from smlp.experiments.report.table import Cell, Column, Estimate, Table, estimate, estimated, files, text
 
-#: what may change a run's numbers, or their speed
+#: what may change the results of a run, or its speed
 _NAMES = ("smlp", "torch", "fairseq", "numpy", "python", "processor", "gpu", "threads", "world_size", "git", "plugins")
-#: what run.json calls an attempt to train; others score
+#: what run.json calls an attempt to train; other attempts score
 _TRAIN = "train"
 _ATTEMPTS = ("run.json", "attempts.seconds")
 _WALL = ("train.log", "wall, the last")
@@ -23,7 +23,7 @@ _NO_WALL = "no attempt is in run.json, as on Slurm, and train.log has no wall th
 
 
 def hardware(results: Results) -> dict[str, Any]:
-    """Names and values of environment.json, those of the first run's own record before others; ``gpus`` is a list."""
+    """Return what environment.json says, overridden by the first run's own record; ``gpus`` is a list."""
     own = next((run.environments[-1] for run in results.runs if run.environments), None)
     if own is None:
         return dict(results.environment)
@@ -31,13 +31,13 @@ def hardware(results: Results) -> dict[str, Any]:
 
 
 def gpus(results: Results) -> str:
-    """Such as ``2 GPUs (NVIDIA H200)``, or ``no GPU``."""
+    """Describe the GPUs, such as ``2 GPUs (NVIDIA H200)``, or ``no GPU``."""
     found = hardware(results).get("gpus") or []
     return f"{_counted(len(found), 'GPU')} ({', '.join(dict.fromkeys(found))})" if found else "no GPU"
 
 
 def machine(results: Results) -> str:
-    """A sentence; empty where no file says."""
+    """Describe the machine in a sentence; empty if no file says what it was."""
     found = hardware(results)
     if not found:
         return ""
@@ -51,7 +51,7 @@ def machine(results: Results) -> str:
 
 
 def differences(results: Results) -> list[str]:
-    """A sentence for each thing that was not the same at all starts of the finished runs."""
+    """Return a sentence for each thing that was not the same at all starts of the finished runs."""
     sentences = []
     for name in _NAMES:
         runs: dict[str, list[str]] = {}
@@ -82,17 +82,16 @@ class WholeTime:
     """How long a run's training commands took in all, or why that is not known."""
 
     seconds: float | None
-    #: file and field that it comes from
+    #: the file and field that the number comes from
     source: tuple[str, str]
-    #: where it is not known
+    #: why the number is not known
     reason: str = ""
 
 
 def whole_time(run: RunResult) -> WholeTime | None:
-    """By the attempts of run.json, or, where no attempt is recorded, by the log; None without training steps.
+    """Return how long the training commands of a run took; None if its log has no training steps.
 
-    Args:
-        run: whose log says how long it trained.
+    The attempts of run.json tell, or, if none is recorded, the log.
     """
     training = training_seconds(run)
     if training is None:
@@ -107,7 +106,7 @@ def whole_time(run: RunResult) -> WholeTime | None:
 
 
 def split_table(results: Results) -> Table:
-    """Where a run's time went, its memory and how well it used the machine."""
+    """Make the table of where each model's time went, of its memory, and of how well it used the machine."""
     columns = [
         Column("model", "model", "experiment.json: models.name"),
         Column("training_s", "training steps (s)", LOG),
@@ -159,7 +158,7 @@ def _combined(run: RunResult, name: str, combine: Callable) -> float | None:
 
 
 def _other_cell(runs: list[RunResult]) -> Cell:
-    """Of the runs whose whole time is known."""
+    """Return the cell of the time that was not spent in training steps, over the runs whose whole time is known."""
     known = [(run, whole) for run in runs if (whole := whole_time(run)) and whole.seconds is not None]
     other = estimate({run.seed: whole.seconds - training_seconds(run) for run, whole in known})
     sources = dict.fromkeys(whole.source for _, whole in known)

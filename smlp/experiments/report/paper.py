@@ -1,7 +1,7 @@
 """What the paper prints (Yu et al., 2022, "Efficient Language Modeling with Sparse all-MLP"), and results beside it.
 
-Models go by their family (:data:`smlp.costs.match.FAMILIES`); ``switch_lm_enlarged`` is Table 4's "Switch
-Transformer - Enlarge". The curves of Figures 1, 4, 5 and 7 are pictures without numbers: only what the text says of
+Models are named by their family (:data:`smlp.costs.match.FAMILIES`); ``switch_lm_enlarged`` is Table 4's "Switch
+Transformer - Enlarge". The curves of Figures 1, 4, 5 and 7 are pictures without numbers: only what the text says about
 them is here.
 """
 
@@ -33,18 +33,18 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Scale:
-    """What a comparison of the paper was made with."""
+    """The size of one of the paper's comparisons."""
 
     name: str
     table: str
     updates: int
-    #: 32 GPUs times batch times gradient accumulation times context (Tables 8 and 10)
+    #: 32 GPUs x batch x gradient accumulation x context (Tables 8 and 10)
     tokens_per_update: int
-    #: forward multiply-adds, of 2 x 1024 tokens in the paper's count
+    #: forward multiply-adds; the paper counts those of 2 x 1024 tokens
     flops_per_token: float
     gpus: int
     gpu: str
-    #: of sMLP-deterministic
+    #: parameters of sMLP-deterministic
     parameters: float
 
     @property
@@ -145,7 +145,7 @@ TABLE_6 = {
 #: Table 7: validation perplexity by number of experts; 0 is the dense gMLP
 TABLE_7 = {0: 15.7, 32: 17.2, 64: 20.5}
 
-#: of attention, or of the spatial gating unit (Tables 5, 8 and 9)
+#: heads of attention, or of the spatial gating unit (Tables 5, 8 and 9)
 HEADS = {
     **{"dense_lm": 16, "gmlp_lm": 1, "smlp": 1},
     **{"gshard_lm": 16, "switch_lm": 16, "switch_lm_enlarged": 16, "base_lm": 16, "hash_lm": 16},
@@ -174,21 +174,23 @@ FIGURE_7 = (
 
 
 def closest_to_paper(results: Results, name: str) -> Model | None:
-    """The model that is most like the paper's: of its kind of experts, with most of them, then nearest in heads.
+    """If several models of a family were run, return the one closest to the paper's.
+
+    It has the paper's kind of experts, then the most experts, then the number of heads nearest to the paper's.
 
     Args:
-        results: as read.
+        results: of an experiment.
         name: the paper's model, a key of :data:`NAMES`.
 
     Returns:
-        the first of those that are equally like it, None where there is none; see :func:`is_of_the_paper`.
+        the first of several that are equally close; None if there is none of the family. See :func:`is_of_the_paper`.
     """
     found = [model for model in results.models if model.paper_name == name]
     return max(found, key=_likeness, default=None)
 
 
 def is_of_the_paper(model: Model) -> bool:
-    """Whether it is what the paper means by the name: no single expert, no experts of our own making."""
+    """Return whether a model is what the paper means by its name: gated experts, and more than one of them."""
     return model.config.moe.feature_experts == "gated" and model.num_experts != 1
 
 
@@ -198,7 +200,7 @@ def _likeness(model: Model) -> tuple[bool, int, int]:
 
 
 def paper_details_table(results: Results) -> Table | None:
-    """Rows of the paper's Table 5 for the models that are here; None without one."""
+    """Make the rows of the paper's Table 5 for the families that were run; None if it has none of them."""
     names = {model.paper_name for model in results.models}
     columns = [
         Column("model", "paper's model", "Table 5"),
@@ -223,7 +225,7 @@ def paper_details_table(results: Results) -> Table | None:
 
 
 def table_4(results: Results) -> Table | None:
-    """The paper's Table 4 for the families that are here; None without one."""
+    """Make the paper's Table 4 for the families that were run; None if it has none of them."""
     columns = [Column("model", "paper's model", "Table 4")]
     for size in ("small", "large"):
         columns += [
@@ -258,7 +260,7 @@ def table_4(results: Results) -> Table | None:
 
 
 def scale_sentences(results: Results) -> list[str]:
-    """How far this experiment is from the paper's."""
+    """Say how many times smaller this experiment is than the paper's."""
     tokens = results.trained_tokens
     flops = max(model.flops_per_token for model in results.models)
     parameters = max(model.num_parameters for model in results.models)

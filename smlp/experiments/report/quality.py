@@ -26,17 +26,17 @@ ALL, AFTER_PREFIX = "nll_all", "nll_after_prefix"
 
 
 def score(run: RunResult, subset: str, field: str) -> float | None:
-    """A field of scores.json for a validation set."""
+    """Return a field of scores.json for a validation set."""
     return (((run.scores or {}).get("subsets") or {}).get(subset) or {}).get(field)
 
 
 def likelihoods(results: Results, model: Model, subset: str, field: str) -> dict[int, float | None]:
-    """Mean negative log-likelihood of a token, natural, by seed of the finished runs."""
+    """Return the mean negative log-likelihood of a token, in nats, by seed of the finished runs."""
     return {run.seed: score(run, subset, field) for run in results.done(model)}
 
 
 def perplexity(results: Results, model: Model, subset: str, field: str, per_word: bool = False) -> Estimate | None:
-    """Per token or per word, over the seeds of the finished runs; None where no run says."""
+    """Return the perplexity per token or per word over the seeds of the finished runs; None if no run has it."""
     found = {}
     for run in results.done(model):
         nll = score(run, subset, field)
@@ -48,7 +48,7 @@ def perplexity(results: Results, model: Model, subset: str, field: str, per_word
 
 
 def perplexity_cell(results: Results, model: Model, subset: str, field: str, per_word: bool = False) -> Cell:
-    """The cell of :func:`perplexity`."""
+    """Return :func:`perplexity` as a cell."""
     found = perplexity(results, model, subset, field, per_word)
     if found is None:
         return EMPTY
@@ -58,10 +58,10 @@ def perplexity_cell(results: Results, model: Model, subset: str, field: str, per
 
 
 def baselines(results: Results, names: Sequence[str] = ()) -> list[Model]:
-    """The models that others are held against: those that were asked for, or the first dense one of each kind.
+    """Return the models that others are compared with: those asked for, or the first dense Transformer and first gMLP.
 
     Raises:
-        UserError: a name is no model.
+        UserError: a name is not one of the models.
     """
     by_name = {model.name: model for model in results.models}
     for name in names:
@@ -76,10 +76,10 @@ def baselines(results: Results, names: Sequence[str] = ()) -> list[Model]:
 
 
 def difference(results: Results, model: Model, baseline: Model, subset: str) -> tuple[Estimate, Cell]:
-    """How much higher a model's perplexity is than a baseline's, on the positions that all models predict, in per cent.
+    """Return how much higher a model's perplexity is than a baseline's, on the positions that all models predict.
 
     Returns:
-        the differences of log-perplexity, and the cell (``EMPTY`` without a common seed).
+        the differences of log-perplexity by seed, and the cell in per cent; None and ``EMPTY`` without a common seed.
     """
     return _relative(
         likelihoods(results, model, subset, AFTER_PREFIX),
@@ -93,7 +93,7 @@ def difference(results: Results, model: Model, baseline: Model, subset: str) -> 
 
 
 def _relative(first, second, source) -> tuple[Estimate | None, Cell]:
-    """Of mean log-likelihoods by seed."""
+    """Compare mean log-likelihoods by seed."""
     exponents = [{seed: None if nll is None else of_nats(nll) for seed, nll in one.items()} for one in (first, second)]
     found = relative_difference(*exponents)
     if found is None:
@@ -103,7 +103,7 @@ def _relative(first, second, source) -> tuple[Estimate | None, Cell]:
 
 
 def percent_cell(logs: Estimate, source: str, is_by_round: bool = False) -> Cell:
-    """A cell of differences of logarithms, by seed or by round of a timer, as per cent with the interval's ends."""
+    """Return the cell of differences of logarithms, by seed or by round of a timer, in per cent with its interval."""
 
     def percent(value: float) -> float:
         return 100 * math.expm1(value)
@@ -118,7 +118,7 @@ def percent_cell(logs: Estimate, source: str, is_by_round: bool = False) -> Cell
 
 
 def quality_table(results: Results, subset: str, held_against: Sequence[Model]) -> Table:
-    """Perplexity on a validation set at the end of training."""
+    """Make the table of perplexity on a validation set at the end of training."""
     prefix = results.has_prefix
     columns = [
         Column("model", "model", "experiment.json: models.name"),

@@ -1,6 +1,6 @@
-"""An experiment's folder as it was read: models, runs, and what is missing of each.
+"""Read an experiment's folder: models, runs, and what is missing of each.
 
-The folder's files are described in docs/compare.md. Only experiment.json must be there.
+The folder's files are described in docs/compare.md. Only experiment.json must exist.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MISSING = "missing"
 
 @dataclass(frozen=True)
 class Model:
-    """One model of the experiment."""
+    """A model of the experiment."""
 
     name: str
     folder: str
-    #: of :data:`smlp.costs.match.FAMILIES`, or None for a new one
+    #: one of :data:`smlp.costs.match.FAMILIES`, or None
     family: str | None
     arch: str
     config: ModelConfig
@@ -43,30 +43,30 @@ class Model:
 
     @property
     def num_parameters(self) -> float:
-        """Of all experts together."""
+        """Parameters of the whole model, all experts included."""
         return self.parameters["total"]
 
     @property
     def num_experts(self) -> int:
-        """Of a sparse layer; 0 without one."""
+        """Experts of a sparse layer; 0 in a dense model."""
         return self.config.moe.num_experts if self.config.num_sparse_layers else 0
 
     @property
     def paper_name(self) -> str | None:
-        """What :mod:`smlp.experiments.report.paper` calls it."""
+        """The name of this model in :mod:`smlp.experiments.report.paper`."""
         return "switch_lm_enlarged" if "enlarged" in self.arch else self.family
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """A model with a seed, as far as it came."""
+    """What is known of the training of a model with a seed."""
 
     model: Model
     seed: int
     folder: Path
-    #: as in run.json, or ``missing``
+    #: the state in run.json, or ``missing``
     state: str
-    #: what it said last, where it failed
+    #: the last line of a failed run
     message: str | None
     #: files that are missing or damaged
     notes: tuple[str, ...]
@@ -74,22 +74,22 @@ class RunResult:
     record: Mapping[str, Any]
     curve: TrainingCurve
     timeline: TrainingTime | None
-    #: seconds of fairseq's trainer, by the log
+    #: seconds of fairseq's trainer, from the log
     logged_seconds: float | None
     #: training lines of the log by update
     lines: Mapping[int, Mapping[str, Any]]
     #: lines of router_health.jsonl
     health: tuple[Mapping[str, Any], ...]
-    #: digest by update
+    #: digest of the data by update
     order: Mapping[int, int]
     scores: Mapping[str, Any] | None
     zeroshot: Mapping[str, Any] | None
-    #: lines of environment.jsonl: of each time that it was started
+    #: lines of environment.jsonl, one for each start
     environments: tuple[Mapping[str, Any], ...]
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of the run's folder."""
         return self.folder.name
 
     @property
@@ -98,14 +98,14 @@ class RunResult:
 
     @property
     def last_update(self) -> int:
-        """As far as log and data order tell; 0 where they tell nothing."""
+        """The last update in the log and the data order; 0 if neither has one."""
         points = self.curve.train[-1:] + self.curve.valid[-1:]
         return max([0, *(point.num_updates for point in points), *self.order])
 
 
 @dataclass(frozen=True)
 class Results:
-    """All of it."""
+    """What an experiment's folder holds."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -115,7 +115,7 @@ class Results:
     data: Mapping[str, Any]
     tuned: Mapping[str, Any] | None
     speed: Mapping[str, Any] | None
-    #: about files of the whole experiment
+    #: problems with files of the whole experiment
     notes: tuple[str, ...]
 
     @property
@@ -136,20 +136,22 @@ class Results:
 
     @cached_property
     def mean_update_tokens(self) -> float:
-        """Tokens that an update was trained on, on average: as models say that predict all of them, or
-        ``tokens_per_update`` where none does."""
+        """The mean number of tokens that an update was trained on.
+
+        Models that predict every position log it; without one, it is ``tokens_per_update``.
+        """
         lines = [run.timeline for run in self.runs if run.is_done and not run.model.config.prefix_tokens]
         means = [line.mean_tokens for line in lines if line is not None and line.mean_tokens]
         return statistics.fmean(means) if means else float(self.tokens_per_update)
 
     @property
     def trained_tokens(self) -> float:
-        """Of a whole run."""
+        """The tokens that a whole run was trained on."""
         return self.updates * self.mean_update_tokens
 
     @property
     def subsets(self) -> list[str]:
-        """Validation sets; the first is the one of the curves."""
+        """The validation sets; the curves are of the first."""
         return list(self.settings.get("evaluation_subsets") or ["valid"])
 
     @property
@@ -162,23 +164,23 @@ class Results:
         return {model.name: [run for run in self.runs if run.model is model] for model in self.models}
 
     def done(self, model: Model) -> list[RunResult]:
-        """Its finished runs, by seed."""
+        """Return a model's finished runs, by seed."""
         return [run for run in self._by_model[model.name] if run.is_done]
 
     def drawn(self, model: Model) -> list[RunResult]:
-        """Runs for its curves: the finished ones, or, where none is, those that have validations."""
+        """Return the runs that a model's curves show: the finished ones, or, without any, those with validations."""
         return self.done(model) or [run for run in self._by_model[model.name] if run.curve.valid]
 
     def words_per_token(self, subset: str) -> float | None:
-        """Of a validation set; None where the text is not known."""
+        """Return the words per token of a validation set; None if its text is not known."""
         return (self.data.get("splits", {}).get(subset) or {}).get("words_per_token")
 
 
 def read_results(folder: Path) -> Results:
-    """Reads a folder of ``smlp compare run``.
+    """Read a folder of ``smlp compare run``.
 
     Raises:
-        UserError: it holds no readable experiment.json, or one whose fields are not those of an experiment.
+        UserError: there is no readable experiment.json, or its fields are not those of an experiment.
     """
     path = folder / "experiment.json"
     try:
@@ -235,7 +237,7 @@ def _model(record: Mapping[str, Any]) -> Model:
 
 
 def _diverged(scores: Mapping[str, Any] | None) -> Iterator[str]:
-    """A note for each validation set on which the trained model has no perplexity."""
+    """Yield a note for each validation set on which the trained model has no finite perplexity."""
     for subset, found in ((scores or {}).get("subsets") or {}).items():
         loss = found.get("nll_after_prefix")
         if loss is not None and not math.isfinite(of_nats(loss)):

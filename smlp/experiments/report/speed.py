@@ -1,7 +1,7 @@
 """The table of time and quality (Table 4's columns): speeds, and when a run first reached a perplexity.
 
-Between the last validation above it and the first one at or below it, the loss (not the perplexity) is taken to fall
-in proportion to the updates.
+Between the last validation above the perplexity and the first one at or below it, the loss (not the perplexity) is
+taken to fall in proportion to the updates.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.table import EMPTY, Cell, Column, Estimate, Table, estimate, estimated, files, number, text
 
 _UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
-#: a unit is used where the longest time is at least so many of it
+#: a unit is used if the longest time is at least this many of it
 _LEAST = 3
-#: files and fields of times of training
+#: file and fields of training times
 LOG = "train.log: train_wall, narrowed by wps"
-#: perplexities that agree so far are the same: sums of the same numbers may differ in their last digits
+#: perplexities within this ratio count as equal: sums of the same numbers may differ in their last digits
 _SAME = 1 + 1e-9
-#: what the paper's claim of twice the training efficiency holds sMLP against, beside dense models
+#: the models over which the paper claims twice the training efficiency for sMLP, beside dense ones
 SPARSE_TRANSFORMERS = ("gshard_lm", "switch_lm", "base_lm", "hash_lm")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A perplexity per token, and whose it is where no one chose it."""
+    """A perplexity per token, and where it comes from."""
 
     perplexity: float
     origin: str
@@ -42,9 +42,9 @@ class TimeToTarget:
 
     #: seconds in training steps, by seed of the runs that reached it
     seconds: Estimate | None
-    #: the same for updates
+    #: updates, by seed of the same runs
     updates: Estimate | None
-    #: of the mean over seeds, where some run did not reach the target and the mean did
+    #: seconds on the mean curve, if some run did not reach the target and the mean did
     mean_curve_seconds: float | None
     num_runs: int
 
@@ -54,9 +54,9 @@ class TimeToTarget:
 
 
 def first_crossing(points: Sequence[LossPoint], perplexity: float) -> float | None:
-    """The update at which validations first reached a perplexity; None if they never did.
+    """Return the update at which validations first reached a perplexity; None if they never did.
 
-    The first validation counts as it is: what was before is not known.
+    If the first validation is already there, its update is returned: what came before is not known.
     """
     target = math.log2(perplexity * _SAME)
     place = next((place for place, point in enumerate(points) if point.bits <= target), None)
@@ -68,7 +68,7 @@ def first_crossing(points: Sequence[LossPoint], perplexity: float) -> float | No
 
 
 def mean_curve(results: Results, model: Model) -> tuple[LossPoint, ...]:
-    """Mean perplexity over the drawn runs at each validation that all of them have."""
+    """Return the mean perplexity over the drawn runs at each validation that all of them have."""
     curves = [{point.num_updates: point.perplexity for point in run.curve.valid} for run in results.drawn(model)]
     if not curves:
         return ()
@@ -79,7 +79,7 @@ def mean_curve(results: Results, model: Model) -> tuple[LossPoint, ...]:
 
 
 def targets(results: Results) -> list[Target]:
-    """Those of the experiment, or what each dense model and the best of the sparse Transformers reach at the end."""
+    """Return the experiment's targets, or what each dense model and the best of the sparse Transformers end with."""
     chosen = results.settings.get("targets") or []
     if chosen:
         return [Target(float(perplexity), "experiment.json: targets") for perplexity in chosen]
@@ -99,7 +99,7 @@ def targets(results: Results) -> list[Target]:
 
 
 def time_to_target(results: Results, model: Model, target: Target) -> TimeToTarget:
-    """When a model's finished runs reached a target."""
+    """Return when a model's finished runs reached a target."""
     runs = [run for run in results.done(model) if run.timeline is not None]
     updates = {run.seed: first_crossing(run.curve.valid, target.perplexity) for run in runs}
     seconds = {run.seed: None if updates[run.seed] is None else run.timeline.at(updates[run.seed]) for run in runs}
@@ -110,17 +110,17 @@ def time_to_target(results: Results, model: Model, target: Target) -> TimeToTarg
 
 
 def training_seconds(run: RunResult) -> float | None:
-    """In training steps, to its last update."""
+    """Return the seconds that a run spent in training steps; None if its log does not tell."""
     return run.timeline.at(run.last_update) if run.timeline and run.last_update else None
 
 
 def over_runs(results: Results, model: Model, read: Callable[[RunResult], float | None]) -> Estimate | None:
-    """What finished runs say."""
+    """Collect a number of each finished run."""
     return estimate({run.seed: read(run) for run in results.done(model)})
 
 
 def logged_tokens_per_second(results: Results, model: Model) -> Estimate | None:
-    """Of the whole training without evaluation, all positions of a batch counted."""
+    """Return the tokens per second of the whole training without evaluation; all positions of a batch count."""
 
     def read(run: RunResult) -> float | None:
         seconds = training_seconds(run)
@@ -130,13 +130,13 @@ def logged_tokens_per_second(results: Results, model: Model) -> Estimate | None:
 
 
 def seconds_by_round(results: Results, model: Model) -> dict[int, float]:
-    """Seconds of an update by round of speed.json, in which the models took turns; empty where it has none."""
+    """Return the seconds of an update by round of speed.json, in which the models took turns; empty if it has none."""
     timed = ((results.speed or {}).get("models") or {}).get(model.name) or {}
     return dict(enumerate(timed.get("seconds_per_update", [])))
 
 
 def timed_tokens_per_second(results: Results, model: Model) -> float | None:
-    """Median over the rounds of speed.json."""
+    """Return the median over the rounds of speed.json."""
     seconds = seconds_by_round(results, model)
     if not seconds:
         return None
@@ -144,7 +144,7 @@ def timed_tokens_per_second(results: Results, model: Model) -> float | None:
 
 
 def time_unit(seconds: list[float]) -> tuple[str, float]:
-    """A unit in which the longest of some times reads well, and its seconds."""
+    """Choose a unit that suits the longest of some times; return its name and its seconds."""
     longest = max(seconds, default=0.0)
     return next((unit for unit in _UNITS if longest >= _LEAST * unit[1]), _UNITS[-1])
 
@@ -154,7 +154,7 @@ def _in_unit(found: Estimate | None, unit: float) -> Estimate | None:
 
 
 def speed_table(results: Results) -> Table:
-    """Table 4: parameters, perplexity, time to a perplexity, words per second."""
+    """Make Table 4: parameters, perplexity, time to a perplexity, words per second."""
     subset, aims = results.subsets[0], targets(results)
     words = results.words_per_token(subset)
     whole = {model.name: over_runs(results, model, training_seconds) for model in results.models}
@@ -279,7 +279,7 @@ def _notes(results: Results, aims: list[Target], words: float | None) -> list[st
 
 
 def _unrest(timed: Mapping[str, Any]) -> str:
-    """How much the rounds of a model differ: what else the machine did."""
+    """Say how much the rounds of a model differ, which shows what else the machine did."""
     each = [sorted(model["seconds_per_update"]) for model in timed.get("models", {}).values()]
     spreads = [seconds[3 * len(seconds) // 4] / seconds[len(seconds) // 4] - 1 for seconds in each if seconds]
     if not spreads:

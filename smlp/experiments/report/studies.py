@@ -1,4 +1,4 @@
-"""Tables of the paper's smaller comparisons, for experiments that have the models: heads, routings, gMLP-MoE, tasks."""
+"""Tables of the paper's smaller comparisons, for experiments with their models: heads, routing, gMLP-MoE, tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODEL = Column("model", "model", "experiment.json: models.name")
 
 
 def head_groups(results: Results) -> list[list[Model]]:
-    """Models that differ in ``num_heads`` alone, by that number; groups of two or more."""
+    """Return groups of two or more models that differ in ``num_heads`` alone, each ordered by that number."""
     groups: dict[object, list[Model]] = {}
     for model in results.models:
         groups.setdefault(repr(replace(model.config, num_heads=1)), []).append(model)
@@ -28,7 +28,7 @@ def head_groups(results: Results) -> list[list[Model]]:
 
 
 def smlp_beside_heads(results: Results) -> Model | None:
-    """The sMLP that Figure 4 draws beside models with different heads; None where there are none, or it is of them."""
+    """Return the sMLP that Figure 4 draws beside models with different heads; None if it is one of them, or missing."""
     model, groups = closest_to_paper(results, "smlp"), head_groups(results)
     if model is None or not groups or not is_of_the_paper(model):
         return None
@@ -36,7 +36,7 @@ def smlp_beside_heads(results: Results) -> Model | None:
 
 
 def heads_table(results: Results) -> Table | None:
-    """Figure 4; None where no two models differ in heads alone."""
+    """Make the table for Figure 4; None if no two models differ in heads alone."""
     subset = results.subsets[0]
     columns = [
         _MODEL,
@@ -63,7 +63,7 @@ def heads_table(results: Results) -> Table | None:
 
 
 def routed_variants(results: Results) -> list[Model]:
-    """sMLP models, where at least two kinds of feature routing are among them."""
+    """Return the sMLP models if they have at least two kinds of feature routing."""
     found = [
         model for model in results.models if model.config.num_sparse_layers and model.config.sparse_block == "smlp"
     ]
@@ -71,7 +71,7 @@ def routed_variants(results: Results) -> list[Model]:
 
 
 def variants_table(results: Results) -> Table | None:
-    """Figure 7; None where there are no two kinds of feature routing."""
+    """Make the table for Figure 7; None if there are no two kinds of feature routing."""
     subset = results.subsets[0]
     columns = [
         _MODEL,
@@ -99,14 +99,14 @@ def variants_table(results: Results) -> Table | None:
 
 
 def moe_models(results: Results) -> list[Model]:
-    """The gMLP that is most like the paper's, and the gMLP-MoE models by number of experts; empty without these."""
+    """Return the gMLP closest to the paper's and the gMLP-MoE models by number of experts; empty without a gMLP-MoE."""
     dense = closest_to_paper(results, "gmlp_lm")
     sparse = [model for model in results.models if model.family == "gmlp_moe"]
     return [dense] * (dense is not None) + sorted(sparse, key=lambda model: model.num_experts) if sparse else []
 
 
 def moe_table(results: Results) -> Table | None:
-    """Table 7; None without a gMLP-MoE."""
+    """Make the table for Table 7; None without a gMLP-MoE."""
     subset = results.subsets[0]
     columns = [
         _MODEL,
@@ -131,7 +131,7 @@ def moe_table(results: Results) -> Table | None:
 
 
 def zeroshot_table(results: Results) -> Table | None:
-    """Table 6; None where no run has zero-shot scores."""
+    """Make the table for Table 6; None if no run has zero-shot scores."""
     scored = [run for model in results.models for run in results.done(model) if run.zeroshot]
     names = task_names(results)
     if not names:
@@ -179,13 +179,13 @@ def zeroshot_table(results: Results) -> Table | None:
 
 
 def task_names(results: Results) -> list[str]:
-    """Zero-shot tasks that some finished run has."""
+    """Return the zero-shot tasks that some finished run has answered."""
     scored = [run for model in results.models for run in results.done(model) if run.zeroshot]
     return [name for name in TABLE_6 if any(name in run.zeroshot.get("tasks", {}) for run in scored)]
 
 
 def mean_accuracies(results: Results, model: Model) -> dict[int, float | None]:
-    """Mean accuracy over the tasks, per cent, by seed; None for a run that lacks one."""
+    """Return the mean accuracy over the tasks, in per cent, by seed; None for a run that lacks a task."""
     names = task_names(results)
     return {run.seed: _average(run, names) for run in results.done(model) if run.zeroshot}
 
@@ -196,7 +196,7 @@ def _accuracy_cell(results: Results, model: Model, runs: list[RunResult], task: 
 
 
 def _accuracy(run: RunResult, task: str, field: str) -> float | None:
-    """In per cent."""
+    """Return a field of a task in per cent."""
     share = (((run.zeroshot or {}).get("tasks") or {}).get(task) or {}).get(field)
     return None if share is None else 100 * share
 

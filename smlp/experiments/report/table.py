@@ -1,8 +1,8 @@
 """Means with intervals, and tables whose numbers know where they come from, as Markdown, CSV and JSON.
 
-Samples are seeds, or the rounds of a timer. They pair: models of one seed saw the same tokens in the same order, and
-those of one round were timed one after the other, so that their difference varies less than each of them. All intervals
-are Student's t, 95 %, two-sided; with one sample there is none.
+Samples are seeds, or the rounds of a timer. They are paired: models of one seed saw the same tokens in the same order,
+and those of one round were timed one after the other, so their difference varies less than each of them. All intervals
+are Student's t, 95 %, two-sided; one sample has none.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number for each seed or round, and what they say together."""
+    """A number for each seed or round, with their mean and its interval."""
 
     samples: Mapping[int, float]
 
     @property
     def count(self) -> int:
-        """Seeds or rounds."""
+        """The number of seeds or rounds."""
         return len(self.samples)
 
     @property
     def mean(self) -> float:
-        """Arithmetic."""
+        """The arithmetic mean."""
         return statistics.fmean(self.samples.values())
 
     @property
@@ -49,17 +49,21 @@ class Estimate:
 
     @property
     def low(self) -> float | None:
-        """Lower end of the interval."""
+        """The lower end of the interval."""
         return None if self.half is None else self.mean - self.half
 
     @property
     def high(self) -> float | None:
-        """Upper end of the interval."""
+        """The upper end of the interval."""
         return None if self.half is None else self.mean + self.half
 
 
 def t_quantile(degrees: int) -> float:
-    """The point that Student's t with so many degrees of freedom exceeds in 2.5 % of all cases."""
+    """Return the value that Student's t with this many degrees of freedom exceeds in 2.5 % of all cases.
+
+    Raises:
+        UserError: scipy is not installed.
+    """
     try:
         from scipy.special import stdtrit
     except ImportError as error:
@@ -69,7 +73,7 @@ def t_quantile(degrees: int) -> float:
 
 
 def estimate(samples: Mapping[int, float | None]) -> Estimate | None:
-    """Of those that are finite numbers; None where none is."""
+    """Collect the samples that are finite numbers; None if there is none."""
     found = {name: value for name, value in samples.items() if value is not None and math.isfinite(value)}
     return Estimate(found) if found else None
 
@@ -77,14 +81,14 @@ def estimate(samples: Mapping[int, float | None]) -> Estimate | None:
 def relative_difference(
     first: Mapping[int, float | None], second: Mapping[int, float | None]
 ) -> tuple[Estimate, Estimate] | None:
-    """How much larger the first is than the second, by the seeds or rounds that both have.
+    """Compare two sets of numbers, by the seeds or rounds that both have.
 
     Args:
         first, second: positive numbers by seed or round; those that are not finite are left out.
 
     Returns:
-        differences of logarithms, whose interval is Student's; and the same as shares, first / second - 1.
-        None where nothing is common to both.
+        the differences of logarithms, whose interval is Student's t; and the same as shares, first / second - 1.
+        None if they have no seed or round in common.
     """
     logs = {
         name: math.log(first[name]) - math.log(second[name])
@@ -107,12 +111,12 @@ class Cell:
     high: float | None = None
     #: what the mean and the interval are over
     samples: Mapping[int, float] | None = None
-    #: whether these are rounds of a timer, not seeds
+    #: whether the samples are rounds of a timer instead of seeds
     is_by_round: bool = False
 
     @property
     def kind(self) -> str:
-        """What a sample is."""
+        """What a sample is: ``seed`` or ``round``."""
         return "round" if self.is_by_round else "seed"
 
     def as_json(self) -> dict[str, Any]:
@@ -126,7 +130,7 @@ EMPTY = Cell(None, NOTHING, "no file has it")
 
 @dataclass(frozen=True)
 class Column:
-    """``key`` is its name in CSV and JSON, ``head`` in Markdown; ``how`` says what it is and where it comes from."""
+    """A column: ``key`` names it in CSV and JSON, ``head`` in Markdown; ``how`` says what it is and its source."""
 
     key: str
     head: str
@@ -135,7 +139,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells by column key; a key that is absent is an empty cell. A column that is all empty is not shown."""
+    """Rows of cells by column key. A missing key is an empty cell, and a column without any cell is not shown."""
 
     name: str
     title: str
@@ -150,7 +154,7 @@ class Table:
         ]
 
     def markdown(self) -> str:
-        """The table alone; the first column is left-aligned, and others whose values are text."""
+        """Return the table without title and notes. The first column and those of text are left-aligned."""
         columns = self.columns
         marks = ["---" if n == 0 or self._is_text(column.key) else "---:" for n, column in enumerate(columns)]
         lines = [_line(column.head for column in columns), "|" + "|".join(marks) + "|"]
@@ -158,7 +162,7 @@ class Table:
         return "\n".join(lines)
 
     def csv(self) -> str:
-        """Values unrounded; beside each one that has an interval, its ends and the number of seeds or rounds."""
+        """Return unrounded values; beside a column with intervals, their ends and the number of seeds or rounds."""
         heads: list[str] = []
         readers: list[Callable[[Mapping[str, Cell]], Any]] = []
         for column in self.columns:
@@ -200,17 +204,17 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def text(value: str | None, source: str = "experiment.json: models") -> Cell:
-    """A cell of words."""
+    """Make a cell of words."""
     return EMPTY if value is None else Cell(value, value, source)
 
 
 def number(value: float | None, pattern: str, source: str) -> Cell:
-    """A cell of one number, shown by a format such as ``,.1f``."""
+    """Make a cell of one number, shown by a format such as ``,.1f``."""
     return EMPTY if value is None else Cell(value, format(value, pattern), source)
 
 
 def estimated(found: Estimate | None, pattern: str, source: str) -> Cell:
-    """A cell of a mean over seeds, with its interval where there is one."""
+    """Make a cell of a mean over seeds, with its interval if there is one."""
     if found is None:
         return EMPTY
     shown = format(found.mean, pattern)
@@ -220,7 +224,7 @@ def estimated(found: Estimate | None, pattern: str, source: str) -> Cell:
 
 
 def files(runs: Iterable[RunResult], file: str, field_name: str) -> str:
-    """The source of a number that several runs have: ``runs/{a,b}/FILE: FIELD``."""
+    """Name the source of a number that several runs have: ``runs/{a,b}/FILE: FIELD``."""
     names = [run.name for run in runs]
     folder = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
     return f"runs/{folder}/{file}: {field_name}"

@@ -1,4 +1,4 @@
-"""The report of an experiment's folder: its tables, its figures, and the page that shows what came out first."""
+"""Write the report of an experiment: its tables, its figures, and a page that begins with the outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smlp.files import write_whole
 from smlp.plots.drawing import check_matplotlib
 
 TABLES = "tables"
-#: made of other tables, or the paper's alone
+#: tables without sources: made of other tables, or of the paper's numbers alone
 _NO_SOURCES = ("summary", "paper-table-4", "details-paper")
 _QUALITY = ("per_token", "per_word", "after_prefix")
 _SPEEDS = (
@@ -26,19 +26,19 @@ _SPEEDS = (
 
 
 def write_report(results: Results, to: Path | None = None, baselines: Sequence[str] = ()) -> Path:
-    """Writes report.md, report.json, tables/*.csv and figures/*.png and *.svg; the same folder gives the same files.
+    """Write report.md, report.json, tables/*.csv and figures/*.png and *.svg; the same folder gives the same files.
 
     Args:
         results: of an experiment; runs may be missing, half done or failed.
         to: a folder for the report, made if need be; by default ``report`` in the experiment's folder.
-        baselines: names of the models that all others are held against; by default the first dense Transformer and
+        baselines: names of the models that all others are compared with; by default the first dense Transformer and
             the first gMLP, or else the first model.
 
     Returns:
         the path of report.md.
 
     Raises:
-        UserError: a baseline is none of the models, there is no matplotlib, or a file cannot be written.
+        UserError: a baseline is not one of the models, matplotlib is missing, or a file cannot be written.
     """
     check_matplotlib()
     tables = all_tables(results, baselines)
@@ -58,7 +58,7 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
 
 
 def all_tables(results: Results, baselines: Sequence[str] = ()) -> dict[str, Table]:
-    """Those that the experiment has data for, by name."""
+    """Make all tables that the results have data for, by name."""
     held_against = quality.baselines(results, baselines)
     made = [
         *(quality.quality_table(results, subset, held_against) for subset in results.subsets),
@@ -117,7 +117,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def summary_table(results: Results, tables: Mapping[str, Table]) -> Table:
-    """The columns of other tables that say most, one row for each model."""
+    """Combine the most important columns of the other tables, with one row for each model."""
     quality = tables[f"quality-{results.subsets[0]}"]
     speed = tables["speed"]
     shown = [column.key for column in speed.columns]
@@ -141,12 +141,12 @@ def summary_table(results: Results, tables: Mapping[str, Table]) -> Table:
 
 
 def document(results: Results, tables: Mapping[str, Table], pictures: Mapping[str, Picture]) -> str:
-    """The whole page.
+    """Return the whole page as Markdown.
 
     Args:
-        results: as read.
+        results: of an experiment.
         tables: by name.
-        pictures: those that were drawn, by name.
+        pictures: the figures that were drawn, by name.
     """
     page = _Page(tables, pictures)
     page.lines += [f"# {results.title}", "", *_about(results), ""]
@@ -187,7 +187,7 @@ def document(results: Results, tables: Mapping[str, Table], pictures: Mapping[st
 
 
 class _Page:
-    """Lines so far."""
+    """The lines of the page so far."""
 
     def __init__(self, tables: Mapping[str, Table], pictures: Mapping[str, Picture]) -> None:
         self.tables, self.pictures, self.lines = tables, pictures, []
@@ -208,7 +208,7 @@ class _Page:
 
 
 def _outcome(results: Results, tables: Mapping[str, Table]) -> str:
-    """The models in the order of their perplexity, in a sentence."""
+    """List the models by perplexity, in a sentence."""
     key = "after_prefix" if results.has_prefix else "per_token"
     rows = [row for row in tables[f"quality-{results.subsets[0]}"].rows if row.get(key, EMPTY).value is not None]
     if len(rows) < 2:
