@@ -1,23 +1,32 @@
-"""``smlp compare run``."""
+"""``smlp compare run``: data, models, the grid, the runs and their scores, on this machine or on a cluster."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from smlp.cli.compare_models import check_zeroshot, not_done, num_gpus, plan, print_models
+import torch
+
+from smlp.errors import UserError
 from smlp.experiments import slurm
 from smlp.experiments.data import check_subsets, data_of, describe, dictionary_size
-from smlp.experiments.experiment import Experiment
-from smlp.experiments.folder import DONE, FAILED, WAITING, Folder, write_json
-from smlp.experiments.local import Machine, is_trained, run_here
-from smlp.experiments.plan import PlannedModel, Run, as_json, main_runs, tuning_runs
+from smlp.experiments.folder import DONE, FAILED, WAITING, Folder
+from smlp.experiments.json_files import write_json
+from smlp.experiments.local import Machine, is_trained, run_here, time_here
+from smlp.experiments.plan import (
+    PlannedModel,
+    PlannedRun,
+    as_json,
+    main_runs,
+    not_done,
+    planned_models,
+    print_models,
+    tuning_runs,
+)
 from smlp.experiments.progress import Progress, reached
-from smlp.experiments.reading import read_experiment
-from smlp.experiments.timing import time_here
+from smlp.experiments.spec import Experiment
 from smlp.experiments.tuning import at_edge, choose
 from smlp.files import copy_whole
 from smlp.launch.environment import environment, keep_difference
@@ -26,14 +35,13 @@ from smlp.launch.stop_signals import EXIT_STOPPED
 EXIT_INTERRUPTED = 130
 
 
-def run_experiment(path: Path, out: Path, only_scores: bool = False) -> int:
-    """Does what is left of an experiment; returns the exit status.
+def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = False) -> int:
+    """Do what is left of an experiment; return the exit status.
 
     Raises:
-        UserError: the file, the data or an option is wrong, or the folder belongs to another experiment.
+        UserError: data or an option are wrong, or the folder belongs to another experiment.
     """
-    experiment, folder = read_experiment(path), Folder(out)
-    on_cluster = experiment.place.where == "slurm" and not only_scores
+    on_cluster = experiment.resources.where == "slurm" and not only_scores
     if on_cluster and (queued := slurm.jobs_in_queue(folder)):
         print(f"jobs {', '.join(queued)} are in the queue: nothing is submitted (smlp compare status, squeue --me)")
         return 0
@@ -41,10 +49,10 @@ def run_experiment(path: Path, out: Path, only_scores: bool = False) -> int:
         data, models = _prepare(experiment, folder)
         if on_cluster:
             return _submit(experiment, folder, data, models)
-        is_alone = experiment.place.ranks == 1  # of several ranks, what one does alone says nothing
-        if only_scores:  # in one process, whatever the training had
-            experiment = replace(experiment, place=replace(experiment.place, where="local", ranks=1, jobs=1))
-        machine = Machine.of(experiment, num_gpus())
+        is_alone = experiment.resources.ranks == 1  # the time of one rank alone would say nothing about several
+        if only_scores:  # scores are computed in one process, however many the training had
+            experiment = replace(experiment, resources=replace(experiment.resources, where="local", ranks=1, jobs=1))
+        machine = Machine.of(experiment, torch.cuda.device_count())
         tuning = [] if only_scores else tuning_runs(experiment, models)
         stopped, chosen = None, {}
         if tuning:
@@ -67,11 +75,13 @@ def run_experiment(path: Path, out: Path, only_scores: bool = False) -> int:
 
 
 def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedModel]]:
-    """Data, models and all that is written down before the first run."""
-    check_zeroshot(experiment)
+    """Prepare data and models, and write down what the experiment means before the first run."""
+    tasks = experiment.evaluation.zeroshot_data
+    if tasks is not None and not tasks.is_dir():
+        raise UserError(f"{experiment.path}: evaluate.zeroshot.data: there is no folder {tasks}")
     data = data_of(experiment, folder)
     check_subsets(experiment, data)
-    models = plan(experiment, data, dictionary_size(experiment, data))
+    models = planned_models(experiment, data, dictionary_size(experiment, data))
     described = describe(data, experiment.evaluation.subsets)
     folder.settle({**as_json(experiment, models), "data_sha256": described["splits"]["train"]["sha256"]})
     write_json(folder.data, described)
@@ -86,14 +96,14 @@ def _train(
     folder: Folder,
     data: str,
     models: Sequence[PlannedModel],
-    runs: Sequence[Run],
+    runs: Sequence[PlannedRun],
     machine: Machine,
 ) -> signal.Signals | None:
     for run in runs:
         folder.run(run.folder).claim(run.made_with(experiment))
     left = not_done(folder, runs)
     if left:
-        what, jobs = "runs of the grid" if left[0].tuning else "runs", experiment.place.at_a_time(len(left))
+        what, jobs = "runs of the grid" if left[0].tuning else "runs", experiment.resources.at_a_time(len(left))
         print(f"{len(left)} of {len(runs)} {what} to do, {jobs} at a time, {machine.threads} threads each", flush=True)
         if machine.runs_on_a_gpu > 1:
             print(f"up to {machine.runs_on_a_gpu} of them share a GPU and slow each other down", flush=True)
@@ -101,22 +111,24 @@ def _train(
     return run_here(experiment, folder, data, runs, machine, Progress(folder, runs), prefix) if runs else None
 
 
-def _note_environment(experiment: Experiment, folder: Folder, runs: Sequence[Run], machine: Machine | None) -> None:
-    """``environment.json``, where runs are left: of the machine that started them; each run has its own as well."""
-    import torch
-
+def _note_environment(
+    experiment: Experiment, folder: Folder, runs: Sequence[PlannedRun], machine: Machine | None
+) -> None:
+    """If runs are left, write ``environment.json`` about the machine that starts them; each run has its own as well."""
     if not not_done(folder, runs):
         return
-    place = experiment.place
-    gpus = [] if place.device == "cpu" else [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    threads = machine.threads if machine else place.threads
-    record = {**environment(), "gpus": gpus, "world_size": place.ranks, **asdict(place), "threads": threads}
+    resources = experiment.resources
+    gpus = (
+        [] if resources.device == "cpu" else [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    )
+    threads = machine.threads if machine else resources.threads
+    record = {**environment(), "gpus": gpus, "world_size": resources.ranks, **asdict(resources), "threads": threads}
     write_json(folder.environment, record)
     keep_difference(record["git"], folder.path)
 
 
 def _chosen(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel]) -> dict[str, Any]:
-    """The tuned option's value for each model, with a word about values at the edge of the grid."""
+    """Return the tuned option's value for each model, and print them with those at the edge of the grid."""
     if experiment.tuning is None:
         return {}
     chosen = choose(experiment, models, tuning_runs(experiment, models), folder)
@@ -129,7 +141,7 @@ def _chosen(experiment: Experiment, folder: Folder, models: Sequence[PlannedMode
 
 
 def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[PlannedModel]) -> int:
-    """The next array of jobs that can be started: the grid, then the runs."""
+    """Submit the next array of jobs that can start: the grid, then the runs."""
     grid = tuning_runs(experiment, models)
     left = [run for run in grid if not _is_over(folder, run)]
     if not left:
@@ -161,12 +173,12 @@ def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[
     return 0
 
 
-def _is_over(folder: Folder, run: Run) -> bool:
-    """Whether a run of the grid needs no job: it is trained, or two jobs in a row have brought it no further."""
+def _is_over(folder: Folder, run: PlannedRun) -> bool:
+    """Return whether a run of the grid needs no job: it is trained, or two jobs in a row have brought it no further."""
     own = folder.run(run.folder)
     if is_trained(own, run.updates):
         return True
-    before = own.state().get("submitted", [])  # how far it was each time; no job of the experiment is in the queue
+    before = own.state().get("submitted", [])  # updates at each submission; no job of the experiment is in the queue
     if len(before) < 2 or reached(own.log).updates > before[-2]:
         return False
     own.update_state(state=FAILED, message=f"two jobs did not train it: see {folder.path / 'slurm' / 'logs'}")
@@ -176,7 +188,9 @@ def _is_over(folder: Folder, run: Run) -> bool:
 def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel], chosen: dict[str, Any]) -> int:
     runs = main_runs(experiment, models, chosen)
     states = {run.name: folder.run(run.folder).state()["state"] for run in runs}
-    failed = [run for run in runs if folder.run(run.folder).state()["message"]]  # also tasks that were not answered
+    failed = [
+        run for run in runs if folder.run(run.folder).state()["message"]
+    ]  # including those that only lack answers to tasks
     missing = [name for name, state in states.items() if state not in (DONE, FAILED)]
     left_out = [model.name for model in models if experiment.tuning is not None and model.name not in chosen]
     for run in failed:

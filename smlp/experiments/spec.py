@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model as the file names it: an architecture with settings, and what is different in its training."""
+    """A model as the file names it: an architecture with settings, and what is different about its training."""
 
     name: str
     arch: str
@@ -36,8 +36,8 @@ class Matching:
 
 
 @dataclass(frozen=True)
-class Text:
-    """Text that data are to be made of."""
+class TextSource:
+    """Text to make data from."""
 
     source: str | None
     files: tuple[Path, ...]
@@ -45,7 +45,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationPlan:
     """What is measured beside the training."""
 
     validations: int
@@ -53,14 +53,14 @@ class Evaluation:
     targets: tuple[float, ...]
     zeroshot_data: Path | None
     zeroshot_tasks: tuple[str, ...]
-    #: of `smlp zeroshot`
+    #: options of `smlp zeroshot`
     zeroshot_options: dict[str, Any]
     speed_rounds: int
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """A grid over one option, the same for every model, before the comparison."""
+    """A grid over one option before the comparison, the same for every model."""
 
     option: str
     values: tuple[Any, ...]
@@ -69,12 +69,12 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the runs are trained."""
+class Resources:
+    """Where the runs are trained, and with what."""
 
     where: str
     device: str | None
-    #: runs at a time; None, on a cluster, as many as it starts
+    #: runs at a time; None on a cluster: as many as it starts
     jobs: int | None
     threads: int | None
     ranks: int
@@ -91,7 +91,7 @@ class Place:
         return bool(self.gpus_per_node) or self.device == "gpu"
 
     def at_a_time(self, num_runs: int) -> int:
-        """How many of so many runs go on side by side."""
+        """Return how many of ``num_runs`` runs run side by side."""
         return max(1, num_runs) if self.jobs is None else self.jobs
 
 
@@ -101,10 +101,10 @@ class Experiment:
 
     path: Path
     title: str
-    #: folders with colons between them, or None
+    #: folders joined by colons, or None
     data: str | None
-    text: Text | None
-    #: symbols of the dictionary, for a dry run without data
+    text: TextSource | None
+    #: number of symbols of the dictionary, for a dry run without data
     vocab_size: int | None
     tokens_per_sample: int
     batch_size: int
@@ -116,33 +116,36 @@ class Experiment:
     recipe: dict[str, Any]
     models: tuple[ModelEntry, ...]
     matching: Matching | None
-    evaluation: Evaluation
+    evaluation: EvaluationPlan
     tuning: Tuning | None
-    place: Place
+    resources: Resources
 
     @property
     def name(self) -> str:
-        """The file's, without its ending; of the copy in a folder of runs, the folder's."""
+        """The name of the file without its ending; for the copy in a folder of runs, the folder's name."""
         return name_of(self.path)
 
     @property
     def tokens_per_update(self) -> int:
-        """Over all ranks."""
-        return self.tokens_per_sample * self.batch_size * self.update_freq * self.place.ranks
+        """Tokens of an update over all ranks."""
+        return self.tokens_per_sample * self.batch_size * self.update_freq * self.resources.ranks
 
     @property
     def tokens(self) -> int:
-        """That each model is trained on."""
+        """Tokens that each model is trained on."""
         return self.updates * self.tokens_per_update
 
 
 def name_of(path: Path) -> str:
-    """Of an experiment: the file's; of the copy in a folder of runs the folder's."""
+    """Return the name of an experiment: the file's, or, for the copy in a folder of runs, the folder's."""
     return path.resolve().parent.name if path.name == "experiment.yaml" else path.stem
 
 
 def option_words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as options of a command line: true is a flag, a list several words, false or nothing leaves it out."""
+    """Return settings as options of a command line.
+
+    True is a flag, a list is several words, and false or nothing leaves the option out.
+    """
     words: list[str] = []
     for name, value in settings.items():
         if value is None or value is False:
@@ -153,6 +156,6 @@ def option_words(settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def zeroshot_words(wanted: Evaluation) -> list[str]:
-    """Tasks and options of ``smlp zeroshot``."""
+def zeroshot_words(wanted: EvaluationPlan) -> list[str]:
+    """Return the tasks and options of ``smlp zeroshot``."""
     return ["--tasks", ",".join(wanted.zeroshot_tasks), *option_words(wanted.zeroshot_options)]

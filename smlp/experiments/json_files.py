@@ -1,20 +1,23 @@
-"""What the JSON files of an experiment hold, as far as it is read again, and what is wrong with one that is damaged.
+"""Read and write the JSON files of an experiment, and name what is wrong with a damaged one.
 
-A shape is a type, or a tuple of types; ``[shape]`` a list, ``[shape, 1]`` one of at least one item; ``{name: shape}``
-an object with these names among others; :class:`Each` an object of any names; :class:`Maybe` a value that may be null
-or missing; :class:`Finite` a number; :class:`FolderName` the name of a folder in the experiment's.
+A shape is a type or a tuple of types; ``[shape]`` is a list and ``[shape, 1]`` one of at least one item;
+``{name: shape}`` is an object with these names among others; :class:`Each` is an object of any names; :class:`Maybe` is
+a value that may be null or missing; :class:`Finite` is a number; :class:`FolderName` is the name of a folder in the
+experiment's.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.files import plain_name
+from smlp.files import plain_name, write_whole
 
-_MOST = 1 << 64  # of whole and of finite numbers: what is written here is far below it
+_MOST = 1 << 64  # above every number that is written here
 _KINDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "names with values"}
 
 
@@ -84,7 +87,7 @@ HEALTH_LINE = {
 
 
 def wrong(value: Any, shape: Any, name: str = "") -> str:
-    """What is wrong with a value, with the name of the place: "" if nothing is."""
+    """Say what is wrong with a value, and where; "" if nothing is."""
     if isinstance(shape, Maybe):
         return "" if value is None else wrong(value, shape.shape, name)
     if isinstance(shape, Finite):
@@ -117,3 +120,80 @@ def wrong(value: Any, shape: Any, name: str = "") -> str:
 
 def _joined(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
+
+
+def read_json(path: Path, shape: Any = dict) -> Any:
+    """Read a file and check its shape.
+
+    Raises:
+        UserError: it cannot be read, or is damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except RecursionError:
+        raise UserError(f"{path} is damaged: it is nested too deep") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    if problem := wrong(found, shape):
+        raise UserError(f"{path} is damaged: {problem}")
+    return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file whole or not at all."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def read_json_or_note(path: Path, notes: list[str], shape: Any = dict) -> dict[str, Any] | None:
+    """Read the object in a JSON file; if it is missing return None, and if it is damaged, note that by name.
+
+    Args:
+        path: of the file.
+        notes: takes what is wrong with it.
+        shape: what the file should hold.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read ({_reason(error)})")
+        return None
+    if not isinstance(found, dict):
+        notes.append(f"{path.name} holds no JSON object")
+        return None
+    if problem := wrong(found, shape):
+        notes.append(f"{path.name} is damaged: {problem}")
+        return None
+    return found
+
+
+def read_lines_and_note(path: Path, notes: list[str], shape: Any = dict) -> list[dict[str, Any]]:
+    """Read a file with an object in each line; damaged lines are left out and counted in a note."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read ({_reason(error)})")
+        return []
+    found, damaged = [], 0
+    for line in filter(str.strip, lines):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not wrong(record, shape):
+            found.append(record)
+        else:
+            damaged += 1
+    if damaged:
+        notes.append(f"{path.name}: {damaged} of {len(found) + damaged} lines are damaged and left out")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else "it is not JSON"

@@ -1,6 +1,6 @@
-"""An experiment's folder as it was read: models, runs, and what is missing of each.
+"""Read an experiment's folder: models, runs, and what is missing of each.
 
-The folder's files are described in docs/compare.md. Only experiment.json must be there.
+The folder's files are described in docs/compare.md. Only experiment.json must exist.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from smlp.config import ModelConfig, unflatten
 from smlp.errors import UserError
 from smlp.evaluation.curves import TrainingCurve, curve_of, log_records
 from smlp.evaluation.perplexity import of_nats
-from smlp.experiments import kept
+from smlp.experiments import json_files
 from smlp.experiments.folder import DONE
-from smlp.experiments.report.files import read_json, read_json_lines
-from smlp.experiments.report.timeline import Timeline, logged_seconds, read_timeline, training_lines
+from smlp.experiments.json_files import read_json_or_note, read_lines_and_note
+from smlp.experiments.report.timeline import TrainingTime, logged_seconds, read_timeline, training_lines
 
 MISSING = "missing"
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model of the experiment."""
+    """A model of the experiment."""
 
     name: str
     folder: str
-    #: of :data:`smlp.costs.match.FAMILIES`, or None for a new one
+    #: one of :data:`smlp.costs.match.FAMILIES`, or None
     family: str | None
     arch: str
     config: ModelConfig
@@ -43,53 +43,53 @@ class Model:
 
     @property
     def num_parameters(self) -> float:
-        """Of all experts together."""
+        """Parameters of the whole model, all experts included."""
         return self.parameters["total"]
 
     @property
     def num_experts(self) -> int:
-        """Of a sparse layer; 0 without one."""
+        """Experts of a sparse layer; 0 in a dense model."""
         return self.config.moe.num_experts if self.config.num_sparse_layers else 0
 
     @property
     def paper_name(self) -> str | None:
-        """What :mod:`smlp.experiments.report.paper` calls it."""
+        """The name of this model in :mod:`smlp.experiments.report.paper`."""
         return "switch_lm_enlarged" if "enlarged" in self.arch else self.family
 
 
 @dataclass(frozen=True)
-class Run:
-    """A model with a seed, as far as it came."""
+class RunResult:
+    """What is known of the training of a model with a seed."""
 
     model: Model
     seed: int
     folder: Path
-    #: as in run.json, or ``missing``
+    #: the state in run.json, or ``missing``
     state: str
-    #: what it said last, where it failed
+    #: the last line of a failed run
     message: str | None
     #: files that are missing or damaged
     notes: tuple[str, ...]
     #: run.json
     record: Mapping[str, Any]
     curve: TrainingCurve
-    timeline: Timeline | None
-    #: seconds of fairseq's trainer, by the log
+    timeline: TrainingTime | None
+    #: seconds of fairseq's trainer, from the log
     logged_seconds: float | None
     #: training lines of the log by update
     lines: Mapping[int, Mapping[str, Any]]
     #: lines of router_health.jsonl
     health: tuple[Mapping[str, Any], ...]
-    #: digest by update
+    #: digest of the data by update
     order: Mapping[int, int]
     scores: Mapping[str, Any] | None
     zeroshot: Mapping[str, Any] | None
-    #: lines of environment.jsonl: of each time that it was started
+    #: lines of environment.jsonl, one for each start
     environments: tuple[Mapping[str, Any], ...]
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of the run's folder."""
         return self.folder.name
 
     @property
@@ -98,24 +98,24 @@ class Run:
 
     @property
     def last_update(self) -> int:
-        """As far as log and data order tell; 0 where they tell nothing."""
+        """The last update in the log and the data order; 0 if neither has one."""
         points = self.curve.train[-1:] + self.curve.valid[-1:]
         return max([0, *(point.num_updates for point in points), *self.order])
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """All of it."""
+class Results:
+    """What an experiment's folder holds."""
 
     folder: Path
     settings: Mapping[str, Any]
     models: tuple[Model, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[RunResult, ...]
     environment: Mapping[str, Any]
     data: Mapping[str, Any]
     tuned: Mapping[str, Any] | None
     speed: Mapping[str, Any] | None
-    #: about files of the whole experiment
+    #: problems with files of the whole experiment
     notes: tuple[str, ...]
 
     @property
@@ -136,20 +136,22 @@ class Experiment:
 
     @cached_property
     def mean_update_tokens(self) -> float:
-        """Tokens that an update was trained on, on average: as models say that predict all of them, or
-        ``tokens_per_update`` where none does."""
+        """The mean number of tokens that an update was trained on.
+
+        Models that predict every position log it; without one, it is ``tokens_per_update``.
+        """
         lines = [run.timeline for run in self.runs if run.is_done and not run.model.config.prefix_tokens]
         means = [line.mean_tokens for line in lines if line is not None and line.mean_tokens]
         return statistics.fmean(means) if means else float(self.tokens_per_update)
 
     @property
     def trained_tokens(self) -> float:
-        """Of a whole run."""
+        """The tokens that a whole run was trained on."""
         return self.updates * self.mean_update_tokens
 
     @property
     def subsets(self) -> list[str]:
-        """Validation sets; the first is the one of the curves."""
+        """The validation sets; the curves are of the first."""
         return list(self.settings.get("evaluation_subsets") or ["valid"])
 
     @property
@@ -158,27 +160,27 @@ class Experiment:
         return any(model.config.prefix_tokens for model in self.models)
 
     @cached_property
-    def _by_model(self) -> dict[str, list[Run]]:
+    def _by_model(self) -> dict[str, list[RunResult]]:
         return {model.name: [run for run in self.runs if run.model is model] for model in self.models}
 
-    def done(self, model: Model) -> list[Run]:
-        """Its finished runs, by seed."""
+    def done(self, model: Model) -> list[RunResult]:
+        """Return a model's finished runs, by seed."""
         return [run for run in self._by_model[model.name] if run.is_done]
 
-    def drawn(self, model: Model) -> list[Run]:
-        """Runs for its curves: the finished ones, or, where none is, those that have validations."""
+    def drawn(self, model: Model) -> list[RunResult]:
+        """Return the runs that a model's curves show: the finished ones, or, without any, those with validations."""
         return self.done(model) or [run for run in self._by_model[model.name] if run.curve.valid]
 
     def words_per_token(self, subset: str) -> float | None:
-        """Of a validation set; None where the text is not known."""
+        """Return the words per token of a validation set; None if its text is not known."""
         return (self.data.get("splits", {}).get(subset) or {}).get("words_per_token")
 
 
-def read_experiment(folder: Path) -> Experiment:
-    """Reads a folder of ``smlp compare run``.
+def read_results(folder: Path) -> Results:
+    """Read a folder of ``smlp compare run``.
 
     Raises:
-        UserError: it holds no readable experiment.json, or one whose fields are not those of an experiment.
+        UserError: there is no readable experiment.json, or its fields are not those of an experiment.
     """
     path = folder / "experiment.json"
     try:
@@ -187,7 +189,7 @@ def read_experiment(folder: Path) -> Experiment:
         raise UserError(f"cannot read {path}: {error.strerror}; name a folder that smlp compare run has made") from None
     except (ValueError, RecursionError):
         raise UserError(f"{path} is not JSON") from None
-    if problem := kept.wrong(settings, kept.EXPERIMENT):
+    if problem := json_files.wrong(settings, json_files.EXPERIMENT):
         raise UserError(f"{path} is no experiment: {problem}")
     try:
         models = tuple(_model(record) for record in settings["models"])
@@ -201,10 +203,15 @@ def read_experiment(folder: Path) -> Experiment:
     notes: list[str] = []
     subset = (settings.get("evaluation_subsets") or ["valid"])[0]
     runs = tuple(_run(folder, model, seed, subset) for model in models for seed in seeds)
-    shapes = {"environment": kept.ENVIRONMENT, "data": kept.DATA, "tuned": kept.TUNED, "speed": kept.SPEED}
-    read = {name: read_json(folder / f"{name}.json", notes, shape) for name, shape in shapes.items()}
+    shapes = {
+        "environment": json_files.ENVIRONMENT,
+        "data": json_files.DATA,
+        "tuned": json_files.TUNED,
+        "speed": json_files.SPEED,
+    }
+    read = {name: read_json_or_note(folder / f"{name}.json", notes, shape) for name, shape in shapes.items()}
     notes += [f"{name}.json is missing" for name in ("environment", "data") if not (folder / f"{name}.json").exists()]
-    return Experiment(
+    return Results(
         folder,
         settings,
         models,
@@ -230,32 +237,32 @@ def _model(record: Mapping[str, Any]) -> Model:
 
 
 def _diverged(scores: Mapping[str, Any] | None) -> Iterator[str]:
-    """A note for each validation set on which the trained model has no perplexity."""
+    """Yield a note for each validation set on which the trained model has no finite perplexity."""
     for subset, found in ((scores or {}).get("subsets") or {}).items():
         loss = found.get("nll_after_prefix")
         if loss is not None and not math.isfinite(of_nats(loss)):
             yield f"it has diverged: on {subset} a token costs {loss:.3g} nats, and its perplexity is in no table"
 
 
-def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
+def _run(out: Path, model: Model, seed: int, subset: str) -> RunResult:
     folder = out / "runs" / f"{model.folder}-s{seed}"
     notes: list[str] = []
-    record = read_json(folder / "run.json", notes, kept.RUN) or {}
+    record = read_json_or_note(folder / "run.json", notes, json_files.RUN) or {}
     state = record.get("state", "unknown") if folder.is_dir() else MISSING
     log = log_records(folder / "train.log") if (folder / "train.log").is_file() else []
     timeline = read_timeline(log)
-    order = read_json_lines(folder / "data_order.jsonl", notes, kept.ORDER_LINE)
-    scores = read_json(folder / "scores.json", notes, kept.SCORES)
-    zeroshot = read_json(folder / "zeroshot.json", notes, kept.ZEROSHOT)
-    health = tuple(read_json_lines(folder / "router_health.jsonl", notes, kept.HEALTH_LINE))
-    environments = tuple(read_json_lines(folder / "environment.jsonl", notes))
+    order = read_lines_and_note(folder / "data_order.jsonl", notes, json_files.ORDER_LINE)
+    scores = read_json_or_note(folder / "scores.json", notes, json_files.SCORES)
+    zeroshot = read_json_or_note(folder / "zeroshot.json", notes, json_files.ZEROSHOT)
+    health = tuple(read_lines_and_note(folder / "router_health.jsonl", notes, json_files.HEALTH_LINE))
+    environments = tuple(read_lines_and_note(folder / "environment.jsonl", notes))
     if state == DONE:
         expected = ("train.log", "scores.json", "data_order.jsonl")
         notes += [f"{name} is missing" for name in expected if not (folder / name).is_file()]
         if log and timeline is None:
             notes.append("train.log does not say how long it trained")
     notes += _diverged(scores)
-    return Run(
+    return RunResult(
         model,
         seed,
         folder,

@@ -1,4 +1,4 @@
-"""The options with which ``smlp train`` starts several ranks on this machine."""
+"""Options of ``smlp train`` that say where to run: several ranks on this machine, or a plan for others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORLD_SIZE = "--distributed-world-size"
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What of a command line is about where to run; ``rest`` is fairseq's."""
+    """The options about where to run; ``rest`` are fairseq's."""
 
     nproc: int | None
     nodes: int | None
@@ -29,10 +29,10 @@ class LaunchOptions:
 
 
 def read_launch_options(arguments: list[str]) -> LaunchOptions:
-    """Takes the launch options out of a command line.
+    """Take the launch options out of a command line.
 
     Raises:
-        UserError: a number is none, or an option is without its partner.
+        UserError: a value is not a number, or an option lacks its partner.
     """
     numbers = {name: positive_number(arguments, name) for name in _NUMBERS}
     dry_run = has_option(arguments, _DRY_RUN)
@@ -48,7 +48,7 @@ def read_launch_options(arguments: list[str]) -> LaunchOptions:
 
 
 def without_options(arguments: list[str], *names: str) -> list[str]:
-    """The arguments without these options and their values."""
+    """Return the arguments without these options and their values."""
     kept, words = [], iter(arguments)
     for word in words:
         name, equals, _ = word.partition("=")
@@ -60,7 +60,7 @@ def without_options(arguments: list[str], *names: str) -> list[str]:
 
 
 def check_nproc(options: LaunchOptions) -> None:
-    """Refuses several ranks that cannot be started here.
+    """Check that several ranks can be started here.
 
     Raises:
         UserError: another launcher is at work, the options contradict each other, or there are too few GPUs.
@@ -85,7 +85,7 @@ def check_nproc(options: LaunchOptions) -> None:
 
 
 def count_gpus(arguments: list[str]) -> int:
-    """GPUs of this machine that a run with these options uses."""
+    """Return how many GPUs of this machine a run with these options uses."""
     if has_option(arguments, "--cpu"):
         return 0
     import torch
@@ -94,7 +94,7 @@ def count_gpus(arguments: list[str]) -> int:
 
 
 def train_on_ranks(options: LaunchOptions) -> int:
-    """Run ``smlp train`` once for each rank; returns the exit status.
+    """Run ``smlp train`` once for each rank; return the exit status.
 
     Raises:
         UserError: see :func:`check_nproc`.
@@ -106,10 +106,10 @@ def train_on_ranks(options: LaunchOptions) -> int:
 
 
 def positive_number(arguments: list[str], name: str) -> int | None:
-    """The value of an option; None if it is not given.
+    """Return the value of an option; None if it is not given.
 
     Raises:
-        UserError: it is no number of at least 1.
+        UserError: it is not a number of at least 1.
     """
     if not has_option(arguments, name):
         return None
