@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from smlp.errors import UserError
-from smlp.inference.scoring.texts import NEWLINES
+from smlp.text.tokenizer import NEWLINES
 
 
 def add_scoring_options(parser: argparse.ArgumentParser) -> None:

@@ -144,6 +144,70 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
         assert error.count("\n") == (name in ("experiment", "runs/gMLP-s1/run")) and "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("experiment.json", lambda e: e["models"][0].update(folder="\0"), "models[0].folder is no name of a folder"),
+        (
+            "experiment.json",
+            lambda e: e["models"][0].update(folder="\ud800"),
+            "models[0].folder is no name of a folder",
+        ),
+        ("experiment.json", lambda e: e["models"][0].update(folder="../x"), "models[0].folder is no name of a folder"),
+        (
+            "experiment.json",
+            lambda e: e["models"][1].update(folder="x" * 300),
+            "models[1].folder is no name of a folder",
+        ),
+        (
+            "experiment.json",
+            lambda e: e["models"][0].update(flops_per_token=0),
+            "models[0].flops_per_token must be above 0, got 0",
+        ),
+        (
+            "experiment.json",
+            lambda e: e["models"][0].update(parameters={}),
+            "models[0].parameters.total must be a number",
+        ),
+        ("experiment.json", lambda e: e["models"][0]["config"].update(dropout="x" * 5000), "is no experiment: dropout"),
+        ("experiment.json", lambda e: e["models"][0].update(overrides=None, recipe=None), ""),
+        (
+            "data.json",
+            lambda d: d["splits"]["valid"].update(words_per_token=math.nan),
+            "words_per_token is out of range",
+        ),
+        ("data.json", lambda d: d["splits"]["valid"].update(words_per_token=1e308), "words_per_token is out of range"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(work=5), "1 of 4 lines are damaged"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(pooled=[None]), "1 of 4 lines are damaged"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(tokens="x"), "1 of 4 lines are damaged"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line["work"].update(ratio="x"), "1 of 4 lines are damaged"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line.pop("update"), "1 of 4 lines are damaged"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(work=None, pooled=None, layers=None), ""),
+        ("runs/Switch-s1/train.log", lambda line: line.update(mem_gb="x"), ""),
+        ("runs/Switch-s1/train.log", lambda line: line.update(train_wall=True), ""),
+    ],
+)
+def test_single_values_that_are_damaged_are_named(tmp_path, name, change, words, capsys):
+    out = write_experiment(tmp_path, {name: MODELS[name] for name in ("gMLP", "Switch")}, seeds=[1])
+    (out / "experiment.yaml").write_text("data: d\nupdates: 3\nmodels: {gMLP: {arch: gmlp_lm_tiny}}\n")
+    path = out / name
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[-1])
+    change(record)
+    path.write_text("\n".join([*lines[:-1], json.dumps(record)]) + "\n")
+    try:
+        experiment = read_experiment(out)
+        list(tables(out))
+        said = "; ".join([*experiment.notes, *(note for run in experiment.runs for note in run.notes)])
+    except UserError as error:
+        said = str(error)
+        assert name in said and len(said) < 400
+    assert words in said and (words or not said), said
+    status = main(["compare", "status", str(out)])
+    error = capsys.readouterr().err
+    assert error.count("\n") == words.startswith("models[") and (status == 1 or not error) and "Traceback" not in error
+
+
 def test_a_file_or_a_loop_where_a_runs_folder_should_be(out, capsys):
     (out / "experiment.yaml").write_text("data: d\nupdates: 3\nmodels: {gMLP: {arch: gmlp_lm_tiny}}\n")
     for number in (1, 2):

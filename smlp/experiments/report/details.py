@@ -66,11 +66,11 @@ def details_table(experiment: Experiment) -> Table:
                 _FORWARD: number(model.flops_per_token / 1e6, ",.3f", f"{_MODELS}.flops_per_token"),
                 _TRAINING: number(flops / 1e12, ",.3f", f"{_MODELS}.flops_per_token; updates; train.log: wpb"),
                 "overrides": text(
-                    ", ".join(f"{name}={value}" for name, value in record.get("overrides", {}).items()) or None,
+                    ", ".join(f"{name}={value}" for name, value in (record.get("overrides") or {}).items()) or None,
                     f"{_MODELS}.overrides",
                 ),
                 **_tuned(tuned, model.name),
-                "recipe": text(" ".join(record.get("recipe", [])) or None, f"{_MODELS}.recipe"),
+                "recipe": text(" ".join(record.get("recipe") or []) or None, f"{_MODELS}.recipe"),
             }
         )
     largest = experiment.settings.get("max_spread")

@@ -196,7 +196,7 @@ def read_experiment(folder: Path) -> Experiment:
             int(settings[name])
     except KeyError as error:
         raise UserError(f"{path} is no experiment: it has no field {error}") from None
-    except TypeError as error:
+    except (TypeError, UserError) as error:
         raise UserError(f"{path} is no experiment: {error}") from None
     notes: list[str] = []
     subset = (settings.get("evaluation_subsets") or ["valid"])[0]
@@ -225,7 +225,7 @@ def _model(record: Mapping[str, Any]) -> Model:
         record["arch"],
         unflatten(record["config"]),
         float(record["flops_per_token"]),
-        {name: float(number) for name, number in record["parameters"].items()},
+        {name: float(number) for name, number in record["parameters"].items() if number is not None},
     )
 
 
@@ -246,6 +246,8 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
     timeline = read_timeline(log)
     order = read_json_lines(folder / "data_order.jsonl", notes, kept.ORDER_LINE)
     scores = read_json(folder / "scores.json", notes, kept.SCORES)
+    zeroshot = read_json(folder / "zeroshot.json", notes, kept.ZEROSHOT)
+    health = tuple(read_json_lines(folder / "router_health.jsonl", notes, kept.HEALTH_LINE))
     environments = tuple(read_json_lines(folder / "environment.jsonl", notes))
     if state == DONE:
         expected = ("train.log", "scores.json", "data_order.jsonl")
@@ -265,9 +267,9 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
         timeline,
         logged_seconds(log),
         {update: line for update, (line, _) in training_lines(log).items()},
-        tuple(read_json_lines(folder / "router_health.jsonl", notes, kept.HEALTH_LINE)),
+        health,
         {line["update"]: line["digest"] for line in order},
         scores,
-        read_json(folder / "zeroshot.json", notes, kept.ZEROSHOT),
+        zeroshot,
         environments,
     )
