@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-
 #: begins each line of a message that lists several problems
 _LIST_ITEM = "\n  "
 
