@@ -67,7 +67,7 @@ def plan(experiment: Experiment, data: str, vocab_size: int) -> list[PlannedMode
     """
     from smlp.cli.dry_run import configuration_of
     from smlp.config.presets import config_of
-    from smlp.trainer.settings import check_pairs
+    from smlp.fairseq_compat.settings import check_pairs
 
     def configure(words: list[str]) -> Any:
         budget = ["--max-update", str(experiment.updates)]  # which schedules of the rate are checked against

@@ -12,7 +12,6 @@ from smlp.cli.local_ranks import LaunchOptions, check_nproc, count_gpus, without
 from smlp.config.presets import num_experts_of
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option, option_value
-from smlp.fairseq_compat.precision import check_half_precision
 from smlp.launch.plan import Seat, rank_table, seats_from_environment, seats_here, seats_of_nodes
 from smlp.launch.ranks import has_terminal
 
@@ -39,7 +38,7 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
     if asked is not None and asked != str(len(seats)):
         raise UserError(f"{_WORLD_SIZE} {asked}, but there are {len(seats)} ranks: leave it out")
     cfg = configuration_of(without_options(arguments, _WORLD_SIZE))
-    from smlp.trainer.settings import check_before_start
+    from smlp.fairseq_compat.settings import check_before_start, check_half_precision
 
     has_cuda = any(seat.device != "cpu" for seat in seats)
     check_half_precision(cfg, has_cuda)

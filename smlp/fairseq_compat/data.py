@@ -25,13 +25,11 @@ def apply() -> None:
     from fairseq.binarizer import FileBinarizer
     from fairseq.data import Dictionary
     from fairseq.tasks.language_modeling import LanguageModelingTask
-    from fairseq.trainer import Trainer
 
     setup_dictionary = LanguageModelingTask.setup_dictionary.__func__
     load_dataset = LanguageModelingTask.load_dataset
     add_file = Dictionary.add_file_to_dictionary
     binarize = FileBinarizer.multiprocess_dataset.__func__
-    prepare_sample = Trainer._prepare_sample
 
     @functools.wraps(setup_dictionary)
     def checked_setup_dictionary(cls: type, args: Any, **kw: Any) -> Any:
@@ -62,13 +60,6 @@ def apply() -> None:
         check_text(input_file)
         return binarize(cls, input_file, *rest, **kw)
 
-    @functools.wraps(prepare_sample)
-    def checked_prepare_sample(self: Trainer, sample: Any, *rest: Any, **kw: Any) -> Any:
-        if isinstance(self.task, LanguageModelingTask):
-            check_ids(sample, len(self.task.source_dictionary))
-        return prepare_sample(self, sample, *rest, **kw)
-
-    Trainer._prepare_sample = checked_prepare_sample
     LanguageModelingTask.setup_dictionary = classmethod(checked_setup_dictionary)
     LanguageModelingTask.load_dataset = checked_load_dataset
     Dictionary.add_file_to_dictionary = staticmethod(checked_add_file)

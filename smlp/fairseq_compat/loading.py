@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from smlp.checkpoint.checksums import check_sums, record_problem
 from smlp.checkpoint.opened import open_checkpoint
@@ -31,13 +34,11 @@ _DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 
 def apply() -> None:
     from fairseq import checkpoint_utils
-    from fairseq.trainer import Trainer
     from fairseq.utils import split_paths
 
     load_to_cpu = checkpoint_utils.load_checkpoint_to_cpu
     load_ensemble = checkpoint_utils.load_model_ensemble_and_task
     resume = checkpoint_utils.load_checkpoint
-    trainer_load = Trainer.load_checkpoint
 
     @functools.wraps(load_to_cpu)
     def load_checkpoint_to_cpu(path: str, *rest: Any, **kw: Any) -> dict[str, Any]:
@@ -57,11 +58,15 @@ def apply() -> None:
         return state
 
     @functools.wraps(load_ensemble)
-    def load_model_ensemble_and_task(filenames: list[str], *rest: Any, **kw: Any) -> Any:
+    def load_model_ensemble_and_task(
+        filenames: list[str], arg_overrides: dict[str, Any] | None = None, *rest: Any, **kw: Any
+    ) -> Any:
+        # Scoring and generation: ranks have other numbers of batches and lengths, so each has all experts.
+        overrides = {"expert_parallel_size": 1, **(arg_overrides or {})}
         if None in filenames:
             raise UserError("no checkpoint to load: give one with --path")
         try:
-            return load_ensemble(filenames, *rest, **kw)
+            return load_ensemble(filenames, overrides, *rest, **kw)
         except OSError as error:
             if "Model file not found" not in str(error):
                 raise
@@ -72,7 +77,7 @@ def apply() -> None:
             raise UserError(unfitting(", ".join(filenames), error)) from error
 
     @functools.wraps(resume)
-    def load_checkpoint(cfg: Any, trainer: Trainer, **kw: Any) -> Any:
+    def load_checkpoint(cfg: Any, trainer: Any, **kw: Any) -> Any:
         path = check_restore_file(cfg, trainer)
         data = getattr(trainer.cfg.task, "data", None)
         if path is not None and data:
@@ -82,25 +87,47 @@ def apply() -> None:
                 logger.info(f"removed {leftover}, which an interrupted run left half-written")
         return resume(cfg, trainer, **kw)
 
-    @functools.wraps(trainer_load)
-    def trainer_load_checkpoint(self: Trainer, filename: str, *rest: Any, **kw: Any) -> Any:
-        try:
-            return trainer_load(self, filename, *rest, **kw)
-        except Exception as error:
-            # fairseq hides the reason for which the parameters cannot be loaded
-            reason = error.__context__
-            if isinstance(reason, UserError):
-                raise reason from None
-            if isinstance(reason, RuntimeError) and "loading state_dict" in str(reason):
-                raise UserError(unfitting(filename, reason)) from error
-            if isinstance(error, AssertionError) and "does not match; please reset" in str(error):
-                raise UserError(other_optimizer(filename, str(error))) from error
-            raise
-
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
     checkpoint_utils.load_checkpoint = load_checkpoint
-    Trainer.load_checkpoint = trainer_load_checkpoint
+
+
+@contextlib.contextmanager
+def said_in_one_sentence(filename: str) -> Iterator[None]:
+    """Inside the block fairseq's trainer loads a checkpoint.
+
+    Raises:
+        UserError: it does not fit; fairseq hides the reason for which the parameters cannot be loaded.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = error.__context__
+        if isinstance(reason, UserError):
+            raise reason from None
+        if isinstance(reason, RuntimeError) and "loading state_dict" in str(reason):
+            raise UserError(unfitting(filename, reason)) from error
+        if isinstance(error, AssertionError) and "does not match; please reset" in str(error):
+            raise UserError(other_optimizer(filename, str(error))) from error
+        raise
+
+
+def check_seen_by_all(path: str) -> None:
+    """Refuses a checkpoint that only some ranks can see, with which fairseq would wait forever; a collective.
+
+    Raises:
+        UserError: the message names the file and the ranks.
+    """
+    from fairseq.file_io import PathManager
+
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, PathManager.isfile(path))
+    if any(seen) and not all(seen):
+        missing = [rank for rank, is_there in enumerate(seen) if not is_there]
+        raise UserError(
+            f"ranks {missing} do not see {path}, the others do: --save-dir and --restore-file must be on a disk that "
+            "all nodes share"
+        )
 
 
 def check_arch_of(state: Mapping[str, Any], path: str) -> None:

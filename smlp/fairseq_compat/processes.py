@@ -16,6 +16,9 @@ import torch
 from smlp.errors import ParallelError, UserError
 from smlp.fairseq_compat.arguments import has_option
 from smlp.fairseq_compat.lost_ranks import collective_timeout, limit_waiting, lost_rank
+from smlp.fairseq_compat.saving import own_save_dir
+from smlp.fairseq_compat.settings import check_before_start
+from smlp.fairseq_compat.stopping import stoppable
 from smlp.launch.ranks import Place, device_index, has_terminal, place_of
 from smlp.launch.slurm import tasks_of_job
 from smlp.launch.team import leave
@@ -35,18 +38,22 @@ def apply() -> None:
     @functools.wraps(call_main)
     def checked_call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
         settle_ranks(cfg)
-        _warn_of_idle_tasks(cfg)
-        timeout = collective_timeout(cfg.distributed_training.heartbeat_timeout)
-        if timeout is not None:
-            limit_waiting(timeout)
-        try:
-            call_main(cfg, main, **kwargs)
-        except RuntimeError as error:
-            lost = None if isinstance(error, ParallelError) else lost_rank(error, cfg.distributed_training)
-            if lost is None:
-                raise
-            raise lost from error
-        leave()
+        if cfg.common_eval.path is None:
+            check_before_start(cfg, cfg.distributed_training.distributed_world_size)
+        with own_save_dir(cfg, main):
+            _warn_of_idle_tasks(cfg)
+            timeout = collective_timeout(cfg.distributed_training.heartbeat_timeout)
+            if timeout is not None:
+                limit_waiting(timeout)
+            try:
+                with stoppable(cfg):
+                    call_main(cfg, main, **kwargs)
+            except RuntimeError as error:
+                lost = None if isinstance(error, ParallelError) else lost_rank(error, cfg.distributed_training)
+                if lost is None:
+                    raise
+                raise lost from error
+            leave()
 
     @functools.wraps(wrapper, updated=())
     def data_parallel(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:

@@ -20,14 +20,14 @@ from smlp.config.ignored_settings import ignored_settings
 from smlp.config.presets import FROM_TASK, PRESETS, TASK_OPTIONS, from_training_options
 from smlp.config.settings import help_of
 from smlp.costs.memory import check_weights
+from smlp.fairseq_compat.experts import SpreadExperts
 from smlp.fairseq_compat.lost_ranks import collective_timeout
+from smlp.fairseq_compat.profiling import WARM_UP
 from smlp.models.fitting import check_fit
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import DecodingState, ForwardContext
 from smlp.parallel import Ranks, connect, one_process
 from smlp.text.binarized import count_tokens
-from smlp.trainer.profiling import WARM_UP
-from smlp.trainer.spread import SpreadExperts
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ import torch
 from running import USER_DIR
 
 from smlp.errors import UserError
-from smlp.trainer.data_order import digest
-from smlp.trainer.environment_file import write
+from smlp.fairseq_compat.records import digest, write_environment
 
 PRIME, BASE = 2**31 - 1, 1_103_515_245
 COMMON = [
@@ -114,4 +113,4 @@ def test_each_start_writes_down_where_it_is(records):
 def test_an_environment_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--environment-file .*file/e.jsonl cannot be written: "):
-        write(tmp_path / "file" / "e.jsonl", torch.device("cpu"), 1)
+        write_environment(tmp_path / "file" / "e.jsonl", torch.device("cpu"), 1)

@@ -1,9 +1,12 @@
-"""Speed and memory in fairseq's training log: ``mfu`` and ``mem_gb``.
+"""Speed and memory in fairseq's training log: ``mfu``, ``mem_gb`` and ``data_wait``.
 
 ``mfu``, in percent: operations of the model in the forward and backward pass (:mod:`smlp.costs.training`) a second
 of wall time, over what all ranks could do in matrix products. It is measured over the same time as fairseq's ``wps``.
 ``mem_gb``: most memory held so far by rank 0, in units of 2^30 bytes as fairseq's own ``gb_free``: tensors on its GPU,
 or the process's resident set where it computes on CPUs.
+
+``data_wait``, in percent: the time that rank 0 waits for batches, over the time from the end of one update to the end
+of the next; the log shows both sums' ratio, over the same updates as ``wps``.
 """
 
 from __future__ import annotations
@@ -12,62 +15,76 @@ import functools
 import logging
 import resource
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from fairseq.data.iterators import GroupedIterator
 from fairseq.logging import metrics
 
 from smlp.costs.matmul_rate import matmul_rate
 from smlp.costs.training import training_flops
-from smlp.fairseq_compat.core import core_of
+from smlp.nn.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
 #: what a micro-batch adds to its logging output
-_FLOPS = "model_flops"
+FLOPS = "model_flops"
 #: meters whose names begin like this are kept but not shown
 _FLOPS_METER = "_model_flops"
 
 
+class DataClock:
+    """The share of the time from update to update that rank 0 spends in asking for the next batches.
+
+    One clock runs in a process, from its first batch on.
+    """
+
+    _waited = 0.0  # seconds since the last update
+    _done: float | None = None  # when that was done
+
+    @classmethod
+    def timed(cls, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Count the time of a method that returns the next batches."""
+
+        @functools.wraps(following)
+        def next_batches(batches: Any) -> Any:
+            start = time.perf_counter()
+            if cls._done is None:
+                cls._done = start
+            try:
+                return following(batches)
+            finally:
+                cls._waited += time.perf_counter() - start
+
+        return next_batches
+
+    @classmethod
+    def log(cls) -> None:
+        """Log the share, in percent, at the end of an update."""
+        now = time.perf_counter()
+        if cls._done is not None and now > cls._done:
+            seconds = now - cls._done
+            metrics.log_scalar("data_wait", 100 * cls._waited / seconds, weight=seconds, priority=1490, round=2)
+        cls._waited, cls._done = 0.0, now
+
+
 def apply() -> None:
-    from fairseq.tasks.fairseq_task import FairseqTask
-    from fairseq.trainer import Trainer
+    GroupedIterator.__next__ = DataClock.timed(GroupedIterator.__next__)
 
-    update = Trainer.train_step
-    micro_batch = FairseqTask.train_step
-    log_stats = Trainer._reduce_and_log_stats
 
-    @functools.wraps(update)
-    def train_step(self: Trainer, *args: Any, **kw: Any) -> Any:
-        if core_of(self.get_model()) is not None:
-            measured_rate(self)  # once, and in no update's time
-        return update(self, *args, **kw)
+def model_flops(core: Decoder, sample: Any) -> float:
+    """Operations of the model in the forward and backward pass of a micro-batch."""
+    return sum(tokens * training_flops(core.config, length) for tokens, length in sizes_of([sample]))
 
-    @functools.wraps(micro_batch)
-    def train_micro_batch(
-        self: FairseqTask, sample: Any, model: Any, *args: Any, ignore_grad: bool = False, **kw: Any
-    ) -> Any:
-        loss, sample_size, logging_output = micro_batch(self, sample, model, *args, ignore_grad=ignore_grad, **kw)
-        core = core_of(model)
-        if core is not None:
-            flops = sum(tokens * training_flops(core.config, length) for tokens, length in sizes_of([sample]))
-            logging_output = {**logging_output, _FLOPS: 0.0 if ignore_grad else flops}
-        return loss, sample_size, logging_output
 
-    @functools.wraps(log_stats)
-    def reduce_and_log_stats(self: Trainer, logging_outputs: Any, sample_size: Any, grad_norm: Any = None) -> Any:
-        result = log_stats(self, logging_outputs, sample_size, grad_norm)
-        if logging_outputs and _FLOPS in logging_outputs[0]:  # not in validation, which leaves them out
-            metrics.log_speed(_FLOPS_METER, sum(output[_FLOPS] for output in logging_outputs), priority=95)
-            limit = measured_rate(self) * self.data_parallel_world_size
-            metrics.log_derived("mfu", functools.partial(_percent_of, limit), priority=95)
-            metrics.log_scalar("mem_gb", _peak_gigabytes(self), weight=0, priority=1500, round=3)
-        return result
-
-    Trainer.train_step = train_step
-    FairseqTask.train_step = train_micro_batch
-    Trainer._reduce_and_log_stats = reduce_and_log_stats
+def log_speed(trainer: Any, logging_outputs: Iterable[Mapping[str, Any]]) -> None:
+    """Log ``mfu`` and ``mem_gb`` of an update whose micro-batches have their :data:`FLOPS` in the logging output."""
+    metrics.log_speed(_FLOPS_METER, sum(output[FLOPS] for output in logging_outputs), priority=95)
+    limit = measured_rate(trainer) * trainer.data_parallel_world_size
+    metrics.log_derived("mfu", functools.partial(_percent_of, limit), priority=95)
+    metrics.log_scalar("mem_gb", _peak_gigabytes(trainer), weight=0, priority=1500, round=3)
 
 
 def sizes_of(samples: Iterable[Any]) -> list[tuple[int, int]]:

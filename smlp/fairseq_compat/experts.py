@@ -1,8 +1,13 @@
-"""Which parameters of a fairseq model belong to experts, and on which ranks they live."""
+"""The experts of a fairseq model whose ranks hold different ones: parameters, gradients, norm and optimizer state.
+
+fairseq averages dense gradients over W ranks and multiplies all gradients by W / (tokens of the update) later. The sum
+over ranks that the backward pass and the replica group leave in an expert's gradient is divided by W here, so that both
+come out as the gradient of the mean loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from smlp.checkpoint.parts import ExpertRows
 from smlp.moe.ownership import expert_parameters
-from smlp.parallel import Ranks
+from smlp.parallel import Ranks, global_grad_norm, reduce_expert_gradients
 
 
 @dataclass(frozen=True)
@@ -80,3 +85,70 @@ def experts_of(model: Any) -> SpreadExperts | None:
     """The experts of one of this package's models, wrapped for several ranks or not, if they are spread over ranks."""
     experts = getattr(model, "experts", None)
     return experts if isinstance(experts, SpreadExperts) and experts.are_spread else None
+
+
+def adapt_optimizer(optimizer: Any, model: nn.Module, experts: SpreadExperts) -> None:
+    """Let one of fairseq's optimizers load the state of all experts, and average the gradients of spread ones.
+
+    Args:
+        optimizer: of a trainer.
+        model: one of this package's, not wrapped.
+        experts: of the model, spread or not.
+    """
+    load_own, reduce_dense, positions = optimizer.load_state_dict, optimizer.all_reduce_grads, experts.positions(model)
+
+    def load_state_dict(state: dict[str, Any], *rest: Any, **kw: Any) -> None:
+        load_own(own_optimizer_state(state, experts, positions), *rest, **kw)
+
+    def all_reduce_grads(module: nn.Module) -> None:
+        reduce_dense(module)
+        if experts_of(module) is not None:  # else it is a criterion with parameters
+            average_expert_gradients(experts.parameters(module), experts.ranks)
+
+    if experts.names:
+        optimizer.load_state_dict = load_state_dict
+    if experts.are_spread:
+        optimizer.all_reduce_grads = all_reduce_grads
+
+
+def own_optimizer_state(state: dict[str, Any], experts: SpreadExperts, positions: dict[str, int]) -> dict[str, Any]:
+    """The optimizer state for this rank's parameters, from one for all experts.
+
+    Args:
+        state: ``"state"`` by position of the parameter, and ``"param_groups"``.
+        experts: of the model.
+        positions: of the expert parameters, by name.
+    """
+    moments = dict(state["state"])
+    for position in positions.values():
+        if position in moments:
+            moments[position] = {key: experts.cut_tensor(value) for key, value in moments[position].items()}
+    return {**state, "state": moments}
+
+
+def average_expert_gradients(parameters: list[nn.Parameter], ranks: Ranks) -> None:
+    """Sums expert gradients over their replicas and divides them by W; a collective."""
+    reduce_expert_gradients(parameters, ranks.replicas)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, 1 / ranks.layout.world_size)
+
+
+def norm_with_experts(optimizer: Any, ranks: Ranks) -> Callable[[Tensor], Tensor]:
+    """Return what completes the norm of the dense gradients, which fairseq has computed, with those of all experts.
+
+    The result is the same number on every rank, and not finite anywhere if a gradient is not finite somewhere.
+
+    Args:
+        optimizer: fairseq's; in half precision it holds 32-bit copies of the parameters, which bear the same mark.
+        ranks: of the experts.
+    """
+    groups = optimizer.optimizer.param_groups
+    experts = [parameter for group in groups for parameter in group["params"] if hasattr(parameter, "expert")]
+
+    def aggregate(dense_norm: Tensor) -> Tensor:
+        dense: Any = nn.Parameter(torch.empty_like(dense_norm), requires_grad=False)
+        dense.grad = dense_norm
+        return global_grad_norm([dense], experts, ranks).to(dense_norm)
+
+    return aggregate

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import functools
 import math
 import os
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,9 @@ import torch
 from omegaconf import OmegaConf
 
 from smlp.config.presets import num_experts_of
-from smlp.criterions.choice import check_criterion
 from smlp.errors import UserError
-from smlp.fairseq_compat.core import core_of
 from smlp.fairseq_compat.limits import check_numbers
-from smlp.fairseq_compat.processes import settle_ranks
-from smlp.fairseq_compat.saving import own_save_dir
 from smlp.parallel import ExpertLayout
-from smlp.trainer.spread import experts_of
 
 #: optimizers that treat every number of a parameter alike, so that it does not matter where an expert lives
 _POINTWISE = ("adam", "adamax", "adadelta", "adagrad", "nag", "sgd", "cpu_adam")
@@ -34,37 +27,6 @@ _PAIRS = (
     ("adafactor_eps", "(1e-30, 1e-3)", math.inf),
 )
 _BACKENDS = ("legacy_ddp", "no_c10d", "pytorch_ddp", "c10d")
-
-
-def apply() -> None:
-    from fairseq.distributed import utils as distributed_utils
-    from fairseq.trainer import Trainer
-
-    build_trainer, call_main = Trainer.__init__, distributed_utils.call_main
-
-    @functools.wraps(call_main)
-    def checked_call_main(cfg: Any, main: Callable[..., Any], **kw: Any) -> None:
-        settle_ranks(cfg)
-        if cfg.common_eval.path is None:
-            check_before_start(cfg, cfg.distributed_training.distributed_world_size)
-        with own_save_dir(cfg, main):
-            call_main(cfg, main, **kw)
-
-    @functools.wraps(build_trainer)
-    def trainer_init(self: Trainer, cfg: Any, task: Any, model: Any, *rest: Any, **kw: Any) -> None:
-        if not isinstance(cfg, Namespace):
-            if experts_of(model) is not None:
-                check_settings(cfg)
-            core = core_of(model)
-            if core is not None:
-                check_criterion(getattr(cfg.criterion, "_name", None), core.config)
-            if core is not None and model.experts.names:
-                # One flat copy of all parameters knows no experts, and its moments would fit no other layout.
-                cfg.common.fp16_no_flatten_grads = True
-        build_trainer(self, cfg, task, model, *rest, **kw)
-
-    Trainer.__init__ = trainer_init
-    distributed_utils.call_main = checked_call_main
 
 
 def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -> None:
@@ -272,3 +234,15 @@ def check_settings(cfg: Any) -> None:
     for option, (is_given, reason, instead) in refused.items():
         if is_given:
             raise UserError(f"{option} {reason}, and experts are spread over ranks here: give {instead}, {remedy}")
+
+
+def check_half_precision(cfg: Any, has_cuda: bool) -> None:
+    """Raise ``UserError`` for fp16 training without a GPU.
+
+    fairseq's fp16 optimiser keys its flat parameters by CUDA device and creates a CUDA tensor at the first overflow of
+    the loss scale, so on a CPU it fails at once or, with the variants, some time later.
+    """
+    common = cfg.common
+    if common.fp16 and not common.tpu and not has_cuda:
+        flag = "--memory-efficient-fp16" if common.memory_efficient_fp16 else "--fp16"
+        raise UserError(f"{flag} trains on a GPU only and this run uses the CPU: leave it out, or use --bf16 instead")

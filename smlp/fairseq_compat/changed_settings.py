@@ -5,21 +5,18 @@ fairseq says nothing where the parameters fit, and Switch's fit GShard, or four 
 
 from __future__ import annotations
 
-import functools
 import logging
 from argparse import Namespace
-from collections.abc import Mapping
 from contextlib import nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 from omegaconf import open_dict
 
 from smlp.checkpoint.opened import check_is_ours, config_of
+from smlp.checkpoint.torch_file import read_structure
 from smlp.config import ModelConfig, differences, flatten
 from smlp.config.ignored_settings import ignored_settings
 from smlp.errors import UserError
-from smlp.fairseq_compat.core import core_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,43 +27,27 @@ _WITHOUT_EFFECT = {
 }
 #: what made a part of a trained model that a checkpoint brings along: the table of hash routing
 _BROUGHT_ALONG = ("hash_kind", "hash_seed")
-#: configurations of the checkpoints that are read while a trainer loads one
-_read: ContextVar[list[ModelConfig]] = ContextVar("_read")
 
 
-def apply() -> None:
-    from fairseq import checkpoint_utils
-    from fairseq.trainer import Trainer
+def compare_with(filename: str, trainer: Any, now: ModelConfig) -> None:
+    """Say what a trainer that has loaded a checkpoint does differently from here on; nothing if all is the same.
 
-    read = checkpoint_utils.load_checkpoint_to_cpu
-    load = Trainer.load_checkpoint
-
-    @functools.wraps(read)
-    def load_checkpoint_to_cpu(path: str, *rest: Any, **kw: Any) -> dict[str, Any]:
-        state = read(path, *rest, **kw)
-        configs = _read.get(None)
-        if configs is not None and (config := _config_in(state, path)) is not None:
-            configs.append(config)
-        return state
-
-    @functools.wraps(load)
-    def load_checkpoint(self: Trainer, filename: str, *rest: Any, **kw: Any) -> Any:
-        configs: list[ModelConfig] = []
-        token = _read.set(configs)
-        try:
-            extra_state = load(self, filename, *rest, **kw)
-        finally:
-            _read.reset(token)
-        core = core_of(self.get_model())
-        if core is not None and configs:
-            _keep_brought_along(self, configs[0], core.config, filename)
-            changed = changed_settings(configs[0], core.config)
-            if changed is not None and self.is_data_parallel_master:
-                logger.warning(f"{filename} was trained with {changed}")
-        return extra_state
-
-    checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
-    Trainer.load_checkpoint = load_checkpoint
+    Args:
+        filename: of the checkpoint.
+        trainer: of one of this package's models. Its options get what made the tables that the checkpoint brings
+            along, so that they are in the checkpoints to come.
+        now: the configuration of the model.
+    """
+    try:
+        state = read_structure(filename)
+        check_is_ours(state, filename)
+        then = config_of(state, filename)
+    except UserError:  # another package's model, or it is not to be understood
+        return
+    _keep_brought_along(trainer, then, now, filename)
+    changed = changed_settings(then, now)
+    if changed is not None and trainer.is_data_parallel_master:
+        logger.warning(f"{filename} was trained with {changed}")
 
 
 def changed_settings(then: ModelConfig, now: ModelConfig) -> str | None:
@@ -95,12 +76,3 @@ def _keep_brought_along(trainer: Any, then: ModelConfig, now: ModelConfig, filen
     if trainer.is_data_parallel_master:
         shown = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in unused.items())
         logger.warning(f"{shown} has no effect: tokens go to experts by the table that {filename} brings along")
-
-
-def _config_in(state: Mapping[str, Any], path: str) -> ModelConfig | None:
-    """The configuration of one of this package's models; None of another, or if it is not to be understood."""
-    try:
-        check_is_ours(state, path)
-        return config_of(state, path)
-    except UserError:
-        return None

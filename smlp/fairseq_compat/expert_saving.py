@@ -27,7 +27,7 @@ from smlp.checkpoint.parts import (
     write_part,
 )
 from smlp.errors import ParallelError, UserError
-from smlp.trainer.spread import SpreadExperts, experts_of
+from smlp.fairseq_compat.experts import SpreadExperts
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +36,18 @@ _DONE = "done"
 
 def apply() -> None:
     from fairseq import checkpoint_utils
-    from fairseq.trainer import Trainer
 
     save = checkpoint_utils.save_checkpoint
-    save_file = Trainer.save_checkpoint
 
     @functools.wraps(save)
-    def save_checkpoint(cfg: Any, trainer: Trainer, epoch_itr: Any, val_loss: Any) -> Any:
-        experts = experts_of(trainer.model)
+    def save_checkpoint(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
+        experts = getattr(trainer, "experts", None)
         if experts is None or cfg.no_save:
             path = save(cfg, trainer, epoch_itr, val_loss)
             if path is not None:  # it may have taken the place of one whose experts were spread
                 remove_unused_parts(cfg.save_dir)
             return path
-        saving = _Saving(trainer, experts)
+        saving = ExpertSaving(trainer, experts)
         if trainer.data_parallel_rank > 0:
             save(cfg, trainer, epoch_itr, val_loss)  # only remembers the best value
             saving.follow()
@@ -61,26 +59,15 @@ def apply() -> None:
             saving.tell(UserError(f"rank 0 could not save: {error}"))
             raise
         finally:
-            del trainer.expert_saving
+            trainer.expert_saving = None
         remove_unused_parts(cfg.save_dir)
         saving.tell(_DONE)
         return path
 
-    @functools.wraps(save_file)
-    def save_checkpoint_file(self: Trainer, filename: str, extra_state: dict[str, Any]) -> str | None:
-        if experts_of(self.model) is None:
-            return save_file(self, filename, extra_state)
-        saving = getattr(self, "expert_saving", None)
-        if saving is None:  # after an error, which other ranks may know nothing of
-            logger.warning(f"{filename} is not written: it would lack the experts of the other ranks")
-            return None
-        return saving.save(filename, extra_state)
-
     checkpoint_utils.save_checkpoint = save_checkpoint
-    Trainer.save_checkpoint = save_checkpoint_file
 
 
-class _Saving:
+class ExpertSaving:
     """What the ranks do together between the beginning and the end of fairseq's ``save_checkpoint``."""
 
     def __init__(self, trainer: Any, experts: SpreadExperts) -> None:
