@@ -1,12 +1,16 @@
-"""What a run was trained on, and where: ``--data-order-file FILE`` and ``--environment-file FILE``.
+"""What a run writes down when options ask for it: JSON lines of what it was trained on, how long that took, and where.
 
-The first says what a run was trained on, update by update, as one number each.
+All of it is written by rank 0.
 
-A line of the file is ``{"update": n, "digest": d}``. The digest is a sum over the sequences of all micro-batches of all
-ranks, padding left out, so that it does not depend on how the sequences of an update are dealt out; two runs that see
-the same tokens in the same order have equal files, and otherwise the first line that differs names the update.
+``--data-order-file``: ``{"update": n, "digest": d}``. The digest is a sum over the sequences of all micro-batches of
+all ranks, padding left out, so that it does not depend on how the sequences of an update are dealt out; two runs that
+see the same tokens in the same order have equal files, and otherwise the first line that differs names the update.
 
-The second has a line of JSON for each start of the run: where it was trained and with what.
+``--update-times-file``: ``{"update": n, "tokens": k, "seconds": s, "data_seconds": w}``: the tokens that the update
+predicted on all ranks, the seconds of its training step, and those of waiting for its batches. Validation and saving
+are in neither.
+
+``--environment-file``: a line for each start of the run, with versions, machine and revision.
 """
 
 from __future__ import annotations
@@ -31,23 +35,28 @@ _PRIME = (1 << 31) - 1
 _BASE = 1_103_515_245  # any large number below the prime
 
 
-class DataOrder:
-    """The file of one run, written by rank 0.
+class UpdateRecord:
+    """A file with a line for each update, without repetition also where training is resumed.
 
     Args:
         path: of the file.
+        what: is recorded, for the warning where it cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str, what: str) -> None:
+        self.path, self.what = Path(path), what
         self._journal: Journal | None = None
 
-    def add(self, update: int, logging_outputs: Iterable[Mapping[str, Any]]) -> None:
-        """Write the line of an update, whose micro-batches have their :data:`DIGEST` in the logging output."""
+    def add(self, update: int, **fields: Any) -> None:
+        """Write the line of an update; the first one drops lines of later updates, which training does again."""
         if self._journal is None:
-            self._journal = Journal(self.path, update - 1, "record of the data's order")
-        total = sum(int(output[DIGEST]) for output in logging_outputs)
-        self._journal.append({"update": update, "digest": total % _PRIME})
+            self._journal = Journal(self.path, update - 1, self.what)
+        self._journal.append({"update": update, **fields})
+
+
+def digest_of(logging_outputs: Iterable[Mapping[str, Any]]) -> int:
+    """Return the digest of an update from those of its micro-batches."""
+    return sum(int(output[DIGEST]) for output in logging_outputs) % _PRIME
 
 
 def digest(tokens_Bn: Tensor, pad: int) -> Tensor:

@@ -61,13 +61,14 @@ class DataClock:
         return next_batches
 
     @classmethod
-    def log(cls) -> None:
-        """Log the share, in percent, at the end of an update."""
+    def log(cls) -> float:
+        """Log the share, in percent, at the end of an update; return the seconds of waiting."""
         now = time.perf_counter()
         if cls._done is not None and now > cls._done:
             seconds = now - cls._done
             metrics.log_scalar("data_wait", 100 * cls._waited / seconds, weight=seconds, priority=1490, round=2)
-        cls._waited, cls._done = 0.0, now
+        waited, cls._waited, cls._done = cls._waited, 0.0, now
+        return waited
 
 
 def apply() -> None:

@@ -6,6 +6,7 @@ What a method needs besides a few lines is in the modules that it calls.
 from __future__ import annotations
 
 import logging
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from smlp.fairseq_compat.expert_saving import ExpertSaving
 from smlp.fairseq_compat.experts import adapt_optimizer, experts_of, norm_with_experts
 from smlp.fairseq_compat.loading import check_seen_by_all, said_in_one_sentence
 from smlp.fairseq_compat.profiling import UpdateProfiler
-from smlp.fairseq_compat.records import DIGEST, DataOrder, digest, write_environment
+from smlp.fairseq_compat.records import DIGEST, UpdateRecord, digest, digest_of, write_environment
 from smlp.fairseq_compat.settings import check_half_precision, check_settings
 from smlp.fairseq_compat.speed import FLOPS, DataClock, log_speed, measured_rate, model_flops
 from smlp.fairseq_compat.startup import keep_freed_memory
@@ -64,7 +65,9 @@ class SparseTrainer(Trainer):
         #: None if every rank holds all of them
         self.experts = experts_of(model)
         self.profiler: UpdateProfiler | None = None
-        self.data_order: DataOrder | None = None
+        self.data_order: UpdateRecord | None = None
+        self.update_times: UpdateRecord | None = None
+        self._num_tokens = 0
         #: on rank 0, while the ranks save together
         self.expert_saving: ExpertSaving | None = None
         self.train_iterator: Any = None
@@ -99,7 +102,9 @@ class SparseTrainer(Trainer):
         """Prepare what the options of the model ask to write down."""
         options = self.cfg.model
         if getattr(options, "data_order_file", None) is not None:
-            self.data_order = DataOrder(Path(options.data_order_file))
+            self.data_order = UpdateRecord(options.data_order_file, "record of the data's order")
+        if getattr(options, "update_times_file", None) is not None:
+            self.update_times = UpdateRecord(options.update_times_file, "record of the updates' times")
         if getattr(options, "environment_file", None) is not None and self.data_parallel_rank == 0:
             write_environment(Path(options.environment_file), self.device, self.data_parallel_world_size)
         if getattr(options, "profile_updates", None):
@@ -145,6 +150,7 @@ class SparseTrainer(Trainer):
             self._seeds = batch_seeds(self.cfg.common.seed, self.get_num_updates(), *place)
         # A rank that goes on alone after running out of memory would leave the others waiting for its tokens.
         raise_oom = raise_oom or self.experts is not None
+        num_updates, start = self.get_num_updates(), time.perf_counter()
         try:
             with self.profiler.one_update(samples) if self.profiler is not None else nullcontext():
                 result = super().train_step(real_batches_last(samples), raise_oom)
@@ -153,8 +159,11 @@ class SparseTrainer(Trainer):
             if norms is not None and torch.isfinite(norms).all():  # of all ranks: they differ, but none has diverged
                 raise
             raise diverged(self, f"update {self.get_num_updates() + 1}", error) from error
+        seconds, waited = time.perf_counter() - start, DataClock.log()
         self._update_just_done = True
-        DataClock.log()
+        if self.update_times is not None and self.data_parallel_rank == 0 and self.get_num_updates() > num_updates:
+            times = {"seconds": round(seconds, 6), "data_seconds": round(waited, 6)}
+            self.update_times.add(self.get_num_updates(), tokens=self._num_tokens, **times)
         return result
 
     def _prepare_sample(self, sample: Any, *rest: Any, **kw: Any) -> Any:
@@ -205,8 +214,10 @@ class SparseTrainer(Trainer):
         result = super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
         if logging_outputs and FLOPS in logging_outputs[0]:  # not in validation
             log_speed(self, logging_outputs)
+            if self.update_times is not None:
+                self._num_tokens = sum(int(output.get("ntokens", 0)) for output in logging_outputs)
             if self.data_order is not None and self.data_parallel_rank == 0:
-                self.data_order.add(self.get_num_updates(), logging_outputs)
+                self.data_order.add(self.get_num_updates(), digest=digest_of(logging_outputs))
         return result
 
     def cumulative_training_time(self) -> float:

@@ -77,6 +77,11 @@ _OPTIONS = [
         "data_order_file", str, "write down here what each update is trained on: a line with a digest of its tokens"
     ),
     _option(
+        "update_times_file",
+        str,
+        "write down here how long each update took: a line with its tokens, seconds and seconds of waiting for data",
+    ),
+    _option(
         "environment_file",
         str,
         "add a line to this file at each start: versions, machine, ranks, git revision, plugins",

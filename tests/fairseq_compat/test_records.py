@@ -1,5 +1,5 @@
-"""``--data-order-file``: what each update was trained on, equal for all models and layouts, also after a stop; and
-``--environment-file``: where each start of a run was."""
+"""``--data-order-file``: what each update was trained on, equal for all models and layouts, also after a stop;
+``--update-times-file``: how long each one took; ``--environment-file``: where each start of a run was."""
 
 import json
 
@@ -52,6 +52,7 @@ def records(tiny_data, tmp_path_factory, run_fairseq_many):
     def case(name, *options, updates=UPDATES, file=True, **more):
         order = ["--data-order-file", folder / name / "order.jsonl"] if file else []
         order += ["--environment-file", folder / name / "environment.jsonl"] if file else []
+        order += ["--update-times-file", folder / name / "times.jsonl"] if file else []
         args = [tiny_data, *COMMON, "--max-update", updates, "--save-dir", folder / name, *order, *options]
         return {"tool": "train", "args": args, **more}
 
@@ -71,7 +72,7 @@ def records(tiny_data, tmp_path_factory, run_fairseq_many):
     return {
         name: [
             [json.loads(line) for line in (folder / name / f"{what}.jsonl").read_text().splitlines()]
-            for what in ("order", "environment")
+            for what in ("order", "environment", "times")
         ]
         for name in cases
         if name != "off"
@@ -80,7 +81,7 @@ def records(tiny_data, tmp_path_factory, run_fairseq_many):
 
 @pytest.fixture
 def orders(records):
-    return {name: order for name, (order, _) in records.items()}
+    return {name: order for name, (order, _, _) in records.items()}
 
 
 def test_every_model_and_layout_sees_the_same_tokens(orders):
@@ -101,13 +102,21 @@ def test_a_run_that_was_stopped_repeats_and_skips_nothing(orders):
 
 
 def test_each_start_writes_down_where_it_is(records):
-    environments = {name: lines for name, (_, lines) in records.items()}
+    environments = {name: lines for name, (_, lines, _) in records.items()}
     assert {name: len(lines) for name, lines in environments.items()} == {name: 1 for name in records} | {"stopped": 2}
     (line,), (two,) = environments["smlp"], environments["two ranks"]
     assert (line["world_size"], two["world_size"], line["gpu"], line["threads"]) == (1, 2, None, 1)
     assert line["torch"] == torch.__version__.split("+")[0] or line["torch"] == torch.__version__
     assert {"smlp", "fairseq", "python", "processor", "git", "plugins", "start"} <= set(line)
     assert environments["stopped"][0]["start"] <= environments["stopped"][1]["start"]
+
+
+def test_each_update_has_its_time_and_tokens(records):
+    for name, (_, _, times) in records.items():
+        assert [line["update"] for line in times] == list(range(1, UPDATES + 1)), name
+        assert all(line["seconds"] > 0 and line["data_seconds"] >= 0 for line in times), name
+    tokens = [[line["tokens"] for line in records[name][2]] for name in ("smlp", "two ranks", "stopped")]
+    assert tokens[0] == tokens[1] == tokens[2] and tokens[0][0] == 2 * 4 * 24
 
 
 def test_an_environment_file_that_cannot_be_written_is_named(tmp_path):
