@@ -12,6 +12,23 @@ class UserError(ValueError):
     """
 
 
+def one_line(error: Exception | str) -> str:
+    """Return a message as one line that a terminal shows as it is: line ends and control characters are escaped."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in str(error).strip())
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """Return the sentence for an error of memory that ran out; None for another error."""
+    # torch on CPUs has no exception of its own for it
+    words = ("can't allocate memory", "out of memory", "size calculation overflowed")
+    if not isinstance(error, MemoryError) and not (
+        isinstance(error, RuntimeError) and any(part in str(error) for part in words)
+    ):
+        return None
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    return "there is not enough memory for this" + (f": it asked for {asked[1]} at once" if asked else "")
+
+
 class NaNError(UserError, FloatingPointError):
     """Not-a-number where none may be: training has diverged, or the weights are damaged."""
 

@@ -27,6 +27,8 @@ SECOND_EXPERTS = ("random", "sampled", "all")
 GATE_NORMALISATIONS = ("before_drop", "after_drop")
 HASHES = ("random", "balanced")
 
+MOST_LAYERS = 10_000  # deeper than any model; each takes time and memory to build however narrow it is
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -131,6 +133,11 @@ class ModelConfig:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("num_dense_layers", "num_sparse_layers", "spatial_init_scale"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        require(
+            self.num_layers <= MOST_LAYERS,
+            f"num_dense_layers={self.num_dense_layers} and num_sparse_layers={self.num_sparse_layers} are more than "
+            f"{MOST_LAYERS} layers",
+        )
         require(self.num_layers >= 1, "num_dense_layers and num_sparse_layers are both 0: a model needs a layer")
         require(0.0 <= self.dropout < 1.0, f"dropout must be in [0, 1), got {self.dropout}")
         require(

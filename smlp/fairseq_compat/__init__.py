@@ -20,6 +20,7 @@ leaves every other user of the same library function alone.
     parsing     command lines that end in pages of usage or a traceback, --bf16 without a TPU
     limits      numbers that no option can work with
     settings    options that cannot work on this machine, or with experts that are spread over ranks
+    needs       options that need what is not there
     stopping    signals that ask a run to save and leave
     processes   torchrun, srun and explicit ranks, with and without a GPU
     lost_ranks  for it: what a rank says that another one has left alone
@@ -54,10 +55,12 @@ def apply() -> None:
         limits,
         loading,
         logs,
+        needs,
         parsing,
         processes,
         saving,
         scoring,
+        settings,
         speed,
         startup,
         stopping,
@@ -65,6 +68,6 @@ def apply() -> None:
         versions,
     )
 
-    remedies = (startup, logs, versions, parsing, limits, stopping, processes, saving, loading, data, batches)
-    for group in (*remedies, buffering, adam, scoring, divergence, speed, expert_saving, trainer):
+    remedies = (startup, logs, versions, parsing, limits, needs, settings, stopping, processes, saving, loading, data)
+    for group in (*remedies, batches, buffering, adam, scoring, divergence, speed, expert_saving, trainer):
         group.apply()

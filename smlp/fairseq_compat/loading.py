@@ -29,6 +29,10 @@ from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
 
 logger = logging.getLogger(__name__)
 
+#: errors of what is put together from a checkpoint's parts; memory, disks and other ranks have others
+_OF_UNFITTING = (ValueError, TypeError, LookupError, AttributeError)
+#: moments that have the shape of their parameter, whatever the optimizer
+_SHAPED_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 
 
@@ -101,6 +105,8 @@ def said_in_one_sentence(filename: str) -> Iterator[None]:
     """
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         reason = error.__context__
         if isinstance(reason, UserError):
@@ -109,7 +115,10 @@ def said_in_one_sentence(filename: str) -> Iterator[None]:
             raise UserError(unfitting(filename, reason)) from error
         if isinstance(error, AssertionError) and "does not match; please reset" in str(error):
             raise UserError(other_optimizer(filename, str(error))) from error
-        raise
+        cause = reason if "Cannot load model" in str(error) else error
+        if not isinstance(cause, _OF_UNFITTING):
+            raise
+        raise UserError(not_resumable(filename, cause)) from error
 
 
 def check_seen_by_all(path: str) -> None:
@@ -127,6 +136,41 @@ def check_seen_by_all(path: str) -> None:
         raise UserError(
             f"ranks {missing} do not see {path}, the others do: --save-dir and --restore-file must be on a disk that "
             "all nodes share"
+        )
+
+
+def check_moments(path: str, trainer: Any) -> None:
+    """Compare the moments that an optimizer has read with its parameters, and warn of parameters without any.
+
+    Args:
+        path: of the checkpoint.
+        trainer: that has read it.
+
+    Raises:
+        UserError: a moment has another shape than its parameter; the message names the parameter.
+    """
+    moments = trainer.optimizer.optimizer.state
+    if not moments:
+        return
+    names = {parameter: name for name, parameter in trainer.get_model().named_parameters()}
+    learnt = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    without = []
+    for number, parameter in enumerate(learnt):
+        name = names.get(parameter, f"number {number}")
+        if not moments.get(parameter):
+            without.append(name)
+            continue
+        for kind in _SHAPED_MOMENTS & moments[parameter].keys():
+            shape = getattr(moments[parameter][kind], "shape", None)
+            if shape != parameter.shape:
+                raise UserError(
+                    f"{path} is damaged: {kind} of parameter {name} is {list(shape or ())}, the parameter "
+                    f"{list(parameter.shape)}; --reset-optimizer begins with new moments"
+                )
+    if without:
+        logger.warning(
+            f"{path} has no optimizer state of {len(without)} of {len(learnt)} parameters, {', '.join(without[:3])}"
+            f"{', ...' if len(without) > 3 else ''}: their moments begin anew"
         )
 
 
@@ -255,6 +299,15 @@ def other_optimizer(path: str, said: str) -> str:
     return (
         f"{path} was trained with the {what.lower()} {then}, this run has {now}: give the {same} that it was trained "
         "with, or --reset-optimizer to begin with new moments"
+    )
+
+
+def not_resumable(path: str, error: BaseException) -> str:
+    """The sentence for a checkpoint whose parts are not what this run has room for."""
+    what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return (
+        f"training cannot resume from {path} ({what}): its optimizer, schedule, meters or weights are of another kind "
+        "than this run's; --reset-optimizer, --reset-lr-scheduler and --reset-meters begin with new ones"
     )
 
 

@@ -27,7 +27,8 @@ from smlp.fairseq_compat.data import check_ids
 from smlp.fairseq_compat.divergence import diverged
 from smlp.fairseq_compat.expert_saving import ExpertSaving
 from smlp.fairseq_compat.experts import adapt_optimizer, experts_of, norm_with_experts
-from smlp.fairseq_compat.loading import check_seen_by_all, said_in_one_sentence
+from smlp.fairseq_compat.loading import check_moments, check_seen_by_all, said_in_one_sentence
+from smlp.fairseq_compat.needs import check_best_metric
 from smlp.fairseq_compat.profiling import UpdateProfiler
 from smlp.fairseq_compat.records import DIGEST, UpdateRecord, digest, digest_of, write_environment
 from smlp.fairseq_compat.settings import check_half_precision, check_settings
@@ -127,6 +128,8 @@ class SparseTrainer(Trainer):
             check_seen_by_all(filename)
         with said_in_one_sentence(filename):
             extra_state = super().load_checkpoint(filename, *rest, **kw)
+        if self._optimizer is not None:
+            check_moments(filename, self)
         if self.core is not None and extra_state is not None:
             compare_with(filename, self, self.core.config)
         return extra_state
@@ -238,6 +241,7 @@ class SparseTrainer(Trainer):
             result = super().valid_step(sample, raise_oom)
         except FloatingPointError as error:
             raise diverged(self, when, error) from error
+        check_best_metric(self)
         leave_if_asked(self)
         loss = float(result["loss"])  # over all ranks, which all of them see
         if result["sample_size"] and not isfinite(loss):

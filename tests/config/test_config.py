@@ -8,6 +8,7 @@ import torch
 import smlp
 from smlp.config import SETTINGS, ModelConfig, MoEConfig, flatten, unflatten
 from smlp.config.ignored_settings import ignored_settings
+from smlp.config.model import MOST_LAYERS
 from smlp.config.presets import PRESETS
 from smlp.costs.formula import parameters
 
@@ -152,6 +153,12 @@ def test_flat_settings_are_the_inverse_of_the_nested_ones():
     assert unflatten(flatten(config)) == config
     assert set(flatten(config)) == set(SETTINGS)
     assert all(field.metadata["help"] for field in SETTINGS.values())
+
+
+def test_a_model_has_no_more_layers_than_can_be_built():
+    smlp.preset("smlp_tiny", num_dense_layers=MOST_LAYERS - 2)
+    with pytest.raises(smlp.UserError, match="num_dense_layers=1000000 and num_sparse_layers=2 are more than 10000"):
+        smlp.preset("smlp_tiny", num_dense_layers=10**6)
 
 
 def test_configurations_cannot_be_changed_behind_a_model():
