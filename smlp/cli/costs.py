@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smlp.launch.ranks import Place
     from smlp.parallel import ExpertLayout
 
-HELP = "where the time of an update goes: stages of the sparse layers and the rest, on one rank or several"
+DESCRIPTION = "where the time of an update goes: stages of the sparse layers and the rest, on one rank or several"
 EPILOG = """examples:
   smlp costs --arch smlp_tiny
   smlp costs --arch smlp_tiny --nproc 2 --overlap-chunks 2 --trace trace.json --json costs.json
@@ -37,11 +37,8 @@ The trace (with several ranks one each: trace.rank0.json, ...) opens in chrome:/
 _HEADS = {"assignment": "assign", "all-to-all out": "out", "all-to-all back": "back"}
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "costs", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     parser.add_argument("--arch", required=True, help="architecture")
     size = whole(1, MOST_SIZE)
     parser.add_argument("--tokens", **size, help="T, context to build it with (default: the architecture's)")
@@ -63,13 +60,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--trace", metavar="FILE", help="also write a Chrome trace")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and, on rank 0, prints the tables; with ``--nproc``, starts the ranks that do."""
     from smlp.cli.json_file import check_output
-    from smlp.cli.local_ranks import without_options
+    from smlp.cli.launch_options import without_options
     from smlp.errors import UserError
     from smlp.files import check_writable
     from smlp.launch.local import run_ranks

@@ -34,7 +34,7 @@ def load_model_for(args: argparse.Namespace, team: Team) -> LanguageModel:
         UserError: a file is missing or damaged, or DATA has a dictionary with other symbols.
     """
     from smlp.checkpoint.opened import open_checkpoint
-    from smlp.cli.model_options import load_model
+    from smlp.cli.options import load_model
     from smlp.text.tokenizer import Vocabulary
     from smlp.text.tokenizer_files import DICTIONARY, find_tokenizer
 

@@ -2,37 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
-from smlp.cli.progress import ProgressLine
 from smlp.config import LEAKY_WARNING, ModelConfig
 from smlp.evaluation.parity import Parity
 from smlp.evaluation.report import Evaluation
 from smlp.evaluation.scoring import Choices
-from smlp.nn.state import ForwardContext
-
-
-class Progress:
-    """A line on standard error about the batches of one rank.
-
-    Args:
-        num_batches: of this rank.
-        num_ranks: that are about as far.
-    """
-
-    def __init__(self, num_batches: int, num_ranks: int) -> None:
-        self.num_batches, self.num_ranks = num_batches, num_ranks
-        self.done = self.positions = 0
-        self.start = time.perf_counter()
-        self._line = ProgressLine()
-
-    def __call__(self, context: ForwardContext) -> None:
-        """Counts a forward pass that is over."""
-        self.done += 1
-        self.positions += context.tokens_Bn.numel()
-        rate = self.num_ranks * self.positions / (time.perf_counter() - self.start)
-        text = f"{self.done}/{self.num_batches} batches, {rate:,.0f} positions/s"
-        self._line.say(text, is_last=self.done == self.num_batches)
 
 
 def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_text: bool) -> list[str]:

@@ -6,6 +6,10 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smlp.nn.state import ForwardContext
 
 #: between two lines on a terminal, where each is written over the last, and elsewhere
 TERMINAL_SECONDS, LOG_SECONDS = 0.1, 30.0
@@ -56,3 +60,26 @@ class RecordsProgress:
                 self._line.say(text, is_last=self.done == self.total)
 
         return count
+
+
+class BatchesProgress:
+    """A line on standard error about the batches of one rank.
+
+    Args:
+        num_batches: of this rank.
+        num_ranks: that are about as far.
+    """
+
+    def __init__(self, num_batches: int, num_ranks: int) -> None:
+        self.num_batches, self.num_ranks = num_batches, num_ranks
+        self.done = self.positions = 0
+        self.start = time.perf_counter()
+        self._line = ProgressLine()
+
+    def __call__(self, context: ForwardContext) -> None:
+        """Counts a forward pass that is over."""
+        self.done += 1
+        self.positions += context.tokens_Bn.numel()
+        rate = self.num_ranks * self.positions / (time.perf_counter() - self.start)
+        text = f"{self.done}/{self.num_batches} batches, {rate:,.0f} positions/s"
+        self._line.say(text, is_last=self.done == self.num_batches)

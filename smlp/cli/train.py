@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smlp.cli.fairseq_tool import run_tool
-from smlp.cli.local_ranks import positive_number, read_launch_options, train_on_ranks, without_options
+from smlp.cli.launch_options import (
+    LaunchOptions,
+    check_nproc,
+    count_gpus,
+    positive_number,
+    read_launch_options,
+    train_on_ranks,
+    without_options,
+)
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option, option_value
+from smlp.fairseq_compat.command_line import package_dir, run_training, training_configuration
 from smlp.launch.stop_signals import EXIT_STOPPED
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from smlp.launch.plan import Seat
 
 PASS_THROUGH = True
 
@@ -24,7 +37,22 @@ TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (
 COMPANIONS = (DICTIONARY, *TOKENIZER_FILES)
 
 _PROFILE, _PROFILE_UPDATES = "--profile", "--profile-updates"
-_LAUNCH_OPTIONS = """options of its own:
+_WORLD_SIZE = "--distributed-world-size"
+USAGE = "smlp train [--nproc N] [--dry-run] [--profile N] DATA [any option of fairseq-train]"
+DESCRIPTION = (
+    textwrap.fill(
+        "fairseq-train with this package loaded. All arguments are handed on untouched; what is not given "
+        f"defaults to --task language_modeling, --arch {DEFAULT_ARCH}, --tokens-per-sample as the architecture was "
+        f"designed for, batches of {TOKENS_PER_BATCH} tokens and Adam at a learning rate of 5e-4. The save-dir "
+        f"also gets {DICTIONARY} and the tokenizer's files from DATA."
+    )
+    + "\n\n"
+    + textwrap.fill(
+        f"SIGUSR1 or SIGTERM stops a run after the update that it is in: it saves and leaves with exit status "
+        f"{EXIT_STOPPED}; the same command goes on from there."
+    )
+)
+EPILOG = """options of its own:
   --nproc N            N ranks on this machine, one on each GPU, or on CPUs; the lines
                        of ranks 1 to N-1 begin with [rank 1] ...; if one fails, all end
   --dry-run            train nothing; print every rank's host, device and experts, and
@@ -37,41 +65,19 @@ _LAUNCH_OPTIONS = """options of its own:
                        FLOPs and speed of each component (fairseq-train:
                        --profile-updates N; its own --profile is another option)
 
-"""
+examples:
+  smlp train data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/first
+  smlp train --nproc 2 data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/second
+  smlp train --profile 5 data-bin --arch smlp_tiny --max-update 20 --save-dir checkpoints/third
+  smlp train --dry-run --nodes 4 --gpus-per-node 8 data-bin --arch smlp
 
-
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    return subparsers.add_parser(
-        "train",
-        usage="smlp train [--nproc N] [--dry-run] [--profile N] DATA [any option of fairseq-train]",
-        help="train a model",
-        description=textwrap.fill(
-            "fairseq-train with this package loaded. All arguments are handed on untouched; what is not given "
-            f"defaults to --task language_modeling, --arch {DEFAULT_ARCH}, --tokens-per-sample as the architecture was "
-            f"designed for, batches of {TOKENS_PER_BATCH} tokens and Adam at a learning rate of 5e-4. The save-dir "
-            f"also gets {DICTIONARY} and the tokenizer's files from DATA."
-        )
-        + "\n\n"
-        + textwrap.fill(
-            f"SIGUSR1 or SIGTERM stops a run after the update that it is in: it saves and leaves with exit status "
-            f"{EXIT_STOPPED}; the same command goes on from there."
-        ),
-        epilog=_LAUNCH_OPTIONS + "examples:\n"
-        "  smlp train data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/first\n"
-        "  smlp train --nproc 2 data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/second\n"
-        "  smlp train --profile 5 data-bin --arch smlp_tiny --max-update 20 --save-dir checkpoints/third\n"
-        "  smlp train --dry-run --nodes 4 --gpus-per-node 8 data-bin --arch smlp\n\n"
-        "all options of fairseq-train:\n"
-        "  fairseq-train --user-dir $(smlp user-dir) --task language_modeling --arch smlp_tiny --help",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+all options of fairseq-train:
+  fairseq-train --user-dir $(smlp user-dir) --task language_modeling --arch smlp_tiny --help"""
 
 
 def run(args: argparse.Namespace) -> int:
     options = read_launch_options(with_profile_updates(args.arguments))
     if options.dry_run:
-        from smlp.cli.dry_run import dry_run  # imports torch, which --help and a launcher do without
-
         return dry_run(options, default_arguments(options.rest))
     if options.nproc is not None and options.nproc > 1:
         return train_on_ranks(options)
@@ -87,7 +93,8 @@ def train(arguments: list[str]) -> int:
             print(f"smlp train: using {' '.join(added)}", file=sys.stderr)
         prepare(cfg)
 
-    return run_tool("train", [*added, *arguments], before=before)
+    run_training([*added, *arguments], before)
+    return 0
 
 
 def with_profile_updates(arguments: list[str]) -> list[str]:
@@ -178,3 +185,48 @@ def copy_companions(data: Path, save_dir: Path) -> None:
     for name in COMPANIONS:
         if (data / name).is_file():
             copy_whole(data / name, save_dir / name)
+
+
+def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
+    """Prints every rank's host, device and experts, and its command; on rank 0 only, if this is one of several.
+
+    Args:
+        options: of the command line.
+        defaults: options that are added to it.
+
+    Raises:
+        UserError: an option is wrong, or ranks and experts do not fit.
+    """
+    from smlp.config.presets import num_experts_of
+    from smlp.fairseq_compat.settings import check_before_start, check_half_precision
+    from smlp.launch.plan import rank_table
+
+    arguments = [*defaults, *options.rest]
+    seats, rank = _seats(options)
+    asked = option_value(arguments, _WORLD_SIZE)
+    if asked is not None and asked != str(len(seats)):
+        raise UserError(f"{_WORLD_SIZE} {asked}, but there are {len(seats)} ranks: leave it out")
+    cfg = training_configuration(without_options(arguments, _WORLD_SIZE))
+    has_cuda = any(seat.device != "cpu" for seat in seats)
+    check_half_precision(cfg, has_cuda)
+    check_before_start(cfg, len(seats), has_cuda)
+    if rank == 0:
+        user_dir = [] if has_option(arguments, "--user-dir") else ["--user-dir", package_dir()]
+        group_size = getattr(cfg.model, "expert_parallel_size", None)
+        command = shlex.join(["fairseq-train", *user_dir, *arguments])
+        print(rank_table(seats, num_experts_of(cfg.model), group_size, command))
+    return 0
+
+
+def _seats(options: LaunchOptions) -> tuple[list[Seat], int]:
+    from smlp.launch.plan import seats_from_environment, seats_here, seats_of_nodes
+    from smlp.launch.ranks import has_terminal
+
+    if options.nodes is not None and options.gpus_per_node is not None:
+        return seats_of_nodes(options.nodes, options.gpus_per_node, has_option(options.rest, "--cpu")), 0
+    num_gpus = count_gpus(options.rest)
+    if options.nproc is not None and options.nproc > 1:
+        check_nproc(options)
+        return seats_here(options.nproc, num_gpus), 0
+    found = seats_from_environment(os.environ, num_gpus, has_terminal())
+    return found or (seats_here(max(1, num_gpus), num_gpus), 0)

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
-from smlp.cli.model_options import add_model_options, load_model
+from smlp.cli.options import add_model_options, add_scoring_options, add_team_options, as_team, check_least, load_model
 from smlp.cli.progress import RecordsProgress
-from smlp.cli.scoring_options import add_scoring_options, add_skip_option, check_least
-from smlp.cli.team_options import add_team_options, as_team
 from smlp.errors import UserError
 from smlp.evaluation.zeroshot.readers import READERS
 from smlp.evaluation.zeroshot.rules import RULES
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from smlp.evaluation.zeroshot.partial import PartialScores
     from smlp.inference.language_model import LanguageModel
 
-HELP = "accuracy on COPA, PIQA, StoryCloze, Winogrande, HellaSwag and ReCoRD"
+DESCRIPTION = "accuracy on COPA, PIQA, StoryCloze, Winogrande, HellaSwag and ReCoRD"
 EPILOG = """examples:
   smlp zeroshot --path checkpoint_best.pt --tasks all --data-dir tasks --skip-too-long
   smlp zeroshot --path checkpoint_best.pt --tasks copa,piqa --data-dir tasks --output answers.jsonl --json report.json
@@ -37,11 +35,8 @@ _TASKS, _TEMPLATES, _SCORING = tuple(READERS), tuple(TEMPLATES), ("auto", *RULES
 _NOT_PRINTED = ("model", "data_dir", "skip_too_long", "batch_tokens")
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "zeroshot", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_model_options(parser)
     parser.add_argument("--tasks", required=True, help=f"names, with commas: {', '.join(_TASKS)}; or all")
     parser.add_argument("--data-dir", required=True, type=Path, help="where the tasks' official files are")
@@ -56,7 +51,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--num-fewshot", type=int, default=0, metavar="K", help="solved examples before each record")
     parser.add_argument("--fewshot-seed", type=int, default=1, help="draws them (default: %(default)s)")
     add_scoring_options(parser)
-    add_skip_option(parser)
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -65,7 +59,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="FILE", help="write the report here too")
     add_team_options(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 
 from smlp.errors import UserError
 from smlp.evaluation.text_sizes import decoded_sizes
-from smlp.experiments.experiment import Experiment, Text
-from smlp.experiments.folder import Folder, read_json, write_json
+from smlp.experiments.folder import Folder
+from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.spec import Experiment, Text
 from smlp.launch.program import this_program
 from smlp.text.binarized import num_tokens, read_fairseq_tokens
 from smlp.text.tokenizer import Tokenizer, Vocabulary

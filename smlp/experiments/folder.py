@@ -12,8 +12,8 @@ from typing import Any
 
 from smlp.config import plugins
 from smlp.errors import UserError
-from smlp.experiments import kept
-from smlp.files import is_locked, locked, write_whole
+from smlp.experiments.json_files import EXPERIMENT, RUN, read_json, write_json
+from smlp.files import is_locked, locked
 
 #: what a run can be
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
@@ -61,7 +61,7 @@ class Folder:
             UserError: the folder holds runs of something else, with which new ones could not be compared.
         """
         if self.experiment.is_file():
-            older = read_json(self.experiment, kept.EXPERIMENT)
+            older = read_json(self.experiment, EXPERIMENT)
             for name in _SHARED:
                 _check_same(self.path, name, older.get(name), planned.get(name))
         write_json(self.experiment, planned)
@@ -83,7 +83,7 @@ class RunFolder:
     def state(self) -> dict[str, Any]:
         """What ``run.json`` says; a run that has none is waiting."""
         state = {"state": WAITING, "message": None, "attempts": [], "peak_memory_mib": None}
-        return {**state, **read_json(self.state_file, kept.RUN)} if self.state_file.is_file() else state
+        return {**state, **read_json(self.state_file, RUN)} if self.state_file.is_file() else state
 
     def update_state(self, **changes: Any) -> None:
         """Changes single entries of ``run.json``."""
@@ -131,31 +131,6 @@ class RunFolder:
             if keep_last and path.name.startswith("checkpoint_last"):
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def read_json(path: Path, shape: Any = dict) -> Any:
-    """What a file of ours holds, of a shape that :mod:`smlp.experiments.kept` describes.
-
-    Raises:
-        UserError: it cannot be read, or is damaged.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except RecursionError:
-        raise UserError(f"{path} is damaged: it is nested too deep") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    if problem := kept.wrong(found, shape):
-        raise UserError(f"{path} is damaged: {problem}")
-    return found
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file whole or not at all."""
-    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    write_whole(path, lambda file: file.write(text.encode()))
 
 
 def _check_same(folder: Path, name: str, before: Any, after: Any) -> None:

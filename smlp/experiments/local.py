@@ -8,16 +8,17 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.experiments import kept
-from smlp.experiments.experiment import Experiment, option_words, zeroshot_words
-from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder, read_json
+from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder
+from smlp.experiments.json_files import SCORES, read_json
 from smlp.experiments.plan import Run, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.scores import updates_of
+from smlp.experiments.spec import Experiment, option_words, zeroshot_words
 from smlp.launch.machine import num_cores
 from smlp.launch.program import this_module, this_program
 from smlp.launch.stop_signals import EXIT_STOPPED
@@ -183,7 +184,7 @@ def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> s
         run: trained.
         prefix: leading positions that some model of the experiment does not predict.
     """
-    scores = read_json(run.scores, kept.SCORES) if run.scores.is_file() else {"subsets": {}, "prefix": None}
+    scores = read_json(run.scores, SCORES) if run.scores.is_file() else {"subsets": {}, "prefix": None}
     if scores["prefix"] != prefix or not set(experiment.evaluation.subsets) <= set(scores["subsets"]):
         return SCORE
     wanted = _zeroshot_of(experiment)
@@ -231,6 +232,42 @@ def run_here(
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
     chains = [RunChain(experiment, folder, data, run, machine, progress, prefix) for run in left]
     return run_chains(chains, experiment.place.at_a_time(len(left)), progress.watch)
+
+
+def time_here(experiment: Experiment, folder: Folder, runs: Sequence[Run], machine: Machine) -> signal.Signals | None:
+    """Time of an update, models in turn, if a model has none; a failure costs this figure and nothing else.
+
+    Returns:
+        The signal that stopped it, or None.
+    """
+    rounds = experiment.evaluation.speed_rounds
+    timed = read_json(folder.speed, {"models": dict})["models"] if folder.speed.is_file() else {}
+    if not rounds:
+        return None
+    trained = [run for run in runs if folder.run(run.folder).state()["state"] == DONE]
+    if all(run.model.name in timed for run in trained):
+        return None
+    print(f"time of an update, {rounds} rounds, models in turn", flush=True)
+    log = folder.path / "logs" / "speed.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [*this_module("smlp.experiments.speed"), str(folder.path), str(rounds)]
+    threads = machine.threads * experiment.place.at_a_time(len(runs))  # nothing else is running
+    environment = {**machine.environment(0), "OMP_NUM_THREADS": str(threads)}
+    return run_chains([_Timing(command, log, environment)], 1, lambda: None)
+
+
+class _Timing(Chain):
+    """One command, of which nothing else depends."""
+
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
+        self._steps = [Step("speed", command, log, environment)]
+
+    def next_step(self, slot: int) -> Step | None:
+        return self._steps.pop() if self._steps else None
+
+    def ended(self, result: Ended) -> None:
+        if result.status != 0 and not result.is_stopping:
+            print(f"smlp: warning: no speed.json: status {result.status}, see {result.step.output}", flush=True)
 
 
 def _last_line(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from smlp.config.presets import preset
 from smlp.costs.formula import flops_per_token, parameters
 from smlp.costs.match import FAMILIES, like, match
 from smlp.errors import UserError
-from smlp.experiments.experiment import Experiment, ModelEntry, option_words
+from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.reading import check_names
+from smlp.experiments.spec import Experiment, ModelEntry, option_words
 
 #: sequences of a batch in validation, over those in training
 VALID_BATCHES = 4
@@ -153,7 +154,31 @@ def plan_models(experiment: Experiment, vocab_size: int, configure: Configure) -
     return models
 
 
-def spread_of(models: list[PlannedModel]) -> float:
+def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[PlannedModel]:
+    """The models, each from the configuration that fairseq builds of its options.
+
+    Args:
+        experiment: what the file says.
+        data: argument DATA.
+        vocab_size: of its dictionary.
+
+    Raises:
+        UserError: an option is wrong, or FLOPs differ too much.
+    """
+    from smlp.config.presets import config_of
+    from smlp.fairseq_compat.command_line import training_configuration
+    from smlp.fairseq_compat.settings import check_pairs
+
+    def configure(words: list[str]) -> Any:
+        budget = ["--max-update", str(experiment.updates)]  # which schedules of the rate are checked against
+        cfg = training_configuration([data, "--task", "language_modeling", *words, *budget])
+        check_pairs(cfg)
+        return config_of(cfg.model, vocab_size)
+
+    return plan_models(experiment, vocab_size, configure)
+
+
+def spread_of(models: Sequence[PlannedModel]) -> float:
     """How far the largest cost is above the smallest, relative."""
     costs = [model.flops_per_token for model in models]
     return max(costs) / min(costs) - 1
@@ -271,3 +296,26 @@ def as_json(experiment: Experiment, models: list[PlannedModel]) -> dict[str, Any
         "tuned_option": experiment.tuning.option if experiment.tuning else None,
         "models": [model.as_json(experiment.recipe, experiment.place.ranks) for model in models],
     }
+
+
+def not_done(folder: Folder, runs: Sequence[Run]) -> list[Run]:
+    """Those that are not done."""
+    return [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
+
+
+def print_models(experiment: Experiment, models: Sequence[PlannedModel]) -> None:
+    """A line for each, and the budget."""
+    width = max(len(model.name) for model in models)
+    print(f"{'model':<{width}}  {'M multiply-adds per token':>25}  {'M parameters':>12}  architecture")
+    for model in models:
+        total = parameters(model.config, 1).total
+        settings = " ".join(f"{name}={value}" for name, value in model.overrides.items())
+        print(
+            f"{model.name:<{width}}  {model.flops_per_token / 1e6:>25.3f}  {total / 1e6:>12.1f}  "
+            f"{model.arch} {settings}".rstrip()
+        )
+    print(
+        f"spread of the FLOPs {spread_of(models):.2%}; {experiment.tokens:,} tokens for each model and seed "
+        f"({experiment.updates:,} updates of {experiment.tokens_per_update:,})",
+        flush=True,
+    )

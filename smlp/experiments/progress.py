@@ -8,11 +8,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from smlp.errors import UserError
 from smlp.evaluation.curves import log_record
 from smlp.evaluation.perplexity import of_bits
-from smlp.experiments.folder import DONE, FAILED, RUNNING, Folder
+from smlp.experiments import slurm
+from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder
+from smlp.experiments.json_files import EXPERIMENT, read_json
 from smlp.experiments.plan import Run
+from smlp.experiments.reading import read_experiment
+from smlp.experiments.spec import Experiment
 
 _TAIL_BYTES = 1 << 16
 _SECONDS_BETWEEN = 1.0
@@ -116,3 +122,62 @@ def duration(seconds: float) -> str:
     if minutes < 90:
         return f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes < 48 * 60 else f"{minutes / 1440:.1f} days"
+
+
+def status(folder: Folder) -> list[dict[str, Any]]:
+    """Return a record for every run of an experiment, those of a grid first.
+
+    Raises:
+        UserError: nothing was begun there, or a file is damaged.
+    """
+    if not folder.experiment.is_file():
+        raise UserError(f"nothing was begun in {folder.path}: smlp compare run starts an experiment")
+    experiment = read_experiment(folder.yaml)
+    is_over = _has_no_jobs(experiment, folder)
+    return [_status_of(folder, name, updates, is_over) for name, updates in _runs(folder, experiment)]
+
+
+def _has_no_jobs(experiment: Experiment, folder: Folder) -> bool:
+    """Whether it is known that no job of the experiment waits or runs any more."""
+    if experiment.place.where != "slurm":
+        return False
+    try:
+        return not slurm.jobs_in_queue(folder)
+    except UserError:  # away from the cluster
+        return False
+
+
+def _runs(folder: Folder, experiment: Experiment) -> list[tuple[str, int]]:
+    """Names of all runs, those of a grid first, with their updates."""
+    tuning, settled = experiment.tuning, read_json(folder.experiment, EXPERIMENT)
+    models = settled["models"]
+    values = tuning.values if tuning else ()
+    grid = [(f"tune/{model['folder']}-{value}", tuning.updates) for value in values for model in models]
+    runs = [(f"runs/{model['folder']}-s{seed}", settled["updates"]) for seed in settled["seeds"] for model in models]
+    return [*grid, *runs]
+
+
+def _status_of(folder: Folder, name: str, updates: int, is_over: bool) -> dict[str, Any]:
+    """Return the record of a run; ``is_over`` as :func:`_has_no_jobs`."""
+    run = folder.run(name)
+    state, found = run.state(), reached(run.log)
+    what, message, pace = state["state"], state["message"], found.updates_per_second
+    if what == WAITING:  # on a cluster nobody else writes it down
+        if found.updates >= updates:
+            what = "trained"
+        elif is_over and state.get("submitted"):
+            what, message = STOPPED, f"its job has ended: {folder.path / 'slurm' / 'logs'}"
+        elif found.updates:
+            what = RUNNING
+    elif what == RUNNING and not folder.is_locked():
+        what = STOPPED
+    return {
+        "run": name,
+        "state": what,
+        "num_updates": found.updates,
+        "updates": updates,
+        "seconds_left": (updates - found.updates) / pace if what == RUNNING and pace else None,
+        "train": found.train,
+        "valid": found.valid,
+        "message": message,
+    }

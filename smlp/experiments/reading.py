@@ -11,7 +11,7 @@ from smlp.config.presets import PRESETS
 from smlp.costs.match import FAMILIES
 from smlp.costs.match import families as known_families
 from smlp.errors import UserError
-from smlp.experiments.experiment import Evaluation, Experiment, Matching, ModelEntry, Place, Text, Tuning, name_of
+from smlp.experiments.spec import Evaluation, Experiment, Matching, ModelEntry, Place, Text, Tuning, name_of
 from smlp.experiments.yaml_file import Section, read_yaml, shown
 
 #: options of fairseq-train that `smlp compare` sets, and the name in the file that says what they are to be

@@ -20,8 +20,9 @@ from smlp.config import unflatten
 from smlp.errors import UserError
 from smlp.evaluation.blocks import block_log_probs
 from smlp.evaluation.curves import curve_of, log_records
-from smlp.experiments.folder import Folder, RunFolder, read_json, write_json
-from smlp.experiments.updates import dtype_of
+from smlp.experiments.folder import Folder, RunFolder
+from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.speed import dtype_of
 from smlp.text.binarized import read_fairseq_tokens
 
 #: largest difference from fairseq's own validation, nats per token; it rounds its losses to 0.001 bits

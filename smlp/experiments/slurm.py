@@ -15,9 +15,10 @@ from pathlib import Path
 
 import smlp
 from smlp.errors import UserError
-from smlp.experiments.experiment import Experiment
-from smlp.experiments.folder import Folder, read_json, write_json
+from smlp.experiments.folder import Folder
+from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.plan import Run, training_words
+from smlp.experiments.spec import Experiment
 from smlp.launch.program import this_program
 
 _SECONDS = 1800.0  # for checking all runs

@@ -7,9 +7,10 @@ from typing import Any
 
 from smlp.errors import UserError
 from smlp.evaluation.curves import read_training_log
-from smlp.experiments.experiment import Experiment
-from smlp.experiments.folder import DONE, Folder, write_json
+from smlp.experiments.folder import DONE, Folder
+from smlp.experiments.json_files import write_json
 from smlp.experiments.plan import PlannedModel, Run
+from smlp.experiments.spec import Experiment
 
 
 def is_ordered(values: Sequence[Any]) -> bool:

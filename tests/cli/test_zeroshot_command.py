@@ -12,7 +12,6 @@ from zeroshot_data import WORDS, write_tasks
 
 from smlp.cli import progress
 from smlp.cli.main import main
-from smlp.cli.scoring_options import NEWLINES as NEWLINE_CHOICES
 from smlp.cli.zeroshot import _SCORING, _TASKS, _TEMPLATES
 from smlp.evaluation.zeroshot.readers import READERS
 from smlp.evaluation.zeroshot.report import TABLE_6
@@ -20,6 +19,7 @@ from smlp.evaluation.zeroshot.rules import RULES
 from smlp.evaluation.zeroshot.templates import TEMPLATES
 from smlp.inference.scoring.candidates import CandidateScorer
 from smlp.inference.scoring.texts import NEWLINES
+from smlp.inference.scoring.texts import NEWLINES as NEWLINE_CHOICES
 from smlp.text.tokenizer import Vocabulary
 
 SYMBOLS = [*WORDS, ".", "because", "so", ",", "w1:"]

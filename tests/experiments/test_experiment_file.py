@@ -3,8 +3,8 @@
 import pytest
 
 from smlp.errors import UserError
-from smlp.experiments.experiment import option_words
 from smlp.experiments.reading import read_experiment
+from smlp.experiments.spec import option_words
 
 FILE = """
 data: data-bin

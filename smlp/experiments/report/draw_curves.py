@@ -1,19 +1,22 @@
-"""Figures with a line for each model: perplexity against updates, time and multiply-adds; routing against updates."""
+"""Figures with a line for each model: perplexity against updates, time and multiply-adds; routing against updates.
+
+A family keeps its colour from experiment to experiment, unless several of its models are compared. Models of one colour
+differ in line style, and all models in their marker, so that no two are told apart by colour alone.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smlp.experiments.report.details import training_flops
 from smlp.experiments.report.health import pooled_curve
-from smlp.experiments.report.reaching import mean_curve
-from smlp.experiments.report.runs import Experiment, Model
-from smlp.experiments.report.speed import time_unit
-from smlp.experiments.report.statistics import estimate
-from smlp.experiments.report.styles import Style
-from smlp.plots.drawing import new_figure
+from smlp.experiments.report.results import Model, Results
+from smlp.experiments.report.speed import mean_curve, time_unit
+from smlp.experiments.report.table import estimate
+from smlp.plots.drawing import OKABE_ITO, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +33,59 @@ _ROUTING = (
     ("gate_entropy", "gate entropy (nats)", 1),
     ("churn", "churn between records (%)", 100),
 )
+_FAMILY_COLOURS = {
+    "dense_lm": "black",
+    "gmlp_lm": "blue",
+    "gmlp_moe": "blue",
+    "smlp": "vermillion",
+    "smlp_partial": "vermillion",
+    "smlp_leaky": "vermillion",
+    "gshard_lm": "green",
+    "switch_lm": "orange",
+    "base_lm": "purple",
+    "hash_lm": "sky",
+}
+_OTHER = "0.45"
+#: models that line styles and markers alone still tell apart, and of one family, whose curves are the most alike
+_MOST_OF_A_COLOUR, _MOST_OF_A_FAMILY = 4, 2
+_MARKERS = "osD^vPX<>hp*d8"
+_LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 3)))
+
+
+@dataclass(frozen=True)
+class Style:
+    """Of one model's line."""
+
+    colour: str
+    marker: str
+    line: Any
+
+    def line_options(self, points: int, size: float = 5.0) -> dict[str, Any]:
+        """For ``Axes.plot``: markers on at most about twelve points."""
+        return {
+            **{"color": self.colour, "linestyle": self.line, "linewidth": 1.5},
+            **{"marker": self.marker, "markersize": size, "markevery": max(1, points // 12)},
+            **{"markeredgecolor": "white", "markeredgewidth": 0.4},
+        }
+
+
+def styles(models: Sequence[Model], by_family: bool = True) -> dict[str, Style]:
+    """By model name; in as many colours as there are without ``by_family``, where many would share one, or where a
+    family has several models and there are colours for all."""
+    colours = list(OKABE_ITO.values())
+    families = Counter(model.family for model in models)
+    shared = Counter(_FAMILY_COLOURS.get(model.family or "") for model in models)
+    alike = len(models) <= len(colours) and max(families.values(), default=0) > _MOST_OF_A_FAMILY
+    by_family = by_family and not alike and max(shared.values(), default=0) <= _MOST_OF_A_COLOUR
+    found: dict[str, Style] = {}
+    used: dict[str, int] = {}
+    for place, model in enumerate(models):
+        name = _FAMILY_COLOURS.get(model.family or "")
+        colour = (OKABE_ITO[name] if name else _OTHER) if by_family else colours[place % len(colours)]
+        line = _LINES[used.get(colour, 0) % len(_LINES)]
+        used[colour] = used.get(colour, 0) + 1
+        found[model.name] = Style(colour, _MARKERS[place % len(_MARKERS)], line)
+    return found
 
 
 @dataclass(frozen=True)
@@ -41,15 +97,15 @@ class Horizontal:
     value: Callable[[Model, int], float | None]
 
 
-def horizontals(experiment: Experiment) -> list[Horizontal]:
+def horizontals(results: Results) -> list[Horizontal]:
     """Updates, training time, multiply-adds."""
-    flops = max(training_flops(model.flops_per_token, experiment.trained_tokens) for model in experiment.models)
+    flops = max(training_flops(model.flops_per_token, results.trained_tokens) for model in results.models)
     size, word = next((unit for unit in _LARGE if flops >= unit[0]), (1e6, "million"))
-    totals = [run.timeline.at(run.last_update) for run in experiment.runs if run.timeline and run.last_update]
+    totals = [run.timeline.at(run.last_update) for run in results.runs if run.timeline and run.last_update]
     unit, seconds = time_unit(totals)
 
     def time(model: Model, update: int) -> float | None:
-        values = {run.seed: run.timeline.at(update) / seconds for run in experiment.drawn(model) if run.timeline}
+        values = {run.seed: run.timeline.at(update) / seconds for run in results.drawn(model) if run.timeline}
         found = estimate(values)
         return found.mean if found else None
 
@@ -59,31 +115,31 @@ def horizontals(experiment: Experiment) -> list[Horizontal]:
         Horizontal(
             "flops",
             f"{word} multiply-adds of training (3 x nominal forward)",
-            lambda model, update: training_flops(model.flops_per_token, update * experiment.mean_update_tokens) / size,
+            lambda model, update: training_flops(model.flops_per_token, update * results.mean_update_tokens) / size,
         ),
     ]
 
 
 def draw_curves(
-    experiment: Experiment, models: Sequence[Model], across: Horizontal, styles: dict[str, Style], title: str
+    results: Results, models: Sequence[Model], across: Horizontal, styles: dict[str, Style], title: str
 ) -> Figure:
     """Validation perplexity of models that have some: the whole training on the left, its second half on the right."""
     figure = new_figure(10.5, 4.6, title)
     whole, end = figure.subplots(1, 2)
-    shown = sorted(models, key=lambda model: -mean_curve(experiment, model)[-1].bits)
+    shown = sorted(models, key=lambda model: -mean_curve(results, model)[-1].bits)
     opacity = min(max(_BANDS / len(shown), _FAINTEST), _DARKEST)
     lowest, highest = float("inf"), 0.0
     for model in shown:
-        curve, style = mean_curve(experiment, model), styles[model.name]
+        curve, style = mean_curve(results, model), styles[model.name]
         points = [(across.value(model, point.num_updates), point) for point in curve]
         points = [(x, point) for x, point in points if x is not None]
-        first = LAST_SHARE * experiment.updates
+        first = LAST_SHARE * results.updates
         for axes, part in ((whole, points), (end, [pair for pair in points if pair[1].num_updates >= first])):
             if not part:
                 continue
             x, y = [pair[0] for pair in part], [pair[1].perplexity for pair in part]
-            axes.plot(x, y, label=_label(experiment, model), **style.line_options(len(x)))
-            lows, highs = _band(experiment, model, [pair[1].num_updates for pair in part])
+            axes.plot(x, y, label=_label(results, model), **style.line_options(len(x)))
+            lows, highs = _band(results, model, [pair[1].num_updates for pair in part])
             if lows:
                 axes.fill_between(x, lows, highs, color=style.colour, alpha=opacity, linewidth=0)
             if axes is end:
@@ -100,19 +156,19 @@ def draw_curves(
     return figure
 
 
-def _label(experiment: Experiment, model: Model) -> str:
+def _label(results: Results, model: Model) -> str:
     name = model.name
     if model.config.prefix_tokens:
         name += "\n(after its prefix alone)"
-    if not experiment.done(model):
+    if not results.done(model):
         name += "\n(not finished)"
     return name
 
 
-def _band(experiment: Experiment, model: Model, updates: Sequence[int]) -> tuple[list[float], list[float]]:
+def _band(results: Results, model: Model, updates: Sequence[int]) -> tuple[list[float], list[float]]:
     """Ends of the 95 % interval over seeds at each validation; empty with one seed."""
     curves = {
-        run.seed: {point.num_updates: point.perplexity for point in run.curve.valid} for run in experiment.drawn(model)
+        run.seed: {point.num_updates: point.perplexity for point in run.curve.valid} for run in results.drawn(model)
     }
     if len(curves) < 2:
         return [], []
@@ -142,11 +198,11 @@ def _log_ticks(axes: Axes) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def draw_routing(experiment: Experiment, styles: dict[str, Style]) -> Figure | None:
+def draw_routing(results: Results, styles: dict[str, Style]) -> Figure | None:
     """Health of the routers against updates, pooled over layers, mean over seeds; without what is always
     zero, and None where nothing is left."""
     curves = {
-        key: {model.name: points for model in experiment.models if (points := pooled_curve(experiment, model, key))}
+        key: {model.name: points for model in results.models if (points := pooled_curve(results, model, key))}
         for key, _, _ in _ROUTING
     }
     panels = [panel for panel in _ROUTING if any(value for line in curves[panel[0]].values() for _, value in line)]
@@ -168,6 +224,6 @@ def draw_routing(experiment: Experiment, styles: dict[str, Style]) -> Figure | N
         _finish(axes, "updates", label)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    order = [model.name for model in experiment.models if model.name in handles]
+    order = [model.name for model in results.models if model.name in handles]
     figure.legend([handles[name] for name in order], order, loc="outside right upper", frameon=False, fontsize=9)
     return figure

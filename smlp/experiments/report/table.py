@@ -1,19 +1,99 @@
-"""A table whose numbers know where they come from, as Markdown, CSV and JSON."""
+"""Means with intervals, and tables whose numbers know where they come from, as Markdown, CSV and JSON.
+
+Samples are seeds, or the rounds of a timer. They pair: models of one seed saw the same tokens in the same order, and
+those of one round were timed one after the other, so that their difference varies less than each of them. All intervals
+are Student's t, 95 %, two-sided; with one sample there is none.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smlp.experiments.report.runs import Run
-from smlp.experiments.report.statistics import Estimate
+from smlp.errors import UserError
 
+if TYPE_CHECKING:
+    from smlp.experiments.report.results import RunResult
+
+CONFIDENCE = 0.95
 NOTHING = "–"
-#: what an interval can be over: the field of a cell, and the ending of its column in CSV
-_SAMPLES = {"by_seed": "seeds", "by_round": "rounds"}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number for each seed or round, and what they say together."""
+
+    samples: Mapping[int, float]
+
+    @property
+    def count(self) -> int:
+        """Seeds or rounds."""
+        return len(self.samples)
+
+    @property
+    def mean(self) -> float:
+        """Arithmetic."""
+        return statistics.fmean(self.samples.values())
+
+    @property
+    def half(self) -> float | None:
+        """Half the width of the interval, t * s / sqrt(n); None with one sample."""
+        if self.count < 2:
+            return None
+        return t_quantile(self.count - 1) * statistics.stdev(self.samples.values()) / math.sqrt(self.count)
+
+    @property
+    def low(self) -> float | None:
+        """Lower end of the interval."""
+        return None if self.half is None else self.mean - self.half
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of the interval."""
+        return None if self.half is None else self.mean + self.half
+
+
+def t_quantile(degrees: int) -> float:
+    """The point that Student's t with so many degrees of freedom exceeds in 2.5 % of all cases."""
+    try:
+        from scipy.special import stdtrit
+    except ImportError as error:
+        raise UserError('intervals need scipy: pip install "smlp[plots]"') from error
+
+    return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))
+
+
+def estimate(samples: Mapping[int, float | None]) -> Estimate | None:
+    """Of those that are finite numbers; None where none is."""
+    found = {name: value for name, value in samples.items() if value is not None and math.isfinite(value)}
+    return Estimate(found) if found else None
+
+
+def relative_difference(
+    first: Mapping[int, float | None], second: Mapping[int, float | None]
+) -> tuple[Estimate, Estimate] | None:
+    """How much larger the first is than the second, by the seeds or rounds that both have.
+
+    Args:
+        first, second: positive numbers by seed or round; those that are not finite are left out.
+
+    Returns:
+        differences of logarithms, whose interval is Student's; and the same as shares, first / second - 1.
+        None where nothing is common to both.
+    """
+    logs = {
+        name: math.log(first[name]) - math.log(second[name])
+        for name in first
+        if 0 < (first[name] or 0) < math.inf and 0 < (second.get(name) or 0) < math.inf
+    }
+    if not logs:
+        return None
+    return Estimate(logs), Estimate({name: math.expm1(value) for name, value in logs.items()})
 
 
 @dataclass(frozen=True)
@@ -25,15 +105,20 @@ class Cell:
     source: str = ""
     low: float | None = None
     high: float | None = None
-    by_seed: Mapping[int, float] | None = None
-    #: instead, of a timer
-    by_round: Mapping[int, float] | None = None
+    #: what the mean and the interval are over
+    samples: Mapping[int, float] | None = None
+    #: whether these are rounds of a timer, not seeds
+    is_by_round: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What a sample is."""
+        return "round" if self.is_by_round else "seed"
 
     def as_json(self) -> dict[str, Any]:
-        record = {name: getattr(self, name) for name in ("value", "low", "high", *_SAMPLES)}
-        return {name: value for name, value in record.items() if name == "value" or value is not None} | {
-            "source": self.source
-        }
+        record = {"low": self.low, "high": self.high, f"by_{self.kind}": self.samples}
+        known = {name: value for name, value in record.items() if value is not None}
+        return {"value": self.value, **known, "source": self.source}
 
 
 EMPTY = Cell(None, NOTHING, "no file has it")
@@ -80,13 +165,13 @@ class Table:
             heads.append(column.key)
             readers.append(lambda row, key=column.key: row.get(key, EMPTY).value)
             cells = [row.get(column.key, EMPTY) for row in self.rows]
-            over = [name for name in _SAMPLES if any(getattr(cell, name) for cell in cells)]
+            over = [kind for kind in ("seed", "round") if any(cell.samples and cell.kind == kind for cell in cells)]
             for end in ("low", "high") if over else ():
                 heads.append(f"{column.key}_{end}")
                 readers.append(lambda row, key=column.key, end=end: getattr(row.get(key, EMPTY), end))
-            for name in over:
-                heads.append(f"{column.key}_{_SAMPLES[name]}")
-                readers.append(lambda row, key=column.key, name=name: len(getattr(row.get(key, EMPTY), name) or ()))
+            for kind in over:
+                heads.append(f"{column.key}_{kind}s")
+                readers.append(lambda row, key=column.key, kind=kind: _count(row.get(key, EMPTY), kind))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(heads)
@@ -104,6 +189,10 @@ class Table:
 
     def _is_text(self, key: str) -> bool:
         return all(isinstance(row.get(key, EMPTY).value, str | None) for row in self.rows)
+
+
+def _count(cell: Cell, kind: str) -> int:
+    return len(cell.samples or ()) if cell.kind == kind else 0
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -130,7 +219,7 @@ def estimated(found: Estimate | None, pattern: str, source: str) -> Cell:
     return Cell(found.mean, shown, source, found.low, found.high, dict(found.samples))
 
 
-def files(runs: Iterable[Run], file: str, field_name: str) -> str:
+def files(runs: Iterable[RunResult], file: str, field_name: str) -> str:
     """The source of a number that several runs have: ``runs/{a,b}/FILE: FIELD``."""
     names = [run.name for run in runs]
     folder = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"

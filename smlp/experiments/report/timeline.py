@@ -20,7 +20,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Timeline:
+class TrainingTime:
     """Seconds in training steps until an update; both begin at zero."""
 
     updates: tuple[int, ...]
@@ -60,7 +60,7 @@ def training_lines(records: Iterable[Mapping[str, Any]]) -> dict[int, tuple[Mapp
     return dict(sorted(found.items()))
 
 
-def read_timeline(records: Iterable[Mapping[str, Any]]) -> Timeline | None:
+def read_timeline(records: Iterable[Mapping[str, Any]]) -> TrainingTime | None:
     """None where no line says how long training took.
 
     Updates that a resumed run did a second time count once, the last time.
@@ -88,7 +88,7 @@ def read_timeline(records: Iterable[Mapping[str, Any]]) -> Timeline | None:
         if "wpb" in record
     ]
     mean_tokens = sum(size * count for size, count in sizes) / sum(count for _, count in sizes) if sizes else None
-    return Timeline((0, *lines), tuple(seconds), mean_tokens)
+    return TrainingTime((0, *lines), tuple(seconds), mean_tokens)
 
 
 def logged_seconds(records: Iterable[Mapping[str, Any]]) -> float | None:

@@ -1,23 +1,80 @@
-"""The table of where the time of runs went, of their memory, and of how well they used the machine."""
+"""The machine that runs were trained on, in what they differ, and the table of where their time went."""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from smlp.experiments.report.environments import hardware
-from smlp.experiments.report.runs import Experiment, Model, Run
+from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import LOG, over_runs, training_seconds
-from smlp.experiments.report.statistics import Estimate, estimate
-from smlp.experiments.report.table import Cell, Column, Table, estimated, files, text
+from smlp.experiments.report.table import Cell, Column, Estimate, Table, estimate, estimated, files, text
 
+#: what may change a run's numbers, or their speed
+_NAMES = ("smlp", "torch", "fairseq", "numpy", "python", "processor", "gpu", "threads", "world_size", "git", "plugins")
 #: what run.json calls an attempt to train; others score
 _TRAIN = "train"
 _ATTEMPTS = ("run.json", "attempts.seconds")
 _WALL = ("train.log", "wall, the last")
 _LOST = "an attempt is missing from run.json, as where it was killed together with smlp compare run"
 _NO_WALL = "no attempt is in run.json, as on Slurm, and train.log has no wall that never falls"
+
+
+def hardware(results: Results) -> dict[str, Any]:
+    """Names and values of environment.json, those of the first run's own record before others; ``gpus`` is a list."""
+    own = next((run.environments[-1] for run in results.runs if run.environments), None)
+    if own is None:
+        return dict(results.environment)
+    return {**results.environment, **own, "gpus": [own["gpu"]] * own["world_size"] if own.get("gpu") else []}
+
+
+def gpus(results: Results) -> str:
+    """Such as ``2 GPUs (NVIDIA H200)``, or ``no GPU``."""
+    found = hardware(results).get("gpus") or []
+    return f"{_counted(len(found), 'GPU')} ({', '.join(dict.fromkeys(found))})" if found else "no GPU"
+
+
+def machine(results: Results) -> str:
+    """A sentence; empty where no file says."""
+    found = hardware(results)
+    if not found:
+        return ""
+    parts = [gpus(results), f"{found.get('cores')} cores"]
+    if found.get("processor"):
+        parts.append(found["processor"])
+    return (
+        f"Machine: {', '.join(parts)}; at a time {_counted(found.get('jobs'), 'run')}, each with "
+        f"{_counted(found.get('world_size'), 'rank')} of {_counted(found.get('threads'), 'thread')}."
+    )
+
+
+def differences(results: Results) -> list[str]:
+    """A sentence for each thing that was not the same at all starts of the finished runs."""
+    sentences = []
+    for name in _NAMES:
+        runs: dict[str, list[str]] = {}
+        for run in results.runs:
+            for record in run.environments if run.is_done else ():
+                names = runs.setdefault(_shown(record.get(name)), [])
+                if run.name not in names:
+                    names.append(run.name)
+        if len(runs) > 1:
+            parts = "; ".join(f"{value} ({', '.join(names)})" for value, names in runs.items())
+            sentences.append(f"Runs were not made with the same {name}: {parts}")
+    return sentences
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) and "revision" in value:
+        changed = value.get("changed")
+        return f"{value['revision']}{', changed: ' + value.get('difference_sha256', '')[:12] if changed else ''}"
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _counted(count: int | None, noun: str) -> str:
+    return f"{'an unknown number of' if count is None else count} {noun}{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True)
@@ -31,7 +88,7 @@ class WholeTime:
     reason: str = ""
 
 
-def whole_time(run: Run) -> WholeTime | None:
+def whole_time(run: RunResult) -> WholeTime | None:
     """By the attempts of run.json, or, where no attempt is recorded, by the log; None without training steps.
 
     Args:
@@ -49,7 +106,7 @@ def whole_time(run: Run) -> WholeTime | None:
     return WholeTime(logged, _WALL) if logged >= training else WholeTime(None, _WALL, _NO_WALL)
 
 
-def split_table(experiment: Experiment) -> Table:
+def split_table(results: Results) -> Table:
     """Where a run's time went, its memory and how well it used the machine."""
     columns = [
         Column("model", "model", "experiment.json: models.name"),
@@ -68,24 +125,22 @@ def split_table(experiment: Experiment) -> Table:
         Column("data_wait_percent", "waiting for data (%)", "train.log: mean of data_wait"),
     ]
     rows = []
-    for model in experiment.models:
-        runs = experiment.done(model)
+    for model in results.models:
+        runs = results.done(model)
         if not runs:
             continue
         log = files(runs, "train.log", "")
 
         def logged(name: str, combine: Callable, model: Model = model) -> Estimate | None:
-            return over_runs(experiment, model, lambda run: _combined(run, name, combine))
+            return over_runs(results, model, lambda run: _combined(run, name, combine))
 
         rows.append(
             {
                 "model": text(model.name),
-                "training_s": estimated(
-                    over_runs(experiment, model, training_seconds), ",.1f", log + "train_wall, wps"
-                ),
+                "training_s": estimated(over_runs(results, model, training_seconds), ",.1f", log + "train_wall, wps"),
                 "other_s": _other_cell(runs),
                 "memory_mib": estimated(
-                    over_runs(experiment, model, lambda run: run.record.get("peak_memory_mib")),
+                    over_runs(results, model, lambda run: run.record.get("peak_memory_mib")),
                     ",.0f",
                     files(runs, "run.json", "peak_memory_mib"),
                 ),
@@ -95,15 +150,15 @@ def split_table(experiment: Experiment) -> Table:
             }
         )
     title = "Where the time went, memory, use of the machine"
-    return Table("time-split", title, columns, rows, _notes(experiment))
+    return Table("time-split", title, columns, rows, _notes(results))
 
 
-def _combined(run: Run, name: str, combine: Callable) -> float | None:
+def _combined(run: RunResult, name: str, combine: Callable) -> float | None:
     values = [float(line[name]) for line in run.lines.values() if name in line]
     return combine(values) if values else None
 
 
-def _other_cell(runs: list[Run]) -> Cell:
+def _other_cell(runs: list[RunResult]) -> Cell:
     """Of the runs whose whole time is known."""
     known = [(run, whole) for run in runs if (whole := whole_time(run)) and whole.seconds is not None]
     other = estimate({run.seed: whole.seconds - training_seconds(run) for run, whole in known})
@@ -112,16 +167,16 @@ def _other_cell(runs: list[Run]) -> Cell:
     return estimated(other, ",.1f", source)
 
 
-def _notes(experiment: Experiment) -> list[str]:
+def _notes(results: Results) -> list[str]:
     notes = ["All else of the training command: starting, validation, saving, updates that a stopped run did twice."]
-    done = [run for model in experiment.models for run in experiment.done(model)]
+    done = [run for model in results.models for run in results.done(model)]
     unknown: dict[str, list[str]] = {}
     for run in done:
         whole = whole_time(run)
         if whole is not None and whole.seconds is None:
             unknown.setdefault(whole.reason, []).append(run.name)
     notes += [f"Not known for {', '.join(names)}: {reason}." for reason, names in unknown.items()]
-    if not hardware(experiment).get("gpus"):
+    if not hardware(results).get("gpus"):
         notes.append(
             "MFU is of the rate of a product of matrices that is measured when a run starts; on a CPU that others "
             "use at the time it varies by a third."

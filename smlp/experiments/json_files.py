@@ -1,4 +1,4 @@
-"""What the JSON files of an experiment hold, as far as it is read again, and what is wrong with one that is damaged.
+"""Read and write the JSON files of an experiment, and name what is wrong with a damaged one.
 
 A shape is a type, or a tuple of types; ``[shape]`` a list, ``[shape, 1]`` one of at least one item; ``{name: shape}``
 an object with these names among others; :class:`Each` an object of any names; :class:`Maybe` a value that may be null
@@ -7,8 +7,13 @@ or missing.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from smlp.errors import UserError
+from smlp.files import write_whole
 
 _MOST = 1 << 64  # of whole numbers: what is written here is far below it
 _KINDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "names with values"}
@@ -80,3 +85,81 @@ def wrong(value: Any, shape: Any, name: str = "") -> str:
 
 def _joined(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
+
+
+def read_json(path: Path, shape: Any = dict) -> Any:
+    """What a file of ours holds, of one of the shapes above.
+
+    Raises:
+        UserError: it cannot be read, or is damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except RecursionError:
+        raise UserError(f"{path} is damaged: it is nested too deep") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    if problem := wrong(found, shape):
+        raise UserError(f"{path} is damaged: {problem}")
+    return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file whole or not at all."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def read_json_or_note(path: Path, notes: list[str], shape: Any = dict) -> dict[str, Any] | None:
+    """The object in a JSON file; None where it is missing, or damaged, which is noted by name.
+
+    Args:
+        path: of the file.
+        notes: takes what is wrong with it.
+        shape: what it should hold .
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read ({_reason(error)})")
+        return None
+    if not isinstance(found, dict):
+        notes.append(f"{path.name} holds no JSON object")
+        return None
+    if problem := wrong(found, shape):
+        notes.append(f"{path.name} is damaged: {problem}")
+        return None
+    return found
+
+
+def read_lines_and_note(path: Path, notes: list[str], shape: Any = dict) -> list[dict[str, Any]]:
+    """The objects of a file that has one in each line; lines that are none, or of another shape, are left out and
+    counted in a note."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read ({_reason(error)})")
+        return []
+    found, damaged = [], 0
+    for line in filter(str.strip, lines):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not wrong(record, shape):
+            found.append(record)
+        else:
+            damaged += 1
+    if damaged:
+        notes.append(f"{path.name}: {damaged} of {len(found) + damaged} lines are damaged and left out")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else "it is not JSON"

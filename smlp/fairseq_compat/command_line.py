@@ -1,11 +1,10 @@
-"""Runs one of fairseq's own command-line tools inside the ``smlp`` command, with this package loaded as its plug-in."""
+"""Run ``fairseq-train`` inside this process with this package as its plug-in, or only read its command line."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import functools
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -47,29 +46,39 @@ def load_plugin() -> None:
         import_tasks(os.path.join(directory, "tasks"), "smlp.tasks")
 
 
-def run_tool(
-    tool: str,
-    arguments: list[str],
-    before: Callable[[Any], None] | None = None,
-    look: Callable[[Any], None] | None = None,
-) -> int:
-    """Run ``fairseq-TOOL ARGUMENTS`` in this process.
+def training_configuration(arguments: list[str]) -> Any:
+    """Return fairseq's complete configuration for a command line of ``fairseq-train``; nothing is made or started.
+
+    Raises:
+        UserError: an option is wrong, or ranks cannot start as it says.
+    """
+    load_plugin()
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    from smlp.fairseq_compat.processes import settle_ranks
+
+    with _command_line(arguments):
+        parser = options.get_training_parser()
+        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser))
+        settle_ranks(cfg)
+    return cfg
+
+
+def run_training(arguments: list[str], before: Callable[[Any], None]) -> None:
+    """Run ``fairseq-train ARGUMENTS`` in this process.
 
     Args:
-        tool: ``train``, ``eval_lm``, ...: a module of ``fairseq_cli``.
         arguments: its command line.
-        before: called with fairseq's complete configuration, this process's rank included, before the tool starts;
-            the save-dir is this run's by then.
-        look: called with the same before anything is made or locked, by what ends here with an exception.
-
-    Returns:
-        0; a failure is an exception.
+        before: called with fairseq's complete configuration, this process's rank included, before training starts; the
+            save-dir is this run's by then.
 
     Raises:
         UserError: among others, for arguments that fairseq's parser refuses.
     """
     load_plugin()
     from fairseq.distributed import utils as distributed_utils
+    from fairseq_cli import train
 
     from smlp.fairseq_compat.processes import settle_ranks
     from smlp.fairseq_compat.saving import own_save_dir
@@ -78,30 +87,17 @@ def run_tool(
 
     def call_with_plugin(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
         settle_ranks(cfg)
-        if look is not None:
-            look(cfg)
         with own_save_dir(cfg, main):
-            if before is not None:
-                before(cfg)
+            before(cfg)
             call_main(cfg, functools.partial(_main_with_plugin, main), **kwargs)
 
-    def usage_error(self: argparse.ArgumentParser, message: str) -> NoReturn:
-        # argparse would print fairseq's options, some 200 lines, before the reason
-        raise UserError(f"{message} (smlp {tool.replace('_', '-')} --help shows an example)")
-
-    command_line = ["fairseq-" + tool.replace("_", "-"), *_with_user_dir(arguments)]
-    with (
-        _replaced(sys, "argv", command_line),
-        _replaced(distributed_utils, "call_main", call_with_plugin),
-        _replaced(argparse.ArgumentParser, "error", usage_error),
-    ):
-        importlib.import_module(f"fairseq_cli.{tool}").cli_main()
-    return 0
+    with _command_line(arguments), _replaced(distributed_utils, "call_main", call_with_plugin):
+        train.cli_main()
 
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside the block."""
+    """Set ``owner.name`` to ``value`` inside the block."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -110,9 +106,27 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
+@contextlib.contextmanager
+def _command_line(arguments: list[str]) -> Iterator[None]:
+    """Make this process look like ``fairseq-train ARGUMENTS``, with mistakes in them as one sentence."""
+
+    def usage_error(self: argparse.ArgumentParser, message: str) -> NoReturn:
+        # argparse would print fairseq's options, some 200 lines, before the reason
+        raise UserError(f"{message} (smlp train --help shows an example)")
+
+    with (
+        _replaced(sys, "argv", ["fairseq-train", *_with_user_dir(arguments)]),
+        _replaced(argparse.ArgumentParser, "error", usage_error),
+    ):
+        yield
+
+
 def _main_with_plugin(main: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
-    """The tool's main function in a process that fairseq spawned, one for each GPU: such a process starts with nothing
-    registered, and importing this very function keeps fairseq from scanning the plug-in."""
+    """Run fairseq's main function in a process that it spawned, one for each GPU.
+
+    Such a process starts with nothing registered, and importing this very function keeps fairseq from scanning the
+    plug-in.
+    """
     load_plugin()
     return main(cfg, **kwargs)
 

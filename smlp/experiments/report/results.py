@@ -18,10 +18,10 @@ from smlp.config import ModelConfig, unflatten
 from smlp.errors import UserError
 from smlp.evaluation.curves import TrainingCurve, curve_of, log_records
 from smlp.evaluation.perplexity import of_nats
-from smlp.experiments import kept
+from smlp.experiments import json_files
 from smlp.experiments.folder import DONE
-from smlp.experiments.report.files import read_json, read_json_lines
-from smlp.experiments.report.timeline import Timeline, logged_seconds, read_timeline, training_lines
+from smlp.experiments.json_files import read_json_or_note, read_lines_and_note
+from smlp.experiments.report.timeline import TrainingTime, logged_seconds, read_timeline, training_lines
 
 MISSING = "missing"
 
@@ -58,7 +58,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResult:
     """A model with a seed, as far as it came."""
 
     model: Model
@@ -73,7 +73,7 @@ class Run:
     #: run.json
     record: Mapping[str, Any]
     curve: TrainingCurve
-    timeline: Timeline | None
+    timeline: TrainingTime | None
     #: seconds of fairseq's trainer, by the log
     logged_seconds: float | None
     #: training lines of the log by update
@@ -104,13 +104,13 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Results:
     """All of it."""
 
     folder: Path
     settings: Mapping[str, Any]
     models: tuple[Model, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[RunResult, ...]
     environment: Mapping[str, Any]
     data: Mapping[str, Any]
     tuned: Mapping[str, Any] | None
@@ -158,14 +158,14 @@ class Experiment:
         return any(model.config.prefix_tokens for model in self.models)
 
     @cached_property
-    def _by_model(self) -> dict[str, list[Run]]:
+    def _by_model(self) -> dict[str, list[RunResult]]:
         return {model.name: [run for run in self.runs if run.model is model] for model in self.models}
 
-    def done(self, model: Model) -> list[Run]:
+    def done(self, model: Model) -> list[RunResult]:
         """Its finished runs, by seed."""
         return [run for run in self._by_model[model.name] if run.is_done]
 
-    def drawn(self, model: Model) -> list[Run]:
+    def drawn(self, model: Model) -> list[RunResult]:
         """Runs for its curves: the finished ones, or, where none is, those that have validations."""
         return self.done(model) or [run for run in self._by_model[model.name] if run.curve.valid]
 
@@ -174,7 +174,7 @@ class Experiment:
         return (self.data.get("splits", {}).get(subset) or {}).get("words_per_token")
 
 
-def read_experiment(folder: Path) -> Experiment:
+def read_results(folder: Path) -> Results:
     """Reads a folder of ``smlp compare run``.
 
     Raises:
@@ -187,7 +187,7 @@ def read_experiment(folder: Path) -> Experiment:
         raise UserError(f"cannot read {path}: {error.strerror}; name a folder that smlp compare run has made") from None
     except (ValueError, RecursionError):
         raise UserError(f"{path} is not JSON") from None
-    if problem := kept.wrong(settings, kept.EXPERIMENT):
+    if problem := json_files.wrong(settings, json_files.EXPERIMENT):
         raise UserError(f"{path} is no experiment: {problem}")
     try:
         models = tuple(_model(record) for record in settings["models"])
@@ -201,10 +201,15 @@ def read_experiment(folder: Path) -> Experiment:
     notes: list[str] = []
     subset = (settings.get("evaluation_subsets") or ["valid"])[0]
     runs = tuple(_run(folder, model, seed, subset) for model in models for seed in seeds)
-    shapes = {"environment": kept.ENVIRONMENT, "data": kept.DATA, "tuned": kept.TUNED, "speed": kept.SPEED}
-    read = {name: read_json(folder / f"{name}.json", notes, shape) for name, shape in shapes.items()}
+    shapes = {
+        "environment": json_files.ENVIRONMENT,
+        "data": json_files.DATA,
+        "tuned": json_files.TUNED,
+        "speed": json_files.SPEED,
+    }
+    read = {name: read_json_or_note(folder / f"{name}.json", notes, shape) for name, shape in shapes.items()}
     notes += [f"{name}.json is missing" for name in ("environment", "data") if not (folder / f"{name}.json").exists()]
-    return Experiment(
+    return Results(
         folder,
         settings,
         models,
@@ -237,23 +242,23 @@ def _diverged(scores: Mapping[str, Any] | None) -> Iterator[str]:
             yield f"it has diverged: on {subset} a token costs {loss:.3g} nats, and its perplexity is in no table"
 
 
-def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
+def _run(out: Path, model: Model, seed: int, subset: str) -> RunResult:
     folder = out / "runs" / f"{model.folder}-s{seed}"
     notes: list[str] = []
-    record = read_json(folder / "run.json", notes, kept.RUN) or {}
+    record = read_json_or_note(folder / "run.json", notes, json_files.RUN) or {}
     state = record.get("state", "unknown") if folder.is_dir() else MISSING
     log = log_records(folder / "train.log") if (folder / "train.log").is_file() else []
     timeline = read_timeline(log)
-    order = read_json_lines(folder / "data_order.jsonl", notes, kept.ORDER_LINE)
-    scores = read_json(folder / "scores.json", notes, kept.SCORES)
-    environments = tuple(read_json_lines(folder / "environment.jsonl", notes))
+    order = read_lines_and_note(folder / "data_order.jsonl", notes, json_files.ORDER_LINE)
+    scores = read_json_or_note(folder / "scores.json", notes, json_files.SCORES)
+    environments = tuple(read_lines_and_note(folder / "environment.jsonl", notes))
     if state == DONE:
         expected = ("train.log", "scores.json", "data_order.jsonl")
         notes += [f"{name} is missing" for name in expected if not (folder / name).is_file()]
         if log and timeline is None:
             notes.append("train.log does not say how long it trained")
     notes += _diverged(scores)
-    return Run(
+    return RunResult(
         model,
         seed,
         folder,
@@ -265,9 +270,9 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> Run:
         timeline,
         logged_seconds(log),
         {update: line for update, (line, _) in training_lines(log).items()},
-        tuple(read_json_lines(folder / "router_health.jsonl", notes, kept.HEALTH_LINE)),
+        tuple(read_lines_and_note(folder / "router_health.jsonl", notes, json_files.HEALTH_LINE)),
         {line["update"]: line["digest"] for line in order},
         scores,
-        read_json(folder / "zeroshot.json", notes, kept.ZEROSHOT),
+        read_json_or_note(folder / "zeroshot.json", notes, json_files.ZEROSHOT),
         environments,
     )

@@ -1,23 +1,32 @@
-"""``smlp compare run``."""
+"""``smlp compare run``: data, models, the grid, the runs and their scores, on this machine or on a cluster."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from smlp.cli.compare_models import check_zeroshot, not_done, num_gpus, plan, print_models
+import torch
+
+from smlp.errors import UserError
 from smlp.experiments import slurm
 from smlp.experiments.data import check_subsets, data_of, describe, dictionary_size
-from smlp.experiments.experiment import Experiment
-from smlp.experiments.folder import DONE, FAILED, WAITING, Folder, write_json
-from smlp.experiments.local import Machine, is_trained, run_here
-from smlp.experiments.plan import PlannedModel, Run, as_json, main_runs, tuning_runs
+from smlp.experiments.folder import DONE, FAILED, WAITING, Folder
+from smlp.experiments.json_files import write_json
+from smlp.experiments.local import Machine, is_trained, run_here, time_here
+from smlp.experiments.plan import (
+    PlannedModel,
+    Run,
+    as_json,
+    main_runs,
+    not_done,
+    planned_models,
+    print_models,
+    tuning_runs,
+)
 from smlp.experiments.progress import Progress, reached
-from smlp.experiments.reading import read_experiment
-from smlp.experiments.timing import time_here
+from smlp.experiments.spec import Experiment
 from smlp.experiments.tuning import at_edge, choose
 from smlp.files import copy_whole
 from smlp.launch.environment import environment, keep_difference
@@ -26,13 +35,12 @@ from smlp.launch.stop_signals import EXIT_STOPPED
 EXIT_INTERRUPTED = 130
 
 
-def run_experiment(path: Path, out: Path, only_scores: bool = False) -> int:
-    """Does what is left of an experiment; returns the exit status.
+def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = False) -> int:
+    """Do what is left of an experiment; return the exit status.
 
     Raises:
-        UserError: the file, the data or an option is wrong, or the folder belongs to another experiment.
+        UserError: data or an option are wrong, or the folder belongs to another experiment.
     """
-    experiment, folder = read_experiment(path), Folder(out)
     on_cluster = experiment.place.where == "slurm" and not only_scores
     if on_cluster and (queued := slurm.jobs_in_queue(folder)):
         print(f"jobs {', '.join(queued)} are in the queue: nothing is submitted (smlp compare status, squeue --me)")
@@ -44,7 +52,7 @@ def run_experiment(path: Path, out: Path, only_scores: bool = False) -> int:
         is_alone = experiment.place.ranks == 1  # of several ranks, what one does alone says nothing
         if only_scores:  # in one process, whatever the training had
             experiment = replace(experiment, place=replace(experiment.place, where="local", ranks=1, jobs=1))
-        machine = Machine.of(experiment, num_gpus())
+        machine = Machine.of(experiment, torch.cuda.device_count())
         tuning = [] if only_scores else tuning_runs(experiment, models)
         stopped, chosen = None, {}
         if tuning:
@@ -68,10 +76,12 @@ def run_experiment(path: Path, out: Path, only_scores: bool = False) -> int:
 
 def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedModel]]:
     """Data, models and all that is written down before the first run."""
-    check_zeroshot(experiment)
+    tasks = experiment.evaluation.zeroshot_data
+    if tasks is not None and not tasks.is_dir():
+        raise UserError(f"{experiment.path}: evaluate.zeroshot.data: there is no folder {tasks}")
     data = data_of(experiment, folder)
     check_subsets(experiment, data)
-    models = plan(experiment, data, dictionary_size(experiment, data))
+    models = planned_models(experiment, data, dictionary_size(experiment, data))
     described = describe(data, experiment.evaluation.subsets)
     folder.settle({**as_json(experiment, models), "data_sha256": described["splits"]["train"]["sha256"]})
     write_json(folder.data, described)
@@ -103,8 +113,6 @@ def _train(
 
 def _note_environment(experiment: Experiment, folder: Folder, runs: Sequence[Run], machine: Machine | None) -> None:
     """``environment.json``, where runs are left: of the machine that started them; each run has its own as well."""
-    import torch
-
     if not not_done(folder, runs):
         return
     place = experiment.place
