@@ -57,6 +57,7 @@ TUNED = {"option": str, "values": list, "results": Each(dict), "chosen": dict, "
 SPEED = {"models": Each({"tokens_per_update": _NUMBER})}
 ZEROSHOT = {"tasks": Maybe(Each(dict))}
 ORDER_LINE = {"update": int, "digest": int}
+TIME_LINE = {"update": int, "tokens": int, "seconds": _NUMBER}
 HEALTH_LINE = {"num_updates": Maybe(int), "layers": Maybe(Each(dict))}
 
 

@@ -236,6 +236,7 @@ def training_words(experiment: Experiment, run: Run, data: str, save_dir: Path) 
     words += ["--no-epoch-checkpoints", "--keep-interval-updates", "1"]
     words += ["--log-format", "json", "--log-interval", str(min(experiment.log_interval, run.updates))]
     words += ["--log-file", str(save_dir / "train.log"), "--data-order-file", str(save_dir / "data_order.jsonl")]
+    words += ["--update-times-file", str(save_dir / "update_times.jsonl")]
     words += ["--environment-file", str(save_dir / "environment.jsonl"), "--save-dir", str(save_dir)]
     if experiment.place.device == "cpu":
         words += ["--cpu"]
