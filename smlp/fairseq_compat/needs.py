@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from smlp.checkpoint.torch_file import read_structure
 from smlp.errors import UserError
 from smlp.files import is_missing, regular_file
 
@@ -118,6 +119,8 @@ def _of_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> Iterator[str]:
     common, distributed = cfg.common, cfg.distributed_training
     if common.tpu and not _is_installed("torch_xla"):
         yield "--tpu needs torch_xla, which is not installed: leave it out"
+    if common.amp and common.memory_efficient_bf16:
+        yield "--amp and --memory-efficient-bf16 are both given: choose one of the two"
     if distributed.cpu_offload and distributed.ddp_backend != "fully_sharded":
         yield f"--cpu-offload needs --ddp-backend fully_sharded, got {distributed.ddp_backend}"
     if distributed.zero_sharding != "none" and (num_ranks == 1 or not has_cuda):
@@ -160,7 +163,10 @@ def _of_schedule(schedule: Any) -> Iterator[str]:
             rates = ast.literal_eval(given.replace(" ", ""))
             is_right = isinstance(rates, dict)
             for key, value in rates.items() if is_right else ():
-                is_right &= all(part.isdecimal() for part in key.replace("-", ",").split(",")) and float(value) >= 0
+                is_right &= (
+                    all(part.isdecimal() and len(part) < 8 for part in key.replace("-", ",").split(","))
+                    and float(value) >= 0
+                )
                 is_right &= key.count("-") < 2 and not {"-", ","} <= set(key)
         except (ValueError, TypeError, SyntaxError, AttributeError):
             is_right = False
@@ -191,6 +197,10 @@ def _of_criterion(cfg: Any) -> Iterator[str]:
 def _of_files(cfg: Any) -> Iterator[str]:
     if cfg.ema.store_ema and cfg.ema.ema_seed_model and is_missing(cfg.ema.ema_seed_model):
         yield f"--ema-seed-model: there is no checkpoint {cfg.ema.ema_seed_model}"
+    elif cfg.ema.store_ema and cfg.ema.ema_seed_model:
+        state = read_structure(cfg.ema.ema_seed_model)
+        if "ema" not in (state.get("extra_state") or {}):
+            yield f"--ema-seed-model {cfg.ema.ema_seed_model} has no averages: it was trained without --store-ema"
     config = cfg.common.quantization_config_path
     if config is not None:
         yield from _of_quantization(config, cfg.optimization)

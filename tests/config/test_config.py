@@ -161,6 +161,13 @@ def test_a_model_has_no_more_layers_than_can_be_built():
         smlp.preset("smlp_tiny", num_dense_layers=10**6)
 
 
+@pytest.mark.parametrize("name", ["spatial_init_scale", "embed_init_std", "centroid_init_gain"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_initial_weights_are_finite(name, value):
+    with pytest.raises(smlp.UserError, match=rf"^{name} must be .*, got {value}"):
+        smlp.preset("smlp_tiny", **{name: value})
+
+
 def test_configurations_cannot_be_changed_behind_a_model():
     with pytest.raises(dataclasses.FrozenInstanceError):
         smlp.preset("smlp_tiny").dropout = 0.5
