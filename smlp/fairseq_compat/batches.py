@@ -1,5 +1,8 @@
-"""Every sample counts once: samples that fairseq leaves out without saying so, batches that another start would make of
-other samples, and batches that only keep the ranks together."""
+"""Count every sample once.
+
+That concerns samples that fairseq leaves out silently, batches that a resumed run would make differently, and batches
+that only keep the ranks together.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,10 @@ def apply() -> None:
     A run keeps the batches that it has made for its first epoch, and draws only their order anew for each epoch; but a
     run that is resumed in a later epoch made others, drawn with that epoch's number. It now makes those of the first.
 
-    A rank that has fewer batches than others computes something on an old one, to keep the ranks together. fairseq
-    decides by the last batch of an update whether all of the update counts; here each such batch counts for nothing,
-    and the others count.
+    A rank that has fewer batches than others repeats an old one, to keep the ranks together. fairseq decides by the
+    last batch of an update whether the whole update counts; here only the repeated batches do not count.
 
-    The position in an epoch is counted in batches of one rank, and fairseq forgets of how many ranks.
+    fairseq saves the position in an epoch in batches of one rank, but not the number of ranks. That is saved too.
     """
     from fairseq.data import data_utils
     from fairseq.data.iterators import EpochBatchIterator
@@ -165,7 +167,7 @@ def check_lengths(lengths: numpy.ndarray, limit: int, may_leave_out: bool) -> No
 
 
 def batch_seeds(seed: int, num_updates: int, rank: int, num_ranks: int) -> Iterator[int]:
-    """Return the seeds of one rank's batches in an update, without end.
+    """Yield the seeds of one rank's batches in an update, without end.
 
     The batches of an update are dealt out to the ranks in turn, so the j-th of rank r is number ``j * W + r`` on any
     number W of ranks. The seed follows from this number: dropout, jitter and second experts do not depend on the
@@ -188,12 +190,12 @@ def seed_generators(seed: int) -> None:
 
 
 def as_nothing(loss: Any, sample_size: Any, logging_output: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """What a batch that only keeps ranks together adds to the sums over all of them."""
+    """Return zeros for a batch that only keeps ranks together, to be added to the sums over ranks."""
     return loss, sample_size * 0, {key: value * 0 for key, value in logging_output.items()}
 
 
 def real_sample(task: Any) -> Any:
-    """Something to compute on for a rank that has no more batches.
+    """Return a batch for a rank that has no more batches.
 
     Raises:
         UserError: it never had one.
@@ -205,10 +207,9 @@ def real_sample(task: Any) -> Any:
 
 
 def real_batches_last(samples: list) -> list:
-    """The micro-batches of an update, those without data first.
+    """Return the micro-batches of an update, those without data first.
 
-    A rank that has fewer batches than others gets empty ones, on which it computes something that counts for nothing.
-    fairseq decides by the last one of an update whether all of the update counts.
+    fairseq decides by the last one whether the whole update counts.
     """
     if not samples or samples[-1]:
         return samples
@@ -216,9 +217,9 @@ def real_batches_last(samples: list) -> list:
 
 
 def for_other_ranks(state: dict[str, Any], num_shards: int) -> dict[str, Any]:
-    """The position in an epoch, in batches of one rank, for another number of ranks than the one it was saved by.
+    """Return a saved position in an epoch, in batches of one rank, for another number of ranks.
 
-    Rounded down: at most W - 1 batches are seen twice.
+    It is rounded down: at most W - 1 batches are seen twice.
     """
     written_by, position = state.get("num_shards", num_shards), state.get("iterations_in_epoch", 0)
     return {**state, "iterations_in_epoch": position * written_by // num_shards}

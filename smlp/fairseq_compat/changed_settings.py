@@ -1,6 +1,6 @@
-"""Going on from a checkpoint with other settings of the model: one line says which.
+"""Warn if training resumes from a checkpoint with other settings of the model.
 
-fairseq says nothing where the parameters fit, and Switch's fit GShard, or four heads of attention eight.
+fairseq says nothing as long as the parameters fit; those of Switch fit GShard, and four heads of attention fit eight.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from smlp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-#: what a trained model does not depend on: how it began, and how it is computed
+#: settings that a trained model does not depend on: its initial weights, and how it is computed
 _WITHOUT_EFFECT = {
     *("embed_init_std", "spatial_init_scale", "spatial_bias_init", "centroid_init_gain"),
     *("checkpoint_activations", "overlap_chunks"),
 }
-#: what made a part of a trained model that a checkpoint brings along: the table of hash routing
+#: settings of the table of hash routing, which a checkpoint contains
 _BROUGHT_ALONG = ("hash_kind", "hash_seed")
 
 
 def compare_with(filename: str, trainer: Any, now: ModelConfig) -> None:
-    """Say what a trainer that has loaded a checkpoint does differently from here on; nothing if all is the same.
+    """Warn of settings that differ from those of the checkpoint that a trainer has loaded.
 
     Args:
         filename: of the checkpoint.
-        trainer: of one of this package's models. Its options get what made the tables that the checkpoint brings
-            along, so that they are in the checkpoints to come.
+        trainer: of one of this package's models. Its options take over the settings of the checkpoint's hash tables,
+            so that later checkpoints have them.
         now: the configuration of the model.
     """
     try:
@@ -51,7 +51,7 @@ def compare_with(filename: str, trainer: Any, now: ModelConfig) -> None:
 
 
 def changed_settings(then: ModelConfig, now: ModelConfig) -> str | None:
-    """What a model was trained with and what it goes on with, where that makes another model of it; None if nothing."""
+    """Return a clause with the settings that make another model of it, before and after; None if there are none."""
     before, after = flatten(then), flatten(now)
     without = {*_WITHOUT_EFFECT, *ignored_settings(now, before)}
     names = [name for name in differences(now, then) if name not in (*without, *_BROUGHT_ALONG)]
@@ -62,7 +62,7 @@ def changed_settings(then: ModelConfig, now: ModelConfig) -> str | None:
 
 
 def _keep_brought_along(trainer: Any, then: ModelConfig, now: ModelConfig, filename: str) -> None:
-    """Writes down, for the checkpoints to come, what the tables of this one were made with; says what has no effect."""
+    """Keep the settings of the checkpoint's hash tables in the trainer's options; warn of options without effect."""
     if not then.moe.router == now.moe.router == "hash" or not then.num_sparse_layers:
         return
     made_with = {name: getattr(then.moe, name) for name in _BROUGHT_ALONG}

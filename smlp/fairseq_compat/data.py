@@ -1,4 +1,4 @@
-"""Missing, empty and unreadable text files, dictionaries and binarised data: one sentence that says what to do."""
+"""Refuse missing, empty and unreadable text, dictionaries and binarised data in one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def apply() -> None:
 
 
 def how_to_make(directory: str | Path) -> str:
-    """The command that makes a data directory, as the end of a sentence."""
+    """Return the command that makes a data directory, as the end of a sentence."""
     return (
         "make it with fairseq-preprocess --only-source --trainpref TRAIN.txt --validpref VALID.txt "
         f"--testpref TEST.txt --destdir {directory}"
@@ -162,7 +162,7 @@ def check_split(directory: str | Path, split: str, vocab_size: int | None = None
 
 
 def subsets(directory: str | Path, split: str) -> list[str]:
-    """The splits that fairseq reads as one: SPLIT, SPLIT1, SPLIT2, ... up to the first that is missing."""
+    """Return the splits that fairseq reads as one: SPLIT, SPLIT1, SPLIT2, ... up to the first that is missing."""
     names = (f"{split}{number}" for number in itertools.count(1))
     return [split, *itertools.takewhile(lambda name: (Path(directory) / f"{name}.idx").exists(), names)]
 

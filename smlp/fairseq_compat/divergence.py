@@ -1,4 +1,4 @@
-"""Training that has diverged ends in one sentence: at which update, where numbers stopped being finite, what to try."""
+"""End diverged training in one sentence: the update, where numbers stopped being finite, and what to try."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def diverged(trainer: Any, when: str, error: FloatingPointError) -> NaNError:
 
 
 def damaged_weights(model: nn.Module) -> str:
-    """The first parameter that is not finite, as the end of a sentence; nothing if all are."""
+    """Return the first parameter that is not finite, as the end of a sentence; "" if all are finite."""
     for name, parameter in model.named_parameters():
         num_bad = int((~torch.isfinite(parameter.detach())).sum())
         if num_bad:
@@ -63,8 +63,8 @@ def damaged_weights(model: nn.Module) -> str:
 class FirstNaN:
     """Finds the module whose output, or else the gradient of whose output, is the first one with NaN or infinity.
 
-    It takes the place of fairseq's detector, with which fairseq repeats an update whose gradients are not finite.
-    Outputs may be of any structure of tensors. Minus infinity is let pass: masked scores have it.
+    It replaces fairseq's detector, with which fairseq repeats an update whose gradients are not finite. Outputs may be
+    nested structures of tensors. Minus infinity is allowed, because masked scores have it.
 
     Args:
         model: the model.
@@ -104,12 +104,12 @@ class FirstNaN:
 
 
 def has_nan(x: Tensor) -> bool:
-    """Whether floating-point numbers are NaN or plus infinity."""
+    """Return whether any floating-point number is NaN or plus infinity."""
     return x.is_floating_point() and bool((torch.isnan(x) | torch.isposinf(x)).any())
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dictionaries and dataclasses."""
+    """Yield the tensors in nested tuples, lists, dictionaries and dataclasses."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -1,8 +1,8 @@
-"""Checkpoints of spread experts: every rank of the first expert group writes its own, rank 0 the rest.
+"""Save checkpoints of spread experts: each rank of the first expert group writes its own, rank 0 everything else.
 
 fairseq decides on rank 0 alone which files to write (``save_checkpoint`` of ``fairseq.checkpoint_utils``). The other
-ranks wait for what it tells them: to write a part, or that it is done. The format is that of
-:mod:`smlp.checkpoint.parts`. A rank that cannot write makes all of them end with its message.
+ranks wait for its orders: to write a part, or to stop because saving is done. The format is in
+:mod:`smlp.checkpoint.parts`. If a rank cannot write, all ranks end with its message.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def apply() -> None:
 
 
 class ExpertSaving:
-    """What the ranks do together between the beginning and the end of fairseq's ``save_checkpoint``."""
+    """One call of fairseq's ``save_checkpoint``, in which all ranks take part."""
 
     def __init__(self, trainer: Any, experts: SpreadExperts) -> None:
         self.trainer, self.experts = trainer, experts
         self.positions = experts.positions(trainer.get_model())
 
     def save(self, filename: str, extra_state: dict[str, Any]) -> str:
-        """On rank 0: writes one checkpoint; returns its path.
+        """Write one checkpoint and return its path. For rank 0.
 
         Raises:
             UserError: a rank cannot write its file.
@@ -110,7 +110,7 @@ class ExpertSaving:
         return path
 
     def follow(self) -> None:
-        """On the other ranks: does what rank 0 tells until it is done.
+        """Follow the orders of rank 0 until it is done. For the other ranks.
 
         Raises:
             UserError: a rank cannot write its file.
@@ -124,14 +124,14 @@ class ExpertSaving:
             self._write_own_part(*order)
 
     def tell(self, order: Any) -> None:
-        """On rank 0: to the others."""
+        """Send an order to the other ranks. For rank 0."""
         self._together(dist.broadcast_object_list, [order], src=0)
 
     def _write_own_part(self, folder: str, token: str) -> tuple[dict[str, Any], list[Part | str | None]]:
-        """Writes the experts of this rank, if it is in the first expert group.
+        """Write the experts of this rank, if it is in the first expert group.
 
         Returns:
-            Descriptions of the tensors; and for each rank its part, why it has none, or None if it is to have none.
+            Descriptions of the tensors; and for each rank its part, the reason why it failed, or None if it has none.
         """
         layout = self.experts.ranks.layout
         model, optimizer = self.trainer.get_model(), self.trainer.optimizer
@@ -150,7 +150,7 @@ class ExpertSaving:
         return describe_tensors(tensors), answers
 
     def _together(self, collective: Callable[..., None], box: list[Any], *rest: Any, **kw: Any) -> list[Any]:
-        """Runs a collective that fills a list, which is returned."""
+        """Run a collective that fills a list, and return the list."""
         try:
             collective(box, *rest, **kw)
         except RuntimeError as error:

@@ -1,8 +1,8 @@
-"""The experts of a fairseq model whose ranks hold different ones: parameters, gradients, norm and optimizer state.
+"""Experts that are spread over ranks: their parameters, gradients, gradient norm and optimizer state.
 
-fairseq averages dense gradients over W ranks and multiplies all gradients by W / (tokens of the update) later. The sum
-over ranks that the backward pass and the replica group leave in an expert's gradient is divided by W here, so that both
-come out as the gradient of the mean loss.
+fairseq averages dense gradients over W ranks and multiplies all gradients by W / (tokens of the update) later. The
+gradient of an expert is a sum over ranks after the backward pass and the reduction over its replicas. Here it is
+divided by W, so that both kinds end up as the gradient of the mean loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smlp.parallel import Ranks, global_grad_norm, reduce_expert_gradients
 
 @dataclass(frozen=True)
 class SpreadExperts:
-    """The experts of a model: some of them here, perhaps, and the others on other ranks."""
+    """The experts of a model, all of them on this rank or only a part."""
 
     ranks: Ranks
     #: of the expert parameters, in the model's state dict
@@ -30,7 +30,7 @@ class SpreadExperts:
 
     @classmethod
     def of(cls, model: nn.Module, ranks: Ranks) -> SpreadExperts:
-        """Finds the experts and, if they are spread, keeps fairseq and torch from averaging their gradients.
+        """Find the experts and, if they are spread, keep fairseq and torch from averaging their gradients.
 
         fairseq leaves parameters alone that have an attribute ``expert`` (``legacy_ddp``, and the 32-bit copies of
         half-precision training); torch's DistributedDataParallel has a list of names.
@@ -45,21 +45,21 @@ class SpreadExperts:
 
     @property
     def are_spread(self) -> bool:
-        """Whether other ranks hold experts that this one does not: P > 1."""
+        """Whether other ranks hold experts that this rank does not (P > 1)."""
         return bool(self.names) and self.ranks.layout.group_size > 1
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        """Those of the experts of this rank."""
+        """Return the expert parameters of this rank."""
         return [parameter for _, parameter, _ in expert_parameters(model)]
 
     def positions(self, model: nn.Module) -> dict[str, int]:
-        """Where expert parameters stand in the optimizer's state, by name."""
+        """Return the positions of expert parameters in the optimizer's state, by name."""
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         numbers = {name: number for number, name in enumerate(trained)}
         return {name: numbers[name] for name in self.names if name in numbers}
 
     def whole_shapes(self, own: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-        """Shapes of a state dict with all experts, from this rank's."""
+        """Return the shapes of a state dict with all experts, given the one of this rank."""
         experts, num_experts = set(self.names), self.ranks.layout.num_experts
         return {
             name: torch.Size((num_experts, *tensor.shape[1:])) if name in experts else tensor.shape
@@ -67,12 +67,12 @@ class SpreadExperts:
         }
 
     def cut(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's experts of a state dict with all of them, some or all of which may still be in files."""
+        """Return a state dict with this rank's experts, given one with all of them (some may still be in files)."""
         experts = set(self.names)
         return {name: self.cut_tensor(value) if name in experts else value for name, value in whole.items()}
 
     def cut_tensor(self, whole: Any) -> Any:
-        """This rank's experts (e, ...) of a tensor (E, ...) or of one in files; anything else as it is."""
+        """Return this rank's experts (e, ...) of a tensor (E, ...) in memory or in files; anything else unchanged."""
         ids = self.ranks.layout.expert_ids
         if isinstance(whole, ExpertRows):
             return whole.read(ids)
@@ -82,7 +82,7 @@ class SpreadExperts:
 
 
 def experts_of(model: Any) -> SpreadExperts | None:
-    """The experts of one of this package's models, wrapped for several ranks or not, if they are spread over ranks."""
+    """Return the experts of one of this package's models if they are spread over ranks; else None."""
     experts = getattr(model, "experts", None)
     return experts if isinstance(experts, SpreadExperts) and experts.are_spread else None
 
@@ -112,7 +112,7 @@ def adapt_optimizer(optimizer: Any, model: nn.Module, experts: SpreadExperts) ->
 
 
 def own_optimizer_state(state: dict[str, Any], experts: SpreadExperts, positions: dict[str, int]) -> dict[str, Any]:
-    """The optimizer state for this rank's parameters, from one for all experts.
+    """Return the optimizer state for this rank's parameters, given one for all experts.
 
     Args:
         state: ``"state"`` by position of the parameter, and ``"param_groups"``.
@@ -127,7 +127,7 @@ def own_optimizer_state(state: dict[str, Any], experts: SpreadExperts, positions
 
 
 def average_expert_gradients(parameters: list[nn.Parameter], ranks: Ranks) -> None:
-    """Sums expert gradients over their replicas and divides them by W; a collective."""
+    """Sum expert gradients over their replicas and divide them by W. A collective."""
     reduce_expert_gradients(parameters, ranks.replicas)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if grads:
@@ -135,12 +135,12 @@ def average_expert_gradients(parameters: list[nn.Parameter], ranks: Ranks) -> No
 
 
 def norm_with_experts(optimizer: Any, ranks: Ranks) -> Callable[[Tensor], Tensor]:
-    """Return what completes the norm of the dense gradients, which fairseq has computed, with those of all experts.
+    """Return a function that adds the gradients of all experts to the norm of the dense ones, which fairseq computes.
 
-    The result is the same number on every rank, and not finite anywhere if a gradient is not finite somewhere.
+    Its result is the same number on every rank, and not finite anywhere if a gradient is not finite somewhere.
 
     Args:
-        optimizer: fairseq's; in half precision it holds 32-bit copies of the parameters, which bear the same mark.
+        optimizer: fairseq's; in half precision it holds 32-bit copies of the parameters, which have ``expert`` too.
         ranks: of the experts.
     """
     groups = optimizer.optimizer.param_groups

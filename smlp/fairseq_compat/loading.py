@@ -1,4 +1,4 @@
-"""Missing, damaged and unfitting checkpoints: one sentence instead of a traceback or of a silent new start."""
+"""Refuse missing, damaged and unfitting checkpoints in one sentence; fairseq prints a traceback or starts anew."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def apply() -> None:
 
 @contextlib.contextmanager
 def said_in_one_sentence(filename: str) -> Iterator[None]:
-    """Inside the block fairseq's trainer loads a checkpoint.
+    """Explain errors of fairseq's trainer while it loads a checkpoint inside the block.
 
     Raises:
-        UserError: it does not fit; fairseq hides the reason for which the parameters cannot be loaded.
+        UserError: the checkpoint does not fit; fairseq hides the reason.
     """
     try:
         yield
@@ -122,7 +122,7 @@ def said_in_one_sentence(filename: str) -> Iterator[None]:
 
 
 def check_seen_by_all(path: str) -> None:
-    """Refuses a checkpoint that only some ranks can see, with which fairseq would wait forever; a collective.
+    """Refuse a checkpoint that only some ranks can see; fairseq would wait forever. A collective.
 
     Raises:
         UserError: the message names the file and the ranks.
@@ -140,7 +140,7 @@ def check_seen_by_all(path: str) -> None:
 
 
 def check_moments(path: str, trainer: Any) -> None:
-    """Compare the moments that an optimizer has read with its parameters, and warn of parameters without any.
+    """Compare the moments that an optimizer has loaded with its parameters, and warn of parameters without any.
 
     Args:
         path: of the checkpoint.
@@ -281,7 +281,7 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
 
 
 def _dictionary_of(path: str) -> Path | None:
-    """The dictionary of a checkpoint, if it can be found."""
+    """Return the dictionary of a checkpoint, if it can be found."""
     beside = Path(path).parent / DICTIONARY
     if beside.is_file():
         return beside
@@ -293,7 +293,7 @@ def _dictionary_of(path: str) -> Path | None:
 
 
 def other_optimizer(path: str, said: str) -> str:
-    """The sentence for a checkpoint whose optimizer or criterion was another one."""
+    """Return the message for a checkpoint with another optimizer or criterion."""
     what, then, now = re.match(r"(\w+) does not match.*\. (\w+) vs (\w+)", said).groups()
     same = "--optimizer, --bf16 and --fp16" if what == "Optimizer" else "--criterion"
     return (
@@ -303,7 +303,7 @@ def other_optimizer(path: str, said: str) -> str:
 
 
 def not_resumable(path: str, error: BaseException) -> str:
-    """The sentence for a checkpoint whose parts are not what this run has room for."""
+    """Return the message for a checkpoint whose parts are of another kind than this run's."""
     what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return (
         f"training cannot resume from {path} ({what}): its optimizer, schedule, meters or weights are of another kind "
@@ -312,7 +312,7 @@ def not_resumable(path: str, error: BaseException) -> str:
 
 
 def missing(path: str) -> str:
-    """The sentence for a checkpoint that is not there, with what else its directory holds."""
+    """Return the message for a checkpoint that is missing, with the other files of its directory."""
     directory = Path(path).parent
     if not directory.is_dir():
         return f"no checkpoint at {path}: there is no directory {directory}"
@@ -322,7 +322,7 @@ def missing(path: str) -> str:
 
 
 def exported(path: str) -> str | None:
-    """The sentence for a whole file of ``smlp checkpoint merge --export``; None for another."""
+    """Return the message for an export of ``smlp checkpoint merge --export``; None for another file."""
     try:
         if not open_checkpoint(path).is_export:
             return None
@@ -335,7 +335,7 @@ def exported(path: str) -> str | None:
 
 
 def damaged(path: str, error: BaseException) -> str:
-    """The sentence for a file that is no complete checkpoint, with its size and a neighbour that can be loaded."""
+    """Return the message for a file that is no complete checkpoint, with its size and a neighbour that loads."""
     if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside the file
         return f"cannot read {path}: {error.strerror or error}"
     size, reason = Path(path).stat().st_size, type(error).__name__
@@ -345,7 +345,7 @@ def damaged(path: str, error: BaseException) -> str:
 
 
 def remedy_for(path: str | Path) -> str:
-    """What to do about a checkpoint that cannot be read."""
+    """Return what to do about a checkpoint that cannot be read."""
     newest = newest_loadable(Path(path), compare=True)
     if newest is not None:
         return f"{newest} can be loaded instead (--restore-file to train on, --path to evaluate)"
@@ -353,7 +353,7 @@ def remedy_for(path: str | Path) -> str:
 
 
 def unfitting(path: str, error: RuntimeError) -> str:
-    """The sentence for a checkpoint of another model, from the first line of torch's report that says what differs."""
+    """Return the message for a checkpoint of another model, from the first difference that torch reports."""
     lines = [line.strip() for line in str(error).splitlines()[1:]]
     sizes = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)")
     for line in lines:
@@ -365,7 +365,7 @@ def unfitting(path: str, error: RuntimeError) -> str:
 
 
 def newest_loadable(path: Path, compare: bool = False) -> Path | None:
-    """The newest other ``checkpoint*.pt`` beside ``path`` that can be read, or None.
+    """Return the newest other ``checkpoint*.pt`` beside ``path`` that can be read, or None.
 
     Args:
         path: of a checkpoint.
@@ -383,5 +383,5 @@ def newest_loadable(path: Path, compare: bool = False) -> Path | None:
 
 
 def _is_refused_type(error: BaseException) -> bool:
-    """Whether torch read the file but refused a class in it, which is not damage: its own message says what to do."""
+    """Return whether torch read the file but refused a class in it; its own message says what to do."""
     return isinstance(error, pickle.UnpicklingError) and bool(re.search(r"Unsupported (global|class)", str(error)))

@@ -1,4 +1,4 @@
-"""Options that need what is not there: a library, a GPU, a file, another option, a task of another kind."""
+"""Refuse options that need something missing: a library, a GPU, a file, another option, another kind of task."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def apply() -> None:
 
 
 def check_best_metric(trainer: Any) -> None:
-    """Refuse a measure to choose checkpoints by that a validation batch has not logged.
+    """Refuse a ``--best-checkpoint-metric`` that a validation batch has not logged.
 
     Raises:
         UserError: the message names the measure and those that there are.
@@ -101,7 +101,7 @@ def check_needs(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
 
 
 def _names(cfg: Any) -> Iterator[str]:
-    """Names that nothing is registered under; ``fairseq-hydra-train`` lets every one pass."""
+    """Yield what is wrong with names that are not registered; ``fairseq-hydra-train`` accepts any."""
     from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
     from fairseq.registry import REGISTRIES
     from fairseq.tasks import TASK_REGISTRY

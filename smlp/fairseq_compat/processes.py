@@ -1,5 +1,7 @@
-"""Ranks as torchrun, srun or explicit options ask for them, on GPUs and without, or a sentence that says what to type.
-Nothing trains alone unnoticed."""
+"""Start ranks as torchrun, srun or explicit options ask for, with and without GPUs, or refuse with what to type.
+
+No process trains alone unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def apply() -> None:
 def settle_ranks(cfg: Any) -> None:
     """Fill in ``cfg.distributed_training`` from torchrun or srun, and refuse what fairseq would start wrongly.
 
-    Explicit options (``--distributed-init-method``) come first. What is settled stays as it is in a second call.
+    Explicit options (``--distributed-init-method``) come first. A second call changes nothing.
 
     Raises:
         UserError: several ranks are asked for in a way that cannot start them, or does not say how many.
@@ -123,7 +125,7 @@ def settle_ranks(cfg: Any) -> None:
 
 
 def _take(distributed: Any, place: Place, asked: int | None, visible: int) -> None:
-    """Enter a place among ranks that a launcher started.
+    """Take a place among ranks that a launcher started.
 
     Args:
         distributed: fairseq's settings.
@@ -154,7 +156,7 @@ def _take(distributed: Any, place: Place, asked: int | None, visible: int) -> No
 
 
 def _check_spawning(distributed: Any) -> None:
-    """Raises UserError where fairseq would spawn more processes than there are GPUs."""
+    """Raise ``UserError`` if fairseq would spawn more processes than there are GPUs."""
     wanted, present = distributed.distributed_world_size, torch.cuda.device_count()
     if distributed.distributed_init_method is None and wanted > present:
         raise UserError(
@@ -164,7 +166,7 @@ def _check_spawning(distributed: Any) -> None:
 
 
 def _is_given(distributed: Any) -> bool:
-    """Whether the number of ranks was asked for; by default it is the number of GPUs."""
+    """Return whether the number of ranks was asked for; by default it is the number of GPUs."""
     default = max(1, torch.cuda.device_count())
     return distributed.distributed_world_size != default or has_option(sys.argv, _WORLD_SIZE)
 
@@ -178,10 +180,9 @@ def _warn_of_idle_tasks(cfg: Any) -> None:
 
 
 def _all_gather_list_without_cuda(distributed_utils: Any) -> Callable[..., list[Any]]:
-    """``all_gather_list`` with its buffers in ordinary memory where there is no GPU.
+    """Return ``all_gather_list`` with its buffers in ordinary memory if there is no GPU.
 
-    fairseq allocates them on the GPU. It looks for them as attributes of the function of this name, so presetting them
-    is all that is needed.
+    fairseq allocates them on the GPU, unless the function of this name has them as attributes.
     """
     original = distributed_utils.all_gather_list
 

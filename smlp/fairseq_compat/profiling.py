@@ -1,9 +1,9 @@
-"""``--profile-updates N``: N updates of a run under torch's profiler, a trace and a table of them.
+"""``--profile-updates N``: run N updates under torch's profiler, and write a trace and a table of them.
 
 Each rank writes its own three files, without waiting for others: ``profile.rank0.trace.json.gz`` (for chrome://tracing
 and Perfetto), ``profile.rank0.json`` and ``profile.rank0.txt``. The first updates of the process are left out
-(:data:`WARM_UP`). The profiler runs in the updates that it is to see and not between them, so that validation and
-saving are neither slowed down nor recorded. Outside of those updates nothing is done.
+(:data:`WARM_UP`). The profiler runs only during the updates that it profiles, so that validation and saving are neither
+slowed down nor recorded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class UpdateProfiler:
         self.breakdown: Breakdown | None = None
         self.num_seen = 0
         self.is_running = self.is_over = False
-        # However the process ends, what there is by then is written.
+        # However the process ends, write what was profiled until then.
         Finalize(None, self.finish, exitpriority=10)
 
     @contextmanager
@@ -77,7 +77,7 @@ class UpdateProfiler:
                 self._attempt(lambda: self._add(recorded, samples))
 
     def finish(self) -> None:
-        """Writes and, on rank 0, prints what there is; the second time nothing."""
+        """Write the profile and, on rank 0, print it. Later calls do nothing."""
         if self.is_over:
             return
         self.is_over = True
@@ -120,7 +120,7 @@ class UpdateProfiler:
             logger.info(f"profile: {text}files: {path}.trace.json.gz, .json and .txt; so for each rank")
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Training goes on without a profile that cannot be written."""
+        """Do something with files; if they cannot be written, warn and let training continue without a profile."""
         try:
             action()
         except (OSError, UserError) as error:

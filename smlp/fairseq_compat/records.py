@@ -1,6 +1,4 @@
-"""What a run writes down when options ask for it: JSON lines of what it was trained on, how long that took, and where.
-
-All of it is written by rank 0.
+"""Files of JSON lines that rank 0 writes if options ask for them: what a run was trained on, how long, and where.
 
 ``--data-order-file``: ``{"update": n, "digest": d}``. The digest is a sum over the sequences of all micro-batches of
 all ranks, padding left out, so that it does not depend on how the sequences of an update are dealt out; two runs that
@@ -36,11 +34,11 @@ _BASE = 1_103_515_245  # any large number below the prime
 
 
 class UpdateRecord:
-    """A file with a line for each update, without repetition also where training is resumed.
+    """A file with one line for each update, also after training was resumed.
 
     Args:
         path: of the file.
-        what: is recorded, for the warning where it cannot be written.
+        what: the content, for the warning if it cannot be written.
     """
 
     def __init__(self, path: str, what: str) -> None:
@@ -60,9 +58,9 @@ def digest_of(logging_outputs: Iterable[Mapping[str, Any]]) -> int:
 
 
 def digest(tokens_Bn: Tensor, pad: int) -> Tensor:
-    """A number below 2^31 for a set of sequences (B, n), the same in any order of them and with any padding behind.
+    """Return a number below 2^31 for a set of sequences (B, n), whatever their order and the padding behind them.
 
-    On the device of the tokens; nothing waits for it.
+    It stays on the device of the tokens, and nothing waits for it.
     """
     kept_Bn = tokens_Bn.long() * (tokens_Bn != pad)
     powers_n = _powers(kept_Bn.size(1), tokens_Bn.device)
@@ -80,7 +78,7 @@ def _powers(length: int, device: torch.device) -> Tensor:
 
 
 def write_environment(path: Path, device: torch.device, world_size: int) -> None:
-    """Adds a line.
+    """Add the line of a start.
 
     Args:
         path: the file.

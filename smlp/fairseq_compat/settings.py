@@ -1,4 +1,4 @@
-"""Options of fairseq that cannot work with spread experts: refused at the start, with the remedy."""
+"""Refuse, at the start and with a remedy, options that cannot work on this machine or with spread experts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def apply() -> None:
 
 
 def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -> None:
-    """Refuses, before anything is built, what cannot work on these ranks.
+    """Refuse, before anything is built, what cannot work on these ranks.
 
     Args:
         cfg: fairseq's configuration.
@@ -91,7 +91,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
 
 
 def _by_option(cfg: Any) -> dict[str, Any]:
-    """The values of all groups of a configuration, by the options' names."""
+    """Return the values of all groups of a configuration, by the options' names."""
     values: dict[str, Any] = {}
     for group in cfg.values():
         if isinstance(group, Namespace):
@@ -102,7 +102,7 @@ def _by_option(cfg: Any) -> dict[str, Any]:
 
 
 def check_given(cfg: Any) -> None:
-    """Refuses to train without data, an optimizer or a size of batches; fairseq has no default for them.
+    """Refuse to train without data, an optimizer or a size of batches; fairseq has no default for them.
 
     Raises:
         UserError: the message names the option to give.
@@ -118,7 +118,7 @@ def check_given(cfg: Any) -> None:
 
 
 def check_backend(cfg: Any, has_cuda: bool) -> None:
-    """Refuses what needs GPUs where there are none.
+    """Refuse what needs GPUs if there are none.
 
     Raises:
         UserError: the message names the option.
@@ -129,7 +129,7 @@ def check_backend(cfg: Any, has_cuda: bool) -> None:
 
 
 def check_profiling(cfg: Any) -> None:
-    """Refuses a profile of no updates, or one that cannot be written.
+    """Refuse a profile of no updates, or one that cannot be written.
 
     Raises:
         UserError: the message names the option.
@@ -147,7 +147,7 @@ def check_profiling(cfg: Any) -> None:
 
 
 def check_log_file(cfg: Any) -> None:
-    """Refuses a log file that cannot be written; fairseq opens it when it begins.
+    """Refuse a log file that cannot be written; fairseq opens it when it begins.
 
     Raises:
         UserError: the message names the file.
@@ -167,7 +167,7 @@ def check_log_file(cfg: Any) -> None:
 
 
 def check_output_dictionary(cfg: Any) -> None:
-    """Refuses a smaller output vocabulary for this package's models, which have one for input and output.
+    """Refuse a smaller output vocabulary for this package's models, which have one for input and output.
 
     Raises:
         UserError: the message names the option.
@@ -181,7 +181,7 @@ def check_output_dictionary(cfg: Any) -> None:
 
 
 def check_pairs(cfg: Any) -> None:
-    """Refuses two numbers of an optimizer that are no two numbers; fairseq evaluates them when all is built.
+    """Refuse options of an optimizer that should be two numbers and are not; fairseq evaluates them late.
 
     Raises:
         UserError: the message names the option.
@@ -202,7 +202,7 @@ def check_pairs(cfg: Any) -> None:
 
 
 def check_overrides(cfg: Any) -> None:
-    """Refuses other settings of an optimizer that are no dictionary; fairseq evaluates them when it loads a checkpoint.
+    """Refuse overrides of an optimizer that are no dictionary; fairseq evaluates them when it loads a checkpoint.
 
     Raises:
         UserError: the message names the option.
@@ -221,7 +221,7 @@ def check_overrides(cfg: Any) -> None:
 
 
 def check_beginning(cfg: Any) -> None:
-    """Refuses to begin with two checkpoints, or with another's weights and what is not to be read of its own.
+    """Refuse two checkpoints to begin with, and resets beside ``--finetune-from-model``, which takes weights alone.
 
     Raises:
         UserError: the message names the options.
@@ -240,7 +240,7 @@ def check_beginning(cfg: Any) -> None:
 
 
 def check_settings(cfg: Any) -> None:
-    """Refuses what would let experts diverge or be lost.
+    """Refuse what would let experts diverge or be lost.
 
     Raises:
         UserError: the message names the option and what to give instead.

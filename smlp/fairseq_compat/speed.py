@@ -36,9 +36,9 @@ _FLOPS_METER = "_model_flops"
 
 
 class DataClock:
-    """The share of the time from update to update that rank 0 spends in asking for the next batches.
+    """Measures which share of the time between updates a rank spends waiting for the next batches.
 
-    One clock runs in a process, from its first batch on.
+    A process has one clock, which starts with its first batch.
     """
 
     _waited = 0.0  # seconds since the last update
@@ -46,7 +46,7 @@ class DataClock:
 
     @classmethod
     def timed(cls, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Count the time of a method that returns the next batches."""
+        """Wrap a method that returns the next batches, and count its time."""
 
         @functools.wraps(following)
         def next_batches(batches: Any) -> Any:
@@ -76,7 +76,7 @@ def apply() -> None:
 
 
 def model_flops(core: Decoder, sample: Any) -> float:
-    """Operations of the model in the forward and backward pass of a micro-batch."""
+    """Return the operations of the model in the forward and backward pass of a micro-batch."""
     return sum(tokens * training_flops(core.config, length) for tokens, length in sizes_of([sample]))
 
 
@@ -89,17 +89,17 @@ def log_speed(trainer: Any, logging_outputs: Iterable[Mapping[str, Any]]) -> Non
 
 
 def sizes_of(samples: Iterable[Any]) -> list[tuple[int, int]]:
-    """Tokens, and length of the sequences, of micro-batches; those without data are left out."""
+    """Return the number of tokens and the sequence length of each micro-batch that has data."""
     return [(sample["ntokens"], sample["net_input"]["src_tokens"].size(1)) for sample in samples if sample]
 
 
 def measured_rate(trainer: Any) -> float:
-    """Operations a second of matrix products on the trainer's device in the type that it trains in."""
+    """Return how many operations a second the trainer's device does in matrix products, in the dtype of training."""
     return _measured_once(trainer.device, training_type(trainer.cfg.common, trainer.cuda))
 
 
 def training_type(common: Any, on_gpu: bool) -> torch.dtype:
-    """The type of the numbers in matrix products, from fairseq's options."""
+    """Return the dtype of matrix products that these options of fairseq select."""
     if common.fp16 or (common.amp and on_gpu):  # on CPUs --amp changes nothing
         return torch.float16
     return torch.bfloat16 if common.bf16 else torch.float32

@@ -1,4 +1,4 @@
-"""Before the first update: imports that take seconds and are not used, the number of threads, freed memory."""
+"""Save time before and in updates: imports that are not used, the number of threads, freed memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def limit_threads() -> None:
 
 
 class _Later(types.ModuleType):
-    """Stands for a module: its functions import it when they are called."""
+    """A stand-in for a module, which is imported when one of its functions is called."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):  # what the import system asks
@@ -57,7 +57,7 @@ class _Later(types.ModuleType):
 
 @contextlib.contextmanager
 def without_statistics() -> Iterator[None]:
-    """Inside the block, functions of sklearn.metrics and scipy.stats are imported without their modules.
+    """Let functions of sklearn.metrics and scipy.stats be imported without their modules inside the block.
 
     ``import fairseq`` asks for a few of them, for tasks of classification, which takes 2 s. What is imported in the
     block stays usable after it; a module that is there already is used as it is.

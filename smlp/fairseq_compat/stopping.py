@@ -1,9 +1,9 @@
-"""Training that saves and leaves when a signal asks it to, and goes on from there when it is started again.
+"""Save and exit when a signal asks for it; the same command resumes training.
 
 SIGUSR1 or SIGTERM, to all ranks or to one of them, ends a run after the update that it is in: all ranks save
 ``checkpoint_last.pt``, as fairseq does whenever it stops, without validating first, and leave with exit status
-:data:`smlp.launch.stopsignals.EXIT_STOPPED`. In a validation they leave at once. A run whose last update is done ends
-as it would have. Before the first update the signals end a process as usual: there is nothing to save.
+:data:`smlp.launch.stop_signals.EXIT_STOPPED`. During validation they exit after the current batch. A run whose last
+update is done ends as usual. Before the first update the signals end a process as usual: there is nothing to save.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from smlp.launch.team import leave
 
 logger = logging.getLogger(__name__)
 
-#: what was asked of this process
+#: the signals that this process has received
 stop_signals = StopSignals()
 
 
@@ -46,7 +46,7 @@ def apply() -> None:
 
 
 def leave_if_asked(trainer: Any) -> None:
-    """Save a trainer's checkpoint and leave, if a signal asked for it and training would not end here anyway."""
+    """Save a trainer's checkpoint and exit, if a signal asked for it and training would not end here anyway."""
     if trainer.data_parallel_world_size > 1:
         asked = trainer.stop_agreed
     else:
@@ -56,7 +56,7 @@ def leave_if_asked(trainer: Any) -> None:
 
 
 def _is_last_update(trainer: Any) -> bool:
-    """Whether training ends here anyway. fairseq, started again from such a checkpoint, would do an update too many."""
+    """Return whether training ends here anyway. Resumed from such a checkpoint, fairseq would do an update too many."""
     optimization, batches = trainer.cfg.optimization, trainer.train_iterator
     if trainer.get_num_updates() >= (optimization.max_update or math.inf):
         return True
@@ -88,8 +88,10 @@ def _save_and_leave(trainer: Any) -> None:
 
 @contextmanager
 def stoppable(cfg: Any) -> Iterator[None]:
-    """Inside the block fairseq runs a tool; where it spawns a process for each GPU, pass signals on to them, and their
-    exit status back."""
+    """Handle signals while fairseq runs a tool inside the block.
+
+    If fairseq spawns a process for each GPU, signals are passed on to them, and their exit status back.
+    """
     distributed = cfg.distributed_training
     spawns = distributed.distributed_world_size > 1 and not distributed.distributed_no_spawn
     previous = {number: signal.signal(number, _pass_on) for number in SIGNALS} if spawns else {}

@@ -111,10 +111,10 @@ LanguageModelConfig.__module__ = __name__
 
 
 def balance_routers(core: Decoder, data: str, subset: str) -> None:
-    """Gives routers that ask for it (``hash_kind=balanced``) the token counts of the training split of all shards.
+    """Give balanced hash routers (``hash_kind=balanced``) the token counts of the training split of all shards.
 
-    Where there is no training split in mmap format, as in evaluation, their tables are left empty: a checkpoint brings
-    its own, and without one the first forward pass is refused.
+    If there is no training split in mmap format, as in evaluation, their tables stay empty: a checkpoint has its own,
+    and without one the first forward pass is refused.
 
     Raises:
         UserError: the training data cannot be read.
@@ -151,7 +151,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         context: ForwardContext | None = None,
         **unused,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Logits (B, n, V), or features (B, n, H), and a dictionary with ``"aux_losses"`` (and no attention).
+        """Return logits (B, n, V), or features (B, n, H), and a dictionary with ``"aux_losses"`` (and no attention).
 
         With ``incremental_state``, ``prev_output_tokens`` is the whole sequence so far, and the result is for the
         tokens that were not seen before. With ``context``, routing is observed (or fixed) there.
@@ -164,19 +164,19 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         return (x_BnH if features_only else self.core.project(x_BnH)), {"aux_losses": aux_losses, "attn": None}
 
     def extract_features(self, prev_output_tokens: Tensor, **kwargs) -> tuple[Tensor, dict[str, Any]]:
-        """Features (B, n, H) before the output projection."""
+        """Return features (B, n, H) before the output projection."""
         return self.forward(prev_output_tokens, features_only=True, **kwargs)
 
     def output_layer(self, features: Tensor, **unused) -> Tensor:
-        """(B, n, H) to logits (B, n, V)."""
+        """Project features (B, n, H) to logits (B, n, V)."""
         return self.core.project(features)
 
     def max_positions(self) -> int:
-        """T."""
+        """Return the context, T tokens."""
         return self.core.config.max_tokens
 
     def reorder_incremental_state(self, incremental_state: dict, new_order: Tensor) -> None:
-        """Follows the beams."""
+        """Reorder the state of decoding to follow the beams."""
         state = incremental_state.get(_STATE_KEY)
         if state is not None:
             state.reorder(new_order)
@@ -192,13 +192,13 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
     experts: SpreadExperts
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Called by fairseq."""
+        """Remember the number of updates; fairseq calls this before each training step."""
         super().set_num_updates(num_updates)
         self.num_updates = num_updates
 
     @classmethod
     def build_model(cls, args, task) -> SparseMLPLanguageModel:
-        """Builds the model for fairseq's options and the task's dictionary."""
+        """Build the model for fairseq's options and the task's dictionary."""
         dictionary = task.target_dictionary
         arch = getattr(args, "_name", None) or getattr(args, "arch", "smlp")
         options = {name: getattr(args, name, None) for name in (*all_settings(), *TASK_OPTIONS)}
@@ -216,7 +216,7 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
         return model
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
-        """Loads parameters, of the experts on this rank; the state has all of them.
+        """Load parameters; of a state with all experts, those of this rank.
 
         Raises:
             UserError: the state is of another vocabulary, context or size; one sentence says which.
@@ -227,7 +227,7 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
 
 
 def _ranks_for(num_experts: int, args: Any) -> Ranks:
-    """The ranks of this run. Models without experts need none: fairseq keeps their parameters equal."""
+    """Return the ranks of this run. Models without experts need none: fairseq keeps their parameters equal."""
     if num_experts == 1:
         return one_process(1)
     timeout = collective_timeout(getattr(args, "heartbeat_timeout", None))
@@ -237,7 +237,7 @@ def _ranks_for(num_experts: int, args: Any) -> Ranks:
 def check_fit(
     state: Mapping[str, Any], shapes: Mapping[str, torch.Size], config: ModelConfig, strict: bool = True
 ) -> None:
-    """Refuses the tensors of another vocabulary, context or size.
+    """Refuse tensors of another vocabulary, context or size.
 
     Args:
         state: of the checkpoint, by name; all experts.
@@ -284,7 +284,7 @@ def check_fit(
 
 
 def _fill_in(args: Any, arch: str) -> None:
-    """Sets the architecture's settings where the command line is silent, and the criterion that it needs."""
+    """Set what the command line does not say: the architecture's settings, and the criterion that it needs."""
     for name, value in PRESETS[arch].items():
         if name not in FROM_TASK and getattr(args, name, None) is None:
             setattr(args, name, value)
