@@ -246,7 +246,7 @@ LEAKY_WARNING = (
 )
 
 #: every setting of this package by name: the fields of ModelConfig, then those of MoEConfig
-SETTINGS: dict[str, dataclasses.Field] = {
+SETTINGS: dict[str, dataclasses.Field[Any]] = {
     f.name: f
     for f in (*dataclasses.fields(ModelConfig), *dataclasses.fields(MoEConfig))
     if f.name not in ("moe", "extra")
@@ -256,7 +256,7 @@ RETIRED_SETTINGS = ("overlap_chunks",)
 _MOE_NAMES = {f.name for f in dataclasses.fields(MoEConfig)}
 
 
-def all_settings() -> dict[str, dataclasses.Field]:
+def all_settings() -> dict[str, dataclasses.Field[Any]]:
     """Every setting by name: :data:`SETTINGS`, and those that registered routers and blocks bring along."""
     return SETTINGS | own_fields()
 

@@ -44,11 +44,13 @@ def import_file(path: Path) -> None:
         return
     # a name that no other module has: the file may be called like one of Python's
     name = f"smlp_plugin_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
-    spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(path)))
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, Exception):

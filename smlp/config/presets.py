@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from smlp.config import SETTINGS, ModelConfig, all_settings, unflatten
+from smlp.config import ModelConfig, all_settings, unflatten
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 
@@ -153,5 +153,5 @@ def config_of(options: Any, vocab_size: int, padding_idx: int = 1) -> ModelConfi
 
 def num_experts_of(options: Any) -> int:
     """E of the model that fairseq's options (``cfg.model``) describe; 0 without sparse layers or of another package."""
-    config = config_of(options, SETTINGS["vocab_size"].default)
+    config = config_of(options, vocab_size=2**16)  # any: experts do not depend on it
     return config.moe.num_experts if config is not None and config.num_sparse_layers else 0

@@ -21,7 +21,7 @@ def setting(default: Any, help_text: str, choices: Iterable[str] | None = None) 
     return dataclasses.field(default=default, metadata={"help": help_text, "allowed": choices})
 
 
-def help_of(field: dataclasses.Field) -> str:
+def help_of(field: dataclasses.Field[Any]) -> str:
     """The documentation of a field, with the values it may take."""
     allowed, text = field.metadata.get("allowed"), field.metadata["help"]
     return text if allowed is None else f"{text}: {', '.join(allowed)}"
