@@ -136,4 +136,4 @@ def config_of(options: Any, vocab_size: int, padding_idx: int = 1) -> ModelConfi
 def num_experts_of(options: Any) -> int:
     """E of the model that fairseq's options (``cfg.model``) describe; 0 without sparse layers or of another package."""
     config = config_of(options, SETTINGS["vocab_size"].default)
-    return config.moe.num_experts if config is not None and config.num_sparse_layers else 0
+    return config.num_experts if config is not None and config.num_sparse_layers else 0

@@ -77,7 +77,7 @@ def forward_flops(config: ModelConfig, num_seqs: int = 1, num_tokens: int | None
 def default_world_size(config: ModelConfig) -> int:
     """The paper's 32 ranks, where as many experts or a multiple can be shared out among them; else, as for the tiny
     presets, a rank for each expert."""
-    num_experts = config.moe.num_experts
+    num_experts = config.num_experts
     return num_experts if config.num_sparse_layers and num_experts % PAPER_WORLD_SIZE else PAPER_WORLD_SIZE
 
 
@@ -94,7 +94,7 @@ def experts_per_rank(config: ModelConfig, world_size: int | None = None) -> int:
         raise UserError(f"world_size must be at least 1, got {world_size}")
     if not config.num_sparse_layers:
         return 0
-    num_experts = config.moe.num_experts
+    num_experts = config.num_experts
     if num_experts % world_size and world_size % num_experts:
         raise UserError(
             f"{num_experts} experts cannot be shared out among world_size={world_size} ranks: "
@@ -108,7 +108,7 @@ def parameters(config: ModelConfig, world_size: int | None = None) -> Parameters
     parts = components(config)
     expert, other = sum(part.expert_params for part in parts), sum(part.other_params for part in parts)
     per_rank = experts_per_rank(config, world_size) * expert
-    return Parameters(per_rank, other, other + config.moe.num_experts * expert)
+    return Parameters(per_rank, other, other + config.num_experts * expert)
 
 
 def _embedding(config: ModelConfig) -> Component:

@@ -53,10 +53,10 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, ranks: Ranks | None = None) -> None:
         super().__init__()
-        if ranks is not None and config.num_sparse_layers and ranks.layout.num_experts != config.moe.num_experts:
+        if ranks is not None and config.num_sparse_layers and ranks.layout.num_experts != config.num_experts:
             raise UserError(
                 f"the ranks are laid out for {ranks.layout.num_experts} experts, but num_experts is "
-                f"{config.moe.num_experts}"
+                f"{config.num_experts}"
             )
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, padding_idx=config.padding_idx)

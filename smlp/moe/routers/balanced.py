@@ -82,14 +82,13 @@ class Base(ScoredRouterKind):
     title = "BASE"
 
     def build(self, config: ModelConfig) -> BalancedRouter:
-        moe = config.moe
-        return BalancedRouter(config.embed_dim, moe.num_experts, moe.centroid_init_gain, moe.base_shuffle)
+        return BalancedRouter(config.embed_dim, config.num_experts, config.centroid_init_gain, config.base_shuffle)
 
     def activations_per_position(self, config: ModelConfig) -> float:
         return 2 * config.embed_dim  # what is routed; outputs, which weights multiply
 
     def mixes_ranks(self, config: ModelConfig) -> bool:
-        return config.moe.base_shuffle
+        return config.base_shuffle
 
     def affinities(self, logits_NE: Tensor) -> Tensor:
         return logits_NE.sigmoid()

@@ -101,8 +101,8 @@ class Hash(RouterKind):
     title = "Hash"
 
     def build(self, config: ModelConfig) -> HashRouter:
-        seed = None if self.needs_token_counts(config) else config.moe.hash_seed
-        return HashRouter(config.vocab_size, config.moe.num_experts, seed)
+        seed = None if self.needs_token_counts(config) else config.hash_seed
+        return HashRouter(config.vocab_size, config.num_experts, seed)
 
     def num_parameters(self, config: ModelConfig) -> int:
         return 0
@@ -114,4 +114,4 @@ class Hash(RouterKind):
         return 0
 
     def needs_token_counts(self, config: ModelConfig) -> bool:
-        return config.moe.hash_kind == "balanced"
+        return config.hash_kind == "balanced"

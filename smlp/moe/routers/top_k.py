@@ -169,12 +169,12 @@ class Switch(ScoredRouterKind):
 
     def build(self, config: ModelConfig) -> TopKRouter:
         own = [field.name for field in fields(TopKSettings) if field.name != "num_choices"]
-        same_name = {name: getattr(config.moe, name) for name in own}
+        same_name = {name: getattr(config, name) for name in own}
         settings = TopKSettings(num_choices=config.experts_per_token, **same_name)
-        return TopKRouter(config.embed_dim, config.moe.num_experts, settings)
+        return TopKRouter(config.embed_dim, config.num_experts, settings)
 
     def auxiliary_loss(self, config: ModelConfig) -> str | None:
-        weights = {name: getattr(config.moe, name) for name in _LOSS_WEIGHTS}
+        weights = {name: getattr(config, name) for name in _LOSS_WEIGHTS}
         return next((f"{name}={weight}" for name, weight in weights.items() if weight > 0), None)
 
 

@@ -202,7 +202,7 @@ class GatedMLPMoEBlock(Block):
 
 def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> PlacedTokenMoE:
     """Build the layer, with the experts of this rank; with all of them by default."""
-    ranks, name = ranks or one_process(config.moe.num_experts), f"layer {layer_index} (gMLP-MoE)"
+    ranks, name = ranks or one_process(config.num_experts), f"layer {layer_index} (gMLP-MoE)"
     experts = GatedMLPExperts(
         config.embed_dim,
         config.ffn_dim,
@@ -229,7 +229,7 @@ class GatedMLPMoE(BlockKind):
 
     def components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
         H, F, T = config.embed_dim, config.ffn_dim, config.max_tokens
-        E, half = config.moe.num_experts, F // 2
+        E, half = config.num_experts, F // 2
         norms = 2 * H + 2 * half
         yield from router_costs(config, layer_index)
         yield Component(
@@ -245,7 +245,7 @@ class GatedMLPMoE(BlockKind):
 
     def activations_per_position(self, config: ModelConfig) -> float:
         width, hidden = config.embed_dim, config.ffn_dim
-        keys = config.experts_per_token * config.max_tokens / config.moe.num_experts
+        keys = config.experts_per_token * config.max_tokens / config.num_experts
         # for each choice: input, normed input, before and after the activation; key, gate, and the product with it;
         # the weights that are picked for its keys, and which of them are earlier ones; the output, which a weight
         # multiplies

@@ -92,7 +92,7 @@ class SparseBlockKind(BlockKind):
 
 def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
     """Build the tMoE: feed-forward experts over tokens, those of this rank; of all in one process by default."""
-    ranks, name = ranks or one_process(config.moe.num_experts), f"layer {layer_index} (tMoE)"
+    ranks, name = ranks or one_process(config.num_experts), f"layer {layer_index} (tMoE)"
     experts = FeedForwardExperts(
         config.embed_dim,
         config.ffn_dim,
@@ -124,7 +124,7 @@ def router_costs(config: ModelConfig, layer: int) -> Iterator[Component]:
 
 def _token_experts_costs(config: ModelConfig, layer: int) -> Component:
     """Feed-forward networks as experts of tokens, with a norm each (as in BASE) or one for all."""
-    H, F, E = config.embed_dim, config.ffn_dim, config.moe.num_experts
+    H, F, E = config.embed_dim, config.ffn_dim, config.num_experts
     own_norm = config.router_kind.experts_as_in_base
     return Component(
         f"blocks.{layer}",
