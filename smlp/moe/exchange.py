@@ -64,27 +64,21 @@ class TokenExchange:
     def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, TokenExchangeRecord]:
         """Tokens (N, H) of all ranks to this rank's experts, (R, H), and the record for :meth:`combine`."""
         x_AH, _ = self.local.dispatch(x_NH, plan)
-        record = self._record(plan, *self._agree(x_NH, plan), x_NH.device)
+        record = self._agree(x_NH, plan)
         return self._by_expert(self._send(x_AH, record), record), record
 
-    def _agree(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
-        """Tells the ranks how many tokens each of their experts will get: those numbers, and theirs for this rank's
-        experts, (P, e) each, on the CPU."""
+    def _agree(self, x_NH: Tensor, plan: RoutingPlan) -> TokenExchangeRecord:
+        """Tell the ranks how many tokens each of their experts will get, and hear the same for this rank's experts."""
         sent_Pe = plan.counts_E.view(self.group.size, self.num_local)
         padding = num_sizes(self.num_local) - self.num_local
         received = agree_on_sizes(self.group, self.name, x_NH, F.pad(sent_Pe, (0, padding)))
-        return sent_Pe.cpu(), torch.tensor([row[: self.num_local] for row in received])
-
-    def _record(
-        self, plan: RoutingPlan, sent_Pe: Tensor, received_Pe: Tensor, device: torch.device
-    ) -> TokenExchangeRecord:
-        """What these numbers of tokens mean, for tokens that live on ``device``."""
+        received_Pe = torch.tensor([row[: self.num_local] for row in received])
         return TokenExchangeRecord(
             plan,
             counts=received_Pe.sum(dim=0).tolist(),
             send_splits=sent_Pe.sum(dim=1).tolist(),
             receive_splits=received_Pe.sum(dim=1).tolist(),
-            row_R=_rows_by_expert(received_Pe.to(device)) if received_Pe.size(1) > 1 else None,
+            row_R=_rows_by_expert(received_Pe.to(x_NH.device)) if self.num_local > 1 else None,
         )
 
     def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: TokenExchangeRecord) -> tuple[Tensor, int]:
@@ -163,22 +157,19 @@ class FeatureExchange:
                 for part, (count, length, _) in zip(rows.split(splits), sizes, strict=True)
             ]
             chunks = torch.cat(parts)
-        return chunks.unflatten(2, (self.num_local, -1)), self._record(sizes)
-
-    def _agree(self, x_BmH: Tensor, start: int) -> list[tuple[int, int, int]]:
-        """Sequences, positions, and the first position whose output is wanted, of every rank."""
-        own = torch.zeros(num_sizes(self.num_local), dtype=torch.long, device=x_BmH.device)
-        own[:_FEATURE_SIZES] = torch.tensor([x_BmH.size(0), x_BmH.size(1), start])
-        received = agree_on_sizes(self.group, self.name, x_BmH, own.expand(self.group.size, -1))
-        return [tuple(row[:_FEATURE_SIZES]) for row in received]
-
-    def _record(self, sizes: list[tuple[int, int, int]]) -> FeatureExchangeRecord:
-        """What these sizes mean."""
-        return FeatureExchangeRecord(
+        record = FeatureExchangeRecord(
             num_seqs=[count for count, _, _ in sizes],
             start=min((first for count, _, first in sizes if count), default=0),
             wanted=[(first, length) for _, length, first in sizes],
         )
+        return chunks.unflatten(2, (self.num_local, -1)), record
+
+    def _agree(self, x_BmH: Tensor, start: int) -> list[tuple[int, int, int]]:
+        """Return each rank's number of sequences, of positions, and the first position whose output it wants."""
+        own = torch.zeros(num_sizes(self.num_local), dtype=torch.long, device=x_BmH.device)
+        own[:_FEATURE_SIZES] = torch.tensor([x_BmH.size(0), x_BmH.size(1), start])
+        received = agree_on_sizes(self.group, self.name, x_BmH, own.expand(self.group.size, -1))
+        return [tuple(row[:_FEATURE_SIZES]) for row in received]
 
     def combine(self, y_SqEc: Tensor, record: FeatureExchangeRecord) -> Tensor:
         """Outputs at positions ``record.start`` and on, (S, q, e, c), back to their ranks, (B, q, H)."""
