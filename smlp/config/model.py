@@ -150,32 +150,32 @@ class ModelConfig(MoEConfig):
 
     @property
     def moe(self) -> ModelConfig:
-        """Itself: where the settings of its sparse part are, too."""
+        """This configuration itself, which holds the settings of its sparse part too."""
         return self
 
     @property
     def block_kinds(self) -> tuple[Any, ...]:
-        """What its blocks are (:class:`smlp.extend.BlockKind`): of the dense ones, then of the sparse ones."""
+        """The kinds of its blocks (:class:`smlp.extend.BlockKind`), dense ones first."""
         dense = (DENSE_BLOCKS[self.dense_block],) if self.num_dense_layers else ()
         return (*dense, SPARSE_BLOCKS[self.sparse_block]) if self.num_sparse_layers else dense
 
     @property
     def router_kind(self) -> Any:
-        """How tokens choose experts (:class:`smlp.extend.RouterKind`), for models with sparse blocks."""
+        """The kind of its router (:class:`smlp.extend.RouterKind`), for models with sparse blocks."""
         return ROUTERS[self.router]
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """What its blocks are, and its router if it has experts."""
+        """The kinds of its blocks, and of its router if it has experts."""
         return (*self.block_kinds, self.router_kind) if self.num_sparse_layers else self.block_kinds
 
     def own(self, name: str) -> Any:
-        """The settings that the router or block of a name brings along, as an object of its class."""
+        """Return the settings that the router or block of a name brings along, as an object of its class."""
         return own_object(name, dict(self.extra))
 
     @property
     def experts_per_token(self) -> int:
-        """k, experts that each token is due."""
+        """k, the number of experts that each token goes to where none is dropped."""
         return self.router_kind.experts_per_token(self)
 
     @property
@@ -203,11 +203,11 @@ class ModelConfig(MoEConfig):
 
     @property
     def is_leaky(self) -> bool:
-        """Whether the model sees what it is to predict (smlp.txt, appendix B)."""
+        """Whether the model sees the tokens that it predicts (smlp.txt, appendix B)."""
         return self.has_feature_moe and self.feature_routing == "leaky"
 
     def sparse_layer_indices(self) -> tuple[int, ...]:
-        """Positions of the sparse blocks in the stack, counted from 0.
+        """Return the positions of the sparse blocks in the stack, counted from 0.
 
         Spread: ``floor(i*(N1+N2)/(N2+1))``, i = 1..N2 (28 + 12: 3, 6, 9, ..., 36). Alternate: every other one, the
         first dense. Source: smlp.txt, section 4.1.
@@ -234,7 +234,7 @@ RETIRED_SETTINGS = ("overlap_chunks",)
 
 
 def all_settings() -> dict[str, dataclasses.Field]:
-    """Every setting by name: :data:`SETTINGS`, and those that registered routers and blocks bring along."""
+    """Return every setting by name: :data:`SETTINGS`, and those that registered routers and blocks bring along."""
     return SETTINGS | own_fields()
 
 
@@ -250,13 +250,13 @@ def flatten(config: ModelConfig) -> dict[str, Any]:
 
 
 def differences(config: ModelConfig, base: ModelConfig) -> dict[str, Any]:
-    """The settings, by name, in which a configuration is another than ``base``."""
+    """Return the settings, by name, in which a configuration differs from ``base``."""
     usual, known = flatten(base), all_settings()
     return {name: value for name, value in flatten(config).items() if value != usual.get(name, known[name].default)}
 
 
 def unflatten(settings: dict[str, Any]) -> ModelConfig:
-    """Builds a :class:`ModelConfig` from settings by name; missing ones take their defaults.
+    """Build a :class:`ModelConfig` from settings by name; missing ones take their defaults.
 
     Raises:
         UserError: a name is no setting, or a value is out of range.
