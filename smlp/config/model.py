@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,15 @@ DROP_ORDERS = ("position", "gate")
 SECOND_EXPERTS = ("random", "sampled", "all")
 GATE_NORMALISATIONS = ("before_drop", "after_drop")
 HASHES = ("random", "balanced")
+MOST_SIZE = 2**31 - 1  # of rows, columns and experts: what torch and the formulas can count
+MOST_INIT = 1e6  # of a scale of initial weights, which single precision holds
+MOST_LAYERS = 10_000  # deeper than any model; each takes time and memory to build however narrow it is
+
+
+def _check_most(config: Any, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value <= MOST_SIZE, f"{name} must be at most {MOST_SIZE:,}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,11 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         require(self.num_experts >= 1, f"num_experts must be at least 1, got {self.num_experts}")
-        require(self.centroid_init_gain > 0, f"centroid_init_gain must be positive, got {self.centroid_init_gain}")
+        _check_most(self, ("num_experts",))
+        require(
+            0 < self.centroid_init_gain < MOST_INIT,
+            f"centroid_init_gain must be positive and below {MOST_INIT:g}, got {self.centroid_init_gain}",
+        )
         for name in ("capacity_factor", "eval_capacity_factor", "load_balance_weight", "router_z_weight"):
             require(0 <= getattr(self, name) < math.inf, f"{name} must be at least 0, got {getattr(self, name)}")
         require(0 <= self.router_jitter < 1, f"router_jitter must be in [0, 1), got {self.router_jitter}")
@@ -122,11 +136,23 @@ class ModelConfig(MoEConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("vocab_size", "max_tokens", "embed_dim", "ffn_dim", "num_heads"):
+        sizes = ("vocab_size", "max_tokens", "embed_dim", "ffn_dim", "num_heads")
+        for name in sizes:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_dense_layers", "num_sparse_layers", "spatial_init_scale"):
+        _check_most(self, sizes)
+        for name in ("num_dense_layers", "num_sparse_layers"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        require(
+            self.num_layers <= MOST_LAYERS,
+            f"num_dense_layers={self.num_dense_layers} and num_sparse_layers={self.num_sparse_layers} are more than "
+            f"{MOST_LAYERS} layers",
+        )
         require(self.num_layers >= 1, "num_dense_layers and num_sparse_layers are both 0: a model needs a layer")
+        for name in ("spatial_init_scale", "embed_init_std"):
+            value = getattr(self, name)
+            require(
+                value is None or 0 <= value < MOST_INIT, f"{name} must be from 0 to below {MOST_INIT:g}, got {value}"
+            )
         require(0.0 <= self.dropout < 1.0, f"dropout must be in [0, 1), got {self.dropout}")
         require(
             0 <= self.padding_idx < self.vocab_size,

@@ -65,8 +65,35 @@ def check_weights(config: ModelConfig, world_size: int = 1) -> None:
     if needed > present:
         raise UserError(
             f"the weights of this model take {needed / 2**30:,.0f} GiB, and this machine has a memory of "
-            f"{present / 2**30:,.0f} GiB (--embed-dim {config.embed_dim}, --ffn-dim {config.ffn_dim}, "
-            f"{config.num_layers} layers, a context of {config.max_tokens} tokens, {config.vocab_size} symbols)"
+            f"{present / 2**30:,.0f} GiB ({_sizes(config)}, {config.vocab_size} symbols)"
+        )
+
+
+def _sizes(config: ModelConfig) -> str:
+    return (
+        f"--embed-dim {config.embed_dim}, --ffn-dim {config.ffn_dim}, {config.num_layers} layers, a context of "
+        f"{config.max_tokens} tokens"
+    )
+
+
+def check_training(config: ModelConfig, world_size: int = 1) -> None:
+    """Refuse to train a model on a CPU whose weights, gradients and moments of Adam take more memory than there is.
+
+    Args:
+        config: the model.
+        world_size: ranks over which the experts are spread.
+
+    Raises:
+        UserError: the message has the sizes.
+    """
+    own = parameters(config, world_size)
+    weights, present = 4 * (own.expert_per_rank + own.other), memory_bytes()
+    total = 4 * weights
+    if total > present:
+        raise UserError(
+            f"the weights of this model take {weights / 2**30:,.0f} GiB, with gradients and moments of Adam "
+            f"{total / 2**30:,.0f} GiB, and this machine has a memory of {present / 2**30:,.0f} GiB "
+            f"({_sizes(config)})"
         )
 
 
