@@ -77,6 +77,7 @@ TUNED = {"option": str, "values": list, "results": Each(dict), "chosen": dict, "
 SPEED = {"models": Each({"tokens_per_update": Finite()})}
 ZEROSHOT = {"tasks": Maybe(Each(dict))}
 ORDER_LINE = {"update": int, "digest": int}
+TIME_LINE = {"update": int, "tokens": int, "seconds": Finite()}
 _FLOPS = dict.fromkeys(("nominal_flops", "realised_flops", "ratio"), Maybe(_NUMBER))
 _FIGURES = ("drop_share", "dead_experts", "max_over_mean", "load_cv", "gate_entropy", "margin", "churn")
 _LAYER = {"router": Maybe(str), "num_experts": int, **dict.fromkeys(_FIGURES, Maybe(_NUMBER))}

@@ -21,7 +21,7 @@ from smlp.experiments.report.details import incomplete
 from smlp.experiments.report.machine import differences, machine
 from smlp.experiments.report.paper import scale_sentences
 from smlp.experiments.report.results import read_results
-from smlp.experiments.report.timeline import read_timeline
+from smlp.experiments.report.timeline import read_timeline, training_lines
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -66,8 +66,9 @@ def test_runs_that_are_not_whole_are_named_and_the_others_reported(out):
 
 def test_a_log_that_says_nothing_is_named(out):
     (run_folder(out, "gMLP", 2) / "train.log").write_text("x\n")
+    (run_folder(out, "gMLP", 2) / "update_times.jsonl").unlink()
     found = {run.name: reason for run, reason in incomplete(read_results(out))}
-    assert found == {"gMLP-s2": "train.log does not say how long it trained"}
+    assert found == {"gMLP-s2": "neither update_times.jsonl nor train.log says how long it trained"}
 
 
 def test_nothing_done_yet(out):
@@ -77,24 +78,28 @@ def test_nothing_done_yet(out):
     assert cell(found["quality-valid"], "gMLP", "seeds").value == 0
 
 
-def test_a_resumed_log_counts_an_update_once():
-    """Stopped after update 15, resumed from a checkpoint at 10; the line after the stop was cut short."""
+def test_a_run_without_times_counts_the_whole_seconds_of_its_log():
+    """Of an older version; stopped after update 15, resumed from a checkpoint at 10, in a log with a line cut short."""
     lines = [training_line("sMLP", 1, update) for update in (5, 10, 15)]
-    again = [training_line("sMLP", 1, 15, train_wall="9", wps=str(5 * 1024 / 9)), training_line("sMLP", 1, 20)]
-    timeline = read_timeline([*lines, {}, *again])
+    again = [training_line("sMLP", 1, 15, train_wall="9"), training_line("sMLP", 1, 20)]
+    timeline = read_timeline([], training_lines([*lines, {}, *again]))
     assert timeline.updates == (0, 5, 10, 15, 20)
-    assert timeline.seconds == pytest.approx((0, 4, 8, 17, 21))
-    assert timeline.at(12.5) == pytest.approx(12.5)
-    assert timeline.at(25) == pytest.approx(21 * 25 / 20)
-    assert read_timeline([{}, {"valid_loss": "3"}]) is None
+    assert timeline.seconds == (0, 4, 8, 17, 21)
+    assert timeline.at(12.5) == 12.5 and timeline.mean_tokens == 1024
+    assert timeline.at(25) == 21 * 25 / 20
+    assert read_timeline([], training_lines([{}, {"valid_loss": "3"}])) is None
 
 
-def test_rounded_times_are_narrowed_only_within_their_rounding():
-    """A whole time of 12 s cannot be in training steps of 4 s: the rest was something else."""
-    strange = training_line("sMLP", 1, 5, wps=str(5 * 1024 / 12))
-    assert read_timeline([strange]).seconds[-1] == pytest.approx(4.5)
-    exact = training_line("sMLP", 1, 5, train_wall="3.125", wps=str(5 * 1024 / 12))
-    assert read_timeline([exact]).seconds[-1] == pytest.approx(3.125, abs=1e-3)
+def test_times_of_updates_are_exact_and_count_once():
+    times = [{"update": update, "tokens": 100 * update, "seconds": 0.25 * update} for update in (1, 2, 3)]
+    again = {"update": 3, "tokens": 0, "seconds": 1.0}
+    logged = training_lines([training_line("sMLP", 1, 5)])
+    timeline = read_timeline([*times, again], logged)
+    assert timeline.updates == (0, 1, 2, 3) and timeline.seconds == (0, 0.25, 0.75, 1.75)
+    assert timeline.mean_tokens == 100
+    # a part of them says nothing about the whole run
+    assert read_timeline(times[1:], logged).updates == (0, 5)
+    assert read_timeline([times[0], times[2]], {}) is None
 
 
 def test_what_is_no_experiment_is_refused(tmp_path):
@@ -272,17 +277,13 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats):
 
 
 def test_updates_that_are_smaller_count_as_they_are(out):
-    """Every fifth line is of updates of half the size, as where an epoch is as short."""
+    """Ten updates have half the size, as the last ones of epochs."""
     for model in MODELS:
         for seed in SEEDS:
-            log = run_folder(out, model, seed) / "train.log"
-            size = {10: "512", 35: "512"}
-            lines = [log_record(line) for line in log.read_text().splitlines()]
-            changed = [
-                {**line, "wpb": size[int(line["num_updates"])]} if int(line.get("num_updates", 0)) in size else line
-                for line in lines
-            ]
-            log.write_text("".join(f"{json.dumps(line)}\n" for line in changed))
+            times = run_folder(out, model, seed) / "update_times.jsonl"
+            lines = [json.loads(line) for line in times.read_text().splitlines()]
+            changed = [{**line, "tokens": 512 if line["update"] % 4 == 0 else 1024} for line in lines]
+            times.write_text("".join(f"{json.dumps(line)}\n" for line in changed))
     experiment = read_results(out)
     assert experiment.mean_update_tokens == 1024 * (6 * 5 + 2 * 2.5) / 40
     assert experiment.trained_tokens == 1024 * 35

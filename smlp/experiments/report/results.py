@@ -250,7 +250,8 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> RunResult:
     record = read_json_or_note(folder / "run.json", notes, json_files.RUN) or {}
     state = record.get("state", "unknown") if folder.is_dir() else MISSING
     log = log_records(folder / "train.log") if (folder / "train.log").is_file() else []
-    timeline = read_timeline(log)
+    lines = training_lines(log)
+    timeline = read_timeline(read_lines_and_note(folder / "update_times.jsonl", notes, json_files.TIME_LINE), lines)
     order = read_lines_and_note(folder / "data_order.jsonl", notes, json_files.ORDER_LINE)
     scores = read_json_or_note(folder / "scores.json", notes, json_files.SCORES)
     zeroshot = read_json_or_note(folder / "zeroshot.json", notes, json_files.ZEROSHOT)
@@ -260,7 +261,7 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> RunResult:
         expected = ("train.log", "scores.json", "data_order.jsonl")
         notes += [f"{name} is missing" for name in expected if not (folder / name).is_file()]
         if log and timeline is None:
-            notes.append("train.log does not say how long it trained")
+            notes.append("neither update_times.jsonl nor train.log says how long it trained")
     notes += _diverged(scores)
     return RunResult(
         model,
@@ -273,7 +274,7 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> RunResult:
         curve_of(log, model.name, subset),
         timeline,
         logged_seconds(log),
-        {update: line for update, (line, _) in training_lines(log).items()},
+        lines,
         health,
         {line["update"]: line["digest"] for line in order},
         scores,

@@ -1,8 +1,8 @@
-"""Checkpoints of spread experts: every rank of the first expert group writes its own, rank 0 the rest.
+"""Save checkpoints of spread experts: each rank of the first expert group writes its own, rank 0 everything else.
 
 fairseq decides on rank 0 alone which files to write (``save_checkpoint`` of ``fairseq.checkpoint_utils``). The other
-ranks wait for what it tells them: to write a part, or that it is done. The format is that of
-:mod:`smlp.checkpoint.parts`. A rank that cannot write makes all of them end with its message.
+ranks wait for its orders: to write a part, or to stop because saving is done. The format is in
+:mod:`smlp.checkpoint.parts`. If a rank cannot write, all ranks end with its message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smlp.checkpoint.parts import (
     write_part,
 )
 from smlp.errors import ParallelError, UserError
-from smlp.trainer.spread import SpreadExperts, experts_of
+from smlp.fairseq_compat.experts import SpreadExperts
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +36,18 @@ _DONE = "done"
 
 def apply() -> None:
     from fairseq import checkpoint_utils
-    from fairseq.trainer import Trainer
 
     save = checkpoint_utils.save_checkpoint
-    save_file = Trainer.save_checkpoint
 
     @functools.wraps(save)
-    def save_checkpoint(cfg: Any, trainer: Trainer, epoch_itr: Any, val_loss: Any) -> Any:
-        experts = experts_of(trainer.model)
+    def save_checkpoint(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
+        experts = getattr(trainer, "experts", None)
         if experts is None or cfg.no_save:
             path = save(cfg, trainer, epoch_itr, val_loss)
             if path is not None:  # it may have taken the place of one whose experts were spread
                 remove_unused_parts(cfg.save_dir)
             return path
-        saving = _Saving(trainer, experts)
+        saving = ExpertSaving(trainer, experts)
         if trainer.data_parallel_rank > 0:
             save(cfg, trainer, epoch_itr, val_loss)  # only remembers the best value
             saving.follow()
@@ -61,34 +59,23 @@ def apply() -> None:
             saving.tell(UserError(f"rank 0 could not save: {error}"))
             raise
         finally:
-            del trainer.expert_saving
+            trainer.expert_saving = None
         remove_unused_parts(cfg.save_dir)
         saving.tell(_DONE)
         return path
 
-    @functools.wraps(save_file)
-    def save_checkpoint_file(self: Trainer, filename: str, extra_state: dict[str, Any]) -> str | None:
-        if experts_of(self.model) is None:
-            return save_file(self, filename, extra_state)
-        saving = getattr(self, "expert_saving", None)
-        if saving is None:  # after an error, which other ranks may know nothing of
-            logger.warning(f"{filename} is not written: it would lack the experts of the other ranks")
-            return None
-        return saving.save(filename, extra_state)
-
     checkpoint_utils.save_checkpoint = save_checkpoint
-    Trainer.save_checkpoint = save_checkpoint_file
 
 
-class _Saving:
-    """What the ranks do together between the beginning and the end of fairseq's ``save_checkpoint``."""
+class ExpertSaving:
+    """One call of fairseq's ``save_checkpoint``, in which all ranks take part."""
 
     def __init__(self, trainer: Any, experts: SpreadExperts) -> None:
         self.trainer, self.experts = trainer, experts
         self.positions = experts.positions(trainer.get_model())
 
     def save(self, filename: str, extra_state: dict[str, Any]) -> str:
-        """On rank 0: writes one checkpoint; returns its path.
+        """Write one checkpoint and return its path. For rank 0.
 
         Raises:
             UserError: a rank cannot write its file.
@@ -123,7 +110,7 @@ class _Saving:
         return path
 
     def follow(self) -> None:
-        """On the other ranks: does what rank 0 tells until it is done.
+        """Follow the orders of rank 0 until it is done. For the other ranks.
 
         Raises:
             UserError: a rank cannot write its file.
@@ -137,14 +124,14 @@ class _Saving:
             self._write_own_part(*order)
 
     def tell(self, order: Any) -> None:
-        """On rank 0: to the others."""
+        """Send an order to the other ranks. For rank 0."""
         self._together(dist.broadcast_object_list, [order], src=0)
 
     def _write_own_part(self, folder: str, token: str) -> tuple[dict[str, Any], list[Part | str | None]]:
-        """Writes the experts of this rank, if it is in the first expert group.
+        """Write the experts of this rank, if it is in the first expert group.
 
         Returns:
-            Descriptions of the tensors; and for each rank its part, why it has none, or None if it is to have none.
+            Descriptions of the tensors; and for each rank its part, the reason why it failed, or None if it has none.
         """
         layout = self.experts.ranks.layout
         model, optimizer = self.trainer.get_model(), self.trainer.optimizer
@@ -163,7 +150,7 @@ class _Saving:
         return describe_tensors(tensors), answers
 
     def _together(self, collective: Callable[..., None], box: list[Any], *rest: Any, **kw: Any) -> list[Any]:
-        """Runs a collective that fills a list, which is returned."""
+        """Run a collective that fills a list, and return the list."""
         try:
             collective(box, *rest, **kw)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Training on a CPU: Adam in one pass over parameters and moments, where fairseq's takes nine.
+"""Run Adam in one pass over parameters and moments on a CPU; fairseq's takes nine.
 
 The formula is fairseq's (Kingma and Ba, 2015; decay apart from the gradient, Loshchilov and Hutter, 2019): its epsilon
 is added to the square root of the second moment before the bias is corrected, torch's after, so that torch's kernel is
@@ -39,7 +39,7 @@ def apply() -> None:
 
 @torch.no_grad()
 def _update(group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
-    """One update of a group's parameters and of their moments."""
+    """Update a group's parameters and their moments once."""
     parameters_of: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in group["params"]:
         if parameter.grad is None:

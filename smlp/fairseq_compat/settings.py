@@ -1,4 +1,4 @@
-"""Options of fairseq that cannot work with spread experts: refused at the start, with the remedy."""
+"""Refuse, at the start and with a remedy, options that cannot work on this machine or with spread experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from smlp.config.presets import config_of, num_experts_of
 from smlp.costs.memory import check_training
-from smlp.criterions.choice import check_criterion
 from smlp.errors import UserError
-from smlp.fairseq_compat.core import core_of
 from smlp.fairseq_compat.limits import check_numbers
 from smlp.fairseq_compat.needs import check_needs
-from smlp.fairseq_compat.processes import settle_ranks
-from smlp.fairseq_compat.saving import own_save_dir
 from smlp.parallel import ExpertLayout
-from smlp.trainer.spread import experts_of
 
 #: optimizers that treat every number of a parameter alike, so that it does not matter where an expert lives
 _POINTWISE = ("adam", "adamax", "adadelta", "adagrad", "nag", "sgd", "cpu_adam")
@@ -42,54 +36,26 @@ _BACKENDS = ("legacy_ddp", "no_c10d", "pytorch_ddp", "c10d")
 
 
 def apply() -> None:
-    from fairseq.distributed import utils as distributed_utils
-    from fairseq.trainer import Trainer
-
-    build_trainer, call_main = Trainer.__init__, distributed_utils.call_main
-
-    @functools.wraps(call_main)
-    def checked_call_main(cfg: Any, main: Callable[..., Any], **kw: Any) -> None:
-        settle_ranks(cfg)
-        if cfg.common_eval.path is None:
-            check_before_start(cfg, cfg.distributed_training.distributed_world_size)
-        with own_save_dir(cfg, main):
-            call_main(cfg, main, **kw)
-
-    @functools.wraps(build_trainer)
-    def trainer_init(self: Trainer, cfg: Any, task: Any, model: Any, *rest: Any, **kw: Any) -> None:
-        if not isinstance(cfg, Namespace):
-            if experts_of(model) is not None:
-                check_settings(cfg)
-            core = core_of(model)
-            if core is not None:
-                check_criterion(getattr(cfg.criterion, "_name", None), core.config)
-            if core is not None and model.experts.names:
-                # One flat copy of all parameters knows no experts, and its moments would fit no other layout.
-                cfg.common.fp16_no_flatten_grads = True
-        build_trainer(self, cfg, task, model, *rest, **kw)
-
     # The main function of fairseq-hydra-train is at work by now: it fills in defaults, and then begins in earnest.
     train = sys.modules.get("fairseq_cli.train")
-    if train is not None and HydraConfig.initialized():
-        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra would print a part of a traceback, and end
-        add_defaults = train.add_defaults
+    if train is None or not HydraConfig.initialized():
+        return
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra would print a part of a traceback, and end
+    add_defaults = train.add_defaults
 
-        @functools.wraps(add_defaults)
-        def checked_add_defaults(cfg: Any) -> None:
-            try:
-                add_defaults(cfg)
-            except OmegaConfBaseException as error:
-                raise UserError(f"the configuration cannot be read: {str(error).partition(chr(10))[0]}") from error
-            check_before_start(cfg, cfg.distributed_training.distributed_world_size)
+    @functools.wraps(add_defaults)
+    def checked_add_defaults(cfg: Any) -> None:
+        try:
+            add_defaults(cfg)
+        except OmegaConfBaseException as error:
+            raise UserError(f"the configuration cannot be read: {str(error).partition(chr(10))[0]}") from error
+        check_before_start(cfg, cfg.distributed_training.distributed_world_size)
 
-        train.add_defaults = checked_add_defaults
-
-    Trainer.__init__ = trainer_init
-    distributed_utils.call_main = checked_call_main
+    train.add_defaults = checked_add_defaults
 
 
 def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -> None:
-    """Refuses, before anything is built, what cannot work on these ranks.
+    """Refuse, before anything is built, what cannot work on these ranks.
 
     Args:
         cfg: fairseq's configuration.
@@ -125,7 +91,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
 
 
 def _by_option(cfg: Any) -> dict[str, Any]:
-    """The values of all groups of a configuration, by the options' names."""
+    """Return the values of all groups of a configuration, by the options' names."""
     values: dict[str, Any] = {}
     for group in cfg.values():
         if isinstance(group, Namespace):
@@ -136,7 +102,7 @@ def _by_option(cfg: Any) -> dict[str, Any]:
 
 
 def check_given(cfg: Any) -> None:
-    """Refuses to train without data, an optimizer or a size of batches; fairseq has no default for them.
+    """Refuse to train without data, an optimizer or a size of batches; fairseq has no default for them.
 
     Raises:
         UserError: the message names the option to give.
@@ -152,7 +118,7 @@ def check_given(cfg: Any) -> None:
 
 
 def check_backend(cfg: Any, has_cuda: bool) -> None:
-    """Refuses what needs GPUs where there are none.
+    """Refuse what needs GPUs if there are none.
 
     Raises:
         UserError: the message names the option.
@@ -163,7 +129,7 @@ def check_backend(cfg: Any, has_cuda: bool) -> None:
 
 
 def check_profiling(cfg: Any) -> None:
-    """Refuses a profile of no updates, or one that cannot be written.
+    """Refuse a profile of no updates, or one that cannot be written.
 
     Raises:
         UserError: the message names the option.
@@ -181,7 +147,7 @@ def check_profiling(cfg: Any) -> None:
 
 
 def check_log_file(cfg: Any) -> None:
-    """Refuses a log file that cannot be written; fairseq opens it when it begins.
+    """Refuse a log file that cannot be written; fairseq opens it when it begins.
 
     Raises:
         UserError: the message names the file.
@@ -201,7 +167,7 @@ def check_log_file(cfg: Any) -> None:
 
 
 def check_output_dictionary(cfg: Any) -> None:
-    """Refuses a smaller output vocabulary for this package's models, which have one for input and output.
+    """Refuse a smaller output vocabulary for this package's models, which have one for input and output.
 
     Raises:
         UserError: the message names the option.
@@ -215,7 +181,7 @@ def check_output_dictionary(cfg: Any) -> None:
 
 
 def check_pairs(cfg: Any) -> None:
-    """Refuses two numbers of an optimizer that are no two numbers; fairseq evaluates them when all is built.
+    """Refuse options of an optimizer that should be two numbers and are not; fairseq evaluates them late.
 
     Raises:
         UserError: the message names the option.
@@ -236,7 +202,7 @@ def check_pairs(cfg: Any) -> None:
 
 
 def check_overrides(cfg: Any) -> None:
-    """Refuses other settings of an optimizer that are no dictionary; fairseq evaluates them when it loads a checkpoint.
+    """Refuse overrides of an optimizer that are no dictionary; fairseq evaluates them when it loads a checkpoint.
 
     Raises:
         UserError: the message names the option.
@@ -255,7 +221,7 @@ def check_overrides(cfg: Any) -> None:
 
 
 def check_beginning(cfg: Any) -> None:
-    """Refuses to begin with two checkpoints, or with another's weights and what is not to be read of its own.
+    """Refuse two checkpoints to begin with, and resets beside ``--finetune-from-model``, which takes weights alone.
 
     Raises:
         UserError: the message names the options.
@@ -274,7 +240,7 @@ def check_beginning(cfg: Any) -> None:
 
 
 def check_settings(cfg: Any) -> None:
-    """Refuses what would let experts diverge or be lost.
+    """Refuse what would let experts diverge or be lost.
 
     Raises:
         UserError: the message names the option and what to give instead.
@@ -305,3 +271,15 @@ def check_settings(cfg: Any) -> None:
     for option, (is_given, reason, instead) in refused.items():
         if is_given:
             raise UserError(f"{option} {reason}, and experts are spread over ranks here: give {instead}, {remedy}")
+
+
+def check_half_precision(cfg: Any, has_cuda: bool) -> None:
+    """Raise ``UserError`` for fp16 training without a GPU.
+
+    fairseq's fp16 optimiser keys its flat parameters by CUDA device and creates a CUDA tensor at the first overflow of
+    the loss scale, so on a CPU it fails at once or, with the variants, some time later.
+    """
+    common = cfg.common
+    if common.fp16 and not common.tpu and not has_cuda:
+        flag = "--memory-efficient-fp16" if common.memory_efficient_fp16 else "--fp16"
+        raise UserError(f"{flag} trains on a GPU only and this run uses the CPU: leave it out, or use --bf16 instead")

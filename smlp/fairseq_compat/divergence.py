@@ -1,11 +1,10 @@
-"""Training that has diverged ends in one sentence: at which update, where numbers stopped being finite, what to try."""
+"""End diverged training in one sentence: the update, where numbers stopped being finite, and what to try."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,37 +12,15 @@ from torch import Tensor, nn
 
 from smlp.errors import NaNError
 
+#: what the detector found that fairseq makes while an update fails
+_found: list[str] = []
+
 
 def apply() -> None:
     from fairseq import trainer as fairseq_trainer
     from fairseq.optim.amp_optimizer import AMPOptimizer
-    from fairseq.trainer import Trainer
 
-    update, validate = Trainer.train_step, Trainer.valid_step
     loss_scale = AMPOptimizer.next_loss_scale
-    found: list[str] = []  # by the detector that fairseq makes while an update fails
-
-    @functools.wraps(update)
-    def train_step(self: Trainer, *args: Any, **kw: Any) -> Any:
-        try:
-            return update(self, *args, **kw)
-        except FloatingPointError as error:
-            norms = self._grad_norm_buf
-            if norms is not None and torch.isfinite(norms).all():  # of all ranks: they differ, but none has diverged
-                raise
-            raise _diverged(self, f"update {self.get_num_updates() + 1}", error, found) from error
-
-    @functools.wraps(validate)
-    def valid_step(self: Trainer, *args: Any, **kw: Any) -> Any:
-        when = f"validation after update {self.get_num_updates()}"
-        try:
-            result = validate(self, *args, **kw)
-        except FloatingPointError as error:
-            raise _diverged(self, when, error) from error
-        loss = float(result["loss"])  # over all ranks, which all of them see
-        if result["sample_size"] and not math.isfinite(loss):
-            raise _diverged(self, when, FloatingPointError(f"the loss is {loss}"))
-        return result
 
     def next_loss_scale(self: AMPOptimizer) -> float:
         if not self.scaler.is_enabled():  # without a GPU: there is no scale to lower
@@ -51,15 +28,20 @@ def apply() -> None:
         return loss_scale.fget(self)
 
     AMPOptimizer.next_loss_scale = property(next_loss_scale)
-    fairseq_trainer.NanDetector = functools.partial(FirstNaN, report=found.append)
-    Trainer.train_step = train_step
-    Trainer.valid_step = valid_step
+    fairseq_trainer.NanDetector = functools.partial(FirstNaN, report=_found.append)
 
 
-def _diverged(trainer: Any, when: str, error: FloatingPointError, found: Sequence[str] = ()) -> NaNError:
+def diverged(trainer: Any, when: str, error: FloatingPointError) -> NaNError:
+    """Return the error that says in one sentence when and where numbers stopped being finite.
+
+    Args:
+        trainer: whose update or validation it was.
+        when: the update or validation.
+        error: what ended it.
+    """
     if trainer.data_parallel_world_size > 1:
         when = f"rank {trainer.data_parallel_rank}, {when}"
-    where = [damaged_weights(trainer.get_model()), *found]
+    where = [damaged_weights(trainer.get_model()), *_found]
     where = next((f", {place}" for place in where if place), "")
     if isinstance(error, NaNError):  # says in which layer, and what to do
         return NaNError(f"{when}{where}: {error}")
@@ -70,7 +52,7 @@ def _diverged(trainer: Any, when: str, error: FloatingPointError, found: Sequenc
 
 
 def damaged_weights(model: nn.Module) -> str:
-    """The first parameter that is not finite, as the end of a sentence; nothing if all are."""
+    """Return the first parameter that is not finite, as the end of a sentence; "" if all are finite."""
     for name, parameter in model.named_parameters():
         num_bad = int((~torch.isfinite(parameter.detach())).sum())
         if num_bad:
@@ -81,8 +63,8 @@ def damaged_weights(model: nn.Module) -> str:
 class FirstNaN:
     """Finds the module whose output, or else the gradient of whose output, is the first one with NaN or infinity.
 
-    It takes the place of fairseq's detector, with which fairseq repeats an update whose gradients are not finite.
-    Outputs may be of any structure of tensors. Minus infinity is let pass: masked scores have it.
+    It replaces fairseq's detector, with which fairseq repeats an update whose gradients are not finite. Outputs may be
+    nested structures of tensors. Minus infinity is allowed, because masked scores have it.
 
     Args:
         model: the model.
@@ -122,12 +104,12 @@ class FirstNaN:
 
 
 def has_nan(x: Tensor) -> bool:
-    """Whether floating-point numbers are NaN or plus infinity."""
+    """Return whether any floating-point number is NaN or plus infinity."""
     return x.is_floating_point() and bool((torch.isnan(x) | torch.isposinf(x)).any())
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dictionaries and dataclasses."""
+    """Yield the tensors in nested tuples, lists, dictionaries and dataclasses."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -1,5 +1,5 @@
-"""``--data-order-file``: what each update was trained on, equal for all models and layouts, also after a stop; and
-``--environment-file``: where each start of a run was."""
+"""``--data-order-file``: what each update was trained on, equal for all models and layouts, also after a stop;
+``--update-times-file``: how long each one took; ``--environment-file``: where each start of a run was."""
 
 import json
 
@@ -8,8 +8,7 @@ import torch
 from running import USER_DIR
 
 from smlp.errors import UserError
-from smlp.trainer.data_order import digest
-from smlp.trainer.environment_file import write
+from smlp.fairseq_compat.records import digest, write_environment
 
 PRIME, BASE = 2**31 - 1, 1_103_515_245
 COMMON = [
@@ -53,6 +52,7 @@ def records(tiny_data, tmp_path_factory, run_fairseq_many):
     def case(name, *options, updates=UPDATES, file=True, **more):
         order = ["--data-order-file", folder / name / "order.jsonl"] if file else []
         order += ["--environment-file", folder / name / "environment.jsonl"] if file else []
+        order += ["--update-times-file", folder / name / "times.jsonl"] if file else []
         args = [tiny_data, *COMMON, "--max-update", updates, "--save-dir", folder / name, *order, *options]
         return {"tool": "train", "args": args, **more}
 
@@ -72,7 +72,7 @@ def records(tiny_data, tmp_path_factory, run_fairseq_many):
     return {
         name: [
             [json.loads(line) for line in (folder / name / f"{what}.jsonl").read_text().splitlines()]
-            for what in ("order", "environment")
+            for what in ("order", "environment", "times")
         ]
         for name in cases
         if name != "off"
@@ -81,7 +81,7 @@ def records(tiny_data, tmp_path_factory, run_fairseq_many):
 
 @pytest.fixture
 def orders(records):
-    return {name: order for name, (order, _) in records.items()}
+    return {name: order for name, (order, _, _) in records.items()}
 
 
 def test_every_model_and_layout_sees_the_same_tokens(orders):
@@ -102,7 +102,7 @@ def test_a_run_that_was_stopped_repeats_and_skips_nothing(orders):
 
 
 def test_each_start_writes_down_where_it_is(records):
-    environments = {name: lines for name, (_, lines) in records.items()}
+    environments = {name: lines for name, (_, lines, _) in records.items()}
     assert {name: len(lines) for name, lines in environments.items()} == {name: 1 for name in records} | {"stopped": 2}
     (line,), (two,) = environments["smlp"], environments["two ranks"]
     assert (line["world_size"], two["world_size"], line["gpu"], line["threads"]) == (1, 2, None, 1)
@@ -111,7 +111,15 @@ def test_each_start_writes_down_where_it_is(records):
     assert environments["stopped"][0]["start"] <= environments["stopped"][1]["start"]
 
 
+def test_each_update_has_its_time_and_tokens(records):
+    for name, (_, _, times) in records.items():
+        assert [line["update"] for line in times] == list(range(1, UPDATES + 1)), name
+        assert all(line["seconds"] > 0 and line["data_seconds"] >= 0 for line in times), name
+    tokens = [[line["tokens"] for line in records[name][2]] for name in ("smlp", "two ranks", "stopped")]
+    assert tokens[0] == tokens[1] == tokens[2] and tokens[0][0] == 2 * 4 * 24
+
+
 def test_an_environment_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--environment-file .*file/e.jsonl cannot be written: "):
-        write(tmp_path / "file" / "e.jsonl", torch.device("cpu"), 1)
+        write_environment(tmp_path / "file" / "e.jsonl", torch.device("cpu"), 1)

@@ -1,18 +1,18 @@
-"""``--profile-updates N``: N updates of a run under torch's profiler, a trace and a table of them.
+"""``--profile-updates N``: run N updates under torch's profiler, and write a trace and a table of them.
 
 Each rank writes its own three files, without waiting for others: ``profile.rank0.trace.json.gz`` (for chrome://tracing
 and Perfetto), ``profile.rank0.json`` and ``profile.rank0.txt``. The first updates of the process are left out
-(:data:`WARM_UP`). The profiler runs in the updates that it is to see and not between them, so that validation and
-saving are neither slowed down nor recorded. Outside of those updates nothing is done.
+(:data:`WARM_UP`). The profiler runs only during the updates that it profiles, so that validation and saving are neither
+slowed down nor recorded.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -22,48 +22,13 @@ from smlp.costs.recording import recording, trace_of, update_range
 from smlp.costs.trace_file import TraceFile
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
+from smlp.fairseq_compat.speed import measured_rate, sizes_of, training_type
 from smlp.files import write_whole
-from smlp.parallel.spans import REDUCTION, span
-from smlp.trainer.speed import measured_rate, sizes_of, training_type
 
 logger = logging.getLogger(__name__)
 
 #: first updates of a process that do not count; the last of them is under the profiler, which takes its time to start
 WARM_UP = 3
-
-
-def apply() -> None:
-    from fairseq.trainer import Trainer
-
-    build_trainer = Trainer.__init__
-    update = Trainer.train_step
-    aggregate = Trainer._aggregate_logging_outputs
-
-    @functools.wraps(build_trainer)
-    def trainer_init(self: Trainer, *args: Any, **kw: Any) -> None:
-        build_trainer(self, *args, **kw)
-        self.update_profiler = None
-        if core_of(self.get_model()) is not None and getattr(self.cfg.model, "profile_updates", None):
-            self.update_profiler = UpdateProfiler(self)
-            # However the process ends, what there is by then is written.
-            Finalize(None, self.update_profiler.finish, exitpriority=10)
-
-    @functools.wraps(update)
-    def train_step(self: Trainer, samples: list, *args: Any, **kw: Any) -> Any:
-        def do() -> Any:
-            return update(self, samples, *args, **kw)
-
-        return do() if self.update_profiler is None else self.update_profiler.run(do, samples)
-
-    @functools.wraps(aggregate)
-    def aggregate_logging_outputs(self: Trainer, *args: Any, **kw: Any) -> Any:
-        # between the backward pass and the optimizer, and where ranks that are done sooner wait for the others
-        with span(REDUCTION):
-            return aggregate(self, *args, **kw)
-
-    Trainer.__init__ = trainer_init
-    Trainer.train_step = train_step
-    Trainer._aggregate_logging_outputs = aggregate_logging_outputs
 
 
 class UpdateProfiler:
@@ -83,28 +48,36 @@ class UpdateProfiler:
         self.breakdown: Breakdown | None = None
         self.num_seen = 0
         self.is_running = self.is_over = False
+        # However the process ends, write what was profiled until then.
+        Finalize(None, self.finish, exitpriority=10)
 
-    def run(self, update: Callable[[], Any], samples: list) -> Any:
-        """Does an update, under the profiler if it is one of those to be profiled; returns what it returns."""
+    @contextmanager
+    def one_update(self, samples: list) -> Iterator[None]:
+        """Run the block, which does an update, under the profiler if it is one of those to be profiled.
+
+        Args:
+            samples: micro-batches of the update on this rank.
+        """
         if self.is_over or self.is_running:  # fairseq may try an update again from inside
-            return update()
+            yield
+            return
         if self.num_seen < WARM_UP - 1:
             self.num_seen += 1
-            return update()
+            yield
+            return
         done, self.is_running = self.trainer.get_num_updates(), True
         try:
             with recording(self.core, self.trainer.device) as recorded, update_range(self.trainer.device):
-                result = update()
+                yield
         finally:
             self.is_running = False
         if self.trainer.get_num_updates() > done:  # not where numbers overflowed, and nothing was updated
             self.num_seen += 1
             if self.num_seen > WARM_UP:
                 self._attempt(lambda: self._add(recorded, samples))
-        return result
 
     def finish(self) -> None:
-        """Writes and, on rank 0, prints what there is; the second time nothing."""
+        """Write the profile and, on rank 0, print it. Later calls do nothing."""
         if self.is_over:
             return
         self.is_over = True
@@ -147,7 +120,7 @@ class UpdateProfiler:
             logger.info(f"profile: {text}files: {path}.trace.json.gz, .json and .txt; so for each rank")
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Training goes on without a profile that cannot be written."""
+        """Do something with files; if they cannot be written, warn and let training continue without a profile."""
         try:
             action()
         except (OSError, UserError) as error:
