@@ -17,7 +17,7 @@ _TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
 
 @functools.cache
 def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field[Any]]:
-    """The settings of a part as fields whose names are those that a user gives.
+    """Return the settings of a part as fields whose names are those that a user gives.
 
     Args:
         name: of the part.
@@ -44,7 +44,7 @@ def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def own_fields() -> dict[str, dataclasses.Field[Any]]:
-    """The settings of all registered parts, by name; ``metadata["owner"]`` is the part's name."""
+    """Return the settings of all registered parts, by name; ``metadata["owner"]`` is the part's name."""
     fields: dict[str, dataclasses.Field[Any]] = {}
     for table in (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS):
         for name, kind in table.items():
@@ -54,7 +54,7 @@ def own_fields() -> dict[str, dataclasses.Field[Any]]:
 
 
 def own_object(name: str, values: Mapping[str, Any]) -> Any:
-    """The settings of a part.
+    """Return the settings of a part as an object of its class.
 
     Args:
         name: of the part.

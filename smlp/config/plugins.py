@@ -17,7 +17,7 @@ VARIABLE = "SMLP_PLUGINS"
 
 
 def named_files(value: str) -> list[Path]:
-    """The files that a value of the variable names, in order, without repetitions.
+    """Return the files that a value of the variable names, in order, without repetitions.
 
     Raises:
         UserError: there is no such file.
@@ -34,7 +34,7 @@ def named_files(value: str) -> list[Path]:
 
 
 def import_file(path: Path) -> None:
-    """Runs a file as a module; one that is imported already is left alone.
+    """Run a file as a module, unless it is imported already.
 
     Raises:
         UserError: it fails; the message names the line.
@@ -60,7 +60,7 @@ def import_file(path: Path) -> None:
 
 
 def _line(path: Path, error: Exception) -> str:
-    """Where in the file it failed, if that is known."""
+    """Return where in the file it failed, if that is known."""
     if isinstance(error, SyntaxError):
         return ""  # says so itself
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
