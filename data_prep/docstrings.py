@@ -109,7 +109,7 @@ _DOCTEST = re.compile(r">>>|In \[\d|\$ |% python")
 
 
 @dataclass
-class _Reader:
+class _BlockReader:
     """State of one pass over a docstring's lines."""
 
     removed: Counter[str]
@@ -141,7 +141,7 @@ def text_blocks(docstring: str, removed: Counter[str]) -> list[str]:
 
     ``removed`` counts the lines each rule took away, under "lines: RULE".
     """
-    reader = _Reader(removed)
+    reader = _BlockReader(removed)
     rows = docstring.expandtabs().split("\n")
     for number, row in enumerate(rows):
         text = row.strip()
@@ -151,7 +151,7 @@ def text_blocks(docstring: str, removed: Counter[str]) -> list[str]:
     return reader.blocks
 
 
-def _read_line(reader: _Reader, text: str, indent: int, following: str) -> None:
+def _read_line(reader: _BlockReader, text: str, indent: int, following: str) -> None:
     if not text:
         if reader.lines and reader.lines[-1].endswith("::"):
             reader.literal_after = reader.indent if reader.indent is not None else 0
@@ -183,7 +183,7 @@ def _read_line(reader: _Reader, text: str, indent: int, following: str) -> None:
         _read_text(reader, text, indent)
 
 
-def _open_section(reader: _Reader, name: str, indent: int, *, underlined: bool) -> None:
+def _open_section(reader: _BlockReader, name: str, indent: int, *, underlined: bool) -> None:
     reader.flush()
     reader.removed["lines: section header"] += 1
     reader.section, reader.section_indent, reader.underlined = name, indent, underlined
@@ -192,7 +192,7 @@ def _open_section(reader: _Reader, name: str, indent: int, *, underlined: bool) 
         reader.skip_deeper_than = indent - 1 if underlined else indent
 
 
-def _skipped(reader: _Reader, text: str, indent: int) -> bool:
+def _skipped(reader: _BlockReader, text: str, indent: int) -> bool:
     """Whether the line belongs to a body being skipped (a literal block, a directive, a section, a doctest)."""
     if reader.literal_after is not None:
         if indent > reader.literal_after:
@@ -210,7 +210,7 @@ def _skipped(reader: _Reader, text: str, indent: int) -> bool:
     return False
 
 
-def _read_directive(reader: _Reader, text: str, indent: int) -> None:
+def _read_directive(reader: _BlockReader, text: str, indent: int) -> None:
     reader.flush()
     match = _DIRECTIVE.match(text)
     name, argument = (match.group(1), match.group(2)) if match else (None, None)
@@ -222,7 +222,7 @@ def _read_directive(reader: _Reader, text: str, indent: int) -> None:
     reader.skip_deeper_than = indent
 
 
-def _read_text(reader: _Reader, text: str, indent: int) -> None:
+def _read_text(reader: _BlockReader, text: str, indent: int) -> None:
     in_list = reader.section in _LIST_SECTIONS
     if in_list and reader.underlined and indent <= reader.section_indent:
         # numpydoc: names and types stand at the section's indent, descriptions below them deeper. Sections that hold

@@ -91,7 +91,7 @@ MAX_GROUP_SHARE = 0.01  # of all words: a larger group goes to train, lest one p
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceTree:
     """A tree of Python files whose docstrings are read; ``name`` prefixes the modules' names ("" for the library)."""
 
     name: str
@@ -100,9 +100,9 @@ class Source:
     prefix: str
 
 
-def find_sources() -> list[Source]:
+def find_sources() -> list[SourceTree]:
     """The standard library and the installed ones of ``PACKAGES``, without importing any of them."""
-    sources = [Source("python", platform.python_version(), Path(sysconfig.get_path("stdlib")), "")]
+    sources = [SourceTree("python", platform.python_version(), Path(sysconfig.get_path("stdlib")), "")]
     for name, distribution in PACKAGES.items():
         spec = importlib.util.find_spec(name)
         if spec is None or not spec.submodule_search_locations:
@@ -111,11 +111,11 @@ def find_sources() -> list[Source]:
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             version = "unknown"
-        sources.append(Source(name, version, Path(spec.submodule_search_locations[0]), name))
+        sources.append(SourceTree(name, version, Path(spec.submodule_search_locations[0]), name))
     return sources
 
 
-def group_of(path: Path, source: Source) -> str:
+def group_of(path: Path, source: SourceTree) -> str:
     """The dotted name of the package a file lies in, or of the module where it is a package of its own.
 
     All modules of a package stay together: what one defines another often repeats in other words.
@@ -174,7 +174,7 @@ def split_by_group(documents: list[Document]) -> Splits:
     return splits
 
 
-def build(out: Path, sources: list[Source]) -> dict:
+def build(out: Path, sources: list[SourceTree]) -> dict:
     """Reads, cleans, deduplicates, splits and writes; returns the manifest.
 
     Raises UserError if the sources hold too few modules to fill three splits.

@@ -13,10 +13,10 @@ from typing import BinaryIO
 import numpy as np
 
 from data_prep.binarize.shards import SegmentWriter, token_type, with_ends
-from data_prep.flow.documents import Reading, counted_records
+from data_prep.flow.documents import ReadSettings, counted_records
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.options import NOT_TEXT
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import DamagedFile, open_stream, write_stream
 from smlp.errors import UserError
@@ -27,7 +27,7 @@ from smlp.text.tokenizer_kinds import Words
 BLOCK_BYTES = 1 << 20
 
 
-def line_blocks(part: Part, max_bytes: int) -> Iterator[list[str]]:
+def line_blocks(part: FilePart, max_bytes: int) -> Iterator[list[str]]:
     """The lines of a part, without their ends, in lists of about ``BLOCK_BYTES`` of text.
 
     A line belongs to the part that it begins in. A carriage return, alone or before a line feed, ends a line, as in
@@ -60,7 +60,7 @@ def line_blocks(part: Part, max_bytes: int) -> Iterator[list[str]]:
             raise UserError(f"{error}: it is damaged, and only whole files are read as lines") from None
 
 
-def _check_lengths(content: bytes, part: Part, start: int, max_bytes: int) -> None:
+def _check_lengths(content: bytes, part: FilePart, start: int, max_bytes: int) -> None:
     for line in content.split(b"\n"):
         if len(line) > max_bytes:
             raise UserError(
@@ -83,7 +83,7 @@ def _next_line(stream: BinaryIO, offset: int) -> int:
             return place
 
 
-def _lines_of(content: bytes, part: Part, start: int) -> list[str]:
+def _lines_of(content: bytes, part: FilePart, start: int) -> list[str]:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -108,7 +108,7 @@ class Job:
     tokenizer: Path  # folder of the tokenizer
     # one of ``FORMATS``: documents whose paragraphs are lines; lines as they are; or lines of symbols of the dictionary
     format: str
-    reading: Reading  # how documents are read
+    reading: ReadSettings  # how documents are read
     num_shards: int  # that documents are dealt to by a hash of their text; lines all go to the first
 
 
@@ -122,7 +122,7 @@ def _encoder(job: Job) -> tuple[Vocabulary, Tokenizer | Words]:
     return tokenizer.vocabulary, tokenizer
 
 
-def encode_part(part: Part, out: Path, job: Job) -> PartResult:
+def encode_part(part: FilePart, out: Path, job: Job) -> PartResult:
     """Writes the tokens of a part in segments.
 
     Raises:
@@ -155,7 +155,7 @@ class _Documents:
 
 
 def _document_blocks(
-    part: Part, job: Job, encoder: Tokenizer, counts: Counts, defects: list[dict[str, str]]
+    part: FilePart, job: Job, encoder: Tokenizer, counts: Counts, defects: list[dict[str, str]]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, _Documents]]:
     """Documents in blocks: ids, lengths of lines without their end, and the documents that they make.
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import READ_BYTES, write_bytes, write_stream
 from smlp.files import name_below
@@ -130,7 +130,7 @@ def shard_folders(num_shards: int) -> list[str]:
 
 def write_plans(
     out: Path, split: str, results: Sequence[PartResult], folders: Sequence[str], by_part: bool, dtype: np.dtype
-) -> list[Part]:
+) -> list[FilePart]:
     """Says for each shard of a split which segments it consists of, in a small file each.
 
     Args:
@@ -161,16 +161,16 @@ def write_plans(
         content = json.dumps(plan).encode()
         if not path.is_file() or path.read_bytes() != content:  # else a shard that is there is not made again
             write_bytes(path, content)
-        parts.append(Part.whole(path))
+        parts.append(FilePart.whole(path))
     return parts
 
 
-def tokens_of_plan(plan: Part) -> int:
+def tokens_of_plan(plan: FilePart) -> int:
     """Tokens of the shard that a file of :func:`write_plans` describes."""
     return sum(row[2] for row in json.loads(plan.path.read_bytes())["segments"])
 
 
-def merge_part(part: Part, out: Path) -> PartResult:
+def merge_part(part: FilePart, out: Path) -> PartResult:
     """Writes ``.bin`` and then ``.idx`` of one shard of a split, from its plan."""
     plan = json.loads(part.path.read_bytes())
     dtype, segments = np.dtype(plan["dtype"]), plan["segments"]

@@ -85,7 +85,7 @@ def clean_lines(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str
             continue
         number = len(kept)
         if name in lines.PATTERNS:
-            kept = lines.without_notices(kept, lines.PATTERNS[name]) if name in notices else kept
+            kept = lines.PATTERNS[name].without(kept) if name in notices else kept
         elif name == "short-lines":
             kept = lines.short_lines(kept, settings.min_line_words) if settings.min_line_words else kept
         elif name == "repeated-lines":

@@ -11,7 +11,7 @@ from typing import Any
 
 from data_prep.clean.cleaner import RULES, Cleaning, clean
 from data_prep.clean.filters import Thresholds, languages
-from data_prep.flow.documents import Reading, counted_records
+from data_prep.flow.documents import ReadSettings, counted_records
 from data_prep.flow.limits import CpuLimit, DocumentFailed
 from data_prep.flow.manifest import Counts, PartResult, write_manifest
 from data_prep.flow.options import (
@@ -26,7 +26,7 @@ from data_prep.flow.options import (
     reading_of,
     run_of,
 )
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.running import Report, begin, run_parts
 from data_prep.flow.streams import write_stream
 from smlp.cli.numbers import MOST_BYTES, real, whole
@@ -86,7 +86,7 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
     return Cleaning(frozenset(args.without), thresholds, args.language, **values)
 
 
-def clean_part(part: Part, out: Path, reading: Reading, settings: Cleaning, suffix: str) -> PartResult:
+def clean_part(part: FilePart, out: Path, reading: ReadSettings, settings: Cleaning, suffix: str) -> PartResult:
     """Writes the documents of a part that are kept, as ``NAME.jsonl`` with the suffix of a compression."""
     counts, defects, limit = Counts(), [], CpuLimit(reading.max_seconds)
     with write_stream(out / f"{part.name}.jsonl{suffix}") as (stream, written):

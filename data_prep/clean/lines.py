@@ -8,10 +8,8 @@ such lines of any length.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-LineRule = Callable[[Sequence[str]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,10 @@ class Pattern:
     keys: tuple[str, ...]
     regex: re.Pattern[str]
     max_characters: int
+
+    def without(self, lines: Sequence[str]) -> list[str]:
+        """The lines that stay."""
+        return [line for line in lines if len(line) > self.max_characters or not self.regex.search(line)]
 
 
 def _pattern(keys: str, regex: str, max_characters: int) -> Pattern:
@@ -64,11 +66,6 @@ PATTERNS = {
         60,
     ),
 }
-
-
-def without_notices(lines: Sequence[str], pattern: Pattern) -> list[str]:
-    """The lines without those that a pattern is found in."""
-    return [line for line in lines if len(line) > pattern.max_characters or not pattern.regex.search(line)]
 
 
 def may_have_notices(lines: Sequence[str]) -> list[str]:

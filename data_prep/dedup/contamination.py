@@ -44,7 +44,7 @@ def texts_of(item: items.Item) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Tasks:
+class TaskNgrams:
     """n-grams of all tasks, in ``.npy`` files below ``folder``."""
 
     folder: Path  # ``ngrams.npy``, sorted; ``records.npy``, a record of each; ``table.npy``, a quick test
@@ -77,7 +77,7 @@ def read_tasks(data_dir: Path, splits: str) -> dict[str, list[list[str]]]:
     return found
 
 
-def index_tasks(texts: dict[str, list[list[str]]], n: int, folder: Path) -> Tasks:
+def index_tasks(texts: dict[str, list[list[str]]], n: int, folder: Path) -> TaskNgrams:
     """Writes the n-grams of tasks to files, for all workers to read.
 
     Args:
@@ -113,7 +113,7 @@ def index_tasks(texts: dict[str, list[list[str]]], n: int, folder: Path) -> Task
     for name, values in (("ngrams", all_grams), ("records", all_records), ("table", table)):
         write_bytes(folder / f"{name}.bin", values.tobytes())
     digest = hashlib.sha256(all_grams.tobytes() + json.dumps([list(texts), bases]).encode()).hexdigest()
-    return Tasks(folder, tuple(texts), tuple(bases), tuple(sorted(lengths)), digest, tuple(too_short))
+    return TaskNgrams(folder, tuple(texts), tuple(bases), tuple(sorted(lengths)), digest, tuple(too_short))
 
 
 def _grams(text: str, n: int) -> Iterable[tuple[int, np.ndarray]]:
@@ -134,7 +134,7 @@ def _arrays(folder: Path, digest: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
 class Index:
     """Compares documents with the tasks and keeps count."""
 
-    def __init__(self, tasks: Tasks) -> None:
+    def __init__(self, tasks: TaskNgrams) -> None:
         self._tasks = tasks
         self._ngrams, self._records, self._table = _arrays(tasks.folder, tasks.digest)
         self._mask = np.uint64(len(self._table) - 1)
@@ -177,7 +177,7 @@ class Index:
         }
 
 
-def summary(tasks: Tasks, parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(tasks: TaskNgrams, parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each task: documents that overlap, n-grams found in them, records found, of how many."""
     rows = []
     parts = list(parts)

@@ -12,7 +12,7 @@ import numpy as np
 from data_prep.dedup.files import WORK, Lookup, Signed, output_of, read_partition
 from data_prep.dedup.signatures import Scheme, similarity
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import write_stream
 
 _PAIRS_AT_ONCE = 1 << 20
@@ -71,7 +71,7 @@ ALL_PAIRS = 256
 GROUP = 1 << 16  # larger groups are taken in pieces, each with the first document of the group
 
 
-def partition_parts(out: Path, num_partitions: int) -> list[Part]:
+def partition_parts(out: Path, num_partitions: int) -> list[FilePart]:
     """A part for each partition; its file only says which."""
     parts = []
     for number in range(num_partitions):
@@ -83,7 +83,7 @@ def partition_parts(out: Path, num_partitions: int) -> list[Part]:
             temporary.write_text(f"{number}\n")
             os.utime(temporary, (0, 0))
             os.replace(temporary, path)
-        parts.append(Part(path, f"{number:05d}", ""))
+        parts.append(FilePart(path, f"{number:05d}", ""))
     return parts
 
 
@@ -97,7 +97,7 @@ def _rows(signed: Signed, kind: str, width: int, num_partitions: int, partition:
     return np.concatenate(pieces)
 
 
-def exact_pairs(part: Part, out: Path, signed: Signed, num_partitions: int) -> PartResult:
+def exact_pairs(part: FilePart, out: Path, signed: Signed, num_partitions: int) -> PartResult:
     """Writes ``.work/exact-NAME.pairs``: (first, later) documents of the same words."""
     rows = _rows(signed, "exact", 3, num_partitions, int(part.name))
     rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
@@ -109,7 +109,7 @@ def exact_pairs(part: Part, out: Path, signed: Signed, num_partitions: int) -> P
 
 
 def near_pairs(
-    part: Part, out: Path, signed: Signed, num_partitions: int, scheme: Scheme, threshold: float, unique: Path
+    part: FilePart, out: Path, signed: Signed, num_partitions: int, scheme: Scheme, threshold: float, unique: Path
 ) -> PartResult:
     """Writes ``.work/near-NAME.pairs``: pairs that share a band of the partition, and whose signatures say that they
     are at least ``threshold`` alike. ``unique`` is a file of a byte a document: 0 for those that take no part."""
@@ -156,7 +156,7 @@ def alike(documents: np.ndarray, lookup: Lookup, threshold: float) -> Iterator[t
                 yield int(documents[place]), int(documents[later])
 
 
-def pairs_name(kind: str, part: Part) -> str:
+def pairs_name(kind: str, part: FilePart) -> str:
     """Where the pairs of a partition are, in the step's folder; ``kind`` is ``exact`` or ``near``."""
     return f"{WORK}/{kind}-{part.name}.pairs"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.dedup.contamination import Index, Tasks
+from data_prep.dedup.contamination import Index, TaskNgrams
 from data_prep.dedup.files import WORK, Lookup, Signed, output_of, spilling
 from data_prep.dedup.signatures import (
     Scheme,
@@ -22,9 +22,9 @@ from data_prep.dedup.signatures import (
     word_hashes,
     words_of,
 )
-from data_prep.flow.documents import Reading, Record, counted_records
+from data_prep.flow.documents import ReadSettings, Record, counted_records
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import json_line, write_stream
 
 BLOCK = 4096  # documents whose rows are held and written at once
@@ -34,10 +34,10 @@ BLOCK = 4096  # documents whose rows are held and written at once
 class SignSettings:
     """What the first phase does."""
 
-    reading: Reading  # of the files
+    reading: ReadSettings  # of the files
     scheme: Scheme | None  # of near duplicates; None looks for exact ones only
     num_partitions: int  # of the rows on disk
-    tasks: Tasks | None  # zero-shot tasks, if documents are compared with them
+    tasks: TaskNgrams | None  # zero-shot tasks, if documents are compared with them
     leave_out: bool  # documents that overlap with a task take no part in what follows
     held_out: frozenset[str]  # names of parts that are not compared with tasks
 
@@ -52,7 +52,7 @@ class _Block:
         self.num_shingles = self.num_documents = 0
 
 
-def sign_part(part: Part, out: Path, settings: SignSettings) -> PartResult:
+def sign_part(part: FilePart, out: Path, settings: SignSettings) -> PartResult:
     """Writes ``.work/NAME.exact``, ``.bands``, ``.signatures``, ``.names``, ``.offsets``, ``.tainted`` of a part."""
     stem = out / WORK / part.name
     counts, defects = Counts(), []
@@ -146,7 +146,7 @@ def outputs_of_part(name: str, suffix: str) -> tuple[str, str]:
 
 
 def write_part(
-    part: Part, out: Path, reading: Reading, signed: Signed, decisions: Decisions, num_perm: int, suffix: str
+    part: FilePart, out: Path, reading: ReadSettings, signed: Signed, decisions: Decisions, num_perm: int, suffix: str
 ) -> PartResult:
     """Writes ``NAME.jsonl`` with the suffix of a compression, and ``.work/NAME.removed``.
 

@@ -20,7 +20,7 @@ from data_prep.fetch.wanted import Wanted
 from data_prep.flow.documents import Defect, Loss, Record, read
 from data_prep.flow.manifest import Counts, PartResult, output_paths
 from data_prep.flow.options import COMPRESSIONS
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
 from data_prep.flow.streams import read_json, sha256_of, suffix_of, write_bytes, write_stream
@@ -105,7 +105,7 @@ _FORMATS = re.compile(r"\.(xml|warc|jsonl|json|txt|parquet)(?=[-.]|$)|\.(gz|bz2|
 
 
 @dataclass(frozen=True)
-class Requested(Part):
+class RemotePart(FilePart):
     """A part that is a file of the web or a shard of the Hub; its ``path`` is the request for it, a small file.
 
     ``size`` is for progress: bytes of what is asked for, 1 if nobody knows.
@@ -123,14 +123,14 @@ def part_name(name: str) -> str:
     return _FORMATS.sub("", _FORMATS.sub("", name)).replace(".", "-") or "documents"
 
 
-def convert(part: Part, out: Path, wanted: Wanted) -> PartResult:
+def convert(part: FilePart, out: Path, wanted: Wanted) -> PartResult:
     """Writes the documents of a part into ``NAME-00000.jsonl.gz`` and so on.
 
     Raises:
         PartFailed: its file is not there and cannot be had.
     """
     reading, facts = wanted.reading, {}
-    request = json.loads(part.path.read_text(encoding="utf-8")) if isinstance(part, Requested) else {}
+    request = json.loads(part.path.read_text(encoding="utf-8")) if isinstance(part, RemotePart) else {}
     if "url" in request:
         file = from_json(request)
         path, limits = wanted.raw / file.name, (reading.max_bytes, reading.max_seconds)
@@ -141,9 +141,9 @@ def convert(part: Part, out: Path, wanted: Wanted) -> PartResult:
         elif wanted.source.format == "warc":
             pieces = warc.pages(path, part.source, *limits)
         else:
-            pieces = read(Part(path, path.name, part.source), reading)
+            pieces = read(FilePart(path, path.name, part.source), reading)
     elif request:
-        name = Part(Path(part.name), part.name, part.source)
+        name = FilePart(Path(part.name), part.name, part.source)
         pieces = hub.rows(Hub(**request["hub"]), request["shard"], request["num_shards"], name, reading)
     else:
         pieces = read(part, reading)

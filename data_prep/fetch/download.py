@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -247,13 +247,8 @@ def _plain(error: BaseException) -> str:
     return text[:200]
 
 
-def to_json(file: RemoteFile) -> dict[str, Any]:
-    """A file of a list, for the disk."""
-    return asdict(file)
-
-
 def from_json(row: dict[str, Any]) -> RemoteFile:
-    """What :func:`to_json` gave.
+    """A :class:`RemoteFile` that was stored as its fields.
 
     Raises:
         UserError: its name is none of a file in a folder.

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.fetch.source import Hub
-from data_prep.flow.documents import Loss, Reading, Record, document_of_row
-from data_prep.flow.parts import Part
+from data_prep.flow.documents import Loss, ReadSettings, Record, document_of_row
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import from_extra
 from data_prep.flow.workers import PartFailed
 from smlp.errors import UserError
@@ -32,7 +32,7 @@ def pinned(hub: Hub) -> tuple[Hub, int]:
         raise UserError(f"hf:{hub.name}: {_sentence(error)}") from error
 
 
-def rows(hub: Hub, shard: int, num_shards: int, part: Part, reading: Reading) -> Iterator[Record | Loss]:
+def rows(hub: Hub, shard: int, num_shards: int, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:
     """The documents of one shard, in order.
 
     Args:

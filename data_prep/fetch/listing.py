@@ -6,11 +6,11 @@ import json
 import os
 import re
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
-from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download, from_json, to_json
+from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download, from_json
 from data_prep.fetch.source import Listing, Source
 from data_prep.flow.streams import DamagedFile, open_stream, read_json, write_bytes
 from smlp.errors import UserError
@@ -54,7 +54,7 @@ def list_files(source: Source, options: dict[str, str], folder: Path, patience: 
     if not files:
         raise UserError(f"source {source.name}: its list names no file")
     files = _named(files)
-    row = {"definition": source.definition, "options": options, "files": [to_json(file) for file in files]}
+    row = {"definition": source.definition, "options": options, "files": [asdict(file) for file in files]}
     write_bytes(folder / KEPT, json.dumps(row, indent=1).encode())
     return files
 

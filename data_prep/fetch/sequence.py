@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from data_prep.fetch.convert import REQUEST, Requested, convert, named_by_format, part_name
-from data_prep.fetch.download import RemoteFile, bytes_there, download_all, to_json
+from data_prep.fetch.convert import REQUEST, RemotePart, convert, named_by_format, part_name
+from data_prep.fetch.download import RemoteFile, bytes_there, download_all
 from data_prep.fetch.hub import pinned
 from data_prep.fetch.listing import KEPT, list_files
 from data_prep.fetch.source import Hub
@@ -49,7 +49,7 @@ def fetch(wanted: Wanted) -> Outcome:
     if source.from_web:
         files = list_files(source, wanted.options, wanted.raw, wanted.patience)[: wanted.limit_files]
         files = [replace(file, name=named_by_format(file.name, source.format)) for file in files]
-        parts = _requested(wanted, [(file.name, to_json(file), file.num_bytes) for file in files])
+        parts = _requested(wanted, [(file.name, asdict(file), file.num_bytes) for file in files])
     elif source.hub:
         parts = _requested(wanted, [(name, row, None) for name, row in _shards(wanted)][: wanted.limit_files])
     else:
@@ -98,7 +98,7 @@ def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]) -> list[Requested]:
+def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]) -> list[RemotePart]:
     """Parts for files of the web or shards. A request that is not what it was makes its download void."""
     names: set[str] = set()
     parts = []
@@ -109,5 +109,5 @@ def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int
             (wanted.raw / name).unlink(missing_ok=True)
             write_bytes(path, content)
         stem = unique_name(part_name(name), names)
-        parts.append(Requested(path, stem, wanted.source.name, size=size or 1))
+        parts.append(RemotePart(path, stem, wanted.source.name, size=size or 1))
     return parts

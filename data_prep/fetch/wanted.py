@@ -14,8 +14,8 @@ from typing import Any
 from data_prep.fetch.download import Patience, RemoteFile, bytes_there
 from data_prep.fetch.listing import kept_files
 from data_prep.fetch.source import Source
-from data_prep.flow.documents import Reading
-from data_prep.flow.running import Run
+from data_prep.flow.documents import ReadSettings
+from data_prep.flow.running import StepRun
 from data_prep.flow.streams import suffix_of
 from smlp.errors import UserError
 
@@ -31,9 +31,9 @@ class Wanted:
 
     source: Source
     out: Path  # folder of all sources
-    run: Run  # its ``out`` is the source's own folder
+    run: StepRun  # its ``out`` is the source's own folder
     options: dict[str, str]  # values of the source's options
-    reading: Reading
+    reading: ReadSettings
     compression: str = "gz"  # of what is written, a key of ``COMPRESSIONS``
     file_bytes: int = 256 << 20  # of documents in a file that is written, before compression; then the next is begun
     limit_files: int | None = None  # the first files (or shards) only

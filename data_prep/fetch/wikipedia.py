@@ -52,7 +52,7 @@ def articles(
     num_pages, in_page = 0, False
     try:
         with open_stream(path) as stream:
-            bounded = _Bounded(stream, _XML_BYTES * max_bytes + READ_BYTES)
+            bounded = _OnePage(stream, _XML_BYTES * max_bytes + READ_BYTES)
             events = ElementTree.iterparse(bounded, events=("start", "end"))
             _, root = next(events)
             for event, element in events:
@@ -71,7 +71,7 @@ def articles(
         yield Defect("damaged: it breaks off", f"{path}: after {num_pages:,} pages: {error}")
 
 
-class _Bounded:
+class _OnePage:
     """A stream that ends where a page is so long that it cannot be one: the parser would hold all of it in memory.
 
     ``num_bytes`` have been read since the caller set it to 0.

@@ -15,12 +15,11 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_prep.flow.limits import DEFAULT_SECONDS
 from data_prep.flow.manifest import Counts
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import DamagedFile, from_extra, json_line, open_stream, suffix_of
 from smlp.errors import UserError
 
@@ -68,7 +67,7 @@ class Defect:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadSettings:
     """How files are to be read, and what a document may take."""
 
     text_field: str = "text"  # the field or column of the text
@@ -85,7 +84,7 @@ def with_defect(piece: Record | Loss) -> Iterator[Record | Loss | Defect]:
         yield Defect(f"dropped, {piece.reason}", piece.where)
 
 
-def read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
+def read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:
     """The documents of a part, in order, with losses in their places and defects of the file at its end: also how many
     of its documents were lost, for each reason.
 
@@ -101,7 +100,7 @@ def read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
         yield Defect(f"{number:,} document{'s' if number > 1 else ''} {_PHRASES.get(reason, reason)}", str(part.path))
 
 
-def _read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
+def _read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:
     kind = suffix_of(part.path)
     if kind == ".parquet":
         yield from _read_parquet(part, reading)
@@ -126,7 +125,7 @@ def _read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
 class _Lines:
     """Lines of a part with their offsets; one longer than ``max_bytes`` comes as None, unread."""
 
-    def __init__(self, stream: BinaryIO, part: Part, max_bytes: int) -> None:
+    def __init__(self, stream: BinaryIO, part: FilePart, max_bytes: int) -> None:
         self._stream, self._part, self._max_bytes = stream, part, max_bytes
         self.damage = ""
         self.broken_off = False  # the last line was handed out without its end, because the file is damaged
@@ -163,7 +162,7 @@ class _Lines:
                 return
 
 
-def _json_lines(lines: _Lines, part: Part, reading: Reading) -> Iterator[Record | Loss]:
+def _json_lines(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:
     for offset, line in lines:
         if part.stop is not None and offset >= part.stop:
             return
@@ -193,7 +192,7 @@ def _json_lines(lines: _Lines, part: Part, reading: Reading) -> Iterator[Record 
         )
 
 
-def _texts(lines: _Lines, part: Part, reading: Reading) -> Iterator[Record | Loss]:
+def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:
     """Documents of ``.txt``. In ``blank``, a part owns those after the first empty line that begins in it."""
     mode = reading.documents_of_text
     waiting = mode == "blank" and part.start > 0  # for the first empty line: what comes before is the part before's
@@ -240,7 +239,7 @@ def _texts(lines: _Lines, part: Part, reading: Reading) -> Iterator[Record | Los
         yield from finished()
 
 
-def _decoded(content: bytes, offset: int, part: Part) -> Record | Loss:
+def _decoded(content: bytes, offset: int, part: FilePart) -> Record | Loss:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
@@ -253,11 +252,11 @@ def _given(row: dict[str, Any], name: str, otherwise: str) -> str:
     return otherwise if value is None else str(value)
 
 
-def _too_long(reading: Reading) -> str:
+def _too_long(reading: ReadSettings) -> str:
     return f"longer than {reading.max_bytes:,} bytes"
 
 
-def _read_parquet(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
+def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:
     pyarrow, parquet = (from_extra(name, f"{part.path}: for .parquet") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         file = parquet.ParquetFile(part.path)
@@ -284,7 +283,7 @@ def _read_parquet(part: Part, reading: Reading) -> Iterator[Record | Loss | Defe
             yield Defect("damaged: it breaks off", f"{part.path}: {' '.join(str(error).split())}")
 
 
-def document_of_row(row: dict[str, Any], number: int, part: Part, reading: Reading) -> Record | Loss:
+def document_of_row(row: dict[str, Any], number: int, part: FilePart, reading: ReadSettings) -> Record | Loss:
     """A row of a table that has the column of the text; ``number`` counts from 0 in the part's file."""
     text = row.pop(reading.text_field)
     where = f"{part.path}:{number}"
@@ -296,13 +295,8 @@ def document_of_row(row: dict[str, Any], number: int, part: Part, reading: Readi
     return Record(text, identity, source, {key: str(value) for key, value in row.items() if key != "text"})
 
 
-def documents_in(path: Path, reading: Reading) -> Iterator[Record | Loss | Defect]:
-    """:func:`read` of a whole file."""
-    return read(Part.whole(path), reading)
-
-
 def counted_records(
-    part: Part, reading: Reading, counts: Counts, defects: list[dict[str, str]] | None = None
+    part: FilePart, reading: ReadSettings, counts: Counts, defects: list[dict[str, str]] | None = None
 ) -> Iterator[Record]:
     """The documents of a part, in order.
 

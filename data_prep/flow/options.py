@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FORMATS, Reading
-from data_prep.flow.parts import PART_BYTES, Part, find_files, left_out, plan_parts
-from data_prep.flow.running import Run
+from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FORMATS, ReadSettings
+from data_prep.flow.parts import PART_BYTES, FilePart, find_files, left_out, plan_parts
+from data_prep.flow.running import StepRun
 from data_prep.flow.streams import sha256_of
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
 from smlp.errors import UserError
@@ -52,7 +52,7 @@ def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) 
     group.add_argument("--quiet", action="store_true", help="no progress")
 
 
-def run_of(args: argparse.Namespace) -> Run:
+def run_of(args: argparse.Namespace) -> StepRun:
     """What :func:`add_run_options` was given. Raises UserError if the folder lies in one that is read."""
     for name in ("inputs", "held_out", "train", "valid", "test"):
         value = getattr(args, name, None) or []
@@ -60,7 +60,7 @@ def run_of(args: argparse.Namespace) -> Run:
             if place.is_dir() and args.out.resolve().is_relative_to(place.resolve()):
                 raise UserError(f"--out {args.out} lies in {place}, which is read: the next run would read its output")
     args.out.mkdir(parents=True, exist_ok=True)
-    return Run(args.out, args.workers, args.share, args.quiet)
+    return StepRun(args.out, args.workers, args.share, args.quiet)
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +101,11 @@ def add_number(
 def add_bytes_option(group: Any) -> None:
     """``--max-document-bytes``."""
     add_number(
-        group, "--max-document-bytes", whole(1, MOST_BYTES), "longer ones are dropped and counted", Reading.max_bytes
+        group,
+        "--max-document-bytes",
+        whole(1, MOST_BYTES),
+        "longer ones are dropped and counted",
+        ReadSettings.max_bytes,
     )
 
 
@@ -112,18 +116,18 @@ def add_time_option(group: Any) -> None:
         "--max-document-seconds",
         real(0, MOST_SECONDS, above=True),
         "of CPU time; documents that take longer are dropped, counted and named (default: %(default)g)",
-        Reading.max_seconds,
+        ReadSettings.max_seconds,
         metavar="S",
     )
 
 
-def reading_of(args: argparse.Namespace) -> Reading:
+def reading_of(args: argparse.Namespace) -> ReadSettings:
     """How documents are to be read."""
-    seconds = getattr(args, "max_document_seconds", Reading.max_seconds)
-    return Reading(args.text_field, args.documents, args.max_document_bytes, seconds)
+    seconds = getattr(args, "max_document_seconds", ReadSettings.max_seconds)
+    return ReadSettings(args.text_field, args.documents, args.max_document_bytes, seconds)
 
 
-def parts_of(args: argparse.Namespace) -> list[Part]:
+def parts_of(args: argparse.Namespace) -> list[FilePart]:
     """The parts of ``--in``."""
     found = find_files(args.inputs, FORMATS)
     if not args.quiet:

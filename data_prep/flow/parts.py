@@ -19,7 +19,7 @@ PART_BYTES = 256 << 20  # of a plain file: larger ones are cut, so that all work
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A file, or the documents that begin in bytes ``start`` to ``stop`` of it."""
 
     path: Path  # the file
@@ -35,7 +35,7 @@ class Part:
         return self.label or self.path.name
 
     @classmethod
-    def whole(cls, path: Path, source: str = "") -> Part:
+    def whole(cls, path: Path, source: str = "") -> FilePart:
         """A file as one part."""
         return cls(path, name_of(path), source or name_of(path))
 
@@ -131,7 +131,7 @@ def _is_wanted(path: Path, suffixes: tuple[str, ...]) -> bool:
 
 def plan_parts(
     found: Sequence[tuple[Path, Path]], part_bytes: int = PART_BYTES, cut_text: bool = True, all_lines: bool = False
-) -> list[Part]:
+) -> list[FilePart]:
     """A part for each file, more for plain ``.jsonl`` and ``.txt`` above ``part_bytes``.
 
     Args:
@@ -140,7 +140,7 @@ def plan_parts(
         cut_text: False where a ``.txt`` is one document and must stay whole.
         all_lines: True where every file is lines of text, whatever its suffix, so that all plain ones may be cut.
     """
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     names: set[str] = set()
     for place, path in found:
         relative = path.relative_to(place) if place.is_dir() else Path(path.name)
@@ -154,7 +154,7 @@ def plan_parts(
         for index, start in enumerate(bounds):
             name = unique_name(stem if number == 1 else f"{stem}-{index:05d}", names)
             parts.append(
-                Part(path, name, source, start, bounds[index + 1] if index + 1 < number else None, str(relative))
+                FilePart(path, name, source, start, bounds[index + 1] if index + 1 < number else None, str(relative))
             )
     return parts
 

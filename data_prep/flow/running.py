@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data_prep.flow.manifest import MANIFEST, STATE, Counts, PartResult, as_json, output_paths
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import PARTIAL, read_json, sha256_of, write_bytes
 from data_prep.flow.workers import work_on
 from smlp.errors import UserError
@@ -27,14 +27,14 @@ from smlp.errors import UserError
 LOCK = "lock"
 
 
-class Work(Protocol):
+class PartWork(Protocol):
     """What is done with a part: a function at the top of a module (or a ``functools.partial`` of one)."""
 
-    def __call__(self, part: Part, out: Path) -> PartResult: ...
+    def __call__(self, part: FilePart, out: Path) -> PartResult: ...
 
 
 @dataclass(frozen=True)
-class Run:
+class StepRun:
     """How a step is to run."""
 
     out: Path  # the step's folder
@@ -57,7 +57,7 @@ class Finished:
 
 
 def begin(
-    run: Run, step: str, settings: dict[str, Any], restart: bool = False, until_written: Sequence[str] = ()
+    run: StepRun, step: str, settings: dict[str, Any], restart: bool = False, until_written: Sequence[str] = ()
 ) -> None:
     """Prepares the step's folder: new, or with work of an earlier run with the same settings, which is kept.
 
@@ -118,7 +118,7 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def run_parts(
-    run: Run, phase: str, parts: Sequence[Part], work: Work, depends: Any = None, temporary: bool = False
+    run: StepRun, phase: str, parts: Sequence[FilePart], work: PartWork, depends: Any = None, temporary: bool = False
 ) -> Finished:
     """Works on the parts that are not done yet.
 
@@ -158,13 +158,12 @@ def run_parts(
     missing = sum(row is None for row in stored)
     if missing:
         return Finished(None, missing=missing, failed=[failed[part.name] for part in parts if part.name in failed])
-    _remove_others(run.out, state, parts, stored)
-    return Finished([_result(row) for row in stored], [row["input"] for row in stored])
-
-
-def _remove_others(out: Path, state: Path, parts: Sequence[Part], stored: Sequence[dict[str, Any]]) -> None:
     ours = {output["name"] for row in stored for output in row["outputs"]}
-    forget(out, set(state.glob("*.json")) - {state / f"{part.name}.json" for part in parts}, ours)
+    forget(run.out, set(state.glob("*.json")) - {state / f"{part.name}.json" for part in parts}, ours)
+    results = [
+        PartResult(row["outputs"], Counts.from_json(row["counts"]), row["defects"], row["facts"]) for row in stored
+    ]
+    return Finished(results, [row["input"] for row in stored])
 
 
 def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
@@ -178,7 +177,7 @@ def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
         path.unlink(missing_ok=True)
 
 
-def is_done(run: Run, phase: str, part: Part, depends: Any = None) -> bool:
+def is_done(run: StepRun, phase: str, part: FilePart, depends: Any = None) -> bool:
     """Whether :func:`run_parts` has nothing to do for a part."""
     return _stored(run.out, run.out / STATE / phase, part, _key(depends)) is not None
 
@@ -188,7 +187,7 @@ def _key(depends: Any) -> str:
 
 
 @contextmanager
-def _lock(run: Run) -> Iterator[None]:
+def _lock(run: StepRun) -> Iterator[None]:
     """The folder for one command, or for several shares of it, of which each is there once."""
     index, number = run.share
     state = run.out / STATE
@@ -207,7 +206,7 @@ def _lock(run: Run) -> Iterator[None]:
         yield
 
 
-def _do_part(part: Part, out: Path, phase: str, work: Work, key: str) -> None:
+def _do_part(part: FilePart, out: Path, phase: str, work: PartWork, key: str) -> None:
     before = part.path.stat()
     result = work(part, out)
     result.counts.check()
@@ -224,7 +223,7 @@ def _do_part(part: Part, out: Path, phase: str, work: Work, key: str) -> None:
     write_bytes(out / STATE / phase / f"{part.name}.json", as_json(row))
 
 
-def _identity(part: Part) -> dict[str, Any]:
+def _identity(part: FilePart) -> dict[str, Any]:
     """A part's row among a manifest's inputs, but for the checksum."""
     row: dict[str, Any] = {"path": str(part.path), "bytes": part.path.stat().st_size}
     if (part.start, part.stop) != (0, None):
@@ -232,7 +231,7 @@ def _identity(part: Part) -> dict[str, Any]:
     return row
 
 
-def _stored(out: Path, state: Path, part: Part, key: str, temporary: bool = False) -> dict[str, Any] | None:
+def _stored(out: Path, state: Path, part: FilePart, key: str, temporary: bool = False) -> dict[str, Any] | None:
     """What is on record of a part, if its input is what it was and its outputs are all there (or need not be)."""
     record = state / f"{part.name}.json"
     row = read_json(record)
@@ -247,10 +246,6 @@ def _stored(out: Path, state: Path, part: Part, key: str, temporary: bool = Fals
     return row if same else None
 
 
-def _result(row: dict[str, Any]) -> PartResult:
-    return PartResult(row["outputs"], Counts.from_json(row["counts"]), row["defects"], row["facts"])
-
-
 MAX_DEFECTS = 20  # on the terminal; the manifest has them all
 
 
@@ -259,7 +254,7 @@ class Report:
     """Prints the end of a step, measured from here, to standard output; its methods return the exit status."""
 
     step: str
-    run: Run
+    run: StepRun
     start: float = field(default_factory=time.perf_counter)
 
     def finished(self, manifest: dict[str, Any], *lines: str) -> int:
@@ -289,6 +284,16 @@ class Report:
             "command again when they have ended"
         )
         return 0
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """A table for the terminal, a line each row; ``right`` are the columns that are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        lines.append("  ".join(cell.rjust(width) if at in right else cell.ljust(width) for at, (cell, width) in cells))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _size(row: dict[str, Any]) -> int:

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PartFailed(Exception):
 
 
 def work_on(
-    parts: Sequence[Part], do_part: Callable[[Part], None], num_workers: int, label: str, quiet: bool
+    parts: Sequence[FilePart], do_part: Callable[[FilePart], None], num_workers: int, label: str, quiet: bool
 ) -> dict[str, str]:
     """Works on all parts, in this process or in several.
 
@@ -77,13 +77,13 @@ def work_on(
 
 
 def _in_processes(
-    parts: Sequence[Part], do_part: Callable[[Part], None], num_workers: int, bar: Any, failed: dict[str, str]
+    parts: Sequence[FilePart], do_part: Callable[[FilePart], None], num_workers: int, bar: Any, failed: dict[str, str]
 ) -> None:
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     waiting = sorted(parts, key=lambda part: -part.num_bytes)  # the longest first: the end is not one long part
     errors: list[BaseException] = []
-    running: dict[Future, Part] = {}
+    running: dict[Future, FilePart] = {}
     shown = 0
     with ProcessPoolExecutor(
         min(num_workers, len(parts)), mp_context=context, initializer=_begin_worker, initargs=(counter,)
@@ -116,7 +116,7 @@ def _in_processes(
         raise errors[0]
 
 
-def _counted(do_part: Callable[[Part], None], part: Part) -> None:
+def _counted(do_part: Callable[[FilePart], None], part: FilePart) -> None:
     do_part(part)
     with _bytes_done.get_lock():
         _bytes_done.value += part.num_bytes

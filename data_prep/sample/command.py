@@ -21,7 +21,7 @@ from data_prep.flow.options import (
 )
 from data_prep.flow.running import Report, begin, run_parts
 from data_prep.sample.plan import make_plan, write_part
-from data_prep.sample.survey import Measure, Survey, survey_part
+from data_prep.sample.survey import UNITS, Measure, Survey, survey_part
 from smlp.cli.numbers import real, whole
 from smlp.errors import UserError
 
@@ -46,9 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for split in ("valid", "test"):
         add_number(group, f"--{split}", real(0, 1, below=True), "of documents (default: 0.001)", 0.001, metavar="SHARE")
     group.add_argument("--budget", type=_number, metavar="N", help="of train: 250000, 500K, 100M, 1.5B")
-    group.add_argument(
-        "--unit", choices=("documents", "bytes", "words", "tokens"), default="words", help="of the budget"
-    )
+    group.add_argument("--unit", choices=UNITS, default="words", help="of the budget")
     group.add_argument("--tokenizer", type=Path, metavar="DIR", help="that 'smlp data tokenizer' wrote, for tokens")
     group.add_argument("--weights", type=_weights, metavar="SOURCE=W,...", help="of the sources in train")
     group.add_argument("--repeat", action="store_true", help="read a source again where it has too little")

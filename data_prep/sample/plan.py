@@ -12,9 +12,9 @@ from typing import BinaryIO
 import numpy as np
 
 from data_prep.corpus import SPLITS
-from data_prep.flow.documents import Reading, Record, counted_records
+from data_prep.flow.documents import ReadSettings, Record, counted_records
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import WrittenFile, write_stream
 from data_prep.sample.survey import Measure, Survey, hashes, place_of
 from smlp.errors import UserError
@@ -32,14 +32,6 @@ class Cut:
     place: int  # its place
     taken: int  # size of those below
     left: int  # what is left of the budget, for the document at the cut
-
-    def holds(self, key: int, place: int) -> bool:
-        """Whether a document is below the cut."""
-        return (key, place) < (self.key, self.place)
-
-    def is_at(self, key: int, place: int) -> bool:
-        """Whether it is the document that does not fit whole."""
-        return (key, place) == (self.key, self.place)
 
 
 def find_cut(blocks: Blocks, budget: int) -> Cut:
@@ -94,9 +86,10 @@ class Plan:
         if split < self.test_end:
             return "test", 1, 0
         quota = self.quotas[source]
-        if quota.cut.holds(draw, place):
+        document, cut = (draw, place), (quota.cut.key, quota.cut.place)
+        if document < cut:
             return "train", quota.passes + 1, 0
-        return "train", quota.passes, quota.cut.left if quota.cut.is_at(draw, place) else 0
+        return "train", quota.passes, quota.cut.left if document == cut else 0
 
 
 def make_plan(
@@ -237,10 +230,10 @@ def _divide(budget: int, weights: dict[str, Fraction]) -> dict[str, int]:
 
 
 def write_part(
-    part: Part,
+    part: FilePart,
     out: Path,
     *,
-    reading: Reading,
+    reading: ReadSettings,
     measure: Measure,
     seed: int,
     plan: Plan,

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from data_prep.flow.documents import Reading, counted_records
+from data_prep.flow.documents import ReadSettings, counted_records
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.options import NOT_TEXT
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import write_stream
 from smlp.errors import UserError
+from smlp.text.tokenizer import Tokenizer, load_tokenizer
 
 UNITS = ("documents", "bytes", "words", "tokens")
-
-
-class Encoder(Protocol):
-    """What tokens are counted with: :class:`smlp.text.tokenizer.Tokenizer`."""
-
-    def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -76,9 +70,7 @@ class Measure:
 
 
 @cache
-def _encoder(folder: Path) -> Encoder:
-    from smlp.text.tokenizer import load_tokenizer
-
+def _encoder(folder: Path) -> Tokenizer:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the parts are what is parallel
     return load_tokenizer(folder)
 
@@ -95,7 +87,7 @@ def hashes(text: str, seed: int) -> tuple[int, int]:
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
-def survey_part(part: Part, out: Path, *, reading: Reading, measure: Measure, seed: int) -> PartResult:
+def survey_part(part: FilePart, out: Path, *, reading: ReadSettings, measure: Measure, seed: int) -> PartResult:
     """Writes a :data:`ROW` for each document of a part."""
     counts, sources = Counts(), {}
     with write_stream(out / STATE / "survey-rows" / f"{part.name}.bin") as (stream, written):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,13 +23,11 @@ from data_prep.flow.options import (
 )
 from data_prep.flow.running import Report, begin, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
-from data_prep.tokenize.measuring import check_lossless, count_pieces, measures, round_trip
+from data_prep.tokenize.measuring import check_lossless, count_pieces, round_trip
 from data_prep.tokenize.models import (
     KINDS,
     SPECIAL_PIECES,
-    dictionary_bytes,
     given_byte_level,
-    num_pieces,
     padding_of,
     pieces_of,
     train_byte_level,
@@ -154,16 +153,20 @@ def _write(
     if next(lines(), None) is None:
         raise UserError(f"{', '.join(map(str, args.inputs))}: no line of text to build a vocabulary from")
     files = make(lines())
-    symbols = _symbols(files)
+    if ENCODER_JSON in files:  # dict.txt has the ids as symbols
+        symbols = [str(number) for number in range(len(json.loads(files[ENCODER_JSON])))]
+    else:
+        symbols = pieces_of(files[SENTENCEPIECE_MODEL])
     padding = padding_of(len(SPECIAL_SYMBOLS) + len(symbols), args.pad_to, args.pad_multiple)
     outputs = [write_bytes(out / name, content) for name, content in files.items()]
     vocabulary = Vocabulary([*symbols, *padding])
     tokenizer = Tokenizer(vocabulary, find_tokenizer([out]))
     if args.kind == GPT2:
         check_lossless(tokenizer)
-    frequency_V, totals = count_pieces(lines(), tokenizer)
-    content = dictionary_bytes([*symbols, *padding], frequency_V[len(SPECIAL_SYMBOLS) :].tolist())
-    outputs.append(write_bytes(out / DICTIONARY, content))
+    frequency_V, measured = count_pieces(lines(), tokenizer)
+    rows = zip([*symbols, *padding], frequency_V[len(SPECIAL_SYMBOLS) :].tolist(), strict=True)
+    content = "".join(f"{symbol} {count}\n" for symbol, count in rows)
+    outputs.append(write_bytes(out / DICTIONARY, content.encode()))
     facts = {
         "vocabulary": {
             "symbols": len(vocabulary),
@@ -173,17 +176,10 @@ def _write(
             "padding": len(padding),
             "never_seen": int((frequency_V[len(SPECIAL_SYMBOLS) :][: len(symbols)] == 0).sum()),
         },
-        "sample": measures(totals),
+        "sample": measured,
         "round_trip": round_trip(lines(), tokenizer),
     }
     return outputs, facts
-
-
-def _symbols(files: dict[str, bytes]) -> list[str]:
-    """The pieces as ``dict.txt`` names them, in the model's order."""
-    if ENCODER_JSON in files:
-        return list(map(str, range(num_pieces(files[ENCODER_JSON]))))
-    return pieces_of(files[SENTENCEPIECE_MODEL])
 
 
 def _lines(manifest: dict[str, Any]) -> list[str]:

@@ -43,11 +43,11 @@ def blocks_of(lines: Iterable[str]) -> Iterator[list[str]]:
         yield block
 
 
-def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray, Counter[str]]:
-    """How often each symbol of the dictionary comes, (V,) int64, and lines, words, bytes, tokens and unknown ones.
+def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray, dict[str, Any]]:
+    """Count each symbol of the dictionary, (V,) int64, and lines, words, bytes, tokens, unknown ones and their shares.
 
-    Bytes are of the text without line ends, and tokens are without ``</s>``; also counts the lines that SentencePiece
-    does not learn from.
+    Bytes are of the text without line ends, and tokens are without ``</s>``; also counted are the lines that
+    SentencePiece does not learn from.
     """
     vocabulary = tokenizer.vocabulary
     frequency_V, totals = np.zeros(len(vocabulary), np.int64), Counter()
@@ -61,13 +61,8 @@ def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray
         totals["too_long_for_sentencepiece"] += sum(size > MAX_LINE_BYTES for size in sizes)
         totals["tokens"] += len(ids_N)
     totals["unknown"] = int(frequency_V[vocabulary.unk])
-    return frequency_V, totals
-
-
-def measures(totals: Counter[str]) -> dict[str, Any]:
-    """The totals with unknown share, tokens per word and bytes per token."""
     tokens = max(totals["tokens"], 1)
-    return {
+    return frequency_V, {
         **totals,
         "unknown_share": totals["unknown"] / tokens,
         "tokens_per_word": totals["tokens"] / max(totals["words"], 1),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from smlp.errors import UserError
@@ -43,11 +44,14 @@ def train_sentencepiece(
 
     if vocab_size < 1:
         raise UserError(f"vocabulary size must be at least 1, not {vocab_size}")
-    texts = _Texts(lines)
+    texts = filter(None, lines)
+    first = next(texts, None)
+    if first is None:
+        raise UserError("the training text holds no line of text to build a vocabulary from")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
+            sentence_iterator=itertools.chain([first], texts),
             model_writer=model,
             model_type=kind,
             vocab_size=vocab_size,
@@ -59,23 +63,8 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as error:
-        if not texts.number:
-            raise UserError("the training text holds no line of text to build a vocabulary from") from error
         raise UserError(_explained(" ".join(str(error).split()), vocab_size)) from error
     return model.getvalue()
-
-
-class _Texts:
-    """Lines that are not empty, and how many there were."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._lines, self.number = lines, 0
-
-    def __iter__(self) -> Iterable[str]:
-        for line in self._lines:
-            if line:
-                self.number += 1
-                yield line
 
 
 def _explained(message: str, vocab_size: int) -> str:
@@ -130,7 +119,9 @@ def train_byte_level(lines: Iterable[str], vocab_size: int) -> dict[str, bytes]:
     model.train_from_iterator(lines, trainer)
     trained = json.loads(model.to_str())["model"]
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in trained["merges"]]
-    return _files(trained["vocab"], merges)
+    ids = dict(sorted(trained["vocab"].items(), key=lambda item: item[1]))
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
+    return {ENCODER_JSON: json.dumps(ids).encode(), VOCAB_BPE: ("\n".join(lines) + "\n").encode()}
 
 
 def given_byte_level(encoder_json: Path, vocab_bpe: Path) -> dict[str, bytes]:
@@ -147,17 +138,6 @@ def given_byte_level(encoder_json: Path, vocab_bpe: Path) -> dict[str, bytes]:
     if sorted(ids.values()) != list(range(len(ids))):
         raise UserError(f"{encoder_json} has {len(ids)} pieces, but their ids are not 0 to {len(ids) - 1}")
     return {ENCODER_JSON: encoder_json.read_bytes(), VOCAB_BPE: vocab_bpe.read_bytes()}
-
-
-def num_pieces(encoder: bytes) -> int:
-    """Pieces in the content of an ``encoder.json``."""
-    return len(json.loads(encoder))
-
-
-def _files(ids: dict[str, int], merges: Iterable[Iterable[str]]) -> dict[str, bytes]:
-    in_order = dict(sorted(ids.items(), key=lambda item: item[1]))
-    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
-    return {ENCODER_JSON: json.dumps(in_order).encode(), VOCAB_BPE: ("\n".join(lines) + "\n").encode()}
 
 
 PADDING = "madeupword{:04d}"  # fairseq's own name for symbols that only fill a dictionary
@@ -182,8 +162,3 @@ def padding_of(num_symbols: int, pad_to: int | None, pad_multiple: int) -> list[
             f"and {special} special ones"
         )
     return [PADDING.format(number) for number in range(size - num_symbols)]
-
-
-def dictionary_bytes(symbols: Sequence[str], frequencies: Sequence[int]) -> bytes:
-    """The content of ``dict.txt``: a symbol and how often it comes a line, without the special ones."""
-    return "".join(f"{symbol} {count}\n" for symbol, count in zip(symbols, frequencies, strict=True)).encode()

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.documents import Reading, counted_records
+from data_prep.flow.documents import ReadSettings, counted_records
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.options import NOT_TEXT
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import open_stream, write_stream
 
@@ -49,7 +49,7 @@ class _Smallest:
         return [(-rank, item) for rank, _, item in sorted(self._kept, reverse=True)]
 
 
-def sample_part(part: Part, out: Path, reading: Reading, num_bytes: int, total: int, seed: int) -> PartResult:
+def sample_part(part: FilePart, out: Path, reading: ReadSettings, num_bytes: int, total: int, seed: int) -> PartResult:
     """Writes the documents of a part with the smallest hashes, smallest first.
 
     Args:
