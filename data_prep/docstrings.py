@@ -27,7 +27,7 @@ DOC_SETTERS = frozenset({"add_newdoc", "add_docstr", "_add_docstr", "add_docstr_
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """Python files below ``root`` (or ``root`` itself, if it is a file), sorted, without tests and vendored copies."""
+    """Yield the Python files below ``root`` (or ``root``, if it is a file), sorted, without tests and vendored ones."""
     if root.is_file():
         yield root
         return
@@ -39,10 +39,10 @@ def source_files(root: Path) -> Iterator[Path]:
 
 
 def docstrings(source: bytes) -> list[str]:
-    """The docstrings of one source file in the order in which they stand there, dedented.
+    """Return the docstrings of one source file in order, dedented.
 
-    Covers modules, classes and functions, and strings handed to a documentation setter such as ``add_newdoc``.
-    A file that is not valid Python (a template, a file for another version) has none.
+    They are those of modules, classes and functions, and strings handed to a documentation setter such as
+    ``add_newdoc``. A file that is not valid Python (a template, a file for another version) has none.
     """
     if b'"""' not in source and b"'''" not in source:
         return []
@@ -56,7 +56,7 @@ def docstrings(source: bytes) -> list[str]:
 
 
 def _docs_in(node: ast.AST) -> Iterator[str]:
-    """Walks statements only: expressions make up most of a tree and hold no definitions."""
+    """Walk statements only: expressions make up most of a tree and hold no definitions."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         text = ast.get_docstring(node)
         if text:
@@ -137,7 +137,7 @@ class _BlockReader:
 
 
 def text_blocks(docstring: str, removed: Counter[str]) -> list[str]:
-    """Paragraphs and list items of a dedented docstring, each on one line, reST inline markup still in place.
+    """Return paragraphs and list items of a dedented docstring, each on one line, reST inline markup still in place.
 
     ``removed`` counts the lines each rule took away, under "lines: RULE".
     """
@@ -193,7 +193,7 @@ def _open_section(reader: _BlockReader, name: str, indent: int, *, underlined: b
 
 
 def _skipped(reader: _BlockReader, text: str, indent: int) -> bool:
-    """Whether the line belongs to a body being skipped (a literal block, a directive, a section, a doctest)."""
+    """Return whether the line belongs to a body being skipped (a literal block, a directive, a section, a doctest)."""
     if reader.literal_after is not None:
         if indent > reader.literal_after:
             reader.skip_deeper_than = reader.literal_after

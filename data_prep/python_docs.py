@@ -35,12 +35,12 @@ _NOT_WORD = re.compile(r"[\W_]+")
 
 
 def near_duplicate_key(paragraph: str) -> str:
-    """Equal for paragraphs that differ only in case, digits, punctuation or spacing."""
+    """Return a key that is equal for paragraphs that differ only in case, digits, punctuation or spacing."""
     return _NOT_WORD.sub(" ", re.sub(r"\d", "0", paragraph.lower())).strip() or paragraph
 
 
 def deduplicated(documents: Iterable[Document], removed: Counter[str]) -> list[Document]:
-    """The documents without repeated paragraphs: the first copy stays. Documents left empty are dropped.
+    """Remove repeated paragraphs: the first copy stays. Documents left empty are dropped.
 
     A near duplicate has the key of an earlier paragraph (:func:`near_duplicate_key`) or shares more than
     ``MAX_REPEATED_SHARE`` of its runs of ``SHINGLE_WORDS`` words with earlier ones. ``removed`` counts paragraphs.
@@ -92,7 +92,7 @@ MAX_GROUP_SHARE = 0.01  # of all words: a larger group goes to train, lest one p
 
 @dataclass(frozen=True)
 class SourceTree:
-    """A tree of Python files whose docstrings are read; ``name`` prefixes the modules' names ("" for the library)."""
+    """A tree of Python files whose docstrings are read; ``prefix`` begins the modules' names ("" for the library)."""
 
     name: str
     version: str
@@ -101,7 +101,7 @@ class SourceTree:
 
 
 def find_sources() -> list[SourceTree]:
-    """The standard library and the installed ones of ``PACKAGES``, without importing any of them."""
+    """Return the standard library and the installed ones of ``PACKAGES``, without importing any of them."""
     sources = [SourceTree("python", platform.python_version(), Path(sysconfig.get_path("stdlib")), "")]
     for name, distribution in PACKAGES.items():
         spec = importlib.util.find_spec(name)
@@ -116,9 +116,9 @@ def find_sources() -> list[SourceTree]:
 
 
 def group_of(path: Path, source: SourceTree) -> str:
-    """The dotted name of the package a file lies in, or of the module where it is a package of its own.
+    """Return the dotted name of the package a file lies in, or of the module if it is a package of its own.
 
-    All modules of a package stay together: what one defines another often repeats in other words.
+    All modules of a package stay together, because they often repeat each other in other words.
     """
     parts = path.relative_to(source.root).with_suffix("").parts
     folders = parts[:-1] or (() if source.prefix else parts)
@@ -126,7 +126,7 @@ def group_of(path: Path, source: SourceTree) -> str:
 
 
 def paragraphs_of(texts: Iterable[str], removed: Counter[str]) -> tuple[str, ...]:
-    """The English paragraphs of docstrings; ``removed`` counts what each cleaning rule took away."""
+    """Return the English paragraphs of docstrings; ``removed`` counts what each cleaning rule took away."""
     return tuple(
         paragraph for text in texts for block in text_blocks(text, removed) if (paragraph := prose(block, removed))
     )
@@ -139,7 +139,7 @@ def _read_module(path: Path) -> tuple[tuple[str, ...], Counter[str], int]:
 
 
 def read_topics(removed: Counter[str]) -> list[Document]:
-    """The language reference behind ``help()``, a document and a group for each topic."""
+    """Return the language reference behind ``help()``, a document and a group for each topic."""
     from pydoc_data.topics import topics
 
     return [
@@ -148,7 +148,7 @@ def read_topics(removed: Counter[str]) -> list[Document]:
 
 
 def split_by_group(documents: list[Document]) -> Splits:
-    """Every group whole in one split; valid and test take at least ``HELD_OUT_SHARE`` of the words, and little more.
+    """Put every group into one split; valid and test get at least ``HELD_OUT_SHARE`` of the words, and little more.
 
     Groups are taken in the order of a hash of their names (the same on every machine) until valid is full, then until
     test is full. Both get groups from all over the corpus, and their sizes do not depend on luck.
@@ -175,9 +175,10 @@ def split_by_group(documents: list[Document]) -> Splits:
 
 
 def build(out: Path, sources: list[SourceTree]) -> dict:
-    """Reads, cleans, deduplicates, splits and writes; returns the manifest.
+    """Read, clean, deduplicate, split and write; return the manifest.
 
-    Raises UserError if the sources hold too few modules to fill three splits.
+    Raises:
+        UserError: the sources hold too few modules to fill three splits.
     """
     removed: Counter[str] = Counter()
     documents = read_topics(removed)

@@ -49,7 +49,7 @@ SUFFIXES = {DOCUMENTS: FORMATS, LINES: (".txt",), PIECES: (".spm", ".bpe", ".txt
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the step."""
+    """Declare the options of the step."""
     group = parser.add_argument_group("input")
     group.add_argument(
         "--in",
@@ -84,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Encodes, merges, writes the manifest; returns the exit status."""
+    """Encode, merge, write the manifest; return the exit status."""
     splits = parts_of_splits(args)
     vocab_size = len(check_tokenizer(args.tokenizer, args.format))
     run, job = run_of(args), Job(args.tokenizer, args.format, reading_of(args), args.shards)
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parts_of_splits(args: argparse.Namespace) -> dict[str, list[FilePart]]:
-    """The parts of each split that there is, named after it.
+    """Return the parts of each split that is present, named after it.
 
     Raises:
         UserError: a file is missing, or there is no split at all.
@@ -141,7 +141,7 @@ def _inputs_of_splits(args: argparse.Namespace, suffixes: tuple[str, ...]) -> di
 
 
 def _of_split(sample: Path, split: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """A folder of that name with files in it, or else files of it."""
+    """Return a folder of the split's name that holds files, or else the files of that name."""
     if (sample / split).is_dir():
         try:
             find_files([sample / split], suffixes)
@@ -177,7 +177,7 @@ def _inputs(finished: dict[str, Finished]) -> list[dict[str, Any]]:
 def _merge(
     run: StepRun, finished: dict[str, Finished], args: argparse.Namespace, vocab_size: int, settings: dict[str, Any]
 ) -> None:
-    """Writes the shards, then the manifest."""
+    """Write the shards, then the manifest."""
     dtype, folders, plans = token_type(vocab_size), shard_folders(args.shards), []
     written = {split: done for split, done in finished.items() if not _left_out(split, done, args)}
     for split, done in written.items():
@@ -210,13 +210,13 @@ def _merge(
 
 
 def _left_out(split: str, done: Finished, args: argparse.Namespace) -> bool:
-    """Whether it is valid or test of ``--in``, with files that hold nothing: none was wanted."""
+    """Return whether a valid or test split of ``--in`` is empty, so that none was wanted."""
     empty = all(not result.counts.documents_in and not result.facts["segments"] for result in done.results)
     return empty and split != "train" and args.sample is not None
 
 
 def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float) -> list[str]:
-    """Lines for the terminal: what each split holds, the rate, and how to train on it."""
+    """Return lines for the terminal: what each split holds, the rate, and how to train on it."""
     lines = [
         f"{split:<5} {row['tokens']:>15,} tokens {row['lines']:>12,} lines {row['ends']:>11,} ends of documents "
         f"{row['unknown_share']:.4%} unknown"

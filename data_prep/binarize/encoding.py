@@ -28,14 +28,10 @@ BLOCK_BYTES = 1 << 20
 
 
 def line_blocks(part: FilePart, max_bytes: int) -> Iterator[list[str]]:
-    """The lines of a part, without their ends, in lists of about ``BLOCK_BYTES`` of text.
+    """Yield the lines of a part, without their ends, in lists of about ``BLOCK_BYTES`` of text.
 
     A line belongs to the part that it begins in. A carriage return, alone or before a line feed, ends a line, as in
-    Python's text files; there is no line after the last line end.
-
-    Args:
-        part: what to read.
-        max_bytes: between two line feeds: memory is bounded by some multiples of it.
+    Python's text files; there is no line after the last line end. A line may have ``max_bytes``, which bounds memory.
 
     Raises:
         UserError: the file is damaged or is not UTF-8, or a line is longer.
@@ -71,7 +67,7 @@ def _check_lengths(content: bytes, part: FilePart, start: int, max_bytes: int) -
 
 
 def _next_line(stream: BinaryIO, offset: int) -> int:
-    """Where the first line begins that does not begin before ``offset``."""
+    """Return where the first line begins that does not begin before ``offset``."""
     if not offset:
         return 0
     stream.seek(offset - 1)
@@ -103,7 +99,7 @@ NO_TOKEN = "no token in it"
 
 @dataclass(frozen=True)
 class Job:
-    """What is done with each part."""
+    """The settings of :func:`encode_part`."""
 
     tokenizer: Path  # folder of the tokenizer
     # one of ``FORMATS``: documents whose paragraphs are lines; lines as they are; or lines of symbols of the dictionary
@@ -123,10 +119,10 @@ def _encoder(job: Job) -> tuple[Vocabulary, Tokenizer | Words]:
 
 
 def encode_part(part: FilePart, out: Path, job: Job) -> PartResult:
-    """Writes the tokens of a part in segments.
+    """Write the tokens of a part in segments.
 
     Raises:
-        UserError: lines are not UTF-8, or the file is damaged; of documents, such are counted.
+        UserError: lines are not UTF-8, or the file is damaged; documents of that kind are counted instead.
     """
     vocabulary, encoder = _encoder(job)
     counts, defects = Counts(), []
@@ -148,7 +144,7 @@ def encode_part(part: FilePart, out: Path, job: Job) -> PartResult:
 
 @dataclass
 class _Documents:
-    """Where documents stand in a block: for each its shard, and how many lines it has, the empty one included."""
+    """The shard and the number of lines of each document of a block, the empty line at its end included."""
 
     shards: list[int]
     num_lines: np.ndarray
@@ -157,7 +153,7 @@ class _Documents:
 def _document_blocks(
     part: FilePart, job: Job, encoder: Tokenizer, counts: Counts, defects: list[dict[str, str]]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, _Documents]]:
-    """Documents in blocks: ids, lengths of lines without their end, and the documents that they make.
+    """Yield blocks of documents: ids, lengths of lines without their end, and the documents that they make.
 
     A document is its paragraphs that have a token, and an empty line.
     """
@@ -187,7 +183,7 @@ def _document_blocks(
 def _encoded(
     lines: list[str], sizes: list[int], shards: list[int], encoder: Tokenizer, counts: Counts
 ) -> tuple[np.ndarray, np.ndarray, _Documents]:
-    """Encodes a block of documents, each with an empty line at its end; leaves out other lines without a token."""
+    """Encode a block of documents, each with an empty line at its end, and drop other lines without a token."""
     ids_N, lengths_L = encoder.encode_batch(lines)
     size_D = np.array(sizes)
     last_D = np.cumsum(size_D) - 1
@@ -207,7 +203,7 @@ def _encoded(
 
 
 def _deal(segments: SegmentWriter, tokens_N: np.ndarray, lengths_L: np.ndarray, documents: _Documents | None) -> None:
-    """Gives each document to its shard; lines that are no documents go to the first."""
+    """Give each document to its shard; lines that are no documents go to the first."""
     if documents is None or not any(documents.shards):
         segments.add(0, tokens_N, lengths_L)
         return
@@ -220,7 +216,7 @@ def _deal(segments: SegmentWriter, tokens_N: np.ndarray, lengths_L: np.ndarray, 
 
 
 def check_tokenizer(folder: Path, format: str) -> Vocabulary:
-    """The dictionary of a tokenizer that fits a format.
+    """Return the dictionary of a tokenizer that fits a format.
 
     Raises:
         UserError: there is no such folder, or something is missing or damaged in it.

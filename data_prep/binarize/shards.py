@@ -26,12 +26,12 @@ _CODES = {np.dtype(name): code for code, name in TOKEN_TYPES.items()}
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """The integers that fairseq chooses for ids of a dictionary of so many symbols."""
+    """Return the integer type that fairseq chooses for a dictionary of this size."""
     return np.dtype("<u2" if vocab_size < 65500 else "<u4" if vocab_size < 2**32 - 1 else "<i8")
 
 
 def with_ends(ids_N: np.ndarray, lengths_L: np.ndarray, end: int, dtype: np.dtype) -> np.ndarray:
-    """The ids of lines, each followed by ``end``, (N + L,)."""
+    """Return the ids of lines, each followed by ``end``: (N + L,)."""
     last_L = np.cumsum(lengths_L + 1) - 1
     stream = np.empty(len(ids_N) + len(lengths_L), dtype)
     is_token = np.ones(len(stream), bool)
@@ -44,7 +44,7 @@ def with_ends(ids_N: np.ndarray, lengths_L: np.ndarray, end: int, dtype: np.dtyp
 def index_content(
     dtype: np.dtype, num_lines: int, lengths: Callable[[], Iterable[np.ndarray]]
 ) -> Iterator[bytes | memoryview]:
-    """What an ``.idx`` consists of, block by block.
+    """Yield the content of an ``.idx`` in blocks.
 
     Args:
         dtype: of the tokens.
@@ -67,7 +67,7 @@ LENGTH = np.dtype("<i4")
 
 @dataclass(frozen=True)
 class Segment:
-    """``tokens`` of ``lines`` of a shard; ``ends``: the lines that end a document, which are empty."""
+    """``tokens`` in ``lines`` of one shard; ``ends`` counts the empty lines, which end documents."""
 
     shard: int
     tokens: int
@@ -75,7 +75,7 @@ class Segment:
     ends: int
 
     def num_bytes(self, token: np.dtype) -> int:
-        """On disk."""
+        """Return its size on disk."""
         return self.tokens * token.itemsize + self.lines * LENGTH.itemsize
 
 
@@ -87,7 +87,7 @@ class _Waiting:
 
 
 class SegmentWriter:
-    """Collects tokens for each shard and writes them in segments."""
+    """Collect tokens for each shard and write them in segments."""
 
     def __init__(self, stream: BinaryIO, num_shards: int) -> None:
         self._stream = stream
@@ -95,7 +95,7 @@ class SegmentWriter:
         self.segments: list[Segment] = []
 
     def add(self, shard: int, tokens_N: np.ndarray, lengths_L: np.ndarray) -> None:
-        """Tokens of whole lines, with the ``</s>`` of each, and the lines' lengths."""
+        """Add the tokens of whole lines, with the ``</s>`` of each, and the lines' lengths."""
         waiting = self._waiting[shard]
         waiting.tokens.append(tokens_N)
         waiting.lengths.append(lengths_L)
@@ -104,7 +104,7 @@ class SegmentWriter:
             self._write(shard)
 
     def finish(self) -> None:
-        """Writes what is left, shard by shard."""
+        """Write what is left, shard by shard."""
         for shard, waiting in enumerate(self._waiting):
             if waiting.num_tokens:
                 self._write(shard)
@@ -123,7 +123,7 @@ SUMS = ("tokens", "lines", "ends")
 
 
 def shard_folders(num_shards: int) -> list[str]:
-    """The shards' folders below the step's: the step's own where there is one shard."""
+    """Return the shards' folders relative to the step's folder, which itself is the only shard's."""
     width = max(2, len(str(num_shards - 1)))
     return [""] if num_shards == 1 else [f"shard{shard:0{width}d}/" for shard in range(num_shards)]
 
@@ -131,18 +131,15 @@ def shard_folders(num_shards: int) -> list[str]:
 def write_plans(
     out: Path, split: str, results: Sequence[PartResult], folders: Sequence[str], by_part: bool, dtype: np.dtype
 ) -> list[FilePart]:
-    """Says for each shard of a split which segments it consists of, in a small file each.
+    """Write for each shard of a split a small file that lists its segments; return these files as parts to work on.
 
     Args:
         out: the step's folder.
         split: train, valid or test.
         results: of all parts of the split, in order, with their segments.
         folders: of the shards that the split has.
-        by_part: whether whole parts go to the shards in turn; otherwise a segment names its own.
+        by_part: deal whole parts to the shards in turn; otherwise each segment names its shard.
         dtype: of the tokens.
-
-    Returns:
-        These files, as parts to work on, with what they hold.
     """
     shards: list[list[list[Any]]] = [[] for _ in folders]
     for number, result in enumerate(results):
@@ -166,12 +163,12 @@ def write_plans(
 
 
 def tokens_of_plan(plan: FilePart) -> int:
-    """Tokens of the shard that a file of :func:`write_plans` describes."""
+    """Return the number of tokens in the shard that a file of :func:`write_plans` describes."""
     return sum(row[2] for row in json.loads(plan.path.read_bytes())["segments"])
 
 
 def merge_part(part: FilePart, out: Path) -> PartResult:
-    """Writes ``.bin`` and then ``.idx`` of one shard of a split, from its plan."""
+    """Write ``.bin`` and then ``.idx`` of one shard of a split from its plan."""
     plan = json.loads(part.path.read_bytes())
     dtype, segments = np.dtype(plan["dtype"]), plan["segments"]
     for name in (plan["name"], *(row[0] for row in segments)):

@@ -17,7 +17,7 @@ RULES = (*characters.RULES, *LINE_RULES, *FILTERS, "language")
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What :func:`clean` does."""
+    """The rules that :func:`clean` applies."""
 
     off: frozenset[str] = frozenset()  # names of rules that are not applied
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the filters
@@ -30,7 +30,7 @@ class Cleaning:
 
 
 def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]:
-    """Applies the rules to a document; what it returns stays as it is if it is cleaned again.
+    """Apply the rules to a document. Cleaning the result again changes nothing.
 
     Args:
         text: of the document.
@@ -61,7 +61,7 @@ def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]
 
 
 def clean_characters(text: str, off: frozenset[str], tally: Counter[str]) -> str:
-    """The text after the rules of characters, applied until they change nothing."""
+    """Apply the rules of characters until they change nothing."""
     for _ in range(MAX_ROUNDS):
         before = text
         for name, rule in characters.RULES.items():
@@ -77,7 +77,7 @@ def clean_characters(text: str, off: frozenset[str], tally: Counter[str]) -> str
 
 
 def clean_lines(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, list[str]]:
-    """The text after the rules of lines, and its lines."""
+    """Apply the rules of lines; return the text and its lines."""
     kept = text.split("\n")
     notices = lines.may_have_notices(kept)
     for name in LINE_RULES:

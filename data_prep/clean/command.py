@@ -45,7 +45,7 @@ _NUMBERS = [item for item in (*fields(Thresholds), *fields(Cleaning)) if "help" 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All thresholds are options of their own, named as in :class:`Cleaning` and :class:`Thresholds`."""
+    """Declare the options. Each threshold has one, named as in :class:`Cleaning` and :class:`Thresholds`."""
     add_input_options(parser)
     add_time_option(parser)
     group = parser.add_argument_group("rules")
@@ -67,14 +67,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bounds(name: str, default: int | float) -> dict[str, Any]:
-    """Word lengths are means, all other numbers with a point are shares."""
+    """Return the bounds of a threshold: word lengths are means, all other fractional numbers are shares."""
     if isinstance(default, int):
         return whole(1 if name == "language_characters" else 0, MOST_BYTES)
     return real(0, float("inf") if name.endswith("word_length") else 1)
 
 
 def settings_of(args: argparse.Namespace) -> Cleaning:
-    """The rules as options say.
+    """Return the rules that the options select.
 
     Raises:
         UserError: the language is not known.
@@ -87,7 +87,7 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
 
 
 def clean_part(part: FilePart, out: Path, reading: ReadSettings, settings: Cleaning, suffix: str) -> PartResult:
-    """Writes the documents of a part that are kept, as ``NAME.jsonl`` with the suffix of a compression."""
+    """Write the documents of a part that are kept, as ``NAME.jsonl`` with the suffix of a compression."""
     counts, defects, limit = Counts(), [], CpuLimit(reading.max_seconds)
     with write_stream(out / f"{part.name}.jsonl{suffix}") as (stream, written):
         for piece in counted_records(part, reading, counts, defects):
@@ -110,7 +110,7 @@ def clean_part(part: FilePart, out: Path, reading: ReadSettings, settings: Clean
 
 
 def run(args: argparse.Namespace) -> int:
-    """Cleans all parts and says what became of the documents."""
+    """Clean all parts and report what became of the documents."""
     settings, reading, run = settings_of(args), reading_of(args), run_of(args)
     recorded = {
         **input_settings(args),

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pattern:
-    """Lines of at most ``max_characters`` in which ``regex`` is found go.
+    """Remove lines of at most ``max_characters`` in which ``regex`` is found.
 
-    ``keys`` are a quick test: lines in lower case that have none of them are not looked at.
+    ``keys`` are a quick test: lines that, in lower case, contain none of them are not searched.
     """
 
     keys: tuple[str, ...]
@@ -24,7 +24,7 @@ class Pattern:
     max_characters: int
 
     def without(self, lines: Sequence[str]) -> list[str]:
-        """The lines that stay."""
+        """Return the lines that stay."""
         return [line for line in lines if len(line) > self.max_characters or not self.regex.search(line)]
 
 
@@ -69,7 +69,7 @@ PATTERNS = {
 
 
 def may_have_notices(lines: Sequence[str]) -> list[str]:
-    """Names of the patterns that may be found: most lines are longer, or have none of the words."""
+    """Return the names of the patterns that may be found: most lines are longer, or contain none of the keys."""
     by_length: dict[int, str] = {}
     names = []
     for name, pattern in PATTERNS.items():
@@ -82,12 +82,12 @@ def may_have_notices(lines: Sequence[str]) -> list[str]:
 
 
 def short_lines(lines: Sequence[str], min_words: int) -> list[str]:
-    """Lines of at least ``min_words`` words."""
+    """Return the lines of at least ``min_words`` words."""
     return [line for line in lines if len(line.split(None, min_words)) >= min_words]
 
 
 def repeated_lines(lines: Sequence[str], min_words: int) -> list[str]:
-    """A line of ``min_words`` words or more that stood earlier in the document goes; shorter ones may come again."""
+    """Remove lines of ``min_words`` words or more that occurred earlier in the document; shorter ones may repeat."""
     if len(set(lines)) == len(lines):
         return list(lines)
     seen: set[str] = set()
@@ -108,8 +108,11 @@ _SENTENCE_END = (".", "!", "?", ":", ";", ",", "…", '"', "'", "”", "’", ")
 
 
 def navigation(lines: Sequence[str], min_lines: int) -> list[str]:
-    """Menus: ``min_lines`` or more lines in a row of at most three words without punctuation at the end, and lines of
-    four or more such items between bars or arrows (``Home | About | Contact | Help``)."""
+    """Remove menus.
+
+    A menu is ``min_lines`` or more lines in a row of at most three words without punctuation at the end, or a line of
+    four or more such items between bars or arrows (``Home | About | Contact | Help``).
+    """
     text = "\n".join([line for line in lines if len(line) <= MENU_LINE_CHARACTERS])
     if any(separator in text for separator in _SEPARATORS):
         lines = [line for line in lines if not _is_menu_line(line)]

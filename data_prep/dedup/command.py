@@ -56,7 +56,7 @@ MAX_ROWS = 20  # pairs of sources on the terminal; the manifest has them all
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All options."""
+    """Declare the options of the step."""
     add_input_options(parser)
     group = parser.add_argument_group("duplicates")
     group.add_argument(
@@ -109,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the phases that are not done, and says what became of the documents."""
+    """Run the phases that are not done, and report what became of the documents."""
     reading, run = reading_of(args), run_of(args)
     held_out, inputs = _plan(args)
     scheme = Scheme.for_threshold(args.threshold, args.num_perm, args.ngram, args.seed) if args.near else None
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> tuple[list[FilePart], list[FilePart]]:
-    """Parts held out, and parts of the inputs; no file is in both, no two have one name."""
+    """Return the held-out parts and the parts of the inputs; no file is in both, and all names differ."""
     find_files([*args.held_out, *args.inputs], FORMATS)  # says if a file is named twice
     cut = args.documents != "file"
     held_out, inputs = (
@@ -146,7 +146,7 @@ def _plan(args: argparse.Namespace) -> tuple[list[FilePart], list[FilePart]]:
 
 
 def _num_partitions(out: Path, parts: Sequence[FilePart]) -> int:
-    """That of an earlier run in this folder, whose rows are kept although inputs have changed, or one by size."""
+    """Return the number of an earlier run in this folder, whose rows are kept if inputs change, or one by size."""
     record = out / WORK / "num_partitions"
     if record.is_file():
         return int(record.read_text())
@@ -179,7 +179,7 @@ def _settings(args: argparse.Namespace, scheme: Scheme | None) -> dict[str, Any]
 def _phases(
     run: StepRun, held_out: list[FilePart], inputs: list[FilePart], sign: SignSettings, args: argparse.Namespace
 ) -> tuple[Finished, Finished] | Finished:
-    """What the first and the last phase gave, or the phase at which other shares are at work."""
+    """Return the results of the first and the last phase, or the phase at which other shares are still at work."""
     parts = [*held_out, *inputs]
     phase = f"sign-{sign.tasks.digest[:8]}" if sign.tasks else "sign"
     signing = run_parts(run, phase, parts, partial(sign_part, settings=sign), sign.num_partitions)
@@ -233,7 +233,7 @@ def _pair_files(out: Path, results: list[PartResult]) -> list[Path]:
 
 
 def _forget_phases(out: Path, phases: list[str], current: set[str]) -> None:
-    """Forget phases that worked on other documents than these, but for what is ``current`` of their outputs."""
+    """Forget phases that worked on other documents, except for those of their outputs that are ``current``."""
     for folder in (out / STATE).iterdir():
         if not folder.is_dir() or folder.name in phases:
             continue
@@ -244,7 +244,7 @@ def _forget_phases(out: Path, phases: list[str], current: set[str]) -> None:
 def _finish(
     run: StepRun, recorded: dict[str, Any], sign: SignSettings, num_held_out: int, signing: Finished, written: Finished
 ) -> dict[str, Any]:
-    """Gathers what the parts left, and writes the manifest."""
+    """Gather what the parts left, and write the manifest."""
     names = [result.outputs[0]["name"].removesuffix(".names") for result in signing.results]
     facts: dict[str, Any] = {REMOVED: _gather(run.out, REMOVED, [f"{name}.removed" for name in names[num_held_out:]])}
     held_out = Counts()
@@ -277,7 +277,7 @@ def _gather(out: Path, name: str, files: list[str]) -> dict[str, Any]:
 
 
 def _lines(manifest: dict[str, Any], out: Path) -> list[str]:
-    """Lines: who was removed because of whom, overlap with tasks, where each document of these is named."""
+    """Return lines for the terminal: duplicates by source, overlap with tasks, files that name each document."""
     lines: list[str] = []
     pairs = manifest["pairs"]
     if pairs:

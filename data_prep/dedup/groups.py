@@ -19,10 +19,10 @@ _PAIRS_AT_ONCE = 1 << 20
 
 
 def first_of_each(num_documents: int, files: Iterable[Path]) -> np.ndarray:
-    """For each document the first of all that pairs join it with, over any number of steps; itself if there is none.
+    """Return for each document the first that pairs join it with, over any number of steps; itself if there is none.
 
-    A union-find whose steps are taken for many pairs at once: every document points to an earlier one or to itself;
-    pairs make one root point to the other, until all pairs have one root.
+    This is a union-find on many pairs at once: every document points to an earlier one or to itself; pairs make one
+    root point to the other, until all pairs have one root.
 
     Args:
         num_documents: they are numbered from 0.
@@ -72,7 +72,7 @@ GROUP = 1 << 16  # larger groups are taken in pieces, each with the first docume
 
 
 def partition_parts(out: Path, num_partitions: int) -> list[FilePart]:
-    """A part for each partition; its file only says which."""
+    """Return a part for each partition; its file only says which."""
     parts = []
     for number in range(num_partitions):
         path = out / WORK / "partitions" / f"{number:05d}"
@@ -88,7 +88,7 @@ def partition_parts(out: Path, num_partitions: int) -> list[FilePart]:
 
 
 def _rows(signed: Signed, kind: str, width: int, num_partitions: int, partition: int) -> np.ndarray:
-    """Rows of a partition from all parts, their last number made that of the document among all."""
+    """Return the rows of a partition from all parts, their last number made that of the document among all."""
     pieces = []
     for part, base in enumerate(signed.bases[:-1]):
         rows = read_partition(signed.path(part, kind), width, num_partitions, partition)
@@ -98,7 +98,7 @@ def _rows(signed: Signed, kind: str, width: int, num_partitions: int, partition:
 
 
 def exact_pairs(part: FilePart, out: Path, signed: Signed, num_partitions: int) -> PartResult:
-    """Writes ``.work/exact-NAME.pairs``: (first, later) documents of the same words."""
+    """Write ``.work/exact-NAME.pairs``: (first, later) documents of the same words."""
     rows = _rows(signed, "exact", 3, num_partitions, int(part.name))
     rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
     new = np.ones(len(rows), dtype=bool)
@@ -111,8 +111,11 @@ def exact_pairs(part: FilePart, out: Path, signed: Signed, num_partitions: int) 
 def near_pairs(
     part: FilePart, out: Path, signed: Signed, num_partitions: int, scheme: Scheme, threshold: float, unique: Path
 ) -> PartResult:
-    """Writes ``.work/near-NAME.pairs``: pairs that share a band of the partition, and whose signatures say that they
-    are at least ``threshold`` alike. ``unique`` is a file of a byte a document: 0 for those that take no part."""
+    """Write ``.work/near-NAME.pairs``: pairs of documents that share a band of the partition.
+
+    Their signatures say that they are at least ``threshold`` alike. ``unique`` is a file of a byte a document: 0 for
+    those that take no part.
+    """
     rows = _rows(signed, "bands", 2, num_partitions, int(part.name))
     rows = rows[np.memmap(unique, dtype=bool, mode="r")[rows[:, 1].astype(np.int64)]] if len(rows) else rows
     rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
@@ -136,7 +139,7 @@ def near_pairs(
 
 
 def alike(documents: np.ndarray, lookup: Lookup, threshold: float) -> Iterator[tuple[int, int]]:
-    """Pairs of documents whose signatures are alike, as many as it takes to join all that such pairs join.
+    """Yield pairs of documents whose signatures are alike, enough to join all that such pairs join.
 
     Of more than ``ALL_PAIRS`` documents, those that are like an earlier one are not compared with later ones.
     """
@@ -157,7 +160,7 @@ def alike(documents: np.ndarray, lookup: Lookup, threshold: float) -> Iterator[t
 
 
 def pairs_name(kind: str, part: FilePart) -> str:
-    """Where the pairs of a partition are, in the step's folder; ``kind`` is ``exact`` or ``near``."""
+    """Return the file of a partition's pairs, relative to the step's folder; ``kind`` is ``exact`` or ``near``."""
     return f"{WORK}/{kind}-{part.name}.pairs"
 
 

@@ -35,7 +35,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the step."""
+    """Declare the options of the step."""
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="what to fetch")
     parser.add_argument("--list", action="store_true", help="the sources that there are, and exit")
     parser.add_argument("--show", metavar="SOURCE", help="all that is known of a source, and exit")
@@ -87,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the step; 0 if everything that was asked for is there."""
+    """Run the step; return 0 if everything that was asked for is there."""
     if args.list:
         return print_list(list(built_in().values()), args.json)
     if args.show:
@@ -144,7 +144,7 @@ def _wanted(args: argparse.Namespace) -> list[Wanted]:
 
 
 def _options(sources: list[Source], words: list[str]) -> dict[str, dict[str, str]]:
-    """Options of each source, with what ``--set`` says."""
+    """Return the options of each source, with what ``--set`` says."""
     options = {source.name: dict(source.options) for source in sources}
     for word in words:
         place, equals, value = word.partition("=")
@@ -159,7 +159,7 @@ def _options(sources: list[Source], words: list[str]) -> dict[str, dict[str, str
 
 
 def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
-    """Prints what would be done and what stands against it; 1 if anything does."""
+    """Print what would be done and what stands against it; return 1 if anything does."""
     free, problem = free_bytes(wanted[0].out), not_writable(wanted[0].out)
     problems = [f"--out: {problem}"] if problem else []
     rows: list[dict[str, Any]] = []
@@ -202,7 +202,7 @@ def _fetch_one(wanted: Wanted) -> int:
 
 
 def print_list(sources: Sequence[Source], json_file: str | None) -> int:
-    """A line for each source: where from, how much, whose terms, whether it can be had."""
+    """Print a line for each source: where it comes from, its size, licence and status."""
     rows = [("name", "from", "download", "text", "licence", "status")]
     for source in sources:
         status = f"gone: use {' or '.join(source.replacement)}" if source.status == "gone" else source.status
@@ -217,7 +217,7 @@ def print_list(sources: Sequence[Source], json_file: str | None) -> int:
 
 
 def print_one(source: Source, json_file: str | None) -> int:
-    """Everything that is known of a source."""
+    """Print everything that is known of a source."""
     print(f"{source.name}: {source.title}")
     lines = [
         ("status", source.status + (f", instead: {', '.join(source.replacement)}" if source.replacement else "")),
@@ -240,14 +240,14 @@ def print_one(source: Source, json_file: str | None) -> int:
 
 
 def as_json(source: Source) -> dict[str, Any]:
-    """A source without its file's text."""
+    """Return a source without its file's text."""
     row = asdict(source)
     del row["definition"]
     return {**row, "paths": [str(path) for path in source.paths], "kind": source.kind}
 
 
 def print_plan(rows: list[dict[str, Any]], free: int, problems: list[str], json_file: str | None) -> int:
-    """What would be fetched; 1 if something stands against it."""
+    """Print what would be fetched; return 1 if something stands against it."""
     lines = [("name", "from", "files", "download", "documents", "disk needed", "options")]
     for row in rows:
         number = "?" if row["files"] is None else f"{row['files']:,}"
@@ -264,7 +264,7 @@ def print_plan(rows: list[dict[str, Any]], free: int, problems: list[str], json_
 
 
 def size(num_bytes: int | None) -> str:
-    """Bytes for people; ? where nobody knows."""
+    """Write bytes for people; ``?`` if they are unknown."""
     if num_bytes is None:
         return "?"
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

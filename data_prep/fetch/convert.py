@@ -28,10 +28,10 @@ from data_prep.flow.workers import PartFailed
 
 
 class Writer:
-    """Writes documents into ``NAME-00000.jsonl.gz``, ``NAME-00001.jsonl.gz`` and so on.
+    """Write documents into ``NAME-00000.jsonl.gz``, ``NAME-00001.jsonl.gz`` and so on.
 
-    After each file, what was read until then is on record; a repeated command reads these documents, but neither writes
-    nor counts them again.
+    After each file, what was read until then is on record; a repeated command reads these documents again, but neither
+    writes nor counts them.
     """
 
     def __init__(self, out: Path, name: str, key: str, suffix: str, file_bytes: int, limit: int | None) -> None:
@@ -51,7 +51,7 @@ class Writer:
         self._resume()
 
     def write(self, pieces: Iterator[Record | Loss | Defect]) -> PartResult:
-        """Writes what is not written yet; the result is that of all of it."""
+        """Write what is not written yet; the result covers all of it."""
         for _ in islice(pieces, self._read):
             pass
         lines = self._lines(pieces)
@@ -106,9 +106,9 @@ _FORMATS = re.compile(r"\.(xml|warc|jsonl|json|txt|parquet)(?=[-.]|$)|\.(gz|bz2|
 
 @dataclass(frozen=True)
 class RemotePart(FilePart):
-    """A part that is a file of the web or a shard of the Hub; its ``path`` is the request for it, a small file.
+    """A file of the web or a shard of the Hub as a part; its ``path`` is a small file, the request for it.
 
-    ``size`` is for progress: bytes of what is asked for, 1 if nobody knows.
+    ``size`` is for progress: bytes of what is asked for, 1 if they are unknown.
     """
 
     size: int = 1
@@ -119,15 +119,15 @@ class RemotePart(FilePart):
 
 
 def part_name(name: str) -> str:
-    """A file's name without what says its format: of what is written for it."""
+    """Return a file's name without its format, for the files that are made of it."""
     return _FORMATS.sub("", _FORMATS.sub("", name)).replace(".", "-") or "documents"
 
 
 def convert(part: FilePart, out: Path, wanted: Wanted) -> PartResult:
-    """Writes the documents of a part into ``NAME-00000.jsonl.gz`` and so on.
+    """Write the documents of a part into ``NAME-00000.jsonl.gz`` and so on.
 
     Raises:
-        PartFailed: its file is not there and cannot be had.
+        PartFailed: its file is not there and cannot be downloaded.
     """
     reading, facts = wanted.reading, {}
     request = json.loads(part.path.read_text(encoding="utf-8")) if isinstance(part, RemotePart) else {}
@@ -168,7 +168,7 @@ def _download_if_absent(file: RemoteFile, path: Path, wanted: Wanted) -> None:
 
 
 def named_by_format(file_name: str, form: str) -> str:
-    """The name under which a file of documents is stored: its suffix must say what it is."""
+    """Return the name under which a file of documents is stored: its suffix must say what it is."""
     if form not in ("jsonl", "txt", "parquet") or suffix_of(Path(file_name)) == f".{form}":
         return file_name
     path = Path(file_name)

@@ -16,7 +16,7 @@ from smlp.errors import UserError
 
 
 def pinned(hub: Hub) -> tuple[Hub, int]:
-    """The dataset with the commit that its revision stands for now, and the number of its shards.
+    """Return the dataset with the commit that its revision stands for now, and the number of its shards.
 
     Raises:
         UserError: there is no such dataset, configuration or split, or the Hub cannot be reached.
@@ -33,7 +33,7 @@ def pinned(hub: Hub) -> tuple[Hub, int]:
 
 
 def rows(hub: Hub, shard: int, num_shards: int, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:
-    """The documents of one shard, in order.
+    """Yield the documents of one shard, in order.
 
     Args:
         hub: as :func:`pinned` gives it.

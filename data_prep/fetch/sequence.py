@@ -27,7 +27,7 @@ _SHARDS = "shards.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a source: its manifest, or sentences about what failed; neither while other shares are at work."""
+    """The manifest of a source, or sentences about what failed; neither while other shares are at work."""
 
     finished: Finished
     manifest: dict[str, Any] | None = None
@@ -35,7 +35,7 @@ class Outcome:
 
 
 def fetch(wanted: Wanted) -> Outcome:
-    """Downloads and converts what is not done yet.
+    """Download and convert what is not done yet.
 
     Raises:
         UserError: it cannot begin: no room, no list of files, other work in its folder.
@@ -83,7 +83,7 @@ def fetch(wanted: Wanted) -> Outcome:
 
 
 def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
-    """Name and request of each shard, of the revision that the first command found."""
+    """Return name and request of each shard, of the revision that the first command found."""
     kept = wanted.raw / _SHARDS
     key = {"hub": asdict(wanted.source.hub)}
     row = read_json(kept)
@@ -99,7 +99,7 @@ def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]) -> list[RemotePart]:
-    """Parts for files of the web or shards. A request that is not what it was makes its download void."""
+    """Return parts for files of the web or shards. If a request has changed, its download is removed."""
     names: set[str] = set()
     parts = []
     for name, row, size in requests:

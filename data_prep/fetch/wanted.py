@@ -51,7 +51,7 @@ class Wanted:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that its documents depend on."""
+        """Everything that its documents depend on."""
         return {
             "source": self.source.name,
             "source_sha256": hashlib.sha256(self.source.definition.encode()).hexdigest(),
@@ -67,7 +67,7 @@ class Wanted:
         }
 
     def missing_packages(self) -> list[str]:
-        """Names of packages that this source needs and that are not installed."""
+        """Return the names of packages that this source needs and that are not installed."""
         source = self.source
         names = [*source.paths, *(Path(file.url) for file in source.files)]
         needed = list(_PACKAGES.get(source.format, ()))
@@ -78,7 +78,7 @@ class Wanted:
         return sorted({name for name in needed if importlib.util.find_spec(name) is None})
 
     def known_files(self) -> list[RemoteFile] | None:
-        """The files that an earlier command found, or that the source itself names; None if only the server knows."""
+        """Return the files that an earlier command found or the source itself names; None if only the server knows."""
         if self.source.files:
             return list(self.source.files)[: self.limit_files]
         kept = kept_files(self.source, self.options, self.raw) if self.source.from_web else None
@@ -129,7 +129,7 @@ class Wanted:
 
 
 def not_writable(folder: Path) -> str:
-    """Why nothing can be written to a folder that may not be there yet; "" if it can."""
+    """Say why nothing can be written to a folder that may not exist yet; "" if it can."""
     place = _existing(folder)
     if not place.is_dir():
         return f"{folder} cannot be made: {place} is no folder"
@@ -137,7 +137,7 @@ def not_writable(folder: Path) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes of the disk that a folder is on, or will be."""
+    """Return the free bytes of the disk that a folder is on, or will be."""
     return shutil.disk_usage(_existing(folder)).free
 
 

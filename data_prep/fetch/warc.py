@@ -19,14 +19,14 @@ _HTML = ("text/html", "application/xhtml+xml")
 def pages(
     path: Path, source: str, max_bytes: int, max_seconds: float = DEFAULT_SECONDS
 ) -> Iterator[Record | Loss | Defect]:
-    """The pages of a WARC file, in order, as trafilatura extracts them; what is no page of text comes as a loss.
+    """Yield the pages of a WARC file, in order, as trafilatura extracts them; other responses are losses.
 
     A document is a record of type ``response``; requests and the file's own metadata are none. One record at a time is
     in memory.
 
     Args:
         path: the file, ``.warc`` or ``.warc.gz``.
-        source: what documents say they come from.
+        source: that the documents name.
         max_bytes: of a page as it was sent; a longer one is a loss.
         max_seconds: of CPU time; a page that takes longer is a loss, and named in a defect.
 
@@ -69,7 +69,7 @@ def pages(
 
 
 def text_of_page(content: bytes, url: str) -> str | None:
-    """The running text of a page, "" if there is none, None if it cannot be parsed; ``url`` may be empty."""
+    """Return the running text of a page, "" if there is none, None if it cannot be parsed; ``url`` may be empty."""
     import trafilatura
 
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # it reports every page that holds no article

@@ -40,7 +40,7 @@ class Record:
     fields: dict[str, Any] = field(default_factory=dict)  # whatever else its line said
 
     def line(self) -> bytes:
-        """The document as a line of ``.jsonl``."""
+        """Return the document as a line of ``.jsonl``."""
         row = {"id": self.id, "source": self.source, "text": self.text, **self.fields}
         return json_line(row)
 
@@ -60,7 +60,7 @@ class Failure(Loss):
 
 @dataclass(frozen=True)
 class Defect:
-    """Something wrong with a file as a whole, which is no document: it is empty, it breaks off."""
+    """Something wrong with a file as a whole: it is empty, it breaks off."""
 
     problem: str
     where: str
@@ -68,7 +68,7 @@ class Defect:
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """How files are to be read, and what a document may take."""
+    """The format of files, and how much a document may take."""
 
     text_field: str = "text"  # the field or column of the text
     documents_of_text: str = "blank"  # what a document is in ``.txt``: one of ``DOCUMENTS_OF_TEXT``
@@ -78,15 +78,16 @@ class ReadSettings:
 
 
 def with_defect(piece: Record | Loss) -> Iterator[Record | Loss | Defect]:
-    """A document, and what is wrong with the file if it is a :class:`Failure`."""
+    """Yield a document, and a defect that names it if it is a :class:`Failure`."""
     yield piece
     if isinstance(piece, Failure):
         yield Defect(f"dropped, {piece.reason}", piece.where)
 
 
 def read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:
-    """The documents of a part, in order, with losses in their places and defects of the file at its end: also how many
-    of its documents were lost, for each reason.
+    """Yield the documents of a part, in order, with losses in their places.
+
+    At the end come the defects of the file, with the number of documents lost for each reason.
 
     Raises:
         UserError: the format is unknown.
@@ -123,7 +124,7 @@ def _read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Def
 
 
 class _Lines:
-    """Lines of a part with their offsets; one longer than ``max_bytes`` comes as None, unread."""
+    """Iterate over the lines of a part with their offsets; one longer than ``max_bytes`` comes as None, unread."""
 
     def __init__(self, stream: BinaryIO, part: FilePart, max_bytes: int) -> None:
         self._stream, self._part, self._max_bytes = stream, part, max_bytes
@@ -193,7 +194,7 @@ def _json_lines(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterato
 
 
 def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:
-    """Documents of ``.txt``. In ``blank``, a part owns those after the first empty line that begins in it."""
+    """Yield the documents of ``.txt``. In ``blank``, a part owns those after the first empty line that begins in it."""
     mode = reading.documents_of_text
     waiting = mode == "blank" and part.start > 0  # for the first empty line: what comes before is the part before's
     collected: list[bytes] = []
@@ -284,7 +285,7 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
 
 
 def document_of_row(row: dict[str, Any], number: int, part: FilePart, reading: ReadSettings) -> Record | Loss:
-    """A row of a table that has the column of the text; ``number`` counts from 0 in the part's file."""
+    """Return the document of a table's row; ``number`` counts from 0 in the part's file."""
     text = row.pop(reading.text_field)
     where = f"{part.path}:{number}"
     if not isinstance(text, str):
@@ -298,13 +299,13 @@ def document_of_row(row: dict[str, Any], number: int, part: FilePart, reading: R
 def counted_records(
     part: FilePart, reading: ReadSettings, counts: Counts, defects: list[dict[str, str]] | None = None
 ) -> Iterator[Record]:
-    """The documents of a part, in order.
+    """Yield the documents of a part, in order.
 
     Args:
-        part: what to read.
-        reading: how.
-        counts: losses are dropped there, by their reasons; the documents themselves are the caller's to count.
-        defects: takes those of the file; None where another phase of the step reads it too, and reports them.
+        part: to read.
+        reading: how to read it.
+        counts: losses are dropped there, by their reasons; the caller counts the documents themselves.
+        defects: receives those of the file; None if another phase of the step reads it too, and reports them.
     """
     for piece in read(part, reading):
         if isinstance(piece, Record):

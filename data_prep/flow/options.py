@@ -20,12 +20,12 @@ NOT_TEXT = "not text: half of a surrogate pair"
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a tokenizer's folder: its dictionary, and the model where there is one."""
+    """Return the files of a tokenizer's folder: its dictionary, and the model if there is one."""
     return [folder / name for name in (DICTIONARY, *TOKENIZER_FILES) if (folder / name).is_file()]
 
 
 def tokenizer_setting(folder: Path) -> dict[str, Any]:
-    """A tokenizer among a step's settings, so that another one in the same folder is noticed."""
+    """Return a tokenizer for a step's settings, with checksums, so that another one in the same folder is noticed."""
     return {"path": str(folder), "sha256": {path.name: sha256_of(path) for path in tokenizer_files(folder)}}
 
 
@@ -33,7 +33,7 @@ COMPRESSIONS = {"gz": ".gz", "zst": ".zst", "none": ""}
 
 
 def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) -> None:
-    """``--out``, ``--workers``, ``--share``, ``--restart``, ``--quiet``."""
+    """Declare ``--out``, ``--workers``, ``--share``, ``--restart``, ``--quiet``."""
     group = parser.add_argument_group("running")
     group.add_argument(
         "--out", type=Path, required=out_required, metavar="DIR", help="folder to write; run again to go on"
@@ -53,7 +53,11 @@ def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) 
 
 
 def run_of(args: argparse.Namespace) -> StepRun:
-    """What :func:`add_run_options` was given. Raises UserError if the folder lies in one that is read."""
+    """Return the run that :func:`add_run_options` describes.
+
+    Raises:
+        UserError: the folder lies in one that is read.
+    """
     for name in ("inputs", "held_out", "train", "valid", "test"):
         value = getattr(args, name, None) or []
         for place in [value] if isinstance(value, Path) else value if isinstance(value, list) else []:
@@ -64,7 +68,7 @@ def run_of(args: argparse.Namespace) -> StepRun:
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
-    """``--in`` and how documents are read from files."""
+    """Declare ``--in`` and how documents are read from files."""
     group = parser.add_argument_group("input")
     group.add_argument(
         "--in",
@@ -79,7 +83,7 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_reading_options(group: Any) -> None:
-    """How documents are read from files, for a parser or a group of one."""
+    """Declare how documents are read from files, for a parser or a group of one."""
     group.add_argument("--text-field", default="text", metavar="NAME", help="of .jsonl, and column of .parquet")
     group.add_argument(
         "--documents",
@@ -94,12 +98,12 @@ def add_reading_options(group: Any) -> None:
 def add_number(
     group: Any, name: str, bounds: dict[str, Any], help: str, default: float | None = None, metavar: str = "N"
 ) -> None:
-    """Add an option that takes a number within the ``bounds`` that ``whole`` or ``real`` give."""
+    """Declare an option that takes a number within the ``bounds`` that ``whole`` or ``real`` give."""
     group.add_argument(name, **bounds, default=default, metavar=metavar, help=help)
 
 
 def add_bytes_option(group: Any) -> None:
-    """``--max-document-bytes``."""
+    """Declare ``--max-document-bytes``."""
     add_number(
         group,
         "--max-document-bytes",
@@ -110,7 +114,7 @@ def add_bytes_option(group: Any) -> None:
 
 
 def add_time_option(group: Any) -> None:
-    """``--max-document-seconds``, of steps that take documents apart."""
+    """Declare ``--max-document-seconds``, for steps that take documents apart."""
     add_number(
         group,
         "--max-document-seconds",
@@ -122,13 +126,13 @@ def add_time_option(group: Any) -> None:
 
 
 def reading_of(args: argparse.Namespace) -> ReadSettings:
-    """How documents are to be read."""
+    """Return how documents are to be read."""
     seconds = getattr(args, "max_document_seconds", ReadSettings.max_seconds)
     return ReadSettings(args.text_field, args.documents, args.max_document_bytes, seconds)
 
 
 def parts_of(args: argparse.Namespace) -> list[FilePart]:
-    """The parts of ``--in``."""
+    """Return the parts of ``--in``."""
     found = find_files(args.inputs, FORMATS)
     if not args.quiet:
         for line in left_out(args.inputs, FORMATS):
@@ -137,12 +141,12 @@ def parts_of(args: argparse.Namespace) -> list[FilePart]:
 
 
 def input_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the output depends on among the options of :func:`add_input_options`, for the manifest."""
+    """Return the options of :func:`add_input_options` that the output depends on, for the manifest."""
     return {"in": [str(path) for path in args.inputs], **reading_settings(args)}
 
 
 def reading_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the output depends on among the options of :func:`add_reading_options`, for the manifest."""
+    """Return the options of :func:`add_reading_options` that the output depends on, for the manifest."""
     return {
         "text_field": args.text_field,
         "documents": args.documents,
@@ -152,7 +156,7 @@ def reading_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_compression(parser: argparse.ArgumentParser) -> None:
-    """``--compress`` of files of documents."""
+    """Declare ``--compress`` for files of documents."""
     parser.add_argument("--compress", choices=COMPRESSIONS, default="gz", help="of what is written (default: gz)")
 
 

@@ -28,14 +28,14 @@ LOCK = "lock"
 
 
 class PartWork(Protocol):
-    """What is done with a part: a function at the top of a module (or a ``functools.partial`` of one)."""
+    """A function that works on a part: at the top of a module, or a ``functools.partial`` of such a one."""
 
     def __call__(self, part: FilePart, out: Path) -> PartResult: ...
 
 
 @dataclass(frozen=True)
 class StepRun:
-    """How a step is to run."""
+    """The folder of a step, and its processes."""
 
     out: Path  # the step's folder
     workers: int = 1  # processes; 1 works in this one
@@ -45,9 +45,9 @@ class StepRun:
 
 @dataclass(frozen=True)
 class Finished:
-    """What :func:`run_parts` gives: results of all parts in their order, or None while some are missing.
+    """Results of all parts in their order, or None while some are missing.
 
-    ``failed`` are sentences of parts that raised :class:`PartFailed`; other missing ones are those of other shares.
+    ``failed`` are sentences of parts that raised :class:`PartFailed`; the other missing ones are of other shares.
     """
 
     results: list[PartResult] | None
@@ -59,14 +59,14 @@ class Finished:
 def begin(
     run: StepRun, step: str, settings: dict[str, Any], restart: bool = False, until_written: Sequence[str] = ()
 ) -> None:
-    """Prepares the step's folder: new, or with work of an earlier run with the same settings, which is kept.
+    """Prepare the folder of a step: a new one, or one that an earlier run with the same settings left, to be continued.
 
     Args:
         run: how it runs.
         step: its name.
-        settings: all that its output depends on, inputs' paths included.
+        settings: everything that its output depends on, inputs' paths included.
         restart: throw away what an earlier run with other settings left.
-        until_written: settings that nothing depends on before the step writes its first file into the folder.
+        until_written: settings that may change until the step writes its first file into the folder.
 
     Raises:
         UserError: the folder was made by another step or with other settings, or holds something else.
@@ -101,7 +101,7 @@ def _without(record: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _throw_away(out: Path) -> None:
-    """Empties a step's folder; what says whose it is goes last, so that a kill leaves a folder that is known."""
+    """Empty a step's folder. Its settings go last, so that a kill leaves a folder that is recognised."""
     state = out / STATE
     for path in [*(path for path in out.iterdir() if path != state), *state.iterdir()]:
         if path.name not in ("settings.json", LOCK):
@@ -120,17 +120,17 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
 def run_parts(
     run: StepRun, phase: str, parts: Sequence[FilePart], work: PartWork, depends: Any = None, temporary: bool = False
 ) -> Finished:
-    """Works on the parts that are not done yet.
+    """Work on the parts that are not done yet.
 
     Args:
         run: how it runs.
         phase: name of this pass over the parts.
         parts: all of them, also those of other shares.
-        work: what is done with one.
-        depends: plain values that the result depends on and that came from an earlier phase; where they are others
-            than those of a finished part, it is done again.
-        temporary: the outputs may be gone once the step is finished, that is, while its manifest is there. Where a part
-            has to be done again, the manifest goes, and with it what is on record of parts without outputs.
+        work: to be done with each.
+        depends: plain values from an earlier phase that the result depends on; a part that was finished with others is
+            done again.
+        temporary: the outputs may be gone once the step is finished, that is, while its manifest is there. If a part
+            has to be done again, the manifest goes, and with it the records of parts without outputs.
 
     Returns:
         Results of all parts, and their input files with checksums.
@@ -167,8 +167,10 @@ def run_parts(
 
 
 def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
-    """Remove records of parts, and of what they name all that is not ``current``: the inputs may be gone since, and
-    later steps read whatever lies in the folder."""
+    """Remove records of parts and those of their outputs that are not ``current``.
+
+    Their inputs may be gone, and later steps read everything in the folder.
+    """
     for path in records:
         outputs = (read_json(path) or {"outputs": []})["outputs"]  # none where another share was faster
         for output, place in zip(outputs, output_paths(out, outputs, path), strict=True):
@@ -178,7 +180,7 @@ def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
 
 
 def is_done(run: StepRun, phase: str, part: FilePart, depends: Any = None) -> bool:
-    """Whether :func:`run_parts` has nothing to do for a part."""
+    """Return whether :func:`run_parts` has nothing to do for a part."""
     return _stored(run.out, run.out / STATE / phase, part, _key(depends)) is not None
 
 
@@ -188,7 +190,7 @@ def _key(depends: Any) -> str:
 
 @contextmanager
 def _lock(run: StepRun) -> Iterator[None]:
-    """The folder for one command, or for several shares of it, of which each is there once."""
+    """Lock the folder for one command, or for several shares of it, each of them once."""
     index, number = run.share
     state = run.out / STATE
     state.mkdir(parents=True, exist_ok=True)
@@ -224,7 +226,7 @@ def _do_part(part: FilePart, out: Path, phase: str, work: PartWork, key: str) ->
 
 
 def _identity(part: FilePart) -> dict[str, Any]:
-    """A part's row among a manifest's inputs, but for the checksum."""
+    """Return a part's row among a manifest's inputs, without the checksum."""
     row: dict[str, Any] = {"path": str(part.path), "bytes": part.path.stat().st_size}
     if (part.start, part.stop) != (0, None):
         row["range"] = [part.start, row["bytes"] if part.stop is None else part.stop]
@@ -232,7 +234,7 @@ def _identity(part: FilePart) -> dict[str, Any]:
 
 
 def _stored(out: Path, state: Path, part: FilePart, key: str, temporary: bool = False) -> dict[str, Any] | None:
-    """What is on record of a part, if its input is what it was and its outputs are all there (or need not be)."""
+    """Return the record of a part if its input is unchanged and its outputs are all there (or need not be)."""
     record = state / f"{part.name}.json"
     row = read_json(record)
     if row is None:
@@ -251,14 +253,14 @@ MAX_DEFECTS = 20  # on the terminal; the manifest has them all
 
 @dataclass(frozen=True)
 class Report:
-    """Prints the end of a step, measured from here, to standard output; its methods return the exit status."""
+    """Print the end of a step, timed from here, to standard output; methods return the exit status."""
 
     step: str
     run: StepRun
     start: float = field(default_factory=time.perf_counter)
 
     def finished(self, manifest: dict[str, Any], *lines: str) -> int:
-        """All parts are done and the manifest is written; ``lines`` are what the step has to say besides."""
+        """Report that all parts are done and the manifest is written; ``lines`` are added."""
         defects = manifest["defects"]
         for defect in defects[:MAX_DEFECTS]:
             print(f"{defect['problem']}: {defect['where']}")
@@ -278,7 +280,7 @@ class Report:
         return 0
 
     def waiting(self, finished: Finished, what: str) -> int:
-        """This share is done, others are not: the command must be run again when they are."""
+        """Report that this share is done and others are not: the command must be run again when they are."""
         print(
             f"{self.step}: this share of {what} is done; {finished.missing} parts are left to other shares: run the "
             "command again when they have ended"
@@ -287,7 +289,7 @@ class Report:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A table for the terminal, a line each row; ``right`` are the columns that are aligned to the right."""
+    """Return a table for the terminal, a line each row; ``right`` are the columns that are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def bytes_bar(total: int | None, label: str, quiet: bool, done: int = 0) -> tqdm:
-    """A bar that counts bytes; it is closed by leaving its ``with``.
+    """Return a progress bar that counts bytes; leaving its ``with`` closes it.
 
     Args:
-        total: bytes to come, those ``done`` included; None if nobody knows.
+        total: bytes to come, those ``done`` included; None if unknown.
         label: before the bar.
         quiet: show nothing.
-        done: bytes, from an earlier run.
+        done: bytes from an earlier run.
     """
     from tqdm import tqdm
 
@@ -41,23 +41,23 @@ _bytes_done: Any = None  # of a worker: the counter that all share
 
 
 class PartFailed(Exception):
-    """Raised by a work: this part cannot be done now, the others can. The message is one sentence that names it."""
+    """A part cannot be done now, but the others can. The message is one sentence that names it."""
 
 
 def work_on(
     parts: Sequence[FilePart], do_part: Callable[[FilePart], None], num_workers: int, label: str, quiet: bool
 ) -> dict[str, str]:
-    """Works on all parts, in this process or in several.
+    """Work on all parts, in this process or in several.
 
     Args:
-        parts: what to work on.
+        parts: to work on.
         do_part: does one; at the top of a module, or a ``functools.partial`` of such a function.
         num_workers: processes; 1 is this one.
         label: of the progress bar.
         quiet: show none.
 
     Returns:
-        By name of the parts that raised :class:`PartFailed`, what they said.
+        The messages of parts that raised :class:`PartFailed`, by their names.
 
     Raises:
         UserError: another part's own, after the parts at work are finished; or a worker was killed.
@@ -129,6 +129,6 @@ def _begin_worker(counter: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would go on writing beside those of the repeated command, and wait forever."""
+    """End a worker whose parent was killed: it would write beside those of the repeated command, and wait for ever."""
     connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)

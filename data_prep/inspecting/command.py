@@ -26,7 +26,7 @@ _PNG = b"\x89PNG"
 
 
 def check_plot(path: Path) -> None:
-    """To be called before the work.
+    """Check before the work that a picture can be written.
 
     Raises:
         UserError: matplotlib is not installed, or no picture can be written there.
@@ -45,7 +45,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_lengths(splits: dict[str, Statistics], path: Path) -> None:
-    """Writes a PNG: the share of documents by their number of tokens, a line for each split.
+    """Write a PNG: the share of documents by their number of tokens, a line for each split.
 
     Raises:
         UserError: there is no document.
@@ -86,7 +86,7 @@ EPILOG = """examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the step."""
+    """Declare the options of the step."""
     parser.add_argument("folder", type=Path, metavar="BIN_DIR", help="what 'smlp data binarize' or another tool wrote")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how long documents are")
@@ -96,7 +96,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads, prints and writes; returns 1 if something is wrong."""
+    """Read, print and write; return 1 if something is wrong."""
     if args.json:
         check_output("--json", str(args.json))
     if args.plot:
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
-    """Of the first file's folder; None where there is no file, or nobody wants samples and there is none."""
+    """Return the tokenizer of the first file's folder; None if there is no file, or none and no sample is wanted."""
     if not found.files:
         return None
     try:
@@ -138,7 +138,7 @@ def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
 
 
 def _named(top: dict[int, int], vocabulary: Vocabulary, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """Symbols with their counts and the text that they stand for."""
+    """Return symbols with their counts and the text that they stand for."""
     rows = [{"symbol": vocabulary.symbols[token], "count": count} for token, count in top.items()]
     if tokenizer is not None:
         for row, token in zip(rows, top, strict=True):
@@ -147,7 +147,7 @@ def _named(top: dict[int, int], vocabulary: Vocabulary, tokenizer: Tokenizer | N
 
 
 def _samples(folder: Path, found: Inspection, tokenizer: Tokenizer | None, number: int) -> dict[str, list[str]]:
-    """Decoded documents of the first file of each split."""
+    """Return decoded documents of the first file of each split."""
     samples: dict[str, list[str]] = {}
     for name in found.files if number else ():
         if Path(name).name not in samples:

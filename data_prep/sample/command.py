@@ -38,7 +38,7 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the step."""
+    """Declare the options of the step."""
     add_input_options(parser)
     group = parser.add_argument_group("sample")
     add_number(group, "--fraction", real(_SMALLEST_FRACTION, 1), "of the documents (default: all)", 1.0, metavar="F")
@@ -59,7 +59,7 @@ _OF_THE_PLAN = ("fraction", "valid", "test", "budget", "weights", "repeat", "com
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the step."""
+    """Run the step; return the exit status."""
     _check(args)
     settings = {
         **input_settings(args),

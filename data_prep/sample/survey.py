@@ -25,7 +25,7 @@ UNITS = ("documents", "bytes", "words", "tokens")
 
 @dataclass(frozen=True)
 class Measure:
-    """Size of a document."""
+    """Size of a document: ``measure(text)``."""
 
     # one of ``UNITS``. Tokens are those that ``smlp data binarize`` makes of it: each line with a token in it has a
     # ``</s>``, and a document with such a line one more
@@ -44,7 +44,7 @@ class Measure:
         return len(ids_N) + num_lines + 1 if num_lines else 0
 
     def reason_against(self, text: str) -> str:
-        """Why a text has no size, as a reason to drop it; "" if it has one. Half of a surrogate pair has no tokens."""
+        """Return why a text has no size, "" if it has one: half of a surrogate pair has no tokens."""
         if self.unit == "tokens":
             try:
                 text.encode()
@@ -53,7 +53,7 @@ class Measure:
         return ""
 
     def beginning(self, text: str, size: int) -> str:
-        """The longest beginning of ``text`` of at most ``size``, cut between words; may be empty."""
+        """Return the longest beginning of ``text`` of at most ``size``, cut between words; it may be empty."""
         if self(text) <= size:
             return text
         if self.unit == "documents":
@@ -81,14 +81,14 @@ BLOCK_ROWS = 1 << 16
 
 
 def hashes(text: str, seed: int) -> tuple[int, int]:
-    """Two independent numbers below 2**64 that depend on the text and the seed alone: one draws, one splits."""
+    """Return two independent numbers below 2**64 that depend on text and seed alone: one draws, one splits."""
     key = seed.to_bytes(8, "little", signed=True)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
 def survey_part(part: FilePart, out: Path, *, reading: ReadSettings, measure: Measure, seed: int) -> PartResult:
-    """Writes a :data:`ROW` for each document of a part."""
+    """Write a :data:`ROW` for each document of a part."""
     counts, sources = Counts(), {}
     with write_stream(out / STATE / "survey-rows" / f"{part.name}.bin") as (stream, written):
         rows = []
@@ -109,7 +109,7 @@ def survey_part(part: FilePart, out: Path, *, reading: ReadSettings, measure: Me
 
 
 class Survey:
-    """What was written down of all documents; read in blocks.
+    """The rows of all documents, read in blocks.
 
     Args:
         out: the step's folder.
@@ -123,7 +123,7 @@ class Survey:
         self._source_of = [np.array([position[name] for name in result.facts["sources"]]) for result in results]
 
     def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Rows (n,) of :data:`ROW`, their places (n,) in the corpus, and indices (n,) into :attr:`sources`."""
+        """Yield rows (n,) of :data:`ROW`, their places (n,) in the corpus, and indices (n,) into :attr:`sources`."""
         for index, (path, source_of) in enumerate(zip(self._files, self._source_of, strict=True)):
             with open(path, "rb") as file:
                 done = 0
@@ -134,5 +134,5 @@ class Survey:
 
 
 def place_of(part: int, number: np.ndarray | int) -> np.ndarray | int:
-    """A document's place: documents of earlier parts first; at most 2**40 in a part."""
+    """Return a document's place: documents of earlier parts come first; a part has at most 2**40."""
     return (part << 40) + number

@@ -54,7 +54,7 @@ EPILOG = """examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the step."""
+    """Declare the options of the step."""
     add_input_options(parser)
     group = parser.add_argument_group("vocabulary")
     group.add_argument(
@@ -80,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draws the sample, trains, measures, writes; returns the exit status."""
+    """Draw the sample, train, measure, write; return the exit status."""
     _check(args)
     make = _maker(args)
     parts, run = parts_of(args), run_of(args)
@@ -120,7 +120,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _maker(args: argparse.Namespace) -> Callable[[Iterator[str]], dict[str, bytes]]:
-    """What makes the tokenizer's files, by name, from the lines of the sample; given files are checked at once."""
+    """Return a function that makes the tokenizer's files, by name, of the sample's lines; check given files now."""
     size = args.vocab_size
     if size is None:
         size = 50257 if args.kind == GPT2 else 32000
@@ -148,7 +148,7 @@ def _write(
     make: Callable[[Iterator[str]], dict[str, bytes]],
     lines: Callable[[], Iterator[str]],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Trains, writes the files and measures; returns what was written, and facts for the manifest."""
+    """Train, write the files and measure; return what was written, and facts for the manifest."""
     (out / MANIFEST).unlink(missing_ok=True)
     if next(lines(), None) is None:
         raise UserError(f"{', '.join(map(str, args.inputs))}: no line of text to build a vocabulary from")
@@ -183,7 +183,7 @@ def _write(
 
 
 def _lines(manifest: dict[str, Any]) -> list[str]:
-    """Lines for the terminal."""
+    """Return lines for the terminal."""
     vocabulary, sample, back = manifest["vocabulary"], manifest["sample"], manifest["round_trip"]
     lines = [
         f"dictionary: {vocabulary['symbols']:,} symbols: {len(vocabulary['special'])} special, "

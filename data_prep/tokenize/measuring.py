@@ -1,4 +1,4 @@
-"""What a tokenizer makes of a text: tokens, unknown ones, and what comes back when they are decoded."""
+"""Measure a tokenizer on a text: tokens, unknown ones, and the text that comes back when they are decoded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ODD_LINES = (
 
 
 def blocks_of(lines: Iterable[str]) -> Iterator[list[str]]:
-    """Lines in lists of about ``BLOCK_CHARACTERS``."""
+    """Yield lines in lists of about ``BLOCK_CHARACTERS``."""
     block: list[str] = []
     size = 0
     for line in lines:
@@ -71,9 +71,9 @@ def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray
 
 
 def round_trip(lines: Iterable[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """How many lines come back as they were when they are encoded and decoded, and why others do not.
+    """Count the lines that come back as they were when they are encoded and decoded, and the others by reason.
 
-    Reads the first ``ROUND_TRIP_CHARACTERS`` of them.
+    Only the first ``ROUND_TRIP_CHARACTERS`` are read.
     """
     found, examples, size = Counter(lines=0, same=0, unknown=0, changed=0), [], 0
     for line in lines:
@@ -97,7 +97,7 @@ def round_trip(lines: Iterable[str], tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def check_lossless(tokenizer: Tokenizer) -> None:
-    """That odd lines of our own come back as they were.
+    """Check that the ``ODD_LINES`` come back as they were.
 
     Raises:
         UserError: one does not.
@@ -110,7 +110,7 @@ def check_lossless(tokenizer: Tokenizer) -> None:
 
 
 def _difference(was: str, becomes: str) -> dict[str, str]:
-    """Both texts from shortly before the place where they part."""
+    """Return both texts from shortly before the place where they differ."""
     pairs = enumerate(itertools.zip_longest(was, becomes))
     start = max(next(place for place, pair in pairs if pair[0] != pair[1]) - _SHOWN // 3, 0)
     return {"was": was[start : start + _SHOWN], "becomes": becomes[start : start + _SHOWN]}

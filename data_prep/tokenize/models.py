@@ -28,13 +28,13 @@ NUM_THREADS = 4  # fixed: the model may depend on how the sums are shared out am
 def train_sentencepiece(
     lines: Iterable[str], vocab_size: int, kind: str = "unigram", byte_fallback: bool = False
 ) -> bytes:
-    """Trains on the non-empty lines; returns the serialised model. The same lines give the same bytes.
+    """Train on the non-empty lines; return the serialised model. The same lines give the same bytes.
 
     Args:
-        lines: of text; all characters of theirs get a piece.
+        lines: of text; each of their characters gets a piece.
         vocab_size: pieces, with three special ones. A text too small for it yields a smaller unigram model.
         kind: one of ``KINDS``.
-        byte_fallback: whether what has no piece becomes pieces of bytes.
+        byte_fallback: encode what has no piece as bytes.
 
     Raises:
         UserError: ``vocab_size`` does not even hold the text's characters, is too large for BPE of this text, or there
@@ -81,7 +81,7 @@ def _explained(message: str, vocab_size: int) -> str:
 
 
 def pieces_of(model: bytes) -> list[str]:
-    """The pieces of a model in its order, without ``<unk>`` and control symbols, which a dictionary has of its own."""
+    """Return the pieces of a model in its order, without ``<unk>`` and control symbols, which every dictionary has."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -96,11 +96,9 @@ NUM_BYTES = 256
 
 
 def train_byte_level(lines: Iterable[str], vocab_size: int) -> dict[str, bytes]:
-    """Trains on lines of text; returns the files by name. The same lines give the same bytes.
+    """Train on lines of text; return the files by name. The same lines give the same bytes.
 
-    Args:
-        lines: of text, without line ends.
-        vocab_size: pieces: 256 bytes and the merges. A text too small for it yields fewer merges.
+    ``vocab_size`` counts the 256 bytes and the merges; a text too small for it yields fewer merges.
 
     Raises:
         UserError: ``vocab_size`` is below 256, or the package ``tokenizers`` is not installed.
@@ -125,7 +123,7 @@ def train_byte_level(lines: Iterable[str], vocab_size: int) -> dict[str, bytes]:
 
 
 def given_byte_level(encoder_json: Path, vocab_bpe: Path) -> dict[str, bytes]:
-    """The files of an encoding that exists, by name, as they are.
+    """Return the files of an existing encoding, by name, as they are.
 
     Raises:
         UserError: one is missing, is not in GPT-2's format, or they do not fit each other.
@@ -144,12 +142,9 @@ PADDING = "madeupword{:04d}"  # fairseq's own name for symbols that only fill a 
 
 
 def padding_of(num_symbols: int, pad_to: int | None, pad_multiple: int) -> list[str]:
-    """The symbols that fill a dictionary up.
+    """Return the symbols that fill a dictionary up to ``pad_to``, or to a multiple of ``pad_multiple`` if it is None.
 
-    Args:
-        num_symbols: of it, with fairseq's four special ones.
-        pad_to: size to fill it to, or None.
-        pad_multiple: otherwise, a number that its size is to be a multiple of.
+    ``num_symbols`` includes fairseq's four special ones.
 
     Raises:
         UserError: it is larger than ``pad_to``.
