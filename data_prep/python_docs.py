@@ -18,7 +18,7 @@ import platform
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,8 @@ def deduplicated(documents: Iterable[Document], removed: Counter[str]) -> list[D
         kept = []
         for paragraph in document.paragraphs:
             key = near_duplicate_key(paragraph)
-            shingles = list(_shingles([word_ids.setdefault(word, len(word_ids)) for word in key.split()]))
+            words = [word_ids.setdefault(word, len(word_ids)) for word in key.split()]
+            shingles = list(zip(*(words[start:] for start in range(SHINGLE_WORDS)), strict=False))
             repeated = sum(shingle in seen_shingles for shingle in shingles)
             if paragraph in texts:
                 removed["paragraphs: exact duplicate"] += 1
@@ -68,10 +69,6 @@ def deduplicated(documents: Iterable[Document], removed: Counter[str]) -> list[D
         if kept:
             kept_documents.append(Document(document.group, tuple(kept)))
     return kept_documents
-
-
-def _shingles(words: list[int]) -> Iterator[tuple[int, ...]]:
-    return zip(*(words[start:] for start in range(SHINGLE_WORDS)), strict=False)
 
 
 # Import name -> distribution. Those that are not installed are left out.

@@ -13,9 +13,8 @@ from typing import BinaryIO
 import numpy as np
 
 from data_prep.binarize.shards import SegmentWriter, token_type, with_ends
-from data_prep.flow.documents import ReadSettings, counted_records
+from data_prep.flow.documents import NOT_TEXT, ReadSettings, counted_records
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.options import NOT_TEXT
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import DamagedFile, open_stream, write_stream
@@ -142,12 +141,8 @@ def encode_part(part: FilePart, out: Path, job: Job) -> PartResult:
     return PartResult([written.row(out)], counts, defects, facts)
 
 
-@dataclass
-class _Documents:
-    """The shard and the number of lines of each document of a block, the empty line at its end included."""
-
-    shards: list[int]
-    num_lines: np.ndarray
+# where the documents of a block lie: the shard of each, and (D,) its lines, the empty one at its end included
+_Documents = tuple[list[int], np.ndarray]
 
 
 def _document_blocks(
@@ -199,18 +194,19 @@ def _encoded(
     if left_out := int(size_D[has_token_D].sum() - num_lines_D.sum()):
         counts.other["paragraphs without a token left out"] += left_out
     kept_shards = [shard for shard, has_token in zip(shards, has_token_D, strict=True) if has_token]
-    return ids_N, lengths_L[is_kept_L], _Documents(kept_shards, num_lines_D)
+    return ids_N, lengths_L[is_kept_L], (kept_shards, num_lines_D)
 
 
 def _deal(segments: SegmentWriter, tokens_N: np.ndarray, lengths_L: np.ndarray, documents: _Documents | None) -> None:
     """Give each document to its shard; lines that are no documents go to the first."""
-    if documents is None or not any(documents.shards):
+    if documents is None or not any(documents[0]):
         segments.add(0, tokens_N, lengths_L)
         return
-    line_D = np.cumsum(documents.num_lines)
+    shards, num_lines_D = documents
+    line_D = np.cumsum(num_lines_D)
     token_D = np.cumsum(lengths_L)[line_D - 1]
     line, token = 0, 0
-    for shard, next_line, next_token in zip(documents.shards, line_D.tolist(), token_D.tolist(), strict=True):
+    for shard, next_line, next_token in zip(shards, line_D.tolist(), token_D.tolist(), strict=True):
         segments.add(shard, tokens_N[token:next_token], lengths_L[line:next_line])
         line, token = next_line, next_token
 

@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from data_prep.clean.characters import nfc
+from data_prep.clean.rules import nfc
 from smlp.errors import UserError
 
 FACTOR = np.uint64(0x5851F42D4C957F2D)

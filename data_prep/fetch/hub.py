@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.fetch.source import Hub
-from data_prep.flow.documents import Loss, ReadSettings, Record, document_of_row
+from data_prep.flow.documents import Loss, ReadSettings, Record, document_of_row, in_json
 from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import from_extra
 from data_prep.flow.workers import PartFailed
@@ -55,7 +55,7 @@ def rows(hub: Hub, shard: int, num_shards: int, part: FilePart, reading: ReadSet
         for row in dataset.shard(num_shards, shard):
             if reading.text_field not in row:
                 raise UserError(f"hf:{hub.name}: no column {reading.text_field!r}; there are {', '.join(row)}")
-            piece = document_of_row(dict(row), number, part, reading)
+            piece = document_of_row(in_json(row, reading), number, part, reading)
             number += 1
             if hub.rows_per_document == 1 or isinstance(piece, Loss):
                 yield piece

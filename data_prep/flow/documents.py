@@ -25,6 +25,7 @@ from smlp.errors import UserError
 
 FORMATS = (".jsonl", ".txt", ".parquet")
 DOCUMENTS_OF_TEXT = ("blank", "line", "file")
+NOT_TEXT = "not text: half of a surrogate pair"  # a reason to drop what no tokenizer can encode
 _BOM = b"\xef\xbb\xbf"
 _ROWS_AT_ONCE, _PARQUET_BYTES = 1000, 1 << 29  # of .parquet, rows and bytes that are unpacked at once
 _PHRASES = {"cut off by damage": "lost where it breaks off"}
@@ -177,20 +178,10 @@ def _json_lines(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterato
             row = json.loads(line)
         except UnicodeDecodeError:
             yield Loss("not UTF-8", where)
-            continue
         except (ValueError, RecursionError):
             yield Loss("not JSON", where)
-            continue
-        if not isinstance(row, dict) or not isinstance(row.get(reading.text_field), str):
-            yield Loss(f"no text in field {reading.text_field!r}", where)
-            continue
-        text = row.pop(reading.text_field)
-        yield Record(
-            text,
-            _given(row, "id", f"{part.prefix}:{offset}"),
-            _given(row, "source", part.source),
-            {name: value for name, value in row.items() if name != "text"},
-        )
+        else:
+            yield document_of_row(row if isinstance(row, dict) else {}, offset, part, reading)
 
 
 def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:
@@ -248,11 +239,6 @@ def _decoded(content: bytes, offset: int, part: FilePart) -> Record | Loss:
     return Record(text.replace("\r\n", "\n").rstrip("\n"), f"{part.prefix}:{offset}", part.source)
 
 
-def _given(row: dict[str, Any], name: str, otherwise: str) -> str:
-    value = row.pop(name, None)
-    return otherwise if value is None else str(value)
-
-
 def _too_long(reading: ReadSettings) -> str:
     return f"longer than {reading.max_bytes:,} bytes"
 
@@ -277,23 +263,31 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
                 at_once = max(1, min(_ROWS_AT_ONCE, _PARQUET_BYTES // size))
                 for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):
                     for row in batch.to_pylist():
-                        yield document_of_row(row, number, part, reading)
+                        yield document_of_row(in_json(row, reading), number, part, reading)
                         number += 1
         except (pyarrow.ArrowException, OSError) as error:
             yield Loss("cut off by damage", f"{part.path}:{number}", file.metadata.num_rows - number)
             yield Defect("damaged: it breaks off", f"{part.path}: {' '.join(str(error).split())}")
 
 
+def in_json(row: dict[str, Any], reading: ReadSettings) -> dict[str, Any]:
+    """Return the row of a table with everything but the text as strings: JSON lacks some types of columns."""
+    plain = (reading.text_field, "id", "source")
+    return {name: value if name in plain else str(value) for name, value in row.items()}
+
+
 def document_of_row(row: dict[str, Any], number: int, part: FilePart, reading: ReadSettings) -> Record | Loss:
-    """Return the document of a table's row; ``number`` counts from 0 in the part's file."""
-    text = row.pop(reading.text_field)
+    """Return the document of a row, which is ``number`` in the part's file, or begins at byte ``number``."""
+    text = row.pop(reading.text_field, None)
     where = f"{part.path}:{number}"
     if not isinstance(text, str):
         return Loss(f"no text in field {reading.text_field!r}", where)
     if len(text.encode("utf-8", "surrogatepass")) > reading.max_bytes:
         return Loss(_too_long(reading), where)
-    identity, source = _given(row, "id", f"{part.prefix}:{number}"), _given(row, "source", part.source)
-    return Record(text, identity, source, {key: str(value) for key, value in row.items() if key != "text"})
+    given, source = row.pop("id", None), row.pop("source", None)
+    identity = f"{part.prefix}:{number}" if given is None else str(given)
+    source = part.source if source is None else str(source)
+    return Record(text, identity, source, {key: value for key, value in row.items() if key != "text"})
 
 
 def counted_records(

@@ -16,19 +16,6 @@ from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, who
 from smlp.errors import UserError
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
-NOT_TEXT = "not text: half of a surrogate pair"
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a tokenizer's folder: its dictionary, and the model if there is one."""
-    return [folder / name for name in (DICTIONARY, *TOKENIZER_FILES) if (folder / name).is_file()]
-
-
-def tokenizer_setting(folder: Path) -> dict[str, Any]:
-    """Return a tokenizer for a step's settings, with checksums, so that another one in the same folder is noticed."""
-    return {"path": str(folder), "sha256": {path.name: sha256_of(path) for path in tokenizer_files(folder)}}
-
-
 COMPRESSIONS = {"gz": ".gz", "zst": ".zst", "none": ""}
 
 
@@ -158,6 +145,16 @@ def reading_settings(args: argparse.Namespace) -> dict[str, Any]:
 def add_compression(parser: argparse.ArgumentParser) -> None:
     """Declare ``--compress`` for files of documents."""
     parser.add_argument("--compress", choices=COMPRESSIONS, default="gz", help="of what is written (default: gz)")
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a tokenizer's folder: its dictionary, and the model if there is one."""
+    return [folder / name for name in (DICTIONARY, *TOKENIZER_FILES) if (folder / name).is_file()]
+
+
+def tokenizer_setting(folder: Path) -> dict[str, Any]:
+    """Return a tokenizer for a step's settings, with checksums, so that another one in the same folder is noticed."""
+    return {"path": str(folder), "sha256": {path.name: sha256_of(path) for path in tokenizer_files(folder)}}
 
 
 def _share(text: str) -> tuple[int, int]:

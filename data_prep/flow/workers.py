@@ -35,11 +35,6 @@ def bytes_bar(total: int | None, label: str, quiet: bool, done: int = 0) -> tqdm
     )
 
 
-POLL_SECONDS = 0.5
-
-_bytes_done: Any = None  # of a worker: the counter that all share
-
-
 class PartFailed(Exception):
     """A part cannot be done now, but the others can. The message is one sentence that names it."""
 
@@ -79,22 +74,17 @@ def work_on(
 def _in_processes(
     parts: Sequence[FilePart], do_part: Callable[[FilePart], None], num_workers: int, bar: Any, failed: dict[str, str]
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    counter = context.Value("q", 0)
     waiting = sorted(parts, key=lambda part: -part.num_bytes)  # the longest first: the end is not one long part
     errors: list[BaseException] = []
     running: dict[Future, FilePart] = {}
-    shown = 0
-    with ProcessPoolExecutor(
-        min(num_workers, len(parts)), mp_context=context, initializer=_begin_worker, initargs=(counter,)
-    ) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(num_workers, len(parts)), mp_context=context, initializer=_begin_worker) as pool:
         try:
             while running or (waiting and not errors):
                 while waiting and not errors and len(running) < num_workers:
                     part = waiting.pop(0)
-                    running[pool.submit(_counted, do_part, part)] = part
-                finished, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-                for future in finished:
+                    running[pool.submit(do_part, part)] = part
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
                     part = running.pop(future)
                     error = future.exception()
                     if isinstance(error, BrokenProcessPool):
@@ -107,8 +97,7 @@ def _in_processes(
                         failed[part.name] = str(error)
                     elif error is not None:
                         errors.append(error)
-                bar.update(counter.value - shown)
-                shown = counter.value
+                    bar.update(part.num_bytes)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -116,15 +105,7 @@ def _in_processes(
         raise errors[0]
 
 
-def _counted(do_part: Callable[[FilePart], None], part: FilePart) -> None:
-    do_part(part)
-    with _bytes_done.get_lock():
-        _bytes_done.value += part.num_bytes
-
-
-def _begin_worker(counter: Any) -> None:
-    global _bytes_done
-    _bytes_done = counter
+def _begin_worker() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

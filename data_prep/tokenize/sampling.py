@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.documents import ReadSettings, counted_records
+from data_prep.flow.documents import NOT_TEXT, ReadSettings, counted_records
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.options import NOT_TEXT
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import open_stream, write_stream
