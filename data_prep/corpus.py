@@ -17,23 +17,6 @@ from typing import Any
 from smlp.errors import UserError
 from smlp.files import write_whole
 
-
-def run(main: Callable[[], None]) -> int:
-    """Call ``main`` and return the exit status: 0, or 1 with one line on standard error for a user's mistake.
-
-    Any other exception keeps its traceback.
-    """
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:  # no permission, disk full, ...
-        print(f"error: {error.filename or 'input/output'}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 SPLITS = ("train", "valid", "test")
 MANIFEST = "manifest.json"
 
@@ -105,3 +88,19 @@ def describe_splits(manifest: dict[str, Any]) -> str:
             f"{counts['chars']:>12,}{counts['words'] / total:>8.1%}"
         )
     return "\n".join(lines)
+
+
+def run(main: Callable[[], None]) -> int:
+    """Call ``main`` and return the exit status: 0, or 1 with one line on standard error for a user's mistake.
+
+    Any other exception keeps its traceback.
+    """
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # no permission, disk full, ...
+        print(f"error: {error.filename or 'input/output'}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return 0

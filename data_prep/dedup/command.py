@@ -196,8 +196,8 @@ def _phases(
     current.update(pairs_name(kind, part) for kind in ("exact", "near") for part in partitions)
     _forget_phases(run.out, [phase, *(f"{name}-{digest}" for name in ("exact", "near", "write"))], current)
 
-    work = partial(exact_pairs, signed=signed, num_partitions=sign.num_partitions)
-    exact = run_parts(run, f"exact-{digest}", partitions, work)
+    common = {"signed": signed, "num_partitions": sign.num_partitions}
+    exact = run_parts(run, f"exact-{digest}", partitions, partial(exact_pairs, **common))
     if exact.results is None:
         return exact
     files = _pair_files(run.out, exact.results)
@@ -207,14 +207,8 @@ def _phases(
     write_bytes(decisions.exact, first.tobytes())
     if sign.scheme:
         write_bytes(folder / "unique.bin", (first == np.arange(len(first), dtype=first.dtype)).tobytes())
-        work = partial(
-            near_pairs,
-            signed=signed,
-            num_partitions=sign.num_partitions,
-            scheme=sign.scheme,
-            threshold=args.threshold,
-            unique=folder / "unique.bin",
-        )
+        limits = {"scheme": sign.scheme, "threshold": args.threshold, "unique": folder / "unique.bin"}
+        work = partial(near_pairs, **common, **limits)
         near = run_parts(run, f"near-{digest}", partitions, work)
         if near.results is None:
             return near

@@ -13,7 +13,6 @@ from typing import Any
 
 from data_prep.fetch import hub, warc, wikipedia
 from data_prep.fetch.download import DownloadFailed, RemoteFile, bytes_there, download, download_all, from_json
-from data_prep.fetch.hub import pinned
 from data_prep.fetch.listing import KEPT, list_files
 from data_prep.fetch.source import Hub
 from data_prep.fetch.wanted import Wanted
@@ -26,6 +25,170 @@ from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
 from data_prep.flow.streams import read_json, sha256_of, suffix_of, write_bytes, write_stream
 from data_prep.flow.workers import PartFailed
 from smlp.files import plain_name
+
+REQUEST = ".request.json"
+_PHASE = "convert"
+_SHARDS = "shards.json"
+_FORMATS = re.compile(r"\.(xml|warc|jsonl|json|txt|parquet)(?=[-.]|$)|\.(gz|bz2|xz|zst)$")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The manifest of a source, or sentences about what failed; neither while other shares are at work."""
+
+    finished: Finished
+    manifest: dict[str, Any] | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def fetch(wanted: Wanted) -> Outcome:
+    """Download and convert what is not done yet.
+
+    Raises:
+        UserError: it cannot begin: no room, no list of files, other work in its folder.
+    """
+    source, run = wanted.source, wanted.run
+    begin(run, "fetch", wanted.settings, wanted.restart)
+    if wanted.restart:
+        for name in (KEPT, _SHARDS):
+            (wanted.raw / name).unlink(missing_ok=True)
+    files: list[RemoteFile] = []
+    if source.from_web:
+        files = list_files(source, wanted.options, wanted.raw, wanted.patience)[: wanted.limit_files]
+        files = [replace(file, name=named_by_format(file.name, source.format)) for file in files]
+        parts = _requested(wanted, [(file.name, asdict(file), file.num_bytes) for file in files])
+    elif source.hub:
+        parts = _requested(wanted, [(name, row, None) for name, row in _shards(wanted)][: wanted.limit_files])
+    else:
+        cut_text = wanted.reading.documents_of_text != "file"
+        parts = plan_parts(find_files(source.paths, FORMATS), min(PART_BYTES, wanted.file_bytes), cut_text=cut_text)
+        parts = [replace(part, source=source.name) for part in parts[: wanted.limit_files]]
+    problems: list[str] = []
+    if files:
+        index, number = run.share
+        mine = list(zip(files, parts, strict=True))[index::number]
+        absent = [file for file, part in mine if not is_done(run, _PHASE, part)]
+        wanted.refuse_small_disk(absent)
+        if not wanted.delete_downloads:
+            problems = download_all(absent, wanted.raw, wanted.connections, wanted.patience, run.quiet)
+        sizes = [bytes_there(wanted.raw / file.name) or part.size for file, part in zip(files, parts, strict=True)]
+        parts = [replace(part, size=size) for part, size in zip(parts, sizes, strict=True)]
+    finished = run_parts(run, _PHASE, parts, partial(convert, wanted=wanted))
+    if finished.results is None:
+        return Outcome(finished, problems=problems or finished.failed)
+    inputs = finished.inputs
+    if source.from_web:
+        facts = [result.facts for result in finished.results]
+        inputs = [{"path": row["url"], "bytes": row["bytes"], "sha256": row["sha256"]} for row in facts]
+    corpus = {"title": source.title, "licence": source.licence, "citation": source.citation, "notes": source.notes}
+    manifest = write_manifest(run.out, "fetch", wanted.settings, inputs, finished.results, {"corpus": corpus})
+    written = {output["name"] for output in manifest["outputs"]}
+    for path in run.out.glob("*.jsonl*"):
+        if path.name not in written:  # of a file that is no longer there
+            path.unlink()
+    return Outcome(finished, manifest)
+
+
+def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and request of each shard, of the revision that the first command found."""
+    kept = wanted.raw / _SHARDS
+    key = {"hub": asdict(wanted.source.hub)}
+    row = read_json(kept)
+    if row is None or row["key"] != key:
+        dataset, number = hub.pinned(wanted.source.hub)
+        row = {"key": key, "hub": asdict(dataset), "num_shards": number}
+        write_bytes(kept, json.dumps(row, indent=1).encode())
+    dataset, number = Hub(**row["hub"]), row["num_shards"]
+    return [
+        (f"{dataset.split}-{shard:05d}-of-{number:05d}", {"hub": row["hub"], "shard": shard, "num_shards": number})
+        for shard in range(number)
+    ]
+
+
+@dataclass(frozen=True)
+class RemotePart(FilePart):
+    """A file of the web or a shard of the Hub as a part; its ``path`` is a small file, the request for it.
+
+    ``size`` is for progress: bytes of what is asked for, 1 if they are unknown.
+    """
+
+    size: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size
+
+
+def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]) -> list[RemotePart]:
+    """Return parts for files of the web or shards. If a request has changed, its download is removed."""
+    names: set[str] = set()
+    parts = []
+    for name, row, size in requests:
+        plain_name(name, f"the list of {wanted.source.name}")
+        path, content = wanted.raw / f"{name}{REQUEST}", json.dumps(row).encode()
+        if not path.is_file() or path.read_bytes() != content:
+            (wanted.raw / name).unlink(missing_ok=True)
+            write_bytes(path, content)
+        stem = unique_name(part_name(name), names)
+        parts.append(RemotePart(path, stem, wanted.source.name, size=size or 1))
+    return parts
+
+
+def part_name(name: str) -> str:
+    """Return a file's name without its format, for the files that are made of it."""
+    return _FORMATS.sub("", _FORMATS.sub("", name)).replace(".", "-") or "documents"
+
+
+def named_by_format(file_name: str, form: str) -> str:
+    """Return the name under which a file of documents is stored: its suffix must say what it is."""
+    if form not in ("jsonl", "txt", "parquet") or suffix_of(Path(file_name)) == f".{form}":
+        return file_name
+    path = Path(file_name)
+    return f"{path.stem}.{form}{path.suffix}" if path.suffix in COMPRESSED else f"{file_name}.{form}"
+
+
+def convert(part: FilePart, out: Path, wanted: Wanted) -> PartResult:
+    """Write the documents of a part into ``NAME-00000.jsonl.gz`` and so on.
+
+    Raises:
+        PartFailed: its file is not there and cannot be downloaded.
+    """
+    reading, facts = wanted.reading, {}
+    request = json.loads(part.path.read_text(encoding="utf-8")) if isinstance(part, RemotePart) else {}
+    if "url" in request:
+        file = from_json(request)
+        path, limits = wanted.raw / file.name, (reading.max_bytes, reading.max_seconds)
+        _download_if_absent(file, path, wanted)
+        facts = {"url": file.url, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        if wanted.source.format == "wikipedia":
+            pieces = wikipedia.articles(path, part.source, *limits)
+        elif wanted.source.format == "warc":
+            pieces = warc.pages(path, part.source, *limits)
+        else:
+            pieces = read(FilePart(path, path.name, part.source), reading)
+    elif request:
+        name = FilePart(Path(part.name), part.name, part.source)
+        pieces = hub.rows(Hub(**request["hub"]), request["shard"], request["num_shards"], name, reading)
+    else:
+        pieces = read(part, reading)
+    key = f"{part.path} {part.start} {part.stop} {part.path.stat().st_mtime_ns} {facts} {reading}"
+    suffix = COMPRESSIONS[wanted.compression]
+    writer = Writer(out, part.name, key, suffix, wanted.file_bytes, wanted.limit_documents)
+    result = writer.write(iter(pieces))
+    if facts and wanted.delete_downloads:
+        path.unlink()
+    return replace(result, facts=facts)
+
+
+def _download_if_absent(file: RemoteFile, path: Path, wanted: Wanted) -> None:
+    if path.is_file():
+        return
+    if not wanted.delete_downloads:
+        raise PartFailed(f"{file.url}: is not downloaded")
+    try:
+        download(file, path, wanted.patience)
+    except DownloadFailed as error:
+        raise PartFailed(str(error)) from None
 
 
 class Writer:
@@ -99,170 +262,3 @@ class Writer:
         if row["key"] == self._key and all(path.is_file() and path.stat().st_size == size for path, size in paths):
             self._counts, self._read = Counts.from_json(row["counts"]), row["read"]
             self._outputs, self._defects = row["outputs"], row["defects"]
-
-
-REQUEST = ".request.json"
-_FORMATS = re.compile(r"\.(xml|warc|jsonl|json|txt|parquet)(?=[-.]|$)|\.(gz|bz2|xz|zst)$")
-
-
-@dataclass(frozen=True)
-class RemotePart(FilePart):
-    """A file of the web or a shard of the Hub as a part; its ``path`` is a small file, the request for it.
-
-    ``size`` is for progress: bytes of what is asked for, 1 if they are unknown.
-    """
-
-    size: int = 1
-
-    @property
-    def num_bytes(self) -> int:
-        return self.size
-
-
-def part_name(name: str) -> str:
-    """Return a file's name without its format, for the files that are made of it."""
-    return _FORMATS.sub("", _FORMATS.sub("", name)).replace(".", "-") or "documents"
-
-
-def convert(part: FilePart, out: Path, wanted: Wanted) -> PartResult:
-    """Write the documents of a part into ``NAME-00000.jsonl.gz`` and so on.
-
-    Raises:
-        PartFailed: its file is not there and cannot be downloaded.
-    """
-    reading, facts = wanted.reading, {}
-    request = json.loads(part.path.read_text(encoding="utf-8")) if isinstance(part, RemotePart) else {}
-    if "url" in request:
-        file = from_json(request)
-        path, limits = wanted.raw / file.name, (reading.max_bytes, reading.max_seconds)
-        _download_if_absent(file, path, wanted)
-        facts = {"url": file.url, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        if wanted.source.format == "wikipedia":
-            pieces = wikipedia.articles(path, part.source, *limits)
-        elif wanted.source.format == "warc":
-            pieces = warc.pages(path, part.source, *limits)
-        else:
-            pieces = read(FilePart(path, path.name, part.source), reading)
-    elif request:
-        name = FilePart(Path(part.name), part.name, part.source)
-        pieces = hub.rows(Hub(**request["hub"]), request["shard"], request["num_shards"], name, reading)
-    else:
-        pieces = read(part, reading)
-    key = f"{part.path} {part.start} {part.stop} {part.path.stat().st_mtime_ns} {facts} {reading}"
-    suffix = COMPRESSIONS[wanted.compression]
-    writer = Writer(out, part.name, key, suffix, wanted.file_bytes, wanted.limit_documents)
-    result = writer.write(iter(pieces))
-    if facts and wanted.delete_downloads:
-        path.unlink()
-    return replace(result, facts=facts)
-
-
-def _download_if_absent(file: RemoteFile, path: Path, wanted: Wanted) -> None:
-    if path.is_file():
-        return
-    if not wanted.delete_downloads:
-        raise PartFailed(f"{file.url}: is not downloaded")
-    try:
-        download(file, path, wanted.patience)
-    except DownloadFailed as error:
-        raise PartFailed(str(error)) from None
-
-
-def named_by_format(file_name: str, form: str) -> str:
-    """Return the name under which a file of documents is stored: its suffix must say what it is."""
-    if form not in ("jsonl", "txt", "parquet") or suffix_of(Path(file_name)) == f".{form}":
-        return file_name
-    path = Path(file_name)
-    return f"{path.stem}.{form}{path.suffix}" if path.suffix in COMPRESSED else f"{file_name}.{form}"
-
-
-_PHASE = "convert"
-_SHARDS = "shards.json"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The manifest of a source, or sentences about what failed; neither while other shares are at work."""
-
-    finished: Finished
-    manifest: dict[str, Any] | None = None
-    problems: list[str] = field(default_factory=list)
-
-
-def fetch(wanted: Wanted) -> Outcome:
-    """Download and convert what is not done yet.
-
-    Raises:
-        UserError: it cannot begin: no room, no list of files, other work in its folder.
-    """
-    source, run = wanted.source, wanted.run
-    begin(run, "fetch", wanted.settings, wanted.restart)
-    if wanted.restart:
-        for name in (KEPT, _SHARDS):
-            (wanted.raw / name).unlink(missing_ok=True)
-    files: list[RemoteFile] = []
-    if source.from_web:
-        files = list_files(source, wanted.options, wanted.raw, wanted.patience)[: wanted.limit_files]
-        files = [replace(file, name=named_by_format(file.name, source.format)) for file in files]
-        parts = _requested(wanted, [(file.name, asdict(file), file.num_bytes) for file in files])
-    elif source.hub:
-        parts = _requested(wanted, [(name, row, None) for name, row in _shards(wanted)][: wanted.limit_files])
-    else:
-        cut_text = wanted.reading.documents_of_text != "file"
-        parts = plan_parts(find_files(source.paths, FORMATS), min(PART_BYTES, wanted.file_bytes), cut_text=cut_text)
-        parts = [replace(part, source=source.name) for part in parts[: wanted.limit_files]]
-    problems: list[str] = []
-    if files:
-        index, number = run.share
-        mine = list(zip(files, parts, strict=True))[index::number]
-        absent = [file for file, part in mine if not is_done(run, _PHASE, part)]
-        wanted.refuse_small_disk(absent)
-        if not wanted.delete_downloads:
-            problems = download_all(absent, wanted.raw, wanted.connections, wanted.patience, run.quiet)
-        sizes = [bytes_there(wanted.raw / file.name) or part.size for file, part in zip(files, parts, strict=True)]
-        parts = [replace(part, size=size) for part, size in zip(parts, sizes, strict=True)]
-    finished = run_parts(run, _PHASE, parts, partial(convert, wanted=wanted))
-    if finished.results is None:
-        return Outcome(finished, problems=problems or finished.failed)
-    inputs = finished.inputs
-    if source.from_web:
-        facts = [result.facts for result in finished.results]
-        inputs = [{"path": row["url"], "bytes": row["bytes"], "sha256": row["sha256"]} for row in facts]
-    corpus = {"title": source.title, "licence": source.licence, "citation": source.citation, "notes": source.notes}
-    manifest = write_manifest(run.out, "fetch", wanted.settings, inputs, finished.results, {"corpus": corpus})
-    written = {output["name"] for output in manifest["outputs"]}
-    for path in run.out.glob("*.jsonl*"):
-        if path.name not in written:  # of a file that is no longer there
-            path.unlink()
-    return Outcome(finished, manifest)
-
-
-def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and request of each shard, of the revision that the first command found."""
-    kept = wanted.raw / _SHARDS
-    key = {"hub": asdict(wanted.source.hub)}
-    row = read_json(kept)
-    if row is None or row["key"] != key:
-        hub, number = pinned(wanted.source.hub)
-        row = {"key": key, "hub": asdict(hub), "num_shards": number}
-        write_bytes(kept, json.dumps(row, indent=1).encode())
-    hub, number = Hub(**row["hub"]), row["num_shards"]
-    return [
-        (f"{hub.split}-{shard:05d}-of-{number:05d}", {"hub": row["hub"], "shard": shard, "num_shards": number})
-        for shard in range(number)
-    ]
-
-
-def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]) -> list[RemotePart]:
-    """Return parts for files of the web or shards. If a request has changed, its download is removed."""
-    names: set[str] = set()
-    parts = []
-    for name, row, size in requests:
-        plain_name(name, f"the list of {wanted.source.name}")
-        path, content = wanted.raw / f"{name}{REQUEST}", json.dumps(row).encode()
-        if not path.is_file() or path.read_bytes() != content:
-            (wanted.raw / name).unlink(missing_ok=True)
-            write_bytes(path, content)
-        stem = unique_name(part_name(name), names)
-        parts.append(RemotePart(path, stem, wanted.source.name, size=size or 1))
-    return parts

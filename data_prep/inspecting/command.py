@@ -22,58 +22,6 @@ from smlp.plots.drawing import check_matplotlib
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import find_tokenizer
 
-_PNG = b"\x89PNG"
-
-
-def check_plot(path: Path) -> None:
-    """Check before the work that a picture can be written.
-
-    Raises:
-        UserError: matplotlib is not installed, or no picture can be written there.
-    """
-    check_matplotlib()
-    if path.is_dir():
-        raise UserError(f"--plot {path} is a folder: name a file to write")
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write --plot {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"cannot write --plot {path}: it may not be written to")
-    if path.is_file() and path.stat().st_size:
-        with open(path, "rb") as file:
-            if file.read(len(_PNG)) != _PNG:
-                raise UserError(f"--plot {path}: there is a file of another kind already: name another one")
-
-
-def plot_lengths(splits: dict[str, Statistics], path: Path) -> None:
-    """Write a PNG: the share of documents by their number of tokens, a line for each split.
-
-    Raises:
-        UserError: there is no document.
-    """
-    import matplotlib
-
-    splits = {name: statistics for name, statistics in splits.items() if statistics.documents}
-    if not splits:
-        raise UserError("--plot: there is no document whose length could be drawn")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    used = np.flatnonzero(sum(statistics.histogram for statistics in splits.values()))
-    powers = np.arange(used[0], used[-1] + 1)
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, statistics in splits.items():
-        shares = statistics.histogram[powers] / statistics.documents
-        axes.stairs(shares, 2.0 ** np.append(powers, powers[-1] + 1), label=f"{name} ({statistics.documents:,})")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("tokens in a document")
-    axes.set_ylabel("share of documents")
-    axes.legend(title="documents of")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
-
-
-TOP = 20  # symbols shown
 DESCRIPTION = """what binary data hold, and whether they are whole
 
 Reads every token once: counts, lengths of documents, most frequent symbols, unknown ones; checks that every file opens,
@@ -83,6 +31,8 @@ EPILOG = """examples:
   smlp data inspect data/bin
   smlp data inspect data/bin --verify --samples 5 --plot lengths.png --json report.json
 """
+TOP = 20  # symbols shown
+_PNG = b"\x89PNG"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -123,6 +73,25 @@ def run(args: argparse.Namespace) -> int:
     if not found.problems:
         print(f"{args.folder}: {len(found.files)} files are whole")
     return 1 if found.problems else 0
+
+
+def check_plot(path: Path) -> None:
+    """Check before the work that a picture can be written.
+
+    Raises:
+        UserError: matplotlib is not installed, or no picture can be written there.
+    """
+    check_matplotlib()
+    if path.is_dir():
+        raise UserError(f"--plot {path} is a folder: name a file to write")
+    if not path.parent.is_dir():
+        raise UserError(f"cannot write --plot {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"cannot write --plot {path}: it may not be written to")
+    if path.is_file() and path.stat().st_size:
+        with open(path, "rb") as file:
+            if file.read(len(_PNG)) != _PNG:
+                raise UserError(f"--plot {path}: there is a file of another kind already: name another one")
 
 
 def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
@@ -176,3 +145,32 @@ def _show(report: dict[str, Any]) -> None:
             print(f"--- from {name}\n{text}")
     if report["samples"]:
         print("---")
+
+
+def plot_lengths(splits: dict[str, Statistics], path: Path) -> None:
+    """Write a PNG: the share of documents by their number of tokens, a line for each split.
+
+    Raises:
+        UserError: there is no document.
+    """
+    import matplotlib
+
+    splits = {name: statistics for name, statistics in splits.items() if statistics.documents}
+    if not splits:
+        raise UserError("--plot: there is no document whose length could be drawn")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    used = np.flatnonzero(sum(statistics.histogram for statistics in splits.values()))
+    powers = np.arange(used[0], used[-1] + 1)
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, statistics in splits.items():
+        shares = statistics.histogram[powers] / statistics.documents
+        axes.stairs(shares, 2.0 ** np.append(powers, powers[-1] + 1), label=f"{name} ({statistics.documents:,})")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens in a document")
+    axes.set_ylabel("share of documents")
+    axes.legend(title="documents of")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, format="png")
+    pyplot.close(figure)
