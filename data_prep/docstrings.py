@@ -1,8 +1,8 @@
-"""Docstrings of Python source files, and the blocks of running text in them.
+"""Read the docstrings of Python source files, and the blocks of running text in them.
 
-They are read from the syntax tree: nothing is imported or executed. Sections, code, tables and field lists go, as the
-scientific packages write them: numpydoc sections, Google-style sections, reST directives, roles and field lists,
-doctests. What is left may still be no English; :mod:`data_prep.prose` judges that.
+They are read from the syntax tree: nothing is imported or executed. Removed are sections, code, tables and field lists
+as scientific packages write them: numpydoc and Google-style sections, reST directives, roles and field lists, doctests.
+What is left may still be no English; :mod:`data_prep.prose` judges that.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Real English that every Python installation carries, as a corpus: ``python -m data_prep.python_docs --out DIR``.
+"""Build a corpus of the English in every Python installation: ``python -m data_prep.python_docs --out DIR``.
 
 Sources are the language reference behind ``help()`` (``pydoc_data.topics``) and the docstrings of the standard
 library and of the numeric packages that are installed. They are read from the source files (nothing is imported),
-cleaned to running sentences, freed of exact and near duplicates across the whole corpus, and split by package, so that
-no paragraph stands in two splits. A document is a module; see :mod:`data_prep.corpus` for the files written. The
-result depends only on the interpreter's and the packages' versions, which the manifest names.
+reduced to running sentences, freed of exact and near duplicates across the whole corpus, and split by package, so that
+no paragraph is in two splits. A document is a module; :mod:`data_prep.corpus` describes the files written. The result
+depends only on the versions of the interpreter and the packages, which the manifest names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A corpus from the user's own files: ``python -m data_prep.text_files --text FILE... --out DIR``.
+"""Build a corpus from the user's own files: ``python -m data_prep.text_files --text FILE... --out DIR``.
 
 A paragraph is a line; empty lines separate documents, and so does the end of a file. Every 20th paragraph is held out,
 in turn for valid and for test; a paragraph that repeats a held-out one is removed from the other splits, so that no
-text stands in two. See :mod:`data_prep.corpus` for the files written.
+text is in two. :mod:`data_prep.corpus` describes the files written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tokens on their way into the ``.bin`` and ``.idx`` of each shard; :mod:`smlp.text.binarized` has the format.
+"""Write tokens in segments, and put them together as the ``.bin`` and ``.idx`` of each shard.
 
-A part leaves one file, in segments that belong to a shard each: tokens, then the lengths of their lines (int32). So
-memory holds a segment for each shard, and a shard is put together from the segments of all parts.
+A part leaves one file of segments, each for one shard: tokens, then the lengths of their lines (int32). Memory holds
+one segment for each shard. :mod:`smlp.text.binarized` describes the final format.
 Letters: ``N`` tokens, ``L`` lines.
 """
 

@@ -1,4 +1,4 @@
-"""All rules in their order, on one document."""
+"""Apply all rules to one document, in their order, and count what they change."""
 
 from __future__ import annotations
 

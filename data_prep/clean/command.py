@@ -51,7 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rules")
     group.add_argument("--without", nargs="+", default=[], choices=RULES, metavar="RULE", help=", ".join(RULES))
     group.add_argument(
-        "--language", default=Cleaning.language, metavar="CODE", help="of documents to keep, or any (default: en)"
+        "--language",
+        default=Cleaning.language,
+        metavar="CODE",
+        help="language of the documents to keep, or any (default: en)",
     )
     for item in _NUMBERS:
         add_number(

@@ -1,7 +1,7 @@
-"""Rules that drop documents, by what is measured of them and by their language.
+"""Rules that drop documents, by their measures and by their language.
 
 Thresholds marked Gopher are those of Rae et al. (2021), "Scaling language models: methods, analysis & insights from
-training Gopher", appendix A.1.1; the others are ours.
+training Gopher", appendix A.1.1; the others are our own.
 """
 
 from __future__ import annotations

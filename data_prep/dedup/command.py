@@ -71,14 +71,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_number(
         group, "--threshold", real(0.1, 1), "Jaccard similarity of near duplicates (default: 0.8)", 0.8, metavar="X"
     )
-    add_number(group, "--num-perm", whole(16, 4096), "entries of a signature (default: 128)", 128)
-    add_number(group, "--ngram", whole(), "words of a run (default: 5)", 5)
-    add_number(group, "--seed", whole(0, (1 << 32) - 1), "of the signatures (default: 1)", 1)
+    add_number(group, "--num-perm", whole(16, 4096), "entries in a signature (default: 128)", 128)
+    add_number(group, "--ngram", whole(), "words in a run (default: 5)", 5)
+    add_number(group, "--seed", whole(0, (1 << 32) - 1), "seed of the signatures (default: 1)", 1)
     add_number(
         group,
         "--partitions",
         whole(1, MAX_PARTITIONS),
-        "of the rows on disk, up to 4096 (default: one for each 64 MiB)",
+        "partitions of the rows on disk, up to 4096 (default: one for each 64 MiB)",
     )
     group = parser.add_argument_group("zero-shot tasks")
     group.add_argument(
@@ -94,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--decontaminate-splits",
         choices=("scoring", "all"),
         default="scoring",
-        help="splits that are scored by default, or all that are there (default: scoring)",
+        help="the splits that are scored by default, or all of them (default: scoring)",
     )
     add_number(
         group,

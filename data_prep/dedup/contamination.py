@@ -1,8 +1,8 @@
-"""Overlap of documents with the zero-shot tasks: runs of words that stand in both.
+"""Find documents that overlap with the zero-shot tasks, by runs of words that both contain.
 
 As in Brown et al. (2020), "Language models are few-shot learners", appendix C: runs of 13 words in lower case without
-punctuation; an example that is shorter is looked for as a whole if it has at least 8 words. Otherwise than there,
-punctuation separates words ("don't" is two), and the length of runs does not depend on the task.
+punctuation; a shorter example is searched as a whole if it has at least 8 words. Unlike there, punctuation separates
+words ("don't" is two), and the length of runs does not depend on the task.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The files in ``OUT/.work`` that the phases leave for each other, and the reports.
 
-Rows of numbers are partitioned by their first number, so that one partition at a time fits in memory: a file holds
-blocks, each ordered by partition, and its index says where in each block each partition begins.
+Rows of numbers are partitioned by their first number, so that one partition at a time fits in memory. A file holds
+blocks, each ordered by partition; its index says where in each block each partition begins.
 """
 
 from __future__ import annotations

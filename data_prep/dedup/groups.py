@@ -1,4 +1,4 @@
-"""Second and third phase, a partition at a time: equal and similar documents, and which one is kept."""
+"""Second and third phase, a partition at a time: find equal and similar documents, and choose which one is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First and last phase, a part at a time: sign the documents; write those that are kept and a line about each other."""
+"""First and last phase, a part at a time: sign the documents; write those that are kept, and a line for each other."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Documents as words, hashes of runs of words, and MinHash signatures (Broder, 1997) by datasketch.
+"""Turn documents into words, hashes of runs of words, and MinHash signatures (Broder, 1997) by datasketch.
 
-Hashes are the same in every process, unlike Python's own ``hash``. The Jaccard similarity of two documents is the share
-of runs of words that both have among those that one of them has; the share of equal entries in their signatures
-estimates it, with a standard error of sqrt(s (1 - s) / num_perm). Similar documents are
-likely to share bands of entries.
+Hashes are the same in every process, unlike Python's own ``hash``. The Jaccard similarity of two documents is the
+number of runs of words in both, divided by that of runs in either. The share of equal entries in their signatures
+estimates it, with a standard error of sqrt(s (1 - s) / num_perm). Similar documents are likely to share bands of
+entries.
 """
 
 from __future__ import annotations

@@ -36,11 +36,11 @@ examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the step."""
-    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="what to fetch")
-    parser.add_argument("--list", action="store_true", help="the sources that there are, and exit")
-    parser.add_argument("--show", metavar="SOURCE", help="all that is known of a source, and exit")
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="source to fetch")
+    parser.add_argument("--list", action="store_true", help="list the available sources and exit")
+    parser.add_argument("--show", metavar="SOURCE", help="show all that is known of a source and exit")
     parser.add_argument("--json", metavar="FILE", help="write what --list, --show or --dry-run print as JSON")
-    parser.add_argument("--dry-run", action="store_true", help="check everything but the download, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check everything but the download and exit")
     group = parser.add_argument_group("what to fetch")
     group.add_argument(
         "--set",
@@ -82,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser, out_required=False)
     add_compression(parser)
     add_number(
-        parser, "--file-bytes", whole(1, MOST_BYTES), "text in a file that is written, before the next", 256 << 20
+        parser, "--file-bytes", whole(1, MOST_BYTES), "bytes of text in a file, before the next is begun", 256 << 20
     )
 
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if args.show:
         return print_one(find_source(args.show), args.json)
     if not args.sources:
-        raise UserError("name a source to fetch; 'smlp data fetch --list' shows those that there are")
+        raise UserError("name a source to fetch; 'smlp data fetch --list' shows the available ones")
     if args.out is None:
         raise UserError("--out DIR is missing: where the documents are to go")
     wanted = _wanted(args)

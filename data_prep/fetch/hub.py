@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face Hub through ``datasets``: shard by shard, streamed, of a fixed revision."""
+"""Read datasets of the Hugging Face Hub through ``datasets``: shard by shard, streamed, of a fixed revision."""
 
 from __future__ import annotations
 

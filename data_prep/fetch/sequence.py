@@ -1,4 +1,7 @@
-"""Fetch a source: list its files, download and convert them, write the manifest."""
+"""Fetch a source: list its files, download them, convert them to documents part by part, write the manifest.
+
+The documents of a part are written in several files; those that are finished are kept when a long part is killed.
+"""
 
 from __future__ import annotations
 

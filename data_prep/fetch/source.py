@@ -1,4 +1,4 @@
-"""Sources: what is known of a corpus, from a small TOML file, a name on the Hub, or a place on disk."""
+"""Read the description of a corpus from a small TOML file, a name on the Hub, or a place on disk."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def find_source(name: str) -> Source:
         stem = path.resolve().name if path.is_dir() else name_of(path)
         return Source(_safe(stem), f"files of {name}", licence="the user's own", paths=(path,), definition=name)
     close = difflib.get_close_matches(name, sources, n=1)
-    hint = f"did you mean {close[0]}?" if close else "'smlp data fetch --list' shows those that there are"
+    hint = f"did you mean {close[0]}?" if close else "'smlp data fetch --list' shows the available ones"
     raise UserError(f"there is no source, file or folder {name!r}: {hint}")
 
 

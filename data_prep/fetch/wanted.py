@@ -1,4 +1,4 @@
-"""A source with how it is to be fetched, and whether that can be done here: packages, permission, room on the disk."""
+"""Decide how a source is fetched, and check that it can be: packages, permission, room on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Web pages in WARC files: the running text of each, without navigation and advertisements."""
+"""Extract the running text of web pages in WARC files, without navigation and advertisements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Articles of Wikipedia: the XML of a dump, page by page, and wikitext as plain paragraphs."""
+"""Read the articles of a Wikipedia dump page by page, and turn wikitext into plain paragraphs."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Documents in files: what a step reads and writes.
+"""Read and write documents in files.
 
 Formats, each plain or compressed:
 
-- ``.jsonl``: an object a line, ``{"text": ...}``; ``id`` and ``source`` where there are, and any other fields;
+- ``.jsonl``: an object a line, ``{"text": ...}``; ``id`` and ``source`` if known, and any other fields;
 - ``.txt``: documents between empty lines (``blank``), or one a line (``line``), or one a file (``file``);
 - ``.parquet``: a row each, with a column of text (needs pyarrow).
 
-Nothing is lost without a word: what cannot be read comes as a :class:`Loss`, in its place among the documents.
+What cannot be read is reported as a :class:`Loss`, in its place among the documents.
 """
 
 from __future__ import annotations

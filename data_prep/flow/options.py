@@ -23,7 +23,11 @@ def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) 
     """Declare ``--out``, ``--workers``, ``--share``, ``--restart``, ``--quiet``."""
     group = parser.add_argument_group("running")
     group.add_argument(
-        "--out", type=Path, required=out_required, metavar="DIR", help="folder to write; run again to go on"
+        "--out",
+        type=Path,
+        required=out_required,
+        metavar="DIR",
+        help="folder to write; run the command again to continue",
     )
     add_number(
         group, "--workers", whole(1, MOST_PROCESSES), "processes (default: one for each core)", os.cpu_count() or 1
@@ -33,10 +37,10 @@ def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) 
         type=_share,
         default=(0, 1),
         metavar="K/N",
-        help="work on every N-th part only, from the K-th on, K counted from 0: for the tasks of a job array",
+        help="work only on every N-th part, from the K-th on (K counts from 0): for the tasks of a job array",
     )
     group.add_argument("--restart", action="store_true", help="throw away what a run with other settings left in --out")
-    group.add_argument("--quiet", action="store_true", help="no progress")
+    group.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def run_of(args: argparse.Namespace) -> StepRun:
@@ -71,15 +75,17 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
 
 def add_reading_options(group: Any) -> None:
     """Declare how documents are read from files, for a parser or a group of one."""
-    group.add_argument("--text-field", default="text", metavar="NAME", help="of .jsonl, and column of .parquet")
+    group.add_argument(
+        "--text-field", default="text", metavar="NAME", help="field of .jsonl or column of .parquet that holds the text"
+    )
     group.add_argument(
         "--documents",
         choices=DOCUMENTS_OF_TEXT,
         default="blank",
-        help="a document in .txt: what stands between empty lines, each line, or the whole file (default: blank)",
+        help="a document in .txt: the text between empty lines, each line, or the whole file (default: blank)",
     )
     add_bytes_option(group)
-    add_number(group, "--part-bytes", whole(1, MOST_BYTES), "larger plain files are cut into parts", PART_BYTES)
+    add_number(group, "--part-bytes", whole(1, MOST_BYTES), "cut larger plain files into parts", PART_BYTES)
 
 
 def add_number(
@@ -95,7 +101,7 @@ def add_bytes_option(group: Any) -> None:
         group,
         "--max-document-bytes",
         whole(1, MOST_BYTES),
-        "longer ones are dropped and counted",
+        "drop and count longer documents",
         ReadSettings.max_bytes,
     )
 
@@ -106,7 +112,7 @@ def add_time_option(group: Any) -> None:
         group,
         "--max-document-seconds",
         real(0, MOST_SECONDS, above=True),
-        "of CPU time; documents that take longer are dropped, counted and named (default: %(default)g)",
+        "CPU time of a document; those that take longer are dropped, counted and named (default: %(default)g)",
         ReadSettings.max_seconds,
         metavar="S",
     )
@@ -144,7 +150,9 @@ def reading_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_compression(parser: argparse.ArgumentParser) -> None:
     """Declare ``--compress`` for files of documents."""
-    parser.add_argument("--compress", choices=COMPRESSIONS, default="gz", help="of what is written (default: gz)")
+    parser.add_argument(
+        "--compress", choices=COMPRESSIONS, default="gz", help="compression of the files written (default: gz)"
+    )
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

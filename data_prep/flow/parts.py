@@ -1,4 +1,4 @@
-"""The parts that a step works on: files, and ranges of large plain ones."""
+"""Divide the input into parts: files, and ranges of large plain ones."""
 
 from __future__ import annotations
 

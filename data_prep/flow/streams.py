@@ -1,4 +1,4 @@
-"""Plain and compressed files as streams of bytes: read as they come, written whole or not at all."""
+"""Read plain and compressed files as streams of bytes, and write them whole or not at all."""
 
 from __future__ import annotations
 

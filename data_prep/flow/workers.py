@@ -1,4 +1,4 @@
-"""Work on parts in several processes: progress, parts that fail, and the end of workers whose parent was killed."""
+"""Work on parts in several processes, show progress, and end workers whose parent was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of binary data, and what is wrong with a folder of them or differs from its manifest.
+"""Compute statistics of binary data, and compare a folder of them with its manifest.
 
 A document is the lines up to an empty one. Letters: ``L`` lines, ``D`` documents, ``V`` symbols.
 """

@@ -1,4 +1,4 @@
-"""``smlp data inspect``: its options, what it prints, and its picture of the documents' lengths."""
+"""``smlp data inspect``: its options, what it prints, and its plot of the documents' lengths."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ _PNG = b"\x89PNG"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the step."""
-    parser.add_argument("folder", type=Path, metavar="BIN_DIR", help="what 'smlp data binarize' or another tool wrote")
+    parser.add_argument(
+        "folder", type=Path, metavar="BIN_DIR", help="data that 'smlp data binarize' or another tool wrote"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how long documents are")
     add_number(parser, "--samples", whole(0), "documents of each split to show (3)", 3)
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.add_argument("--verify", action="store_true", help="compare every file with its checksum in the manifest")
 
 

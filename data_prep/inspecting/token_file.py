@@ -1,4 +1,4 @@
-"""fairseq's ``.bin`` and ``.idx`` (mmap) read in blocks: what is wrong with them, and their documents as text again.
+"""Read fairseq's ``.bin`` and ``.idx`` (mmap) in blocks, find what is wrong with them, and decode their documents.
 
 Letters: ``N`` tokens, ``L`` lines, ``V`` symbols of the dictionary.
 """

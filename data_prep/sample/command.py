@@ -1,4 +1,4 @@
-"""``smlp data sample``."""
+"""``smlp data sample``: its options, and the survey and the writing that it runs."""
 
 from __future__ import annotations
 
@@ -41,15 +41,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the step."""
     add_input_options(parser)
     group = parser.add_argument_group("sample")
-    add_number(group, "--fraction", real(_SMALLEST_FRACTION, 1), "of the documents (default: all)", 1.0, metavar="F")
+    add_number(
+        group,
+        "--fraction",
+        real(_SMALLEST_FRACTION, 1),
+        "share of the documents to draw (default: all)",
+        1.0,
+        metavar="F",
+    )
     add_number(group, "--seed", whole(-(1 << 63), (1 << 63) - 1), "another seed draws other documents", 1)
     for split in ("valid", "test"):
-        add_number(group, f"--{split}", real(0, 1, below=True), "of documents (default: 0.001)", 0.001, metavar="SHARE")
-    group.add_argument("--budget", type=_number, metavar="N", help="of train: 250000, 500K, 100M, 1.5B")
-    group.add_argument("--unit", choices=UNITS, default="words", help="of the budget")
-    group.add_argument("--tokenizer", type=Path, metavar="DIR", help="that 'smlp data tokenizer' wrote, for tokens")
-    group.add_argument("--weights", type=_weights, metavar="SOURCE=W,...", help="of the sources in train")
-    group.add_argument("--repeat", action="store_true", help="read a source again where it has too little")
+        add_number(
+            group,
+            f"--{split}",
+            real(0, 1, below=True),
+            f"share of the documents for {split} (default: 0.001)",
+            0.001,
+            metavar="SHARE",
+        )
+    group.add_argument("--budget", type=_number, metavar="N", help="size of train: 250000, 500K, 100M, 1.5B")
+    group.add_argument("--unit", choices=UNITS, default="words", help="unit of the budget (default: words)")
+    group.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="folder that 'smlp data tokenizer' wrote, to count tokens"
+    )
+    group.add_argument("--weights", type=_weights, metavar="SOURCE=W,...", help="weights of the sources in train")
+    group.add_argument("--repeat", action="store_true", help="read a source again if it has too little")
     add_compression(group)
     add_run_options(parser)
 

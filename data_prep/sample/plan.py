@@ -1,4 +1,4 @@
-"""Decide which documents are in the sample, in which split and how often; and write them."""
+"""Decide which documents are in the sample, in which split and how often, and write them."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _shares(
             return available
         if budget > total and not repeat:
             raise UserError(
-                f"a budget of {budget:,} {unit} is more than the {total:,} that there are: lower it, or add --repeat"
+                f"a budget of {budget:,} {unit} is more than the {total:,} available: lower it, or add --repeat"
             )
         return _divide(budget, {source: Fraction(amount) for source, amount in available.items()})
     if set(weights) != set(available):

@@ -1,4 +1,4 @@
-"""Size and hashes of every document, on disk, so that memory does not grow with the corpus."""
+"""Record size and hashes of every document on disk, so that memory does not grow with the corpus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step ``tokenizer``: its options, and what it does with them."""
+"""``smlp data tokenizer``: its options, and the dictionary, model and manifest that it writes."""
 
 from __future__ import annotations
 
@@ -64,18 +64,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="SentencePiece unigram or BPE, or GPT-2's byte-level BPE (default: unigram)",
     )
     add_number(
-        group, "--vocab-size", whole(1, MOST_SIZE), "pieces (default: 32000, 50257 for gpt2), without --pad-to's"
+        group, "--vocab-size", whole(1, MOST_SIZE), "pieces without those of --pad-to (default: 32000, 50257 for gpt2)"
     )
     group.add_argument(
-        "--byte-fallback", action="store_true", help="SentencePiece: what has no piece becomes bytes, nothing unknown"
+        "--byte-fallback",
+        action="store_true",
+        help="SentencePiece: encode as bytes what has no piece, so that nothing is unknown",
     )
-    group.add_argument("--encoder-json", type=Path, metavar="FILE", help="gpt2: take this and --vocab-bpe, train none")
+    group.add_argument(
+        "--encoder-json", type=Path, metavar="FILE", help="gpt2: use this and --vocab-bpe, and train nothing"
+    )
     group.add_argument("--vocab-bpe", type=Path, metavar="FILE", help="gpt2: the merges of --encoder-json")
     padding = group.add_mutually_exclusive_group()
     add_number(padding, "--pad-to", whole(1, MOST_SIZE), "fill dict.txt up to N symbols, special ones included")
     add_number(padding, "--pad-multiple", whole(1, MOST_SIZE), "fill it up to a multiple of N", 1)
-    add_number(group, "--sample-bytes", whole(1, MOST_BYTES), f"of text to learn from ({SAMPLE_BYTES:,})", SAMPLE_BYTES)
-    add_number(group, "--seed", whole(0, MOST_SEED), "of the sample (default: 1)", 1)
+    add_number(
+        group, "--sample-bytes", whole(1, MOST_BYTES), f"bytes of text to learn from ({SAMPLE_BYTES:,})", SAMPLE_BYTES
+    )
+    add_number(group, "--seed", whole(0, MOST_SEED), "seed of the sample (default: 1)", 1)
     add_run_options(parser)
 
 

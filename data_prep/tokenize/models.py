@@ -153,7 +153,7 @@ def padding_of(num_symbols: int, pad_to: int | None, pad_multiple: int) -> list[
     if size < num_symbols:
         special = len(SPECIAL_SYMBOLS)
         raise UserError(
-            f"--pad-to {size} is less than the {num_symbols} symbols that there are: {num_symbols - special} pieces "
+            f"--pad-to {size} is less than the {num_symbols} symbols of the dictionary: {num_symbols - special} pieces "
             f"and {special} special ones"
         )
     return [PADDING.format(number) for number in range(size - num_symbols)]

@@ -1,4 +1,4 @@
-"""A sample of documents that depends on nothing but the files, their texts and a seed, whatever the workers.
+"""Draw a sample of documents that depends only on the files, their texts and a seed, whatever the workers.
 
 Each part draws a share by its size on disk, its documents with the smallest hashes, and one at least; of all that are
 drawn, those with the smallest hashes are the sample.
