@@ -14,7 +14,14 @@ from data_prep.fetch.sequence import fetch
 from data_prep.fetch.source import Source, built_in, find_source
 from data_prep.fetch.wanted import Wanted, free_bytes, not_writable
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, ReadSettings
-from data_prep.flow.options import add_bytes_option, add_compression, add_number, add_run_options, add_time_option
+from data_prep.flow.options import (
+    add_bytes_option,
+    add_compression,
+    add_number,
+    add_run_options,
+    add_time_option,
+    check_apart,
+)
 from data_prep.flow.running import Report, StepRun, aligned
 from smlp.cli.json_file import write_json
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
@@ -97,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         raise UserError("--out DIR is missing: where the documents are to go")
     wanted = _wanted(args)
+    for one in wanted:
+        check_apart(one.run.out, one.source.paths)
     if args.dry_run:
         return _dry_run(wanted, args.json)
     if problem := not_writable(args.out):

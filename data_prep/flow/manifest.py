@@ -13,13 +13,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.streams import write_bytes
+from data_prep.flow.streams import read_json, write_bytes
 from smlp import __version__
 from smlp.errors import UserError
 from smlp.files import name_below
 
 MANIFEST = "manifest.json"
 STATE = ".state"  # of a step's folder: what is done
+SETTINGS = "settings.json"  # in it: which step began there, with which settings
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the name and the settings of a step, which it recorded when it began.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    found = read_json(path) or {}
+    if not isinstance(found.get("step"), str) or not isinstance(found.get("settings"), dict):
+        raise UserError(f"{path} is damaged: remove the folder that it belongs to, and run its step again")
+    return found
 
 
 @dataclass

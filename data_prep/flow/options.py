@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,16 @@ def run_of(args: argparse.Namespace) -> StepRun:
     """
     for name in ("inputs", "held_out", "train", "valid", "test"):
         value = getattr(args, name, None) or []
-        for place in [value] if isinstance(value, Path) else value if isinstance(value, list) else []:
-            if place.is_dir() and args.out.resolve().is_relative_to(place.resolve()):
-                raise UserError(f"--out {args.out} lies in {place}, which is read: the next run would read its output")
+        check_apart(args.out, [value] if isinstance(value, Path) else value if isinstance(value, list) else [])
     args.out.mkdir(parents=True, exist_ok=True)
     return StepRun(args.out, args.workers, args.share, args.quiet)
+
+
+def check_apart(out: Path, places: Iterable[Path]) -> None:
+    """Raise UserError if a folder to write lies in one of those that are read."""
+    for place in places:
+        if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
+            raise UserError(f"--out {out} lies in {place}, which is read: the next run would read its output")
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.flow.manifest import MANIFEST, STATE
+from data_prep.flow.manifest import MANIFEST, SETTINGS, STATE, read_settings
 from data_prep.flow.streams import COMPRESSIONS, PARTIAL, compression_of, name_of, suffix_of
 from smlp.errors import UserError
 
@@ -84,9 +83,9 @@ def _unfinished(files: Iterable[Path]) -> list[tuple[Path, str]]:
     """Return the folders of these files whose step has not written its manifest yet, and the names of the steps."""
     found = []
     for folder in sorted({parent for path in files for parent in (path.parent, path.parent.parent)}):
-        record = folder / STATE / "settings.json"
+        record = folder / STATE / SETTINGS
         if record.is_file() and not (folder / MANIFEST).is_file():
-            found.append((folder, json.loads(record.read_text(encoding="utf-8"))["step"]))
+            found.append((folder, read_settings(record)["step"]))
     return found
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_prep.flow.manifest import MANIFEST, STATE, Counts, PartResult, as_json, output_paths
+from data_prep.flow.manifest import MANIFEST, SETTINGS, STATE, Counts, PartResult, as_json, output_paths, read_settings
 from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import PARTIAL, read_json, sha256_of, write_bytes
 from data_prep.flow.workers import work_on
@@ -73,11 +73,11 @@ def begin(
     """
     state = run.out / STATE
     wanted = {"step": step, "settings": json.loads(json.dumps(settings))}
-    record = state / "settings.json"
+    record = state / SETTINGS
     # before the record is looked for: what another share writes meanwhile comes after its record
     holds_files = run.out.is_dir() and any(path.name != STATE for path in run.out.iterdir())
     if record.is_file():
-        found = json.loads(record.read_text(encoding="utf-8"))
+        found = read_settings(record)
         may_differ = () if holds_files else until_written
         if found != wanted and _without(found, may_differ) == _without(wanted, may_differ):
             write_bytes(record, json.dumps(wanted, indent=1).encode())
@@ -104,9 +104,9 @@ def _throw_away(out: Path) -> None:
     """Empty a step's folder. Its settings go last, so that a kill leaves a folder that is recognised."""
     state = out / STATE
     for path in [*(path for path in out.iterdir() if path != state), *state.iterdir()]:
-        if path.name not in ("settings.json", LOCK):
+        if path.name not in (SETTINGS, LOCK):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    (state / "settings.json").unlink()
+    (state / SETTINGS).unlink()
 
 
 def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:

@@ -212,11 +212,12 @@ def json_line(row: Any) -> bytes:
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
 
-def read_json(path: Path) -> Any:
-    """Read a small file of JSON; return None if it is not there or damaged."""
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a small file of a JSON object; return None if it is not there or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else None
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
 
 

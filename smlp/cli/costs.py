@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from smlp.launch.ranks import Place
     from smlp.parallel import ExpertLayout
 
-HELP = "where the time of an update goes: stages of the sparse layers and the rest, on one rank or several"
+DESCRIPTION = "where the time of an update goes: stages of the sparse layers and the rest, on one rank or several"
 EPILOG = """examples:
   smlp costs --arch smlp_tiny
-  smlp costs --arch smlp_tiny --nproc 2 --overlap-chunks 2 --trace trace.json --json costs.json
+  smlp costs --arch smlp_tiny --nproc 2 --trace trace.json --json costs.json
   torchrun --nproc-per-node 8 --no-python smlp costs --arch smlp --batch-size 2
 
 A model with random weights is trained on random tokens: some updates as they are, for the time of an update, and as
@@ -33,15 +33,12 @@ or srun the command finds the others by itself.
 The trace (with several ranks one each: trace.rank0.json, ...) opens in chrome://tracing and https://ui.perfetto.dev.
 """
 
-#: the names of stages at the heads of columns
+#: short names of stages for the heads of columns
 _HEADS = {"assignment": "assign", "all-to-all out": "out", "all-to-all back": "back"}
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "costs", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     parser.add_argument("--arch", required=True, help="architecture")
     size = whole(1, MOST_SIZE)
     parser.add_argument("--tokens", **size, help="T, context to build it with (default: the architecture's)")
@@ -52,7 +49,6 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "--nproc", **whole(1, MOST_PROCESSES), default=1, help="ranks to start on this machine (default: %(default)s)"
     )
     parser.add_argument("--expert-parallel-size", **whole(), help="P, ranks that share the experts (default: most)")
-    parser.add_argument("--overlap-chunks", **whole(), default=1, help="as in training (default: %(default)s, off)")
     parser.add_argument("--checkpoint-activations", action="store_true", help="as in training")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument(
@@ -63,13 +59,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--trace", metavar="FILE", help="also write a Chrome trace")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and, on rank 0, prints the tables; with ``--nproc``, starts the ranks that do."""
+    """Measure and, on rank 0, print the tables; with ``--nproc``, start the ranks that do."""
     from smlp.cli.json_file import check_output
-    from smlp.cli.local_ranks import without_options
+    from smlp.cli.launch_options import without_options
     from smlp.errors import UserError
     from smlp.files import check_writable
     from smlp.launch.local import run_ranks
@@ -103,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> ModelConfig:
-    """The model that is asked for.
+    """Return the configuration of the model.
 
     Raises:
         UserError: it cannot be built, or another option is out of range.
@@ -117,7 +112,6 @@ def _config(args: argparse.Namespace) -> ModelConfig:
     config = preset(
         args.arch,
         **{name: value for name, value in given.items() if value is not None},
-        overlap_chunks=args.overlap_chunks,
         checkpoint_activations=args.checkpoint_activations,
     )
     for name in ("experts", "expert_parallel_size"):
@@ -129,7 +123,7 @@ def _config(args: argparse.Namespace) -> ModelConfig:
 
 
 def _device(args: argparse.Namespace, place: Place | None) -> torch.device:
-    """Where this rank computes.
+    """Return the device of this rank.
 
     Raises:
         UserError: there are GPUs, but not one for each rank.
@@ -148,7 +142,7 @@ def _device(args: argparse.Namespace, place: Place | None) -> torch.device:
 
 
 def _trace_file(trace: str | None, layout: ExpertLayout) -> Path | None:
-    """Where a rank's trace goes: with several, trace.json is trace.rank0.json for the first."""
+    """Return the file of a rank's trace: with several ranks, trace.json becomes trace.rank0.json for the first."""
     if trace is None:
         return None
     path = Path(trace)
@@ -158,7 +152,7 @@ def _trace_file(trace: str | None, layout: ExpertLayout) -> Path | None:
 def _measure(
     args: argparse.Namespace, config: ModelConfig, place: Place | None, device: torch.device, trace: Path | None
 ) -> list[Measured] | None:
-    """What every rank saw, on rank 0; None on the others."""
+    """Measure on every rank; return what all of them saw on rank 0, None on the others."""
     from datetime import timedelta
 
     import torch
@@ -192,11 +186,10 @@ def _report(
     device: torch.device,
     measured: list[Measured],
 ) -> None:
-    """Prints the tables and writes the files that are asked for."""
+    """Print the tables and write the files that are asked for."""
     from smlp.cli.json_file import write_json
-    from smlp.nn.sparse_layers import num_chunks
 
-    is_sparse, chunks = config.num_sparse_layers > 0, num_chunks(config, layout)
+    is_sparse = config.num_sparse_layers > 0
     report = {
         "arch": args.arch,
         "device": device.type,
@@ -204,7 +197,6 @@ def _report(
         "expert_parallel_size": layout.group_size,
         "experts": layout.num_experts if is_sparse else 0,
         "experts_per_rank": layout.num_local if is_sparse else 0,
-        "overlap_chunks": chunks,
         "tokens": config.max_tokens,
         "batch_size": args.batch_size,
         "by_rank": [
@@ -213,10 +205,6 @@ def _report(
         ],
     }
     _print(report)
-    if args.overlap_chunks > chunks:
-        spread = layout.group_size > 1
-        why = "an expert is never cut" if spread else "every rank holds all experts, so that nothing travels"
-        print(f"--overlap-chunks {args.overlap_chunks} counts as {chunks}: {why}")
     if args.trace:
         print(f"trace: {_trace_file(args.trace, layout)}" + (" and so on" if layout.world_size > 1 else ""))
     if args.json:
@@ -230,12 +218,11 @@ def _print(report: dict[str, Any]) -> None:
 
     ranks = [rank["profiled"] for rank in report["by_rank"]]
     first, times = ranks[0], report["by_rank"][0]["update_ms"]
-    experts, chunks = report["experts"], report["overlap_chunks"]
+    experts = report["experts"]
     print(
         f"{report['arch']}: {len(ranks)} {'ranks' if len(ranks) > 1 else 'rank'} on {report['device']}"
         + (f", {report['experts_per_rank']} of {experts} experts on each" if experts else "")
         + f"; {report['batch_size']} x {report['tokens']} tokens on each"
-        + (f"; overlap in {chunks} chunks" if chunks > 1 else "")
     )
     print(
         f"an update takes {median(times):.1f} ms ({min(times):.1f} to {max(times):.1f}); {first['ms']:.1f} ms under "
@@ -260,7 +247,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _shares(stages: dict[str, dict[str, float]]) -> list[float]:
-    """In percent and in the order of the stages, with their sum."""
+    """Return the shares in percent, in the order of the stages, and their sum."""
     shares = [100 * stage["share"] for stage in stages.values()]
     return [*shares, sum(shares)]
 

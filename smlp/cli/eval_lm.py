@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from smlp.cli.eval_options import CPU_MAX_TOKENS, GPU_MAX_TOKENS, PARITY_TOKENS, add_eval_options, check_eval_options
-from smlp.cli.model_options import add_model_options
-from smlp.cli.team_options import add_team_options, as_team
+from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
+from smlp.cli.numbers import whole
+from smlp.cli.options import add_model_options, add_team_options, as_team
+from smlp.cli.progress import BatchesProgress
 from smlp.errors import UserError
+from smlp.evaluation.choices import BREAK_MODES, DOCUMENTS
 
 if TYPE_CHECKING:
     from smlp.cli.eval_data import EvaluationText
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from smlp.inference.language_model import LanguageModel
     from smlp.launch.team import Team
 
-HELP = "perplexity of a checkpoint: per token, per word, and bits per byte"
+DESCRIPTION = "perplexity of a checkpoint: per token, per word, and bits per byte"
 EPILOG = """examples:
   smlp eval-lm data-bin --path checkpoints/checkpoint_best.pt --gen-subset valid
   smlp eval-lm data-bin --path checkpoints/checkpoint_best.pt --text valid.txt --gen-subset valid --context-window 64
@@ -29,32 +31,112 @@ EPILOG = """examples:
 Options that fairseq-eval-lm has too mean the same there, and the loss is the same. What this command lacks:
   fairseq-eval-lm --user-dir $(smlp user-dir) DATA --path CHECKPOINT ...
 """
+#: default tokens of a batch: more do not fit into a CPU's caches, fewer leave a GPU idle
+CPU_MAX_TOKENS, GPU_MAX_TOKENS = 2**12, 2**15
+#: tokens that ``--parity`` scores by default
+PARITY_TOKENS = 2**14
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "eval-lm", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options, with fairseq's names if fairseq has them."""
     add_model_options(parser)
     add_team_options(parser)
-    add_eval_options(parser)
-    return parser
+    parser.add_argument("data", nargs="?", metavar="DATA", help="folder of fairseq-preprocess, mmap format")
+    text = parser.add_argument_group("text")
+    text.add_argument("--gen-subset", default="test", metavar="NAME", help="split of DATA (default: %(default)s)")
+    text.add_argument(
+        "--text",
+        metavar="FILE",
+        help="text that the split was made of, whose words and bytes count; without DATA: the text to score",
+    )
+    text.add_argument(
+        "--limit-tokens", **whole(), metavar="N", help="only the first samples, until they hold so many tokens"
+    )
+    samples = parser.add_argument_group("samples")
+    samples.add_argument("--tokens-per-sample", type=int, metavar="N", help="default: as in training")
+    samples.add_argument(
+        "--context-window",
+        type=int,
+        default=0,
+        metavar="N",
+        help="feed each sample with so many tokens before it, which take room from it (default: %(default)s)",
+    )
+    samples.add_argument(
+        "--sample-break-mode",
+        default="none",
+        metavar="MODE",
+        help="none (blocks, the default), eos (each line alone), complete (whole lines), complete_doc (whole lines, no "
+        "further than an empty one)",
+    )
+    samples.add_argument("--batch-size", "--max-sentences", **whole(), metavar="N", help="samples of a batch")
+    samples.add_argument(
+        "--max-tokens",
+        **whole(),
+        metavar="N",
+        help=f"tokens of a batch (default without --batch-size: {CPU_MAX_TOKENS} on a CPU, {GPU_MAX_TOKENS} on a GPU)",
+    )
+    samples.add_argument(
+        "--eval-capacity-factor",
+        type=float,
+        metavar="F",
+        help="Switch, GShard: places at each expert in units of k*N/E; 0 drops nothing (default: as in the checkpoint)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", metavar="FILE", help="also write the result here")
+    output.add_argument("--per-document", metavar="FILE", help="write a line of JSON for each document")
+    output.add_argument(
+        "--document", default="empty-line", metavar="KIND", help="what ends a document: empty-line (default) or line"
+    )
+    output.add_argument(
+        "--parity",
+        action="store_true",
+        help="instead: the loss of {dropless, capacity} x {batch 1, 8} x {1, 2 ranks} on the first "
+        f"{PARITY_TOKENS} tokens (or --limit-tokens); status 1 if dropless ones differ",
+    )
 
 
 def refuse(message: str) -> NoReturn:
-    """Called for options that there are not."""
+    """Refuse unknown options."""
     raise UserError(
         f"{message}; options that only fairseq has are for: fairseq-eval-lm --user-dir $(smlp user-dir) DATA --path ..."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates, on one rank or several."""
-    check_eval_options(args)
+    """Evaluate, on one rank or several."""
+    check_options(args)
     if args.parity and args.nproc is None and not _is_rank():
         args.nproc = 2
     return as_team(args, lambda team: _work(args, team))
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse values that make no sense, before anything is loaded.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    if args.data is None and args.text is None:
+        raise UserError("nothing to evaluate: give a folder of binarised data, or a text file with --text")
+    for name, choices in (("sample_break_mode", BREAK_MODES), ("document", DOCUMENTS)):
+        if getattr(args, name) not in choices:
+            raise UserError(f"{_option(name)} must be one of {', '.join(choices)}, got {getattr(args, name)!r}")
+    factor = args.eval_capacity_factor
+    if factor is not None and not 0 <= factor < float("inf"):
+        raise UserError(f"--eval-capacity-factor must be at least 0, got {factor}")
+    check_outputs(json=args.json, per_document=args.per_document)
+    if args.parity and args.nproc == 1:
+        raise UserError("--parity compares one rank with several: leave --nproc 1 out")
+    if args.parity:
+        for name in ("batch_size", "max_tokens", "eval_capacity_factor", "per_document"):
+            if getattr(args, name) is not None:
+                raise UserError(f"--parity is a comparison of its own: leave {_option(name)} out")
+    if args.document != "empty-line" and args.per_document is None:
+        raise UserError("--document is about --per-document, which names the file to write")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _is_rank() -> bool:
@@ -103,7 +185,6 @@ def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
 
 def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team) -> int:
     from smlp.cli.eval_report import print_parity
-    from smlp.cli.json_file import remove_outputs, write_json
     from smlp.evaluation.parity import compare
 
     if team.is_first:
@@ -123,7 +204,6 @@ def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
 def _evaluate(
     args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team
 ) -> int:
-    from smlp.cli.json_file import remove_outputs
     from smlp.evaluation.scoring import score_samples
     from smlp.inference.scoring.capacity import limit_places, routers_with_places
 
@@ -139,19 +219,12 @@ def _evaluate(
     if team.is_first:
         remove_outputs(args.json, args.per_document)
     start = time.perf_counter()
-    progress = _progress(team, len(batches))
+    progress = BatchesProgress(-(-len(batches) // team.size), team.size) if team.is_first else None
     scores = score_samples(model.decoder, samples, batches, len(text.stream.tokens), team, seen=progress)
     seconds = time.perf_counter() - start
     if team.is_first:
         _report(args, model, text, scores, seconds)
     return 0
-
-
-def _progress(team: Team, num_batches: int) -> Any:
-    """What is called after each batch of the first rank."""
-    from smlp.cli.eval_report import Progress
-
-    return Progress(-(-num_batches // team.size), team.size) if team.is_first else None
 
 
 def _report(
@@ -160,7 +233,6 @@ def _report(
     import numpy as np
 
     from smlp.cli.eval_report import notes_of, print_evaluation
-    from smlp.cli.json_file import write_json, write_json_lines
     from smlp.evaluation.report import Evaluation, figures
     from smlp.evaluation.text_sizes import decoded_sizes, documents_of
 

@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
-from smlp.cli.progress import ProgressLine
 from smlp.config import LEAKY_WARNING, ModelConfig
 from smlp.evaluation.parity import Parity
 from smlp.evaluation.report import Evaluation
 from smlp.evaluation.scoring import Choices
-from smlp.nn.state import ForwardContext
-
-
-class Progress:
-    """A line on standard error about the batches of one rank.
-
-    Args:
-        num_batches: of this rank.
-        num_ranks: that are about as far.
-    """
-
-    def __init__(self, num_batches: int, num_ranks: int) -> None:
-        self.num_batches, self.num_ranks = num_batches, num_ranks
-        self.done = self.positions = 0
-        self.start = time.perf_counter()
-        self._line = ProgressLine()
-
-    def __call__(self, context: ForwardContext) -> None:
-        """Counts a forward pass that is over."""
-        self.done += 1
-        self.positions += context.tokens_Bn.numel()
-        rate = self.num_ranks * self.positions / (time.perf_counter() - self.start)
-        text = f"{self.done}/{self.num_batches} batches, {rate:,.0f} positions/s"
-        self._line.say(text, is_last=self.done == self.num_batches)
 
 
 def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_text: bool) -> list[str]:
-    """What a reader must know to compare the numbers.
+    """Return what a reader must know to compare the numbers.
 
     Args:
         config: of the model.
@@ -72,7 +45,7 @@ def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_
 
 
 def print_evaluation(name: str, evaluation: Evaluation, seconds: float, notes: list[str]) -> None:
-    """Prints the numbers, each with what it is spread over."""
+    """Print the numbers, each with what it is divided by."""
     total = evaluation.total
     text = total.text
     source = "of the original text" if evaluation.sizes.of_original else "of the decoded tokens"
@@ -97,7 +70,7 @@ def print_evaluation(name: str, evaluation: Evaluation, seconds: float, notes: l
 
 
 def print_parity(what: str, parity: Parity) -> None:
-    """Prints the losses of a text as a table."""
+    """Print the losses of a text as a table."""
     print(what)
     print(f"{'dropped':<28}{'ranks':>6}{'batch':>7}{'nats per token':>16}{'difference':>12}{'share':>9}")
     for cell in parity.cells:

@@ -9,6 +9,7 @@ every other user of the same library function alone.
     versions    names that numpy and torch took away
     parsing     command lines that end in pages of usage or a traceback, --bf16 without a TPU
     limits      numbers that no option can work with
+    needs       options that need what is not there
     precision   --fp16 without a GPU
     stopping    signals that ask a run to save and leave
     processes   torchrun, srun and explicit ranks, with and without a GPU
@@ -40,6 +41,7 @@ def apply() -> None:
         limits,
         loading,
         logs,
+        needs,
         parsing,
         precision,
         processes,
@@ -51,6 +53,6 @@ def apply() -> None:
     )
 
     # stopping before processes, which settles the ranks that it looks at
-    first = (startup, logs, versions, parsing, limits, precision, stopping, processes)
+    first = (startup, logs, versions, parsing, limits, needs, precision, stopping, processes)
     for group in (*first, saving, loading, data, batches, buffering, scoring):
         group.apply()

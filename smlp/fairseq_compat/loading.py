@@ -26,6 +26,10 @@ from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
 
 logger = logging.getLogger(__name__)
 
+#: errors of what is put together from a checkpoint's parts; memory, disks and other ranks have others
+_OF_UNFITTING = (ValueError, TypeError, LookupError, AttributeError)
+#: moments that have the shape of their parameter, whatever the optimizer
+_SHAPED_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 
 
@@ -85,7 +89,9 @@ def apply() -> None:
     @functools.wraps(trainer_load)
     def trainer_load_checkpoint(self: Trainer, filename: str, *rest: Any, **kw: Any) -> Any:
         try:
-            return trainer_load(self, filename, *rest, **kw)
+            extra_state = trainer_load(self, filename, *rest, **kw)
+        except UserError:
+            raise
         except Exception as error:
             # fairseq hides the reason for which the parameters cannot be loaded
             reason = error.__context__
@@ -95,12 +101,53 @@ def apply() -> None:
                 raise UserError(unfitting(filename, reason)) from error
             if isinstance(error, AssertionError) and "does not match; please reset" in str(error):
                 raise UserError(other_optimizer(filename, str(error))) from error
-            raise
+            cause = reason if "Cannot load model" in str(error) else error
+            if not isinstance(cause, _OF_UNFITTING):
+                raise
+            raise UserError(not_resumable(filename, cause)) from error
+        if self._optimizer is not None:
+            check_moments(filename, self)
+        return extra_state
 
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
     checkpoint_utils.load_checkpoint = load_checkpoint
     Trainer.load_checkpoint = trainer_load_checkpoint
+
+
+def check_moments(path: str, trainer: Any) -> None:
+    """Compare the moments that an optimizer has read with its parameters, and warn of parameters without any.
+
+    Args:
+        path: of the checkpoint.
+        trainer: that has read it.
+
+    Raises:
+        UserError: a moment has another shape than its parameter; the message names the parameter.
+    """
+    moments = trainer.optimizer.optimizer.state
+    if not moments:
+        return
+    names = {parameter: name for name, parameter in trainer.get_model().named_parameters()}
+    learnt = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    without = []
+    for number, parameter in enumerate(learnt):
+        name = names.get(parameter, f"number {number}")
+        if not moments.get(parameter):
+            without.append(name)
+            continue
+        for kind in _SHAPED_MOMENTS & moments[parameter].keys():
+            shape = getattr(moments[parameter][kind], "shape", None)
+            if shape != parameter.shape:
+                raise UserError(
+                    f"{path} is damaged: {kind} of parameter {name} is {list(shape or ())}, the parameter "
+                    f"{list(parameter.shape)}; --reset-optimizer begins with new moments"
+                )
+    if without:
+        logger.warning(
+            f"{path} has no optimizer state of {len(without)} of {len(learnt)} parameters, {', '.join(without[:3])}"
+            f"{', ...' if len(without) > 3 else ''}: their moments begin anew"
+        )
 
 
 def check_arch_of(state: Mapping[str, Any], path: str) -> None:
@@ -228,6 +275,15 @@ def other_optimizer(path: str, said: str) -> str:
     return (
         f"{path} was trained with the {what.lower()} {then}, this run has {now}: give the {same} that it was trained "
         "with, or --reset-optimizer to begin with new moments"
+    )
+
+
+def not_resumable(path: str, error: BaseException) -> str:
+    """The sentence for a checkpoint whose parts are not what this run has room for."""
+    what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return (
+        f"training cannot resume from {path} ({what}): its optimizer, schedule, meters or weights are of another kind "
+        "than this run's; --reset-optimizer, --reset-lr-scheduler and --reset-meters begin with new ones"
     )
 
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 from types import TracebackType
 
-from smlp.errors import ParallelError, UserError
+from smlp.errors import ParallelError, UserError, one_line, out_of_memory
 
 # (category, start of the message, module that warns): all of them are about how fairseq calls its libraries, none is
 # about anything the user typed. Nothing is silenced by category alone.
@@ -70,20 +70,22 @@ def restore_log_output() -> None:
 
 
 def install_error_hook() -> None:
-    """Print an uncaught ``UserError``, or what befell other ranks, as one line; every other exception keeps its
-    traceback."""
+    """Print an uncaught ``UserError``, memory that ran out, or what befell other ranks, as one line; every other
+    exception keeps its traceback."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, (UserError, ParallelError)):
             print_user_error(error)
+        elif (reason := out_of_memory(error)) is not None:
+            print_user_error(reason)
         else:
             previous(kind, error, trace)
 
     sys.excepthook = hook
 
 
-def print_user_error(error: Exception) -> None:
+def print_user_error(error: Exception | str) -> None:
     """``smlp: error: ...`` on standard error, after what was printed before it."""
     sys.stdout.flush()
-    print(f"smlp: error: {error}", file=sys.stderr, flush=True)
+    print(f"smlp: error: {one_line(error)}", file=sys.stderr, flush=True)

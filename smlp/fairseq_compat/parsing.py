@@ -15,6 +15,7 @@ from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import option_value
 from smlp.fairseq_compat.limits import check_numbers
+from smlp.fairseq_compat.needs import check_tools
 
 _PRINT_USAGE = argparse.ArgumentParser.error
 _MANDATORY = "???"  # hydra's default for what must be given; fairseq hands it to argparse as any other
@@ -61,6 +62,7 @@ def apply() -> None:
         if getattr(args, "total_num_update", 0) is None:
             args.total_num_update = args.max_update
         check_numbers(vars(args))
+        check_tools(args)
         return parsed
 
     options.parse_args_and_arch = parse_args_and_arch

@@ -6,19 +6,24 @@ import ast
 import functools
 import math
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from smlp.config.presets import num_experts_of
+from smlp.config.presets import config_of, num_experts_of
+from smlp.costs.memory import check_training
 from smlp.criterions.choice import check_criterion
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
 from smlp.fairseq_compat.limits import check_numbers
+from smlp.fairseq_compat.needs import check_needs
 from smlp.fairseq_compat.processes import settle_ranks
 from smlp.fairseq_compat.saving import own_save_dir
 from smlp.parallel import ExpertLayout
@@ -63,6 +68,22 @@ def apply() -> None:
                 cfg.common.fp16_no_flatten_grads = True
         build_trainer(self, cfg, task, model, *rest, **kw)
 
+    # The main function of fairseq-hydra-train is at work by now: it fills in defaults, and then begins in earnest.
+    train = sys.modules.get("fairseq_cli.train")
+    if train is not None and HydraConfig.initialized():
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra would print a part of a traceback, and end
+        add_defaults = train.add_defaults
+
+        @functools.wraps(add_defaults)
+        def checked_add_defaults(cfg: Any) -> None:
+            try:
+                add_defaults(cfg)
+            except OmegaConfBaseException as error:
+                raise UserError(f"the configuration cannot be read: {str(error).partition(chr(10))[0]}") from error
+            check_before_start(cfg, cfg.distributed_training.distributed_world_size)
+
+        train.add_defaults = checked_add_defaults
+
     Trainer.__init__ = trainer_init
     distributed_utils.call_main = checked_call_main
 
@@ -80,8 +101,11 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     """
     if has_cuda is None:
         has_cuda = torch.cuda.is_available() and not cfg.common.cpu
+    if OmegaConf.is_dict(cfg) and OmegaConf.is_missing(cfg, "model"):
+        raise UserError("there is no model to train: give its architecture")
     check_given(cfg)
     check_numbers(_by_option(cfg))  # again: fairseq-hydra-train reads no command line
+    check_needs(cfg, num_ranks, has_cuda)
     check_backend(cfg, has_cuda)
     check_profiling(cfg)
     check_log_file(cfg)
@@ -91,8 +115,13 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     check_output_dictionary(cfg)
     num_experts = num_experts_of(cfg.model)
     asked = getattr(cfg.model, "expert_parallel_size", None)
-    if num_experts and ExpertLayout(num_experts, num_ranks, 0, asked).group_size > 1:
+    group_size = ExpertLayout(num_experts, num_ranks, 0, asked).group_size if num_experts else 1
+    if group_size > 1:
         check_settings(cfg)
+    # the dictionary, which is not loaded yet, adds little to what fits no memory
+    config = None if has_cuda else config_of(cfg.model, vocab_size=2)
+    if config is not None and getattr(cfg.optimizer, "_name", None) == "adam":
+        check_training(config, group_size)
 
 
 def _by_option(cfg: Any) -> dict[str, Any]:
@@ -214,11 +243,15 @@ def check_overrides(cfg: Any) -> None:
     """
     given = cfg.checkpoint.optimizer_overrides
     try:
-        is_right = isinstance(ast.literal_eval(given), dict)
-    except (ValueError, TypeError, SyntaxError):
+        overrides = ast.literal_eval(given)
+        lists = [value if isinstance(value, (list, tuple)) else [value] for value in overrides.values()]
+        is_right = all(isinstance(number, (int, float)) for numbers in lists for number in numbers)
+    except (ValueError, TypeError, SyntaxError, AttributeError):
         is_right = False
     if not is_right:
-        raise UserError(f"--optimizer-overrides must be a dictionary, such as '{{\"lr\": [0.1]}}', got {given!r}")
+        raise UserError(
+            f"--optimizer-overrides must be a dictionary of numbers, such as '{{\"lr\": [0.1]}}', got {given!r}"
+        )
 
 
 def check_beginning(cfg: Any) -> None:

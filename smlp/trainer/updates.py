@@ -58,7 +58,17 @@ def apply() -> None:
 
     @functools.wraps(load_iterator_state)
     def load_state_dict(self: EpochBatchIterator, state: dict[str, Any]) -> None:
-        load_iterator_state(self, for_other_ranks(state, self.num_shards))
+        own = for_other_ranks(state, self.num_shards)
+        try:
+            load_iterator_state(self, own)
+        except RuntimeError as error:
+            if "dataloader mismatch" not in str(error):
+                raise
+            raise UserError(
+                f"the checkpoint was written after {own['iterations_in_epoch']:,} batches of an epoch, and an epoch of "
+                f"this run has {len(self.frozen_batches) // self.num_shards:,}: train on the same data with the same "
+                "--batch-size, --max-tokens and --tokens-per-sample, or give --reset-dataloader"
+            ) from error
 
     Trainer.train_step = train_step
     FairseqTask.train_step = train_micro_batch

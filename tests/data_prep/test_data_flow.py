@@ -17,7 +17,7 @@ from running import REPOSITORY
 
 from data_prep.flow import documents, limits
 from data_prep.flow.documents import Defect, Loss, ReadSettings, Record, read
-from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
+from data_prep.flow.manifest import SETTINGS, STATE, Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.parts import FilePart, find_files, left_out, plan_parts
 from data_prep.flow.running import StepRun, _lock, begin, is_done, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream, write_bytes, write_stream
@@ -619,3 +619,19 @@ def test_records_cannot_name_files_elsewhere(tmp_path):
         (out / "manifest.json").write_text(json.dumps({"step": "upper", "outputs": row["outputs"]}))
         with pytest.raises(UserError, match="would lie outside its folder"):
             is_whole(out)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "5", "{}", '{"step": 5}', '{"step": "clean", "settings": []}', "[" * 9000]
+)
+def test_a_damaged_record_of_a_step_is_named(tmp_path, content):
+    run = StepRun(tmp_path / "out")
+    begin(run, "clean", {"seed": 1})
+    record = tmp_path / "out" / STATE / SETTINGS
+    record.write_text(content)
+    for restart in (False, True):
+        with pytest.raises(UserError, match=r"settings.json is damaged: remove the folder"):
+            begin(run, "clean", {"seed": 1}, restart)
+    (tmp_path / "out" / "a.txt").write_text("one")
+    with pytest.raises(UserError, match=r"settings.json is damaged: remove the folder"):
+        find_files([tmp_path / "out"], (".txt",))

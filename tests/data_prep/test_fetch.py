@@ -262,6 +262,19 @@ def test_a_folder_of_mixed_files(tmp_path, capsys):
     assert texts(out) == ["four", "one", "two"]  # what was made of a file that is no longer there went with it
 
 
+def test_documents_are_not_written_into_what_is_read(tmp_path, capsys):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one\n")
+    for out in (folder, folder / "deeper"):
+        for dry in ([], ["--dry-run"]):
+            assert run(folder, "--out", out, *QUICK, *dry) == 1
+            error = capsys.readouterr().err
+            assert f"--out {out / 'text'} lies in {folder}, which is read" in error and error.count("\n") == 1
+    assert [path.name for path in folder.iterdir()] == ["a.txt"]
+    assert run(folder, "--out", tmp_path, *QUICK) == 1  # the same folder under its own name
+
+
 def test_a_dataset_through_datasets(tmp_path, capsys):
     """From a folder on the disk, which 'datasets' reads as it reads the Hub's. One test: its import takes seconds."""
     pytest.importorskip("datasets")

@@ -12,8 +12,8 @@ from running import REPOSITORY
 
 from data_prep.fetch import wanted
 from data_prep.fetch.download import RemoteFile, from_json
-from data_prep.fetch.listing import _named, months
-from data_prep.fetch.source import built_in, read_source
+from data_prep.fetch.listing import KEPT, _named, kept_files, months
+from data_prep.fetch.source import Source, built_in, read_source
 from smlp.errors import UserError
 
 
@@ -154,3 +154,14 @@ def test_a_kept_list_cannot_name_files_elsewhere(name):
     row = {**asdict(RemoteFile("https://example.org/b.gz", "b.gz")), "name": name}
     with pytest.raises(UserError, match=r"https://example.org/b.gz names the file"):
         from_json(row)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "5", "{}", '{"definition": "", "options": {}, "files": [5]}'])
+def test_a_kept_list_that_is_damaged_is_asked_for_again(tmp_path, content):
+    (tmp_path / KEPT).write_text(content)
+    assert kept_files(Source("mine", "Mine"), {}, tmp_path) is None
+
+
+def test_what_is_no_address_is_named():
+    with pytest.raises(UserError, match=r"'http://\[::1' is no address of a file: Invalid IPv6 URL"):
+        _named([RemoteFile("http://[::1", "")])

@@ -4,7 +4,7 @@ from running import run_python
 
 PROGRAM = """
 import sys
-from smlp.cli.fairseq_tool import load_plugin
+from smlp.fairseq_compat.command_line import load_plugin
 
 load_plugin()
 import torch

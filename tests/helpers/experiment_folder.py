@@ -15,7 +15,7 @@ from typing import Any
 import smlp
 from smlp.config import flatten
 from smlp.costs.formula import flops_per_token, parameters
-from smlp.experiments.report.runs import read_experiment
+from smlp.experiments.report.results import read_results
 from smlp.experiments.report.table import Cell, Table
 from smlp.experiments.report.write import all_tables
 
@@ -151,7 +151,7 @@ def _write(path: Path, value: Any) -> None:
 
 def tables(out: Path, *baselines: str) -> dict[str, Table]:
     """Of the report, by name."""
-    return all_tables(read_experiment(out), baselines)
+    return all_tables(read_results(out), baselines)
 
 
 def cell(table: Table, model: str, key: str) -> Cell:

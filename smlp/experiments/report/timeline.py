@@ -1,12 +1,12 @@
-"""How long a run trained: seconds in training steps by number of updates, from fairseq's log, evaluation left out.
+"""How long a run trained: seconds in training steps by update, from fairseq's log, without evaluation.
 
-``train_wall`` of a training line is the time in training steps since the line before, in whole seconds as fairseq
-rounds it. Where updates are fast, that is coarse. ``wps`` of the same line has the whole time since the line before
-exactly, but with everything in it: so it is taken, less the share of ``data_wait``, as far as it agrees with
-``train_wall`` within its rounding. Where a validation lies in between, the run's usual time takes its place.
+``train_wall`` of a training line is the time in training steps since the line before, which fairseq rounds to whole
+seconds: too coarse if updates are fast. ``wps`` of the same line has the exact time since the line before, but with
+everything in it. So ``wps`` is used, less the share of ``data_wait``, within the rounding of ``train_wall``. If a
+validation lies between two lines, the run's usual time per update is used instead.
 
-``wall`` is the time since fairseq's trainer was made, everything in it. A run that is resumed within an epoch goes on
-from its checkpoint's; at the beginning of one it counts from zero again.
+``wall`` is the whole time since fairseq's trainer was made. A run that is resumed within an epoch continues its
+checkpoint's; at the beginning of an epoch it counts from zero again.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """Seconds in training steps until an update; both begin at zero."""
+class TrainingTime:
+    """Seconds in training steps up to an update; both begin at zero."""
 
     updates: tuple[int, ...]
     seconds: tuple[float, ...]
-    #: predicted tokens of an update, on average: the last one of an epoch is smaller; None where no line says
+    #: mean predicted tokens of an update: the last one of an epoch is smaller; None if no line tells
     mean_tokens: float | None = None
 
     def at(self, update: float) -> float:
-        """Between two lines in proportion; after the last one at the mean speed until there."""
+        """Return the seconds at an update, interpolated between two lines; after the last one at the mean speed."""
         if update > self.updates[-1]:
             return self.seconds[-1] * update / self.updates[-1]
         return float(np.interp(update, self.updates, self.seconds))
 
     def update_at(self, seconds: float) -> float:
-        """The inverse of :meth:`at`."""
+        """Return the update at a number of seconds, the inverse of :meth:`at`."""
         if seconds > self.seconds[-1]:
             return self.updates[-1] * seconds / self.seconds[-1]
         return float(np.interp(seconds, self.seconds, self.updates))
 
 
 def training_lines(records: Iterable[Mapping[str, Any]]) -> dict[int, tuple[Mapping[str, Any], bool]]:
-    """Training lines of a log by update, the last of each, and whether a validation came before it.
+    """Return the last training line of each update, and whether a validation came before it.
 
     Args:
-        records: of the log, in its order (:func:`smlp.evaluation.curves.log_records`).
+        records: of the log, in order (:func:`smlp.evaluation.curves.log_records`).
     """
     found: dict[int, tuple[Mapping[str, Any], bool]] = {}
     validated = False
@@ -60,10 +60,10 @@ def training_lines(records: Iterable[Mapping[str, Any]]) -> dict[int, tuple[Mapp
     return dict(sorted(found.items()))
 
 
-def read_timeline(records: Iterable[Mapping[str, Any]]) -> Timeline | None:
-    """None where no line says how long training took.
+def read_timeline(records: Iterable[Mapping[str, Any]]) -> TrainingTime | None:
+    """Return the training time of a log; None if no line tells.
 
-    Updates that a resumed run did a second time count once, the last time.
+    Updates that a resumed run repeated count once, the last time.
     """
     lines = {update: line for update, line in training_lines(records).items() if "train_wall" in line[0] and update > 0}
     if not lines:
@@ -88,15 +88,15 @@ def read_timeline(records: Iterable[Mapping[str, Any]]) -> Timeline | None:
         if "wpb" in record
     ]
     mean_tokens = sum(size * count for size, count in sizes) / sum(count for _, count in sizes) if sizes else None
-    return Timeline((0, *lines), tuple(seconds), mean_tokens)
+    return TrainingTime((0, *lines), tuple(seconds), mean_tokens)
 
 
 def logged_seconds(records: Iterable[Mapping[str, Any]]) -> float | None:
-    """The last ``wall`` of a log; None where there is none, or it falls on the way: then time is missing from it."""
+    """Return the last ``wall`` of a log; None if there is none, or if it ever falls: then time is missing from it."""
     walls = []
     for record in records:
         wall = record.get("wall") if "num_updates" in record else None
-        if "train_num_updates" in record:  # the end of an epoch, all names with train_ before them
+        if "train_num_updates" in record:  # at the end of an epoch all names begin with train_
             wall = record.get("train_wall")
         if wall is not None:
             walls.append(float(wall))
@@ -104,7 +104,7 @@ def logged_seconds(records: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def _elapsed(record: Mapping[str, Any], count: int) -> float | None:
-    """Seconds since the line before, waiting for data left out."""
+    """Return the seconds since the line before, without waiting for data."""
     speed, size = float(record.get("wps", 0)), float(record.get("wpb", 0))
     if not (speed > 0 and size > 0):
         return None
@@ -112,7 +112,7 @@ def _elapsed(record: Mapping[str, Any], count: int) -> float | None:
 
 
 def _rounded(text: str) -> tuple[float, float]:
-    """A number and how far it may be from what it was before it was rounded."""
+    """Return a number and its largest rounding error."""
     decimals = len(text.partition(".")[2])
     return float(text), 0.5 * 10.0**-decimals
 
