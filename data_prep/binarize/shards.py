@@ -46,10 +46,7 @@ def index_content(
 ) -> Iterator[bytes | memoryview]:
     """Yield the content of an ``.idx`` in blocks.
 
-    Args:
-        dtype: of the tokens.
-        num_lines: in all.
-        lengths: gives the lines' lengths in tokens, with their ``</s>``, in blocks; called twice.
+    ``lengths`` yields the lengths of all lines in tokens, with their ``</s>``, in blocks; it is called twice.
     """
     yield MAGIC + HEADER.pack(1, _CODES[dtype], num_lines)
     for lengths_L in lengths():
@@ -133,13 +130,8 @@ def write_plans(
 ) -> list[FilePart]:
     """Write for each shard of a split a small file that lists its segments; return these files as parts to work on.
 
-    Args:
-        out: the step's folder.
-        split: train, valid or test.
-        results: of all parts of the split, in order, with their segments.
-        folders: of the shards that the split has.
-        by_part: deal whole parts to the shards in turn; otherwise each segment names its shard.
-        dtype: of the tokens.
+    ``results`` are those of all parts of the split, in order; ``folders`` are the shards that it has. ``by_part`` deals
+    whole parts to the shards in turn; otherwise each segment names its shard.
     """
     shards: list[list[list[Any]]] = [[] for _ in folders]
     for number, result in enumerate(results):

@@ -33,10 +33,7 @@ class Cleaning:
 def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]:
     """Apply the rules to a document. Cleaning the result again changes nothing.
 
-    Args:
-        text: of the document.
-        settings: which rules, and their thresholds.
-        tally: characters changed and lines removed are added here, by rule.
+    ``tally`` receives the numbers of characters changed and lines removed, by rule.
 
     Returns:
         The text, and the name of the rule that drops the document: "" if it is kept, "empty" if nothing is left.

@@ -56,11 +56,9 @@ class TaskNgrams:
 
 
 def read_tasks(data_dir: Path, splits: str) -> dict[str, list[list[str]]]:
-    """Read the texts of the records of each task and split in a folder.
+    """Read the texts of the records of each task and split in a folder, as ``smlp zeroshot --data-dir`` reads it.
 
-    Args:
-        data_dir: as ``smlp zeroshot --data-dir`` reads it.
-        splits: "scoring" for the splits that are scored by default; "all".
+    ``splits`` is "scoring" for the splits that are scored by default, or "all".
 
     Raises:
         UserError: there is none, or one is malformed.
@@ -78,12 +76,7 @@ def read_tasks(data_dir: Path, splits: str) -> dict[str, list[list[str]]]:
 
 
 def index_tasks(texts: dict[str, list[list[str]]], n: int, folder: Path) -> TaskNgrams:
-    """Write the n-grams of tasks to files in ``folder``, for all workers to read.
-
-    Args:
-        texts: of each record of each task.
-        n: words of a run.
-        folder: to write to.
+    """Write the n-grams of tasks to files in ``folder``, for all workers to read; ``texts`` are those of each record.
 
     Raises:
         UserError: all texts are too short.

@@ -111,12 +111,8 @@ def download(
     What an earlier call left is resumed if the server still has the same version (``If-Range`` with its ``ETag`` or
     date, or a checksum to find out at the end), so that no file is glued together from two.
 
-    Args:
-        file: to get.
-        path: to write.
-        patience: when to give up.
-        advance: called with the bytes that came, and with a negative number of those that had to be thrown away.
-        stop: once set, the download ends with DownloadFailed; what has come stays.
+    ``advance`` is called with the number of bytes that came, a negative one for those that had to be thrown away. Once
+    ``stop`` is set, the download ends with DownloadFailed; what has come stays.
 
     Raises:
         DownloadFailed: it cannot be had; the message names URL, reason and numbers.

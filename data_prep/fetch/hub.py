@@ -35,12 +35,7 @@ def pinned(hub: Hub) -> tuple[Hub, int]:
 def rows(hub: Hub, shard: int, num_shards: int, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:
     """Yield the documents of one shard, in order.
 
-    Args:
-        hub: as :func:`pinned` gives it.
-        shard: from 0.
-        num_shards: of the dataset, as it was when this was planned.
-        part: names documents (``NAME:ROW``) and their source.
-        reading: the column of the text, and the longest document.
+    ``hub`` and ``num_shards`` are what :func:`pinned` gave; ``part`` names documents (``NAME:ROW``) and their source.
 
     Raises:
         UserError: there is no such column.

@@ -195,22 +195,14 @@ def _download_if_absent(file: RemoteFile, path: Path, wanted: Wanted) -> None:
 
 
 class Writer:
-    """Write documents into ``NAME-00000.jsonl.gz``, ``NAME-00001.jsonl.gz`` and so on.
+    """Write documents into ``NAME-00000.jsonl.gz``, ``NAME-00001.jsonl.gz`` and so on, each of ``file_bytes`` of text.
 
     After each file, what was read until then is on record; a repeated command reads these documents again, but neither
-    writes nor counts them.
+    writes nor counts them. ``key`` says what is read and how: with another one, nothing on record is used. ``limit`` is
+    the number of documents to keep, or None for all.
     """
 
     def __init__(self, out: Path, name: str, key: str, suffix: str, file_bytes: int, limit: int | None) -> None:
-        """
-        Args:
-            out: the folder.
-            name: of the part.
-            key: of what is read and how: with another one, nothing on record is used.
-            suffix: of the compression.
-            file_bytes: of documents in a file; then the next is begun.
-            limit: documents to keep, or None for all.
-        """
         self._out, self._name, self._key = out, name, key
         self._suffix, self._file_bytes, self._limit = suffix, file_bytes, limit
         self._record = out / STATE / "pieces" / f"{name}.json"

@@ -22,13 +22,8 @@ def pages(
     """Yield the pages of a WARC file, in order, as trafilatura extracts them; other responses are losses.
 
     A document is a record of type ``response``; requests and the file's own metadata are none. One record at a time is
-    in memory.
-
-    Args:
-        path: the file, ``.warc`` or ``.warc.gz``.
-        source: that the documents name.
-        max_bytes: of a page as it was sent; a longer one is a loss.
-        max_seconds: of CPU time; a page that takes longer is a loss, and named in a defect.
+    in memory. A page of more than ``max_bytes``, as it was sent, is a loss; so is one that takes more than
+    ``max_seconds`` of CPU time, which a defect names.
 
     Raises:
         UserError: warcio or trafilatura is not installed.

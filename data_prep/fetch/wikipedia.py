@@ -37,11 +37,9 @@ def articles(
 ) -> Iterator[Record | Loss | Defect]:
     """Yield the articles of a dump, in order; redirects and pages of other namespaces are losses.
 
-    Args:
-        path: ``pages-articles`` XML, plain or compressed (``.bz2`` of several streams too).
-        source: that the documents name.
-        max_bytes: of a page's wikitext; a longer page is a loss.
-        max_seconds: of CPU time; a page that takes longer is a loss, and named in a defect.
+    The dump is ``pages-articles`` XML, plain or compressed (``.bz2`` of several streams too). A page of more than
+    ``max_bytes`` of wikitext is a loss; so is one that takes more than ``max_seconds`` of CPU time, and a
+    defect names it.
 
     Raises:
         UserError: mwparserfromhell is not installed.

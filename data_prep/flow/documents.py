@@ -295,11 +295,8 @@ def counted_records(
 ) -> Iterator[Record]:
     """Yield the documents of a part, in order.
 
-    Args:
-        part: to read.
-        reading: how to read it.
-        counts: losses are dropped there, by their reasons; the caller counts the documents themselves.
-        defects: receives those of the file; None if another phase of the step reads it too, and reports them.
+    Losses are dropped in ``counts`` by their reasons; the caller counts the documents themselves. ``defects`` receives
+    those of the file; it is None if another phase of the step reads the file too, and reports them.
     """
     for piece in read(part, reading):
         if isinstance(piece, Record):

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 def bytes_bar(total: int | None, label: str, quiet: bool, done: int = 0) -> tqdm:
     """Return a progress bar that counts bytes; leaving its ``with`` closes it.
 
-    Args:
-        total: bytes to come, those ``done`` included; None if unknown.
-        label: before the bar.
-        quiet: show nothing.
-        done: bytes from an earlier run.
+    ``total`` includes the bytes that an earlier run has ``done``, and is None if it is unknown.
     """
     from tqdm import tqdm
 
@@ -42,14 +38,9 @@ class PartFailed(Exception):
 def work_on(
     parts: Sequence[FilePart], do_part: Callable[[FilePart], None], num_workers: int, label: str, quiet: bool
 ) -> dict[str, str]:
-    """Work on all parts, in this process or in several.
+    """Work on all parts, in this process (``num_workers`` is 1) or in several, and show a progress bar.
 
-    Args:
-        parts: to work on.
-        do_part: does one; at the top of a module, or a ``functools.partial`` of such a function.
-        num_workers: processes; 1 is this one.
-        label: of the progress bar.
-        quiet: show none.
+    ``do_part`` does one part. It is at the top of a module, or a ``functools.partial`` of such a function.
 
     Returns:
         The messages of parts that raised :class:`PartFailed`, by their names.

@@ -108,12 +108,7 @@ def survey_part(part: FilePart, out: Path, *, reading: ReadSettings, measure: Me
 
 
 class Survey:
-    """The rows of all documents, read in blocks.
-
-    Args:
-        out: the step's folder.
-        results: of :func:`survey_part`, in the order of the parts.
-    """
+    """The rows of all documents, read in blocks; ``results`` are those of :func:`survey_part`, in order."""
 
     def __init__(self, out: Path, results: list[PartResult]) -> None:
         self._files = [out / result.outputs[0]["name"] for result in results]

@@ -51,16 +51,8 @@ class _Smallest:
 def sample_part(part: FilePart, out: Path, reading: ReadSettings, num_bytes: int, total: int, seed: int) -> PartResult:
     """Write the documents of a part with the smallest hashes, smallest first.
 
-    The part's share of the sample is that of its size on disk; the last document fills it or goes beyond. What is drawn
-    is held in memory.
-
-    Args:
-        part: of the training text.
-        out: the step's folder.
-        reading: how it is read.
-        num_bytes: of the whole sample.
-        total: bytes on disk of all parts.
-        seed: of the hashes.
+    The part's share of the sample's ``num_bytes`` is that of its size in the ``total`` on disk of all parts; the last
+    document fills it or goes beyond. What is drawn is held in memory.
     """
     smallest = _Smallest(num_bytes * part.num_bytes / total)
     counts, defects = Counts(), []
