@@ -28,6 +28,20 @@ from data_prep.docstrings import docstrings, source_files, text_blocks
 from data_prep.prose import prose
 from smlp.errors import UserError
 
+# Import name -> distribution. Those that are not installed are left out.
+PACKAGES = {
+    "numpy": "numpy",
+    "scipy": "scipy",
+    "torch": "torch",
+    "sympy": "sympy",
+    "mpmath": "mpmath",
+    "networkx": "networkx",
+    "sklearn": "scikit-learn",
+    "joblib": "joblib",
+    "matplotlib": "matplotlib",
+}
+HELD_OUT_SHARE = 0.045  # of all words, for each of valid and test
+MAX_GROUP_SHARE = 0.01  # of all words: a larger group goes to train, lest one package be the whole of a held-out split
 SHINGLE_WORDS = 8
 MAX_REPEATED_SHARE = 0.5  # of a paragraph's shingles that may stand earlier in the corpus
 
@@ -69,22 +83,6 @@ def deduplicated(documents: Iterable[Document], removed: Counter[str]) -> list[D
         if kept:
             kept_documents.append(Document(document.group, tuple(kept)))
     return kept_documents
-
-
-# Import name -> distribution. Those that are not installed are left out.
-PACKAGES = {
-    "numpy": "numpy",
-    "scipy": "scipy",
-    "torch": "torch",
-    "sympy": "sympy",
-    "mpmath": "mpmath",
-    "networkx": "networkx",
-    "sklearn": "scikit-learn",
-    "joblib": "joblib",
-    "matplotlib": "matplotlib",
-}
-HELD_OUT_SHARE = 0.045  # of all words, for each of valid and test
-MAX_GROUP_SHARE = 0.01  # of all words: a larger group goes to train, lest one package be the whole of a held-out split
 
 
 @dataclass(frozen=True)

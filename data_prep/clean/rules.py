@@ -21,24 +21,6 @@ import numpy as np
 
 # Accents are neither letters nor spaces. No language puts that many on a letter.
 _LONG_RUN = re.compile(r"[^\w\s\x00-\x7f]{32,}")
-
-
-def nfc(text: str) -> str:
-    """Return the text in Unicode's form NFC: a letter and its accents become one character, where there is one.
-
-    Python sorts the accents that follow a letter by insertion, which takes minutes for 100,000 of them in the wrong
-    order. Long runs of accents are therefore sorted before Python sees them; the result is the same.
-    """
-    return text if text.isascii() else unicodedata.normalize("NFC", _LONG_RUN.sub(_in_order, text))
-
-
-def _in_order(run: re.Match[str]) -> str:
-    """Decompose a run (NFD) and sort its accents by their combining classes, up to each character of class 0."""
-    apart = "".join([unicodedata.normalize("NFD", character) for character in run[0]])
-    groups = groupby(apart, key=lambda character: unicodedata.combining(character) > 0)
-    return "".join(["".join(sorted(group, key=unicodedata.combining)) for _, group in groups])
-
-
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
 _LONGEST_ENTITY = 34  # with its ends
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
@@ -116,6 +98,22 @@ def control(text: str) -> str:
     if text.isascii():
         return text.encode().translate(None, _CONTROL_ASCII).decode()
     return _CONTROL.sub("", text) if _MAY_HAVE_CONTROL.search(text) else text
+
+
+def nfc(text: str) -> str:
+    """Return the text in Unicode's form NFC: a letter and its accents become one character, where there is one.
+
+    Python sorts the accents that follow a letter by insertion, which takes minutes for 100,000 of them in the wrong
+    order. Long runs of accents are therefore sorted before Python sees them; the result is the same.
+    """
+    return text if text.isascii() else unicodedata.normalize("NFC", _LONG_RUN.sub(_in_order, text))
+
+
+def _in_order(run: re.Match[str]) -> str:
+    """Decompose a run (NFD) and sort its accents by their combining classes, up to each character of class 0."""
+    apart = "".join([unicodedata.normalize("NFD", character) for character in run[0]])
+    groups = groupby(apart, key=lambda character: unicodedata.combining(character) > 0)
+    return "".join(["".join(sorted(group, key=unicodedata.combining)) for _, group in groups])
 
 
 def whitespace(text: str) -> str:

@@ -19,6 +19,12 @@ import numpy as np
 
 from data_prep.flow.streams import sha256_of, write_bytes, write_stream
 
+WORK = ".work"
+# The point keeps the next step from reading them as documents, whatever files of the corpus are called.
+REMOVED = ".reports/removed.jsonl.gz"
+CONTAMINATED = ".reports/contaminated.jsonl.gz"
+_OPEN_FILES = 64
+
 
 class Spill:
     """Write rows of ``width`` uint64 by partition, a block for each call of :meth:`add`."""
@@ -62,13 +68,6 @@ def read_partition(path: Path, width: int, num_partitions: int, partition: int) 
                 file.seek(start * width * 8)
                 pieces.append(np.fromfile(file, dtype=np.uint64, count=(stop - start) * width).reshape(-1, width))
     return np.concatenate(pieces)
-
-
-WORK = ".work"
-# The point keeps the next step from reading them as documents, whatever files of the corpus are called.
-REMOVED = ".reports/removed.jsonl.gz"
-CONTAMINATED = ".reports/contaminated.jsonl.gz"
-_OPEN_FILES = 64
 
 
 def output_of(out: Path, path: Path) -> dict[str, Any]:

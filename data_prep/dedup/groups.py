@@ -16,6 +16,9 @@ from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import write_stream
 
 _PAIRS_AT_ONCE = 1 << 20
+# In larger groups, a document that is like the first of those not yet joined is not compared with the others.
+ALL_PAIRS = 256
+GROUP = 1 << 16  # larger groups are taken in pieces, each with the first document of the group
 
 
 def first_of_each(num_documents: int, files: Iterable[Path]) -> np.ndarray:
@@ -64,11 +67,6 @@ def _pieces(path: Path) -> Iterable[np.ndarray]:
             if not len(pairs):
                 return
             yield pairs
-
-
-# In larger groups, a document that is like the first of those not yet joined is not compared with the others.
-ALL_PAIRS = 256
-GROUP = 1 << 16  # larger groups are taken in pieces, each with the first document of the group
 
 
 def partition_parts(out: Path, num_partitions: int) -> list[FilePart]:

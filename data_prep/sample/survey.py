@@ -20,6 +20,9 @@ from smlp.errors import UserError
 from smlp.text.tokenizer import Tokenizer, load_tokenizer
 
 UNITS = ("documents", "bytes", "words", "tokens")
+# A document in the survey: its two hashes, its size, and which of the part's sources it is from. 22 bytes.
+ROW = np.dtype([("draw", "<u8"), ("split", "<u8"), ("size", "<u4"), ("source", "<u2")])
+BLOCK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,6 @@ class Measure:
 def _encoder(folder: Path) -> Tokenizer:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the parts are what is parallel
     return load_tokenizer(folder)
-
-
-# A document in the survey: its two hashes, its size, and which of the part's sources it is from. 22 bytes.
-ROW = np.dtype([("draw", "<u8"), ("split", "<u8"), ("size", "<u4"), ("source", "<u2")])
-BLOCK_ROWS = 1 << 16
 
 
 def hashes(text: str, seed: int) -> tuple[int, int]:

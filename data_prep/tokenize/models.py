@@ -1,4 +1,4 @@
-"""Train SentencePiece models and GPT-2's byte-level BPE, or take given files; write their ``dict.txt``."""
+"""Train SentencePiece models and GPT-2's byte-level BPE, or take given files; fill up their dictionary."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ KINDS = ("unigram", "bpe")
 SPECIAL_PIECES = 3  # that every model has: <unk>, <s>, </s>
 MAX_LINE_BYTES = 1 << 16  # SentencePiece skips longer lines when it trains (it encodes them all the same)
 NUM_THREADS = 4  # fixed: the model may depend on how the sums are shared out among threads
+PADDING = "madeupword{:04d}"  # fairseq's own name for symbols that only fill a dictionary
+NUM_BYTES = 256
 
 
 def train_sentencepiece(
@@ -92,9 +94,6 @@ def pieces_of(model: bytes) -> list[str]:
     ]
 
 
-NUM_BYTES = 256
-
-
 def train_byte_level(lines: Iterable[str], vocab_size: int) -> dict[str, bytes]:
     """Train on lines of text; return the files by name. The same lines give the same bytes.
 
@@ -136,9 +135,6 @@ def given_byte_level(encoder_json: Path, vocab_bpe: Path) -> dict[str, bytes]:
     if sorted(ids.values()) != list(range(len(ids))):
         raise UserError(f"{encoder_json} has {len(ids)} pieces, but their ids are not 0 to {len(ids) - 1}")
     return {ENCODER_JSON: encoder_json.read_bytes(), VOCAB_BPE: vocab_bpe.read_bytes()}
-
-
-PADDING = "madeupword{:04d}"  # fairseq's own name for symbols that only fill a dictionary
 
 
 def padding_of(num_symbols: int, pad_to: int | None, pad_multiple: int) -> list[str]:
