@@ -23,12 +23,12 @@ from smlp.experiments.report.results import Model, Results, read_results
 from smlp.experiments.report.table import Cell, Estimate
 from smlp.plots.drawing import FORMATS, new_figure, save
 
-#: times the tokens of the model before: so far models stand beside each other, or intervals would hide some
+#: models are drawn side by side, each at this many times the tokens of the one before, or intervals would overlap
 _ASIDE = 1.02
 
 
 def in_order(folders: Sequence[Path]) -> list[Results]:
-    """Experiments by their budget.
+    """Read the folders and order them by budget.
 
     Raises:
         UserError: one cannot be read, or two have the same budget.
@@ -41,23 +41,23 @@ def in_order(folders: Sequence[Path]) -> list[Results]:
 
 
 def tokens_of(experiment: Results) -> int:
-    """Of each run."""
+    """Return the tokens of each run."""
     return experiment.updates * experiment.tokens_per_update
 
 
 def find(experiment: Results, name: str) -> Model | None:
-    """The model of a name, if the experiment has it."""
+    """Return the model of a name; None if the experiment does not have it."""
     return next((model for model in experiment.models if model.name == name), None)
 
 
 def rate_of(experiment: Results, name: str) -> str:
-    """The learning rate that a model was trained with; empty where the runs do not say."""
+    """Return the learning rate that a model was trained with; empty if the runs do not tell."""
     rates = (run.record.get("made_with", {}).get("lr") for run in experiment.runs if run.model.name == name)
     return next((str(rate) for rate in rates if rate is not None), "")
 
 
 def names_of(experiments: Sequence[Results], baseline: str) -> list[str]:
-    """All models, the baseline first.
+    """Return the names of all models, the baseline first.
 
     Raises:
         UserError: an experiment lacks the baseline.
@@ -71,7 +71,7 @@ def names_of(experiments: Sequence[Results], baseline: str) -> list[str]:
 
 
 def measured(experiment: Results, name: str, baseline: str) -> tuple[Estimate | None, Cell | None]:
-    """Perplexity per token, and how much higher it is than the baseline's."""
+    """Return a model's perplexity per token, and how much higher it is than the baseline's."""
     model, other, subset = find(experiment, name), find(experiment, baseline), experiment.subsets[0]
     if model is None:
         return None, None
@@ -80,7 +80,7 @@ def measured(experiment: Results, name: str, baseline: str) -> tuple[Estimate | 
 
 
 def write_table(experiments: Sequence[Results], names: Sequence[str], baseline: str, out: Path) -> str:
-    """Writes ``budgets.csv``; returns it as Markdown, shortened."""
+    """Write ``budgets.csv``; return it as Markdown, shortened."""
     heads = [f"{tokens_of(experiment) / 1e6:.2f} M tokens" for experiment in experiments]
     lines = [f"| model | parameters (M) | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
     with (out / "budgets.csv").open("w", newline="", encoding="utf-8") as file:
@@ -105,7 +105,7 @@ def write_table(experiments: Sequence[Results], names: Sequence[str], baseline: 
 
 
 def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, out: Path) -> None:
-    """``budgets.png`` and ``.svg``."""
+    """Write ``budgets.png`` and ``.svg``."""
     widest = max(experiments, key=lambda experiment: len(experiment.models))
     looks = styles(widest.models, by_family=False)
     figure = new_figure(7.5, 4.6, f"Perplexity against {baseline}'s after each budget: lower is better")
@@ -138,7 +138,7 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, ou
 
 
 def main() -> None:
-    """Reads, writes, and prints the table."""
+    """Read, write, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, metavar="OUT", help="folder of smlp compare run")
     parser.add_argument("--baseline", required=True, metavar="MODEL", help="hold all models against this one")

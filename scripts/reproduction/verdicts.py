@@ -34,7 +34,7 @@ from smlp.experiments.report.speed import (
     training_seconds,
 )
 from smlp.experiments.report.studies import mean_accuracies, moe_models, task_names
-from smlp.experiments.report.table import EMPTY, Cell, Column, Estimate, Table, files, relative_difference, text
+from smlp.experiments.report.table import EMPTY, Cell, Column, Estimate, Table, label, origin, relative_difference
 
 PERPLEXITY, SPEED, ACCURACY = "perplexity", "words per second", "zero-shot accuracy"
 SAME_TIME = "perplexity at equal training time"
@@ -160,7 +160,7 @@ def _by_seed(
     if pair is None:
         return None, EMPTY
     runs = [run for model in models for run in results.done(model) if run.seed in pair[0].samples]
-    return pair[0], percent_cell(pair[0], files(runs, file, field))
+    return pair[0], percent_cell(pair[0], origin(runs, file, field))
 
 
 _MEASURES: Mapping[str, Callable[[Results, Model, Model], Measured]] = {
@@ -251,13 +251,13 @@ def claims_table(results: Results) -> Table | None:
         source = f"{paper.SOURCE}, {where}"
         rows.append(
             {
-                "claim": text(claim.sentence, source),
-                "where": text(where, source),
-                "printed": text("no numbers", source)
+                "claim": label(claim.sentence, source),
+                "where": label(where, source),
+                "printed": label("no numbers", source)
                 if printed is None
                 else Cell(printed, f"{printed:+.1f} %", source),
                 "measured": claim.cell,
-                "verdict": text(claim.verdict, "computed from the columns before"),
+                "verdict": label(claim.verdict, "computed from the columns before"),
             }
         )
     title = "What the paper says, and what was measured"

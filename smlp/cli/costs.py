@@ -64,8 +64,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and, on rank 0, print the tables; with ``--nproc``, start the ranks that do."""
     from smlp.cli.json_file import check_output
-    from smlp.cli.launch_options import without_options
     from smlp.errors import UserError
+    from smlp.fairseq_compat.arguments import without_options
     from smlp.files import check_writable
     from smlp.launch.local import run_ranks
     from smlp.launch.program import this_program

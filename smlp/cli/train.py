@@ -7,21 +7,16 @@ import os
 import shlex
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smlp.cli.launch_options import (
-    LaunchOptions,
-    check_nproc,
-    count_gpus,
-    positive_number,
-    read_launch_options,
-    train_on_ranks,
-    without_options,
-)
 from smlp.errors import UserError
-from smlp.fairseq_compat.arguments import has_option, option_value
+from smlp.fairseq_compat.arguments import has_option, option_value, positive_number, without_options
 from smlp.fairseq_compat.command_line import package_dir, run_training, training_configuration
+from smlp.launch.local import run_ranks
+from smlp.launch.program import this_program
+from smlp.launch.ranks import has_terminal, place_of
 from smlp.launch.stop_signals import EXIT_STOPPED
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
@@ -37,7 +32,8 @@ TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (
 COMPANIONS = (DICTIONARY, *TOKENIZER_FILES)
 
 _PROFILE, _PROFILE_UPDATES = "--profile", "--profile-updates"
-_WORLD_SIZE = "--distributed-world-size"
+_NUMBERS = ("--nproc", "--nodes", "--gpus-per-node")
+_DRY_RUN, _BY_HAND, _WORLD_SIZE = "--dry-run", "--distributed-init-method", "--distributed-world-size"
 USAGE = "smlp train [--nproc N] [--dry-run] [--profile N] DATA [any option of fairseq-train]"
 DESCRIPTION = (
     textwrap.fill(
@@ -73,6 +69,17 @@ examples:
 
 all options of fairseq-train:
   fairseq-train --user-dir $(smlp user-dir) --task language_modeling --arch smlp_tiny --help"""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The options about where to run; ``rest`` are fairseq's."""
+
+    nproc: int | None
+    nodes: int | None
+    gpus_per_node: int | None
+    dry_run: bool
+    rest: list[str]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -187,6 +194,71 @@ def copy_companions(data: Path, save_dir: Path) -> None:
             copy_whole(data / name, save_dir / name)
 
 
+def read_launch_options(arguments: list[str]) -> LaunchOptions:
+    """Take the launch options out of a command line.
+
+    Raises:
+        UserError: a value is not a number, or an option lacks its partner.
+    """
+    numbers = {name: positive_number(arguments, name) for name in _NUMBERS}
+    dry_run = has_option(arguments, _DRY_RUN)
+    rest = [word for word in without_options(arguments, *_NUMBERS) if word != _DRY_RUN]
+    options = LaunchOptions(numbers["--nproc"], numbers["--nodes"], numbers["--gpus-per-node"], dry_run, rest)
+    if (options.nodes is None) != (options.gpus_per_node is None):
+        raise UserError("--nodes and --gpus-per-node belong together")
+    if options.nodes is not None and not dry_run:
+        raise UserError("--nodes and --gpus-per-node plan a run with --dry-run; srun or torchrun starts it")
+    if options.nodes is not None and options.nproc is not None:
+        raise UserError("--nproc is for this machine, --nodes for a plan of others: give one of the two")
+    return options
+
+
+def check_nproc(options: LaunchOptions) -> None:
+    """Check that several ranks can be started here.
+
+    Raises:
+        UserError: another launcher is at work, the options contradict each other, or there are too few GPUs.
+    """
+    nproc, rest = options.nproc or 1, options.rest
+    place = place_of(os.environ, is_interactive=has_terminal())
+    if place is not None:
+        raise UserError(
+            f"--nproc {nproc}, but {place.launcher} started {place.world_size} ranks already: give one of the two"
+        )
+    if has_option(rest, _BY_HAND):
+        raise UserError(f"--nproc {nproc} starts the ranks itself: leave {_BY_HAND} out")
+    world_size = option_value(rest, _WORLD_SIZE)
+    if world_size is not None and world_size != str(nproc):
+        raise UserError(f"--nproc {nproc} and {_WORLD_SIZE} {world_size} contradict each other: leave the latter out")
+    num_gpus = count_gpus(rest)
+    if 0 < num_gpus < nproc:
+        raise UserError(
+            f"--nproc {nproc} on a machine with {num_gpus} visible GPU{'s' * (num_gpus > 1)}: give --nproc {num_gpus}, "
+            "or --cpu to train on its CPUs"
+        )
+
+
+def count_gpus(arguments: list[str]) -> int:
+    """Return how many GPUs of this machine a run with these options uses."""
+    if has_option(arguments, "--cpu"):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def train_on_ranks(options: LaunchOptions) -> int:
+    """Run ``smlp train`` once for each rank; return the exit status.
+
+    Raises:
+        UserError: see :func:`check_nproc`.
+    """
+    check_nproc(options)
+    heartbeat = option_value(options.rest, "--heartbeat-timeout") or ""
+    patience = int(heartbeat) if heartbeat.isdecimal() and int(heartbeat) > 0 else None
+    return run_ranks([*this_program(), "train", *options.rest], options.nproc, patience=patience)
+
+
 def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
     """Print the host, device and experts of every rank, and its command; of several processes, only rank 0 prints.
 
@@ -220,7 +292,6 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
 
 def _ranks(options: LaunchOptions) -> tuple[list[PlannedRank], int]:
     from smlp.launch.plan import ranks_from_environment, ranks_here, ranks_of_nodes
-    from smlp.launch.ranks import has_terminal
 
     if options.nodes is not None and options.gpus_per_node is not None:
         return ranks_of_nodes(options.nodes, options.gpus_per_node, has_option(options.rest, "--cpu")), 0

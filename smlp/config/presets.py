@@ -140,7 +140,7 @@ def _context(options: Mapping[str, Any]) -> int:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise UserError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")
     # With --add-bos-token fairseq puts one token more in front of each sample.
-    return value if name == "max_target_positions" else value + int(bool(has_start))
+    return int(value) + int(bool(has_start) and name == "tokens_per_sample")
 
 
 def config_of(options: Any, vocab_size: int, padding_idx: int = 1) -> ModelConfig | None:
@@ -153,5 +153,5 @@ def config_of(options: Any, vocab_size: int, padding_idx: int = 1) -> ModelConfi
 
 def num_experts_of(options: Any) -> int:
     """Return E of the model that fairseq's options (``cfg.model``) select; 0 if it is dense or of another package."""
-    config = config_of(options, SETTINGS["vocab_size"].default)
+    config = config_of(options, vocab_size=2**16)  # any: experts do not depend on it
     return config.num_experts if config is not None and config.num_sparse_layers else 0

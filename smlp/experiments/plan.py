@@ -42,10 +42,6 @@ class PlannedModel:
     #: nominal multiply-adds of the forward pass
     flops_per_token: float
 
-    def model_words(self) -> list[str]:
-        """Return its architecture as options of fairseq-train."""
-        return ["--arch", self.arch, *option_words(self.overrides)]
-
     def as_json(self, shared_recipe: dict[str, Any], num_ranks: int) -> dict[str, Any]:
         """Return its record in ``experiment.json``."""
         return {
@@ -133,25 +129,20 @@ def plan_models(experiment: Experiment, vocab_size: int, configure: Configure) -
     Raises:
         UserError: an option is wrong, or the costs differ by more than ``max_spread``.
     """
-    models = []
+    models: list[PlannedModel] = []
+    tuning = experiment.tuning
     for entry in entries_of(experiment, vocab_size):
         recipe = {**experiment.recipe, **entry.recipe}
-        draft = PlannedModel(
-            entry.name, entry.folder, family_of(entry.arch), entry.arch, entry.overrides, entry.recipe, None, 0.0
-        )
-        words = [*draft.model_words(), *shape_words(experiment), *option_words(recipe)]
-        tuned = (
-            [] if models or experiment.tuning is None else experiment.tuning.values
-        )  # checked once, for the first model
+        words = [*_model_words(entry), *shape_words(experiment), *option_words(recipe)]
         try:
             config = configure(words)
-            for value in tuned:
-                if configure([*words, *option_words({experiment.tuning.option: value})]) != config:
-                    raise UserError(f"tune.{experiment.tuning.option} is a setting of the model, not of its training")
+            for value in tuning.values if tuning and not models else ():  # checked once, for the first model
+                if configure([*words, *option_words({tuning.option: value})]) != config:
+                    raise UserError(f"tune.{tuning.option} is a setting of the model, not of its training")
         except UserError as error:
             raise UserError(f"{experiment.path}: model {entry.name}: {error}") from None
-        fields = {**draft.__dict__, "config": config, "flops_per_token": flops_per_token(config)}
-        models.append(PlannedModel(**fields))
+        own = (entry.name, entry.folder, family_of(entry.arch), entry.arch, entry.overrides, entry.recipe)
+        models.append(PlannedModel(*own, config, flops_per_token(config)))
     check_spread(experiment, models)
     return models
 
@@ -214,6 +205,11 @@ def fitting_ranks(config: ModelConfig, num_ranks: int) -> int:
     return num_ranks if fits else num_experts
 
 
+def _model_words(model: ModelEntry | PlannedModel) -> list[str]:
+    """Return its architecture as options of fairseq-train."""
+    return ["--arch", model.arch, *option_words(model.overrides)]
+
+
 def shape_words(experiment: Experiment) -> list[str]:
     """Return the options of fairseq-train for the size of batches, the same for all models."""
     return [
@@ -228,7 +224,7 @@ def training_words(experiment: Experiment, run: PlannedRun, data: str, save_dir:
     # only the end of a run of the grid counts
     validations = 1 if run.tuning else experiment.evaluation.validations
     interval = str(math.ceil(run.updates / validations))  # the last one comes with the end
-    words = [data, "--task", "language_modeling", *run.model.model_words(), *shape_words(experiment)]
+    words = [data, "--task", "language_modeling", *_model_words(run.model), *shape_words(experiment)]
     words += ["--batch-size-valid", str(VALID_BATCHES * experiment.batch_size)]
     words += ["--valid-subset", ",".join(experiment.evaluation.subsets)]
     words += option_words({**experiment.recipe, **run.model.recipe, **run.recipe})

@@ -18,7 +18,7 @@ from smlp.errors import UserError
 from smlp.evaluation.curves import log_record
 from smlp.experiments.progress import reached
 from smlp.experiments.report.details import incomplete
-from smlp.experiments.report.machine import differences, machine
+from smlp.experiments.report.machine import describe_machine, differences
 from smlp.experiments.report.paper import scale_sentences
 from smlp.experiments.report.results import read_results
 from smlp.experiments.report.timeline import read_timeline, training_lines
@@ -342,7 +342,7 @@ def test_csv_has_unrounded_values_and_intervals(written):
 
 
 def test_the_machine_is_that_of_the_runs(out):
-    assert machine(read_results(out)) == (
+    assert describe_machine(read_results(out)) == (
         "Machine: no GPU, 2 cores; at a time 2 runs, each with 1 rank of 1 thread."
     ), "no run has a record of its own"
     record = {"gpu": "NVIDIA H200", "world_size": 4, "threads": 8, "cores": 16, "torch": "2", "git": None}
@@ -351,7 +351,7 @@ def test_the_machine_is_that_of_the_runs(out):
             line = {**record, "torch": "3"} if (model, seed) == ("sMLP", 2) else record
             (run_folder(out, model, seed) / "environment.jsonl").write_text(json.dumps(line) + "\n")
     experiment = read_results(out)
-    assert machine(experiment) == (
+    assert describe_machine(experiment) == (
         "Machine: 4 GPUs (NVIDIA H200), 16 cores; at a time 2 runs, each with 4 ranks of 8 threads."
     )
     assert scale_sentences(experiment)[0].endswith("4 GPUs (NVIDIA H200).")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smlp.experiments.report.results import MISSING, Results, RunResult
-from smlp.experiments.report.table import EMPTY, Cell, Column, Table, number, text
+from smlp.experiments.report.table import EMPTY, Cell, Column, Table, amount, label
 from smlp.experiments.tuning import at_edge, is_ordered
 
 #: multiply-adds of a training step, in forward passes
@@ -63,23 +63,23 @@ def details_table(results: Results) -> Table:
     rows = []
     for model, record in zip(results.models, results.settings["models"], strict=True):
         sizes = {key: getattr(model.config, name) for key, (_, name) in LAYOUT.items() if key != "experts"}
-        layout = {key: number(size, "d", f"{_MODELS}.config") for key, size in sizes.items()}
+        layout = {key: amount(size, "d", f"{_MODELS}.config") for key, size in sizes.items()}
         flops = training_flops(model.flops_per_token, results.trained_tokens)
         rows.append(
             {
-                "model": text(model.name),
+                "model": label(model.name),
                 "arch": Cell(model.arch, f"`{model.arch}`", f"{_MODELS}.arch"),
                 **layout,
-                "experts": number(model.num_experts, "d", f"{_MODELS}.config.num_experts"),
-                "parameters_millions": number(model.num_parameters / 1e6, ",.1f", f"{_MODELS}.parameters.total"),
-                _FORWARD: number(model.flops_per_token / 1e6, ",.3f", f"{_MODELS}.flops_per_token"),
-                _TRAINING: number(flops / 1e12, ",.3f", f"{_MODELS}.flops_per_token; updates; train.log: wpb"),
-                "overrides": text(
+                "experts": amount(model.num_experts, "d", f"{_MODELS}.config.num_experts"),
+                "parameters_millions": amount(model.num_parameters / 1e6, ",.1f", f"{_MODELS}.parameters.total"),
+                _FORWARD: amount(model.flops_per_token / 1e6, ",.3f", f"{_MODELS}.flops_per_token"),
+                _TRAINING: amount(flops / 1e12, ",.3f", f"{_MODELS}.flops_per_token; updates; train.log: wpb"),
+                "overrides": label(
                     ", ".join(f"{name}={value}" for name, value in (record.get("overrides") or {}).items()) or None,
                     f"{_MODELS}.overrides",
                 ),
                 **_tuned(tuned, model.name),
-                "recipe": text(" ".join(record.get("recipe") or []) or None, f"{_MODELS}.recipe"),
+                "recipe": label(" ".join(record.get("recipe") or []) or None, f"{_MODELS}.recipe"),
             }
         )
     largest = results.settings.get("max_spread")
@@ -95,7 +95,7 @@ def details_table(results: Results) -> Table:
 def _tuned(tuned: Mapping[str, Any], name: str) -> dict[str, Cell]:
     """Return the cell of a tuned option's value, if there is one."""
     chosen = tuned.get("chosen", {}).get(name)
-    return {"tuned": text(str(chosen), f"tuned.json: chosen.{name}")} if chosen is not None else {}
+    return {"tuned": label(str(chosen), f"tuned.json: chosen.{name}")} if chosen is not None else {}
 
 
 def incomplete(results: Results) -> list[tuple[RunResult, str]]:
@@ -122,12 +122,12 @@ def state_table(results: Results) -> Table | None:
     ]
     rows = [
         {
-            "run": text(run.name, "folder in runs/"),
-            "model": text(run.model.name),
-            "seed": number(run.seed, "d", "experiment.json: seeds"),
-            "state": text(run.state, f"runs/{run.name}/run.json: state"),
-            "update": number(run.last_update, ",d", f"runs/{run.name}: train.log, data_order.jsonl"),
-            "reason": text(reason, f"runs/{run.name}/run.json: message"),
+            "run": label(run.name, "folder in runs/"),
+            "model": label(run.model.name),
+            "seed": amount(run.seed, "d", "experiment.json: seeds"),
+            "state": label(run.state, f"runs/{run.name}/run.json: state"),
+            "update": amount(run.last_update, ",d", f"runs/{run.name}: train.log, data_order.jsonl"),
+            "reason": label(reason, f"runs/{run.name}/run.json: message"),
         }
         for run, reason in incomplete(results)
     ]
@@ -193,10 +193,10 @@ def order_table(results: Results) -> Table | None:
         digest = next(iter(one.digests.values())) if one.agrees else None
         rows.append(
             {
-                "seed": number(one.seed, "d", source),
-                "runs": number(len(one.runs), "d", source),
-                "updates": number(one.num_updates, ",d", source),
-                "verdict": text(verdict, source),
+                "seed": amount(one.seed, "d", source),
+                "runs": amount(len(one.runs), "d", source),
+                "updates": amount(one.num_updates, ",d", source),
+                "verdict": label(verdict, source),
                 "sha256": Cell(digest, f"`{digest[:16]}…`", source) if digest else EMPTY,
             }
         )
@@ -227,14 +227,14 @@ def tuning_table(results: Results) -> Table | None:
         by_value = tuned["results"].get(model.name)
         if by_value is None:
             continue
-        row = {"model": text(model.name)}
+        row = {"model": label(model.name)}
         for value in values:
             source = f"tuned.json: results.{model.name}.{value}"
             if value in by_value:
                 found = by_value[value]
-                row[value] = text("failed", source) if found is None else number(found, ",.2f", source)
+                row[value] = label("failed", source) if found is None else amount(found, ",.2f", source)
         chosen = tuned["chosen"].get(model.name)
-        row["chosen"] = text(None if chosen is None else str(chosen), f"tuned.json: chosen.{model.name}")
+        row["chosen"] = label(None if chosen is None else str(chosen), f"tuned.json: chosen.{model.name}")
         rows.append(row)
     notes = [
         f"Perplexity per token after {tuned['updates']:,} updates with seed {tuned['seed']}; the lowest of a row was "

@@ -10,7 +10,7 @@ from typing import Any
 
 from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import over_runs
-from smlp.experiments.report.table import Cell, Column, Table, estimate, estimated, files, number, text
+from smlp.experiments.report.table import Cell, Column, Table, amount, estimate, label, mean_cell, origin
 
 _FILE = "router_health.jsonl"
 _NOMINAL, _REALISED = "nominal_multiply_adds_millions_per_token", "realised_multiply_adds_millions_per_token"
@@ -39,20 +39,20 @@ def work_table(results: Results) -> Table:
 
         def mean(pattern: str, what: str, read: Callable, scale: float = 1.0, runs: list[RunResult] = runs) -> Cell:
             found = estimate({run.seed: _mean(read, run.health, scale) for run in runs})
-            return estimated(found, pattern, files(runs, _FILE, what))
+            return mean_cell(found, pattern, origin(runs, _FILE, what))
 
         rows.append(
             {
-                "model": text(model.name),
+                "model": label(model.name),
                 _NOMINAL: mean(",.3f", "work.nominal_flops", _per_token("nominal_flops")),
                 _REALISED: mean(",.3f", "work.realised_flops", _per_token("realised_flops")),
                 "ratio": mean(".3f", "work.ratio", lambda line: (line.get("work") or {}).get("ratio")),
                 "drop_percent": mean(".1f", "pooled.drop_share", _pooled("drop_share"), 100),
                 "drop_percent_capacity": mean(".1f", "pooled.drop_share_capacity", _pooled("drop_share_capacity"), 100),
-                "drop_percent_last": estimated(
+                "drop_percent_last": mean_cell(
                     over_runs(results, model, lambda run: _mean(_pooled("drop_share"), run.health[-1:], 100)),
                     ".1f",
-                    files(runs, _FILE, "last line, pooled.drop_share"),
+                    origin(runs, _FILE, "last line, pooled.drop_share"),
                 ),
             }
         )
@@ -115,14 +115,14 @@ def _layer_rows(results: Results, model: Model) -> list[dict[str, Cell]]:
     for name, first in (runs[0].health[-1].get("layers") or {}).items():
         same = [run for run in runs if name in (run.health[-1].get("layers") or {})]
         row = {
-            "model": text(model.name),
-            "layer": text(name, f"{_FILE}: layers"),
-            "router": text(first.get("router"), f"{_FILE}: layers.router"),
-            "experts": number(first.get("num_experts"), "d", f"{_FILE}: layers.num_experts"),
+            "model": label(model.name),
+            "layer": label(name, f"{_FILE}: layers"),
+            "router": label(first.get("router"), f"{_FILE}: layers.router"),
+            "experts": amount(first.get("num_experts"), "d", f"{_FILE}: layers.num_experts"),
             "drop_percent_mean": _estimated(
                 {run.seed: _mean(_of_layer(name, "drop_share"), run.health, 100) for run in same},
                 ".1f",
-                files(same, _FILE, f"layers.{name}.drop_share, mean over lines"),
+                origin(same, _FILE, f"layers.{name}.drop_share, mean over lines"),
             ),
         }
         for key, _, scale, pattern in _FIGURES:
@@ -132,7 +132,7 @@ def _layer_rows(results: Results, model: Model) -> list[dict[str, Cell]]:
                 if read is not None and key == "gate_entropy":
                     read /= math.log(first["num_experts"])
                 values[run.seed] = None if read is None else scale * read
-            row[_last(key)] = _estimated(values, pattern, files(same, _FILE, f"last line, layers.{name}.{key}"))
+            row[_last(key)] = _estimated(values, pattern, origin(same, _FILE, f"last line, layers.{name}.{key}"))
         rows.append(row)
     return rows
 
@@ -140,7 +140,7 @@ def _layer_rows(results: Results, model: Model) -> list[dict[str, Cell]]:
 def _estimated(values: Mapping[int, float | None], pattern: str, source: str) -> Cell:
     """Return a cell that shows the mean alone: intervals would crowd so many figures. CSV and JSON have them."""
     found = estimate(values)
-    cell = estimated(found, pattern, source)
+    cell = mean_cell(found, pattern, source)
     return cell if found is None else replace(cell, text=format(found.mean, pattern))
 
 

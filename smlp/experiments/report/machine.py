@@ -10,7 +10,7 @@ from typing import Any
 
 from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import TIMES, TIMES_FIELD, TIMES_FILE, over_runs, training_seconds
-from smlp.experiments.report.table import Cell, Column, Estimate, Table, estimate, estimated, files, text
+from smlp.experiments.report.table import Cell, Column, Estimate, Table, estimate, label, mean_cell, origin
 
 #: what may change the results of a run, or its speed
 _NAMES = ("smlp", "torch", "fairseq", "numpy", "python", "processor", "gpu", "threads", "world_size", "git", "plugins")
@@ -30,18 +30,18 @@ def hardware(results: Results) -> dict[str, Any]:
     return {**results.environment, **own, "gpus": [own["gpu"]] * own["world_size"] if own.get("gpu") else []}
 
 
-def gpus(results: Results) -> str:
+def describe_gpus(results: Results) -> str:
     """Describe the GPUs, such as ``2 GPUs (NVIDIA H200)``, or ``no GPU``."""
     found = hardware(results).get("gpus") or []
     return f"{_counted(len(found), 'GPU')} ({', '.join(dict.fromkeys(found))})" if found else "no GPU"
 
 
-def machine(results: Results) -> str:
+def describe_machine(results: Results) -> str:
     """Describe the machine in a sentence; empty if no file says what it was."""
     found = hardware(results)
     if not found:
         return ""
-    parts = [gpus(results), f"{found.get('cores')} cores"]
+    parts = [describe_gpus(results), f"{found.get('cores')} cores"]
     if found.get("processor"):
         parts.append(found["processor"])
     return (
@@ -129,26 +129,26 @@ def split_table(results: Results) -> Table:
         runs = results.done(model)
         if not runs:
             continue
-        log = files(runs, "train.log", "")
+        log = origin(runs, "train.log", "")
 
         def logged(name: str, combine: Callable, model: Model = model) -> Estimate | None:
             return over_runs(results, model, lambda run: _combined(run, name, combine))
 
         rows.append(
             {
-                "model": text(model.name),
-                "training_s": estimated(
-                    over_runs(results, model, training_seconds), ",.1f", files(runs, TIMES_FILE, TIMES_FIELD)
+                "model": label(model.name),
+                "training_s": mean_cell(
+                    over_runs(results, model, training_seconds), ",.1f", origin(runs, TIMES_FILE, TIMES_FIELD)
                 ),
                 "other_s": _other_cell(runs),
-                "memory_mib": estimated(
+                "memory_mib": mean_cell(
                     over_runs(results, model, lambda run: run.record.get("peak_memory_mib")),
                     ",.0f",
-                    files(runs, "run.json", "peak_memory_mib"),
+                    origin(runs, "run.json", "peak_memory_mib"),
                 ),
-                "device_memory_gib": estimated(logged("mem_gb", max), ",.2f", log + "mem_gb"),
-                "mfu_percent": estimated(logged("mfu", statistics.median), ",.1f", log + "mfu"),
-                "data_wait_percent": estimated(logged("data_wait", statistics.fmean), ",.1f", log + "data_wait"),
+                "device_memory_gib": mean_cell(logged("mem_gb", max), ",.2f", log + "mem_gb"),
+                "mfu_percent": mean_cell(logged("mfu", statistics.median), ",.1f", log + "mfu"),
+                "data_wait_percent": mean_cell(logged("data_wait", statistics.fmean), ",.1f", log + "data_wait"),
             }
         )
     title = "Where the time went, memory, use of the machine"
@@ -165,8 +165,8 @@ def _other_cell(runs: list[RunResult]) -> Cell:
     known = [(run, whole) for run in runs if (whole := whole_time(run)) and whole.seconds is not None]
     other = estimate({run.seed: whole.seconds - training_seconds(run) for run, whole in known})
     sources = dict.fromkeys(whole.source for _, whole in known)
-    source = "; ".join(files([run for run, whole in known if whole.source == one], *one) for one in sources)
-    return estimated(other, ",.1f", source)
+    source = "; ".join(origin([run for run, whole in known if whole.source == one], *one) for one in sources)
+    return mean_cell(other, ",.1f", source)
 
 
 def _notes(results: Results) -> list[str]:

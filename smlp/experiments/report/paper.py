@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smlp.experiments.report.details import LAYOUT
-from smlp.experiments.report.machine import gpus
+from smlp.experiments.report.machine import describe_gpus
 from smlp.experiments.report.results import Model, Results
-from smlp.experiments.report.table import Cell, Column, Table, number, text
+from smlp.experiments.report.table import Cell, Column, Table, amount, label
 
 SOURCE = "Yu et al., 2022 (arXiv:2203.06850)"
 NAMES = {
@@ -212,11 +212,11 @@ def paper_details_table(results: Results) -> Table | None:
     source = f"{SOURCE}, Table 5"
     rows = [
         {
-            "model": text(NAMES[name], source),
-            **{key: number(getattr(row, key), "d", source) for key in LAYOUT},
-            "parameters_billions": number(row.parameters / 1e9, ".2f", source),
-            "tflops": number(row.flops, ".1f", source),
-            "gpus": number(row.gpus, "d", source),
+            "model": label(NAMES[name], source),
+            **{key: amount(getattr(row, key), "d", source) for key in LAYOUT},
+            "parameters_billions": amount(row.parameters / 1e9, ".2f", source),
+            "tflops": amount(row.flops, ".1f", source),
+            "gpus": amount(row.gpus, "d", source),
         }
         for name, row in TABLE_5.items()
         if name in names
@@ -238,7 +238,7 @@ def table_4(results: Results) -> Table | None:
     for family in TABLE_4["large"]:
         if not any(family == model.paper_name for model in results.models):
             continue
-        row = {"model": text(NAMES[family], SOURCE)}
+        row = {"model": label(NAMES[family], SOURCE)}
         for size, table in TABLE_4.items():
             source = f"{SOURCE}, {SCALES[size].table}"
             if family in table:
@@ -264,7 +264,7 @@ def scale_sentences(results: Results) -> list[str]:
     tokens = results.trained_tokens
     flops = max(model.flops_per_token for model in results.models)
     parameters = max(model.num_parameters for model in results.models)
-    where = gpus(results)
+    where = describe_gpus(results)
     own = (
         f"Here: models of up to {_quantity(parameters)} parameters and {_quantity(flops)} forward multiply-adds per "
         f"token, {_quantity(tokens)} tokens ({results.updates:,} updates of {results.tokens_per_update:,}), "

@@ -14,12 +14,12 @@ from smlp.experiments.report.table import (
     Column,
     Estimate,
     Table,
+    amount,
     estimate,
-    estimated,
-    files,
-    number,
+    label,
+    mean_cell,
+    origin,
     relative_difference,
-    text,
 )
 
 ALL, AFTER_PREFIX = "nll_all", "nll_after_prefix"
@@ -54,7 +54,7 @@ def perplexity_cell(results: Results, model: Model, subset: str, field: str, per
         return EMPTY
     runs = [run for run in results.done(model) if run.seed in found.samples]
     formula = f"exp({field} * tokens / words)" if per_word else f"exp({field})"
-    return estimated(found, ",.1f" if per_word else ",.2f", files(runs, "scores.json", f"subsets.{subset}, {formula}"))
+    return mean_cell(found, ",.1f" if per_word else ",.2f", origin(runs, "scores.json", f"subsets.{subset}, {formula}"))
 
 
 def baselines(results: Results, names: Sequence[str] = ()) -> list[Model]:
@@ -84,7 +84,7 @@ def difference(results: Results, model: Model, baseline: Model, subset: str) -> 
     return _relative(
         likelihoods(results, model, subset, AFTER_PREFIX),
         likelihoods(results, baseline, subset, AFTER_PREFIX),
-        lambda seeds: files(
+        lambda seeds: origin(
             [run for run in results.done(model) + results.done(baseline) if run.seed in seeds],
             "scores.json",
             f"subsets.{subset}.{AFTER_PREFIX}, exp(difference) - 1 of the runs with the same seed",
@@ -149,8 +149,8 @@ def quality_table(results: Results, subset: str, held_against: Sequence[Model]) 
     for model in results.models:
         after = perplexity(results, model, subset, AFTER_PREFIX)
         row = {
-            "model": text(model.name),
-            "seeds": number(len(after.samples) if after else 0, "d", "run.json: state; scores.json"),
+            "model": label(model.name),
+            "seeds": amount(len(after.samples) if after else 0, "d", "run.json: state; scores.json"),
             "per_token": perplexity_cell(results, model, subset, ALL),
             "per_word": perplexity_cell(results, model, subset, ALL, per_word=True),
         }

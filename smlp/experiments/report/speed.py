@@ -15,7 +15,18 @@ from typing import Any
 from smlp.evaluation.curves import LossPoint
 from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
 from smlp.experiments.report.results import Model, Results, RunResult
-from smlp.experiments.report.table import EMPTY, Cell, Column, Estimate, Table, estimate, estimated, files, number, text
+from smlp.experiments.report.table import (
+    EMPTY,
+    Cell,
+    Column,
+    Estimate,
+    Table,
+    amount,
+    estimate,
+    label,
+    mean_cell,
+    origin,
+)
 
 _UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
 #: a unit is used if the longest time is at least this many of it
@@ -202,24 +213,24 @@ def speed_table(results: Results) -> Table:
     for model in results.models:
         runs = results.done(model)
         logged, timed = logged_tokens_per_second(results, model), timed_tokens_per_second(results, model)
-        source = files(runs, TIMES_FILE, TIMES_FIELD) if runs else ""
+        source = origin(runs, TIMES_FILE, TIMES_FIELD) if runs else ""
         alone = f"speed.json: models.{model.name}"
         row = {
-            "model": text(model.name),
-            "parameters_millions": number(
+            "model": label(model.name),
+            "parameters_millions": amount(
                 model.num_parameters / 1e6, ",.1f", "experiment.json: models.parameters.total"
             ),
             "perplexity": perplexity_cell(results, model, subset, ALL),
-            f"training_time_{unit}": estimated(_in_unit(whole[model.name], size), ",.2f", source),
-            "logged_tokens_per_second": estimated(logged, ",.0f", f"{source}; tokens"),
-            "timed_tokens_per_second": number(timed, ",.0f", alone),
+            f"training_time_{unit}": mean_cell(_in_unit(whole[model.name], size), ",.2f", source),
+            "logged_tokens_per_second": mean_cell(logged, ",.0f", f"{source}; tokens"),
+            "timed_tokens_per_second": amount(timed, ",.0f", alone),
         }
         if results.has_prefix:
             row["perplexity_after_prefix"] = perplexity_cell(results, model, subset, AFTER_PREFIX)
         if words:
             times_words = None if logged is None else Estimate({s: v * words for s, v in logged.samples.items()})
-            row["logged_words_per_second"] = estimated(times_words, ",.0f", f"{source}; data.json: splits.{subset}")
-            row["timed_words_per_second"] = number(
+            row["logged_words_per_second"] = mean_cell(times_words, ",.0f", f"{source}; data.json: splits.{subset}")
+            row["timed_words_per_second"] = amount(
                 timed and timed * words, ",.0f", f"{alone}; data.json: splits.{subset}"
             )
         for aim in aims:
@@ -236,7 +247,7 @@ def _reached_cell(when: TimeToTarget, size: float, source: str) -> Cell:
     if not when.num_runs:
         return EMPTY
     if when.all_runs:
-        return estimated(_in_unit(when.seconds, size), ",.2f", f"{source}; train.log: valid_loss")
+        return mean_cell(_in_unit(when.seconds, size), ",.2f", f"{source}; train.log: valid_loss")
     count = when.seconds.count if when.seconds else 0
     of_runs = f"{count} of {when.num_runs} seeds"
     if when.mean_curve_seconds is not None:

@@ -10,7 +10,7 @@ from smlp.experiments.report.paper import closest_to_paper, is_of_the_paper
 from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
 from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import over_runs
-from smlp.experiments.report.table import EMPTY, Cell, Column, Table, estimate, estimated, files, number, text
+from smlp.experiments.report.table import EMPTY, Cell, Column, Table, amount, estimate, label, mean_cell, origin
 
 _MODEL = Column("model", "model", "experiment.json: models.name")
 
@@ -49,9 +49,9 @@ def heads_table(results: Results) -> Table | None:
     beside = smlp_beside_heads(results)
     for model in [model for group in head_groups(results) for model in group] + [beside] * (beside is not None):
         row = {
-            "model": text(model.name),
-            "heads": number(model.config.num_heads, "d", "experiment.json: models.config.num_heads"),
-            "parameters_millions": number(
+            "model": label(model.name),
+            "heads": amount(model.config.num_heads, "d", "experiment.json: models.config.num_heads"),
+            "parameters_millions": amount(
                 model.num_parameters / 1e6, ",.2f", "experiment.json: models.parameters.total"
             ),
             "per_token": perplexity_cell(results, model, subset, ALL),
@@ -81,8 +81,8 @@ def variants_table(results: Results) -> Table | None:
     ]
     rows = [
         {
-            "model": text(model.name),
-            "routing": text(model.config.moe.feature_routing, "experiment.json: models.config.feature_routing"),
+            "model": label(model.name),
+            "routing": label(model.config.moe.feature_routing, "experiment.json: models.config.feature_routing"),
             "per_token": perplexity_cell(results, model, subset, ALL),
             "after_prefix": perplexity_cell(results, model, subset, AFTER_PREFIX),
         }
@@ -118,10 +118,10 @@ def moe_table(results: Results) -> Table | None:
     rows = []
     for model in moe_models(results):
         row = {
-            "model": text(model.name),
-            "experts": number(model.num_experts, "d", "experiment.json: models.config.num_experts"),
+            "model": label(model.name),
+            "experts": amount(model.num_experts, "d", "experiment.json: models.config.num_experts"),
             "per_token": perplexity_cell(results, model, subset, ALL),
-            "paper": number(paper.TABLE_7.get(model.num_experts), ".1f", f"{paper.SOURCE}, Table 7"),
+            "paper": amount(paper.TABLE_7.get(model.num_experts), ".1f", f"{paper.SOURCE}, Table 7"),
         }
         if results.has_prefix:
             row["after_prefix"] = perplexity_cell(results, model, subset, AFTER_PREFIX)
@@ -150,25 +150,25 @@ def zeroshot_table(results: Results) -> Table | None:
     for model in results.models:
         runs = [run for run in results.done(model) if run.zeroshot]
         if runs:
-            row = {"model": text(model.name)}
+            row = {"model": label(model.name)}
             for name in names:
                 row[name] = _accuracy_cell(results, model, runs, name, "accuracy")
-            row["average"] = estimated(
+            row["average"] = mean_cell(
                 estimate(mean_accuracies(results, model)),
                 ".1f",
-                files(runs, "zeroshot.json", "mean of tasks.*.accuracy"),
+                origin(runs, "zeroshot.json", "mean of tasks.*.accuracy"),
             )
             rows.append(row)
     chances = {name: _accuracy(scored[0], name, "chance") for name in names}
-    source = files(scored[:1], "zeroshot.json", "tasks.*.chance")
-    rows.append({"model": text("chance", source)} | {name: number(chances[name], ".1f", source) for name in names})
+    source = origin(scored[:1], "zeroshot.json", "tasks.*.chance")
+    rows.append({"model": label("chance", source)} | {name: amount(chances[name], ".1f", source) for name in names})
     families = {model.paper_name for model in results.models} | {"gpt3"}
     for family, row in paper.TABLE_6.items():
         if family in families:
             source = f"{paper.SOURCE}, Table 6"
             shown = [*names, "average"] if len(names) == len(TABLE_6) else names
-            cells = {name: number(row[name], ".1f", source) for name in shown}
-            rows.append({"model": text(f"paper, large: {paper.NAMES[family]}", source)} | cells)
+            cells = {name: amount(row[name], ".1f", source) for name in shown}
+            rows.append({"model": label(f"paper, large: {paper.NAMES[family]}", source)} | cells)
     counts = ", ".join(
         f"{TABLE_6[name]} {scored[0].zeroshot['tasks'][name]['n']:,}"
         for name in names
@@ -192,7 +192,7 @@ def mean_accuracies(results: Results, model: Model) -> dict[int, float | None]:
 
 def _accuracy_cell(results: Results, model: Model, runs: list[RunResult], task: str, field: str) -> Cell:
     found = over_runs(results, model, lambda run: _accuracy(run, task, field))
-    return EMPTY if found is None else estimated(found, ".1f", files(runs, "zeroshot.json", f"tasks.{task}.{field}"))
+    return EMPTY if found is None else mean_cell(found, ".1f", origin(runs, "zeroshot.json", f"tasks.{task}.{field}"))
 
 
 def _accuracy(run: RunResult, task: str, field: str) -> float | None:

@@ -203,17 +203,17 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def text(value: str | None, source: str = "experiment.json: models") -> Cell:
+def label(value: str | None, source: str = "experiment.json: models") -> Cell:
     """Make a cell of words."""
     return EMPTY if value is None else Cell(value, value, source)
 
 
-def number(value: float | None, pattern: str, source: str) -> Cell:
+def amount(value: float | None, pattern: str, source: str) -> Cell:
     """Make a cell of one number, shown by a format such as ``,.1f``."""
     return EMPTY if value is None else Cell(value, format(value, pattern), source)
 
 
-def estimated(found: Estimate | None, pattern: str, source: str) -> Cell:
+def mean_cell(found: Estimate | None, pattern: str, source: str) -> Cell:
     """Make a cell of a mean over seeds, with its interval if there is one."""
     if found is None:
         return EMPTY
@@ -223,7 +223,7 @@ def estimated(found: Estimate | None, pattern: str, source: str) -> Cell:
     return Cell(found.mean, shown, source, found.low, found.high, dict(found.samples))
 
 
-def files(runs: Iterable[RunResult], file: str, field_name: str) -> str:
+def origin(runs: Iterable[RunResult], file: str, field_name: str) -> str:
     """Name the source of a number that several runs have: ``runs/{a,b}/FILE: FIELD``."""
     names = [run.name for run in runs]
     folder = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"

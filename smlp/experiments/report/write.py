@@ -230,7 +230,7 @@ def _about(results: Results) -> list[str]:
         f"{len(results.models)} models, seeds {seeds}; each run {results.updates:,} updates of {smaller}"
         f"{results.tokens_per_update:,} tokens ({results.trained_tokens:,.0f} in all) with "
         f"a context of {settings['tokens_per_sample']:,}. {done} of {len(results.runs)} runs are finished. "
-        f"{machine.machine(results)}",
+        f"{machine.describe_machine(results)}",
     ]
     problems = details.incomplete(results)
     failed = [run.name for run, _ in problems if not run.is_done]
