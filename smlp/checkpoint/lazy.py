@@ -146,15 +146,15 @@ class SplicedTensor(LazyTensor):
         (self.dtype,) = dtypes
 
     def read(self, start: int, stop: int) -> Tensor:
-        pieces = [torch.empty(0, dtype=self.dtype)]
+        elements = torch.empty(stop - start, dtype=self.dtype)
         for number in range(bisect.bisect_right(self._ends, start), len(self._runs)):
             source, first, length = self._runs[number]
             begin = self._ends[number] - length
             if begin >= stop:
                 break
             low, high = max(start, begin), min(stop, begin + length)
-            pieces.append(source.read(first + low - begin, first + high - begin))
-        return pieces[-1] if len(pieces) == 2 else torch.cat(pieces)
+            elements[low - start : high - start] = source.read(first + low - begin, first + high - begin)
+        return elements
 
 
 class ComputedTensor(LazyTensor):

@@ -6,7 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from smlp.checkpoint.parts import INDEX_KEY, PARTS_FOLDER
+from smlp.checkpoint.index import INDEX_KEY, PARTS_FOLDER
 from smlp.checkpoint.torch_file import read_structure
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import torch
 
 from smlp.checkpoint.export import PREFIX, is_export, read_export, read_safetensors
 from smlp.checkpoint.index import ExpertIndex
-from smlp.checkpoint.lazy import LazyTensor, joined_rows
-from smlp.checkpoint.parts import ExpertRows, attach
+from smlp.checkpoint.lazy import LazyTensor
+from smlp.checkpoint.parts import attach
 from smlp.checkpoint.progress import progress_problems
 from smlp.checkpoint.torch_file import existing_file, read_structure
 from smlp.config import ModelConfig
@@ -94,14 +94,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if is_export(state):
         return _of_export(path, *read_export(state, path))
     _check(state, path)
-    index = attach(state, path, read_structure)
-    if index is not None:
-        state["model"] = _lazy(state["model"])
-        if state.get("last_optimizer_state"):
-            moments = state["last_optimizer_state"]["state"]
-            state["last_optimizer_state"]["state"] = {number: _lazy(moments[number]) for number in sorted(moments)}
-    checkpoint = Checkpoint(path, state, config_of(state, path), index)
-    if index is not None:
+    reader = attach(state, path, compare=False)
+    for part in reader.index.parts if reader else ():
+        reader.open(part)
+    if reader and state.get("last_optimizer_state"):
+        state["last_optimizer_state"]["state"] = dict(sorted(state["last_optimizer_state"]["state"].items()))
+    checkpoint = Checkpoint(path, state, config_of(state, path), reader and reader.index)
+    if reader:
         order = [PREFIX + name for name in checkpoint.skeleton.state_dict()]
         model = state["model"]
         state["model"] = {name: model[name] for name in [*order, *model] if name in model}
@@ -169,16 +168,3 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
                 f"tensors in it are of {most:,} at most"
             )
     return config
-
-
-def _lazy(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _joined(value) if isinstance(value, ExpertRows) else value for name, value in tensors.items()}
-
-
-def _joined(rows: ExpertRows) -> LazyTensor:
-    """An expert tensor (E, ...) whose rows are in several files."""
-    reader, places = rows.reader, {}
-    for part in reader.index.parts:
-        tensor = reader.open(part)[rows.key]
-        places |= {expert: (tensor, row) for row, expert in enumerate(part.expert_ids)}
-    return joined_rows([places[expert] for expert in sorted(places)])

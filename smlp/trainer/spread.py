@@ -70,7 +70,7 @@ class SpreadExperts:
         """This rank's experts (e, ...) of a tensor (E, ...) or of one in files; anything else as it is."""
         ids = self.ranks.layout.expert_ids
         if isinstance(whole, ExpertRows):
-            return whole.read(ids)
+            return whole.rows(ids)
         if self.are_spread and isinstance(whole, Tensor) and whole.dim() > 0:
             return whole[ids[0] : ids[-1] + 1].clone()
         return whole
