@@ -12,7 +12,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download, from_json, to_json
 from data_prep.fetch.source import Listing, Source
-from data_prep.flow.streams import DamagedFile, open_stream, write_bytes
+from data_prep.flow.streams import DamagedFile, open_stream, read_json, write_bytes
 from smlp.errors import UserError
 
 KEPT = "listing.json"
@@ -23,10 +23,7 @@ _MONTH = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
 
 def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[RemoteFile] | None:
     """The files that an earlier :func:`list_files` found with the same options, or None."""
-    try:
-        row = json.loads((folder / KEPT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    row = read_json(folder / KEPT)
     if not isinstance(row, dict) or row.get("definition") != source.definition or row.get("options") != options:
         return None
     try:

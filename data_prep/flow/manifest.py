@@ -105,19 +105,14 @@ def _share(number: int, total: int) -> str:
 
 @dataclass(frozen=True)
 class PartResult:
-    """What a step made of one part.
+    """What a step made of one part."""
 
-    Attributes:
-        outputs: files written, ``{"name", "bytes", "sha256", ...}``, names relative to the step's folder.
-        counts: its documents.
-        defects: ``{"problem", "where"}`` of files that something is wrong with.
-        facts: anything else that the step gathers.
-    """
-
+    # files written, ``{"name", "bytes", "sha256", ...}``, names relative to the step's folder
     outputs: list[dict[str, Any]]
-    counts: Counts
+    counts: Counts  # its documents
+    # ``{"problem", "where"}`` of files that something is wrong with
     defects: list[dict[str, str]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # anything else that the step gathers
 
 
 def write_manifest(

@@ -19,23 +19,14 @@ PART_BYTES = 256 << 20  # of a plain file: larger ones are cut, so that all work
 
 @dataclass(frozen=True)
 class Part:
-    """A file, or the documents that begin in bytes ``start`` to ``stop`` of it.
+    """A file, or the documents that begin in bytes ``start`` to ``stop`` of it."""
 
-    Attributes:
-        path: the file.
-        name: of what the step writes for it, without suffix; unique among its parts, the same on every run.
-        source: the corpus, as its documents will say.
-        start: first byte.
-        stop: byte after the last, or None for the end.
-        label: the file's path below the input that led to it, for the ids of its documents.
-    """
-
-    path: Path
-    name: str
-    source: str
-    start: int = 0
-    stop: int | None = None
-    label: str = ""
+    path: Path  # the file
+    name: str  # of what the step writes for it, without suffix; unique among its parts, the same on every run
+    source: str  # the corpus, as its documents will say
+    start: int = 0  # first byte
+    stop: int | None = None  # byte after the last, or None for the end
+    label: str = ""  # the file's path below the input that led to it, for the ids of its documents
 
     @property
     def prefix(self) -> str:

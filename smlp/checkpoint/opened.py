@@ -19,7 +19,7 @@ from smlp.checkpoint.torch_file import existing_file, read_structure
 from smlp.config import ModelConfig
 from smlp.config.presets import from_training_options
 from smlp.errors import UserError
-from smlp.moe.ownership import expert_parameters
+from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.text.tokenizer import Vocabulary
 

@@ -86,11 +86,6 @@ class MoEConfig:
         HASHES,
     )
     hash_seed: int = setting(1, "Hash: seed of the random table")
-    overlap_chunks: int = setting(
-        1,
-        "cut the experts of each rank into so many chunks, at most as many as there are, so that one travels while "
-        "another is computed; for experts spread over ranks; 1 is off; see smlp costs (nothing was gained on CPUs)",
-    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -105,7 +100,6 @@ class MoEConfig:
         require(0 <= self.router_jitter < 1, f"router_jitter must be in [0, 1), got {self.router_jitter}")
         require(0 < self.prefix_fraction < 1, f"prefix_fraction must be in (0, 1), got {self.prefix_fraction}")
         require(self.hash_seed >= 0, f"hash_seed must be at least 0, got {self.hash_seed}")
-        require(self.overlap_chunks >= 1, f"overlap_chunks must be at least 1, got {self.overlap_chunks}")
 
 
 @dataclass(frozen=True)
@@ -182,13 +176,13 @@ class ModelConfig:
 
     @property
     def block_kinds(self) -> tuple[Any, ...]:
-        """What its blocks are (:class:`smlp.kinds.BlockKind`): of the dense ones, then of the sparse ones."""
+        """What its blocks are (:class:`smlp.extend.BlockKind`): of the dense ones, then of the sparse ones."""
         dense = (DENSE_BLOCKS[self.dense_block],) if self.num_dense_layers else ()
         return (*dense, SPARSE_BLOCKS[self.sparse_block]) if self.num_sparse_layers else dense
 
     @property
     def router_kind(self) -> Any:
-        """How tokens choose experts (:class:`smlp.kinds.RouterKind`), for models with sparse blocks."""
+        """How tokens choose experts (:class:`smlp.extend.RouterKind`), for models with sparse blocks."""
         return ROUTERS[self.moe.router]
 
     @property
@@ -214,6 +208,11 @@ class ModelConfig:
     def num_layers(self) -> int:
         """N1 + N2."""
         return self.num_dense_layers + self.num_sparse_layers
+
+    @property
+    def spatial_weight_bound(self) -> float:
+        """Spatial weights start as U(-bound, bound)."""
+        return self.spatial_init_scale / self.max_tokens
 
     @property
     def prefix_tokens(self) -> int:
@@ -252,6 +251,8 @@ SETTINGS: dict[str, dataclasses.Field] = {
     for f in (*dataclasses.fields(ModelConfig), *dataclasses.fields(MoEConfig))
     if f.name not in ("moe", "extra")
 }
+#: settings of older checkpoints and records that changed no result; they are read and have no effect
+RETIRED_SETTINGS = ("overlap_chunks",)
 _MOE_NAMES = {f.name for f in dataclasses.fields(MoEConfig)}
 
 
@@ -282,6 +283,7 @@ def unflatten(settings: dict[str, Any]) -> ModelConfig:
         UserError: a name is no setting, or a value is out of range.
     """
     known, own = all_settings(), own_fields()
+    settings = {name: value for name, value in settings.items() if name not in RETIRED_SETTINGS}
     for name in settings:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

@@ -20,7 +20,7 @@ from smlp.checkpoint.parts import attach, detach, read_all, write_part
 from smlp.config.presets import preset
 from smlp.errors import ParallelError, UserError
 from smlp.evaluation.leak import randomise
-from smlp.moe.ownership import expert_parameters
+from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.parallel import (
     DistributedGroup,

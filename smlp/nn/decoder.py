@@ -19,10 +19,9 @@ from smlp.config.presets import preset
 from smlp.costs.memory import check_weights
 from smlp.errors import UserError
 from smlp.moe.layer import TokenMoE
-from smlp.nn.blocks import AuxLosses, build_blocks
-from smlp.nn.dropout import Dropout
-from smlp.nn.pytrees import pytree
-from smlp.nn.state import DecodingState, ForwardContext
+from smlp.nn.blocks.base import AuxLosses, build_blocks
+from smlp.nn.layers import Dropout
+from smlp.nn.state import DecodingState, ForwardContext, pytree
 from smlp.ops import linear
 from smlp.parallel import Ranks
 from smlp.parallel.spans import EMBEDDING, LOGITS, span

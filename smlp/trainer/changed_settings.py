@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 #: what a trained model does not depend on: how it began, and how it is computed
 _WITHOUT_EFFECT = {
     *("embed_init_std", "spatial_init_scale", "spatial_bias_init", "centroid_init_gain"),
-    *("checkpoint_activations", "overlap_chunks"),
+    "checkpoint_activations",
 }
 #: what made a part of a trained model that a checkpoint brings along: the table of hash routing
 _BROUGHT_ALONG = ("hash_kind", "hash_seed")

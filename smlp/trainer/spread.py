@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from smlp.checkpoint.parts import ExpertRows
-from smlp.moe.ownership import expert_parameters
+from smlp.moe.experts import expert_parameters
 from smlp.parallel import Ranks
 
 

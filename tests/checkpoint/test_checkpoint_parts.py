@@ -14,7 +14,7 @@ from checkpoint_states import PREFIX, differences, state_of, trained
 from smlp.checkpoint.index import INDEX_KEY, ExpertIndex, describe_tensors, new_token, part_file
 from smlp.checkpoint.parts import PartReader, attach, detach, open_part, read_all, write_part
 from smlp.errors import UserError
-from smlp.moe.ownership import expert_parameters
+from smlp.moe.experts import expert_parameters
 
 
 @pytest.fixture

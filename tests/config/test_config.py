@@ -180,6 +180,11 @@ def test_initial_weights_are_finite(name, value):
         smlp.preset("smlp_tiny", **{name: value})
 
 
+def test_settings_of_older_records_that_are_gone_change_nothing():
+    config = smlp.preset("smlp_tiny")
+    assert unflatten({**flatten(config), "overlap_chunks": 2}) == config
+
+
 def test_configurations_cannot_be_changed_behind_a_model():
     with pytest.raises(dataclasses.FrozenInstanceError):
         smlp.preset("smlp_tiny").dropout = 0.5

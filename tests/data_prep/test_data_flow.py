@@ -261,8 +261,7 @@ def upper(part, out, log=None, trap=None):
                 continue
             counts.keep()
             stream.write(Record(piece.text.upper(), piece.id, piece.source).line())
-    output = {"name": written.path.name, "bytes": written.num_bytes, "sha256": written.sha256}
-    return PartResult([output], counts)
+    return PartResult([written.row(out)], counts)
 
 
 def run_upper(source, run, settings=None, restart=False, depends=None, **more):

@@ -9,7 +9,7 @@ import pytest
 from fetch_running import run, source_file
 from running import REPOSITORY
 
-from data_prep.fetch import checks
+from data_prep.fetch import wanted
 from data_prep.fetch.download import RemoteFile, from_json, to_json
 from data_prep.fetch.listing import KEPT, _named, kept_files, months
 from data_prep.fetch.source import Source, built_in, read_source
@@ -110,13 +110,13 @@ def test_months():
 
 def test_a_dry_run_says_what_stands_against_it(tmp_path, capsys, monkeypatch):
     words = ["wikipedia", "cc100-en", "--set", "date=20260101", "--dry-run"]
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
+    monkeypatch.setattr(wanted.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
     assert run(*words, "--out", tmp_path / "new", "--json", tmp_path / "plan.json") == 0
     printed = capsys.readouterr().out
     assert "82.0 GB" in printed and "date=20260101" in printed and not (tmp_path / "new").exists()
     assert json.loads((tmp_path / "plan.json").read_text())["sources"][1]["files"] == 1
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**11))
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wanted.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**11))
+    monkeypatch.setattr(wanted.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "file").touch()
     assert run(*words, "--out", tmp_path / "file" / "new") == 1
     printed = capsys.readouterr().out
