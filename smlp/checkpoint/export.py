@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any, BinaryIO
 import torch
 
 from smlp.checkpoint.lazy import FileVersion, LazyTensor, StoredTensor, as_bytes
-from smlp.checkpoint.torch_file import write_torch_file
+from smlp.checkpoint.torch_file import VARIABLE, check_records, write_torch_file
 from smlp.config import ModelConfig, flatten
 from smlp.config.presets import FROM_TASK
 from smlp.errors import UserError
@@ -137,6 +138,18 @@ def digest_problem(path: str | Path) -> str | None:
     if digest.hexdigest() == wanted:
         return None
     return f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, its header says {wanted}"
+
+
+def check_sums(path: Path) -> None:
+    """Refuse a checkpoint or an export that has changed since it was written, unless the environment says not to look.
+
+    Raises:
+        UserError: the message names the file.
+    """
+    if path.suffix != ".safetensors":
+        check_records(path)
+    elif os.environ.get(VARIABLE) != "0" and (problem := digest_problem(path)):
+        raise UserError(problem)
 
 
 def is_export(content: Any) -> bool:

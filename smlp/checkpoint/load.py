@@ -1,20 +1,150 @@
-"""Checkpoints of ``fairseq-train`` as plain PyTorch models; needs no fairseq."""
+"""Checkpoints of ``fairseq-train`` as plain PyTorch models, with their dictionary and tokenizer; needs no fairseq.
+
+These are beside the checkpoint, with its data, or inside an export.
+"""
 
 from __future__ import annotations
 
+import tempfile
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from smlp.checkpoint.checksums import check_sums
-from smlp.checkpoint.export import PREFIX
-from smlp.checkpoint.opened import open_checkpoint
-from smlp.checkpoint.text_files import tokenizer_of
-from smlp.checkpoint.verify import fit_problems
+import torch
+
+from smlp.checkpoint.export import PREFIX, check_sums
+from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes
+from smlp.checkpoint.opened import Checkpoint, fit_problems, open_checkpoint
 from smlp.config import LEAKY_WARNING
 from smlp.errors import UserError
+from smlp.files import write_whole
 from smlp.inference.language_model import LanguageModel
 from smlp.nn.decoder import Decoder
-from smlp.text.tokenizer import Vocabulary
+from smlp.text.tokenizer import Tokenizer, Vocabulary
+from smlp.text.tokenizer_files import DICTIONARY, files_of, find_tokenizer
+
+
+def find_files(
+    path: str | Path,
+    data: str | None,
+    dictionary: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+) -> tuple[Path, Path | None]:
+    """The dictionary and, if there is one, the tokenizer of a checkpoint: the file that names it.
+
+    They are looked for beside the checkpoint and then in its data directory, the latter also beside a dictionary that
+    is named.
+
+    Args:
+        path: of the checkpoint.
+        data: directories that it was trained on, joined by ":".
+        dictionary, tokenizer: places to look at instead.
+
+    Raises:
+        UserError: there is no dictionary.
+    """
+    folders = [Path(path).parent, *(Path(folder) for folder in str(data or "").split(":") if folder)]
+    dictionary = dictionary or _find(DICTIONARY, folders)
+    if dictionary is None:
+        raise UserError(f"no {DICTIONARY} beside {path} or in {data}: name it with --dict")
+    tokenizer = tokenizer or find_tokenizer([Path(dictionary).parent, *folders])
+    return Path(dictionary), tokenizer and Path(tokenizer)
+
+
+def _find(name: str, folders: Sequence[Path]) -> Path | None:
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def tokenizer_of(
+    checkpoint: Checkpoint, dictionary: str | Path | None = None, tokenizer: str | Path | None = None
+) -> Tokenizer:
+    """The tokenizer of a checkpoint, from the files named, those in it if it is an export, or those found.
+
+    Raises:
+        UserError: there is no dictionary, it is of another size than the model's, or one of them cannot be read.
+    """
+    if checkpoint.is_export and dictionary is None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, tensor in checkpoint.files.items():
+                (Path(folder) / name).write_bytes(_to_bytes(tensor))
+            try:
+                return _read(Path(folder) / DICTIONARY, tokenizer or find_tokenizer([Path(folder)]), checkpoint)
+            except UserError as error:
+                raise UserError(f"in {checkpoint.path}: {str(error).replace(f'{folder}/', '')}") from error
+    return _read(*_find_for(checkpoint, dictionary, tokenizer), checkpoint)
+
+
+def _find_for(
+    checkpoint: Checkpoint, dictionary: str | Path | None, tokenizer: str | Path | None
+) -> tuple[Path, Path | None]:
+    task = checkpoint.state["cfg"].get("task")
+    data = task.get("data") if isinstance(task, Mapping) else getattr(task, "data", None)
+    return find_files(checkpoint.path, data, dictionary, tokenizer)
+
+
+def _read(dictionary: Path, tokenizer: str | Path | None, checkpoint: Checkpoint) -> Tokenizer:
+    vocabulary, num_rows = Vocabulary.load(dictionary), checkpoint.config.vocab_size
+    if len(vocabulary) != num_rows:
+        raise UserError(
+            f"dictionary {dictionary} has {len(vocabulary)} symbols but checkpoint {checkpoint.path} was trained with "
+            f"{num_rows}"
+        )
+    return Tokenizer(vocabulary, tokenizer)
+
+
+def text_files(
+    checkpoint: Checkpoint, dictionary: str | Path | None = None, tokenizer: str | Path | None = None
+) -> dict[str, LazyTensor]:
+    """What an export of a checkpoint holds: dictionary and tokenizer, by file name; arguments as above.
+
+    Raises:
+        UserError: as above.
+    """
+    tokenizer_of(checkpoint, dictionary, tokenizer)
+    files = dict(checkpoint.files)
+    if dictionary is not None or not checkpoint.is_export:
+        dictionary, tokenizer = _find_for(checkpoint, dictionary, tokenizer)
+        files[DICTIONARY] = _bytes_of(dictionary)
+    if tokenizer is not None:
+        files = {name: content for name, content in files.items() if name == DICTIONARY}
+        files |= {name: _bytes_of(path) for name, path in files_of(Path(tokenizer)).items()}
+    return files
+
+
+def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
+    """Refuses a folder that has another dictionary or tokenizer than these.
+
+    Raises:
+        UserError: the message names the file.
+    """
+    for name, tensor in files.items():
+        if (folder / name).exists() and _to_bytes(_bytes_of(folder / name)) != _to_bytes(tensor):
+            raise UserError(f"{folder / name} is another one than that of the export: write to another folder")
+
+
+def write_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
+    """Writes the dictionary and the tokenizer of an export to a folder, beside what became of it."""
+    for name, tensor in files.items():
+        if not (folder / name).exists():
+            data = _to_bytes(tensor)
+            write_whole(folder / name, lambda file, data=data: file.write(data))
+
+
+def _bytes_of(path: Path) -> HeldTensor:
+    """The content of a file, (n,) uint8.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        data = bytearray(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return HeldTensor(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
+
+
+def _to_bytes(tensor: LazyTensor | torch.Tensor) -> bytes:
+    return bytes(as_bytes(tensor.load() if isinstance(tensor, LazyTensor) else tensor.contiguous()))
 
 
 def load_pretrained(

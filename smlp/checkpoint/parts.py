@@ -24,19 +24,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.checksums import check_sums
-from smlp.checkpoint.index import (
-    FORMAT,
-    INDEX_KEY,
-    PARTS_FOLDER,
-    ExpertIndex,
-    Part,
-    id_range,
-)
+from smlp.checkpoint.index import FORMAT, INDEX_KEY, ExpertIndex, Part, id_range, size_problem
 from smlp.checkpoint.lazy import LazyTensor, joined_rows
-from smlp.checkpoint.torch_file import read_structure, write_torch_file
+from smlp.checkpoint.torch_file import check_records, read_structure, write_torch_file
 from smlp.errors import UserError
-from smlp.files import regular_file, write_whole
+from smlp.files import write_whole
 
 
 class _Hashing:
@@ -228,7 +220,7 @@ def open_part(path: str | Path, index: ExpertIndex, part: Part, compare: bool = 
     file = Path(path).parent / part.file
     try:
         if compare:
-            check_sums(file)
+            check_records(file)
         content = read_structure(file)
         found = (content["token"], tuple(content["expert_ids"]))
         tensors = content["tensors"]
@@ -251,27 +243,6 @@ def open_part(path: str | Path, index: ExpertIndex, part: Part, compare: bool = 
                 f"{_describe(wanted.get(key))}"
             )
     return tensors
-
-
-def size_problem(path: str | Path, part: Part) -> str | None:
-    """The sentence for a part of a checkpoint that is missing or has another size than the index says; else None."""
-    file = Path(path).parent / part.file
-    if not file.exists():
-        return (
-            f"{file}, with experts {part.experts()} of {path}, is missing: a checkpoint of several ranks moves "
-            f"together with its {PARTS_FOLDER}/ (smlp checkpoint merge makes one file of it)"
-        )
-    try:
-        regular_file(file)
-    except UserError as error:
-        return f"{error} (experts {part.experts()} of {path})"
-    num_bytes = file.stat().st_size
-    if num_bytes != part.num_bytes:
-        return (
-            f"{file}, with experts {part.experts()} of {path}, has {num_bytes:,} bytes where the index says "
-            f"{part.num_bytes:,}: it is truncated, or of another checkpoint"
-        )
-    return None
 
 
 def _describe(tensor: tuple[tuple[int, ...], str] | None) -> str:

@@ -15,8 +15,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smlp.checkpoint.index import INDEX_KEY, ExpertIndex, Part, describe_tensors, new_token, part_file
-from smlp.checkpoint.leftovers import remove_unused_parts
+from smlp.checkpoint.index import (
+    INDEX_KEY,
+    ExpertIndex,
+    Part,
+    describe_tensors,
+    new_token,
+    part_file,
+    remove_unused_parts,
+)
 from smlp.checkpoint.parts import detach, write_part
 from smlp.errors import ParallelError, UserError
 from smlp.trainer.spread import SpreadExperts, experts_of

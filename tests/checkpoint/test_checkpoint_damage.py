@@ -17,12 +17,11 @@ from checkpoint_states import PREFIX, command, content, differences, refused, sa
 
 import smlp
 from smlp.checkpoint import output
-from smlp.checkpoint.index import INDEX_KEY
-from smlp.checkpoint.leftovers import remove_unused_parts
+from smlp.checkpoint.index import INDEX_KEY, remove_unused_parts
+from smlp.checkpoint.inspection import problems_of
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.output import write_in_parts
 from smlp.checkpoint.parts import read_all, write_part
-from smlp.checkpoint.verify import problems_of
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,4 +1,4 @@
-"""Whether training can resume from what a checkpoint says of its progress."""
+"""Whether the content of a file is a checkpoint of one of this package's models, from which training can resume."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import numbers
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from smlp.checkpoint.export import PREFIX
+from smlp.config import ModelConfig
+from smlp.config.presets import from_training_options
+from smlp.errors import UserError
+from smlp.text.tokenizer import Vocabulary
+
+_EMBEDDING = PREFIX + "embedding.weight"
+_BLOCKS = PREFIX + "blocks."
+_MOST_TOKENS = 1 << 20
 
 #: numbers that training resumes from: the way to each in a checkpoint (-1: the last of a list), and its least value
 _NUMBERS = (
@@ -112,3 +122,54 @@ def _at(state: Any, way: Sequence[str | int]) -> Any:
 
 def _shown(way: Sequence[str | int]) -> str:
     return ".".join(str(step) for step in way if isinstance(step, str))
+
+
+def check_is_ours(state: Any, path: str | Path) -> None:
+    """Refuses the content of a file that is no checkpoint of one of this package's models.
+
+    Raises:
+        UserError: it is not; the message names the file.
+    """
+    if isinstance(state, Mapping) and "expert_ids" in state:
+        raise UserError(f"{path} holds some experts of a checkpoint: name the file of the checkpoint itself")
+    is_checkpoint = isinstance(state, Mapping) and isinstance(state.get("model"), Mapping)
+    if not is_checkpoint or not isinstance(state.get("cfg"), Mapping):
+        raise UserError(f"{path} is no checkpoint of fairseq-train: it has no model and configuration")
+    options = state["cfg"].get("model")
+    if not isinstance(options, Mapping) or _EMBEDDING not in state["model"]:
+        name = options.get("_name") if isinstance(options, Mapping) else getattr(options, "arch", None)
+        raise UserError(f"{path} holds another kind of model ({name}), not one of smlp's")
+    for name, tensor in state["model"].items():
+        if not hasattr(tensor, "shape") or not isinstance(name, str):
+            raise UserError(f"{path} is damaged: it has {tensor!r:.40} as {name}, which is no tensor")
+    if len(state["model"][_EMBEDDING].shape) != 2:
+        raise UserError(f"{path} is damaged: {_EMBEDDING} has shape {tuple(state['model'][_EMBEDDING].shape)}")
+
+
+def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
+    """The configuration of the model in a checkpoint.
+
+    Raises:
+        UserError: it cannot be built.
+    """
+    options, (num_rows, width) = state["cfg"]["model"], state["model"][_EMBEDDING].shape
+    try:
+        config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
+    except (UserError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"the configuration in {path} is of no model that can be built: {error}") from error
+    # Before anything of these sizes is made: they may be any numbers.
+    blocks = {name.split(".")[3] for name in state["model"] if name.startswith(_BLOCKS)}
+    axis = max(max(tensor.shape, default=0) for tensor in state["model"].values())
+    experts = config.moe.num_experts if config.num_sparse_layers else 0
+    for what, size, most in (
+        ("blocks", config.num_layers, len(blocks)),
+        ("experts", experts, axis),
+        ("features", config.embed_dim, width),
+        ("positions", config.max_tokens, max(axis, _MOST_TOKENS)),  # of which sinusoids are no tensor in the file
+    ):
+        if size > most:
+            raise UserError(
+                f"{path} does not fit its configuration ({options.get('_name')}), which has {size:,} {what}: the "
+                f"tensors in it are of {most:,} at most"
+            )
+    return config
