@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,6 @@ _EMBEDDING = PREFIX + "embedding.weight"
 _BLOCKS = PREFIX + "blocks."
 _MOST_TOKENS = 1 << 20
 
-#: numbers that training resumes from: the way to each in a checkpoint (-1: the last of a list), and its least value
-_NUMBERS = (
-    (("optimizer_history", -1, "num_updates"), 0),
-    (("extra_state", "train_iterator", "epoch"), 1),
-    (("extra_state", "train_iterator", "iterations_in_epoch"), 0),
-)
-#: what must be a dictionary, or missing
-_MAPPINGS = (
-    ("extra_state",),
-    ("extra_state", "train_iterator"),
-    ("extra_state", "metrics"),
-    ("optimizer_history", -1),
-    ("optimizer_history", -1, "lr_scheduler_state"),
-    ("last_optimizer_state",),
-)
 _ABSENT = object()
 
 
@@ -42,26 +27,15 @@ def progress_problems(state: Any, path: str | Path) -> list[str]:
         state: of a checkpoint of fairseq; what it lacks is left to fairseq, which knows checkpoints of other times.
         path: of the checkpoint.
     """
-    if not isinstance(state, Mapping):
-        return []
     problems = []
-    if not isinstance(state.get("optimizer_history") or [], list):
-        problems.append(f"{path} is damaged: optimizer_history is {state['optimizer_history']!r:.60}, not a list")
-    for way in _MAPPINGS:
+    for way, is_right, expected in _PROGRESS:
         value = _at(state, way)
-        if value is not _ABSENT and value is not None and not isinstance(value, Mapping):
-            problems.append(f"{path} is damaged: {_shown(way)} is {value!r:.60}, not a dictionary")
-    for way, least in _NUMBERS:
-        value = _at(state, way)
-        if value is not _ABSENT and not (type(value) is int and value >= least):
-            problems.append(
-                f"{path} is damaged: {_shown(way)} is {value!r:.60}, but must be a whole number of at least {least}"
-            )
-    best = _at(state, ("extra_state", "best"))
-    if best is not _ABSENT and best is not None and not _is_number(best):
-        problems.append(f"{path} is damaged: extra_state.best is {best!r:.60}, not a number")
+        if value is not _ABSENT and not is_right(value):
+            shown = ".".join(step for step in way if isinstance(step, str))
+            problems.append(f"{path} is damaged: {shown} is {value!r:.60}, {expected}")
     moments = _at(state, ("last_optimizer_state", "state"))
-    if moments is not _ABSENT and not _is_by_parameter(moments):
+    by_parameter = isinstance(moments, Mapping) and all(isinstance(value, Mapping) for value in moments.values())
+    if moments is not _ABSENT and not by_parameter:
         problems.append(f"{path} is damaged: the optimizer's state in it is not kept by parameter")
     return problems
 
@@ -97,10 +71,6 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
     return problems
 
 
-def _is_by_parameter(moments: Any) -> bool:
-    return isinstance(moments, Mapping) and all(isinstance(value, Mapping) for value in moments.values())
-
-
 def _is_number(value: Any) -> bool:
     """Whether it is a number, or a tensor of one."""
     return (isinstance(value, numbers.Real) and not isinstance(value, bool)) or getattr(value, "shape", None) == ()
@@ -120,8 +90,26 @@ def _at(state: Any, way: Sequence[str | int]) -> Any:
     return state
 
 
-def _shown(way: Sequence[str | int]) -> str:
-    return ".".join(str(step) for step in way if isinstance(step, str))
+def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: type(value) is int and value >= least, f"but must be a whole number of at least {least}"
+
+
+_MAPPING = (lambda value: value is None or isinstance(value, Mapping), "not a dictionary")
+#: of what training resumes from: the way to it in a checkpoint (-1: the last of a list), whether a value is right, and
+#: what it must be
+_PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] = (
+    (("optimizer_history",), lambda value: not value or isinstance(value, list), "not a list"),
+    (("extra_state",), *_MAPPING),
+    (("extra_state", "train_iterator"), *_MAPPING),
+    (("extra_state", "metrics"), *_MAPPING),
+    (("optimizer_history", -1), *_MAPPING),
+    (("optimizer_history", -1, "lr_scheduler_state"), *_MAPPING),
+    (("last_optimizer_state",), *_MAPPING),
+    (("optimizer_history", -1, "num_updates"), *_whole(0)),
+    (("extra_state", "train_iterator", "epoch"), *_whole(1)),
+    (("extra_state", "train_iterator", "iterations_in_epoch"), *_whole(0)),
+    (("extra_state", "best"), lambda value: value is None or _is_number(value), "not a number"),
+)
 
 
 def check_is_ours(state: Any, path: str | Path) -> None:

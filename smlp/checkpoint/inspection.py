@@ -17,6 +17,8 @@ from smlp.checkpoint.parts import open_part
 from smlp.checkpoint.torch_file import existing_file, read_structure, record_problem
 from smlp.errors import UserError
 
+_SIZES = ("max_tokens", "vocab_size", "embed_dim", "ffn_dim", "num_dense_layers", "num_sparse_layers")
+
 
 def problems_of(path: str | Path) -> list[str]:
     """What is wrong with a checkpoint, one sentence each; nothing if it is whole.
@@ -55,7 +57,7 @@ def file_problems(path: str | Path) -> list[str]:
             problem = digest_problem(path)
             return [problem] if problem else []
         content = read_structure(path)
-        problems = _archive_problems(path)
+        problems = _record_problems(path)
         if isinstance(content, dict) and INDEX_KEY in content:
             index = ExpertIndex.from_plain(content[INDEX_KEY], path)
             problems += [problem for part in index.parts if (problem := _part_problem(path, index, part))]
@@ -66,14 +68,13 @@ def file_problems(path: str | Path) -> list[str]:
         return [f"cannot read {error.filename or path}: {error.strerror}"]
 
 
-def _archive_problems(path: Path) -> list[str]:
-    """What is wrong with the records of a file, or why torch does not take it all the same."""
-    problem = record_problem(path)
-    return [problem] if problem else _unusable(path)
+def _record_problems(path: Path) -> list[str]:
+    """What is wrong with the records of a file, or why torch does not take it all the same.
 
-
-def _unusable(path: Path) -> list[str]:
-    """Why torch does not take a file whose records are intact: it looks at fields that hold nothing of the content."""
+    Torch looks at fields that hold nothing of the content.
+    """
+    if problem := record_problem(path):
+        return [problem]
     try:
         torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
@@ -87,25 +88,17 @@ def _part_problem(path: Path, index: ExpertIndex, part: Part) -> str | None:
     if problem:
         return problem
     file = path.parent / part.file
-    digest = sha256_of(file)
     try:
+        with open(file, "rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
         open_part(path, index, part, compare=False)
         if digest == part.sha256:
             return None
-        damaged = _archive_problems(file)
+        damaged = _record_problems(file)
     except UserError as error:
         return str(error)
     changed = f"{file} is damaged: its SHA-256 is {digest}, the index says {part.sha256}"
     return f"{(damaged or [changed])[0]} (experts {part.experts()} of {path})"
-
-
-def sha256_of(path: str | Path) -> str:
-    """Of the bytes of a file."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-    return digest.hexdigest()
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -141,12 +134,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         },
         "dtypes": sorted({str(model[name].dtype).removeprefix("torch.") for name in parameters & model.keys()}),
         "settings": {
-            "max_tokens": config.max_tokens,
-            "vocab_size": config.vocab_size,
-            "embed_dim": config.embed_dim,
-            "ffn_dim": config.ffn_dim,
-            "num_dense_layers": config.num_dense_layers,
-            "num_sparse_layers": config.num_sparse_layers,
+            **{name: getattr(config, name) for name in _SIZES},
             "num_experts": config.moe.num_experts if config.num_sparse_layers else 0,
         },
         "layout": {

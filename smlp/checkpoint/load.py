@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,35 +24,26 @@ from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, files_of, find_tokenizer
 
 
-def find_files(
-    path: str | Path,
-    data: str | None,
-    dictionary: str | Path | None = None,
-    tokenizer: str | Path | None = None,
+def _find_files(
+    checkpoint: Checkpoint, dictionary: str | Path | None, tokenizer: str | Path | None
 ) -> tuple[Path, Path | None]:
-    """The dictionary and, if there is one, the tokenizer of a checkpoint: the file that names it.
+    """The dictionary and, if there is one, the tokenizer of a checkpoint; the arguments name other places.
 
-    They are looked for beside the checkpoint and then in its data directory, the latter also beside a dictionary that
-    is named.
-
-    Args:
-        path: of the checkpoint.
-        data: directories that it was trained on, joined by ":".
-        dictionary, tokenizer: places to look at instead.
+    They are looked for beside the checkpoint and then in the data directories that it was trained on, the tokenizer
+    also beside a dictionary that is named.
 
     Raises:
         UserError: there is no dictionary.
     """
-    folders = [Path(path).parent, *(Path(folder) for folder in str(data or "").split(":") if folder)]
-    dictionary = dictionary or _find(DICTIONARY, folders)
+    task = checkpoint.state["cfg"].get("task")
+    data = task.get("data") if isinstance(task, Mapping) else getattr(task, "data", None)
+    folders = [checkpoint.path.parent, *(Path(folder) for folder in str(data or "").split(":") if folder)]
+    found = (folder / DICTIONARY for folder in folders if (folder / DICTIONARY).is_file())
+    dictionary = dictionary or next(found, None)
     if dictionary is None:
-        raise UserError(f"no {DICTIONARY} beside {path} or in {data}: name it with --dict")
+        raise UserError(f"no {DICTIONARY} beside {checkpoint.path} or in {data}: name it with --dict")
     tokenizer = tokenizer or find_tokenizer([Path(dictionary).parent, *folders])
     return Path(dictionary), tokenizer and Path(tokenizer)
-
-
-def _find(name: str, folders: Sequence[Path]) -> Path | None:
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def tokenizer_of(
@@ -71,15 +62,7 @@ def tokenizer_of(
                 return _read(Path(folder) / DICTIONARY, tokenizer or find_tokenizer([Path(folder)]), checkpoint)
             except UserError as error:
                 raise UserError(f"in {checkpoint.path}: {str(error).replace(f'{folder}/', '')}") from error
-    return _read(*_find_for(checkpoint, dictionary, tokenizer), checkpoint)
-
-
-def _find_for(
-    checkpoint: Checkpoint, dictionary: str | Path | None, tokenizer: str | Path | None
-) -> tuple[Path, Path | None]:
-    task = checkpoint.state["cfg"].get("task")
-    data = task.get("data") if isinstance(task, Mapping) else getattr(task, "data", None)
-    return find_files(checkpoint.path, data, dictionary, tokenizer)
+    return _read(*_find_files(checkpoint, dictionary, tokenizer), checkpoint)
 
 
 def _read(dictionary: Path, tokenizer: str | Path | None, checkpoint: Checkpoint) -> Tokenizer:
@@ -103,7 +86,7 @@ def text_files(
     tokenizer_of(checkpoint, dictionary, tokenizer)
     files = dict(checkpoint.files)
     if dictionary is not None or not checkpoint.is_export:
-        dictionary, tokenizer = _find_for(checkpoint, dictionary, tokenizer)
+        dictionary, tokenizer = _find_files(checkpoint, dictionary, tokenizer)
         files[DICTIONARY] = _bytes_of(dictionary)
     if tokenizer is not None:
         files = {name: content for name, content in files.items() if name == DICTIONARY}
@@ -126,8 +109,7 @@ def write_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
     """Writes the dictionary and the tokenizer of an export to a folder, beside what became of it."""
     for name, tensor in files.items():
         if not (folder / name).exists():
-            data = _to_bytes(tensor)
-            write_whole(folder / name, lambda file, data=data: file.write(data))
+            write_whole(folder / name, _to_bytes(tensor))
 
 
 def _bytes_of(path: Path) -> HeldTensor:
@@ -143,8 +125,8 @@ def _bytes_of(path: Path) -> HeldTensor:
     return HeldTensor(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
 
 
-def _to_bytes(tensor: LazyTensor | torch.Tensor) -> bytes:
-    return bytes(as_bytes(tensor.load() if isinstance(tensor, LazyTensor) else tensor.contiguous()))
+def _to_bytes(tensor: LazyTensor) -> bytes:
+    return bytes(as_bytes(tensor.load()))
 
 
 def load_pretrained(

@@ -82,13 +82,18 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
         UserError: a file is missing, truncated or of another checkpoint, or there is another kind of model in it.
     """
-    path = existing_file(path)
+    path, files = existing_file(path), None
     if path.suffix == ".safetensors":
-        return _of_export(path, *read_safetensors(path))
-    state = read_structure(path)
-    if is_export(state):
-        return _of_export(path, *read_export(state, path))
-    _check(state, path)
+        state, files = read_safetensors(path)
+    else:
+        state = read_structure(path)
+        if is_export(state):
+            state, files = read_export(state, path)
+    check_is_ours(state, path)
+    for problem in progress_problems(state, path):
+        raise UserError(problem)
+    if files is not None:
+        return Checkpoint(path, state, config_of(state, path), files=files, is_export=True)
     reader = attach(state, path, compare=False)
     for part in reader.index.parts if reader else ():
         reader.open(part)
@@ -100,18 +105,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         model = state["model"]
         state["model"] = {name: model[name] for name in [*order, *model] if name in model}
     return checkpoint
-
-
-def _of_export(path: Path, state: dict[str, Any], files: dict[str, LazyTensor]) -> Checkpoint:
-    _check(state, path)
-    return Checkpoint(path, state, config_of(state, path), files=files, is_export=True)
-
-
-def _check(state: Any, path: Path) -> None:
-    """Refuse what is no checkpoint, or from which training could not resume."""
-    check_is_ours(state, path)
-    for problem in progress_problems(state, path):
-        raise UserError(problem)
 
 
 def fit_problems(checkpoint: Checkpoint) -> list[str]:

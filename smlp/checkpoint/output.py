@@ -85,7 +85,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> Expe
         raise UserError(f"{num_experts} experts cannot be split into {num_parts} parts: give a divisor of their number")
     if target.suffix != ".pt":
         raise UserError(f"{target} must end in .pt, as checkpoints of fairseq do")
-    check_optimizer(checkpoint)
+    _check_optimizer(checkpoint)
     check_beside(checkpoint.files, target.parent)
     state = _copied(checkpoint.state)
     positions, token, size = checkpoint.positions, new_token(), num_experts // num_parts
@@ -121,7 +121,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> Expe
     return index
 
 
-def check_optimizer(checkpoint: Checkpoint) -> None:
+def _check_optimizer(checkpoint: Checkpoint) -> None:
     """Refuses a state of the optimizer that is not kept parameter by parameter.
 
     Raises:

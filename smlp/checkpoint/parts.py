@@ -117,11 +117,12 @@ class PartReader:
 
     def rows(self, key: str, expert_ids: Iterable[int] | None = None) -> LazyTensor:
         """Rows of experts, all by default, in that order, (.., ...)."""
-        wanted = range(self.index.num_experts) if expert_ids is None else list(expert_ids)
+        wanted = list(range(self.index.num_experts) if expert_ids is None else expert_ids)
+        needed = set(wanted)
         places = {
             expert: (self.open(part)[key], row)
             for part in self.index.parts
-            if not set(wanted).isdisjoint(part.expert_ids)
+            if not needed.isdisjoint(part.expert_ids)
             for row, expert in enumerate(part.expert_ids)
         }
         return joined_rows([places[expert] for expert in wanted])

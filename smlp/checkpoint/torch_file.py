@@ -40,16 +40,12 @@ _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
 _PADDING_ID = 0x4246  # of the extra field with which torch, too, aligns records
 _MOST_VALUES = 10_000_000  # in the content of a file, counted where they are used: lists may hold one list many times
 _STORAGES = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
+    getattr(torch, dtype): f"{name}Storage"
+    for dtype, name in zip(
+        ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"],
+        ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"],
+        strict=True,
+    )
 }
 _DTYPES = {name: dtype for dtype, name in _STORAGES.items()}
 _PLAIN = {

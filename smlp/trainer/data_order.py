@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.journal import Journal
 from smlp.fairseq_compat.core import core_of
+from smlp.files import Journal
 
 #: what a micro-batch adds to its logging output
 _DIGEST = "data_digest"
