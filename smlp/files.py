@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import json
 import logging
 import os
 import shutil
@@ -17,7 +18,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from smlp.errors import UserError
 
@@ -282,8 +283,12 @@ def copy_whole(source: str | Path, target: str | Path) -> None:
     write_whole(target, write)
 
 
-def write_whole(target: str | Path, write: Callable[[BinaryIO], None]) -> None:
-    """Call ``write`` with a temporary file beside ``target``, force it to the disk, rename it to ``target``.
+def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object]) -> None:
+    """Write a temporary file beside ``target``, force it to the disk, rename it to ``target``.
+
+    Args:
+        target: of the file.
+        content: of it; or what writes it, called again where the operating system may succeed at a second attempt.
 
     Raises:
         UserError: the operating system refused; the temporary file is gone and an older ``target`` is untouched.
@@ -292,7 +297,7 @@ def write_whole(target: str | Path, write: Callable[[BinaryIO], None]) -> None:
     temporary = _temporary(target)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            _write_and_rename(temporary, target, write)
+            _write_and_rename(temporary, target, content)
             return
         except Exception as error:
             cause = _os_error(error)
@@ -309,11 +314,11 @@ def _temporary(target: Path) -> Path:
     return target.with_name(f"{target.name}.{os.getpid()}.tmp")
 
 
-def _write_and_rename(temporary: Path, target: Path, write: Callable[[BinaryIO], None]) -> None:
+def _write_and_rename(temporary: Path, target: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     _check_replaceable(target, str(target))
     try:
         with open(temporary, "wb") as file:
-            write(file)
+            file.write(content) if isinstance(content, bytes) else content(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -345,3 +350,51 @@ def _cannot_write(target: Path, error: OSError) -> str:
     except OSError:
         free = "that directory is gone"
     return f"cannot write {target}: {error.strerror} ({free}); the files saved before are untouched"
+
+
+class Journal:
+    """One line for each update that is reported, in order and without repetition also where training was resumed.
+
+    Opening it drops lines of later updates than the one that training goes on from (written by a run that was stopped
+    after its last checkpoint) and lines that are damaged. If the file cannot be written, one warning says so and
+    training goes on.
+
+    Args:
+        path: of the file; its directory is made.
+        num_updates: updates done before this process.
+        what: is recorded, for the warning.
+    """
+
+    def __init__(self, path: Path, num_updates: int, what: str) -> None:
+        self.path: Path | None = path
+        self.what = what
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                text = path.read_bytes()
+                kept = b"".join(line for line in text.splitlines(keepends=True) if _is_up_to(line, num_updates))
+                if kept != text:
+                    write_whole(path, kept)
+        except (OSError, UserError) as error:
+            self._give_up(error)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Adds a record, which has its number under ``"update"``."""
+        if self.path is None:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning(f"no {self.what} from here on: cannot write {self.path}: {error}")
+        self.path = None
+
+
+def _is_up_to(line: bytes, num_updates: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["update"] <= num_updates
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any, BinaryIO
 import torch
 
 from smlp.checkpoint.lazy import FileVersion, LazyTensor, StoredTensor, as_bytes
-from smlp.checkpoint.torch_file import write_torch_file
+from smlp.checkpoint.torch_file import VARIABLE, check_records, write_torch_file
 from smlp.config import ModelConfig, flatten
 from smlp.config.presets import FROM_TASK
 from smlp.errors import UserError
@@ -44,16 +45,12 @@ _TEXT_FILES = (DICTIONARY, *TOKENIZER_FILES)
 _HEADER = struct.Struct("<Q")
 _NO_DIGEST = "0" * 64
 _SAFETENSORS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    getattr(torch, dtype): name
+    for dtype, name in zip(
+        ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"],
+        ["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"],
+        strict=True,
+    )
 }
 _DTYPES = {name: dtype for dtype, name in _SAFETENSORS.items()}
 
@@ -97,11 +94,7 @@ def write_export(file: BinaryIO, export: Mapping[str, Any], as_safetensors: bool
     for name in names:
         tensor, begin = tensors[name], end
         end += tensor.num_bytes
-        table[name] = {
-            "dtype": _SAFETENSORS[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        table[name] = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
 
     metadata = {"format": "pt", "smlp": json.dumps(facts), "sha256": _NO_DIGEST}
     header = json.dumps({"__metadata__": metadata, **table}).encode()
@@ -137,6 +130,18 @@ def digest_problem(path: str | Path) -> str | None:
     if digest.hexdigest() == wanted:
         return None
     return f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, its header says {wanted}"
+
+
+def check_sums(path: Path) -> None:
+    """Refuse a checkpoint or an export that has changed since it was written, unless the environment says not to look.
+
+    Raises:
+        UserError: the message names the file.
+    """
+    if path.suffix != ".safetensors":
+        check_records(path)
+    elif os.environ.get(VARIABLE) != "0" and (problem := digest_problem(path)):
+        raise UserError(problem)
 
 
 def is_export(content: Any) -> bool:

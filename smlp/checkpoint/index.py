@@ -1,9 +1,14 @@
-"""What a checkpoint says about the files that hold its experts; see :mod:`smlp.checkpoint.parts`."""
+"""What a checkpoint says about the files that hold its experts, and what is left of them when nobody needs them.
+
+See :mod:`smlp.checkpoint.parts`.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smlp.checkpoint.torch_file import read_structure
 from smlp.errors import UserError
-from smlp.files import name_below
+from smlp.files import name_below, regular_file
+
+logger = logging.getLogger(__name__)
 
 #: of the index in a checkpoint
 INDEX_KEY = "smlp_experts"
@@ -127,3 +135,57 @@ def id_range(expert_ids: Sequence[int]) -> str:
     if not expert_ids:
         return "none"
     return f"{expert_ids[0]} to {expert_ids[-1]}" if len(expert_ids) > 1 else str(expert_ids[0])
+
+
+def size_problem(path: str | Path, part: Part) -> str | None:
+    """The sentence for a part of a checkpoint that is missing or has another size than the index says; else None."""
+    file = Path(path).parent / part.file
+    if not file.exists():
+        return (
+            f"{file}, with experts {part.experts()} of {path}, is missing: a checkpoint of several ranks moves "
+            f"together with its {PARTS_FOLDER}/ (smlp checkpoint merge makes one file of it)"
+        )
+    try:
+        regular_file(file)
+    except UserError as error:
+        return f"{error} (experts {part.experts()} of {path})"
+    num_bytes = file.stat().st_size
+    if num_bytes != part.num_bytes:
+        return (
+            f"{file}, with experts {part.experts()} of {path}, has {num_bytes:,} bytes where the index says "
+            f"{part.num_bytes:,}: it is truncated, or of another checkpoint"
+        )
+    return None
+
+
+def remove_unused_parts(save_dir: str | Path) -> list[Path]:
+    """Deletes the parts of saved states of which no ``*.pt`` file beside them has an index: those of checkpoints that
+    were deleted or written over, and of a run that was killed while it saved.
+
+    If a file cannot be read, nothing is deleted.
+
+    Returns:
+        The folders deleted.
+    """
+    save_dir = Path(save_dir)
+    present = {folder for folder in (save_dir / PARTS_FOLDER).glob("update_*") if folder.is_dir()}
+    if not present:
+        return []
+    used = set()
+    for checkpoint in save_dir.glob("*.pt"):
+        try:
+            used |= _folders(checkpoint)
+        except Exception as error:  # unpickling arbitrary bytes can raise anything
+            logger.warning(f"unused experts are kept: {checkpoint} cannot be read ({type(error).__name__})")
+            return []
+    removed = sorted(present - used)
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return removed
+
+
+def _folders(checkpoint: Path) -> set[Path]:
+    """Where the parts of a checkpoint are."""
+    state = read_structure(checkpoint)  # which notices a damaged index, where torch.load would take its word
+    index = state.get(INDEX_KEY) if isinstance(state, dict) else None
+    return {(checkpoint.parent / part["file"]).parent for part in index["parts"]} if index else set()

@@ -39,10 +39,6 @@ class LazyTensor(ABC):
         """Size in memory."""
         return self.numel * self.dtype.itemsize
 
-    def size(self, dim: int) -> int:
-        """Length of an axis."""
-        return self.shape[dim]
-
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened tensor, (stop - start,)."""
@@ -139,22 +135,21 @@ class SplicedTensor(LazyTensor):
 
     def __init__(self, shape: Sequence[int], runs: Iterable[tuple[LazyTensor, int, int]]) -> None:
         self.shape = tuple(shape)
-        self._runs = [run for run in runs if run[2] > 0]
+        self._runs = list(runs)
         self._ends = list(itertools.accumulate(length for _, _, length in self._runs))
-        dtypes = {source.dtype for source, _, _ in self._runs}
-        assert len(dtypes) == 1 and self._ends[-1] == self.numel
-        (self.dtype,) = dtypes
+        self.dtype = self._runs[0][0].dtype
+        assert all(source.dtype == self.dtype for source, _, _ in self._runs) and self._ends[-1] == self.numel
 
     def read(self, start: int, stop: int) -> Tensor:
-        pieces = [torch.empty(0, dtype=self.dtype)]
+        elements = torch.empty(stop - start, dtype=self.dtype)
         for number in range(bisect.bisect_right(self._ends, start), len(self._runs)):
             source, first, length = self._runs[number]
             begin = self._ends[number] - length
             if begin >= stop:
                 break
             low, high = max(start, begin), min(stop, begin + length)
-            pieces.append(source.read(first + low - begin, first + high - begin))
-        return pieces[-1] if len(pieces) == 2 else torch.cat(pieces)
+            elements[low - start : high - start] = source.read(first + low - begin, first + high - begin)
+        return elements
 
 
 class ComputedTensor(LazyTensor):
@@ -190,8 +185,7 @@ class MadeTensor(LazyTensor):
 
 def rows_of(source: LazyTensor, rows: Sequence[int]) -> SplicedTensor:
     """Rows (e, ...) of a tensor (E, ...)."""
-    length = source.numel // source.shape[0]
-    return SplicedTensor((len(rows), *source.shape[1:]), ((source, row * length, length) for row in rows))
+    return joined_rows([(source, row) for row in rows])
 
 
 def joined_rows(places: Sequence[tuple[LazyTensor, int]]) -> SplicedTensor:

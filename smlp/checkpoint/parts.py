@@ -15,47 +15,20 @@ with the parameter's name in the state dict.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.checksums import check_sums
-from smlp.checkpoint.index import (
-    FORMAT,
-    INDEX_KEY,
-    PARTS_FOLDER,
-    ExpertIndex,
-    Part,
-    describe_tensors,
-    id_range,
-    new_token,
-    part_file,
-)
-from smlp.checkpoint.lazy import LazyTensor
-from smlp.checkpoint.torch_file import write_torch_file
+from smlp.checkpoint.index import FORMAT, INDEX_KEY, ExpertIndex, Part, id_range, size_problem
+from smlp.checkpoint.lazy import LazyTensor, joined_rows
+from smlp.checkpoint.torch_file import check_records, read_structure, write_torch_file
 from smlp.errors import UserError
-from smlp.files import regular_file, write_whole
-
-__all__ = [
-    "INDEX_KEY",
-    "PARTS_FOLDER",
-    "ExpertIndex",
-    "ExpertRows",
-    "Part",
-    "PartReader",
-    "attach",
-    "describe_tensors",
-    "detach",
-    "new_token",
-    "part_file",
-    "read_all",
-    "write_part",
-]
+from smlp.files import write_whole
 
 
 class _Hashing:
@@ -108,11 +81,6 @@ def write_part(
     return Part(file, tuple(expert_ids), written[-1].num_bytes, written[-1].hash.hexdigest())
 
 
-def _load_mapped(path: Path) -> Any:
-    check_sums(path)
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-
-
 class PartReader:
     """Reads experts of one saved state; what it has opened it keeps.
 
@@ -121,82 +89,82 @@ class PartReader:
     Args:
         path: of the checkpoint.
         index: of its experts.
-        load: the content of a file; with its tensors mapped into memory by default.
+        compare: whether a part that is opened is compared with its checksums.
 
     Raises:
         UserError: a part is missing, or has another size than the index says.
     """
 
-    def __init__(self, path: str | Path, index: ExpertIndex, load: Callable[[Path], Any] = _load_mapped) -> None:
-        self.path, self.index, self._load = Path(path), index, load
-        self._opened: dict[str, dict[str, Any]] = {}
+    def __init__(self, path: str | Path, index: ExpertIndex, compare: bool = True) -> None:
+        self.path, self.index, self._compare = Path(path), index, compare
+        self._opened: dict[str, dict[str, LazyTensor]] = {}
         for part in index.parts:
-            problem = size_problem(self.path, part)
-            if problem:
+            if problem := size_problem(self.path, part):
                 raise UserError(problem)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": {}}
 
-    def open(self, part: Part) -> Mapping[str, Any]:
+    def open(self, part: Part) -> Mapping[str, LazyTensor]:
         """The tensors of a part.
 
         Raises:
             UserError: it is damaged, or belongs to another state.
         """
         if part.file not in self._opened:
-            self._opened[part.file] = open_part(self.path, self.index, part, self._load)
+            self._opened[part.file] = open_part(self.path, self.index, part, self._compare)
         return self._opened[part.file]
 
-    def read(self, key: str, expert_ids: Iterable[int] | None = None) -> Tensor:
-        """Rows of experts, all by default, in that order, (.., ...); a copy in memory."""
-        shape, dtype = self.index.tensors[key]
+    def rows(self, key: str, expert_ids: Iterable[int] | None = None) -> LazyTensor:
+        """Rows of experts, all by default, in that order, (.., ...)."""
         wanted = list(range(self.index.num_experts) if expert_ids is None else expert_ids)
-        needed = [part for part in self.index.parts if not set(wanted).isdisjoint(part.expert_ids)]
-        sources = {part.file: self.open(part)[key] for part in needed}  # which are of the shape that the index says
-        rows = torch.empty(len(wanted), *shape, dtype=getattr(torch, dtype))
-        place = {expert: row for row, expert in enumerate(wanted)}
-        for part in needed:
-            for row, expert in enumerate(part.expert_ids):
-                if expert in place:
-                    rows[place[expert]] = sources[part.file][row]
-        return rows
+        needed = set(wanted)
+        places = {
+            expert: (self.open(part)[key], row)
+            for part in self.index.parts
+            if not needed.isdisjoint(part.expert_ids)
+            for row, expert in enumerate(part.expert_ids)
+        }
+        return joined_rows([places[expert] for expert in wanted])
 
 
-@dataclass(frozen=True)
-class ExpertRows:
-    """Stands for an expert tensor (E, ...) in a state dict until it is known which experts are wanted."""
+class ExpertRows(LazyTensor):
+    """An expert tensor (E, ...) whose rows are in parts; of some of its experts, no other part is opened."""
 
-    reader: PartReader
-    key: str
+    def __init__(self, reader: PartReader, key: str) -> None:
+        shape, dtype = reader.index.tensors[key]
+        self.reader, self.key = reader, key
+        self.shape, self.dtype = (reader.index.num_experts, *shape), getattr(torch, dtype)
 
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole tensor."""
-        return torch.Size((self.reader.index.num_experts, *self.reader.index.tensors[self.key][0]))
+    def rows(self, expert_ids: Iterable[int] | None = None) -> Tensor:
+        """Rows of experts, all by default, in that order, in memory."""
+        return self.reader.rows(self.key, expert_ids).load()
 
-    def read(self, expert_ids: Iterable[int] | None = None) -> Tensor:
-        """Rows of experts, all by default."""
-        return self.reader.read(self.key, expert_ids)
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._all.read(start, stop)
+
+    @functools.cached_property
+    def _all(self) -> LazyTensor:
+        return self.reader.rows(self.key)
 
 
 def read_all(state: Mapping[str, Any], expert_ids: Iterable[int] | None = None) -> dict[str, Any]:
     """A state dict with the rows of the experts wanted, all by default, in the place of :class:`ExpertRows`."""
     wanted = None if expert_ids is None else list(expert_ids)
-    return {name: value.read(wanted) if isinstance(value, ExpertRows) else value for name, value in state.items()}
+    return {name: value.rows(wanted) if isinstance(value, ExpertRows) else value for name, value in state.items()}
 
 
-def attach(state: dict[str, Any], path: str | Path, load: Callable[[Path], Any] = _load_mapped) -> ExpertIndex | None:
+def attach(state: dict[str, Any], path: str | Path, compare: bool = True) -> PartReader | None:
     """Puts :class:`ExpertRows` into a checkpoint's state, in place: into ``state["model"]`` and, if it has one, into
     ``state["last_optimizer_state"]["state"]``.
 
     Args:
         state: the content of the file.
         path: of the checkpoint.
-        load: for the parts, see :class:`PartReader`.
+        compare: whether parts are compared with their checksums when they are opened.
 
     Returns:
-        The index, which is taken out of the state; None for a checkpoint in one file.
+        The reader of the parts, with the index, which is taken out of the state; None for a checkpoint in one file.
 
     Raises:
         UserError: a part is missing or truncated.
@@ -204,7 +172,7 @@ def attach(state: dict[str, Any], path: str | Path, load: Callable[[Path], Any] 
     if INDEX_KEY not in state:
         return None
     index = ExpertIndex.from_plain(state.pop(INDEX_KEY), path)
-    reader = PartReader(path, index, load)
+    reader = PartReader(path, index, compare)
     optimizer = (state.get("last_optimizer_state") or {}).get("state")
     for key in index.tensors:
         kind, _, name = key.partition("/")
@@ -213,7 +181,7 @@ def attach(state: dict[str, Any], path: str | Path, load: Callable[[Path], Any] 
         elif optimizer is not None:
             name, _, moment = name.rpartition("/")
             optimizer.setdefault(index.positions[name], {})[moment] = ExpertRows(reader, key)
-    return index
+    return reader
 
 
 def detach(state: dict[str, Any], expert_names: Sequence[str], positions: Mapping[str, int]) -> dict[str, Tensor]:
@@ -238,29 +206,29 @@ def detach(state: dict[str, Any], expert_names: Sequence[str], positions: Mappin
     return tensors
 
 
-def open_part(
-    path: str | Path, index: ExpertIndex, part: Part, load: Callable[[Path], Any] = _load_mapped
-) -> dict[str, Any]:
+def open_part(path: str | Path, index: ExpertIndex, part: Part, compare: bool = True) -> dict[str, LazyTensor]:
     """The tensors of a part.
 
     Args:
         path: of the checkpoint.
         index: of its experts.
         part: which one.
-        load: the content of a file.
+        compare: whether it is compared with its checksums.
 
     Raises:
         UserError: it is damaged, belongs to another state, or lacks a tensor.
     """
     file = Path(path).parent / part.file
     try:
-        content = load(file)
+        if compare:
+            check_records(file)
+        content = read_structure(file)
         found = (content["token"], tuple(content["expert_ids"]))
         tensors = content["tensors"]
         here = {key: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in tensors.items()}
-    except UserError:
-        raise
-    except Exception as error:  # unpickling arbitrary bytes can raise anything
+    except UserError as error:
+        raise UserError(f"{error} (experts {part.experts()} of {path})") from error
+    except (LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{file}, of {path}, cannot be read ({type(error).__name__})") from error
     if found != (index.token, part.expert_ids):
         raise UserError(
@@ -276,27 +244,6 @@ def open_part(
                 f"{_describe(wanted.get(key))}"
             )
     return tensors
-
-
-def size_problem(path: str | Path, part: Part) -> str | None:
-    """The sentence for a part of a checkpoint that is missing or has another size than the index says; else None."""
-    file = Path(path).parent / part.file
-    if not file.exists():
-        return (
-            f"{file}, with experts {part.experts()} of {path}, is missing: a checkpoint of several ranks moves "
-            f"together with its {PARTS_FOLDER}/ (smlp checkpoint merge makes one file of it)"
-        )
-    try:
-        regular_file(file)
-    except UserError as error:
-        return f"{error} (experts {part.experts()} of {path})"
-    num_bytes = file.stat().st_size
-    if num_bytes != part.num_bytes:
-        return (
-            f"{file}, with experts {part.experts()} of {path}, has {num_bytes:,} bytes where the index says "
-            f"{part.num_bytes:,}: it is truncated, or of another checkpoint"
-        )
-    return None
 
 
 def _describe(tensor: tuple[tuple[int, ...], str] | None) -> str:

@@ -1,7 +1,9 @@
-"""Files of ``torch.save`` and ``torch.load``, read and written piece by piece.
+"""Files of ``torch.save`` and ``torch.load``, read and written piece by piece, and compared with their checksums.
 
 Such a file is a zip archive that compresses nothing: ``data.pkl`` holds the objects, a tensor in it being a reference
 to a record ``data/N``, which holds its memory. Here the references become :class:`~smlp.checkpoint.lazy.LazyTensor`.
+Each record has a CRC-32: without comparing it, a bit that flipped on a disk or in a transfer would be trained on.
+``SMLP_VERIFY_CHECKPOINTS=0`` leaves the comparison out, which reads a file once more than loading does.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import collections
 import errno
 import io
 import math
+import os
 import pickle
 import struct
 import sys
@@ -18,7 +21,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -27,6 +30,9 @@ from smlp.checkpoint.lazy import PIECE_BYTES, FileVersion, HeldTensor, LazyTenso
 from smlp.errors import UserError
 from smlp.files import regular_file
 
+VARIABLE = "SMLP_VERIFY_CHECKPOINTS"
+_SHOWN = 3  # tensors named in a sentence
+_IS_FOLDER = 0x10  # of a record's attributes: it is a folder, for MS-DOS and for torch
 _FOLDER = "archive"
 _ALIGNMENT = 64  # of tensors in the file, so that they can be used where they lie when it is mapped into memory
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: at the end, the lengths of its name and of its extra field
@@ -34,16 +40,12 @@ _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
 _PADDING_ID = 0x4246  # of the extra field with which torch, too, aligns records
 _MOST_VALUES = 10_000_000  # in the content of a file, counted where they are used: lists may hold one list many times
 _STORAGES = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
+    getattr(torch, dtype): f"{name}Storage"
+    for dtype, name in zip(
+        ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"],
+        ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"],
+        strict=True,
+    )
 }
 _DTYPES = {name: dtype for dtype, name in _STORAGES.items()}
 _PLAIN = {
@@ -67,16 +69,9 @@ class _OtherClass(Exception):
     """A class or function in a file that is not a plain value."""
 
 
-class _Storage(NamedTuple):
-    """A record, when it is read."""
-
-    record: str
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
-class _Reference:
-    """The same when it is written."""
+class _Storage:
+    """A record of elements; in the pickled content a reference stands for it."""
 
     key: str
     dtype: torch.dtype
@@ -109,7 +104,7 @@ def read_structure(path: str | Path) -> Any:
             records = {info.filename.partition("/")[2]: info for info in _stored_records(archive, path)}
             if "byteorder" in records and archive.read(records["byteorder"]).decode() != sys.byteorder:
                 raise _Refused("numbers in the byte order of another kind of machine")
-            content = _Reader(archive.read(records["data.pkl"]), version, _Records(path, records)).load()
+            content = _Reader(archive.read(records["data.pkl"]), version, records).load()
         _count_values(content, {})
         return content
     except _OtherClass as refused:
@@ -145,34 +140,17 @@ def _count_values(content: Any, counted: dict[int, int]) -> int:
     return counted[id(content)]
 
 
-class _Records:
-    """Where the bytes of a record begin, and how many they are."""
-
-    def __init__(self, path: Path, records: dict[str, zipfile.ZipInfo]) -> None:
-        self._path, self._records = path, records
-
-    def begin_of(self, record: str) -> int:
-        info = self._records[record]
-        with open(self._path, "rb") as file:
-            file.seek(info.header_offset)
-            header = file.read(_LOCAL_HEADER.size)
-        return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
-
-    def size_of(self, record: str) -> int:
-        return self._records[record].file_size
-
-
 class _Reader(pickle._Unpickler):  # the one in C takes as much memory for its table as a file asks for
     """Makes plain values and lazy tensors, and nothing else."""
 
-    def __init__(self, data: bytes, version: FileVersion, records: _Records) -> None:
+    def __init__(self, data: bytes, version: FileVersion, records: Mapping[str, zipfile.ZipInfo]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._version, self._records = version, records
 
     def persistent_load(self, reference: tuple) -> _Storage:
-        kind, dtype, key, _location, _numel = reference
+        kind, dtype, key, _location, numel = reference
         assert kind == "storage"
-        return _Storage(f"data/{key}", dtype)
+        return _Storage(key, dtype, numel)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -194,15 +172,23 @@ class _Reader(pickle._Unpickler):  # the one in C takes as much memory for its t
             raise _Refused("a tensor without a shape")
         numel = math.prod(shape)
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if numel else 0
-        held = self._records.size_of(storage.record)
+        record = self._records[f"data/{storage.key}"]
+        held = record.file_size
         # a small tensor may be one number that is repeated
         if (start + span) * itemsize > held or numel * itemsize > max(held, PIECE_BYTES):
             raise _Refused(f"a tensor of shape {shape} in a record of {held:,} bytes")
-        offset = self._records.begin_of(storage.record) + start * itemsize
+        offset = self._begin_of(record) + start * itemsize
         if stride == _contiguous(shape) or numel == 0 or all(size == 1 for size in shape):
             return StoredTensor(self._version, offset, storage.dtype, shape)
         flat = StoredTensor(self._version, offset, storage.dtype, (span,)).load()
         return HeldTensor(flat.as_strided(shape, stride))
+
+    def _begin_of(self, record: zipfile.ZipInfo) -> int:
+        """Where the bytes of a record begin in the file."""
+        with open(self._version.path, "rb") as file:
+            file.seek(record.header_offset)
+            header = file.read(_LOCAL_HEADER.size)
+        return record.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -231,13 +217,13 @@ class _Writer(pickle.Pickler):
         number = self._numbers.setdefault(value, len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(value)
-        storage = _Reference(str(number), value.dtype, value.numel)
+        storage = _Storage(str(number), value.dtype, value.numel)
         strides = _contiguous(value.shape)
         arguments = (storage, 0, value.shape, strides, False, collections.OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
 
     def persistent_id(self, value: Any) -> tuple | None:
-        if not isinstance(value, _Reference):
+        if not isinstance(value, _Storage):
             return None
         return "storage", getattr(torch, _STORAGES[value.dtype]), value.key, "cpu", value.numel
 
@@ -296,3 +282,72 @@ def unreadable(path: Path, error: Exception) -> str:
         f"{path} ({path.stat().st_size:,} bytes) is truncated or is no checkpoint: it cannot be read "
         f"({type(error).__name__}: {reason})"
     )
+
+
+def check_records(path: str | Path) -> None:
+    """Refuse a file that has changed since it was written, unless the environment says not to look.
+
+    A file in torch's old format, which has no checksums, is let pass.
+
+    Raises:
+        UserError: the message names the file and the tensors.
+    """
+    if os.environ.get(VARIABLE) != "0" and zipfile.is_zipfile(path) and (problem := record_problem(Path(path))):
+        raise UserError(problem)
+
+
+def record_problem(path: Path) -> str | None:
+    """The sentence for records that were changed after they were written, by the names of the tensors in them.
+
+    Raises:
+        UserError: the file is truncated, or no archive.
+    """
+    places = damaged_places(path)
+    if not places:
+        return None
+    try:
+        content = read_structure(path)
+    except UserError:  # what says which tensor is where is damaged itself
+        content = None
+    names = []
+    stored = [(name, tensor) for name, tensor in named_tensors(content) if isinstance(tensor, StoredTensor)]
+    for record, start, stop in places:
+        names += [name for name, tensor in stored if start <= tensor.offset < stop] or [record]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{path} is damaged: {', '.join(names[:_SHOWN])}{more} differs from its checksum"
+
+
+def damaged_places(path: str | Path) -> list[tuple[str, int, int]]:
+    """Records of a file whose bytes do not have the checksum that the archive says.
+
+    Returns:
+        Of each its name, without the folder, and the bytes of the file among which it lies: first, and last + 1.
+
+    Raises:
+        UserError: the file is truncated, or no archive.
+    """
+    path, damaged = Path(path), []
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = sorted(archive.infolist(), key=lambda info: info.header_offset)
+            ends = [info.header_offset for info in records[1:]] + [path.stat().st_size]
+            for info, end in zip(records, ends, strict=True):
+                if not _is_intact(archive, info):
+                    damaged.append((info.filename.partition("/")[2], info.header_offset, end))
+    except Exception as error:  # reading arbitrary bytes can raise anything
+        raise UserError(unreadable(path, error)) from error
+    return damaged
+
+
+def _is_intact(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    if info.external_attr & _IS_FOLDER or info.volume:  # zipfile does not look, but torch would read nothing
+        return False
+    try:
+        with archive.open(info) as record:
+            while record.read(1 << 20):
+                pass
+    except OSError:
+        raise
+    except Exception:
+        return False
+    return True

@@ -119,8 +119,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.inspection import as_text, summary
     from smlp.checkpoint.opened import open_checkpoint
-    from smlp.checkpoint.summary import as_text, summary
     from smlp.cli.json_file import write_json
 
     facts = summary(open_checkpoint(args.path))
@@ -131,9 +131,8 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.inspection import problems_of, summary
     from smlp.checkpoint.opened import open_checkpoint
-    from smlp.checkpoint.summary import summary
-    from smlp.checkpoint.verify import problems_of
     from smlp.errors import one_line
 
     failed = False
@@ -150,8 +149,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.inspection import open_intact
     from smlp.checkpoint.output import check_target, write_exported, write_one_file
-    from smlp.checkpoint.verify import open_intact
 
     target = check_target(args.output, [args.path], args.force)
     checkpoint = open_intact(args.path)
@@ -165,8 +164,8 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _split(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.inspection import open_intact
     from smlp.checkpoint.output import check_target, write_in_parts
-    from smlp.checkpoint.verify import open_intact
 
     target = check_target(args.output, [args.path], args.force)
     checkpoint = open_intact(args.path)
@@ -177,9 +176,8 @@ def _split(args: argparse.Namespace) -> int:
 
 
 def _average(args: argparse.Namespace) -> int:
-    from smlp.checkpoint.average import averaged, last_checkpoints
-    from smlp.checkpoint.output import check_target, write_one_file
-    from smlp.checkpoint.verify import open_intact
+    from smlp.checkpoint.inspection import open_intact
+    from smlp.checkpoint.output import averaged, check_target, last_checkpoints, write_one_file
     from smlp.errors import UserError
 
     paths = args.path
@@ -200,10 +198,10 @@ def _average(args: argparse.Namespace) -> int:
 
 
 def _upcycle(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.inspection import open_intact
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.checkpoint.output import check_target, write_one_file
     from smlp.checkpoint.upcycle import training_arguments, upcycled
-    from smlp.checkpoint.verify import open_intact
     from smlp.text.binarized import count_tokens
 
     target = check_target(args.output, [args.path], args.force)
@@ -223,8 +221,8 @@ def _upcycle(args: argparse.Namespace) -> int:
 
 
 def _report(target: Path) -> int:
+    from smlp.checkpoint.inspection import as_text, summary
     from smlp.checkpoint.opened import open_checkpoint
-    from smlp.checkpoint.summary import as_text, summary
 
     print(f"wrote {as_text(summary(open_checkpoint(target)))}")
     return 0

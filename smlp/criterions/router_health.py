@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.journal import Journal
 from smlp.costs.realised import Work, realised_work
+from smlp.files import Journal
 from smlp.moe.balance import first_choices, layer_record, num_sums, pooled_record, routing_sums
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import open_dict
 
-from smlp.checkpoint.opened import check_is_ours, config_of
+from smlp.checkpoint.content import check_is_ours, config_of
 from smlp.checkpoint.torch_file import read_structure
 from smlp.config import ModelConfig, differences, flatten
 from smlp.config.ignored_settings import ignored_settings

@@ -15,17 +15,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smlp.checkpoint.leftovers import remove_unused_parts
-from smlp.checkpoint.parts import (
+from smlp.checkpoint.index import (
     INDEX_KEY,
     ExpertIndex,
     Part,
     describe_tensors,
-    detach,
     new_token,
     part_file,
-    write_part,
+    remove_unused_parts,
 )
+from smlp.checkpoint.parts import detach, write_part
 from smlp.errors import ParallelError, UserError
 from smlp.fairseq_compat.experts import SpreadExperts
 

@@ -75,7 +75,7 @@ class SpreadExperts:
         """Return this rank's experts (e, ...) of a tensor (E, ...) in memory or in files; anything else unchanged."""
         ids = self.ranks.layout.expert_ids
         if isinstance(whole, ExpertRows):
-            return whole.read(ids)
+            return whole.rows(ids)
         if self.are_spread and isinstance(whole, Tensor) and whole.dim() > 0:
             return whole[ids[0] : ids[-1] + 1].clone()
         return whole

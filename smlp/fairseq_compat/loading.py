@@ -15,11 +15,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smlp.checkpoint.checksums import check_sums, record_problem
+from smlp.checkpoint.content import moment_problems, progress_problems
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.parts import attach
-from smlp.checkpoint.progress import moment_problems, progress_problems
-from smlp.checkpoint.torch_file import OtherClassError, existing_file, read_structure
+from smlp.checkpoint.torch_file import OtherClassError, check_records, existing_file, read_structure, record_problem
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 from smlp.fairseq_compat.saving import remove_leftovers
@@ -201,7 +200,7 @@ def check_file(path: str) -> None:
     if not zipfile.is_zipfile(path):
         return
     try:
-        check_sums(path)
+        check_records(path)
         problems = progress_problems(read_structure(path), path)
     except OtherClassError:  # torch may know it, or says what to do
         return

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.journal import Journal
+from smlp.files import Journal
 from smlp.errors import UserError
 from smlp.launch.environment import environment
 

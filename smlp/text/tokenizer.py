@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from smlp.errors import UserError
-from smlp.text.tokenizer_files import DICTIONARY, find_tokenizer
+from smlp.text.tokenizer_files import DICTIONARY, Vocabulary, find_tokenizer
 from smlp.text.tokenizer_kinds import kind_of
-from smlp.text.vocabulary import Vocabulary
 
 #: what a line break becomes: ``</s>``, or a space
 NEWLINES = ("eos", "space")

@@ -18,11 +18,11 @@ from smlp.text.tokenizer_files import (
     ENCODER_JSON,
     SENTENCEPIECE_MODEL,
     VOCAB_BPE,
+    Vocabulary,
     byte_characters,
     read_encoder,
     read_merges,
 )
-from smlp.text.vocabulary import Vocabulary
 
 WORD_START = "\u2581"
 STRETCH = 1 << 19  # characters that byte-level BPE encodes at a time

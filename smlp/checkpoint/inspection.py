@@ -1,11 +1,104 @@
-"""What is in a checkpoint, as plain values."""
+"""What is in a checkpoint, and whether its files are intact and belong together."""
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from smlp.checkpoint.export import digest_problem, read_safetensors
+from smlp.checkpoint.index import INDEX_KEY, ExpertIndex, Part, size_problem
 from smlp.checkpoint.lazy import LazyTensor
-from smlp.checkpoint.opened import Checkpoint
+from smlp.checkpoint.load import tokenizer_of
+from smlp.checkpoint.opened import Checkpoint, fit_problems, open_checkpoint
+from smlp.checkpoint.parts import open_part
+from smlp.checkpoint.torch_file import existing_file, read_structure, record_problem
+from smlp.errors import UserError
+
+_SIZES = ("max_tokens", "vocab_size", "embed_dim", "ffn_dim", "num_dense_layers", "num_sparse_layers")
+
+
+def problems_of(path: str | Path) -> list[str]:
+    """What is wrong with a checkpoint, one sentence each; nothing if it is whole.
+
+    All its bytes are read and compared with their checksums.
+    """
+    problems = file_problems(path)
+    if not problems:
+        try:
+            checkpoint = open_checkpoint(path)
+            problems = fit_problems(checkpoint)
+            if checkpoint.is_export:
+                tokenizer_of(checkpoint)
+        except UserError as error:
+            problems = [str(error)]
+    return problems
+
+
+def open_intact(path: str | Path) -> Checkpoint:
+    """Opens a checkpoint that is whole.
+
+    Raises:
+        UserError: something is wrong: the first thing that is.
+    """
+    for problem in problems_of(path):
+        raise UserError(problem)
+    return open_checkpoint(path)
+
+
+def file_problems(path: str | Path) -> list[str]:
+    """What is wrong with the bytes of the files, one sentence each."""
+    try:
+        path = existing_file(path)
+        if path.suffix == ".safetensors":
+            read_safetensors(path)
+            problem = digest_problem(path)
+            return [problem] if problem else []
+        content = read_structure(path)
+        problems = _record_problems(path)
+        if isinstance(content, dict) and INDEX_KEY in content:
+            index = ExpertIndex.from_plain(content[INDEX_KEY], path)
+            problems += [problem for part in index.parts if (problem := _part_problem(path, index, part))]
+        return problems
+    except UserError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"cannot read {error.filename or path}: {error.strerror}"]
+
+
+def _record_problems(path: Path) -> list[str]:
+    """What is wrong with the records of a file, or why torch does not take it all the same.
+
+    Torch looks at fields that hold nothing of the content.
+    """
+    if problem := record_problem(path):
+        return [problem]
+    try:
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        return [f"{path} is damaged: torch cannot read it ({type(error).__name__}: {reason})"]
+    return []
+
+
+def _part_problem(path: Path, index: ExpertIndex, part: Part) -> str | None:
+    problem = size_problem(path, part)
+    if problem:
+        return problem
+    file = path.parent / part.file
+    try:
+        with open(file, "rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        open_part(path, index, part, compare=False)
+        if digest == part.sha256:
+            return None
+        damaged = _record_problems(file)
+    except UserError as error:
+        return str(error)
+    changed = f"{file} is damaged: its SHA-256 is {digest}, the index says {part.sha256}"
+    return f"{(damaged or [changed])[0]} (experts {part.experts()} of {path})"
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -41,12 +134,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         },
         "dtypes": sorted({str(model[name].dtype).removeprefix("torch.") for name in parameters & model.keys()}),
         "settings": {
-            "max_tokens": config.max_tokens,
-            "vocab_size": config.vocab_size,
-            "embed_dim": config.embed_dim,
-            "ffn_dim": config.ffn_dim,
-            "num_dense_layers": config.num_dense_layers,
-            "num_sparse_layers": config.num_sparse_layers,
+            **{name: getattr(config, name) for name in _SIZES},
             "num_experts": config.moe.num_experts if config.num_sparse_layers else 0,
         },
         "layout": {
