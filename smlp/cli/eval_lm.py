@@ -125,7 +125,7 @@ def _evaluate(
 ) -> int:
     from smlp.cli.json_file import remove_outputs
     from smlp.evaluation.scoring import score_samples
-    from smlp.inference.scoring.capacity import limit_places, routers_with_places
+    from smlp.inference.scoring.candidates import limit_places, routers_with_places
 
     if args.eval_capacity_factor is not None:
         if not routers_with_places(model.decoder):
@@ -161,8 +161,7 @@ def _report(
 
     from smlp.cli.eval_report import notes_of, print_evaluation
     from smlp.cli.json_file import write_json, write_json_lines
-    from smlp.evaluation.report import Evaluation, figures
-    from smlp.evaluation.text_sizes import decoded_sizes, documents_of
+    from smlp.evaluation.report import Evaluation, decoded_sizes, documents_of, figures
 
     sizes = text.original
     if sizes is None or np.isnan(scores.log_probs_N).any():

@@ -6,7 +6,7 @@ import argparse
 
 from smlp.cli.json_file import check_outputs
 from smlp.errors import UserError
-from smlp.evaluation.choices import BREAK_MODES, DOCUMENTS
+from smlp.evaluation import BREAK_MODES, DOCUMENTS
 
 #: of a batch, unless the options say otherwise: more do not fit into a CPU's caches, fewer leave a GPU idle
 CPU_MAX_TOKENS, GPU_MAX_TOKENS = 2**12, 2**15

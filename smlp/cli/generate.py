@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _writer(args: argparse.Namespace) -> TextWriter:
-    from smlp.inference.scoring.capacity import drop_nothing
+    from smlp.inference.scoring.candidates import drop_nothing
 
     model = load_model(args)
     drop_nothing(model.decoder)

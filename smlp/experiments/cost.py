@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from smlp.costs.formula import parameters
-from smlp.costs.training import training_flops
+from smlp.costs.formula import parameters, training_flops
 from smlp.experiments.experiment import Experiment, option_words
 from smlp.experiments.plan import PlannedModel, Run
 from smlp.experiments.updates import TimedUpdates, dtype_of
