@@ -21,7 +21,7 @@ from torch import nn
 
 import smlp
 from smlp.errors import UserError
-from smlp.evaluation.blocks import block_log_probs
+from smlp.evaluation.scoring import block_log_probs
 from smlp.moe.feature_layer import FeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.nn.blocks import CausalSelfAttention, GatedMLPBlock

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import smlp
-from smlp.evaluation.blocks import stepwise_log_probs
+from smlp.evaluation.scoring import stepwise_log_probs
 
 NUM_SYMBOLS = 8
 FIRST = 4  # ids below are fairseq's special symbols

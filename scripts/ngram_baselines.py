@@ -16,7 +16,7 @@ import numpy as np
 
 from smlp.errors import UserError
 from smlp.evaluation.perplexity import Perplexity, TextSize
-from smlp.evaluation.text_sizes import decoded_sizes
+from smlp.evaluation.report import decoded_sizes
 from smlp.text.binarized import read_fairseq_tokens
 from smlp.text.ngram import NGramModel
 from smlp.text.tokenizer import load_tokenizer

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import smlp
 from smlp.errors import UserError
-from smlp.evaluation.blocks import block_log_probs
+from smlp.evaluation.scoring import block_log_probs
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import BalancedRouter, Routing

@@ -20,25 +20,32 @@ import numpy as np
 from data_prep.dedup.signatures import ngram_hashes, word_hashes, words_of
 from data_prep.flow.streams import write_bytes
 from smlp.errors import UserError
-from smlp.evaluation.zeroshot import items
 from smlp.evaluation.zeroshot.files import has_one
-from smlp.evaluation.zeroshot.readers import READERS
+from smlp.evaluation.zeroshot.readers import (
+    READERS,
+    CopaItem,
+    HellaSwagItem,
+    Item,
+    PiqaItem,
+    StoryClozeItem,
+    WinograndeItem,
+)
 
 NGRAM = 13
 MIN_NGRAM = 8  # of a text that is shorter than NGRAM
 
 
-def texts_of(item: items.Item) -> list[str]:
+def texts_of(item: Item) -> list[str]:
     """Return what a corpus that holds a record would contain: its text with each of its candidates in place."""
-    if isinstance(item, items.CopaItem):
+    if isinstance(item, CopaItem):
         return [f"{item.premise} {choice}" for choice in item.choices]
-    if isinstance(item, items.PiqaItem):
+    if isinstance(item, PiqaItem):
         return [f"{item.goal} {solution}" for solution in item.solutions]
-    if isinstance(item, items.StoryClozeItem):
+    if isinstance(item, StoryClozeItem):
         return [" ".join((*item.sentences, ending)) for ending in item.endings]
-    if isinstance(item, items.WinograndeItem):
+    if isinstance(item, WinograndeItem):
         return [item.sentence.replace("_", option) for option in item.options]
-    if isinstance(item, items.HellaSwagItem):
+    if isinstance(item, HellaSwagItem):
         return [f"{item.ctx_a} {item.ctx_b} {ending}" for ending in item.endings]
     return [item.passage, *(item.query.replace("@placeholder", answer) for answer in item.answers)]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
-    from smlp.evaluation.text_sizes import TextSizes
+    from smlp.evaluation.report import TextSizes
     from smlp.inference.language_model import LanguageModel
     from smlp.launch.team import Team
     from smlp.text.binarized import BinarizedTokens
@@ -68,7 +68,7 @@ def read_text(args: argparse.Namespace, model: LanguageModel) -> EvaluationText:
         UserError: a file is missing or damaged, holds an id that the model does not know, or text and data differ.
     """
     from smlp.evaluation.perplexity import read_lines
-    from smlp.evaluation.text_sizes import original_sizes, tokens_of
+    from smlp.evaluation.report import original_sizes, tokens_of
     from smlp.text.binarized import read_fairseq_tokens
 
     lines = None if args.text is None else read_lines(args.text)

@@ -12,7 +12,7 @@ from smlp.cli.numbers import whole
 from smlp.cli.options import add_model_options, add_team_options, as_team
 from smlp.cli.progress import BatchesProgress
 from smlp.errors import UserError
-from smlp.evaluation.choices import BREAK_MODES, DOCUMENTS
+from smlp.evaluation import BREAK_MODES, DOCUMENTS
 
 if TYPE_CHECKING:
     from smlp.cli.eval_data import EvaluationText
@@ -207,7 +207,7 @@ def _evaluate(
     args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team
 ) -> int:
     from smlp.evaluation.scoring import score_samples
-    from smlp.inference.scoring.capacity import limit_places, routers_with_places
+    from smlp.inference.scoring.candidates import limit_places, routers_with_places
 
     if args.eval_capacity_factor is not None:
         if not routers_with_places(model.decoder):
@@ -234,8 +234,7 @@ def _report(
 ) -> None:
     import numpy as np
 
-    from smlp.evaluation.report import Evaluation, figures
-    from smlp.evaluation.text_sizes import decoded_sizes, documents_of
+    from smlp.evaluation.report import Evaluation, decoded_sizes, documents_of, figures
 
     sizes = text.original
     if sizes is None or np.isnan(scores.log_probs_N).any():

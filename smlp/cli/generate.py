@@ -147,7 +147,7 @@ def _writer(args: argparse.Namespace) -> TextWriter:
     Raises:
         UserError: a value is out of range, or options do not go together.
     """
-    from smlp.inference.scoring.capacity import drop_nothing
+    from smlp.inference.scoring.candidates import drop_nothing
 
     model = load_model(args)
     drop_nothing(model.decoder)

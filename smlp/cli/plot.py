@@ -146,7 +146,7 @@ def _print(arch: str, plots: WeightPlots) -> None:
 
 
 def _print_filters(arch: str, plots: WeightPlots) -> None:
-    from smlp.plots.toeplitz import random_toeplitz_share
+    from smlp.plots.filters import random_toeplitz_share
 
     print(f"spatial filters of {arch}; Toeplitz share of the energy, least, mean and most of a layer's matrices")
     head = ("least", "mean", "most", "random", "half within", "rms weight")

@@ -128,8 +128,7 @@ def task_names(text: str) -> list[str]:
 def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     from smlp.evaluation.zeroshot.evaluate import Protocol, answer_task, read_tasks
     from smlp.evaluation.zeroshot.report import average, json_rows, summarise, table, table_6
-    from smlp.inference.scoring.candidates import CandidateScorer
-    from smlp.inference.scoring.capacity import drop_nothing
+    from smlp.inference.scoring.candidates import CandidateScorer, drop_nothing
 
     protocol = Protocol(
         args.templates, args.scoring, args.split, args.limit, args.num_fewshot, args.fewshot_seed, args.skip_too_long

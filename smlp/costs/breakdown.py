@@ -13,9 +13,9 @@ from typing import Any
 
 from smlp.config import ModelConfig
 from smlp.costs.component import EXPERTS, NORMS, OUTPUT, PROJECTIONS, ROUTER, SCORES, SPATIAL
-from smlp.costs.ranges import DENSE_BLOCK, MODULE_PARTS, SPARSE_BLOCK
+from smlp.costs.formula import training_work
+from smlp.costs.recording import DENSE_BLOCK, MODULE_PARTS, SPARSE_BLOCK
 from smlp.costs.timeline import Timeline
-from smlp.costs.training import training_work
 from smlp.parallel import spans
 from smlp.parallel.spans import BACKWARD, FORWARD, SEPARATOR, split_name
 
@@ -66,7 +66,7 @@ class Row:
     forward: float
     backward: float
     neither: float
-    #: operations, as :mod:`smlp.costs.training` counts them
+    #: operations, as :mod:`smlp.costs.formula` counts them
     flops: float
 
     @property

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from smlp.config import ModelConfig
-from smlp.costs.convolutions import TracedConvolutions
 from smlp.costs.formula import components
-from smlp.costs.operators import prepare, refuse_if_it_costs, unknown_operators
+from smlp.costs.operators import TracedConvolutions, prepare, refuse_if_it_costs, unknown_operators
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan

@@ -5,14 +5,22 @@ The convention is fvcore's, with which the paper counts (smlp.txt, section 4.1):
 computed as, not as their causal half, unless that is asked for; biases, activations, softmax, gating and residuals are
 0. "Nominal" means that every token reaches the k experts that it is due and that their loads are equal.
 
+The work of training (:func:`training_work`) is what is compared with the rate of a device: six operations for each
+multiply-add, two in the forward pass and four in the backward pass, which computes the gradients of both factors. Only
+the causal half of spatial projections and attention counts, the diagonal included, whatever is computed. What
+activation checkpointing computes a second time does not count.
+
 Letters: ``T`` context, ``n`` tokens of an input (n <= T), ``H``, ``F``, ``V``, ``E`` experts of which each token is due
 ``k``, ``P`` prefix, ``W`` ranks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from smlp.config import ModelConfig
 from smlp.config.registry import DENSE_BLOCKS, SPARSE_BLOCKS
@@ -123,3 +131,22 @@ def _embedding(config: ModelConfig) -> Component:
         other_params=V * H + positions + 2 * H,
         work={OUTPUT: V * H, NORMS: LAYER_NORM_FLOPS * H},
     )
+
+
+_PER_MULTIPLY_ADD = 2 * 3
+
+
+@functools.lru_cache(maxsize=64)
+def training_work(config: ModelConfig, num_tokens: int | None = None) -> Mapping[str, float]:
+    """Operations of both passes for each token in sequences of n (default T) tokens, by what they are spent on.
+
+    Raises:
+        UserError: ``num_tokens`` is not in 1 .. T.
+    """
+    work = work_per_token(config, num_tokens, causal=True)
+    return MappingProxyType({kind: _PER_MULTIPLY_ADD * flops for kind, flops in work.items()})
+
+
+def training_flops(config: ModelConfig, num_tokens: int | None = None) -> float:
+    """All of :func:`training_work`."""
+    return sum(training_work(config, num_tokens).values())

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from fvcore.nn import FlopCountAnalysis
 from fvcore.nn.jit_handles import elementwise_flop_counter, get_shape
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from smlp.errors import UserError
 
@@ -105,3 +109,27 @@ def _sizes(value: Any) -> list[int]:
         return [size for item in value.node().inputs() for size in _sizes(item)]
     shape = get_shape(value)
     return [] if shape is None else [math.prod(shape)]
+
+
+class TracedConvolutions(TorchFunctionMode):
+    """``conv1d``, also that of ``nn.Conv1d``, becomes the operator that is traced."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return (_conv1d if func is torch.conv1d else func)(*args, **(kwargs or {}))
+
+
+def _conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Takes what ``torch.conv1d`` does."""
+    if isinstance(padding, str):
+        raise UserError(f"conv1d with padding={padding!r} is not counted: give the number of positions")
+    stride, padding, dilation = ([value] if isinstance(value, int) else value for value in (stride, padding, dilation))
+    settings = (False, False, False, False)  # of cuDNN, for tensors on GPUs
+    return torch._convolution(input, weight, bias, stride, padding, dilation, False, [0], groups, *settings)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from smlp.costs.ranges import DENSE_BLOCK, SPARSE_BLOCK
+from smlp.costs.recording import DENSE_BLOCK, SPARSE_BLOCK
 from smlp.costs.timeline import Timeline
 from smlp.parallel.spans import BACKWARD, FORWARD, OPTIMIZER, REDUCTION, STAGES, UPDATE, split_name
 

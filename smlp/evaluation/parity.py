@@ -10,7 +10,7 @@ import numpy as np
 from smlp.errors import UserError
 from smlp.evaluation.samples import Samples
 from smlp.evaluation.scoring import score_samples
-from smlp.inference.scoring.capacity import limit_places, routers_with_places
+from smlp.inference.scoring.candidates import limit_places, routers_with_places
 from smlp.launch.team import Team
 from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder

@@ -1,10 +1,11 @@
-"""Perplexities of a scored text, as a whole and by document.
+"""Perplexities of a scored text, as a whole and by document, and the words and bytes that each token stands for.
 
-Letters: ``N`` tokens of the text, ``D`` documents.
+Letters: ``N`` tokens, ``L`` lines (each with its ``</s>``), ``V`` different ids, ``D`` documents.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,10 +13,103 @@ from typing import Any
 
 import numpy as np
 
-from smlp.evaluation.perplexity import Perplexity, TextSize
-from smlp.evaluation.text_sizes import TextSizes, first_words
+from smlp.errors import UserError
+from smlp.evaluation.perplexity import Perplexity, TextSize, line_sizes
 from smlp.text.binarized import BinarizedTokens
 from smlp.text.tokenizer import Tokenizer, Vocabulary
+
+_SHOWN_WORDS = 8
+
+
+@dataclass(frozen=True)
+class TextSizes:
+    """Words and bytes by token: to be added up over tokens that were scored."""
+
+    #: whether they are of the original text; otherwise of the decoded tokens
+    of_original: bool
+    words_N: np.ndarray
+    bytes_N: np.ndarray
+
+
+def tokens_of(lines: list[str], tokenizer: Tokenizer) -> BinarizedTokens:
+    """The stream that ``fairseq-preprocess`` makes of a text's pieces: each line, empty ones too, ends in ``</s>``."""
+    encoded = [[*tokenizer.encode(line), Vocabulary.eos] for line in lines]
+    lengths_L = np.array([len(tokens) for tokens in encoded], dtype=np.int32)
+    return BinarizedTokens(np.array([token for tokens in encoded for token in tokens], dtype=np.int64), lengths_L)
+
+
+def original_sizes(lines: list[str], stream: BinarizedTokens) -> TextSizes:
+    """Sizes of the original text; those of a line stand at its last token.
+
+    Raises:
+        UserError: the text has another number of lines than the stream.
+    """
+    if len(lines) != len(stream.lengths):
+        raise UserError(
+            f"--text has {len(lines)} lines, but the data have {len(stream.lengths)}: is it the text they were made of?"
+        )
+    words_N, bytes_N = np.zeros((2, len(stream.tokens)), dtype=np.int64)
+    last_L = np.cumsum(stream.lengths, dtype=np.int64) - 1
+    words_N[last_L], bytes_N[last_L] = line_sizes(lines)
+    return TextSizes(True, words_N, bytes_N)
+
+
+def decoded_sizes(stream: BinarizedTokens, tokenizer: Tokenizer) -> TextSizes:
+    """Sizes of the text that the tokens decode to; a word counts at the token that it starts in.
+
+    A space other than ASCII's whose bytes lie in several tokens ends no word.
+    """
+    ids_V, number_N = np.unique(stream.tokens, return_inverse=True)
+    contents = [tokenizer.content(int(token)) for token in ids_V]
+    texts = [content.decode("utf-8", "replace") for content in contents]
+    bytes_V = np.array([len(content) for content in contents], dtype=np.int64)
+    leading_V = np.array([_leading_space(text) if tokenizer.strips_lines else 0 for text in texts], dtype=np.int64)
+    starts_inside_V = np.array([_starts_inside(text) for text in texts], dtype=np.int64)
+    begins_with_word_V = np.array([not text[:1].isspace() for text in texts], dtype=bool)
+    ends_in_space_V = np.array([text[-1:].isspace() for text in texts], dtype=bool)
+
+    line_start_N = np.zeros(len(stream.tokens), dtype=bool)
+    line_start_N[np.cumsum(stream.lengths, dtype=np.int64) - stream.lengths] = True
+    after_space_N = line_start_N.copy()
+    after_space_N[1:] |= ends_in_space_V[number_N[:-1]]
+    is_end_N = stream.tokens == Vocabulary.eos
+    # where the tokenizer strips lines, decoded ones have no space at their start
+    bytes_N = bytes_V[number_N] - leading_V[number_N] * (line_start_N & ~is_end_N)
+    words_N = starts_inside_V[number_N] + (begins_with_word_V[number_N] & after_space_N)
+    return TextSizes(False, words_N, bytes_N)
+
+
+def _leading_space(text: str) -> int:
+    """Bytes of white space that a text begins with."""
+    return len(text[: len(text) - len(text.lstrip())].encode())
+
+
+def _starts_inside(text: str) -> int:
+    """Words that start in a piece, but not at its beginning."""
+    return sum(before.isspace() and not after.isspace() for before, after in itertools.pairwise(text))
+
+
+def documents_of(stream: BinarizedTokens, kind: str) -> np.ndarray:
+    """The number of the document that each token belongs to, (N,); an empty line belongs to the one before it.
+
+    Args:
+        stream: of the text.
+        kind: one of :data:`smlp.evaluation.DOCUMENTS`.
+    """
+    last_L = np.cumsum(stream.lengths, dtype=np.int64) - 1
+    if kind == "line":
+        number_L = np.arange(len(last_L))
+    else:
+        is_empty_L = (stream.lengths == 1) & (stream.tokens[last_L] == Vocabulary.eos)
+        begins_L = ~is_empty_L & np.concatenate([[True], is_empty_L[:-1]])
+        # empty lines before the first document belong to it
+        number_L = np.maximum(np.cumsum(begins_L) - 1, 0)
+    return np.repeat(number_L, stream.lengths)
+
+
+def first_words(tokens_N: np.ndarray, tokenizer: Tokenizer) -> str:
+    """How a document begins, decoded."""
+    return " ".join(tokenizer.decode(tokens_N[: 8 * _SHOWN_WORDS].tolist()).split()[:_SHOWN_WORDS])
 
 
 @dataclass(frozen=True)

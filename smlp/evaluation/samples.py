@@ -28,7 +28,7 @@ class Cutting:
     max_tokens: int
     #: fairseq's ``--tokens-per-sample``: tokens of a sample, its context included
     tokens_per_sample: int
-    #: one of :data:`smlp.evaluation.choices.BREAK_MODES`
+    #: one of :data:`smlp.evaluation.BREAK_MODES`
     break_mode: str = "none"
     #: fairseq's ``--context-window``: so many tokens before a sample are fed with it, as far as there are any
     context_window: int = 0

@@ -1,7 +1,7 @@
-"""Log-probabilities of the tokens of a stream, sample by sample, on one rank or shared out among several.
+"""Log-probabilities of the tokens of a stream, sample by sample, on one rank or shared among several.
 
-Letters: ``N`` tokens of the stream, ``B`` samples of a batch, ``n`` their positions, ``K`` scored positions, ``H``
-features, ``V`` vocabulary.
+Letters: ``N`` tokens of the stream, ``T`` the model's context, ``B`` samples of a batch, ``n`` their positions, ``K``
+scored positions, ``H`` features, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from smlp.errors import UserError
-from smlp.evaluation.samples import Batch, Samples
-from smlp.inference.scoring.targets import logits_in_pieces, scored
+from smlp.evaluation.samples import Batch, Cutting, Samples, cut
+from smlp.inference.scoring.candidates import logits_in_pieces, scored
 from smlp.launch.team import Team
 from smlp.moe.plan import RoutingPlan
 from smlp.nn.decoder import Decoder
@@ -114,3 +114,45 @@ def score_samples(
         total.num_choices += theirs.num_choices
         total.num_dropped += theirs.num_dropped
     return Scores(log_probs_N, total)
+
+
+def block_log_probs(
+    decoder: Decoder,
+    tokens_N: Tensor,
+    batch_size: int = 16,
+    seen: Callable[[ForwardContext], None] | None = None,
+) -> Tensor:
+    """Natural log-probability of every token given those before it in its block, (N,) float32.
+
+    Token i stands at position ``i % T`` of its block and is predicted from the tokens before it in the block and the
+    last one of the block before (or ``</s>``), as fairseq feeds them. The decoder's mode is the caller's.
+
+    Args:
+        decoder: any.
+        tokens_N: ids (N,).
+        batch_size: blocks at a time.
+        seen: called with each forward pass's context.
+    """
+    width = decoder.config.max_tokens
+    samples = cut(tokens_N.numpy(), np.array([tokens_N.numel()]), Cutting(width, width))
+    scores = score_samples(decoder, samples, samples.batches(batch_size), tokens_N.numel(), seen=seen)
+    return torch.from_numpy(scores.log_probs_N)
+
+
+@torch.no_grad()
+def stepwise_log_probs(decoder: Decoder, source_Bn: Tensor, target_Bn: Tensor, first: int = 0) -> Tensor:
+    """Log-probability of each target from ``first`` on, with no later token in sight, (B, n - first) float32.
+
+    Every position takes a forward pass of its own, on the input cut off behind it. For a model that does not leak this
+    is what one pass over the whole input gives; for one that does, it is what the model can really do.
+
+    Args:
+        decoder: in evaluation mode.
+        source_Bn, target_Bn: ids of inputs and of what follows each, (B, n).
+        first: first position that is scored.
+    """
+    columns = []
+    for position in range(first, source_Bn.size(1)):
+        logits_BV = decoder(source_Bn[:, : position + 1]).logits[:, -1].float()
+        columns.append(logits_BV.log_softmax(dim=1).gather(1, target_Bn[:, position, None]))
+    return torch.cat(columns, dim=1)

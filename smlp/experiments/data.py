@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.evaluation.text_sizes import decoded_sizes
+from smlp.evaluation.report import decoded_sizes
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.spec import Experiment, TextSource

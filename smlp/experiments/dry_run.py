@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from smlp.costs.formula import parameters
-from smlp.costs.training import training_flops
+from smlp.costs.formula import parameters, training_flops
 from smlp.experiments.data import argument, check_subsets, check_text, dictionary_size, find_data, held_out_tokens
 from smlp.experiments.folder import Folder
 from smlp.experiments.local import Machine

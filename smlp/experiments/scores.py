@@ -18,8 +18,8 @@ from smlp.checkpoint.load import load_pretrained
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.config import unflatten
 from smlp.errors import UserError
-from smlp.evaluation.blocks import block_log_probs
 from smlp.evaluation.curves import curve_of, log_records
+from smlp.evaluation.scoring import block_log_probs
 from smlp.experiments.folder import Folder, RunFolder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.speed import dtype_of

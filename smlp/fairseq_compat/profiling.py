@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.costs.breakdown import Breakdown, as_text
-from smlp.costs.recording import recording, trace_of, update_range
-from smlp.costs.trace_file import TraceFile
+from smlp.costs.recording import TraceFile, recording, trace_of, update_range
 from smlp.errors import UserError
 from smlp.fairseq_compat.core import core_of
 from smlp.fairseq_compat.speed import measured_rate, sizes_of, training_type

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smlp.files import Journal
 from smlp.errors import UserError
+from smlp.files import Journal
 from smlp.launch.environment import environment
 
 #: what a micro-batch adds to its logging output

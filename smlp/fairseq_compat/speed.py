@@ -1,6 +1,6 @@
 """Speed and memory in fairseq's training log: ``mfu``, ``mem_gb`` and ``data_wait``.
 
-``mfu``, in percent: operations of the model in the forward and backward pass (:mod:`smlp.costs.training`) a second
+``mfu``, in percent: operations of the model in the forward and backward pass (:mod:`smlp.costs.formula`) a second
 of wall time, over what all ranks could do in matrix products. It is measured over the same time as fairseq's ``wps``.
 ``mem_gb``: most memory held so far by rank 0, in units of 2^30 bytes as fairseq's own ``gb_free``: tensors on its GPU,
 or the process's resident set where it computes on CPUs.
@@ -23,8 +23,8 @@ import torch
 from fairseq.data.iterators import GroupedIterator
 from fairseq.logging import metrics
 
+from smlp.costs.formula import training_flops
 from smlp.costs.matmul_rate import matmul_rate
-from smlp.costs.training import training_flops
 from smlp.nn.decoder import Decoder
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from smlp.errors import UserError
 from smlp.inference.generation import BeamSearch, Continuation, Limits, Sampling, TextWriter, method_of
-from smlp.inference.scoring.capacity import drop_nothing
-from smlp.inference.scoring.encoding import Encoding
-from smlp.inference.scoring.text_scores import TextScore, score_texts
+from smlp.inference.scoring.candidates import TextScore, drop_nothing, score_texts
+from smlp.inference.scoring.texts import Encoding
 from smlp.nn.decoder import Decoder, DecoderOutput
 from smlp.nn.state import DecodingState
 from smlp.text.tokenizer import Tokenizer, Vocabulary
@@ -76,7 +75,7 @@ class LanguageModel(nn.Module):
             batch_tokens: positions in a batch.
 
         Returns:
-            what is known of each text (:class:`smlp.inference.scoring.text_scores.TextScore`): its ids, the natural
+            what is known of each text (:class:`smlp.inference.scoring.candidates.TextScore`): its ids, the natural
             log-probability of each, their sum and perplexity; one for one text, a list for several.
 
         Raises:

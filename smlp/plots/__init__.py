@@ -1,6 +1,6 @@
 """What a trained model has learnt, in numbers and pictures: spatial filters, and what goes to which expert.
 
-The numbers (:mod:`~smlp.plots.toeplitz`, :mod:`~smlp.plots.filters`, :mod:`~smlp.plots.routing`) need numpy and torch
+The numbers (:mod:`~smlp.plots.filters`, :mod:`~smlp.plots.routing`) need numpy and torch
 alone; what draws them needs matplotlib, the extra ``plots``, which is imported only then. ``smlp plot weights`` does
 all of it for a checkpoint, and so does :func:`smlp.plots.weights.plot_weights`.
 """

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from smlp.plots.drawing import DIVERGING, LINES, NOTHING, new_figure
-from smlp.plots.filters import FilterNumbers, SpatialLayer
-from smlp.plots.toeplitz import random_toeplitz_share
+from smlp.plots.filters import FilterNumbers, SpatialLayer, random_toeplitz_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

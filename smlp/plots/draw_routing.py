@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from smlp.plots.drawing import LINES, SEQUENTIAL, label_ticks, new_figure, readable
-from smlp.plots.ordering import like_beside_like
 from smlp.plots.routing import FeatureCounts, TokenCounts
 from smlp.text.tokenizer_kinds import WORD_START
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 #: of a column of the map, in inches
 _PIECE_WIDTH = 0.2
@@ -147,3 +147,33 @@ def draw_features(counts: FeatureCounts, model_name: str, text: str) -> Figure:
     side.set_ylabel("features")
     side.legend(fontsize=8, frameon=False)
     return figure
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most ``most`` of the numbers 0 .. count-1, spread evenly, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(float(value)) for value in np.linspace(0, count - 1, most)})
+
+
+def like_beside_like(profiles_EP: np.ndarray) -> list[int]:
+    """An order of the rows in which like ones stand near each other.
+
+    Rows are counts; two are as like as ``sum_p sqrt(q_p r_p)`` of their shares q and r (Bhattacharyya). The order is
+    that of the second eigenvector of the Laplacian of these likenesses (the Fiedler vector), which makes the sum of
+    squared distances between like rows small; rows that it does not tell apart go by the next eigenvectors. Rows
+    without a count come last. The half with the fullest row comes first, so that an eigenvector's sign does not matter.
+    """
+    totals_E = profiles_EP.sum(axis=1)
+    full = np.flatnonzero(totals_E > 0)
+    empty = np.flatnonzero(totals_E == 0).tolist()
+    if len(full) < 3:
+        return [*sorted(full.tolist(), key=lambda row: -totals_E[row]), *empty]
+    roots = np.sqrt(profiles_EP[full] / totals_E[full, None])
+    # The constant keeps the graph in one piece; it moves no eigenvector but the constant one.
+    likeness = roots @ roots.T + 1.0
+    laplacian = np.diag(likeness.sum(axis=1)) - likeness
+    vectors = np.linalg.eigh(laplacian)[1][:, 1:].round(6)
+    if vectors[totals_E[full].argmax(), 0] > 0:
+        vectors = -vectors
+    return [*full[np.lexsort(vectors.T[::-1])].tolist(), *empty]

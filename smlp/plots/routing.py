@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from smlp.errors import UserError
 from smlp.evaluation.samples import Samples
-from smlp.inference.scoring.capacity import drop_nothing
+from smlp.inference.scoring.candidates import drop_nothing
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder

@@ -12,10 +12,9 @@ from smlp.evaluation.samples import Samples
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import ForwardContext
 from smlp.plots.draw_filters import MOST_MATRICES, draw_filters, draw_toeplitz
-from smlp.plots.draw_routing import draw_features, draw_tokens, orders
+from smlp.plots.draw_routing import draw_features, draw_tokens, evenly, orders
 from smlp.plots.drawing import check_matplotlib, save
 from smlp.plots.filters import FilterNumbers, SpatialLayer, filter_numbers, fixed_chunks, layer_facts, spatial_layers
-from smlp.plots.ordering import evenly
 from smlp.plots.routing import FeatureCounts, RoutingCounts, TokenCounts, count_routing, layer_number
 
 #: layers of a kind that are drawn where nobody says which

@@ -8,12 +8,10 @@ from test_costs import BACKWARD, FORWARD, SMALL, _entry, _range
 
 from smlp.config.presets import PRESETS, preset
 from smlp.costs.breakdown import COMPONENTS, Breakdown
-from smlp.costs.formula import flops_per_token, work_per_token
+from smlp.costs.formula import flops_per_token, training_flops, training_work, work_per_token
 from smlp.costs.matmul_rate import matmul_rate
 from smlp.costs.profiled import _Trainer
-from smlp.costs.recording import recording, trace_of
-from smlp.costs.trace_file import TraceFile
-from smlp.costs.training import training_flops, training_work
+from smlp.costs.recording import TraceFile, recording, trace_of
 from smlp.parallel import one_process, spans
 
 pytestmark = pytest.mark.timeout(120)

@@ -17,7 +17,7 @@ from test_breakdown import check_sums
 from smlp.cli import main
 from smlp.config.presets import preset
 from smlp.costs.breakdown import as_text
-from smlp.costs.training import training_flops
+from smlp.costs.formula import training_flops
 from smlp.errors import UserError
 from smlp.fairseq_compat.profiling import WARM_UP
 from smlp.fairseq_compat.settings import check_profiling

@@ -14,9 +14,9 @@ import smlp
 from data_prep.tokenize.models import train_sentencepiece
 from smlp.errors import UserError
 from smlp.evaluation.leak import randomise
+from smlp.evaluation.report import decoded_sizes, documents_of, original_sizes, tokens_of
 from smlp.evaluation.samples import Cutting, cut
 from smlp.evaluation.scoring import score_samples
-from smlp.evaluation.text_sizes import decoded_sizes, documents_of, original_sizes, tokens_of
 from smlp.launch.team import Team
 from smlp.text.binarized import BinarizedTokens
 from smlp.text.tokenizer import Tokenizer, Vocabulary

@@ -7,8 +7,19 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from smlp.evaluation.zeroshot.metrics import best_f1, exact_match, normalised_answer, standard_error, wilson_interval
-from smlp.evaluation.zeroshot.rules import RULES, ScoredText, choice, common_suffix, headline_rule, scores
+from smlp.evaluation.zeroshot.rules import (
+    RULES,
+    ScoredText,
+    best_f1,
+    choice,
+    common_suffix,
+    exact_match,
+    headline_rule,
+    normalised_answer,
+    scores,
+    standard_error,
+    wilson_interval,
+)
 
 
 def scored(tokens, log_probs, num_context=2, num_chars=4, unconditional=None):

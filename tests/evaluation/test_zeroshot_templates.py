@@ -2,7 +2,14 @@
 
 import pytest
 
-from smlp.evaluation.zeroshot.items import CopaItem, HellaSwagItem, PiqaItem, RecordItem, StoryClozeItem, WinograndeItem
+from smlp.evaluation.zeroshot.readers import (
+    CopaItem,
+    HellaSwagItem,
+    PiqaItem,
+    RecordItem,
+    StoryClozeItem,
+    WinograndeItem,
+)
 from smlp.evaluation.zeroshot.templates import TEMPLATES, example
 
 COPA = CopaItem("0", "My body cast a shadow. ", ("The sun was rising.", "I sat."), "cause", 1)

@@ -11,8 +11,7 @@ import smlp
 from smlp.errors import UserError
 from smlp.evaluation.leak import randomise
 from smlp.inference.scoring.batching import Reading, partition, plan_batches
-from smlp.inference.scoring.candidates import CandidateScorer
-from smlp.inference.scoring.capacity import drop_nothing
+from smlp.inference.scoring.candidates import CandidateScorer, drop_nothing
 from smlp.inference.scoring.texts import Candidates, TokenizedText, TooLongError, common_prefix, encode_pair, fit
 from smlp.moe.routers import TopKRouter
 from smlp.text.tokenizer import Tokenizer, Vocabulary

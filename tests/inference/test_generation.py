@@ -6,7 +6,7 @@ import torch
 import smlp
 from smlp.evaluation.leak import randomise
 from smlp.inference.generation import Limits, Sampling, generate, method_of
-from smlp.inference.generation.choosing import choose, penalise
+from smlp.inference.generation.sampled import choose, penalise
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import random
 import pytest
 
 import smlp
-from smlp.inference.generation.stop_strings import StopStrings
+from smlp.inference.generation.continuations import StopStrings
 
 
 def through(stops, pieces):

@@ -10,7 +10,7 @@ import torch
 from running import USER_DIR
 
 import smlp
-from smlp.evaluation.blocks import block_log_probs
+from smlp.evaluation.scoring import block_log_probs
 from smlp.moe.routers.hashed import balanced_table
 from smlp.text.binarized import count_tokens, read_fairseq_tokens
 

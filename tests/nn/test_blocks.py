@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import smlp
-from smlp.evaluation.blocks import block_log_probs, stepwise_log_probs
 from smlp.evaluation.leak import randomise
+from smlp.evaluation.scoring import block_log_probs, stepwise_log_probs
 
 NARROW = {"vocab_size": 40, "max_tokens": 10, "embed_dim": 16, "ffn_dim": 16, "num_experts": 4}
 START = 2

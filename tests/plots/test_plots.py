@@ -20,13 +20,17 @@ from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder
 from smlp.ops import causal_spatial_projection as spatial
 from smlp.plots.draw_filters import block_means, draw_filters, draw_toeplitz
-from smlp.plots.draw_routing import draw_features, draw_tokens, orders
-from smlp.plots.drawing import new_figure
-from smlp.plots.filters import filter_numbers, fixed_chunks, spatial_layers
-from smlp.plots.ordering import evenly, like_beside_like
+from smlp.plots.draw_routing import draw_features, draw_tokens, evenly, like_beside_like, orders
+from smlp.plots.drawing import broken, new_figure
+from smlp.plots.filters import (
+    filter_numbers,
+    fixed_chunks,
+    half_energy_distance,
+    random_toeplitz_share,
+    spatial_layers,
+    toeplitz_share,
+)
 from smlp.plots.routing import FeatureCounts, RoutingCounts, TokenCounts, count_routing
-from smlp.plots.titles import broken
-from smlp.plots.toeplitz import half_energy_distance, random_toeplitz_share, toeplitz_share
 from smlp.plots.weights import Choice, WeightPlots
 
 pytestmark = pytest.mark.timeout(60)

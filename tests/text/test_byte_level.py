@@ -17,7 +17,7 @@ from smlp.checkpoint.load import load_pretrained, text_files
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.output import write_exported
 from smlp.errors import UserError
-from smlp.evaluation.text_sizes import decoded_sizes, tokens_of
+from smlp.evaluation.report import decoded_sizes, tokens_of
 from smlp.inference.generation.continuations import _Shown
 from smlp.text import tokenizer_kinds
 from smlp.text.tokenizer import Tokenizer, Vocabulary

@@ -1,25 +1,68 @@
-"""Running the harness's tasks on a model."""
+"""Run the tasks of lm-evaluation-harness on a model, six of them on their official files.
+
+The harness would fetch its copies of the six zero-shot tasks from the network. With a data folder, its prompts and
+rules stay and only the source of the records is replaced. ReCoRD is defined here, because the harness's version cannot
+be loaded without the package ``transformers``: prompts are the harness's (:mod:`smlp.evaluation.zeroshot.templates`),
+exact match and F1 those of the official script.
+"""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import lm_eval
+import numpy as np
 from lm_eval.tasks import TaskManager
 
 from smlp.errors import UserError
 from smlp.evaluation.lm_eval.model import HarnessModel, TooLongRecords
-from smlp.evaluation.lm_eval.tasks import write_local_task
 from smlp.evaluation.zeroshot.evaluate import for_each_task
-from smlp.evaluation.zeroshot.readers import READERS
+from smlp.evaluation.zeroshot.readers import (
+    READERS,
+    CopaItem,
+    HellaSwagItem,
+    PiqaItem,
+    RecordItem,
+    StoryClozeItem,
+    WinograndeItem,
+    distinct,
+)
+from smlp.evaluation.zeroshot.rules import best_f1, exact_match
+from smlp.evaluation.zeroshot.templates import example
 
 #: no network, too few examples, a mistake in somebody's task
 _THEIRS = (OSError, ValueError, AssertionError, ImportError, LookupError, ArithmeticError, jinja2.TemplateError)
+
+
+#: name here: file of the harness's task, below its folder of tasks
+_DEFINITIONS = {
+    "copa": "super_glue/copa/default.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "storycloze": "storycloze/storycloze_2016.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+}
+
+
+#: of the harness's task
+_RECORD: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "prompt",
+    "doc_to_choice": "choices",
+    "doc_to_target": "gold",
+    "target_delimiter": "",
+    "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("f1", "em")],
+    "metadata": {"version": 2.0},
+}
+
+
+_RECORD_FUNCTIONS = {"process_results": f"{__name__}.process_results"}
 
 
 def evaluate(
@@ -116,3 +159,112 @@ def _without(
         if len(kept[name]) < num_ranks:
             raise UserError(f"{name}: {len(kept[name])} of {len(numbers)} records fit the model's context")
     return kept
+
+
+def write_local_task(name: str, data_dir: str | Path, folder: str | Path, with_training: bool = False) -> int:
+    """Writes a task for the harness to include: its configuration (YAML) and the records as it wants them (JSONL).
+
+    Args:
+        name: a key of ``READERS``.
+        data_dir: where the official files are.
+        folder: to write to, and to give to the harness as ``include_path``.
+        with_training: whether few-shot examples will be wanted.
+
+    Returns:
+        How many lines of the split that is scored say the same as another one; each record is written once.
+
+    Raises:
+        UserError: an official file is missing or malformed.
+    """
+    reader, folder = READERS[name], Path(folder).resolve()
+    splits = {"validation": next(iter(reader.splits))}
+    if with_training:
+        splits["train"] = reader.priming_split(data_dir)
+    files, num_repeated = {}, {}
+    for split, official in splits.items():
+        path = folder / f"{name}-{split}.jsonl"
+        lines = reader.read(data_dir, official)
+        records = distinct(lines)
+        num_repeated[split] = len(lines) - len(records)
+        rows = map(_ROWS[name], records)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        files[split] = str(path)
+    configuration = {
+        **_definition(name),
+        "task": name,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")},
+        "validation_split": "validation",
+        "training_split": "train" if with_training else None,
+        "test_split": None,
+    }
+    lines = [f"{key}: {json.dumps(value)}" for key, value in configuration.items()]  # JSON is YAML
+    if name == "record":
+        lines += [f"{key}: !function {function}" for key, function in _RECORD_FUNCTIONS.items()]
+    path = folder / f"{name}.yaml"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return num_repeated["validation"]
+
+
+def _definition(name: str) -> dict[str, Any]:
+    if name == "record":
+        return _RECORD
+    return {"include": str(Path(lm_eval.__file__).resolve().parent / "tasks" / _DEFINITIONS[name])}
+
+
+def _copa(item: CopaItem) -> dict[str, Any]:
+    first, second = item.choices
+    return {
+        "premise": item.premise, "choice1": first, "choice2": second, "question": item.question, "label": item.gold
+    }  # fmt: skip
+
+
+def _piqa(item: PiqaItem) -> dict[str, Any]:
+    return {"goal": item.goal, "sol1": item.solutions[0], "sol2": item.solutions[1], "label": item.gold}
+
+
+def _storycloze(item: StoryClozeItem) -> dict[str, Any]:
+    sentences = {f"input_sentence_{number}": text for number, text in enumerate(item.sentences, start=1)}
+    endings = {f"sentence_quiz{number}": text for number, text in enumerate(item.endings, start=1)}
+    return {**sentences, **endings, "answer_right_ending": item.gold + 1}
+
+
+def _winogrande(item: WinograndeItem) -> dict[str, Any]:
+    first, second = item.options
+    return {"sentence": item.sentence, "option1": first, "option2": second, "answer": str(item.gold + 1)}
+
+
+def _hellaswag(item: HellaSwagItem) -> dict[str, Any]:
+    return {
+        "activity_label": item.activity, "ctx_a": item.ctx_a, "ctx_b": item.ctx_b, "endings": list(item.endings),
+        "label": str(item.gold),
+    }  # fmt: skip
+
+
+def _record(item: RecordItem) -> dict[str, Any]:
+    """A record as the task above reads it."""
+    written = example(item, "lm-eval")
+    return {
+        "prompt": written.choices[0].context,
+        "choices": [choice.continuation for choice in written.choices],
+        "gold": written.gold[0],
+        "entities": [choice.bare for choice in written.choices],
+        "answers": list(item.answers),
+    }
+
+
+_ROWS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "copa": _copa,
+    "piqa": _piqa,
+    "storycloze": _storycloze,
+    "winogrande": _winogrande,
+    "hellaswag": _hellaswag,
+    "record": _record,
+}
+
+
+def process_results(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, float]:
+    """F1 and exact match of the entity with the highest log-probability."""
+    guess = doc["entities"][int(np.argmax([log_prob for log_prob, _ in results]))]
+    return {"f1": best_f1(guess, doc["answers"]), "em": exact_match(guess, doc["answers"])}

@@ -25,8 +25,7 @@ from smlp.errors import UserError
 from smlp.evaluation.lm_eval.writing import WritingOrder
 from smlp.inference.generation import TextWriter
 from smlp.inference.language_model import LanguageModel
-from smlp.inference.scoring.candidates import CandidateScorer, TokenScores
-from smlp.inference.scoring.capacity import drop_nothing
+from smlp.inference.scoring.candidates import CandidateScorer, TokenScores, drop_nothing
 from smlp.inference.scoring.texts import Candidates, TokenizedText, TooLongError
 from smlp.launch.team import Team
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.inference.generation.stop_strings import StopStrings
+from smlp.inference.generation.continuations import StopStrings
 
 #: names under which tasks say how many tokens may be written, the first that is given counts
 _MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

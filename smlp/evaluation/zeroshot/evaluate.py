@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from smlp.errors import UserError
-from smlp.evaluation.zeroshot.items import distinct, without_id
 from smlp.evaluation.zeroshot.partial import PartialScores
-from smlp.evaluation.zeroshot.prepare import UNCONDITIONAL_CONTEXT, Prepared, prepare
-from smlp.evaluation.zeroshot.priming import draw_shots, primed
-from smlp.evaluation.zeroshot.readers import READERS
+from smlp.evaluation.zeroshot.readers import READERS, distinct, without_id
 from smlp.evaluation.zeroshot.rules import RULES, ScoredText, choice, headline_rule, scores
-from smlp.evaluation.zeroshot.score import score_prepared
-from smlp.evaluation.zeroshot.templates import Example, example
+from smlp.evaluation.zeroshot.score import UNCONDITIONAL_CONTEXT, Prepared, prepare, score_prepared
+from smlp.evaluation.zeroshot.templates import Example, draw_shots, example, primed
 from smlp.inference.scoring.candidates import CandidateScorer
-from smlp.inference.scoring.encoding import Encoding
+from smlp.inference.scoring.texts import Encoding
 from smlp.launch.team import Team
 
 _T = TypeVar("_T")

@@ -1,19 +1,19 @@
-"""Readers of the official files, with names and splits as they were released (docs: where each comes from).
+"""Records of the six tasks, and readers of their official files under the names and splits of their release.
 
-Labels may be numbers or text, columns may have the names that Hugging Face gave them.
+Texts are raw. Labels may be numbers or text, and columns may have the names that Hugging Face gave them.
 """
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.evaluation.zeroshot import items
 from smlp.evaluation.zeroshot.files import (
     find,
     has_one,
@@ -25,6 +25,87 @@ from smlp.evaluation.zeroshot.files import (
     read_text,
     text,
 )
+
+
+@dataclass(frozen=True)
+class CopaItem:
+    """Choice of plausible alternatives (Roemmele et al., 2011)."""
+
+    id: str
+    premise: str
+    choices: tuple[str, str]
+    #: "cause" or "effect": what of the premise the choices are
+    question: str
+    gold: int
+
+
+@dataclass(frozen=True)
+class PiqaItem:
+    """Physical common sense (Bisk et al., 2020)."""
+
+    id: str
+    goal: str
+    solutions: tuple[str, str]
+    gold: int
+
+
+@dataclass(frozen=True)
+class StoryClozeItem:
+    """Endings of stories of four sentences (Mostafazadeh et al., 2016)."""
+
+    id: str
+    sentences: tuple[str, str, str, str]
+    endings: tuple[str, str]
+    gold: int
+
+
+@dataclass(frozen=True)
+class WinograndeItem:
+    """Winograd schemas (Sakaguchi et al., 2020); the sentence has one blank, ``_``."""
+
+    id: str
+    sentence: str
+    options: tuple[str, str]
+    gold: int
+
+
+@dataclass(frozen=True)
+class HellaSwagItem:
+    """Endings of everyday scenes (Zellers et al., 2019); ``ctx_b``, unfinished, follows ``ctx_a`` or is empty."""
+
+    id: str
+    activity: str
+    ctx_a: str
+    ctx_b: str
+    endings: tuple[str, str, str, str]
+    gold: int
+
+
+@dataclass(frozen=True)
+class RecordItem:
+    """Entities of a news text that fill ``@placeholder`` in a query (Zhang et al., 2018)."""
+
+    id: str
+    passage: str
+    query: str
+    #: texts of all mentions, in the order of the passage, each text once
+    entities: tuple[str, ...]
+    #: texts that are right; each is one of ``entities``
+    answers: tuple[str, ...]
+
+
+Item = CopaItem | PiqaItem | StoryClozeItem | WinograndeItem | HellaSwagItem | RecordItem
+
+
+def without_id(item: Item) -> Item:
+    """What a record says, for comparisons."""
+    return dataclasses.replace(item, id="")
+
+
+def distinct(found: Iterable[Item]) -> list[Item]:
+    """The records, each once, in their order: one that is there again with its id is the same, and tells nothing more
+    about a model."""
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -40,11 +121,11 @@ class Reader:
     folders: tuple[str, ...]
     #: where the files come from
     source: str
-    parse: Callable[[Path], list[items.Item]]
+    parse: Callable[[Path], list[Item]]
     #: splits to take examples for prompts from, the best first
     priming: tuple[str, ...] = ("train",)
 
-    def read(self, data_dir: str | Path, split: str | None = None) -> list[items.Item]:
+    def read(self, data_dir: str | Path, split: str | None = None) -> list[Item]:
         """Records of a split; by default of the one for zero-shot scoring.
 
         Raises:
@@ -73,7 +154,7 @@ class Reader:
         return self.priming[0]
 
 
-def _copa(path: Path) -> list[items.Item]:
+def _copa(path: Path) -> list[Item]:
     found = []
     for place, record in json_lines(path):
         question = text(record, "question", place)
@@ -82,18 +163,18 @@ def _copa(path: Path) -> list[items.Item]:
         choices = text(record, "choice1", place), text(record, "choice2", place)
         gold = label(record.get("label"), (0, 1), "label", place)
         identity = str(record.get("idx", len(found)))
-        found.append(items.CopaItem(identity, text(record, "premise", place), choices, question, gold))
+        found.append(CopaItem(identity, text(record, "premise", place), choices, question, gold))
     return found
 
 
-def _piqa(path: Path) -> list[items.Item]:
+def _piqa(path: Path) -> list[Item]:
     records = list(json_lines(path))
     labels = labels_beside(path)
     if labels is None:
         raise UserError(f"{labels_path(path)} is missing: it has the answers to {path}")
     golds = label_lines(labels, len(records), (0, 1), path)
     return [
-        items.PiqaItem(
+        PiqaItem(
             str(record.get("id", number)),
             text(record, "goal", place),
             (text(record, "sol1", place), text(record, "sol2", place)),
@@ -103,7 +184,7 @@ def _piqa(path: Path) -> list[items.Item]:
     ]
 
 
-def _winogrande(path: Path) -> list[items.Item]:
+def _winogrande(path: Path) -> list[Item]:
     records = list(json_lines(path))
     labels = labels_beside(path)
     beside = None if labels is None else label_lines(labels, len(records), (1, 2), path)
@@ -119,11 +200,11 @@ def _winogrande(path: Path) -> list[items.Item]:
             answer = beside[number]
         gold = label(answer, (1, 2), "answer", place) - 1
         options = text(record, "option1", place), text(record, "option2", place)
-        found.append(items.WinograndeItem(str(record.get("qID", number)), sentence, options, gold))
+        found.append(WinograndeItem(str(record.get("qID", number)), sentence, options, gold))
     return found
 
 
-def _hellaswag(path: Path) -> list[items.Item]:
+def _hellaswag(path: Path) -> list[Item]:
     found = []
     for place, record in json_lines(path):
         endings = record.get("endings")
@@ -133,7 +214,7 @@ def _hellaswag(path: Path) -> list[items.Item]:
         if "ctx_b" not in record and record.get("ctx", ctx_a) != ctx_a:
             raise UserError(f"{place}: 'ctx_b' is missing, and 'ctx' goes on after 'ctx_a'")
         found.append(
-            items.HellaSwagItem(
+            HellaSwagItem(
                 str(record.get("ind", len(found))),
                 text(record, "activity_label", place),
                 ctx_a,
@@ -152,7 +233,7 @@ def _each_row(rows: csv.DictReader, path: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}, line {rows.line_num}: not a table ({error}); is a quote left open?") from None
 
 
-def _storycloze(path: Path) -> list[items.Item]:
+def _storycloze(path: Path) -> list[Item]:
     content = read_text(path)
     header = content.partition("\n")[0]
     # released as csv; fairseq's users convert it to tsv, without quotes
@@ -170,11 +251,11 @@ def _storycloze(path: Path) -> list[items.Item]:
         answer = row.get("AnswerRightEnding", row.get("answer_right_ending"))
         gold = label(answer, (1, 2), "AnswerRightEnding", place) - 1
         identity = text(row, ("InputStoryid", "story_id"), place)
-        found.append(items.StoryClozeItem(identity, sentences, endings, gold))
+        found.append(StoryClozeItem(identity, sentences, endings, gold))
     return found
 
 
-def _record(path: Path) -> list[items.Item]:
+def _record(path: Path) -> list[Item]:
     found = []
     for place, record in json_lines(path):
         if isinstance(record.get("passage"), str):  # Hugging Face: one query a line
@@ -201,7 +282,7 @@ def _record(path: Path) -> list[items.Item]:
 
 def _record_item(
     identity: str, passage: str, query: str, entities: list[str], answers: list[str], place: str
-) -> items.RecordItem:
+) -> RecordItem:
     if query.count("@placeholder") != 1:
         raise UserError(f"{place}: 'query' must have one @placeholder, found {query.count('@placeholder')}")
     if not answers:
@@ -209,7 +290,7 @@ def _record_item(
     strange = [answer for answer in answers if answer not in entities]
     if strange:
         raise UserError(f"{place}: the answer {strange[0]!r} is none of the {len(entities)} entities")
-    return items.RecordItem(identity, passage, query, tuple(dict.fromkeys(entities)), tuple(dict.fromkeys(answers)))
+    return RecordItem(identity, passage, query, tuple(dict.fromkeys(entities)), tuple(dict.fromkeys(answers)))
 
 
 def _span(words: str, span: dict[str, Any], name: str, place: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from smlp.evaluation.zeroshot.evaluate import Answer, Task
-from smlp.evaluation.zeroshot.items import RecordItem
-from smlp.evaluation.zeroshot.metrics import best_f1, exact_match, standard_error, wilson_interval
+from smlp.evaluation.zeroshot.readers import RecordItem
+from smlp.evaluation.zeroshot.rules import best_f1, exact_match, standard_error, wilson_interval
 from smlp.inference.scoring.texts import common_prefix
 
 #: columns of the paper's Table 6 (smlp.txt), in its order

@@ -1,19 +1,25 @@
-"""Prompts: from a record to the texts that a model scores.
+"""Prompts: write the texts that a model scores, with solved examples before them on request.
 
 Three sets, named after who uses them (docs: where they differ and why it matters):
 
 fair      those of Artetxe et al. (2021), with whose numbers the paper compares; the default
 gpt3      those of GPT-3 (Brown et al., 2020, appendix G)
 lm-eval   those of lm-evaluation-harness 0.4
+
+Few-shot priming follows the code of Artetxe et al. (2021): solved examples are joined by a space, the same ones stand
+before every record of a task, and their order is drawn anew for each record.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from smlp.evaluation.zeroshot.items import (
+from smlp.errors import UserError
+from smlp.evaluation.zeroshot.readers import (
     CopaItem,
     HellaSwagItem,
     Item,
@@ -21,6 +27,7 @@ from smlp.evaluation.zeroshot.items import (
     RecordItem,
     StoryClozeItem,
     WinograndeItem,
+    without_id,
 )
 
 _BLANK, _PLACEHOLDER, _HIGHLIGHT = "_", "@placeholder", "@highlight"
@@ -196,3 +203,46 @@ def example(item: Item, templates: str = "fair") -> Example:
         templates: a key of ``TEMPLATES``.
     """
     return _example(item, TEMPLATES[templates][type(item)](item))
+
+
+_JOINT = " "
+
+
+def draw_shots(pool: Sequence[Item], evaluated: Sequence[Item], count: int, seed: int, templates: str) -> list[str]:
+    """Texts of ``count`` solved examples, none of them one that is evaluated.
+
+    Args:
+        pool: records of the split for priming.
+        evaluated: records that will be scored.
+        count: K.
+        seed: the same seed draws the same ones.
+        templates: a key of ``TEMPLATES``.
+
+    Raises:
+        UserError: there are fewer.
+    """
+    known = {without_id(item) for item in evaluated}
+    order = list(pool)
+    random.Random(seed).shuffle(order)
+    free = [item for item in order if without_id(item) not in known]
+    if len(free) < count:
+        raise UserError(
+            f"--num-fewshot {count}, but the split to take examples from has {len(free)} that are not evaluated"
+        )
+    return [_solved(example(item, templates)) for item in free[:count]]
+
+
+def _solved(solved: Example) -> str:
+    right = solved.choices[solved.gold[0]]
+    return (right.context + right.continuation).strip()
+
+
+def primed(unsolved: Example, shots: Sequence[str], seed: int) -> Example:
+    """The record with the solved examples before each of its contexts."""
+    if not shots:
+        return unsolved
+    order = list(shots)
+    random.Random(f"{seed} {unsolved.id}").shuffle(order)
+    before = _JOINT.join(order) + _JOINT
+    choices = tuple(dataclasses.replace(choice, context=before + choice.context) for choice in unsolved.choices)
+    return dataclasses.replace(unsolved, choices=choices)

@@ -2,9 +2,9 @@
 
 from smlp.inference.generation.beam import beam_search
 from smlp.inference.generation.continuations import Continuation, TextWriter
+from smlp.inference.generation.prompts import Text
 from smlp.inference.generation.sampled import generate, sampled_texts
 from smlp.inference.generation.settings import BeamSearch, Limits, Sampling, method_of
-from smlp.inference.generation.text import Text
 
 __all__ = [
     "BeamSearch",

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from smlp.errors import UserError
-from smlp.inference.generation.choosing import check_numbers
-from smlp.inference.generation.prompts import Prompt, ready_prompts
+from smlp.inference.generation.prompts import Prompt, SharedPositions, Text, ready_prompts
+from smlp.inference.generation.sampled import check_numbers
 from smlp.inference.generation.settings import BeamSearch, Limits
-from smlp.inference.generation.shared_positions import SharedPositions
-from smlp.inference.generation.text import Text
 from smlp.nn.decoder import Decoder
 
 #: of a prompt, whose logits are computed at once

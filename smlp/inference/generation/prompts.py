@@ -1,13 +1,44 @@
-"""Prompts as a model can read them."""
+"""Prompts that a model can read, texts that grow from them, and rows of different lengths read side by side.
+
+Spatial weights are indexed by absolute position, so nothing may stand before a sequence: all rows begin at position 0
+and are always at the same position. There is no padding: a row that knows its next ids (a longer prompt) reads those,
+while the others read what has just been chosen for them.
+
+Letters: ``R`` rows, ``n`` tokens that are read at once, ``H`` width.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.inference.generation.settings import Limits
+from smlp.nn.decoder import Decoder
+from smlp.nn.state import DecodingState
+
+
+@dataclass
+class Text:
+    """One continuation of one prompt."""
+
+    #: number of its prompt, counted from 0
+    prompt: int
+    #: its number among the continuations of the prompt, counted from 0; in beam search by rank
+    draw: int = 0
+    #: new ids, with the one that ends the text
+    tokens: list[int] = field(default_factory=list)
+    #: natural logarithm of the model's probability of each of them, before temperature, penalties and bans
+    log_probs: list[float] = field(default_factory=list)
+    #: what beam search ranks by; None for sampled texts
+    score: float | None = None
+    #: why it ended: "length" (max_tokens), "end" (the id that ends texts), "context" (no position is left) or "stop"
+    #: (set from outside); None while it is written
+    finish: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,3 +113,54 @@ def _filled(config: ModelConfig, tokens: list[int], fill: int | None, where: str
             f"{least}: its first ones only choose experts; fill the prefix or give a longer prompt"
         )
     return [fill] * (least - len(tokens)) + tokens
+
+
+class SharedPositions:
+    """Rows of ids and the state of a decoder that has read them up to a common position.
+
+    Args:
+        decoder: in evaluation mode.
+        rows: known ids of each sequence, at least one each; append to ``rows`` what is chosen.
+        capacity: most ids of a row that are read, so that no room is kept for others.
+    """
+
+    def __init__(self, decoder: Decoder, rows: Sequence[Sequence[int]], capacity: int) -> None:
+        self.decoder = decoder
+        self.rows = [list(row) for row in rows]
+        self._capacity = min(capacity, decoder.config.max_tokens)
+        self._state = DecodingState(self._capacity)
+        #: ids at the start of each row that were forgotten
+        self._forgotten = 0
+
+    @property
+    def num_read(self) -> int:
+        """Ids of each row that have been read, forgotten ones included."""
+        return self._forgotten + self._state.length
+
+    @property
+    def waiting(self) -> list[int]:
+        """The rows of which all ids have been read: they need another one."""
+        return [row for row, ids in enumerate(self.rows) if len(ids) == self.num_read]
+
+    def read(self) -> Tensor:
+        """Reads as many tokens as every row has; returns their hidden states (R, n, H).
+
+        At the end of the context, the later half of every row is read anew from position 0.
+        """
+        config = self.decoder.config
+        shortest = min(map(len, self.rows))
+        if shortest - self._forgotten > config.max_tokens:
+            self._forgotten = shortest - max(config.max_tokens // 2, config.prefix_tokens + 1)
+            self._state = DecodingState(self._capacity)
+        start = self.num_read
+        tokens_Rn = torch.tensor(
+            [ids[start:shortest] for ids in self.rows], device=self.decoder.embedding.weight.device
+        )
+        return self.decoder.features(tokens_Rn, self._state)[0]
+
+    def keep(self, index: Sequence[int]) -> None:
+        """Keeps the rows at ``index`` (repeats allowed), in that order."""
+        if list(index) == list(range(len(self.rows))):
+            return
+        self.rows = [list(self.rows[row]) for row in index]
+        self._state.reorder(torch.tensor(index, dtype=torch.long, device=self.decoder.embedding.weight.device))

@@ -1,10 +1,10 @@
-"""Log-probabilities of the tokens of candidates, many groups at a time.
+"""Log-probabilities of the tokens of texts, as candidates of a choice or on their own.
 
-What the candidates of a group begin with alike is read once; then each goes on from a copy of that state
+What the candidates of a group begin with alike is read once; then each continues from a copy of that state
 (:mod:`smlp.inference.scoring.batching`). Padding stands on the right only.
 
-Letters: ``R`` candidates of one block (in ``_predict``: scored positions at a time), ``n`` tokens, ``N`` positions of
-one pass, ``K`` scored positions, ``H`` width, ``V`` vocabulary.
+Letters: ``R`` rows of logits at a time (in ``_block``: candidates of a block), ``n`` tokens, ``N`` positions of one
+pass, ``K`` scored positions, ``H`` width, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from smlp.errors import UserError
+from smlp.evaluation.perplexity import of_nats
 from smlp.inference.scoring.batching import Batch, Block, Reading, plan_batches
-from smlp.inference.scoring.targets import logits_in_pieces, scored
-from smlp.inference.scoring.texts import Candidates
+from smlp.inference.scoring.texts import Candidates, Encoding
+from smlp.moe.layer import TokenMoE
+from smlp.moe.routers import RouterWithPlaces
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import DecodingState
 
@@ -176,3 +178,125 @@ class CandidateScorer:
     @property
     def _device(self) -> torch.device:
         return self.decoder.embedding.weight.device
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """What a model makes of one text."""
+
+    #: what comes before the text that is scored
+    context: str
+    text: str
+    #: ids of the text
+    tokens: list[int]
+    #: natural log-probability of each of them
+    log_probs: list[float]
+    #: whether greedy decoding would write the text after its context
+    is_greedy: bool
+    #: tokens that the context lost on its left to make room
+    num_cut: int
+
+    @property
+    def log_prob(self) -> float:
+        """Of the whole text, in nats."""
+        return sum(self.log_probs)
+
+    @property
+    def perplexity(self) -> float:
+        """Per token."""
+        return of_nats(-self.log_prob / len(self.log_probs))
+
+
+def score_texts(
+    decoder: Decoder, encoding: Encoding, pairs: Sequence[tuple[str, str]], batch_tokens: int = 8192
+) -> list[TextScore]:
+    """Scores of texts after their contexts, in order.
+
+    Args:
+        decoder: in evaluation mode; should drop no token.
+        encoding: of its texts.
+        pairs: contexts, which may be empty, and what follows them; spaces between them belong to either.
+        batch_tokens: positions in a batch.
+
+    Raises:
+        UserError: a text is empty, or longer than the model's context, or begins within the prefix.
+    """
+    prefix_tokens = decoder.config.prefix_tokens
+    alike: dict[tuple, list[int]] = {}
+    alone = []
+    for number, pair in enumerate(pairs):
+        one = encoding.group([encoding.pair(*pair)])
+        if one.begins_within(prefix_tokens):
+            raise UserError(
+                f"{pair[1]!r} begins within the first {prefix_tokens} positions, which only choose experts: give a "
+                "longer context or fill the prefix"
+            )
+        alone.append(one)
+        # contexts that lost as much are still alike
+        alike.setdefault((pair[0], one.lead, one.num_cut), []).append(number)
+    groups = [
+        Candidates(tuple(alone[number].texts[0] for number in numbers), num_cut, lead)
+        for (_, lead, num_cut), numbers in alike.items()
+    ]
+    found: dict[int, TextScore] = {}
+    numbers_of = list(alike.values())
+    for place, scored in CandidateScorer(decoder).each(groups, batch_tokens):
+        for number, text, scores in zip(numbers_of[place], groups[place].texts, scored, strict=True):
+            size = text.num_continuation
+            found[number] = TextScore(
+                *pairs[number],
+                tokens=list(text.tokens[-size:]),
+                log_probs=scores.log_probs[-size:].tolist(),
+                is_greedy=bool(scores.is_greedy[-size:].all()),
+                num_cut=groups[place].num_cut,
+            )
+    return [found[number] for number in range(len(pairs))]
+
+
+# logits in memory at a time: 128 MiB in float32
+_MOST_LOGITS = 2**25
+
+
+def logits_in_pieces(decoder: Decoder, x_KH: Tensor, targets_K: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits (R, V) in float32 and their targets (R,), in order; nothing for K = 0.
+
+    Args:
+        decoder: with the output matrix.
+        x_KH: final hidden states.
+        targets_K: ids.
+    """
+    if not targets_K.numel():
+        return
+    num_rows = max(1, _MOST_LOGITS // decoder.config.vocab_size)
+    for x_RH, targets_R in zip(x_KH.split(num_rows), targets_K.split(num_rows), strict=True):
+        yield decoder.project(x_RH).float(), targets_R
+
+
+def scored(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Natural log-probability of each target, (R,), and whether no token is likelier, (R,).
+
+    The logits are used up: overwritten, because at a large vocabulary a second tensor of their size costs more than the
+    arithmetic.
+    """
+    chosen_R = logits_RV.gather(1, targets_R.unsqueeze(1)).squeeze(1)
+    largest_R = logits_RV.amax(dim=1)
+    sum_R = logits_RV.sub_(largest_R.unsqueeze(1)).exp_().sum(dim=1)
+    return chosen_R - largest_R - sum_R.log(), chosen_R == largest_R
+
+
+def routers_with_places(decoder: Decoder) -> list[RouterWithPlaces]:
+    """The routers that can drop tokens; none in models where every token finds its expert."""
+    routers = [module.router for module in decoder.modules() if isinstance(module, TokenMoE)]
+    return [router for router in routers if isinstance(router, RouterWithPlaces)]
+
+
+def limit_places(decoder: Decoder, factor: float) -> None:
+    """Sets the capacity factor of evaluation in place; 0 drops nothing."""
+    for router in routers_with_places(decoder):
+        router.limit_places(factor)
+
+
+def drop_nothing(decoder: Decoder) -> None:
+    """Lets experts take every token in evaluation, whatever a model was trained with: a score must not depend on what
+    else is in a batch."""
+    limit_places(decoder, 0.0)

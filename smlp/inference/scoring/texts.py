@@ -1,8 +1,8 @@
-"""From a context and what continues it to ids that a model can score.
+"""Turn a context and its continuation into ids that a model can score.
 
-A model here has seen lines, each ended by ``</s>``; so a line break in a text is scored as ``</s>`` too, or, on
-request, as a space. The symbol that stands before every text (``</s>``, ``<s>`` after training with
-``--add-bos-token``) is never part of these ids: it is put there once, by what scores them.
+The models have seen lines that each end in ``</s>``, so a line break is scored as ``</s>`` too or, on request, as a
+space. The symbol before every text (``</s>``, or ``<s>`` after training with ``--add-bos-token``) is never part of
+these ids: the scorer puts it there once.
 
 Letters: ``T`` the model's context, ``P`` its prefix that only chooses experts, ``L`` tokens of a text.
 """
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 
@@ -128,3 +129,26 @@ def fit(
 
 def _cut(text: TokenizedText, count: int) -> TokenizedText:
     return dataclasses.replace(text, tokens=text.tokens[count:], num_context=text.num_context - count)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A model's tokenizer, start symbol and room, and what the user decides about line breaks and the prefix."""
+
+    tokenizer: Tokenizer
+    config: ModelConfig
+    #: id before every text
+    start_token: int
+    #: a line break becomes ``</s>`` ("eos") or a space ("space")
+    newline: str = "eos"
+    #: whether start symbols fill the prefix of a model with partial routing
+    fill_prefix: bool = False
+
+    def pair(self, context: str, continuation: str) -> TokenizedText:
+        """Both texts as ids; see :func:`smlp.inference.scoring.texts.encode_pair`."""
+        return encode_pair(self.tokenizer, context, continuation, self.newline)
+
+    def group(self, texts: Sequence[TokenizedText]) -> Candidates:
+        """Candidates that fit the model; see :func:`smlp.inference.scoring.texts.fit`."""
+        prefix_tokens = self.config.prefix_tokens if self.fill_prefix else 0
+        return fit(texts, self.config.max_tokens, self.start_token, prefix_tokens)

@@ -1,6 +1,0 @@
-"""Words that options of an evaluation may have; importing them costs nothing."""
-
-#: fairseq's ``--sample-break-mode``: how a text is cut into samples
-BREAK_MODES = ("none", "complete", "complete_doc", "eos")
-#: what ends a document: an empty line, or every line
-DOCUMENTS = ("empty-line", "line")
