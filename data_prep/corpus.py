@@ -1,4 +1,4 @@
-"""What every corpus shares: documents of paragraphs, disjoint splits, files and manifest.
+"""Corpora of the quickstart: documents of paragraphs, disjoint splits, files and manifest, and how a command ends.
 
 On disk a split is UTF-8 text with one paragraph a line and an empty line between documents. fairseq reads each line
 as a sentence ending in ``</s>``: ``--sample-break-mode none`` then trains on the running stream of paragraphs, and an
@@ -8,12 +8,28 @@ empty line (a lone ``</s>``) tells the model, and ``--sample-break-mode complete
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smlp.errors import UserError
 from smlp.files import write_whole
+
+
+def run(main: Callable[[], None]) -> int:
+    """Calls ``main`` and returns the exit status; any other exception keeps its traceback."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # no permission, disk full, ...
+        print(f"error: {error.filename or 'input/output'}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return 0
+
 
 SPLITS = ("train", "valid", "test")
 MANIFEST = "manifest.json"

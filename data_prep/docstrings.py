@@ -1,12 +1,20 @@
-"""Docstrings of Python source files, read from the syntax tree: nothing is imported or executed."""
+"""Docstrings of Python source files, and the blocks of running text in them.
+
+They are read from the syntax tree: nothing is imported or executed. Sections, code, tables and field lists go, as the
+scientific packages write them: numpydoc sections, Google-style sections, reST directives, roles and field lists,
+doctests. What is left may still be no English; :mod:`data_prep.prose` judges that.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import os
+import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # Installed packages; tests; other people's packages under another name (their text would come twice).
@@ -53,8 +61,8 @@ def _docs_in(node: ast.AST) -> Iterator[str]:
         text = ast.get_docstring(node)
         if text:
             yield text
-    for field in ("body", "orelse", "finalbody"):
-        for child in getattr(node, field, []):
+    for name in ("body", "orelse", "finalbody"):
+        for child in getattr(node, name, []):
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
                 yield from _docs_in_call(child.value)
             elif hasattr(child, "body"):
@@ -69,3 +77,180 @@ def _docs_in_call(call: ast.Call) -> Iterator[str]:
         for node in ast.walk(argument):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value:
                 yield inspect.cleandoc(node.value)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split(", "))
+
+
+# Sections whose body is code, names or citations.
+_DROPPED_SECTIONS = _names(
+    "example, examples, basic usage, usage, references, reference, see also, seealso, shape, methods, grammar, author, "
+    "authors, related functions, routine listings"
+)
+# Sections that list names with their descriptions.
+_LIST_SECTIONS = _names(
+    "parameters, params, other parameters, keyword parameters, args, arguments, keyword args, keyword arguments, "
+    "attributes, class attributes, returns, return, yields, yield, receives, raises, warns, exceptions, inputs, input, "
+    "outputs, output, explanation"
+)
+_PLAIN_SECTIONS = _names("note, notes, warning, warnings, todo, description, details, hint, tip")
+_KEPT_DIRECTIVES = _names("note, warning, tip, hint, important, caution, attention")
+
+_UNDERLINE = re.compile(r"([=\-~^\"'#*+.])\1{2,}$")
+_TABLE = re.compile(r"[=+|\-: ]{4,}$|.*\|.*\|")
+_DIRECTIVE = re.compile(r"\.\.(?:\s+([\w:-]+?)::)?(?:\s+(.*))?$")
+_FIELD = re.compile(r":(\w[^:`]*):(?:\s+(.*))?$")
+_TEXT_FIELDS = re.compile(r"(param|parameter|arg|argument|key|keyword|return|returns|raise|raises|except|ivar|var)\b")
+_BULLET = re.compile(r"(?:[-*+•]|\(?(?:\d{1,2}|[a-z]|[ivx]+)[.)]|#\.)\s+(?=\S)")
+_GOOGLE_HEADER = re.compile(r"([A-Z][\w ]{1,20}):{1,2}$")
+_GOOGLE_ITEM = re.compile(r"[*`]{0,3}[\w., *`-]{1,40}?\s*(?:(?:\([^)]*\)|\[[^\]]*\])\s*)?:\s+(?=\S)")
+_DOCTEST = re.compile(r">>>|In \[\d|\$ |% python")
+
+
+@dataclass
+class _Reader:
+    """State of one pass over a docstring's lines."""
+
+    removed: Counter[str]
+    blocks: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    indent: int | None = None  # of the lines of the open block; None: any
+    skip_deeper_than: int | None = None  # code and dropped bodies: skip lines indented deeper than this
+    skip_to_blank: bool = False
+    literal_after: int | None = None  # a paragraph ended in "::" at this indent
+    section: str = ""
+    section_indent: int = 0
+    underlined: bool = False  # the section has a numpydoc underline: its body is not indented
+
+    def flush(self) -> None:
+        if self.lines:
+            text = " ".join(self.lines)
+            if text.endswith("::"):
+                text = text[:-1]
+            self.blocks.append(text)
+        self.lines, self.indent = [], None
+
+    def start(self, text: str, indent: int | None) -> None:
+        self.flush()
+        self.lines, self.indent = [text], indent
+
+
+def text_blocks(docstring: str, removed: Counter[str]) -> list[str]:
+    """Paragraphs and list items of a dedented docstring, each on one line, reST inline markup still in place.
+
+    ``removed`` counts the lines each rule took away, under "lines: RULE".
+    """
+    reader = _Reader(removed)
+    rows = docstring.expandtabs().split("\n")
+    for number, row in enumerate(rows):
+        text = row.strip()
+        following = rows[number + 1].strip() if number + 1 < len(rows) else ""
+        _read_line(reader, text, len(row) - len(row.lstrip()), following)
+    reader.flush()
+    return reader.blocks
+
+
+def _read_line(reader: _Reader, text: str, indent: int, following: str) -> None:
+    if not text:
+        if reader.lines and reader.lines[-1].endswith("::"):
+            reader.literal_after = reader.indent if reader.indent is not None else 0
+        reader.flush()
+        reader.skip_to_blank = False
+        return
+    if _UNDERLINE.match(text):
+        reader.removed["lines: underline"] += 1
+        return
+    if _UNDERLINE.match(following) and len(following) >= len(text) - 2 and not _UNDERLINE.match(text):
+        _open_section(reader, text.rstrip(":").lower(), indent, underlined=True)
+        return
+    if _skipped(reader, text, indent):
+        return
+    header = _GOOGLE_HEADER.match(text)
+    if header and header.group(1).lower() in _DROPPED_SECTIONS | _LIST_SECTIONS | _PLAIN_SECTIONS:
+        _open_section(reader, header.group(1).lower(), indent, underlined=False)
+    elif _DOCTEST.match(text):
+        reader.flush()
+        reader.skip_to_blank = True
+        reader.removed["lines: doctest"] += 1
+    elif text.startswith(".."):
+        _read_directive(reader, text, indent)
+    elif _TABLE.match(text):
+        reader.flush()
+        reader.removed["lines: table"] += 1
+        reader.skip_to_blank = True
+    else:
+        _read_text(reader, text, indent)
+
+
+def _open_section(reader: _Reader, name: str, indent: int, *, underlined: bool) -> None:
+    reader.flush()
+    reader.removed["lines: section header"] += 1
+    reader.section, reader.section_indent, reader.underlined = name, indent, underlined
+    reader.skip_deeper_than = reader.literal_after = None
+    if name in _DROPPED_SECTIONS:
+        reader.skip_deeper_than = indent - 1 if underlined else indent
+
+
+def _skipped(reader: _Reader, text: str, indent: int) -> bool:
+    """Whether the line belongs to a body being skipped (a literal block, a directive, a section, a doctest)."""
+    if reader.literal_after is not None:
+        if indent > reader.literal_after:
+            reader.skip_deeper_than = reader.literal_after
+        reader.literal_after = None
+    if reader.skip_to_blank:
+        reader.removed["lines: doctest or table body"] += 1
+        return True
+    if reader.skip_deeper_than is not None:
+        if indent > reader.skip_deeper_than:
+            reader.removed["lines: code block or dropped section"] += 1
+            return True
+        reader.skip_deeper_than = None
+        reader.section = ""
+    return False
+
+
+def _read_directive(reader: _Reader, text: str, indent: int) -> None:
+    reader.flush()
+    match = _DIRECTIVE.match(text)
+    name, argument = (match.group(1), match.group(2)) if match else (None, None)
+    if name in _KEPT_DIRECTIVES:
+        if argument:
+            reader.start(argument, None)
+        return
+    reader.removed["lines: directive"] += 1
+    reader.skip_deeper_than = indent
+
+
+def _read_text(reader: _Reader, text: str, indent: int) -> None:
+    in_list = reader.section in _LIST_SECTIONS
+    if in_list and reader.underlined and indent <= reader.section_indent:
+        # numpydoc: names and types stand at the section's indent, descriptions below them deeper. Sections that hold
+        # prose at that indent ("Returns" of some packages) lose it: the two cannot be told apart.
+        reader.flush()
+        reader.removed["lines: parameter line"] += 1
+        return
+    if in_list and not reader.underlined and indent <= reader.section_indent:
+        reader.section = ""
+        in_list = False
+    field_match = _FIELD.match(text)
+    if field_match:
+        if _TEXT_FIELDS.match(field_match.group(1)) and field_match.group(2):
+            reader.start(field_match.group(2), None)
+        else:
+            reader.flush()
+            reader.removed["lines: field"] += 1
+        return
+    if in_list and not reader.underlined:
+        item = _GOOGLE_ITEM.match(text)
+        if item and (not reader.lines or indent <= (reader.indent or indent)):
+            reader.start(text[item.end() :], None)
+            return
+    bullet = _BULLET.match(text)
+    if bullet:
+        reader.start(text[bullet.end() :], None)
+    elif reader.lines and (reader.indent is None or indent == reader.indent):
+        reader.lines.append(text)
+        reader.indent = indent
+    else:
+        reader.start(text, indent)

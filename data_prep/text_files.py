@@ -12,8 +12,7 @@ import hashlib
 from collections import Counter
 from pathlib import Path
 
-from data_prep.command import run
-from data_prep.corpus import MANIFEST, SPLITS, Document, Splits, assert_disjoint, describe_splits, write_corpus
+from data_prep.corpus import MANIFEST, SPLITS, Document, Splits, assert_disjoint, describe_splits, run, write_corpus
 from smlp.errors import UserError
 
 HOLD_OUT_EVERY = 20  # paragraphs

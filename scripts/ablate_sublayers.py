@@ -22,13 +22,11 @@ from torch import nn
 import smlp
 from smlp.errors import UserError
 from smlp.evaluation.blocks import block_log_probs
-from smlp.moe.experts import SpatialExperts
 from smlp.moe.feature_layer import FeatureMoE
 from smlp.moe.layer import TokenMoE
-from smlp.nn.attention import CausalSelfAttention
-from smlp.nn.blocks import GatedMLPBlock
+from smlp.nn.blocks import CausalSelfAttention, GatedMLPBlock
 from smlp.nn.decoder import Decoder
-from smlp.nn.feed_forward import FeedForward
+from smlp.nn.layers import FeedForward, SpatialWeights
 from smlp.text.binarized import read_fairseq_tokens
 
 #: what is added to a residual stream, and its name
@@ -48,14 +46,14 @@ def parts(decoder: Decoder) -> Iterator[tuple[str, str, nn.Module]]:
         for kind, what in SUBLAYERS.items():
             if isinstance(module, kind):
                 yield block, what, module
-        if isinstance(module, SpatialExperts):
+        if isinstance(module, SpatialWeights):
             yield block, "spatial projection", module
 
 
 @contextmanager
 def without(module: nn.Module) -> Iterator[None]:
     """Inside the block the part does nothing."""
-    if isinstance(module, SpatialExperts):
+    if isinstance(module, SpatialWeights):
         kept = module.weight.detach().clone()
         with torch.no_grad():
             module.weight.zero_()

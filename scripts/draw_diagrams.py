@@ -1,9 +1,9 @@
-"""Draws the pictures of docs/concepts.md into docs/diagrams.
+"""Draw the pictures of docs/concepts.md into docs/diagrams.
 
   python scripts/draw_diagrams.py                  the SVG files of the pages
   python scripts/draw_diagrams.py --png FOLDER     the same as PNG, to look at
 
-Who goes where is computed by the package's own routing code for a small example.
+The package's own routing code computes the routing of a small example.
 """
 
 from __future__ import annotations

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import re
 
+#: begins each line of a message that lists several problems
+_LIST_ITEM = "\n  "
+
 
 class UserError(ValueError):
     """Bad input: the message is one sentence that names the field or file and the numbers.
 
     Commands print it as a single line and exit with status 1; Python callers catch it as a ``ValueError``.
     """
+
+
+def one_line(error: Exception | str) -> str:
+    """Return a message with control characters and line ends escaped, but for the indented lines of a list."""
+    lines = str(error).strip().split(_LIST_ITEM)
+    return _LIST_ITEM.join("".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line) for line in lines)
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """Return the sentence for an error of memory that ran out; None for another error."""
+    # torch on CPUs has no exception of its own for it
+    words = ("can't allocate memory", "out of memory", "size calculation overflowed")
+    if not isinstance(error, MemoryError) and not (
+        isinstance(error, RuntimeError) and any(part in str(error) for part in words)
+    ):
+        return None
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    return "there is not enough memory for this" + (f": it asked for {asked[1]} at once" if asked else "")
 
 
 class NaNError(UserError, FloatingPointError):

@@ -28,6 +28,7 @@ _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOU
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 2.5
 _LOCK = ".lock"
+_MOST_NAME = 255  # bytes
 
 
 def name_below(name: object, named_by: str) -> str:
@@ -40,11 +41,19 @@ def name_below(name: object, named_by: str) -> str:
     Raises:
         UserError: it is absolute, climbs with "..", or is no file name at all.
     """
-    if not isinstance(name, str) or not name.strip("./") or any(sign in name for sign in "\0\n\r"):
+    if not isinstance(name, str) or not name.strip("./") or any(sign in name for sign in "\0\n\r") or _is_odd(name):
         raise UserError(f"{named_by} names the file {name!r}, which is no name of a file")
     if name.startswith("/") or ".." in PurePosixPath(name).parts:
         raise UserError(f"{named_by} names the file {name!r}, which would lie outside its folder")
     return name
+
+
+def _is_odd(name: str) -> bool:
+    """Whether a part of a name is too long for a file system, or has half a character."""
+    try:
+        return any(len(os.fsencode(part)) > _MOST_NAME for part in name.split("/"))
+    except UnicodeEncodeError:
+        return True
 
 
 def plain_name(name: object, named_by: str) -> str:
@@ -335,4 +344,4 @@ def _cannot_write(target: Path, error: OSError) -> str:
         free = f"{shutil.disk_usage(target.parent).free:,} bytes free on that disk"
     except OSError:
         free = "that directory is gone"
-    return f"cannot write {target}: {error.strerror} ({free}); the checkpoints saved before are untouched"
+    return f"cannot write {target}: {error.strerror} ({free}); the files saved before are untouched"

@@ -16,7 +16,7 @@ from running import HELPERS, TINY_LM, USER_DIR, Finished, run_python, start_pyth
 # tests in them take half a minute or more in all, the longest first
 LONGEST = (
     *("test_layouts.py", "test_spread_checkpoints.py", "test_readme.py", "test_scripts.py", "test_parallel_models.py"),
-    *("test_fairseq_model.py", "test_overlap.py", "test_data_recipes.py", "test_fairseq_archs.py", "test_costs.py"),
+    *("test_fairseq_model.py", "test_data_recipes.py", "test_fairseq_archs.py", "test_costs.py"),
     *("test_fairseq_bad_input.py", "test_accounting.py", "test_data_memory.py", "test_checkpoint_tools.py"),
     *("test_doctor_parallel.py", "test_profile.py", "test_leak.py", "test_eval_lm.py", "test_rank_failures.py"),
     *("test_triton_spatial.py", "test_atomic_checkpoints.py"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
 import socket
@@ -13,6 +15,7 @@ import pytest
 from running import REPOSITORY
 
 from smlp import files
+from smlp.cli.json_file import write_json
 from smlp.errors import UserError
 from smlp.files import check_writable, is_locked, locked, name_below, plain_name, regular_file, write_whole
 
@@ -90,6 +93,24 @@ def test_links_to_streams_are_not_replaced(tmp_path: Path) -> None:
             with pytest.raises(UserError, match="is a stream of this process"):
                 write(link)
     assert link.is_symlink()
+
+
+def test_a_report_is_whole_or_as_before(tmp_path: Path, monkeypatch) -> None:
+    """A link or a stream stays one; what cannot be written leaves the older file."""
+    path, link = tmp_path / "a.json", tmp_path / "link.json"
+    write_json(str(path), {"a": 1})
+    link.symlink_to("a.json")
+    write_json(str(link), {"a": 2})
+    assert link.is_symlink() and json.loads(path.read_text()) == {"a": 2}
+    write_json("/dev/null", {})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=rf"cannot write {path}: No space left .* the files saved before are untouched"):
+        write_json(str(path), {"a": 3})
+    assert json.loads(path.read_text()) == {"a": 2} and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_link_is_no_lock(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The step ``binarize``: its options, and what it does with them."""
+"""``smlp data binarize``: its options, the files of each split, and the shards and manifest that it writes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,83 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data_prep.binarize import encoding
+from data_prep.binarize.encoding import DOCUMENTS, LINES, PIECES, SEGMENTS, Job, check_tokenizer, encode_part
+from data_prep.binarize.shards import merge_part, shard_folders, token_type, tokens_of_plan, write_plans
 from data_prep.corpus import SPLITS
+from data_prep.flow.documents import FORMATS
 from data_prep.flow.manifest import MANIFEST, Counts, PartResult, is_whole, read_manifest, write_manifest
-from data_prep.flow.options import add_reading_options, add_run_options, reading_of, reading_settings, run_of
-from data_prep.flow.parts import Part
-from data_prep.flow.reporting import report
-from data_prep.flow.running import Finished, Run, begin, run_parts
-from data_prep.flow.streams import write_bytes
-from data_prep.tokenize.shared import tokenizer_files, tokenizer_setting
+from data_prep.flow.options import (
+    add_number,
+    add_reading_options,
+    add_run_options,
+    reading_of,
+    reading_settings,
+    run_of,
+    tokenizer_files,
+    tokenizer_setting,
+)
+from data_prep.flow.parts import Part, find_files, plan_parts
+from data_prep.flow.running import Finished, Report, Run, begin, run_parts
+from data_prep.flow.streams import suffix_of, write_bytes
 from smlp.cli.numbers import whole
 from smlp.errors import UserError
 
-# encoding.FORMATS, without what that module imports
-FORMATS = ("documents", "lines", "pieces")
+# what is looked for in folders; files that are named may have any suffix
+SUFFIXES = {DOCUMENTS: FORMATS, LINES: (".txt",), PIECES: (".spm", ".bpe", ".txt")}
+
+
+def parts_of_splits(args: argparse.Namespace) -> dict[str, list[Part]]:
+    """The parts of each split that there is, named after it.
+
+    Raises:
+        UserError: a file is missing, or there is no split at all.
+    """
+    suffixes = SUFFIXES[args.format]
+    splits: dict[str, list[Part]] = {}
+    for split, inputs in _inputs_of_splits(args, suffixes).items():
+        parts = plan_parts(
+            find_files(inputs, suffixes),
+            args.part_bytes,
+            cut_text=args.documents != "file",
+            all_lines=args.format != DOCUMENTS,
+        )
+        splits[split] = [replace(part, name=f"{split}--{part.name}") for part in parts]
+    return splits
+
+
+def _inputs_of_splits(args: argparse.Namespace, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
+    named = {split: getattr(args, split) for split in SPLITS if getattr(args, split)}
+    if (args.sample is None) == (not named):
+        raise UserError("name the text with --in DIR or with --train, --valid and --test, not both")
+    if args.sample is None:
+        return named
+    found = {split: _of_split(args.sample, split, suffixes) for split in SPLITS}
+    if not found["train"]:
+        kinds = ", ".join(suffixes)
+        raise UserError(f"--in {args.sample} holds no folder or file train with text (files end in {kinds})")
+    return {split: inputs for split, inputs in found.items() if inputs}
+
+
+def _of_split(sample: Path, split: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """A folder of that name with files in it, or else files of it."""
+    if (sample / split).is_dir():
+        return [sample / split] if _holds_files(sample / split, suffixes) else []
+    return sorted(
+        path
+        for path in sample.glob(f"{split}.*")
+        if path.is_file() and path.name.split(".")[0] == split and suffix_of(path) in suffixes
+    )
+
+
+def _holds_files(folder: Path, suffixes: tuple[str, ...]) -> bool:
+    try:
+        find_files([folder], suffixes)
+    except UserError:
+        return False
+    return True
+
+
 PART_BYTES = 32 << 20
 MOST_SHARDS = 1 << 16  # each is a folder with a dictionary
 DESCRIPTION = """text into fairseq's binary data: train, valid and test (.bin, .idx), with dictionary and tokenizer
@@ -53,7 +117,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         )
     group.add_argument(
         "--format",
-        choices=FORMATS,
+        choices=encoding.FORMATS,
         default="documents",
         help="documents; lines: each line of text as it is, an empty one too; pieces: lines of symbols of the "
         "dictionary with spaces between them, as fairseq-preprocess reads them (default: documents)",
@@ -68,40 +132,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="dict.txt, with sentencepiece.model or encoder.json",
     )
-    group.add_argument(
-        "--shards", **whole(1, MOST_SHARDS), default=1, metavar="N", help="folders that train is dealt to (default: 1)"
-    )
+    add_number(group, "--shards", whole(1, MOST_SHARDS), "folders that train is dealt to (default: 1)", 1)
     add_run_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Encodes, merges, writes the manifest; returns the exit status."""
-    from data_prep.binarize.encoding import SEGMENTS, Job, check_tokenizer
-    from data_prep.binarize.splits import parts_of_splits
-
     splits = parts_of_splits(args)
     vocab_size = len(check_tokenizer(args.tokenizer, args.format))
     run, job = run_of(args), Job(args.tokenizer, args.format, reading_of(args), args.shards)
     settings = _settings(args)
     begin(run, "binarize", settings, args.restart)
-    with report("binarize", run) as done:
-        if not is_whole(run.out):
-            (run.out / MANIFEST).unlink(missing_ok=True)
+    done = Report("binarize", run)
+    if not is_whole(run.out):
+        (run.out / MANIFEST).unlink(missing_ok=True)
+    finished = _encode(run, splits, job)
+    if (run.out / MANIFEST).is_file() and not is_whole(run.out, _inputs(finished)):  # one is gone
+        (run.out / MANIFEST).unlink()
         finished = _encode(run, splits, job)
-        if (run.out / MANIFEST).is_file() and not is_whole(run.out, _inputs(finished)):  # one is gone
-            (run.out / MANIFEST).unlink()
-            finished = _encode(run, splits, job)
-        missing = sum(done.missing for done in finished.values())
-        if missing or run.share[1] > 1:
-            print(
-                f"{missing} parts are not encoded yet; when none is left, run this without --share to write the shards"
-            )
-            return 0
-        if not (run.out / MANIFEST).is_file():
-            _merge(run, finished, args, vocab_size, settings)
-        shutil.rmtree(run.out / SEGMENTS, ignore_errors=True)
-        manifest = read_manifest(run.out, "binarize")
-        return done.finished(manifest, *_facts(run.out, manifest, args.shards, time.perf_counter() - done.start))
+    missing = sum(done.missing for done in finished.values())
+    if missing or run.share[1] > 1:
+        print(f"{missing} parts are not encoded yet; when none is left, run this without --share to write the shards")
+        return 0
+    if not (run.out / MANIFEST).is_file():
+        _merge(run, finished, args, vocab_size, settings)
+    shutil.rmtree(run.out / SEGMENTS, ignore_errors=True)
+    manifest = read_manifest(run.out, "binarize")
+    return done.finished(manifest, *_facts(run.out, manifest, args.shards, time.perf_counter() - done.start))
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -112,8 +169,6 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _encode(run: Run, splits: dict[str, list[Part]], job: Any) -> dict[str, Finished]:
-    from data_prep.binarize.encoding import encode_part
-
     finished = {}
     for split, parts in splits.items():
         work = partial(encode_part, job=job if split == "train" else replace(job, num_shards=1))
@@ -129,10 +184,6 @@ def _merge(
     run: Run, finished: dict[str, Finished], args: argparse.Namespace, vocab_size: int, settings: dict[str, Any]
 ) -> None:
     """Writes the shards, then the manifest."""
-    from data_prep.binarize.encoding import DOCUMENTS
-    from data_prep.binarize.merging import merge_part, shard_folders, tokens_of_plan, write_plans
-    from data_prep.binarize.mmap_files import token_type
-
     dtype, folders, plans = token_type(vocab_size), shard_folders(args.shards), []
     written = {split: done for split, done in finished.items() if not _left_out(split, done, args)}
     for split, done in written.items():
@@ -172,8 +223,6 @@ def _left_out(split: str, done: Finished, args: argparse.Namespace) -> bool:
 
 def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float) -> list[str]:
     """Lines for the terminal: what each split holds, the rate, and how to train on it."""
-    from data_prep.binarize.merging import shard_folders
-
     lines = [
         f"{split:<5} {row['tokens']:>15,} tokens {row['lines']:>12,} lines {row['ends']:>11,} ends of documents "
         f"{row['unknown_share']:.4%} unknown"

@@ -1,4 +1,4 @@
-"""Text of a part into tokens, in documents or line by line."""
+"""Encode the documents or lines of a part; lines are read just as ``fairseq-preprocess`` reads them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,92 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from data_prep.binarize.lines import line_blocks
-from data_prep.binarize.mmap_files import token_type, with_ends
-from data_prep.binarize.segments import SegmentWriter
-from data_prep.flow.counted import counted_records
-from data_prep.flow.documents import Reading
+from data_prep.binarize.shards import SegmentWriter, token_type, with_ends
+from data_prep.flow.documents import Reading, counted_records
 from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.options import NOT_TEXT
 from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
-from data_prep.flow.streams import write_stream
-from data_prep.tokenize.shared import NOT_TEXT
+from data_prep.flow.streams import DamagedFile, open_stream, write_stream
 from smlp.errors import UserError
 from smlp.text.tokenizer import Tokenizer, Vocabulary, load_tokenizer
 from smlp.text.tokenizer_files import DICTIONARY
 from smlp.text.tokenizer_kinds import Words
+
+BLOCK_BYTES = 1 << 20
+
+
+def line_blocks(part: Part, max_bytes: int) -> Iterator[list[str]]:
+    """The lines of a part, without their ends, in lists of about ``BLOCK_BYTES`` of text.
+
+    A line belongs to the part that it begins in. A carriage return, alone or before a line feed, ends a line, as in
+    Python's text files; there is no line after the last line end.
+
+    Args:
+        part: what to read.
+        max_bytes: between two line feeds: memory is bounded by some multiples of it.
+
+    Raises:
+        UserError: the file is damaged or is not UTF-8, or a line is longer.
+    """
+    with open_stream(part.path) as stream:
+        try:
+            start = _next_line(stream, part.start)
+            stop = None if part.stop is None else _next_line(stream, part.stop)
+            if start or stop is not None:
+                stream.seek(start)
+            while stop is None or start < stop:
+                content = stream.read(BLOCK_BYTES if stop is None else min(BLOCK_BYTES, stop - start))
+                if content and not content.endswith(b"\n"):
+                    content += stream.readline(max_bytes + 1)
+                if not content:
+                    return
+                if len(content) > max_bytes:
+                    _check_lengths(content, part, start, max_bytes)
+                yield _lines_of(content, part, start)
+                start += len(content)
+        except DamagedFile as error:
+            raise UserError(f"{error}: it is damaged, and only whole files are read as lines") from None
+
+
+def _check_lengths(content: bytes, part: Part, start: int, max_bytes: int) -> None:
+    for line in content.split(b"\n"):
+        if len(line) > max_bytes:
+            raise UserError(
+                f"{part.path}: the line at byte {start:,} is longer than {max_bytes:,} bytes: give a larger "
+                "--max-document-bytes, or leave the file out"
+            )
+        start += len(line) + 1
+
+
+def _next_line(stream: BinaryIO, offset: int) -> int:
+    """Where the first line begins that does not begin before ``offset``."""
+    if not offset:
+        return 0
+    stream.seek(offset - 1)
+    place = offset - 1
+    while True:
+        rest = stream.readline(BLOCK_BYTES)
+        place += len(rest)
+        if not rest or rest.endswith(b"\n"):
+            return place
+
+
+def _lines_of(content: bytes, part: Part, start: int) -> list[str]:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{part.path} is not UTF-8: byte 0x{content[error.start]:02x} at position {start + error.start:,}"
+        ) from None
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text.removesuffix("\n").split("\n")
+
 
 DOCUMENTS, LINES, PIECES = FORMATS = ("documents", "lines", "pieces")
 BLOCK_CHARACTERS = 1 << 20  # of documents that are encoded at a time
@@ -34,20 +103,13 @@ NO_TOKEN = "no token in it"
 
 @dataclass(frozen=True)
 class Job:
-    """What is done with each part.
+    """What is done with each part."""
 
-    Attributes:
-        tokenizer: folder of the tokenizer.
-        format: one of ``FORMATS``: documents whose paragraphs are lines; lines as they are; or lines of symbols of the
-            dictionary.
-        reading: how documents are read.
-        num_shards: that documents are dealt to by a hash of their text; lines all go to the first.
-    """
-
-    tokenizer: Path
+    tokenizer: Path  # folder of the tokenizer
+    # one of ``FORMATS``: documents whose paragraphs are lines; lines as they are; or lines of symbols of the dictionary
     format: str
-    reading: Reading
-    num_shards: int
+    reading: Reading  # how documents are read
+    num_shards: int  # that documents are dealt to by a hash of their text; lines all go to the first
 
 
 @functools.lru_cache(maxsize=1)
@@ -68,8 +130,7 @@ def encode_part(part: Part, out: Path, job: Job) -> PartResult:
     """
     vocabulary, encoder = _encoder(job)
     counts, defects = Counts(), []
-    name = f"{SEGMENTS}/{part.name}.bin"
-    with write_stream(out / name) as (stream, written):
+    with write_stream(out / SEGMENTS / f"{part.name}.bin") as (stream, written):
         segments = SegmentWriter(stream, job.num_shards)
         if job.format == DOCUMENTS:
             blocks = _document_blocks(part, job, encoder, counts, defects)
@@ -81,9 +142,8 @@ def encode_part(part: Part, out: Path, job: Job) -> PartResult:
             tokens = with_ends(ids_N, lengths_L, vocabulary.eos, token_type(len(vocabulary)))
             _deal(segments, tokens, lengths_L + 1, documents)
         segments.finish()
-    output = {"name": name, "bytes": written.num_bytes, "sha256": written.sha256}
     facts = {"unknown": unknown, "segments": [list(asdict(segment).values()) for segment in segments.segments]}
-    return PartResult([output], counts, defects, facts)
+    return PartResult([written.row(out)], counts, defects, facts)
 
 
 @dataclass

@@ -2,8 +2,7 @@
 
 characters  rules that change characters: entities, mojibake, control characters, NFC, whitespace
 lines       rules that remove lines: notices, menus, repeated lines
-filters     rules that drop documents: length, symbols, repetition
-language    the one that asks what language a document is in
+filters     rules that drop documents: length, symbols, repetition, language
 cleaner     all of them in their order, with counts
 command     options, parts, manifest
 """

@@ -7,14 +7,30 @@ from __future__ import annotations
 
 import html
 import re
+import unicodedata
 from collections import Counter
 from functools import cache
 from html.entities import html5
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from data_prep import nfc as normal_form
+# Accents are neither letters nor spaces. No language puts that many on a letter.
+_LONG_RUN = re.compile(r"[^\w\s\x00-\x7f]{32,}")
+
+
+def nfc(text: str) -> str:
+    """The text with each letter and its accents as one character, where Unicode has one."""
+    return text if text.isascii() else unicodedata.normalize("NFC", _LONG_RUN.sub(_in_order, text))
+
+
+def _in_order(run: re.Match[str]) -> str:
+    """A run taken apart (NFD): accents stand in the order of their combining classes, up to a character of class 0."""
+    apart = "".join([unicodedata.normalize("NFD", character) for character in run[0]])
+    groups = groupby(apart, key=lambda character: unicodedata.combining(character) > 0)
+    return "".join(["".join(sorted(group, key=unicodedata.combining)) for _, group in groups])
+
 
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
 _LONGEST_ENTITY = 34  # with its ends
@@ -99,11 +115,6 @@ def control(text: str) -> str:
     if text.isascii():
         return text.encode().translate(None, _CONTROL_ASCII).decode()
     return _CONTROL.sub("", text) if _MAY_HAVE_CONTROL.search(text) else text
-
-
-def nfc(text: str) -> str:
-    """Unicode's form NFC: a letter and its accent are one character."""
-    return normal_form.nfc(text)
 
 
 def whitespace(text: str) -> str:

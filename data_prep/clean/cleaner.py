@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from data_prep.clean import characters, filters, lines
-from data_prep.clean.filters import FILTERS, Measures, Thresholds
-from data_prep.clean.language import excerpt, is_in
+from data_prep.clean.filters import FILTERS, Measures, Thresholds, excerpt, is_in, option
 
 # Rules of characters feed each other (an entity becomes a control character); more rounds than this were never seen.
 MAX_ROUNDS = 10
@@ -17,31 +16,20 @@ RULES = (*characters.RULES, *LINE_RULES, *FILTERS, "language")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What :func:`clean` does.
+class Cleaning:
+    """What :func:`clean` does."""
 
-    Attributes:
-        off: names of rules that are not applied.
-        thresholds: of the filters.
-        min_line_words: of the rule short-lines; 0 keeps all.
-        repeated_line_words: shorter lines may be repeated.
-        menu_lines: lines of a menu, at least.
-        language: code of the language that documents must be in, or "any".
-        min_probability: of that language.
-        language_characters: from the beginning of a document, that its language is told by.
-    """
-
-    off: frozenset[str] = frozenset()
-    thresholds: Thresholds = field(default_factory=Thresholds)
-    min_line_words: int = 0
-    repeated_line_words: int = 5
-    menu_lines: int = 5
-    language: str = "en"
-    min_probability: float = 0.65
-    language_characters: int = 500
+    off: frozenset[str] = frozenset()  # names of rules that are not applied
+    thresholds: Thresholds = field(default_factory=Thresholds)  # of the filters
+    language: str = "en"  # code of the language that documents must be in, or "any"
+    min_line_words: int = option(0, "lines of fewer words are removed; 0 keeps them")
+    repeated_line_words: int = option(5, "a line of so many words that comes again in a document is removed")
+    menu_lines: int = option(5, "so many lines of up to three words in a row are a menu, and removed")
+    min_probability: float = option(0.65, "less probably in --language: dropped")
+    language_characters: int = option(500, "of a document, from its beginning, that tell its language")
 
 
-def clean(text: str, settings: Settings, tally: Counter[str]) -> tuple[str, str]:
+def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]:
     """Applies the rules to a document; what it returns stays as it is if it is cleaned again.
 
     Args:
@@ -88,7 +76,7 @@ def clean_characters(text: str, off: frozenset[str], tally: Counter[str]) -> str
     return text
 
 
-def clean_lines(text: str, settings: Settings, tally: Counter[str]) -> tuple[str, list[str]]:
+def clean_lines(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, list[str]]:
     """The text after the rules of lines, and its lines."""
     kept = text.split("\n")
     notices = lines.may_have_notices(kept)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep.clean.cleaner import RULES, Settings, clean
-from data_prep.clean.filters import Thresholds
-from data_prep.flow.counted import counted_records
-from data_prep.flow.documents import Reading
+from data_prep.clean.cleaner import RULES, Cleaning, clean
+from data_prep.clean.filters import Thresholds, languages
+from data_prep.flow.documents import Reading, counted_records
 from data_prep.flow.limits import CpuLimit, DocumentFailed
 from data_prep.flow.manifest import Counts, PartResult, write_manifest
 from data_prep.flow.options import (
     COMPRESSIONS,
     add_compression,
     add_input_options,
+    add_number,
     add_run_options,
     add_time_option,
     input_settings,
@@ -27,8 +27,7 @@ from data_prep.flow.options import (
     run_of,
 )
 from data_prep.flow.parts import Part
-from data_prep.flow.reporting import report
-from data_prep.flow.running import begin, run_parts
+from data_prep.flow.running import Report, begin, run_parts
 from data_prep.flow.streams import write_stream
 from smlp.cli.numbers import MOST_BYTES, real, whole
 from smlp.errors import UserError
@@ -41,41 +40,27 @@ EPILOG = """example:
 What the rules do and where their thresholds come from is in docs/data.md.
 """
 
-_HELP = {
-    "min_words": "fewer words: dropped",
-    "max_words": "more words: dropped",
-    "min_word_length": "shorter words on average, in characters: dropped",
-    "max_word_length": "longer words on average: dropped",
-    "max_symbols": "greater share of symbols (neither letter, digit nor punctuation): dropped",
-    "max_digits": "greater share of digits: dropped",
-    "max_upper_case": "greater share of capitals among letters: dropped",
-    "max_undecodable": "greater share of U+FFFD: dropped",
-    "min_stop_words": "fewer different words of the, be, to, of, and, that, have, with: dropped (--language en only)",
-    "max_repeated_lines": "greater share of lines that stood earlier in the document: dropped",
-    "min_line_words": "lines of fewer words are removed; 0 keeps them",
-    "repeated_line_words": "a line of so many words that comes again in a document is removed",
-    "menu_lines": "so many lines of up to three words in a row are a menu, and removed",
-    "min_probability": "less probably in --language: dropped",
-    "language_characters": "of a document, from its beginning, that tell its language",
-}
+#: fields that options of their names set
+_NUMBERS = [item for item in (*fields(Thresholds), *fields(Cleaning)) if "help" in item.metadata]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All thresholds are options of their own, named as in :class:`Settings` and :class:`Thresholds`."""
+    """All thresholds are options of their own, named as in :class:`Cleaning` and :class:`Thresholds`."""
     add_input_options(parser)
     add_time_option(parser)
     group = parser.add_argument_group("rules")
     group.add_argument("--without", nargs="+", default=[], choices=RULES, metavar="RULE", help=", ".join(RULES))
     group.add_argument(
-        "--language", default=Settings.language, metavar="CODE", help="of documents to keep, or any (default: en)"
+        "--language", default=Cleaning.language, metavar="CODE", help="of documents to keep, or any (default: en)"
     )
-    for name, default in [*asdict(Thresholds()).items(), *_numbers_of(Settings()).items()]:
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            **_bounds(name, default),
-            default=default,
-            metavar="N" if isinstance(default, int) else "X",
-            help=f"{_HELP[name]} (default: {default:,})",
+    for item in _NUMBERS:
+        add_number(
+            group,
+            f"--{item.name.replace('_', '-')}",
+            _bounds(item.name, item.default),
+            f"{item.metadata['help']} (default: {item.default:,})",
+            item.default,
+            metavar="N" if isinstance(item.default, int) else "X",
         )
     add_compression(parser)
     add_run_options(parser)
@@ -88,27 +73,20 @@ def _bounds(name: str, default: int | float) -> dict[str, Any]:
     return real(0, float("inf") if name.endswith("word_length") else 1)
 
 
-def _numbers_of(settings: Settings) -> dict[str, int | float]:
-    return {name: value for name, value in vars(settings).items() if isinstance(value, int | float)}
-
-
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> Cleaning:
     """The rules as options say.
 
     Raises:
         UserError: the language is not known.
     """
-    names = [field.name for field in fields(Thresholds)]
-    if args.language != "any" and "language" not in args.without:
-        from data_prep.clean.language import languages
-
-        if args.language not in languages():
-            raise UserError(f"--language {args.language!r} is none of {', '.join(languages())}, or any")
-    settings = Settings(frozenset(args.without), Thresholds(**{name: getattr(args, name) for name in names}))
-    return replace(settings, language=args.language, **{name: getattr(args, name) for name in _numbers_of(settings)})
+    if args.language != "any" and "language" not in args.without and args.language not in languages():
+        raise UserError(f"--language {args.language!r} is none of {', '.join(languages())}, or any")
+    values = {item.name: getattr(args, item.name) for item in _NUMBERS}
+    thresholds = Thresholds(**{item.name: values.pop(item.name) for item in fields(Thresholds)})
+    return Cleaning(frozenset(args.without), thresholds, args.language, **values)
 
 
-def clean_part(part: Part, out: Path, reading: Reading, settings: Settings, suffix: str) -> PartResult:
+def clean_part(part: Part, out: Path, reading: Reading, settings: Cleaning, suffix: str) -> PartResult:
     """Writes the documents of a part that are kept, as ``NAME.jsonl`` with the suffix of a compression."""
     counts, defects, limit = Counts(), [], CpuLimit(reading.max_seconds)
     with write_stream(out / f"{part.name}.jsonl{suffix}") as (stream, written):
@@ -128,8 +106,7 @@ def clean_part(part: Part, out: Path, reading: Reading, settings: Settings, suff
                 stream.write(replace(piece, text=text).line())
                 counts.other["characters kept"] += len(text)
             counts.other["characters in"] += len(piece.text)
-    output = {"name": written.path.name, "bytes": written.num_bytes, "sha256": written.sha256}
-    return PartResult([{**output, "documents": counts.kept}], counts, defects)
+    return PartResult([written.row(out, documents=counts.kept)], counts, defects)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,14 +118,13 @@ def run(args: argparse.Namespace) -> int:
         "compress": args.compress,
         "without": sorted(settings.off),
         "language": settings.language,
-        **asdict(settings.thresholds),
-        **_numbers_of(settings),
+        **{item.name: getattr(args, item.name) for item in _NUMBERS},
     }
     parts = parts_of(args)
     begin(run, "clean", recorded, args.restart)
     work = partial(clean_part, reading=reading, settings=settings, suffix=COMPRESSIONS[args.compress])
-    with report("clean", run) as ending:
-        done = run_parts(run, "clean", parts, work)
-        if done.results is None:
-            return ending.waiting(done, "the parts")
-        return ending.finished(write_manifest(run.out, "clean", recorded, done.inputs, done.results))
+    ending = Report("clean", run)
+    done = run_parts(run, "clean", parts, work)
+    if done.results is None:
+        return ending.waiting(done, "the parts")
+    return ending.finished(write_manifest(run.out, "clean", recorded, done.inputs, done.results))

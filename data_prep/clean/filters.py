@@ -1,17 +1,21 @@
-"""Rules that drop documents. Each takes a document's measures and thresholds, and says whether the document goes.
+"""Rules that drop documents, by what is measured of them and by their language.
 
-Where a threshold is of Rae et al. (2021), "Scaling language models: methods, analysis & insights from training Gopher",
-appendix A.1.1, it is marked so; the others are ours.
+Thresholds marked Gopher are those of Rae et al. (2021), "Scaling language models: methods, analysis & insights from
+training Gopher", appendix A.1.1; the others are ours.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
+
+from smlp.errors import UserError
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))  # Gopher
 # Gopher, table A1: n, and the share of characters that an n-gram may have
@@ -35,33 +39,29 @@ _ASCII_KINDS = np.array(
 )
 
 
+def option(default: float, help: str) -> Any:
+    """A number that an option of its name sets; ``help`` documents both."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class Thresholds:
-    """What a document must be like; shares are from 0 to 1.
+    """What a document must be like; shares are from 0 to 1."""
 
-    Attributes:
-        min_words: of a document.
-        max_words: of a document.
-        min_word_length: mean length of its words, in characters (Gopher).
-        max_word_length: the same (Gopher).
-        max_symbols: share of symbols among characters that are no space: neither letter, digit nor punctuation.
-        max_digits: share of digits among the same.
-        max_upper_case: share of capitals among letters.
-        max_undecodable: share of U+FFFD among characters.
-        min_stop_words: different words of ``STOP_WORDS``; of English only (Gopher).
-        max_repeated_lines: share of lines that stood earlier in the document (Gopher).
-    """
-
-    min_words: int = 20
-    max_words: int = 1_000_000
-    min_word_length: float = 3.0
-    max_word_length: float = 10.0
-    max_symbols: float = 0.1
-    max_digits: float = 0.2
-    max_upper_case: float = 0.5
-    max_undecodable: float = 0.001
-    min_stop_words: int = 2
-    max_repeated_lines: float = 0.3
+    min_words: int = option(20, "fewer words: dropped")
+    max_words: int = option(1_000_000, "more words: dropped")
+    min_word_length: float = option(3.0, "shorter words on average, in characters: dropped")  # Gopher
+    max_word_length: float = option(10.0, "longer words on average: dropped")  # Gopher
+    max_symbols: float = option(0.1, "greater share of symbols (neither letter, digit nor punctuation): dropped")
+    max_digits: float = option(0.2, "greater share of digits: dropped")
+    max_upper_case: float = option(0.5, "greater share of capitals among letters: dropped")
+    max_undecodable: float = option(0.001, "greater share of U+FFFD: dropped")
+    min_stop_words: int = option(
+        2, "fewer different words of the, be, to, of, and, that, have, with: dropped (--language en only)"
+    )  # Gopher
+    max_repeated_lines: float = option(
+        0.3, "greater share of lines that stood earlier in the document: dropped"
+    )  # Gopher
 
 
 @dataclass
@@ -94,61 +94,9 @@ class Measures:
         }
 
 
-def few_words(document: Measures, limit: Thresholds) -> bool:
-    """Fewer than ``min_words`` words."""
-    return len(document.words) < limit.min_words
-
-
-def many_words(document: Measures, limit: Thresholds) -> bool:
-    """More than ``max_words`` words."""
-    return len(document.words) > limit.max_words
-
-
-def word_length(document: Measures, limit: Thresholds) -> bool:
-    """Words that are too short or too long on average."""
-    number = max(len(document.words), 1)
-    letters = len(document.text) - max(number - 1, 0)  # a space or a line break between words
-    return not limit.min_word_length <= letters / number <= limit.max_word_length
-
-
-def symbols(document: Measures, limit: Thresholds) -> bool:
-    """Too many symbols."""
-    return document.shares["symbols"] > limit.max_symbols
-
-
-def digits(document: Measures, limit: Thresholds) -> bool:
-    """Too many digits."""
-    return document.shares["digits"] > limit.max_digits
-
-
-def upper_case(document: Measures, limit: Thresholds) -> bool:
-    """Too many capitals."""
-    return document.shares["upper"] > limit.max_upper_case
-
-
-def undecodable(document: Measures, limit: Thresholds) -> bool:
-    """Too many U+FFFD, which stand for bytes that could not be read."""
-    return not document.text.isascii() and document.text.count("\ufffd") > limit.max_undecodable * len(document.text)
-
-
-def stop_words(document: Measures, limit: Thresholds) -> bool:
-    """Too few of the commonest English words: a list or a table rather than text."""
-    return len(STOP_WORDS.intersection(map(str.lower, document.words))) < limit.min_stop_words
-
-
-def many_repeated_lines(document: Measures, limit: Thresholds) -> bool:
-    """Too many lines that stood earlier in the document."""
-    return share_repeated(document.lines) > limit.max_repeated_lines
-
-
 def share_repeated(lines: list[str]) -> float:
     """Share of the lines that stood earlier."""
     return 1 - len(set(lines)) / len(lines) if lines else 0.0
-
-
-def repeated_ngrams(document: Measures, limit: Thresholds) -> bool:
-    """Too many characters in runs of words that come again: ``TOP_NGRAMS``, ``REPEATED_NGRAMS``."""
-    return len(document.words) >= NGRAM_MIN_WORDS and exceeds_ngram_share(document.words)
 
 
 def exceeds_ngram_share(words: list[str]) -> bool:
@@ -200,16 +148,55 @@ def _repeated_characters(keys: np.ndarray, lengths: np.ndarray, n: int) -> int:
     return int(lengths[np.cumsum(edges[:-1]) > 0].sum())
 
 
-# In the order in which they are asked; the language comes last, because it costs most.
-FILTERS = {
-    "few-words": few_words,
-    "many-words": many_words,
-    "word-length": word_length,
-    "undecodable": undecodable,
-    "symbols": symbols,
-    "digits": digits,
-    "upper-case": upper_case,
-    "stop-words": stop_words,
-    "many-repeated-lines": many_repeated_lines,
-    "repeated-ngrams": repeated_ngrams,
+def word_length(document: Measures) -> float:
+    """Mean length of the words of a document, in characters."""
+    number = max(len(document.words), 1)
+    return (len(document.text) - max(number - 1, 0)) / number  # a space or a line break between words
+
+
+# What each rule drops, in the order in which they are asked; the language comes last, because it costs most.
+FILTERS: dict[str, Callable[[Measures, Thresholds], bool]] = {
+    "few-words": lambda document, limit: len(document.words) < limit.min_words,
+    "many-words": lambda document, limit: len(document.words) > limit.max_words,
+    "word-length": lambda document, limit: not limit.min_word_length <= word_length(document) <= limit.max_word_length,
+    "undecodable": lambda document, limit: document.text.count("\ufffd") > limit.max_undecodable * len(document.text),
+    "symbols": lambda document, limit: document.shares["symbols"] > limit.max_symbols,
+    "digits": lambda document, limit: document.shares["digits"] > limit.max_digits,
+    "upper-case": lambda document, limit: document.shares["upper"] > limit.max_upper_case,
+    # a list or a table rather than text
+    "stop-words": lambda document, limit: (
+        len(STOP_WORDS.intersection(map(str.lower, document.words))) < limit.min_stop_words
+    ),
+    "many-repeated-lines": lambda document, limit: share_repeated(document.lines) > limit.max_repeated_lines,
+    "repeated-ngrams": lambda document, limit: (
+        len(document.words) >= NGRAM_MIN_WORDS and exceeds_ngram_share(document.words)
+    ),
 }
+
+
+@cache
+def _identifier() -> Any:
+    """Loaded once in each process: a second or so, and about 100 MB."""
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError:
+        raise UserError("--language: install the extra 'data' (pip install 'smlp[data]'), or use any") from None
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+def languages() -> list[str]:
+    """Codes of the languages that are told apart."""
+    return sorted(_identifier().labels)
+
+
+def is_in(text: str, language: str, min_probability: float) -> bool:
+    """Whether a text is most probably in a language, with this probability (0 to 1) among all that are known."""
+    found, probability = _identifier().classify(text)
+    return found == language and probability >= min_probability
+
+
+def excerpt(text: str, num_characters: int) -> str:
+    """The beginning of a text, to the end of a word."""
+    if len(text) <= num_characters:
+        return text
+    return text[:num_characters].rpartition(" ")[0] or text[:num_characters]

@@ -1,4 +1,4 @@
-"""``smlp data dedup``: phases, manifest, report."""
+"""``smlp data dedup``: options, phases, manifest, report."""
 
 from __future__ import annotations
 
@@ -15,23 +15,128 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.dedup.components import first_of_each
-from data_prep.dedup.contamination import index_tasks, read_tasks, summary
+from data_prep.dedup.contamination import MIN_NGRAM, NGRAM, index_tasks, read_tasks, summary
 from data_prep.dedup.files import CONTAMINATED, REMOVED, WORK, Signed
-from data_prep.dedup.groups import exact_pairs, near_pairs, pairs_name, partition_parts
-from data_prep.dedup.options import MAX_PARTITIONS, add_options
-from data_prep.dedup.report import describe
-from data_prep.dedup.sign import SignSettings, sign_part
+from data_prep.dedup.groups import exact_pairs, first_of_each, near_pairs, pairs_name, partition_parts
+from data_prep.dedup.passes import Decisions, SignSettings, outputs_of_part, sign_part, write_part
 from data_prep.dedup.signatures import Scheme
-from data_prep.dedup.write import Decisions, outputs_of_part, write_part
 from data_prep.flow.documents import FORMATS
-from data_prep.flow.manifest import Counts, PartResult, output_paths, write_manifest
-from data_prep.flow.options import COMPRESSIONS, input_settings, reading_of, run_of
+from data_prep.flow.manifest import Counts, PartResult, write_manifest
+from data_prep.flow.options import (
+    COMPRESSIONS,
+    add_compression,
+    add_input_options,
+    add_number,
+    add_run_options,
+    input_settings,
+    reading_of,
+    run_of,
+)
 from data_prep.flow.parts import Part, find_files, plan_parts, unique_name
-from data_prep.flow.reporting import report
-from data_prep.flow.running import STATE, Finished, Run, begin, run_parts
+from data_prep.flow.running import STATE, Finished, Report, Run, begin, forget, run_parts
 from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
 from data_prep.flow.streams import write_bytes, write_stream
+from smlp.cli.numbers import real, whole
+from smlp.evaluation.zeroshot.readers import READERS
+
+MAX_PARTITIONS = 4096  # a phase has a file for each, and reads a piece of every part for each
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All options."""
+    add_input_options(parser)
+    group = parser.add_argument_group("duplicates")
+    group.add_argument(
+        "--held-out",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="documents of your own for validation or test: what repeats one of them is removed from --in",
+    )
+    group.add_argument("--no-near", dest="near", action="store_false", help="remove exact duplicates only: much faster")
+    add_number(
+        group, "--threshold", real(0.1, 1), "Jaccard similarity of near duplicates (default: 0.8)", 0.8, metavar="X"
+    )
+    add_number(group, "--num-perm", whole(16, 4096), "entries of a signature (default: 128)", 128)
+    add_number(group, "--ngram", whole(), "words of a run (default: 5)", 5)
+    add_number(group, "--seed", whole(0, (1 << 32) - 1), "of the signatures (default: 1)", 1)
+    add_number(
+        group,
+        "--partitions",
+        whole(1, MAX_PARTITIONS),
+        "of the rows on disk, up to 4096 (default: one for each 64 MiB)",
+    )
+    group = parser.add_argument_group("zero-shot tasks")
+    group.add_argument(
+        "--decontaminate", type=Path, metavar="DIR", help="compare with the tasks that 'smlp zeroshot --data-dir' reads"
+    )
+    group.add_argument(
+        "--decontaminate-action",
+        choices=("report", "remove"),
+        default="report",
+        help="count documents that overlap with a task, or remove them too (default: report)",
+    )
+    group.add_argument(
+        "--decontaminate-splits",
+        choices=("scoring", "all"),
+        default="scoring",
+        help="splits that are scored by default, or all that are there (default: scoring)",
+    )
+    add_number(
+        group,
+        "--decontaminate-ngram",
+        whole(),
+        f"words in a row that make an overlap; shorter texts count as a whole from {MIN_NGRAM} words on "
+        f"(default: {NGRAM})",
+        NGRAM,
+    )
+    add_compression(parser)
+    add_run_options(parser)
+
+
+MAX_ROWS = 20
+
+
+def describe(manifest: dict[str, Any], out: Path) -> list[str]:
+    """Lines: who was removed because of whom, overlap with tasks, where each document of these is named."""
+    lines: list[str] = []
+    pairs = manifest["pairs"]
+    if pairs:
+        rows = [[row["removed_from"], row["because_of"], row["kind"], f"{row['documents']:,}"] for row in pairs]
+        lines += _table(["removed from", "because of", "kind", "documents"], rows[:MAX_ROWS])
+        if len(rows) > MAX_ROWS:
+            lines.append(f"and {len(rows) - MAX_ROWS} more pairs of sources, in manifest.json")
+    if "contamination" in manifest:
+        rows = [
+            [
+                row["task"],
+                f"{row['documents']:,}",
+                f"{row['ngrams']:,}",
+                f"{row['records_found']:,} of {row['records']:,} ({row['records_found'] / row['records']:.2%})",
+                f"{row['records_too_short']:,}",
+            ]
+            for row in manifest["contamination"]
+        ]
+        lines += _table(["task", "documents", "n-grams", "records found", "too short to look for"], rows)
+        there = {row["task"].split("/")[0] for row in manifest["contamination"]}
+        if missing := [name for name in READERS if name not in there]:
+            lines.append(f"no file of {', '.join(missing)} in {manifest['settings']['decontaminate']['folder']}")
+    if manifest["held_out"]["documents_in"]:
+        held_out = manifest["held_out"]
+        lost = "".join(f", {number:,} {reason}" for reason, number in held_out["dropped"].items())
+        lines.append(f"held out: {held_out['kept']:,} documents{lost}")
+    lines.append(f"removed documents, one a line: {out / REMOVED}")
+    if CONTAMINATED in manifest:
+        lines.append(f"documents that overlap with a task, one a line: {out / CONTAMINATED}")
+    return lines
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return ["", *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                  for row in [head, *rows]), ""]  # fmt: skip
+
 
 DESCRIPTION = (
     "Remove documents that repeat another one, exactly or nearly, within and across inputs, and held-out documents; "
@@ -67,12 +172,12 @@ def run(args: argparse.Namespace) -> int:
         args.decontaminate_action == "remove",
         frozenset(part.name for part in held_out),
     )
-    with report("dedup", run) as ending:
-        done = _phases(run, held_out, inputs, sign, args)
-        if isinstance(done, Finished):
-            return ending.waiting(done, "a phase")
-        manifest = _finish(run, recorded, sign, len(held_out), *done)
-        return ending.finished(manifest, *describe(manifest, run.out))
+    ending = Report("dedup", run)
+    done = _phases(run, held_out, inputs, sign, args)
+    if isinstance(done, Finished):
+        return ending.waiting(done, "a phase")
+    manifest = _finish(run, recorded, sign, len(held_out), *done)
+    return ending.finished(manifest, *describe(manifest, run.out))
 
 
 def _plan(args: argparse.Namespace) -> tuple[list[Part], list[Part]]:
@@ -134,7 +239,7 @@ def _phases(
     current.update(name for part in inputs for name in outputs_of_part(part.name, suffix))
     partitions = partition_parts(run.out, sign.num_partitions)
     current.update(pairs_name(kind, part) for kind in ("exact", "near") for part in partitions)
-    _forget(run.out, [phase, *(f"{name}-{digest}" for name in ("exact", "near", "write"))], current)
+    _forget_phases(run.out, [phase, *(f"{name}-{digest}" for name in ("exact", "near", "write"))], current)
 
     work = partial(exact_pairs, signed=signed, num_partitions=sign.num_partitions)
     exact = run_parts(run, f"exact-{digest}", partitions, work)
@@ -162,12 +267,7 @@ def _phases(
     write_bytes(decisions.kept, first.tobytes())
     del first
     work = partial(
-        write_part,
-        reading=sign.reading,
-        signed=signed,
-        decisions=decisions,
-        num_perm=args.num_perm,
-        suffix=suffix,
+        write_part, reading=sign.reading, signed=signed, decisions=decisions, num_perm=args.num_perm, suffix=suffix
     )
     written = run_parts(run, f"write-{digest}", inputs, work)
     return written if written.results is None else (signing, written)
@@ -177,20 +277,12 @@ def _pair_files(out: Path, results: list[PartResult]) -> list[Path]:
     return [out / output["name"] for result in results for output in result.outputs if output["bytes"]]
 
 
-def _forget(out: Path, phases: list[str], current: set[str]) -> None:
-    """Throws away the records of phases that worked on other documents than these, and of what they wrote all that is
-    not ``current``: an input may be gone since, and later steps read whatever lies in the folder."""
+def _forget_phases(out: Path, phases: list[str], current: set[str]) -> None:
+    """Forget phases that worked on other documents than these, but for what is ``current`` of their outputs."""
     for folder in (out / STATE).iterdir():
         if not folder.is_dir() or folder.name in phases:
             continue
-        for path in folder.glob("*.json"):
-            try:
-                outputs = json.loads(path.read_text(encoding="utf-8"))["outputs"]
-            except FileNotFoundError:  # another share does the same
-                continue
-            for output, place in zip(outputs, output_paths(out, outputs, path), strict=True):
-                if output["name"] not in current:
-                    place.unlink(missing_ok=True)
+        forget(out, folder.glob("*.json"), current)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -225,4 +317,5 @@ def _gather(out: Path, name: str, files: list[str]) -> dict[str, Any]:
         for file in files:
             with open(out / file, "rb") as lines:
                 shutil.copyfileobj(lines, stream)
-    return {"bytes": written.num_bytes, "sha256": written.sha256}
+    row = written.row(out)
+    return {"bytes": row["bytes"], "sha256": row["sha256"]}

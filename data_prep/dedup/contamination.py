@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.dedup.words import ngram_hashes, word_hashes, words_of
+from data_prep.dedup.signatures import ngram_hashes, word_hashes, words_of
 from data_prep.flow.streams import write_bytes
 from smlp.errors import UserError
 from smlp.evaluation.zeroshot import items
@@ -45,23 +45,14 @@ def texts_of(item: items.Item) -> list[str]:
 
 @dataclass(frozen=True)
 class Tasks:
-    """n-grams of all tasks, in ``.npy`` files below ``folder``.
+    """n-grams of all tasks, in ``.npy`` files below ``folder``."""
 
-    Attributes:
-        folder: ``ngrams.npy``, sorted; ``records.npy``, a record of each; ``table.npy``, a quick test.
-        names: of tasks and splits, ``copa/val``.
-        bases: number of the first record of each, and of all records.
-        lengths: of n-grams, in words.
-        digest: of the n-grams.
-        too_short: records of each that are not looked for: no text has ``MIN_NGRAM`` words.
-    """
-
-    folder: Path
-    names: tuple[str, ...]
-    bases: tuple[int, ...]
-    lengths: tuple[int, ...]
-    digest: str
-    too_short: tuple[int, ...]
+    folder: Path  # ``ngrams.npy``, sorted; ``records.npy``, a record of each; ``table.npy``, a quick test
+    names: tuple[str, ...]  # of tasks and splits, ``copa/val``
+    bases: tuple[int, ...]  # number of the first record of each, and of all records
+    lengths: tuple[int, ...]  # of n-grams, in words
+    digest: str  # of the n-grams
+    too_short: tuple[int, ...]  # records of each that are not looked for: no text has ``MIN_NGRAM`` words
 
 
 def read_tasks(data_dir: Path, splits: str) -> dict[str, list[list[str]]]:

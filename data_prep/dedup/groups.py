@@ -1,20 +1,70 @@
-"""Second and third phase, a partition at a time: documents of equal hash; documents that share a band and are alike."""
+"""Second and third phase, a partition at a time: equal and similar documents, and which one is kept."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from data_prep.dedup.files import WORK, Lookup, Signed, output_of
+from data_prep.dedup.files import WORK, Lookup, Signed, output_of, read_partition
 from data_prep.dedup.signatures import Scheme, similarity
-from data_prep.dedup.spill import read_partition
 from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import Part
 from data_prep.flow.streams import write_stream
+
+_PAIRS_AT_ONCE = 1 << 20
+
+
+def first_of_each(num_documents: int, files: Iterable[Path]) -> np.ndarray:
+    """For each document the first of all that pairs join it with, over any number of steps; itself if there is none.
+
+    A union-find whose steps are taken for many pairs at once: every document points to an earlier one or to itself;
+    pairs make one root point to the other, until all pairs have one root.
+
+    Args:
+        num_documents: they are numbered from 0.
+        files: of pairs, int64, read again and again, a piece at a time.
+
+    Returns:
+        uint32 (int64 above 4 billion documents), shape (num_documents,): memory is three times this.
+    """
+    files = list(files)
+    kind = np.uint32 if num_documents < 1 << 32 else np.int64
+    parent = np.arange(num_documents, dtype=kind)
+    changed = True
+    while changed:
+        changed = False
+        for path in files:
+            for pairs in _pieces(path):
+                first, second = parent[pairs[:, 0]], parent[pairs[:, 1]]
+                different = first != second
+                if different.any():
+                    changed = True
+                    low, high = np.minimum(first, second)[different], np.maximum(first, second)[different]
+                    np.minimum.at(parent, high, low)
+                    parent = _pointing_to_roots(parent)
+    return parent
+
+
+def _pointing_to_roots(parent: np.ndarray) -> np.ndarray:
+    while True:
+        further = parent[parent]
+        if np.array_equal(further, parent):
+            return parent
+        parent = further
+
+
+def _pieces(path: Path) -> Iterable[np.ndarray]:
+    with open(path, "rb") as file:
+        while True:
+            pairs = np.fromfile(file, dtype=np.int64, count=2 * _PAIRS_AT_ONCE).reshape(-1, 2)
+            if not len(pairs):
+                return
+            yield pairs
+
 
 # In larger groups, a document that is like the first of those not yet joined is not compared with the others.
 ALL_PAIRS = 256

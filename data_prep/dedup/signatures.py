@@ -1,18 +1,83 @@
-"""MinHash signatures (Broder, 1997) by datasketch, and bands of them that similar documents are likely to share.
+"""Documents as words, hashes of runs of words, and MinHash signatures (Broder, 1997) by datasketch.
 
-The Jaccard similarity of two documents is the share of runs of words that both have among those that one of them has;
-the share of equal entries in their signatures estimates it, with a standard error of sqrt(s (1 - s) / num_perm).
+Hashes are the same in every process, unlike Python's own ``hash``. The Jaccard similarity of two documents is the share
+of runs of words that both have among those that one of them has; the share of equal entries in their signatures
+estimates it, with a standard error of sqrt(s (1 - s) / num_perm). Similar documents are
+likely to share bands of entries.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
-from data_prep.dedup.words import FACTOR, ngram_hashes
+from data_prep.clean.characters import nfc
 from smlp.errors import UserError
+
+FACTOR = np.uint64(0x5851F42D4C957F2D)
+_MAX_CACHED_WORDS = 1 << 18  # about 40 MB
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
+_TABLE = bytes(ord(chr(code).lower()) if code > 127 or chr(code).isalnum() else 32 for code in range(128)) + bytes(
+    range(128, 256)
+)
+
+
+def words_of(text: str) -> list[bytes]:
+    """Runs of letters and digits in lower case, in UTF-8; whatever else there is only separates them."""
+    text = text.lower()
+    if not text.isascii():
+        text = _NOT_ASCII.sub(_letters_and_digits, nfc(text))
+    return text.encode().translate(_TABLE).split()
+
+
+def _letters_and_digits(match: re.Match[str]) -> str:
+    return "".join([character if character.isalnum() else " " for character in match[0]])
+
+
+class _Hashes(dict):
+    def __missing__(self, word: bytes) -> int:
+        if len(self) >= _MAX_CACHED_WORDS:
+            self.clear()
+        value = int.from_bytes(blake2b(word, digest_size=8).digest(), "little")
+        self[word] = value
+        return value
+
+
+_hashes = _Hashes()
+
+
+def word_hashes(words: list[bytes]) -> np.ndarray:
+    """A 64-bit hash of each word: uint64, shape (words,)."""
+    return np.fromiter(map(_hashes.__getitem__, words), dtype=np.uint64, count=len(words))
+
+
+def ngram_hashes(hashes: np.ndarray, n: int) -> np.ndarray:
+    """A 64-bit hash of each run of ``n`` words: uint64, shape (words - n + 1,), empty if there are fewer words.
+
+    Args:
+        hashes: of the words, as :func:`word_hashes` gives them.
+        n: words of a run.
+    """
+    number = len(hashes) - n + 1
+    if number < 1:
+        return hashes[:0]
+    keys = hashes[:number].copy()
+    for offset in range(1, n):
+        keys *= FACTOR
+        keys += hashes[offset : offset + number]
+    return keys
+
+
+def text_hash(text: str, words: list[bytes]) -> tuple[int, int]:
+    """128 bits, equal for texts of the same words in the same order; of the text itself where it has no word."""
+    content = b" ".join(words) if words else text.encode("utf-8", "surrogatepass")
+    digest = blake2b(content, digest_size=16, person=b"words" if words else b"text").digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
 
 # Of wrong pairs in a band and of pairs missed: wrong ones are looked at again and only cost time.
 WEIGHTS = (0.02, 0.98)
@@ -22,21 +87,13 @@ _CHUNK = 1024  # runs of words hashed at once: the work space is num_perm times 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How near duplicates are found.
+    """How near duplicates are found."""
 
-    Attributes:
-        num_perm: entries of a signature, uint32.
-        ngram: words of a run.
-        seed: of the hash functions.
-        bands: of a signature.
-        rows: entries of a band.
-    """
-
-    num_perm: int
-    ngram: int
-    seed: int
-    bands: int
-    rows: int
+    num_perm: int  # entries of a signature, uint32
+    ngram: int  # words of a run
+    seed: int  # of the hash functions
+    bands: int  # of a signature
+    rows: int  # entries of a band
 
     @classmethod
     def for_threshold(cls, threshold: float, num_perm: int, ngram: int, seed: int) -> Scheme:

@@ -1,21 +1,123 @@
-"""``smlp data fetch``: its options, what it prints, and its exit status."""
+"""``smlp data fetch``: its options, the tables that it prints, and its exit status."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from data_prep.fetch import checks, overview
 from data_prep.fetch.download import Patience
-from data_prep.fetch.sequence import Wanted, fetch, known_files, needed_bytes
+from data_prep.fetch.sequence import fetch
 from data_prep.fetch.source import Source, built_in, find_source
+from data_prep.fetch.wanted import Wanted, free_bytes, not_writable
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, Reading
-from data_prep.flow.options import add_bytes_option, add_compression, add_run_options, add_time_option
-from data_prep.flow.reporting import report
-from data_prep.flow.running import Run
+from data_prep.flow.options import (
+    add_bytes_option,
+    add_compression,
+    add_number,
+    add_run_options,
+    add_time_option,
+    check_apart,
+)
+from data_prep.flow.running import Report, Run
+from smlp.cli.json_file import write_json
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
 from smlp.errors import UserError
+
+
+def print_list(sources: Sequence[Source], json_file: str | None) -> int:
+    """A line for each source: where from, how much, whose terms, whether it can be had."""
+    rows = [("name", "from", "download", "text", "licence", "status")]
+    for source in sources:
+        status = f"gone: use {' or '.join(source.replacement)}" if source.status == "gone" else source.status
+        sizes = size(source.size.bytes), size(source.size.text_bytes)
+        rows.append(
+            (source.name, source.kind, *sizes, textwrap.shorten(source.licence, 50, placeholder=" ..."), status)
+        )
+    print(_table(rows, right=(2, 3)))
+    if json_file:
+        write_json(json_file, [as_json(source) for source in sources])
+    return 0
+
+
+def print_one(source: Source, json_file: str | None) -> int:
+    """Everything that is known of a source."""
+    print(f"{source.name}: {source.title}")
+    lines = [
+        ("status", source.status + (f", instead: {', '.join(source.replacement)}" if source.replacement else "")),
+        ("from", _place(source)),
+        ("format", source.format),
+        ("options", ", ".join(f"{name}={value}" for name, value in source.options.items())),
+        ("download", size(source.size.bytes) + (f" in {source.size.files:,} files" if source.size.files else "")),
+        ("text", size(source.size.text_bytes)),
+        ("documents", f"{source.size.documents:,}" if source.size.documents else ""),
+        ("tokens", f"{source.size.tokens:,}" if source.size.tokens else ""),
+        ("sizes from", source.size.basis),
+        ("licence", source.licence),
+        ("cite", source.citation),
+        *(("note", note) for note in source.notes),
+    ]
+    print("\n".join(f"  {name:<11}{value}" for name, value in lines if value))
+    if json_file:
+        write_json(json_file, as_json(source))
+    return 0
+
+
+def as_json(source: Source) -> dict[str, Any]:
+    """A source without its file's text."""
+    row = asdict(source)
+    del row["definition"]
+    return {**row, "paths": [str(path) for path in source.paths], "kind": source.kind}
+
+
+def print_plan(rows: list[dict[str, Any]], free: int, problems: list[str], json_file: str | None) -> int:
+    """What would be fetched; 1 if something stands against it."""
+    lines = [("name", "from", "files", "download", "documents", "disk needed", "options")]
+    for row in rows:
+        number = "?" if row["files"] is None else f"{row['files']:,}"
+        sizes = [size(row[name]) for name in ("download_bytes", "document_bytes", "needed_bytes")]
+        options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
+        lines.append((row["name"], row["from"], number, *sizes, options))
+    print(_table(lines, right=(2, 3, 4, 5)))
+    print(f"free disk: {size(free)}; '?' is not known before the server is asked")
+    for problem in problems:
+        print(f"problem: {problem}")
+    if json_file:
+        write_json(json_file, {"sources": rows, "free_bytes": free, "problems": problems})
+    return 1 if problems else 0
+
+
+def size(num_bytes: int | None) -> str:
+    """Bytes for people; ? where nobody knows."""
+    if num_bytes is None:
+        return "?"
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _place(source: Source) -> str:
+    if source.hub:
+        return "hf:" + ":".join(filter(None, (source.hub.name, source.hub.config, source.hub.split)))
+    places = [source.listing.url] if source.listing else [file.url for file in source.files] or source.paths
+    return ", ".join(map(str, places))
+
+
+def _table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    cells = (
+        "  ".join(
+            f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+    return "\n".join(cells)
+
 
 DESCRIPTION = "download corpora, with checks, and turn them into documents for 'smlp data clean'"
 EPILOG = """A source is a name from --list, hf:OWNER/NAME[:CONFIG][:SPLIT] (any dataset of the Hugging Face Hub), a file
@@ -46,8 +148,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="an option of a source, as date=20260101; SOURCE.NAME=VALUE for one of several",
     )
-    group.add_argument("--limit-files", **whole(), metavar="N", help="the first N files or shards of each source only")
-    group.add_argument("--limit-documents", **whole(), metavar="N", help="the first N documents of each file only")
+    add_number(group, "--limit-files", whole(), "the first N files or shards of each source only")
+    add_number(group, "--limit-documents", whole(), "the first N documents of each file only")
     group.add_argument(
         "--text-field", metavar="NAME", help="field or column of the text (default: what the source says)"
     )
@@ -57,25 +159,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_bytes_option(group)
     add_time_option(group)
     group = parser.add_argument_group("downloads")
-    group.add_argument(
-        "--connections", **whole(1, MOST_PROCESSES), default=3, metavar="N", help="files at a time (default: 3)"
+    add_number(group, "--connections", whole(1, MOST_PROCESSES), "files at a time (default: 3)", 3)
+    add_number(
+        group, "--timeout", real(0, MOST_SECONDS, above=True), "seconds without a byte (default: 60)", 60.0, metavar="S"
     )
-    group.add_argument(
-        "--timeout",
-        **real(0, MOST_SECONDS, above=True),
-        default=60.0,
-        metavar="S",
-        help="seconds without a byte (default: 60)",
-    )
-    group.add_argument(
-        "--attempts", **whole(), default=6, metavar="N", help="failures without progress that end a file (default: 6)"
-    )
-    group.add_argument(
+    add_number(group, "--attempts", whole(), "failures without progress that end a file (default: 6)", 6)
+    add_number(
+        group,
         "--retry-wait",
-        **real(0, MOST_SECONDS),
-        default=1.0,
+        real(0, MOST_SECONDS),
+        "seconds after the first, then doubled (default: 1)",
+        1.0,
         metavar="S",
-        help="seconds after the first, then doubled (default: 1)",
     )
     group.add_argument(
         "--delete-downloads",
@@ -85,32 +180,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-space-check", action="store_true", help="begin even if the disk seems to be too small")
     add_run_options(parser, out_required=False)
     add_compression(parser)
-    parser.add_argument(
-        "--file-bytes",
-        **whole(1, MOST_BYTES),
-        default=256 << 20,
-        metavar="N",
-        help="text in a file that is written, before the next",
+    add_number(
+        parser, "--file-bytes", whole(1, MOST_BYTES), "text in a file that is written, before the next", 256 << 20
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the step; 0 if everything that was asked for is there."""
     if args.list:
-        return overview.print_list(list(built_in().values()), args.json)
+        return print_list(list(built_in().values()), args.json)
     if args.show:
-        return overview.print_one(find_source(args.show), args.json)
+        return print_one(find_source(args.show), args.json)
     if not args.sources:
         raise UserError("name a source to fetch; 'smlp data fetch --list' shows those that there are")
     if args.out is None:
         raise UserError("--out DIR is missing: where the documents are to go")
     wanted = _wanted(args)
+    for one in wanted:
+        check_apart(one.run.out, one.source.paths)
     if args.dry_run:
         return _dry_run(wanted, args.json)
-    if problem := checks.not_writable(args.out):
+    if problem := not_writable(args.out):
         raise UserError(f"--out: {problem}")
     for one in wanted:
-        if packages := _missing(one):
+        if packages := one.missing_packages():
             raise UserError(
                 f"{one.source.name} needs {', '.join(packages)}: install the extra 'data': pip install 'smlp[data]'"
             )
@@ -166,17 +259,13 @@ def _options(sources: list[Source], words: list[str]) -> dict[str, dict[str, str
     return options
 
 
-def _missing(wanted: Wanted) -> list[str]:
-    return checks.missing_packages(wanted.source, wanted.source.paths, wanted.compression)
-
-
 def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
     """Prints what would be done and what stands against it; 1 if anything does."""
-    free, problem = checks.free_bytes(wanted[0].out), checks.not_writable(wanted[0].out)
+    free, problem = free_bytes(wanted[0].out), not_writable(wanted[0].out)
     problems = [f"--out: {problem}"] if problem else []
     rows: list[dict[str, Any]] = []
     for one in wanted:
-        packages, files = _missing(one), known_files(one)
+        packages, files = one.missing_packages(), one.known_files()
         problems += [f"{one.source.name}: not installed: {', '.join(packages)}"] if packages else []
         number = one.source.size.files if files is None else len(files)
         number = number if number is None or one.limit_files is None else min(number, one.limit_files)
@@ -185,24 +274,21 @@ def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
                 "name": one.source.name,
                 "from": one.source.kind,
                 "files": number,
-                "download_bytes": checks.download_bytes(one.source, files, one.limit_files),
-                "text_bytes": one.source.size.text_bytes,
-                "document_bytes": checks.document_bytes(one.source, files, one.limit_files),
-                "needed_bytes": needed_bytes(one, files),
+                **one.sizes(files),
                 "options": one.options,
             }
         )
     needed = sum(row["needed_bytes"] or 0 for row in rows)
     if needed > free and wanted[0].check_space:
         problems.append(f"about {needed / 1e9:,.1f} GB are needed in {wanted[0].out}, {free / 1e9:,.1f} GB are free")
-    return overview.print_plan(rows, free, problems, json_file)
+    return print_plan(rows, free, problems, json_file)
 
 
 def _fetch_one(wanted: Wanted) -> int:
     name = wanted.source.name
+    ending = Report(f"fetch {name}", wanted.run)
     try:
-        with report(f"fetch {name}", wanted.run) as ending:
-            outcome = fetch(wanted)
+        outcome = fetch(wanted)
     except UserError as error:
         print(f"smlp: error: {name}: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""One file over HTTP: resumed where it broke off, retried, and checked before it gets its name."""
+"""Download files over HTTP: resumed where they broke off, retried, and checked before they get their names."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.streams import READ_BYTES
+from data_prep.flow.streams import from_extra, read_json
+from data_prep.flow.workers import bytes_bar
 from smlp import __version__
-from smlp.errors import UserError
 from smlp.files import plain_name
 
 ALGORITHMS = ("sha256", "sha1", "md5")
@@ -31,36 +32,22 @@ class DownloadFailed(Exception):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file to download.
+    """A file to download."""
 
-    Attributes:
-        url: where it is.
-        name: what it is called here; unique in its source.
-        num_bytes: its length, where its list says so.
-        digest: ``(algorithm, hexadecimal)``, where its list says so; one of ``ALGORITHMS``.
-    """
-
-    url: str
-    name: str
-    num_bytes: int | None = None
-    digest: tuple[str, str] | None = None
+    url: str  # where it is
+    name: str  # what it is called here; unique in its source
+    num_bytes: int | None = None  # its length, where its list says so
+    digest: tuple[str, str] | None = None  # ``(algorithm, hexadecimal)``, where its list says so; one of ``ALGORITHMS``
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to insist.
+    """How long to insist."""
 
-    Attributes:
-        attempts: that may fail one after the other without a new byte.
-        first_wait: seconds after the first of them; doubled after each further one.
-        longest_wait: seconds, also of what a server asks for with ``Retry-After``.
-        timeout: seconds without any byte until an attempt has failed.
-    """
-
-    attempts: int = 6
-    first_wait: float = 1.0
-    longest_wait: float = 120.0
-    timeout: float = 60.0
+    attempts: int = 6  # that may fail one after the other without a new byte
+    first_wait: float = 1.0  # seconds after the first of them; doubled after each further one
+    longest_wait: float = 120.0  # seconds, also of what a server asks for with ``Retry-After``
+    timeout: float = 60.0  # seconds without any byte until an attempt has failed
 
 
 class _Passing(Exception):
@@ -90,11 +77,8 @@ class _Partial:
 
     def version(self, url: str) -> str:
         """The validator of the version that the bytes are of, or "" if there is none for this URL."""
-        try:
-            row = json.loads(self._memo.read_text(encoding="utf-8"))
-            return row["version"] if row["url"] == url else ""
-        except (OSError, ValueError, KeyError):
-            return ""
+        row = read_json(self._memo) or {}
+        return row["version"] if row.get("url") == url else ""
 
     def begin(self, url: str, version: str) -> None:
         """Throws away what is there and notes what comes next."""
@@ -164,7 +148,7 @@ def _attempt(
     file: RemoteFile, partial: _Partial, patience: Patience, advance: Callable[[int], Any], stop: threading.Event
 ) -> None:
     """Brings what is missing. Returns with all of it there, as far as server and list can say."""
-    requests, urllib3 = _libraries()
+    requests, urllib3 = (from_extra(name, "for downloads") for name in ("requests", "urllib3"))
     total: int | None = None
     have, version = partial.size, partial.version(file.url)
     headers = {"User-Agent": _AGENT, "Accept-Encoding": "identity"}
@@ -246,18 +230,10 @@ def _check(file: RemoteFile, partial: _Partial) -> None:
         raise _Passing(f"{have:,} bytes came, its list says {file.num_bytes:,}", lost=have)
     if file.digest:
         algorithm, expected = file.digest
-        found = digest_of(partial.path, algorithm)
+        with open(partial.path, "rb") as content:
+            found = hashlib.file_digest(content, algorithm).hexdigest()
         if found != expected.lower():
             raise _Passing(f"its {algorithm} is {found}, expected {expected}", lost=partial.discard())
-
-
-def digest_of(path: Path, algorithm: str) -> str:
-    """A file's checksum, hexadecimal; it is read as a stream."""
-    digest = hashlib.new(algorithm)
-    with open(path, "rb") as file:
-        while content := file.read(READ_BYTES):
-            digest.update(content)
-    return digest.hexdigest()
 
 
 def _plain(error: BaseException) -> str:
@@ -269,15 +245,6 @@ def _plain(error: BaseException) -> str:
         seen.append(inner)
     text = next((" ".join(str(one).split()) for one in reversed(seen) if str(one)), type(error).__name__)
     return text[:200]
-
-
-def _libraries() -> tuple[Any, Any]:
-    try:
-        import requests
-        import urllib3
-    except ImportError:
-        raise UserError("for downloads install the extra 'data': pip install 'smlp[data]'") from None
-    return requests, urllib3
 
 
 def to_json(file: RemoteFile) -> dict[str, Any]:
@@ -293,3 +260,66 @@ def from_json(row: dict[str, Any]) -> RemoteFile:
     """
     digest = tuple(row["digest"]) if row["digest"] else None
     return RemoteFile(row["url"], plain_name(row["name"], row["url"]), row["num_bytes"], digest)
+
+
+GIVE_UP_AFTER = 12  # files that fail one after the other: then it is the network, and the rest is not tried
+
+
+def download_all(
+    files: Sequence[RemoteFile], folder: Path, connections: int, patience: Patience, quiet: bool = False
+) -> list[str]:
+    """Downloads what is not in ``folder`` yet, ``connections`` files at a time.
+
+    Returns:
+        A sentence for each file that could not be had, in the order of ``files``; none if all are there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    todo = [file for file in files if not (folder / file.name).is_file()]
+    if not todo:
+        return []
+    sizes = [file.num_bytes for file in todo]
+    total = None if None in sizes else sum(sizes)
+    there = sum(bytes_there(folder / file.name) for file in todo)
+    label = f"download ({len(todo)} files" + (f", {len(files) - len(todo)} there)" if len(todo) < len(files) else ")")
+    with bytes_bar(total, label, quiet, there) as bar:
+        return _in_threads(todo, folder, connections, patience, bar)
+
+
+def bytes_there(path: Path) -> int:
+    """Bytes of a download that are there, whole or in part."""
+    places = (path, path.with_name(path.name + ".partial"))
+    return sum(place.stat().st_size for place in places if place.is_file())
+
+
+def _in_threads(todo: list[RemoteFile], folder: Path, connections: int, patience: Patience, bar: Any) -> list[str]:
+    stop, lock = threading.Event(), threading.Lock()
+    failures: dict[str, str] = {}
+    waiting, running = list(todo), {}
+    in_a_row = 0
+
+    def advance(num_bytes: int) -> None:
+        with lock:
+            bar.update(num_bytes)
+
+    with ThreadPoolExecutor(connections) as pool:
+        try:
+            while running or (waiting and in_a_row < GIVE_UP_AFTER):
+                while waiting and in_a_row < GIVE_UP_AFTER and len(running) < connections:
+                    file = waiting.pop(0)
+                    future: Future = pool.submit(download, file, folder / file.name, patience, advance, stop)
+                    running[future] = file
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    file = running.pop(future)
+                    try:
+                        future.result()
+                        in_a_row = 0
+                    except DownloadFailed as error:
+                        failures[file.name] = str(error)
+                        in_a_row += 1
+        except BaseException:
+            stop.set()
+            raise
+    rows = [failures[file.name] for file in todo if file.name in failures]
+    if waiting:
+        rows.append(f"{len(waiting)} further files were not tried, after {in_a_row} failures in a row")
+    return rows

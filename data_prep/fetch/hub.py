@@ -10,6 +10,7 @@ from typing import Any
 from data_prep.fetch.source import Hub
 from data_prep.flow.documents import Loss, Reading, Record, document_of_row
 from data_prep.flow.parts import Part
+from data_prep.flow.streams import from_extra
 from data_prep.flow.workers import PartFailed
 from smlp.errors import UserError
 
@@ -81,10 +82,7 @@ def _opened(hub: Hub) -> Any:
 
 
 def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError("for datasets of the Hub install the extra 'data': pip install 'smlp[data]'") from None
+    datasets = from_extra("datasets", "for datasets of the Hub")
     datasets.disable_progress_bars()
     return datasets
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download, from_json, to_json
 from data_prep.fetch.source import Listing, Source
-from data_prep.flow.streams import DamagedFile, open_stream, write_bytes
+from data_prep.flow.streams import DamagedFile, open_stream, read_json, write_bytes
 from smlp.errors import UserError
 
 KEPT = "listing.json"
@@ -23,13 +23,13 @@ _MONTH = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
 
 def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[RemoteFile] | None:
     """The files that an earlier :func:`list_files` found with the same options, or None."""
+    row = read_json(folder / KEPT)
+    if not isinstance(row, dict) or row.get("definition") != source.definition or row.get("options") != options:
+        return None
     try:
-        row = json.loads((folder / KEPT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return [from_json(file) for file in row["files"]]
+    except (KeyError, TypeError):  # damaged, so that it is asked for again
         return None
-    if row["definition"] != source.definition or row["options"] != options:
-        return None
-    return [from_json(file) for file in row["files"]]
 
 
 def list_files(source: Source, options: dict[str, str], folder: Path, patience: Patience) -> list[RemoteFile]:
@@ -165,7 +165,11 @@ def _text(url: str, folder: Path, patience: Patience) -> str:
 
 
 def _base_name(url: str) -> str:
-    name = unquote(urlsplit(url).path).rstrip("/").rpartition("/")[2].replace("\0", "")
+    try:
+        path = urlsplit(url).path
+    except ValueError as error:
+        raise UserError(f"{url!r} is no address of a file: {error}") from None
+    name = unquote(path).rstrip("/").rpartition("/")[2].replace("\0", "")
     if name in _OWN_NAMES or name.startswith("."):  # files of smlp data fetch itself, and what later steps leave out
         return f"file-{name}" if name.strip(".") else "index"
     return name or "index"

@@ -1,92 +1,28 @@
-"""One source after the other: listed, checked, downloaded, converted, and said to be finished by a manifest."""
+"""Fetch a source: list its files, download and convert them, write the manifest."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from data_prep.fetch import checks
-from data_prep.fetch.convert import REQUEST, Conversion, Requested, convert, named_by_format, part_name
-from data_prep.fetch.download import Patience, RemoteFile, to_json
-from data_prep.fetch.listing import KEPT, kept_files, list_files
-from data_prep.fetch.source import Hub, Source
-from data_prep.fetch.transfers import download_all
-from data_prep.flow.documents import FORMATS, Reading
-from data_prep.flow.manifest import PartResult, write_manifest
-from data_prep.flow.options import COMPRESSIONS
-from data_prep.flow.parts import PART_BYTES, Part, find_files, plan_parts, unique_name
-from data_prep.flow.running import Finished, Run, begin, is_done, run_parts
-from data_prep.flow.streams import write_bytes
-from smlp.errors import UserError
+from data_prep.fetch.convert import REQUEST, Requested, convert, named_by_format, part_name
+from data_prep.fetch.download import RemoteFile, bytes_there, download_all, to_json
+from data_prep.fetch.hub import pinned
+from data_prep.fetch.listing import KEPT, list_files
+from data_prep.fetch.source import Hub
+from data_prep.fetch.wanted import Wanted
+from data_prep.flow.documents import FORMATS
+from data_prep.flow.manifest import write_manifest
+from data_prep.flow.parts import PART_BYTES, find_files, plan_parts, unique_name
+from data_prep.flow.running import Finished, begin, is_done, run_parts
+from data_prep.flow.streams import read_json, write_bytes
 from smlp.files import plain_name
 
-RAW = ".raw"  # of OUT: steps that read OUT leave out what begins with a point
 _PHASE = "convert"
 _SHARDS = "shards.json"
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A source and how it is to be fetched.
-
-    Attributes:
-        source: what.
-        out: folder of all sources.
-        run: workers and share; its ``out`` is the source's own folder.
-        options: values of the source's options.
-        reading: how documents are read.
-        compression: of what is written, a key of ``COMPRESSIONS``.
-        file_bytes: of documents in one file written.
-        limit_files: the first files (or shards) only.
-        limit_documents: the first documents of each file only.
-        connections: files downloaded at a time.
-        patience: with servers.
-        delete_downloads: each file is downloaded, converted and deleted by one worker.
-        check_space: refuse to begin where the disk is too small.
-        restart: throw away what other settings left, and read the list of files anew.
-    """
-
-    source: Source
-    out: Path
-    run: Run
-    options: dict[str, str]
-    reading: Reading
-    compression: str = "gz"
-    file_bytes: int = 256 << 20
-    limit_files: int | None = None
-    limit_documents: int | None = None
-    connections: int = 3
-    patience: Patience = field(default_factory=Patience)
-    delete_downloads: bool = False
-    check_space: bool = True
-    restart: bool = False
-
-    @property
-    def raw(self) -> Path:
-        """Where its downloads are."""
-        return self.out / RAW / self.source.name
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What its documents depend on."""
-        return {
-            "source": self.source.name,
-            "source_sha256": hashlib.sha256(self.source.definition.encode()).hexdigest(),
-            "options": self.options,
-            "text_field": self.reading.text_field,
-            "documents": self.reading.documents_of_text,
-            "max_document_bytes": self.reading.max_bytes,
-            "max_document_seconds": self.reading.max_seconds,
-            "limit_files": self.limit_files,
-            "limit_documents": self.limit_documents,
-            "compress": self.compression,
-            "file_bytes": self.file_bytes,
-        }
 
 
 @dataclass(frozen=True)
@@ -104,8 +40,8 @@ def fetch(wanted: Wanted) -> Outcome:
     Raises:
         UserError: it cannot begin: no room, no list of files, other work in its folder.
     """
-    source = wanted.source
-    begin(wanted.run, "fetch", wanted.settings, wanted.restart)
+    source, run = wanted.source, wanted.run
+    begin(run, "fetch", wanted.settings, wanted.restart)
     if wanted.restart:
         for name in (KEPT, _SHARDS):
             (wanted.raw / name).unlink(missing_ok=True)
@@ -117,54 +53,41 @@ def fetch(wanted: Wanted) -> Outcome:
     elif source.hub:
         parts = _requested(wanted, [(name, row, None) for name, row in _shards(wanted)][: wanted.limit_files])
     else:
-        parts = _local(wanted)
+        cut_text = wanted.reading.documents_of_text != "file"
+        parts = plan_parts(find_files(source.paths, FORMATS), min(PART_BYTES, wanted.file_bytes), cut_text=cut_text)
+        parts = [replace(part, source=source.name) for part in parts[: wanted.limit_files]]
     problems: list[str] = []
     if files:
-        index, number = wanted.run.share
+        index, number = run.share
         mine = list(zip(files, parts, strict=True))[index::number]
-        absent = [file for file, part in mine if not is_done(wanted.run, _PHASE, part)]
-        check_space(wanted, absent)
+        absent = [file for file, part in mine if not is_done(run, _PHASE, part)]
+        wanted.refuse_small_disk(absent)
         if not wanted.delete_downloads:
-            problems = download_all(absent, wanted.raw, wanted.connections, wanted.patience, wanted.run.quiet)
-        sizes = [_there(wanted.raw / file.name) or part.size for file, part in zip(files, parts, strict=True)]
+            problems = download_all(absent, wanted.raw, wanted.connections, wanted.patience, run.quiet)
+        sizes = [bytes_there(wanted.raw / file.name) or part.size for file, part in zip(files, parts, strict=True)]
         parts = [replace(part, size=size) for part, size in zip(parts, sizes, strict=True)]
-    finished = run_parts(wanted.run, _PHASE, parts, partial(convert, conversion=_conversion(wanted)))
+    finished = run_parts(run, _PHASE, parts, partial(convert, wanted=wanted))
     if finished.results is None:
         return Outcome(finished, problems=problems or finished.failed)
-    return Outcome(finished, _finish(wanted, finished.results, finished.inputs))
-
-
-def _conversion(wanted: Wanted) -> Conversion:
-    return Conversion(
-        wanted.source.name,
-        wanted.source.format,
-        wanted.reading,
-        COMPRESSIONS[wanted.compression],
-        wanted.file_bytes,
-        wanted.limit_documents,
-        wanted.raw,
-        wanted.patience if wanted.delete_downloads else None,
-    )
-
-
-def _local(wanted: Wanted) -> list[Part]:
-    cut = wanted.reading.documents_of_text != "file"
-    found = find_files(wanted.source.paths, FORMATS)
-    parts = plan_parts(found, min(PART_BYTES, wanted.file_bytes), cut_text=cut)
-    return [replace(part, source=wanted.source.name) for part in parts[: wanted.limit_files]]
+    inputs = finished.inputs
+    if source.from_web:
+        facts = [result.facts for result in finished.results]
+        inputs = [{"path": row["url"], "bytes": row["bytes"], "sha256": row["sha256"]} for row in facts]
+    corpus = {"title": source.title, "licence": source.licence, "citation": source.citation, "notes": source.notes}
+    manifest = write_manifest(run.out, "fetch", wanted.settings, inputs, finished.results, {"corpus": corpus})
+    written = {output["name"] for output in manifest["outputs"]}
+    for path in run.out.glob("*.jsonl*"):
+        if path.name not in written:  # of a file that is no longer there
+            path.unlink()
+    return Outcome(finished, manifest)
 
 
 def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
     """Name and request of each shard, of the revision that the first command found."""
     kept = wanted.raw / _SHARDS
     key = {"hub": asdict(wanted.source.hub)}
-    try:
-        row = json.loads(kept.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        row = {}
-    if row.get("key") != key:
-        from data_prep.fetch.hub import pinned
-
+    row = read_json(kept)
+    if row is None or row["key"] != key:
         hub, number = pinned(wanted.source.hub)
         row = {"key": key, "hub": asdict(hub), "num_shards": number}
         write_bytes(kept, json.dumps(row, indent=1).encode())
@@ -188,61 +111,3 @@ def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int
         stem = unique_name(part_name(name), names)
         parts.append(Requested(path, stem, wanted.source.name, size=size or 1))
     return parts
-
-
-def check_space(wanted: Wanted, absent: Sequence[RemoteFile]) -> None:
-    """Raises UserError if the disk has less room than what is still to come, as far as that is known."""
-    need = needed_bytes(wanted, absent)
-    free = checks.free_bytes(wanted.out)
-    if wanted.check_space and need is not None and need > free:
-        raise UserError(
-            f"{wanted.source.name} still needs about {need / 1e9:,.1f} GB in {wanted.out}, {free / 1e9:,.1f} are free: "
-            "--delete-downloads or --limit-files need less, --no-space-check goes on all the same"
-        )
-
-
-def needed_bytes(wanted: Wanted, absent: Sequence[RemoteFile] | None) -> int | None:
-    """Room for downloads and documents of the files that are still to come (None: of all); None if unknown.
-
-    Shards of the Hub are converted as they come, and take none for themselves.
-    """
-    download = checks.download_bytes(wanted.source, absent, wanted.limit_files) if wanted.source.from_web else 0
-    if download is not None and wanted.delete_downloads:
-        largest = max((file.num_bytes or 0 for file in absent or ()), default=0)
-        per_file = largest or download // max(len(absent or ()) or wanted.source.size.files or 1, 1)
-        download = min(download, wanted.run.workers * per_file)
-    there = sum(_there(wanted.raw / file.name) for file in absent or ())
-    documents = checks.document_bytes(wanted.source, absent, wanted.limit_files)
-    known = [max(0, download - there)] if download is not None else []
-    known += [documents] if documents is not None else []
-    return sum(known) if known else None
-
-
-def _there(path: Path) -> int:
-    places = (path, path.with_name(path.name + ".partial"))
-    return sum(place.stat().st_size for place in places if place.is_file())
-
-
-def known_files(wanted: Wanted) -> list[RemoteFile] | None:
-    """The files that an earlier command found, or that the source itself names; None if only the server knows."""
-    if wanted.source.files:
-        return list(wanted.source.files)[: wanted.limit_files]
-    kept = kept_files(wanted.source, wanted.options, wanted.raw) if wanted.source.from_web else None
-    return None if kept is None else kept[: wanted.limit_files]
-
-
-def _finish(wanted: Wanted, results: list[PartResult], inputs: list[dict[str, Any]]) -> dict[str, Any]:
-    if wanted.source.from_web:
-        inputs = [{"path": result.facts["url"], **_only(result.facts, "bytes", "sha256")} for result in results]
-    source = wanted.source
-    facts = {"title": source.title, "licence": source.licence, "citation": source.citation, "notes": source.notes}
-    manifest = write_manifest(wanted.run.out, "fetch", wanted.settings, inputs, results, {"corpus": facts})
-    written = {output["name"] for output in manifest["outputs"]}
-    for path in wanted.run.out.glob("*.jsonl*"):
-        if path.name not in written:  # of a file that is no longer there
-            path.unlink()
-    return manifest
-
-
-def _only(row: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: row[name] for name in names}

@@ -36,25 +36,18 @@ class Size:
 
 @dataclass(frozen=True)
 class Listing:
-    """Where the list of a source's files is.
+    """Where the list of a source's files is."""
 
-    Attributes:
-        kind: ``paths``: a text file of addresses, one a line; ``checksums``: lines of a checksum and a name, as
-            sha256sum writes them; ``dumpstatus``: Wikimedia's JSON.
-        url: of the list; ``{option}`` stands for an option's value, ``{year}`` and ``{month}`` for each of ``months``.
-        base: what a line of ``paths`` is added to.
-        pattern: only files in whose names this regular expression is found.
-        job: of ``dumpstatus``, whose files are wanted.
-        algorithm: of ``checksums``.
-        dates: a page whose links are the dates that there are, newest wanted, for the option ``date = "latest"``.
-    """
-
+    # ``paths``: a text file of addresses, one a line; ``checksums``: lines of a checksum and a name, as sha256sum
+    # writes them; ``dumpstatus``: Wikimedia's JSON
     kind: str
+    # of the list; ``{option}`` stands for an option's value, ``{year}`` and ``{month}`` for each of ``months``
     url: str
-    base: str = ""
-    pattern: str = ""
-    job: str = ""
-    algorithm: str = "sha256"
+    base: str = ""  # what a line of ``paths`` is added to
+    pattern: str = ""  # only files in whose names this regular expression is found
+    job: str = ""  # of ``dumpstatus``, whose files are wanted
+    algorithm: str = "sha256"  # of ``checksums``
+    # a page whose links are the dates that there are, newest wanted, for the option ``date = "latest"``
     dates: str = ""
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_prep.flow.limits import DEFAULT_SECONDS
+from data_prep.flow.manifest import Counts
 from data_prep.flow.parts import Part
-from data_prep.flow.streams import DamagedFile, open_stream, suffix_of
+from data_prep.flow.streams import DamagedFile, from_extra, json_line, open_stream, suffix_of
 from smlp.errors import UserError
 
 FORMATS = (".jsonl", ".txt", ".parquet")
@@ -32,39 +33,26 @@ _PHRASES = {"cut off by damage": "lost where it breaks off"}
 
 @dataclass(frozen=True)
 class Record:
-    """One document.
+    """One document."""
 
-    Attributes:
-        text: paragraphs between line breaks.
-        id: where it stands, ``FILE:NUMBER``, or what the file calls it; unique in a corpus.
-        source: the corpus or file it comes from.
-        fields: whatever else its line said.
-    """
-
-    text: str
-    id: str
-    source: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    text: str  # paragraphs between line breaks
+    id: str  # where it stands, ``FILE:NUMBER``, or what the file calls it; unique in a corpus
+    source: str  # the corpus or file it comes from
+    fields: dict[str, Any] = field(default_factory=dict)  # whatever else its line said
 
     def line(self) -> bytes:
         """The document as a line of ``.jsonl``."""
         row = {"id": self.id, "source": self.source, "text": self.text, **self.fields}
-        return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+        return json_line(row)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A document that could not be read, or several in a row.
+    """A document that could not be read, or several in a row."""
 
-    Attributes:
-        reason: a fixed phrase that counts are kept by.
-        where: the place of the first.
-        number: of documents.
-    """
-
-    reason: str
-    where: str
-    number: int = 1
+    reason: str  # a fixed phrase that counts are kept by
+    where: str  # the place of the first
+    number: int = 1  # of documents
 
 
 class Failure(Loss):
@@ -81,18 +69,12 @@ class Defect:
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are to be read, and what a document may take.
+    """How files are to be read, and what a document may take."""
 
-    Attributes:
-        text_field: the field or column of the text.
-        documents_of_text: what a document is in ``.txt``: one of ``DOCUMENTS_OF_TEXT``.
-        max_bytes: a longer document is a loss; memory is bounded by some multiples of it.
-        max_seconds: of CPU time, in the steps that take text apart; a document that takes longer is dropped.
-    """
-
-    text_field: str = "text"
-    documents_of_text: str = "blank"
-    max_bytes: int = 16 << 20
+    text_field: str = "text"  # the field or column of the text
+    documents_of_text: str = "blank"  # what a document is in ``.txt``: one of ``DOCUMENTS_OF_TEXT``
+    max_bytes: int = 16 << 20  # a longer document is a loss; memory is bounded by some multiples of it
+    # of CPU time, in the steps that take text apart; a document that takes longer is dropped
     max_seconds: float = DEFAULT_SECONDS
 
 
@@ -276,11 +258,7 @@ def _too_long(reading: Reading) -> str:
 
 
 def _read_parquet(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError(f"{part.path}: for .parquet install the extra 'data': pip install 'smlp[data]'") from None
+    pyarrow, parquet = (from_extra(name, f"{part.path}: for .parquet") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         file = parquet.ParquetFile(part.path)
     except (pyarrow.ArrowInvalid, OSError) as error:
@@ -321,3 +299,23 @@ def document_of_row(row: dict[str, Any], number: int, part: Part, reading: Readi
 def documents_in(path: Path, reading: Reading) -> Iterator[Record | Loss | Defect]:
     """:func:`read` of a whole file."""
     return read(Part.whole(path), reading)
+
+
+def counted_records(
+    part: Part, reading: Reading, counts: Counts, defects: list[dict[str, str]] | None = None
+) -> Iterator[Record]:
+    """The documents of a part, in order.
+
+    Args:
+        part: what to read.
+        reading: how.
+        counts: losses are dropped there, by their reasons; the documents themselves are the caller's to count.
+        defects: takes those of the file; None where another phase of the step reads it too, and reports them.
+    """
+    for piece in read(part, reading):
+        if isinstance(piece, Record):
+            yield piece
+        elif isinstance(piece, Loss):
+            counts.drop(piece.reason, piece.number)
+        elif isinstance(piece, Defect) and defects is not None:
+            defects.append({"problem": piece.problem, "where": piece.where})

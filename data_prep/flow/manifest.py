@@ -20,6 +20,26 @@ from smlp.files import name_below
 
 MANIFEST = "manifest.json"
 STATE = ".state"  # of a step's folder: what is done
+SETTINGS = "settings.json"  # in it: which step began there, with which settings
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a step wrote down when it began.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    if (
+        not isinstance(found, dict)
+        or not isinstance(found.get("step"), str)
+        or not isinstance(found.get("settings"), dict)
+    ):
+        raise UserError(f"{path} is damaged: remove the folder that it belongs to, and run its step again")
+    return found
 
 
 @dataclass
@@ -85,19 +105,14 @@ def _share(number: int, total: int) -> str:
 
 @dataclass(frozen=True)
 class PartResult:
-    """What a step made of one part.
+    """What a step made of one part."""
 
-    Attributes:
-        outputs: files written, ``{"name", "bytes", "sha256", ...}``, names relative to the step's folder.
-        counts: its documents.
-        defects: ``{"problem", "where"}`` of files that something is wrong with.
-        facts: anything else that the step gathers.
-    """
-
+    # files written, ``{"name", "bytes", "sha256", ...}``, names relative to the step's folder
     outputs: list[dict[str, Any]]
-    counts: Counts
+    counts: Counts  # its documents
+    # ``{"problem", "where"}`` of files that something is wrong with
     defects: list[dict[str, str]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # anything else that the step gathers
 
 
 def write_manifest(

@@ -5,14 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FORMATS, Reading
 from data_prep.flow.parts import PART_BYTES, Part, find_files, left_out, plan_parts
 from data_prep.flow.running import Run
+from data_prep.flow.streams import sha256_of
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
 from smlp.errors import UserError
+from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
+
+NOT_TEXT = "not text: half of a surrogate pair"
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a tokenizer's folder: its dictionary, and the model where there is one."""
+    return [folder / name for name in (DICTIONARY, *TOKENIZER_FILES) if (folder / name).is_file()]
+
+
+def tokenizer_setting(folder: Path) -> dict[str, Any]:
+    """A tokenizer among a step's settings, so that another one in the same folder is noticed."""
+    return {"path": str(folder), "sha256": {path.name: sha256_of(path) for path in tokenizer_files(folder)}}
+
 
 COMPRESSIONS = {"gz": ".gz", "zst": ".zst", "none": ""}
 
@@ -23,12 +39,8 @@ def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) 
     group.add_argument(
         "--out", type=Path, required=out_required, metavar="DIR", help="folder to write; run again to go on"
     )
-    group.add_argument(
-        "--workers",
-        **whole(1, MOST_PROCESSES),
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="processes (default: one for each core)",
+    add_number(
+        group, "--workers", whole(1, MOST_PROCESSES), "processes (default: one for each core)", os.cpu_count() or 1
     )
     group.add_argument(
         "--share",
@@ -45,11 +57,20 @@ def run_of(args: argparse.Namespace) -> Run:
     """What :func:`add_run_options` was given. Raises UserError if the folder lies in one that is read."""
     for name in ("inputs", "held_out", "train", "valid", "test"):
         value = getattr(args, name, None) or []
-        for place in [value] if isinstance(value, Path) else value if isinstance(value, list) else []:
-            if place.is_dir() and args.out.resolve().is_relative_to(place.resolve()):
-                raise UserError(f"--out {args.out} lies in {place}, which is read: the next run would read its output")
+        check_apart(args.out, [value] if isinstance(value, Path) else value if isinstance(value, list) else [])
     args.out.mkdir(parents=True, exist_ok=True)
     return Run(args.out, args.workers, args.share, args.quiet)
+
+
+def check_apart(out: Path, places: Iterable[Path]) -> None:
+    """Refuse a folder to write that lies in one of those that are read.
+
+    Raises:
+        UserError: it does.
+    """
+    for place in places:
+        if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
+            raise UserError(f"--out {out} lies in {place}, which is read: the next run would read its output")
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
@@ -77,34 +98,32 @@ def add_reading_options(group: Any) -> None:
         help="a document in .txt: what stands between empty lines, each line, or the whole file (default: blank)",
     )
     add_bytes_option(group)
-    group.add_argument(
-        "--part-bytes",
-        **whole(1, MOST_BYTES),
-        default=PART_BYTES,
-        metavar="N",
-        help="larger plain files are cut into parts",
-    )
+    add_number(group, "--part-bytes", whole(1, MOST_BYTES), "larger plain files are cut into parts", PART_BYTES)
+
+
+def add_number(
+    group: Any, name: str, bounds: dict[str, Any], help: str, default: float | None = None, metavar: str = "N"
+) -> None:
+    """Add an option that takes a number within the ``bounds`` that ``whole`` or ``real`` give."""
+    group.add_argument(name, **bounds, default=default, metavar=metavar, help=help)
 
 
 def add_bytes_option(group: Any) -> None:
     """``--max-document-bytes``."""
-    group.add_argument(
-        "--max-document-bytes",
-        **whole(1, MOST_BYTES),
-        default=Reading.max_bytes,
-        metavar="N",
-        help="longer ones are dropped and counted",
+    add_number(
+        group, "--max-document-bytes", whole(1, MOST_BYTES), "longer ones are dropped and counted", Reading.max_bytes
     )
 
 
 def add_time_option(group: Any) -> None:
     """``--max-document-seconds``, of steps that take documents apart."""
-    group.add_argument(
+    add_number(
+        group,
         "--max-document-seconds",
-        **real(0, MOST_SECONDS, above=True),
-        default=Reading.max_seconds,
+        real(0, MOST_SECONDS, above=True),
+        "of CPU time; documents that take longer are dropped, counted and named (default: %(default)g)",
+        Reading.max_seconds,
         metavar="S",
-        help="of CPU time; documents that take longer are dropped, counted and named (default: %(default)g)",
     )
 
 

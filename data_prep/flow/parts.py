@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.flow.manifest import MANIFEST, STATE
+from data_prep.flow.manifest import MANIFEST, SETTINGS, STATE, read_settings
 from data_prep.flow.streams import COMPRESSIONS, PARTIAL, compression_of, name_of, suffix_of
 from smlp.errors import UserError
 
@@ -20,23 +19,14 @@ PART_BYTES = 256 << 20  # of a plain file: larger ones are cut, so that all work
 
 @dataclass(frozen=True)
 class Part:
-    """A file, or the documents that begin in bytes ``start`` to ``stop`` of it.
+    """A file, or the documents that begin in bytes ``start`` to ``stop`` of it."""
 
-    Attributes:
-        path: the file.
-        name: of what the step writes for it, without suffix; unique among its parts, the same on every run.
-        source: the corpus, as its documents will say.
-        start: first byte.
-        stop: byte after the last, or None for the end.
-        label: the file's path below the input that led to it, for the ids of its documents.
-    """
-
-    path: Path
-    name: str
-    source: str
-    start: int = 0
-    stop: int | None = None
-    label: str = ""
+    path: Path  # the file
+    name: str  # of what the step writes for it, without suffix; unique among its parts, the same on every run
+    source: str  # the corpus, as its documents will say
+    start: int = 0  # first byte
+    stop: int | None = None  # byte after the last, or None for the end
+    label: str = ""  # the file's path below the input that led to it, for the ids of its documents
 
     @property
     def prefix(self) -> str:
@@ -93,9 +83,9 @@ def _unfinished(files: Iterable[Path]) -> list[tuple[Path, str]]:
     """Folders of steps, of which these files are, that have no manifest yet; and the names of the steps."""
     found = []
     for folder in sorted({parent for path in files for parent in (path.parent, path.parent.parent)}):
-        record = folder / STATE / "settings.json"
+        record = folder / STATE / SETTINGS
         if record.is_file() and not (folder / MANIFEST).is_file():
-            found.append((folder, json.loads(record.read_text(encoding="utf-8"))["step"]))
+            found.append((folder, read_settings(record)["step"]))
     return found
 
 

@@ -1,7 +1,7 @@
-"""Parts worked on in parallel, each once: what is finished is kept, whatever happens to the rest.
+"""Run a step part by part, in parallel, and report how it ended.
 
-A part that is done has a file in ``OUT/.state/PHASE/``, written after its outputs. A command that is repeated after a
-kill skips these. Tasks of a Slurm array take a share of the parts each (``--share K/N``) in the same folder.
+A part that is done has a file in ``OUT/.state/PHASE/``, written after its outputs; a command that is repeated after a
+kill skips it. Tasks of a Slurm array take a share of the parts each (``--share K/N``) in the same folder.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_prep.flow.manifest import MANIFEST, STATE, Counts, PartResult, as_json, output_paths
+from data_prep.flow.manifest import MANIFEST, SETTINGS, STATE, Counts, PartResult, as_json, output_paths, read_settings
 from data_prep.flow.parts import Part
-from data_prep.flow.streams import PARTIAL, sha256_of, write_bytes
+from data_prep.flow.streams import PARTIAL, read_json, sha256_of, write_bytes
 from data_prep.flow.workers import work_on
 from smlp.errors import UserError
 
@@ -34,19 +35,12 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """How a step is to run.
+    """How a step is to run."""
 
-    Attributes:
-        out: the step's folder.
-        workers: processes; 1 works in this one.
-        share: ``(k, n)``: only every n-th part, from the k-th on (counted from 0).
-        quiet: no progress on standard error.
-    """
-
-    out: Path
-    workers: int = 1
-    share: tuple[int, int] = (0, 1)
-    quiet: bool = False
+    out: Path  # the step's folder
+    workers: int = 1  # processes; 1 works in this one
+    share: tuple[int, int] = (0, 1)  # ``(k, n)``: only every n-th part, from the k-th on (counted from 0)
+    quiet: bool = False  # no progress on standard error
 
 
 @dataclass(frozen=True)
@@ -79,11 +73,11 @@ def begin(
     """
     state = run.out / STATE
     wanted = {"step": step, "settings": json.loads(json.dumps(settings))}
-    record = state / "settings.json"
+    record = state / SETTINGS
     # before the record is looked for: what another share writes meanwhile comes after its record
     holds_files = run.out.is_dir() and any(path.name != STATE for path in run.out.iterdir())
     if record.is_file():
-        found = json.loads(record.read_text(encoding="utf-8"))
+        found = read_settings(record)
         may_differ = () if holds_files else until_written
         if found != wanted and _without(found, may_differ) == _without(wanted, may_differ):
             write_bytes(record, json.dumps(wanted, indent=1).encode())
@@ -110,9 +104,9 @@ def _throw_away(out: Path) -> None:
     """Empties a step's folder; what says whose it is goes last, so that a kill leaves a folder that is known."""
     state = out / STATE
     for path in [*(path for path in out.iterdir() if path != state), *state.iterdir()]:
-        if path.name not in ("settings.json", LOCK):
+        if path.name not in (SETTINGS, LOCK):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    (state / "settings.json").unlink()
+    (state / SETTINGS).unlink()
 
 
 def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -169,15 +163,17 @@ def run_parts(
 
 
 def _remove_others(out: Path, state: Path, parts: Sequence[Part], stored: Sequence[dict[str, Any]]) -> None:
-    """Removes what an earlier run wrote for inputs that are gone: later steps read whatever lies in the folder."""
     ours = {output["name"] for row in stored for output in row["outputs"]}
-    for path in set(state.glob("*.json")) - {state / f"{part.name}.json" for part in parts}:
-        try:
-            outputs = json.loads(path.read_text(encoding="utf-8"))["outputs"]
-        except FileNotFoundError:  # another share was faster
-            continue
+    forget(out, set(state.glob("*.json")) - {state / f"{part.name}.json" for part in parts}, ours)
+
+
+def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
+    """Remove records of parts, and of what they name all that is not ``current``: the inputs may be gone since, and
+    later steps read whatever lies in the folder."""
+    for path in records:
+        outputs = (read_json(path) or {"outputs": []})["outputs"]  # none where another share was faster
         for output, place in zip(outputs, output_paths(out, outputs, path), strict=True):
-            if output["name"] not in ours:
+            if output["name"] not in current:
                 place.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
 
@@ -239,11 +235,8 @@ def _identity(part: Part) -> dict[str, Any]:
 def _stored(out: Path, state: Path, part: Part, key: str, temporary: bool = False) -> dict[str, Any] | None:
     """What is on record of a part, if its input is what it was and its outputs are all there (or need not be)."""
     record = state / f"{part.name}.json"
-    try:
-        row = json.loads(record.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError:
+    row = read_json(record)
+    if row is None:
         return None
     facts = part.path.stat()
     identity = {name: value for name, value in row["input"].items() if name != "sha256"}
@@ -256,3 +249,48 @@ def _stored(out: Path, state: Path, part: Part, key: str, temporary: bool = Fals
 
 def _result(row: dict[str, Any]) -> PartResult:
     return PartResult(row["outputs"], Counts.from_json(row["counts"]), row["defects"], row["facts"])
+
+
+MAX_DEFECTS = 20  # on the terminal; the manifest has them all
+
+
+@dataclass(frozen=True)
+class Report:
+    """Prints the end of a step, measured from here, to standard output; its methods return the exit status."""
+
+    step: str
+    run: Run
+    start: float = field(default_factory=time.perf_counter)
+
+    def finished(self, manifest: dict[str, Any], *lines: str) -> int:
+        """All parts are done and the manifest is written; ``lines`` are what the step has to say besides."""
+        defects = manifest["defects"]
+        for defect in defects[:MAX_DEFECTS]:
+            print(f"{defect['problem']}: {defect['where']}")
+        if len(defects) > MAX_DEFECTS:
+            print(f"... {len(defects) - MAX_DEFECTS} more in {MANIFEST}")
+        counts = Counts.from_json(manifest["counts"]).table()
+        if counts:
+            print(counts)
+        for line in lines:
+            print(line)
+        seconds = time.perf_counter() - self.start
+        megabytes = sum(_size(row) for row in manifest["inputs"]) / 1e6
+        print(
+            f"{self.step}: {len(manifest['outputs'])} files in {self.run.out}; {megabytes:,.1f} MB of files read in "
+            f"{seconds:,.1f} s ({megabytes / max(seconds, 1e-9):,.1f} MB/s with {self.run.workers} workers)"
+        )
+        return 0
+
+    def waiting(self, finished: Finished, what: str) -> int:
+        """This share is done, others are not: the command must be run again when they are."""
+        print(
+            f"{self.step}: this share of {what} is done; {finished.missing} parts are left to other shares: run the "
+            "command again when they have ended"
+        )
+        return 0
+
+
+def _size(row: dict[str, Any]) -> int:
+    start, stop = row.get("range", (0, row["bytes"]))
+    return stop - start

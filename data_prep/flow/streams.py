@@ -5,10 +5,13 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
+import importlib
 import io
+import json
 import lzma
 import os
 import socket
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -21,7 +24,7 @@ READ_BYTES = 1 << 20
 _ZSTD_BYTES = 1 << 10  # compressed, at a time: of zeros they become 32 MiB
 _GZIP_LEVEL = 4  # three times as fast as 6, and its files of English text are 7 % larger
 # What a reader of a damaged or truncated file meets; zstandard's own error is added where it is imported.
-_DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError)
+_DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
 class DamagedFile(Exception):
@@ -81,7 +84,7 @@ def open_stream(path: Path) -> BinaryIO:
         raise UserError(f"there is no file {path}")
     compression = compression_of(path)
     if compression == ".gz":
-        raw, damage = gzip.GzipFile(path), (*_DAMAGE, _zlib_error())
+        raw, damage = gzip.GzipFile(path), _DAMAGE
     elif compression == ".xz":
         raw, damage = lzma.LZMAFile(path), _DAMAGE  # noqa: SIM115
     elif compression == ".bz2":
@@ -122,18 +125,20 @@ class _ZstdFrames:
         self._file.close()
 
 
-def _zlib_error() -> type[Exception]:
-    import zlib
-
-    return zlib.error
-
-
 def _zstandard(path: Path) -> Any:
+    return from_extra("zstandard", f"{path}: for .zst files")
+
+
+def from_extra(module: str, purpose: str) -> Any:
+    """Import a module of the extra ``data``.
+
+    Raises:
+        UserError: it is not installed; ``purpose``, which begins the message, says what it is needed for.
+    """
     try:
-        import zstandard
+        return importlib.import_module(module)
     except ImportError:
-        raise UserError(f"{path}: for .zst files install the extra 'data': pip install 'smlp[data]'") from None
-    return zstandard
+        raise UserError(f"{purpose} install the extra 'data': pip install 'smlp[data]'") from None
 
 
 class WrittenFile:
@@ -152,9 +157,10 @@ class WrittenFile:
     def flush(self) -> None:
         self._file.flush()
 
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
+    def row(self, out: Path, **facts: Any) -> dict[str, Any]:
+        """The file among the outputs of a step whose folder is ``out``: name, bytes, SHA-256 and ``facts``."""
+        digest = self._digest.hexdigest()
+        return {"name": str(self.path.relative_to(out)), "bytes": self.num_bytes, "sha256": digest, **facts}
 
 
 @contextmanager
@@ -198,13 +204,28 @@ def write_bytes(path: Path, content: bytes) -> dict[str, Any]:
     """A small file, whole or not at all; returns its name, bytes and SHA-256."""
     with write_stream(path) as (stream, written):
         stream.write(content)
-    return {"name": path.name, "bytes": written.num_bytes, "sha256": written.sha256}
+    return written.row(path.parent)
+
+
+def json_line(row: Any) -> bytes:
+    """A line of ``.jsonl``, in UTF-8; half of a surrogate pair is written as it is."""
+    return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a small file of JSON; None where it is not there, or was damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
 
 
 def sha256_of(path: Path, start: int = 0, stop: int | None = None) -> str:
     """Checksum of a file's bytes as they are on disk, or of those from ``start`` to ``stop``."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
+        if not start and stop is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
         file.seek(start)
         left = (path.stat().st_size if stop is None else stop) - start
         while left > 0 and (content := file.read(min(left, READ_BYTES))):

@@ -1,19 +1,39 @@
-"""Parts worked on by several processes: how far they are, what failed, and what becomes of them at a kill."""
+"""Work on parts in several processes: progress, parts that fail, and the end of workers whose parent was killed."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_prep.flow.parts import Part
-from data_prep.flow.progress import bytes_bar
 from smlp.errors import UserError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+
+def bytes_bar(total: int | None, label: str, quiet: bool, done: int = 0) -> tqdm:
+    """A bar that counts bytes; it is closed by leaving its ``with``.
+
+    Args:
+        total: bytes to come, those ``done`` included; None if nobody knows.
+        label: before the bar.
+        quiet: show nothing.
+        done: bytes, from an earlier run.
+    """
+    from tqdm import tqdm
+
+    return tqdm(
+        total=total, initial=done, unit="B", unit_scale=True, desc=label, disable=quiet, file=sys.stderr, mininterval=1
+    )
+
 
 POLL_SECONDS = 0.5
 

@@ -1,20 +1,77 @@
-"""The step ``inspect``: its options, and what it prints."""
+"""``smlp data inspect``: its options, what it prints, and its picture of the documents' lengths."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from data_prep.flow.progress import bytes_bar
+import numpy as np
+
+from data_prep.flow.options import add_number
 from data_prep.flow.streams import write_bytes
+from data_prep.flow.workers import bytes_bar
+from data_prep.inspecting.checks import Inspection, Statistics, bytes_to_read, inspect
+from data_prep.inspecting.token_file import samples_of
+from smlp.cli.json_file import check_output
 from smlp.cli.numbers import whole
 from smlp.errors import UserError
+from smlp.plots.drawing import check_matplotlib
+from smlp.text.tokenizer import Tokenizer, Vocabulary
+from smlp.text.tokenizer_files import find_tokenizer
 
-if TYPE_CHECKING:
-    from data_prep.inspecting.checks import Inspection
-    from smlp.text.tokenizer import Tokenizer, Vocabulary
+_PNG = b"\x89PNG"
+
+
+def check_plot(path: Path) -> None:
+    """To be called before the work.
+
+    Raises:
+        UserError: matplotlib is not installed, or no picture can be written there.
+    """
+    check_matplotlib()
+    if path.is_dir():
+        raise UserError(f"--plot {path} is a folder: name a file to write")
+    if not path.parent.is_dir():
+        raise UserError(f"cannot write --plot {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"cannot write --plot {path}: it may not be written to")
+    if path.is_file() and path.stat().st_size:
+        with open(path, "rb") as file:
+            if file.read(len(_PNG)) != _PNG:
+                raise UserError(f"--plot {path}: there is a file of another kind already: name another one")
+
+
+def plot_lengths(splits: dict[str, Statistics], path: Path) -> None:
+    """Writes a PNG: the share of documents by their number of tokens, a line for each split.
+
+    Raises:
+        UserError: there is no document.
+    """
+    import matplotlib
+
+    splits = {name: statistics for name, statistics in splits.items() if statistics.documents}
+    if not splits:
+        raise UserError("--plot: there is no document whose length could be drawn")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    used = np.flatnonzero(sum(statistics.histogram for statistics in splits.values()))
+    powers = np.arange(used[0], used[-1] + 1)
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, statistics in splits.items():
+        shares = statistics.histogram[powers] / statistics.documents
+        axes.stairs(shares, 2.0 ** np.append(powers, powers[-1] + 1), label=f"{name} ({statistics.documents:,})")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens in a document")
+    axes.set_ylabel("share of documents")
+    axes.legend(title="documents of")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, format="png")
+    pyplot.close(figure)
+
 
 TOP = 20  # symbols shown
 DESCRIPTION = """what binary data hold, and whether they are whole
@@ -33,17 +90,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="BIN_DIR", help="what 'smlp data binarize' or another tool wrote")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how long documents are")
-    parser.add_argument("--samples", **whole(0), default=3, metavar="N", help="documents of each split to show (3)")
+    add_number(parser, "--samples", whole(0), "documents of each split to show (3)", 3)
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--verify", action="store_true", help="compare every file with its checksum in the manifest")
 
 
 def run(args: argparse.Namespace) -> int:
     """Reads, prints and writes; returns 1 if something is wrong."""
-    from data_prep.inspecting.checks import bytes_to_read, inspect
-    from data_prep.inspecting.plot import check_plot, plot_lengths
-    from smlp.cli.json_file import check_output
-
     if args.json:
         check_output("--json", str(args.json))
     if args.plot:
@@ -74,9 +127,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
     """Of the first file's folder; None where there is no file, or nobody wants samples and there is none."""
-    from smlp.text.tokenizer import Tokenizer
-    from smlp.text.tokenizer_files import find_tokenizer
-
     if not found.files:
         return None
     try:
@@ -98,8 +148,6 @@ def _named(top: dict[int, int], vocabulary: Vocabulary, tokenizer: Tokenizer | N
 
 def _samples(folder: Path, found: Inspection, tokenizer: Tokenizer | None, number: int) -> dict[str, list[str]]:
     """Decoded documents of the first file of each split."""
-    from data_prep.inspecting.samples import samples_of
-
     samples: dict[str, list[str]] = {}
     for name in found.files if number else ():
         if Path(name).name not in samples:

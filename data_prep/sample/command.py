@@ -11,14 +11,17 @@ from data_prep.flow.options import (
     COMPRESSIONS,
     add_compression,
     add_input_options,
+    add_number,
     add_run_options,
     input_settings,
     parts_of,
     reading_of,
     run_of,
+    tokenizer_setting,
 )
-from data_prep.flow.running import begin, run_parts
-from data_prep.tokenize.shared import tokenizer_setting
+from data_prep.flow.running import Report, begin, run_parts
+from data_prep.sample.plan import make_plan, write_part
+from data_prep.sample.survey import Measure, Survey, survey_part
 from smlp.cli.numbers import real, whole
 from smlp.errors import UserError
 
@@ -38,24 +41,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the step."""
     add_input_options(parser)
     group = parser.add_argument_group("sample")
-    group.add_argument(
-        "--fraction", **real(_SMALLEST_FRACTION, 1), default=1.0, metavar="F", help="of the documents (default: all)"
-    )
-    group.add_argument(
-        "--seed",
-        **whole(-(1 << 63), (1 << 63) - 1),
-        default=1,
-        metavar="N",
-        help="another seed draws other documents",
-    )
+    add_number(group, "--fraction", real(_SMALLEST_FRACTION, 1), "of the documents (default: all)", 1.0, metavar="F")
+    add_number(group, "--seed", whole(-(1 << 63), (1 << 63) - 1), "another seed draws other documents", 1)
     for split in ("valid", "test"):
-        group.add_argument(
-            f"--{split}",
-            **real(0, 1, below=True),
-            default=0.001,
-            metavar="SHARE",
-            help="of documents (default: 0.001)",
-        )
+        add_number(group, f"--{split}", real(0, 1, below=True), "of documents (default: 0.001)", 0.001, metavar="SHARE")
     group.add_argument("--budget", type=_number, metavar="N", help="of train: 250000, 500K, 100M, 1.5B")
     group.add_argument(
         "--unit", choices=("documents", "bytes", "words", "tokens"), default="words", help="of the budget"
@@ -73,12 +62,6 @@ _OF_THE_PLAN = ("fraction", "valid", "test", "budget", "weights", "repeat", "com
 
 def run(args: argparse.Namespace) -> int:
     """Runs the step."""
-    from data_prep.flow.reporting import report
-    from data_prep.sample.plan import make_plan
-    from data_prep.sample.sizes import Measure
-    from data_prep.sample.survey import Survey, survey_part
-    from data_prep.sample.write import write_part
-
     _check(args)
     settings = {
         **input_settings(args),
@@ -89,27 +72,25 @@ def run(args: argparse.Namespace) -> int:
     work, parts = run_of(args), parts_of(args)
     begin(work, "sample", settings, args.restart, until_written=_OF_THE_PLAN)
     common = {"reading": reading_of(args), "measure": Measure(args.unit, args.tokenizer), "seed": args.seed}
-    with report("sample", work) as done:
-        surveyed = run_parts(work, "survey", parts, partial(survey_part, **common))
-        if surveyed.results is None:
-            return done.waiting(surveyed, "the survey")
-        survey = Survey(args.out, surveyed.results)
-        plan = make_plan(
-            survey, args.fraction, args.valid, args.test, args.budget, args.weights, args.repeat, args.unit
-        )
-        order = {part.name: index for index, part in enumerate(parts)}
-        writing = partial(write_part, **common, plan=plan, order=order, suffix=COMPRESSIONS[args.compress])
-        written = run_parts(work, "write", parts, writing, depends=plan)
-        if written.results is None:
-            return done.waiting(written, "the writing")
-        sources = {
-            source: {"available": quota.available, "wanted": quota.wanted, "whole_passes": quota.passes}
-            for source, quota in plan.quotas.items()
-        }
-        manifest = write_manifest(
-            args.out, "sample", settings, written.inputs, written.results, {"sources": sources, "unit": args.unit}
-        )
-        return done.finished(manifest)
+    done = Report("sample", work)
+    surveyed = run_parts(work, "survey", parts, partial(survey_part, **common))
+    if surveyed.results is None:
+        return done.waiting(surveyed, "the survey")
+    survey = Survey(args.out, surveyed.results)
+    plan = make_plan(survey, args.fraction, args.valid, args.test, args.budget, args.weights, args.repeat, args.unit)
+    order = {part.name: index for index, part in enumerate(parts)}
+    writing = partial(write_part, **common, plan=plan, order=order, suffix=COMPRESSIONS[args.compress])
+    written = run_parts(work, "write", parts, writing, depends=plan)
+    if written.results is None:
+        return done.waiting(written, "the writing")
+    sources = {
+        source: {"available": quota.available, "wanted": quota.wanted, "whole_passes": quota.passes}
+        for source, quota in plan.quotas.items()
+    }
+    manifest = write_manifest(
+        args.out, "sample", settings, written.inputs, written.results, {"sources": sources, "unit": args.unit}
+    )
+    return done.finished(manifest)
 
 
 def _check(args: argparse.Namespace) -> None:

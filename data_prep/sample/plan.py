@@ -1,14 +1,22 @@
-"""Where to cut: which documents are in the sample, in which split, and how often."""
+"""Decide which documents are in the sample, in which split and how often; and write them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from data_prep.sample.survey import Survey
+from data_prep.corpus import SPLITS
+from data_prep.flow.documents import Reading, Record, counted_records
+from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.parts import Part
+from data_prep.flow.streams import WrittenFile, write_stream
+from data_prep.sample.survey import Measure, Survey, hashes, place_of
 from smlp.errors import UserError
 
 _BINS = 1 << 16
@@ -18,19 +26,12 @@ Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]]  # ke
 
 @dataclass(frozen=True)
 class Cut:
-    """The documents whose (key, place) is below this one; the document at it may be taken in part.
+    """The documents whose (key, place) is below this one; the document at it may be taken in part."""
 
-    Attributes:
-        key: hash of the first document that does not fit.
-        place: its place.
-        taken: size of those below.
-        left: what is left of the budget, for the document at the cut.
-    """
-
-    key: int
-    place: int
-    taken: int
-    left: int
+    key: int  # hash of the first document that does not fit
+    place: int  # its place
+    taken: int  # size of those below
+    left: int  # what is left of the budget, for the document at the cut
 
     def holds(self, key: int, place: int) -> bool:
         """Whether a document is below the cut."""
@@ -77,19 +78,12 @@ class Quota:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each document goes; plain values, so that it travels to the workers.
+    """Where each document goes; plain values, so that it travels to the workers."""
 
-    Attributes:
-        fraction_end: documents whose ``draw`` hash is below are in the fraction.
-        valid_end: documents of the fraction whose ``split`` hash is below are the validation set.
-        test_end: those of the others whose ``split`` hash is below are the test set.
-        quotas: by source, of what remains.
-    """
-
-    fraction_end: int
-    valid_end: int
-    test_end: int
-    quotas: dict[str, Quota]
+    fraction_end: int  # documents whose ``draw`` hash is below are in the fraction
+    valid_end: int  # documents of the fraction whose ``split`` hash is below are the validation set
+    test_end: int  # those of the others whose ``split`` hash is below are the test set
+    quotas: dict[str, Quota]  # by source, of what remains
 
     def place(self, draw: int, split: int, place: int, source: str) -> tuple[str, int, int]:
         """Split of a document ("" for none), how often it is written whole, and how much of it once more."""
@@ -240,3 +234,59 @@ def _divide(budget: int, weights: dict[str, Fraction]) -> dict[str, int]:
     for source in sorted(exact, key=lambda source: shares[source] - exact[source])[:left]:  # the largest remainders
         shares[source] += 1
     return shares
+
+
+def write_part(
+    part: Part,
+    out: Path,
+    *,
+    reading: Reading,
+    measure: Measure,
+    seed: int,
+    plan: Plan,
+    order: dict[str, int],
+    suffix: str,
+) -> PartResult:
+    """Writes ``OUT/SPLIT/PART.jsonl`` for the splits that it has documents of.
+
+    ``order`` gives the position of each part by its name.
+    """
+    counts, defects, number = Counts(), [], 0
+    paths = {split: out / split / f"{part.name}.jsonl{suffix}" for split in SPLITS}
+    opened: dict[str, tuple[BinaryIO, WrittenFile]] = {}
+    with ExitStack() as files:
+        for piece in counted_records(part, reading, counts, defects):
+            if reason := measure.reason_against(piece.text):
+                counts.drop(reason)
+                continue
+            draw, split_hash = hashes(piece.text, seed)
+            split, times, beginning = plan.place(draw, split_hash, place_of(order[part.name], number), piece.source)
+            number += 1
+            copies = _copies(piece, times, beginning, measure)
+            if not copies:
+                counts.drop("beyond the budget" if split else "not in the fraction")
+                continue
+            counts.keep()
+            if len(copies) > 1:
+                counts.other[f"{split}: documents written again"] += len(copies) - 1
+            if split not in opened:
+                opened[split] = files.enter_context(write_stream(paths[split]))
+            for copy in copies:
+                opened[split][0].write(copy.line())
+                counts.other[f"{split}: documents"] += 1
+                if measure.unit != "documents":
+                    size = measure(copy.text)
+                    counts.other[f"{split}: {measure.unit}"] += size
+                    counts.other[f"{split}: {measure.unit} of source {copy.source}"] += size
+    for split in set(SPLITS) - set(opened):
+        paths[split].unlink(missing_ok=True)  # of an earlier run with other files, where this part had documents
+    return PartResult([written.row(out) for _, (_, written) in sorted(opened.items())], counts, defects)
+
+
+def _copies(record: Record, times: int, beginning: int, measure: Measure) -> list[Record]:
+    """The document ``times`` times, later copies with ids of their own, and its beginning once more."""
+    copies = [record if copy == 0 else replace(record, id=f"{record.id}#{copy + 1}") for copy in range(times)]
+    text = measure.beginning(record.text, beginning) if beginning else ""
+    if text:
+        copies.append(replace(record, text=text, id=f"{record.id}#{times + 1}" if times else record.id))
+    return copies

@@ -1,21 +1,87 @@
-"""First reading: hash, size and source of every document, on disk, so that memory does not grow with the corpus."""
+"""Size and hashes of every document, on disk, so that memory does not grow with the corpus."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from data_prep.flow.counted import counted_records
-from data_prep.flow.documents import Reading
+from data_prep.flow.documents import Reading, counted_records
 from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.options import NOT_TEXT
 from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import write_stream
-from data_prep.sample.sizes import Measure
 from smlp.errors import UserError
+
+UNITS = ("documents", "bytes", "words", "tokens")
+
+
+class Encoder(Protocol):
+    """What tokens are counted with: :class:`smlp.text.tokenizer.Tokenizer`."""
+
+    def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Size of a document."""
+
+    # one of ``UNITS``. Tokens are those that ``smlp data binarize`` makes of it: each line with a token in it has a
+    # ``</s>``, and a document with such a line one more
+    unit: str
+    tokenizer: Path | None = None  # folder that ``smlp data tokenizer`` wrote, for tokens
+
+    def __call__(self, text: str) -> int:
+        if self.unit == "documents":
+            return 1
+        if self.unit == "bytes":
+            return len(text.encode("utf-8", "surrogatepass"))
+        if self.unit == "words":
+            return len(text.split())
+        ids_N, lengths_L = _encoder(self.tokenizer).encode_batch(text.split("\n"))
+        num_lines = int(np.count_nonzero(lengths_L))
+        return len(ids_N) + num_lines + 1 if num_lines else 0
+
+    def reason_against(self, text: str) -> str:
+        """Why a text has no size, as a reason to drop it; "" if it has one. Half of a surrogate pair has no tokens."""
+        if self.unit == "tokens":
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                return NOT_TEXT
+        return ""
+
+    def beginning(self, text: str, size: int) -> str:
+        """The longest beginning of ``text`` of at most ``size``, cut between words; may be empty."""
+        if self(text) <= size:
+            return text
+        if self.unit == "documents":
+            return ""
+        ends = [end + 1 for end in range(len(text) - 1) if not text[end].isspace() and text[end + 1].isspace()]
+        low, high = 0, len(ends)  # how many of the words are sure to fit, and how many at most may
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self(text[: ends[middle - 1]]) <= size:
+                low = middle
+            else:
+                high = middle - 1
+        return text[: ends[low - 1]] if low else ""
+
+
+@cache
+def _encoder(folder: Path) -> Encoder:
+    from smlp.text.tokenizer import load_tokenizer
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the parts are what is parallel
+    return load_tokenizer(folder)
+
 
 # A document in the survey: its two hashes, its size, and which of the part's sources it is from. 22 bytes.
 ROW = np.dtype([("draw", "<u8"), ("split", "<u8"), ("size", "<u4"), ("source", "<u2")])
@@ -47,8 +113,7 @@ def survey_part(part: Part, out: Path, *, reading: Reading, measure: Measure, se
                 stream.write(np.array(rows, dtype=ROW).tobytes())
                 rows = []
         stream.write(np.array(rows, dtype=ROW).tobytes())
-    output = {"name": str(written.path.relative_to(out)), "bytes": written.num_bytes, "sha256": written.sha256}
-    return PartResult([output], counts, facts={"sources": list(sources)})
+    return PartResult([written.row(out)], counts, facts={"sources": list(sources)})
 
 
 class Survey:

@@ -13,21 +13,31 @@ from typing import Any
 from data_prep.flow.manifest import MANIFEST, Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.options import (
     add_input_options,
+    add_number,
     add_run_options,
     input_settings,
     parts_of,
     reading_of,
     run_of,
 )
-from data_prep.flow.reporting import report
-from data_prep.flow.running import begin, run_parts
+from data_prep.flow.running import Report, begin, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
-from data_prep.tokenize.byte_level import given_byte_level, num_pieces, train_byte_level
-from data_prep.tokenize.dictionary import dictionary_bytes, padding_of
+from data_prep.tokenize.measuring import check_lossless, count_pieces, measures, round_trip
+from data_prep.tokenize.models import (
+    KINDS,
+    SPECIAL_PIECES,
+    dictionary_bytes,
+    given_byte_level,
+    num_pieces,
+    padding_of,
+    pieces_of,
+    train_byte_level,
+    train_sentencepiece,
+)
 from data_prep.tokenize.sampling import Sample, leave_out, sample_part
-from data_prep.tokenize.sentencepieces import KINDS, SPECIAL_PIECES, pieces_of, train_sentencepiece
 from smlp.cli.numbers import MOST_BYTES, MOST_SEED, MOST_SIZE, whole
 from smlp.errors import UserError
+from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, ENCODER_JSON, SENTENCEPIECE_MODEL, SPECIAL_SYMBOLS, find_tokenizer
 
 GPT2 = "gpt2"
@@ -54,11 +64,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="unigram",
         help="SentencePiece unigram or BPE, or GPT-2's byte-level BPE (default: unigram)",
     )
-    group.add_argument(
-        "--vocab-size",
-        **whole(1, MOST_SIZE),
-        metavar="N",
-        help="pieces (default: 32000, 50257 for gpt2), without --pad-to's",
+    add_number(
+        group, "--vocab-size", whole(1, MOST_SIZE), "pieces (default: 32000, 50257 for gpt2), without --pad-to's"
     )
     group.add_argument(
         "--byte-fallback", action="store_true", help="SentencePiece: what has no piece becomes bytes, nothing unknown"
@@ -66,20 +73,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--encoder-json", type=Path, metavar="FILE", help="gpt2: take this and --vocab-bpe, train none")
     group.add_argument("--vocab-bpe", type=Path, metavar="FILE", help="gpt2: the merges of --encoder-json")
     padding = group.add_mutually_exclusive_group()
-    padding.add_argument(
-        "--pad-to", **whole(1, MOST_SIZE), metavar="N", help="fill dict.txt up to N symbols, special ones included"
-    )
-    padding.add_argument(
-        "--pad-multiple", **whole(1, MOST_SIZE), default=1, metavar="N", help="fill it up to a multiple of N"
-    )
-    group.add_argument(
-        "--sample-bytes",
-        **whole(1, MOST_BYTES),
-        default=SAMPLE_BYTES,
-        metavar="N",
-        help=f"of text to learn from ({SAMPLE_BYTES:,})",
-    )
-    group.add_argument("--seed", **whole(0, MOST_SEED), default=1, metavar="N", help="of the sample (default: 1)")
+    add_number(padding, "--pad-to", whole(1, MOST_SIZE), "fill dict.txt up to N symbols, special ones included")
+    add_number(padding, "--pad-multiple", whole(1, MOST_SIZE), "fill it up to a multiple of N", 1)
+    add_number(group, "--sample-bytes", whole(1, MOST_BYTES), f"of text to learn from ({SAMPLE_BYTES:,})", SAMPLE_BYTES)
+    add_number(group, "--seed", whole(0, MOST_SEED), "of the sample (default: 1)", 1)
     add_run_options(parser)
 
 
@@ -91,26 +88,26 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     begin(run, "tokenizer", settings, args.restart)
     total = sum(part.num_bytes for part in parts)
-    with report("tokenizer", run) as end:
-        work = partial(
-            sample_part, reading=reading_of(args), num_bytes=args.sample_bytes, total=max(total, 1), seed=args.seed
-        )
-        done = run_parts(run, "draw", parts, work)
-        if done.results is None:
-            return end.waiting(done, "the sample")
-        if not is_whole(run.out, done.inputs):
-            files = [run.out / output["name"] for result in done.results for output in result.outputs]
-            sample, counts = Sample.of(files, args.sample_bytes), Counts()
-            for result in done.results:
-                counts.add(result.counts)
-            leave_out(counts, sample.num_drawn - len(sample.numbers))
-            if not run.quiet and not args.encoder_json:
-                print("learning from the sample ...", file=sys.stderr)
-            outputs, facts = _write(run.out, args, make, sample.lines)
-            results = [PartResult(outputs, Counts()), *(replace(result, outputs=[]) for result in done.results)]
-            write_manifest(run.out, "tokenizer", settings, done.inputs, results, facts, counts)
-        manifest = read_manifest(run.out, "tokenizer")
-        return end.finished(manifest, *_lines(manifest))
+    end = Report("tokenizer", run)
+    work = partial(
+        sample_part, reading=reading_of(args), num_bytes=args.sample_bytes, total=max(total, 1), seed=args.seed
+    )
+    done = run_parts(run, "draw", parts, work)
+    if done.results is None:
+        return end.waiting(done, "the sample")
+    if not is_whole(run.out, done.inputs):
+        files = [run.out / output["name"] for result in done.results for output in result.outputs]
+        sample, counts = Sample.of(files, args.sample_bytes), Counts()
+        for result in done.results:
+            counts.add(result.counts)
+        leave_out(counts, sample.num_drawn - len(sample.numbers))
+        if not run.quiet and not args.encoder_json:
+            print("learning from the sample ...", file=sys.stderr)
+        outputs, facts = _write(run.out, args, make, sample.lines)
+        results = [PartResult(outputs, Counts()), *(replace(result, outputs=[]) for result in done.results)]
+        write_manifest(run.out, "tokenizer", settings, done.inputs, results, facts, counts)
+    manifest = read_manifest(run.out, "tokenizer")
+    return end.finished(manifest, *_lines(manifest))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -153,9 +150,6 @@ def _write(
     lines: Callable[[], Iterator[str]],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Trains, writes the files and measures; returns what was written, and facts for the manifest."""
-    from data_prep.tokenize import measuring
-    from smlp.text.tokenizer import Tokenizer, Vocabulary
-
     (out / MANIFEST).unlink(missing_ok=True)
     if next(lines(), None) is None:
         raise UserError(f"{', '.join(map(str, args.inputs))}: no line of text to build a vocabulary from")
@@ -166,8 +160,8 @@ def _write(
     vocabulary = Vocabulary([*symbols, *padding])
     tokenizer = Tokenizer(vocabulary, find_tokenizer([out]))
     if args.kind == GPT2:
-        measuring.check_lossless(tokenizer)
-    frequency_V, totals = measuring.count_pieces(lines(), tokenizer)
+        check_lossless(tokenizer)
+    frequency_V, totals = count_pieces(lines(), tokenizer)
     content = dictionary_bytes([*symbols, *padding], frequency_V[len(SPECIAL_SYMBOLS) :].tolist())
     outputs.append(write_bytes(out / DICTIONARY, content))
     facts = {
@@ -179,8 +173,8 @@ def _write(
             "padding": len(padding),
             "never_seen": int((frequency_V[len(SPECIAL_SYMBOLS) :][: len(symbols)] == 0).sum()),
         },
-        "sample": measuring.measures(totals),
-        "round_trip": measuring.round_trip(lines(), tokenizer),
+        "sample": measures(totals),
+        "round_trip": round_trip(lines(), tokenizer),
     }
     return outputs, facts
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.tokenize.sentencepieces import MAX_LINE_BYTES
+from data_prep.tokenize.models import MAX_LINE_BYTES
 from smlp.errors import UserError
 from smlp.text.tokenizer import Tokenizer
 

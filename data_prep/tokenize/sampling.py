@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.documents import Loss, Reading, Record, read
+from data_prep.flow.documents import Reading, counted_records
 from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.options import NOT_TEXT
 from data_prep.flow.parts import Part
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import open_stream, write_stream
-from data_prep.tokenize.shared import NOT_TEXT
 
 NOT_DRAWN = "not drawn"
 
@@ -66,26 +66,20 @@ def sample_part(part: Part, out: Path, reading: Reading, num_bytes: int, total: 
     """
     smallest = _Smallest(num_bytes * part.num_bytes / total)
     counts, defects = Counts(), []
-    for piece in read(part, reading):
-        if isinstance(piece, Record):
-            try:
-                length = len(piece.text.encode())
-            except UnicodeEncodeError:
-                counts.drop(NOT_TEXT)
-                continue
-            counts.keep()
-            smallest.add(rank_of(piece.text, seed), length, piece.text)
-        elif isinstance(piece, Loss):
-            counts.drop(piece.reason, piece.number)
-        else:
-            defects.append({"problem": piece.problem, "where": piece.where})
+    for piece in counted_records(part, reading, counts, defects):
+        try:
+            length = len(piece.text.encode())
+        except UnicodeEncodeError:
+            counts.drop(NOT_TEXT)
+            continue
+        counts.keep()
+        smallest.add(rank_of(piece.text, seed), length, piece.text)
     drawn = smallest.items()
     leave_out(counts, counts.kept - len(drawn))
-    name = f"{STATE}/drawn/{part.name}.jsonl.gz"
-    with write_stream(out / name) as (stream, written):
+    with write_stream(out / STATE / "drawn" / f"{part.name}.jsonl.gz") as (stream, written):
         for row in drawn:
             stream.write((json.dumps(row) + "\n").encode())
-    return PartResult([{"name": name, "bytes": written.num_bytes, "sha256": written.sha256}], counts, defects)
+    return PartResult([written.row(out)], counts, defects)
 
 
 def leave_out(counts: Counts, number: int) -> None:
@@ -97,17 +91,11 @@ def leave_out(counts: Counts, number: int) -> None:
 
 @dataclass(frozen=True)
 class Sample:
-    """The documents of the sample, on disk.
+    """The documents of the sample, on disk."""
 
-    Attributes:
-        files: what :func:`sample_part` wrote for all parts, in their order.
-        numbers: of the documents among all that were drawn, counted from 0.
-        num_drawn: how many were drawn.
-    """
-
-    files: Sequence[Path]
-    numbers: frozenset[int]
-    num_drawn: int
+    files: Sequence[Path]  # what :func:`sample_part` wrote for all parts, in their order
+    numbers: frozenset[int]  # of the documents among all that were drawn, counted from 0
+    num_drawn: int  # how many were drawn
 
     @classmethod
     def of(cls, files: Sequence[Path], num_bytes: int) -> Sample:

@@ -13,22 +13,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smlp import kinds
-from smlp.config import ModelConfig
-from smlp.costs import parts
-from smlp.costs.component import NORMS, SPATIAL, Component
-from smlp.errors import UserError
-from smlp.nn.blocks import Block, DenseBlock
-from smlp.nn.dropout import Dropout
-from smlp.nn.state import ForwardContext
-from smlp.parallel import Ranks
+from smlp.extend import (
+    LAYER_NORM_FLOPS,
+    NORMS,
+    SPATIAL,
+    Block,
+    BlockKind,
+    Component,
+    DenseBlock,
+    Dropout,
+    ForwardContext,
+    ModelConfig,
+    Ranks,
+    SparseBlockKind,
+    UserError,
+    feed_forward_costs,
+    register_architecture,
+    register_dense_block,
+    register_sparse_block,
+    setting,
+)
 
 
 @dataclass(frozen=True)
 class ConvSettings:
     """A setting that the blocks bring along: the option --conv-width."""
 
-    width: int = kinds.setting(4, "conv: K, positions that each one sees, itself included")
+    width: int = setting(4, "conv: K, positions that each one sees, itself included")
 
     def __post_init__(self) -> None:
         if self.width < 1:
@@ -62,12 +73,12 @@ class Convolution(nn.Module):
 def convolution_costs(config: ModelConfig, layer: int) -> Component:
     """Parameters of the module at this path, and its multiply-adds for each token: a norm, and K for each feature."""
     H, K = config.embed_dim, config.own("conv").width
-    work = {NORMS: parts.LAYER_NORM_FLOPS * H, SPATIAL: K * H}
+    work = {NORMS: LAYER_NORM_FLOPS * H, SPATIAL: K * H}
     return Component(f"blocks.{layer}.mixing", layer, "convolution", other_params=2 * H + K * H + H, work=work)
 
 
-@kinds.register_dense_block("conv")
-class Conv(kinds.BlockKind):
+@register_dense_block("conv")
+class Conv(BlockKind):
     """What the package has to know of the dense block."""
 
     settings = ConvSettings
@@ -76,11 +87,11 @@ class Conv(kinds.BlockKind):
         return DenseBlock(config, Convolution(config))  # then x + FFN(LN(x))
 
     def components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
-        return convolution_costs(config, layer_index), parts.feed_forward(config, layer_index)
+        return convolution_costs(config, layer_index), feed_forward_costs(config, layer_index)
 
 
-@kinds.register_sparse_block("conv")
-class SparseConv(kinds.SparseBlockKind):
+@register_sparse_block("conv")
+class SparseConv(SparseBlockKind):
     """And of the sparse one: the convolution, then experts of tokens, with any router."""
 
     settings = ConvSettings
@@ -92,5 +103,5 @@ class SparseConv(kinds.SparseBlockKind):
         yield convolution_costs(config, layer_index)
 
 
-kinds.register_architecture("conv_lm_tiny", like="gmlp_lm_tiny", dense_block="conv")
-kinds.register_architecture("conv_moe_tiny", like="smlp_tiny", dense_block="conv", sparse_block="conv")
+register_architecture("conv_lm_tiny", like="gmlp_lm_tiny", dense_block="conv")
+register_architecture("conv_moe_tiny", like="smlp_tiny", dense_block="conv", sparse_block="conv")

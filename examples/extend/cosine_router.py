@@ -12,13 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smlp.config import ModelConfig
-from smlp.errors import UserError
-from smlp.kinds import RouterKind, register_architecture, register_router, setting
-from smlp.moe.plan import RoutingPlan
-from smlp.moe.routers import Routing
-from smlp.moe.routers.routing import gate_logits
-from smlp.ops.assignment import check_no_nan
+from smlp.extend import (
+    ModelConfig,
+    RouterKind,
+    Routing,
+    RoutingPlan,
+    UserError,
+    check_no_nan,
+    gate_logits,
+    register_architecture,
+    register_router,
+    setting,
+)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from data_prep.tokenize.sentencepieces import pieces_of, train_sentencepiece
+from data_prep.tokenize.models import pieces_of, train_sentencepiece
 from smlp.text.binarized import read_fairseq_tokens
 
 TRAINING_LINES = 10_000

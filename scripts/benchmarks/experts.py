@@ -15,8 +15,8 @@ from benchmarks.settings import Settings
 from benchmarks.timing import interleaved, peak_extra_bytes, training_step
 from smlp.config import ModelConfig
 from smlp.config.presets import preset
-from smlp.nn.feed_forward import FeedForward
-from smlp.nn.sparse_layers import feed_forward_moe
+from smlp.nn.blocks.sparse import feed_forward_moe
+from smlp.nn.layers import FeedForward
 
 SECTION = "Sparse layers (forward + backward)"
 

@@ -11,7 +11,7 @@ from benchmarks import peers
 from benchmarks.report import Row, compared
 from benchmarks.settings import Settings
 from benchmarks.timing import interleaved, training_step
-from smlp.nn.spatial_gating import SpatialGatingUnit
+from smlp.nn.blocks import SpatialGatingUnit
 from smlp.nn.state import ForwardContext
 from smlp.ops import causal_spatial_projection, linear
 from smlp.ops.fast_paths import takes_onednn

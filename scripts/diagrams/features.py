@@ -73,13 +73,13 @@ def deterministic() -> Drawing:
     """Chunks of neighbouring features, fixed when the model is built."""
     experts = [feature * NUM_EXPERTS // NUM_FEATURES for feature in range(NUM_FEATURES)]
     page = _layer("deterministic: features in fixed chunks", experts, 0)
-    _note(page, "Expert i adds z * (tril(Wi) norm(z) + bi) for its features z. Nothing is chosen. W is T x T.")
+    _note(page, "Expert i adds z * (tril(Wi) norm(z) + bi) for its features z. Nothing is routed. W is T x T.")
     return page
 
 
 def partial() -> Drawing:
-    """The prefix chooses; what comes after it is mixed."""
-    page = _layer("partial: the first 20 % of the positions choose", routed_features(), PREFIX)
+    """The prefix decides the routing; the positions after it are mixed."""
+    page = _layer("partial: routed by the first 20 % of the positions", routed_features(), PREFIX)
     page.frame(8.5, _TOP, NUM_FEATURES * _CELL, PREFIX * _CELL, INK, "////")
     page.text(4.6, _TOP + 3, f"to P - 1 = {PREFIX - 1}", 8, GREY)
     _note(page, "Hatched: read by the router, passed through, not predicted. Experts mix the rest: W is 0.8 T x 0.8 T.")
@@ -87,8 +87,8 @@ def partial() -> Drawing:
 
 
 def leaky() -> Drawing:
-    """All positions choose, those to be predicted too."""
-    page = _layer("leaky: all positions choose, those to be predicted too", routed_features(), PREFIX)
+    """All positions decide the routing, including those to be predicted."""
+    page = _layer("leaky: routed by all positions, even those to be predicted", routed_features(), PREFIX)
     page.frame(8.5, _TOP, NUM_FEATURES * _CELL, NUM_POSITIONS * _CELL, WARNING, "////")
     _note(page, "Hatched: read by the router. A later token changes an earlier prediction: a leak.", WARNING)
     return page

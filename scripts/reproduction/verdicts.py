@@ -27,6 +27,8 @@ from smlp.experiments.report.quality import difference, percent_cell
 from smlp.experiments.report.results import Model, Results, RunResult, read_results
 from smlp.experiments.report.speed import (
     SPARSE_TRANSFORMERS,
+    TIMES_FIELD,
+    TIMES_FILE,
     logged_tokens_per_second,
     seconds_by_round,
     training_seconds,
@@ -131,7 +133,7 @@ def _speed(results: Results, one: Model, other: Model) -> Measured:
         return timed[0], percent_cell(timed[0], source, is_by_round=True)
     logged = [logged_tokens_per_second(results, model) for model in (one, other)]
     pair = relative_difference(*(found.samples for found in logged)) if all(logged) else None
-    return _by_seed(pair, results, (one, other), "train.log", "train_wall, wps")
+    return _by_seed(pair, results, (one, other), TIMES_FILE, TIMES_FIELD)
 
 
 def _same_time(results: Results, one: Model, other: Model) -> Measured:
@@ -142,7 +144,7 @@ def _same_time(results: Results, one: Model, other: Model) -> Measured:
     ]
     ends = {seed: min(training_seconds(each[seed]) for each in runs) for seed in runs[0] if seed in runs[1]}
     pair = relative_difference(*({seed: _perplexity_at(each[seed], ends[seed]) for seed in ends} for each in runs))
-    field = "valid_loss, where the faster of two runs with the same seed ends by train_wall narrowed by wps"
+    field = "valid_loss, where the faster of two runs with the same seed ends by its training time"
     return _by_seed(pair, results, (one, other), "train.log", field)
 
 

@@ -19,7 +19,7 @@ from smlp.checkpoint.torch_file import existing_file, read_structure
 from smlp.config import ModelConfig
 from smlp.config.presets import from_training_options
 from smlp.errors import UserError
-from smlp.moe.ownership import expert_parameters
+from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.text.tokenizer import Vocabulary
 
@@ -148,7 +148,7 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     Raises:
         UserError: it cannot be built.
     """
-    options, num_rows = state["cfg"]["model"], state["model"][_EMBEDDING].shape[0]
+    options, (num_rows, width) = state["cfg"]["model"], state["model"][_EMBEDDING].shape
     try:
         config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
     except (UserError, KeyError, TypeError, AttributeError) as error:
@@ -160,6 +160,7 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     for what, size, most in (
         ("blocks", config.num_layers, len(blocks)),
         ("experts", experts, axis),
+        ("features", config.embed_dim, width),
         ("positions", config.max_tokens, max(axis, _MOST_TOKENS)),  # of which sinusoids are no tensor in the file
     ):
         if size > most:

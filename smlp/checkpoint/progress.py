@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ _NUMBERS = (
 _MAPPINGS = (
     ("extra_state",),
     ("extra_state", "train_iterator"),
+    ("extra_state", "metrics"),
     ("optimizer_history", -1),
     ("optimizer_history", -1, "lr_scheduler_state"),
     ("last_optimizer_state",),
@@ -45,6 +47,9 @@ def progress_problems(state: Any, path: str | Path) -> list[str]:
             problems.append(
                 f"{path} is damaged: {_shown(way)} is {value!r:.60}, but must be a whole number of at least {least}"
             )
+    best = _at(state, ("extra_state", "best"))
+    if best is not _ABSENT and best is not None and not _is_number(best):
+        problems.append(f"{path} is damaged: extra_state.best is {best!r:.60}, not a number")
     moments = _at(state, ("last_optimizer_state", "state"))
     if moments is not _ABSENT and not _is_by_parameter(moments):
         problems.append(f"{path} is damaged: the optimizer's state in it is not kept by parameter")
@@ -74,11 +79,21 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
                 f"{path} is damaged: the optimizer's state of parameter {number} lacks {', '.join(lacking)}, which it "
                 "has of others; --reset-optimizer begins with new moments"
             )
+        elif not _is_number(of_parameter.get("step", 0)):
+            problems.append(
+                f"{path} is damaged: the optimizer's step of parameter {number} is {of_parameter['step']!r:.60}, not a "
+                "number; --reset-optimizer begins with new moments"
+            )
     return problems
 
 
 def _is_by_parameter(moments: Any) -> bool:
     return isinstance(moments, Mapping) and all(isinstance(value, Mapping) for value in moments.values())
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or a tensor of one."""
+    return (isinstance(value, numbers.Real) and not isinstance(value, bool)) or getattr(value, "shape", None) == ()
 
 
 def _num_dims(of_parameter: Mapping[str, Any]) -> int:

@@ -106,6 +106,7 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
     """Where the tensors are not those of the model that the configuration describes, one sentence each."""
     path, skeleton = checkpoint.path, checkpoint.skeleton
     wanted = {PREFIX + name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+    is_real = {PREFIX + name: tensor.is_floating_point() for name, tensor in skeleton.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in checkpoint.state["model"].items()}
     problems = []
     for what, names in (("lacks", wanted.keys() - found.keys()), ("has besides", found.keys() - wanted.keys())):
@@ -116,6 +117,11 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
         f"{path} does not fit its configuration ({checkpoint.arch}): {name} has shape {found[name]}, not {shape}"
         for name, shape in wanted.items()
         if found.get(name, shape) != shape
+    ]
+    problems += [
+        f"{path} does not fit its configuration ({checkpoint.arch}): {name} is of {found_tensor.dtype}, no real numbers"
+        for name, found_tensor in checkpoint.state["model"].items()
+        if name in wanted and is_real[name] and not found_tensor.dtype.is_floating_point
     ]
     kinds = {tensor.dtype for tensor in checkpoint.state["model"].values() if tensor.dtype.is_floating_point}
     if len(kinds) > 1:

@@ -134,12 +134,13 @@ def _verify(args: argparse.Namespace) -> int:
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.checkpoint.summary import summary
     from smlp.checkpoint.verify import problems_of
+    from smlp.errors import one_line
 
     failed = False
     for path in args.path:
         problems = problems_of(path)
         for problem in problems:
-            print(f"smlp: error: {problem}", file=sys.stderr)
+            print(f"smlp: error: {one_line(problem)}", file=sys.stderr)
         failed |= bool(problems)
         if not problems:
             facts = summary(open_checkpoint(path))

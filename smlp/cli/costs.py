@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "where the time of an update goes: stages of the sparse layers and the rest, on one rank or several"
 EPILOG = """examples:
   smlp costs --arch smlp_tiny
-  smlp costs --arch smlp_tiny --nproc 2 --overlap-chunks 2 --trace trace.json --json costs.json
+  smlp costs --arch smlp_tiny --nproc 2 --trace trace.json --json costs.json
   torchrun --nproc-per-node 8 --no-python smlp costs --arch smlp --batch-size 2
 
 A model with random weights is trained on random tokens: some updates as they are, for the time of an update, and as
@@ -49,7 +49,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--nproc", **whole(1, MOST_PROCESSES), default=1, help="ranks to start on this machine (default: %(default)s)"
     )
     parser.add_argument("--expert-parallel-size", **whole(), help="P, ranks that share the experts (default: most)")
-    parser.add_argument("--overlap-chunks", **whole(), default=1, help="as in training (default: %(default)s, off)")
     parser.add_argument("--checkpoint-activations", action="store_true", help="as in training")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument(
@@ -113,7 +112,6 @@ def _config(args: argparse.Namespace) -> ModelConfig:
     config = preset(
         args.arch,
         **{name: value for name, value in given.items() if value is not None},
-        overlap_chunks=args.overlap_chunks,
         checkpoint_activations=args.checkpoint_activations,
     )
     for name in ("experts", "expert_parallel_size"):
@@ -190,9 +188,8 @@ def _report(
 ) -> None:
     """Print the tables and write the files that are asked for."""
     from smlp.cli.json_file import write_json
-    from smlp.nn.sparse_layers import num_chunks
 
-    is_sparse, chunks = config.num_sparse_layers > 0, num_chunks(config, layout)
+    is_sparse = config.num_sparse_layers > 0
     report = {
         "arch": args.arch,
         "device": device.type,
@@ -200,7 +197,6 @@ def _report(
         "expert_parallel_size": layout.group_size,
         "experts": layout.num_experts if is_sparse else 0,
         "experts_per_rank": layout.num_local if is_sparse else 0,
-        "overlap_chunks": chunks,
         "tokens": config.max_tokens,
         "batch_size": args.batch_size,
         "by_rank": [
@@ -209,10 +205,6 @@ def _report(
         ],
     }
     _print(report)
-    if args.overlap_chunks > chunks:
-        spread = layout.group_size > 1
-        why = "an expert is never cut" if spread else "every rank holds all experts, so that nothing travels"
-        print(f"--overlap-chunks {args.overlap_chunks} counts as {chunks}: {why}")
     if args.trace:
         print(f"trace: {_trace_file(args.trace, layout)}" + (" and so on" if layout.world_size > 1 else ""))
     if args.json:
@@ -226,12 +218,11 @@ def _print(report: dict[str, Any]) -> None:
 
     ranks = [rank["profiled"] for rank in report["by_rank"]]
     first, times = ranks[0], report["by_rank"][0]["update_ms"]
-    experts, chunks = report["experts"], report["overlap_chunks"]
+    experts = report["experts"]
     print(
         f"{report['arch']}: {len(ranks)} {'ranks' if len(ranks) > 1 else 'rank'} on {report['device']}"
         + (f", {report['experts_per_rank']} of {experts} experts on each" if experts else "")
         + f"; {report['batch_size']} x {report['tokens']} tokens on each"
-        + (f"; overlap in {chunks} chunks" if chunks > 1 else "")
     )
     print(
         f"an update takes {median(times):.1f} ms ({min(times):.1f} to {max(times):.1f}); {first['ms']:.1f} ms under "

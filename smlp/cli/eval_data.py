@@ -80,8 +80,10 @@ def read_text(args: argparse.Namespace, model: LanguageModel) -> EvaluationText:
         return EvaluationText(args.text, stream, original_sizes(lines, stream))
     prefix = folder / args.gen_subset
     stream, vocab_size = read_fairseq_tokens(prefix), len(model.vocabulary)
-    if not 0 <= stream.tokens.min(initial=0) <= stream.tokens.max(initial=0) < vocab_size:
-        raise UserError(f"{prefix}.bin holds the id {stream.tokens.max()}, but the model has {vocab_size} symbols")
+    lowest, highest = stream.tokens.min(initial=0), stream.tokens.max(initial=0)
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise UserError(f"{prefix}.bin holds the id {wrong}, but the model has {vocab_size} symbols, counted from 0")
     num_folders = len(args.data.split(":"))
     notes = (f"of {num_folders} folders the first one is evaluated, as by fairseq-eval-lm",) if num_folders > 1 else ()
     original = None if lines is None else original_sizes(lines, stream)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
+from smlp.files import write_whole
 
 #: pipes stay open until the process ends, so that their readers wait for the result
 _PIPES: dict[str, int] = {}
@@ -129,7 +130,10 @@ def _plain(value: Any) -> Any:
 
 def _write(option: str, path: str, text: str) -> None:
     with _naming(option, path):
-        Path(path).write_text(text, encoding="utf-8")
+        if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):  # streams stay what they are
+            Path(path).write_text(text, encoding="utf-8")
+        else:
+            write_whole(path, lambda file: file.write(text.encode()))
 
 
 @contextmanager

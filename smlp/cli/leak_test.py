@@ -40,10 +40,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the test; return 1 if there is an unexpected leak."""
     from smlp.checkpoint.load import load_pretrained
-    from smlp.cli.json_file import write_json
+    from smlp.cli.json_file import check_outputs, remove_outputs, write_json
     from smlp.evaluation.leak import default_positions, leak_test, randomise
     from smlp.nn.decoder import build
 
+    check_outputs(json=args.json)
     if args.path:
         decoder = load_pretrained(args.path, args.dict).decoder
     else:
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     size = f"T={config.max_tokens}, H={config.embed_dim}, {config.num_dense_layers} + {config.num_sparse_layers} blocks"
     print(f"{args.path or args.arch}: {size}; t = {', '.join(map(str, positions))}")
     print(f"{'mode':<24}{'precision':<11}{'largest change':>15}{'at t':>7}{'rerouted':>10}  verdict")
+    remove_outputs(args.json)
     reports = leak_test(decoder, positions=positions, seed=args.seed)
     for report in reports:
         dtype = str(report.dtype).removeprefix("torch.")

@@ -19,13 +19,12 @@ import argparse
 import difflib
 import importlib
 import os
-import re
 import sys
 from types import ModuleType
 
 from smlp import __version__
 from smlp.cli.interrupts import interrupted_after_imports
-from smlp.errors import ParallelError, UserError
+from smlp.errors import ParallelError, UserError, one_line, out_of_memory
 from smlp.launch.machine import let_waiting_threads_sleep
 
 # name: (module, one line for `smlp --help`)
@@ -69,9 +68,10 @@ def main(argv: list[str] | None = None) -> int:
         return _failed(str(error))
     except (MemoryError, RuntimeError) as error:
         is_loop = str(error).startswith("Symlink loop")  # what pathlib raises
-        if not (is_loop or _is_out_of_memory(error)):
+        reason = str(error) if is_loop else out_of_memory(error)
+        if reason is None:
             raise
-        return _failed(str(error) if is_loop else f"there is not enough memory for this{_amount(error)}")
+        return _failed(reason)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -149,20 +149,8 @@ def _overview() -> argparse.ArgumentParser:
 def _failed(reason: str) -> int:
     """Print why the command failed, after everything that it has printed; return its exit status."""
     _flush_quietly()
-    print(f"smlp: error: {reason}", file=sys.stderr)
+    print(f"smlp: error: {one_line(reason)}", file=sys.stderr)
     return EXIT_FAILURE
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out; on CPUs torch raises an ordinary RuntimeError then."""
-    return isinstance(error, MemoryError) or any(
-        words in str(error) for words in ("can't allocate memory", "out of memory", "size calculation overflowed")
-    )
-
-
-def _amount(error: BaseException) -> str:
-    found = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-    return f": it asked for {found[1]} at once" if found else ""
 
 
 def _flush_quietly() -> None:

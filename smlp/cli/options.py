@@ -84,7 +84,7 @@ def as_team(args: argparse.Namespace, work: Callable[[Team], int]) -> int:
 
 def add_scoring_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--newline``, ``--fill-prefix``, ``--batch-tokens`` and ``--skip-too-long``."""
-    from smlp.inference.scoring.texts import NEWLINES
+    from smlp.text.tokenizer import NEWLINES
 
     parser.add_argument(
         "--newline", choices=NEWLINES, default="eos", help="what a line break becomes (default: </s>, as in training)"

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Draw, and print the numbers and where the pictures are."""
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.eval_data import load_model_for, read_text
-    from smlp.cli.json_file import check_outputs, write_json
+    from smlp.cli.json_file import check_outputs, remove_outputs, write_json
     from smlp.launch.team import Team
     from smlp.plots.drawing import check_matplotlib
     from smlp.plots.weights import Choice, plot_weights
@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         text = read_text(args, model)
         samples, text_name = _samples(args, model, text.stream), Path(text.name).name
     arch = open_checkpoint(args.path).arch
+    remove_outputs(args.json)
     plots = plot_weights(
         model.decoder,
         Path(args.out),

@@ -270,9 +270,8 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
         UserError: an option is wrong, or ranks and experts do not fit.
     """
     from smlp.config.presets import num_experts_of
-    from smlp.fairseq_compat.precision import check_half_precision
+    from smlp.fairseq_compat.settings import check_before_start, check_half_precision
     from smlp.launch.plan import rank_table
-    from smlp.trainer.settings import check_before_start
 
     arguments = [*defaults, *options.rest]
     ranks, rank = _ranks(options)

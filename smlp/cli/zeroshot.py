@@ -69,8 +69,17 @@ def run(args: argparse.Namespace) -> int:
     """Score the tasks and print the report."""
     names = check(args)
     check_outputs(output=args.output, json=args.json)
+    _check_not_kept(args)
     check_not_read(args.data_dir, output=args.output, json=args.json)
     return as_team(args, lambda team: _evaluate(args, names, team))
+
+
+def _check_not_kept(args: argparse.Namespace) -> None:
+    """Refuses to write the report where scores are kept, which are removed at the end."""
+    from smlp.evaluation.zeroshot.partial import partial_path
+
+    if args.output and args.json and partial_path(args.output).resolve() == Path(args.json).resolve():
+        raise UserError(f"--json {args.json} is where the scores of --output are kept: name another one")
 
 
 def check_not_read(data_dir: Path, **paths: str | None) -> None:

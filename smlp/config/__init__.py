@@ -2,6 +2,7 @@
 
 from smlp.config.model import (
     LEAKY_WARNING,
+    MOST_LAYERS,
     SETTINGS,
     ModelConfig,
     MoEConfig,
@@ -13,6 +14,7 @@ from smlp.config.model import (
 
 __all__ = [
     "LEAKY_WARNING",
+    "MOST_LAYERS",
     "SETTINGS",
     "MoEConfig",
     "ModelConfig",

@@ -17,9 +17,7 @@ def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
         return {name: (condition, reason) for name in names.split()}
 
     takes_part = {
-        **of(
-            "num_experts router sparse_block sparse_placement overlap_chunks", sparse, "the model has no sparse layers"
-        ),
+        **of("num_experts router sparse_block sparse_placement", sparse, "the model has no sparse layers"),
         **of("feature_routing feature_experts spatial_bias_init", config.has_feature_moe, "the model has no sMoE"),
         **of("prefix_fraction", config.prefix_tokens > 0, "no features are routed by a prefix"),
         **of(

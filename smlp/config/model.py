@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,15 @@ DROP_ORDERS = ("position", "gate")
 SECOND_EXPERTS = ("random", "sampled", "all")
 GATE_NORMALISATIONS = ("before_drop", "after_drop")
 HASHES = ("random", "balanced")
+MOST_SIZE = 2**31 - 1  # of rows, columns and experts: what torch and the formulas can count
+MOST_INIT = 1e6  # of a scale of initial weights, which single precision holds
+MOST_LAYERS = 10_000  # deeper than any model; each takes time and memory to build however narrow it is
+
+
+def _check_most(config: Any, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value <= MOST_SIZE, f"{name} must be at most {MOST_SIZE:,}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -76,22 +86,20 @@ class MoEConfig:
         HASHES,
     )
     hash_seed: int = setting(1, "Hash: seed of the random table")
-    overlap_chunks: int = setting(
-        1,
-        "cut the experts of each rank into so many chunks, at most as many as there are, so that one travels while "
-        "another is computed; for experts spread over ranks; 1 is off; see smlp costs (nothing was gained on CPUs)",
-    )
 
     def __post_init__(self) -> None:
         check_choices(self)
         require(self.num_experts >= 1, f"num_experts must be at least 1, got {self.num_experts}")
-        require(self.centroid_init_gain > 0, f"centroid_init_gain must be positive, got {self.centroid_init_gain}")
+        _check_most(self, ("num_experts",))
+        require(
+            0 < self.centroid_init_gain < MOST_INIT,
+            f"centroid_init_gain must be positive and below {MOST_INIT:g}, got {self.centroid_init_gain}",
+        )
         for name in ("capacity_factor", "eval_capacity_factor", "load_balance_weight", "router_z_weight"):
             require(0 <= getattr(self, name) < math.inf, f"{name} must be at least 0, got {getattr(self, name)}")
         require(0 <= self.router_jitter < 1, f"router_jitter must be in [0, 1), got {self.router_jitter}")
         require(0 < self.prefix_fraction < 1, f"prefix_fraction must be in (0, 1), got {self.prefix_fraction}")
         require(self.hash_seed >= 0, f"hash_seed must be at least 0, got {self.hash_seed}")
-        require(self.overlap_chunks >= 1, f"overlap_chunks must be at least 1, got {self.overlap_chunks}")
 
 
 @dataclass(frozen=True)
@@ -127,11 +135,24 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("vocab_size", "max_tokens", "embed_dim", "ffn_dim", "num_heads"):
+        require(isinstance(self.moe, MoEConfig), f"moe must be a MoEConfig, got {self.moe!r:.80}")
+        sizes = ("vocab_size", "max_tokens", "embed_dim", "ffn_dim", "num_heads")
+        for name in sizes:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_dense_layers", "num_sparse_layers", "spatial_init_scale"):
+        _check_most(self, sizes)
+        for name in ("num_dense_layers", "num_sparse_layers"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        require(
+            self.num_layers <= MOST_LAYERS,
+            f"num_dense_layers={self.num_dense_layers} and num_sparse_layers={self.num_sparse_layers} are more than "
+            f"{MOST_LAYERS} layers",
+        )
         require(self.num_layers >= 1, "num_dense_layers and num_sparse_layers are both 0: a model needs a layer")
+        for name in ("spatial_init_scale", "embed_init_std"):
+            value = getattr(self, name)
+            require(
+                value is None or 0 <= value < MOST_INIT, f"{name} must be from 0 to below {MOST_INIT:g}, got {value}"
+            )
         require(0.0 <= self.dropout < 1.0, f"dropout must be in [0, 1), got {self.dropout}")
         require(
             0 <= self.padding_idx < self.vocab_size,
@@ -155,13 +176,13 @@ class ModelConfig:
 
     @property
     def block_kinds(self) -> tuple[Any, ...]:
-        """What its blocks are (:class:`smlp.kinds.BlockKind`): of the dense ones, then of the sparse ones."""
+        """What its blocks are (:class:`smlp.extend.BlockKind`): of the dense ones, then of the sparse ones."""
         dense = (DENSE_BLOCKS[self.dense_block],) if self.num_dense_layers else ()
         return (*dense, SPARSE_BLOCKS[self.sparse_block]) if self.num_sparse_layers else dense
 
     @property
     def router_kind(self) -> Any:
-        """How tokens choose experts (:class:`smlp.kinds.RouterKind`), for models with sparse blocks."""
+        """How tokens choose experts (:class:`smlp.extend.RouterKind`), for models with sparse blocks."""
         return ROUTERS[self.moe.router]
 
     @property
@@ -187,6 +208,11 @@ class ModelConfig:
     def num_layers(self) -> int:
         """N1 + N2."""
         return self.num_dense_layers + self.num_sparse_layers
+
+    @property
+    def spatial_weight_bound(self) -> float:
+        """Spatial weights start as U(-bound, bound)."""
+        return self.spatial_init_scale / self.max_tokens
 
     @property
     def prefix_tokens(self) -> int:
@@ -225,6 +251,8 @@ SETTINGS: dict[str, dataclasses.Field] = {
     for f in (*dataclasses.fields(ModelConfig), *dataclasses.fields(MoEConfig))
     if f.name not in ("moe", "extra")
 }
+#: settings of older checkpoints and records that changed no result; they are read and have no effect
+RETIRED_SETTINGS = ("overlap_chunks",)
 _MOE_NAMES = {f.name for f in dataclasses.fields(MoEConfig)}
 
 
@@ -255,6 +283,7 @@ def unflatten(settings: dict[str, Any]) -> ModelConfig:
         UserError: a name is no setting, or a value is out of range.
     """
     known, own = all_settings(), own_fields()
+    settings = {name: value for name, value in settings.items() if name not in RETIRED_SETTINGS}
     for name in settings:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

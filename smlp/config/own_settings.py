@@ -34,7 +34,7 @@ def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field]:
         if kind not in _TYPES:
             raise UserError(f"{where} has type {kind}; it must be int, float, bool or str")
         if "help" not in field.metadata:
-            raise UserError(f"{where} is not made by smlp.kinds.setting(default, help)")
+            raise UserError(f"{where} is not made by smlp.extend.setting(default, help)")
         if kind is bool and field.default is not False:
             raise UserError(f"{where} is true by default; an option can only switch on what is off")
         full = dataclasses.field(default=field.default, metadata={**field.metadata, "owner": name})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from smlp.config import SETTINGS, ModelConfig, all_settings, unflatten
@@ -96,6 +97,8 @@ def preset(arch: str, **overrides: Any) -> ModelConfig:
     Raises:
         UserError: the architecture or a setting is unknown, or a value is out of range.
     """
+    if not isinstance(arch, str):
+        raise UserError(f"the name of the architecture must be text, got {arch!r}")
     if arch not in PRESETS:
         close = difflib.get_close_matches(arch, PRESETS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -114,15 +117,30 @@ def from_training_options(arch: str, options: Mapping[str, Any], vocab_size: int
     Raises:
         UserError: a value is out of range.
     """
+    if not isinstance(arch, str | None):
+        raise UserError(f"the name of the architecture must be text, got {arch!r}")
     settings = dict(PRESETS.get(arch, {}))
     given = {name: options[name] for name in all_settings() if options.get(name) is not None}
     settings |= {name: value for name, value in given.items() if name not in FROM_TASK}
+    own = {"vocab_size": vocab_size, "max_tokens": _context(options), "padding_idx": padding_idx}
+    return unflatten(settings | own)
+
+
+def _context(options: Mapping[str, Any]) -> int:
+    """T, from :data:`TASK_OPTIONS`.
+
+    Raises:
+        UserError: one of them is no number, or out of range.
+    """
+    has_start = options.get("add_bos_token")
+    if has_start not in (None, False, True):
+        raise UserError(f"--add-bos-token must be true or false, got {has_start!r}")
+    name = "max_target_positions" if options.get("max_target_positions") else "tokens_per_sample"
+    value = options.get(name)
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise UserError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")
     # With --add-bos-token fairseq puts one token more in front of each sample.
-    context = options["tokens_per_sample"] + int(bool(options.get("add_bos_token")))
-    max_tokens = options.get("max_target_positions") or context
-    if max_tokens < 1:
-        raise UserError(f"--tokens-per-sample must be at least 1, got {options['tokens_per_sample']}")
-    return unflatten(settings | {"vocab_size": vocab_size, "max_tokens": max_tokens, "padding_idx": padding_idx})
+    return value if name == "max_target_positions" else value + int(bool(has_start))
 
 
 def config_of(options: Any, vocab_size: int, padding_idx: int = 1) -> ModelConfig | None:

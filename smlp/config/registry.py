@@ -1,7 +1,7 @@
-"""What a model can be made of, by name: routers, dense and sparse blocks, architectures; needs no torch.
+"""What a model can be made of, by name: routers, dense and sparse blocks, architectures.
 
-The tables hold what comes with this package (:mod:`smlp.kinds`, :mod:`smlp.config.presets`) and what the files named in
-``SMLP_PLUGINS`` register in the same way; both are loaded when a table is first looked at.
+The tables hold what comes with this package and what the files named in ``SMLP_PLUGINS`` register in the same way. Both
+are imported, and torch with them, when a table is first looked at: importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -74,15 +74,17 @@ class Registry(Mapping[str, _T], Generic[_T]):
         return len(self._parts)
 
 
-#: smlp.kinds.RouterKind by the value of ``router``
+#: smlp.extend.RouterKind by the value of ``router``
 ROUTERS: Registry[Any] = Registry("router")
-#: smlp.kinds.BlockKind by the value of ``dense_block``
+#: smlp.extend.BlockKind by the value of ``dense_block``
 DENSE_BLOCKS: Registry[Any] = Registry("dense block")
 #: the same for ``sparse_block``
 SPARSE_BLOCKS: Registry[Any] = Registry("sparse block")
 #: settings of named architectures, see :mod:`smlp.config.presets`
 ARCHITECTURES: Registry[dict[str, Any]] = Registry("architecture")
 
+#: modules that register what comes with this package when they are imported
+_BUILT_IN = ("smlp.config.presets", "smlp.moe.routers", "smlp.nn.blocks")
 _TABLES = (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS, ARCHITECTURES)
 #: what ``SMLP_PLUGINS`` was when all was loaded; paths in it may be relative to where the process was then
 _loaded: str | None = None
@@ -101,7 +103,7 @@ def load() -> None:
         return
     _is_loading = True
     try:
-        for module in ("smlp.config.presets", "smlp.kinds"):
+        for module in _BUILT_IN:
             importlib.import_module(module)
         for path in plugins.named_files(wanted):
             _load_file(path)

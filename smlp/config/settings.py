@@ -42,7 +42,7 @@ def check_choices(config: Any, prefix: str = "") -> None:
         _check_type(f"{prefix}{field.name}", field.type, value)
         if allowed is not None and value not in allowed:
             hint = getattr(allowed, "hint", "")
-            raise UserError(f"{prefix}{field.name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+            raise UserError(f"{prefix}{field.name} must be one of {', '.join(allowed)}, got {value!r:.80}{hint}")
 
 
 def _check_type(name: str, kind: Any, value: Any) -> None:
@@ -54,7 +54,7 @@ def _check_type(name: str, kind: Any, value: Any) -> None:
     if wanted is None or (value is None and kind.endswith("| None")):
         return
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
-        raise UserError(f"{name} must be of type {kind}, got {value!r}")
+        raise UserError(f"{name} must be of type {kind}, got {value!r:.80}")
 
 
 def require(condition: bool, message: str) -> None:

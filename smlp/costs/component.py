@@ -1,4 +1,7 @@
-"""A part of a model, with its parameters and its work; needs no torch.
+"""A part of a model, with its parameters and its work, and what formulas of parts share.
+
+Every block and router states its own numbers (:mod:`smlp.nn.blocks`, :mod:`smlp.moe.routers`);
+:mod:`smlp.costs.formula` has the convention, and :mod:`smlp.costs.memory` says what is kept for the backward pass.
 
 Letters: ``n`` tokens of an input, ``E`` experts of which each token is due ``k``, ``m`` positions that are mixed.
 """
@@ -8,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from smlp.config import ModelConfig
+
 # what multiply-adds are spent on, whichever component spends them
 NORMS = "norms"
 PROJECTIONS = "dense projections"
@@ -16,6 +21,21 @@ SCORES = "attention"
 ROUTER = "router"
 EXPERTS = "experts"
 OUTPUT = "output layer and loss"
+
+#: multiply-adds of a layer norm for each element
+LAYER_NORM_FLOPS = 5
+#: numbers that a layer norm keeps of each position beside its input: mean and deviation
+LAYER_NORM_KEEPS = 2
+
+
+def linear_parameters(inputs: int, outputs: int) -> int:
+    """Return the parameters of a linear layer; its multiply-adds are ``inputs * outputs``."""
+    return inputs * outputs + outputs
+
+
+def dropout_keeps(config: ModelConfig) -> int:
+    """Return how many numbers a dropout layer keeps for each position."""
+    return config.embed_dim if config.dropout else 0
 
 
 @dataclass(frozen=True)
@@ -30,7 +50,7 @@ class Component:
     name: str
     #: index of its block in the stack; None for what belongs to no block
     layer: int | None
-    #: what it is, a name of :mod:`smlp.costs.formula` or :data:`ROUTER`, which chooses experts for tokens: padding
+    #: what it is, the name of a row in tables, or :data:`ROUTER`, which chooses experts for tokens: padding
     #: is not routed and costs it nothing
     kind: str
     #: parameters of one expert (all experts of a layer are alike)

@@ -21,9 +21,9 @@ from smlp.costs.convolutions import TracedConvolutions
 from smlp.costs.formula import components
 from smlp.costs.operators import prepare, refuse_if_it_costs, unknown_operators
 from smlp.moe.feature_layer import RoutedFeatureMoE
-from smlp.moe.gated_experts import GatedMLPExperts
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
+from smlp.nn.blocks import GatedMLPMoEBlock
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import ForwardContext
 from smlp.ops.fast_paths import reference_ops
@@ -138,7 +138,7 @@ def balanced_routing(decoder: Decoder, num_seqs: int, num_tokens: int) -> Forwar
         elif isinstance(layer, RoutedFeatureMoE):
             context.plans[layer] = expert_BH
     # A mask, although nothing is padded: from it gMLP-MoE learns the places of its tokens as numbers.
-    if any(isinstance(layer, TokenMoE) and isinstance(layer.experts, GatedMLPExperts) for layer in decoder.modules()):
+    if any(isinstance(block, GatedMLPMoEBlock) for block in decoder.blocks):
         context.valid_Bn = torch.ones(num_seqs, num_tokens, dtype=torch.bool)
     return context
 

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of every component of a model, by formula; needs no torch.
+"""Parameters and FLOPs of every component of a model, by formula.
 
 The convention is fvcore's, with which the paper counts (smlp.txt, section 4.1): forward pass only; one multiply-add is
 1 and a layer norm 5 per element; attention and spatial projections are counted as the dense products that they are
@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from smlp.config import ModelConfig
 from smlp.config.registry import DENSE_BLOCKS, SPARSE_BLOCKS
-from smlp.costs.component import NORMS, OUTPUT, Component
-from smlp.costs.parts import LAYER_NORM_FLOPS
+from smlp.costs.component import LAYER_NORM_FLOPS, NORMS, OUTPUT, Component
 from smlp.errors import UserError
 
 #: ranks (GPUs) that the paper trains every model on (smlp.txt, appendix C.2)

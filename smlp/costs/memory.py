@@ -1,4 +1,4 @@
-"""Memory of a training update on one rank, by formula; needs no torch.
+"""Memory of a training update on one rank, by formula.
 
 What an update holds: weights, a gradient and two moments for each (Adam), and what the forward pass keeps for the
 backward pass. The last is counted here for each position, in numbers of the training type (4 bytes each in fp32),
@@ -14,12 +14,10 @@ from dataclasses import dataclass
 
 from smlp.config import ModelConfig
 from smlp.config.registry import DENSE_BLOCKS, SPARSE_BLOCKS
+from smlp.costs.component import LAYER_NORM_KEEPS, dropout_keeps
 from smlp.costs.formula import parameters
 from smlp.errors import UserError
 from smlp.launch.machine import memory_bytes
-
-#: a layer norm keeps its input, and mean and deviation of each position
-_NORM = 2
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,35 @@ def check_weights(config: ModelConfig, world_size: int = 1) -> None:
     if needed > present:
         raise UserError(
             f"the weights of this model take {needed / 2**30:,.0f} GiB, and this machine has a memory of "
-            f"{present / 2**30:,.0f} GiB (--embed-dim {config.embed_dim}, --ffn-dim {config.ffn_dim}, "
-            f"{config.num_layers} layers, a context of {config.max_tokens} tokens, {config.vocab_size} symbols)"
+            f"{present / 2**30:,.0f} GiB ({_sizes(config)}, {config.vocab_size} symbols)"
+        )
+
+
+def _sizes(config: ModelConfig) -> str:
+    return (
+        f"--embed-dim {config.embed_dim}, --ffn-dim {config.ffn_dim}, {config.num_layers} layers, a context of "
+        f"{config.max_tokens} tokens"
+    )
+
+
+def check_training(config: ModelConfig, world_size: int = 1) -> None:
+    """Refuse to train a model on a CPU whose weights, gradients and moments of Adam take more memory than there is.
+
+    Args:
+        config: the model.
+        world_size: ranks over which the experts are spread.
+
+    Raises:
+        UserError: the message has the sizes.
+    """
+    own = parameters(config, world_size)
+    weights, present = 4 * (own.expert_per_rank + own.other), memory_bytes()
+    total = 4 * weights
+    if total > present:
+        raise UserError(
+            f"the weights of this model take {weights / 2**30:,.0f} GiB, with gradients and moments of Adam "
+            f"{total / 2**30:,.0f} GiB, and this machine has a memory of {present / 2**30:,.0f} GiB "
+            f"({_sizes(config)})"
         )
 
 
@@ -86,57 +111,5 @@ def activations_per_position(config: ModelConfig) -> float:
         for layer in range(config.num_layers)
     )
     # the norm's input and output, and logits
-    head = 2 * config.embed_dim + _NORM + config.vocab_size
-    return mask(config) + blocks + head
-
-
-def mask(config: ModelConfig) -> int:
-    """Of a dropout layer."""
-    return config.embed_dim if config.dropout else 0
-
-
-def gated_mlp(config: ModelConfig) -> float:
-    """Of a gMLP block."""
-    # the norm's input and output, before and after the activation, normed half, gate, product
-    return 2 * config.embed_dim + 2 * _NORM + 3.5 * config.ffn_dim + mask(config)
-
-
-def feed_forward(config: ModelConfig) -> float:
-    """Of a norm and a feed-forward network."""
-    return 2 * config.embed_dim + _NORM + 2 * config.ffn_dim
-
-
-def attention(config: ModelConfig) -> float:
-    """Of a norm and self-attention."""
-    # the norm's input and output, queries, keys and values, what they give, the sum of each softmax
-    return 6 * config.embed_dim + _NORM + config.num_heads
-
-
-def feature_moe(config: ModelConfig) -> float:
-    """Of the sMoE."""
-    width, share = config.embed_dim, 1 - config.prefix_tokens / config.max_tokens
-    gates = width if config.moe.feature_experts == "gated" else 0  # what the features multiply
-    # the norms' inputs, and the second one's output in the experts' order
-    if config.moe.feature_routing == "deterministic":
-        return 3 * width + 2 * _NORM + gates
-    # the norms' inputs, what the router reads, and after the prefix: sorted features, and what probabilities multiply
-    return 2 * width + 2 * _NORM + (1 - share) * width + share * (2 * width + gates)
-
-
-def token_experts(config: ModelConfig) -> float:
-    """Of the tMoE, its router included."""
-    # for each choice the expert's input and what goes into its activation
-    kept = config.experts_per_token * (config.embed_dim + config.ffn_dim)
-    if not config.router_kind.experts_as_in_base:
-        kept += config.embed_dim + _NORM  # what goes into the norm before
-    return kept + config.router_kind.activations_per_position(config)
-
-
-def gated_mlp_experts(config: ModelConfig) -> float:
-    """Of gMLP layers as experts of tokens."""
-    width, hidden = config.embed_dim, config.ffn_dim
-    keys = config.experts_per_token * config.max_tokens / config.moe.num_experts
-    # for each choice: input, normed input, before and after the activation; key, gate, and the product with it; the
-    # weights that are picked for its keys, and which of them are earlier ones; the output, which a weight multiplies
-    each = 2 * width + 2 * hidden + 3 * hidden / 2 + 1.25 * keys + width
-    return width + config.experts_per_token * each
+    head = 2 * config.embed_dim + LAYER_NORM_KEEPS + config.vocab_size
+    return dropout_keeps(config) + blocks + head

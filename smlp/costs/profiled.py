@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smlp.config import ModelConfig
 from smlp.costs.recording import recording, trace_of, update_range
 from smlp.costs.stages import Costs, costs_of_trace
-from smlp.moe.ownership import expert_parameters
+from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.ops import token_losses
 from smlp.parallel import Ranks, global_grad_norm, reduce_expert_gradients

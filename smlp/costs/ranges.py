@@ -10,9 +10,8 @@ from torch import nn
 
 from smlp.costs.component import NORMS, PROJECTIONS, SCORES, SPATIAL
 from smlp.moe.feature_layer import FeatureMoE
-from smlp.nn.attention import CausalSelfAttention
+from smlp.nn.blocks import CausalSelfAttention, SpatialGatingUnit
 from smlp.nn.decoder import Decoder
-from smlp.nn.spatial_gating import SpatialGatingUnit
 from smlp.parallel.spans import SEPARATOR, span
 
 #: endings of the names of ranges around whole blocks

@@ -93,7 +93,7 @@ def curve_of(records: Iterable[Mapping[str, Any]], name: str, subset: str = "val
 
 
 #: how the names of numbers end that are read from a log
-_NUMBERS = ("loss", "ups", "wps", "wpb", "wall", "data_wait")
+_NUMBERS = ("loss", "ups", "wps", "wpb", "wall", "data_wait", "mem_gb", "mfu")
 
 
 def log_record(line: str) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _has_numbers(record: dict[str, Any]) -> bool:
             if name.endswith("num_updates"):
                 int(value)
             elif name.endswith(_NUMBERS):
-                float(value)
+                float(str(value))
     except (TypeError, ValueError, OverflowError):
         return False
     return True

@@ -12,7 +12,7 @@ from smlp.evaluation.samples import Samples
 from smlp.evaluation.scoring import score_samples
 from smlp.inference.scoring.capacity import limit_places, routers_with_places
 from smlp.launch.team import Team
-from smlp.moe.ownership import expert_parameters
+from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.parallel import connect, cut_state
 

@@ -29,7 +29,7 @@ from smlp.checkpoint.parts import (
 from smlp.config.presets import preset
 from smlp.errors import ParallelError, UserError
 from smlp.evaluation.leak import randomise
-from smlp.moe.ownership import expert_parameters
+from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.parallel import (
     DistributedGroup,

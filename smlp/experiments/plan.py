@@ -160,7 +160,7 @@ def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[P
     """
     from smlp.config.presets import config_of
     from smlp.fairseq_compat.command_line import training_configuration
-    from smlp.trainer.settings import check_pairs
+    from smlp.fairseq_compat.settings import check_pairs
 
     def configure(words: list[str]) -> Any:
         budget = ["--max-update", str(experiment.updates)]  # schedules of the rate are checked against it
@@ -234,6 +234,7 @@ def training_words(experiment: Experiment, run: PlannedRun, data: str, save_dir:
     words += ["--no-epoch-checkpoints", "--keep-interval-updates", "1"]
     words += ["--log-format", "json", "--log-interval", str(min(experiment.log_interval, run.updates))]
     words += ["--log-file", str(save_dir / "train.log"), "--data-order-file", str(save_dir / "data_order.jsonl")]
+    words += ["--update-times-file", str(save_dir / "update_times.jsonl")]
     words += ["--environment-file", str(save_dir / "environment.jsonl"), "--save-dir", str(save_dir)]
     if experiment.resources.device == "cpu":
         words += ["--cpu"]

@@ -1,4 +1,4 @@
-"""Looking at a fairseq command line before fairseq has parsed it."""
+"""Read options from a fairseq command line before fairseq parses it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from smlp.errors import UserError
 
 
 def option_value(argv: list[str], *names: str) -> str | None:
-    """The last value given for an option, as ``--name VALUE`` or ``--name=VALUE``; None if it was not given."""
+    """Return the last value given for an option, as ``--name VALUE`` or ``--name=VALUE``; None if it is not given."""
     value = None
     for position, word in enumerate(argv):
         name, equals, attached = word.partition("=")
@@ -19,7 +19,7 @@ def option_value(argv: list[str], *names: str) -> str | None:
 
 
 def has_option(argv: list[str], *names: str) -> bool:
-    """Whether one of the options is given, as ``--name VALUE`` or ``--name=VALUE``."""
+    """Return whether one of the options is given, as ``--name VALUE`` or ``--name=VALUE``."""
     return any(word.partition("=")[0] in names for word in argv)
 
 

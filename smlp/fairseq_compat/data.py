@@ -1,4 +1,4 @@
-"""Missing, empty and unreadable text files, dictionaries and binarised data: one sentence that says what to do."""
+"""Refuse missing, empty and unreadable text, dictionaries and binarised data in one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.text.binarized import MAGIC, check_recorded, open_data_file, open_tokens
+from smlp.text.binarized import MAGIC, OLDER_MAGIC, check_older, check_recorded, open_data_file, open_tokens
 
 #: bytes up to which a .bin file is read whole before training: 500 million tokens of two bytes take 0.1 s for their ids
 #: and 1 s for their SHA-256 once the disk has delivered them. Of a larger one each batch is checked as it comes.
 READ_AT_START = 1 << 30
 _OVERWRITE = " #fairseq:overwrite"
 _MOST_DIGITS = 18  # of a count, which numpy holds in 64 bits
-_OLDER_FORMATS = b"TNTIDX"  # lazy and cached; the ids of their batches are checked too
 
 
 def apply() -> None:
     from fairseq import utils
     from fairseq.binarizer import FileBinarizer
     from fairseq.data import Dictionary
+    from fairseq.sequence_scorer import SequenceScorer
     from fairseq.tasks.language_modeling import LanguageModelingTask
-    from fairseq.trainer import Trainer
 
     setup_dictionary = LanguageModelingTask.setup_dictionary.__func__
     load_dataset = LanguageModelingTask.load_dataset
     add_file = Dictionary.add_file_to_dictionary
     binarize = FileBinarizer.multiprocess_dataset.__func__
-    prepare_sample = Trainer._prepare_sample
+    score = SequenceScorer.generate
 
     @functools.wraps(setup_dictionary)
     def checked_setup_dictionary(cls: type, args: Any, **kw: Any) -> Any:
@@ -62,13 +61,14 @@ def apply() -> None:
         check_text(input_file)
         return binarize(cls, input_file, *rest, **kw)
 
-    @functools.wraps(prepare_sample)
-    def checked_prepare_sample(self: Trainer, sample: Any, *rest: Any, **kw: Any) -> Any:
-        if isinstance(self.task, LanguageModelingTask):
-            check_ids(sample, len(self.task.source_dictionary))
-        return prepare_sample(self, sample, *rest, **kw)
+    @functools.wraps(score)
+    def checked_score(self: Any, models: Any, sample: Any, **kw: Any) -> Any:
+        decoder = getattr(models[0], "decoder", None)
+        if hasattr(decoder, "dictionary"):
+            check_ids(sample, len(decoder.dictionary), on_gpu=True)  # scores are waited for as well
+        return score(self, models, sample, **kw)
 
-    Trainer._prepare_sample = checked_prepare_sample
+    SequenceScorer.generate = checked_score
     LanguageModelingTask.setup_dictionary = classmethod(checked_setup_dictionary)
     LanguageModelingTask.load_dataset = checked_load_dataset
     Dictionary.add_file_to_dictionary = staticmethod(checked_add_file)
@@ -76,7 +76,7 @@ def apply() -> None:
 
 
 def how_to_make(directory: str | Path) -> str:
-    """The command that makes a data directory, as the end of a sentence."""
+    """Return the command that makes a data directory, as the end of a sentence."""
     return (
         "make it with fairseq-preprocess --only-source --trainpref TRAIN.txt --validpref VALID.txt "
         f"--testpref TEST.txt --destdir {directory}"
@@ -144,9 +144,10 @@ def check_split(directory: str | Path, split: str, vocab_size: int | None = None
             )
     with open_data_file(Path(f"{prefix}.idx")) as file:
         start = file.read(len(MAGIC))
-    if start.startswith(_OLDER_FORMATS):
-        return None
     try:
+        if start.startswith(OLDER_MAGIC.rstrip(b"\0")):  # the ids of their batches are checked
+            check_older(prefix)
+            return None
         files = open_tokens(prefix)
         if vocab_size is not None:
             check_recorded(prefix, READ_AT_START)
@@ -161,7 +162,7 @@ def check_split(directory: str | Path, split: str, vocab_size: int | None = None
 
 
 def subsets(directory: str | Path, split: str) -> list[str]:
-    """The splits that fairseq reads as one: SPLIT, SPLIT1, SPLIT2, ... up to the first that is missing."""
+    """Return the splits that fairseq reads as one: SPLIT, SPLIT1, SPLIT2, ... up to the first that is missing."""
     names = (f"{split}{number}" for number in itertools.count(1))
     return [split, *itertools.takewhile(lambda name: (Path(directory) / f"{name}.idx").exists(), names)]
 
@@ -180,19 +181,24 @@ def check_format(prefix: str, wanted: str | None) -> None:
     raise UserError(f"--dataset-impl {wanted}: the data {prefix} {are}; leave --dataset-impl out")
 
 
-def check_ids(sample: Any, vocab_size: int) -> None:
+def check_ids(sample: Any, vocab_size: int, on_gpu: bool = False) -> None:
     """Refuse a batch with ids that are not in the dictionary, before the model looks them up.
+
+    Args:
+        sample: the batch, or nothing.
+        vocab_size: of the dictionary.
+        on_gpu: whether a batch on a GPU is looked at too, which waits for it.
 
     Raises:
         UserError: it has some; an embedding would fail, on a GPU without saying where.
     """
-    tokens = sample["net_input"]["src_tokens"] if sample else None
-    if tokens is None or tokens.is_cuda or not tokens.numel():
-        return
-    smallest, largest = (int(value) for value in tokens.aminmax())
-    if smallest < 0 or largest >= vocab_size:
-        wrong = smallest if smallest < 0 else largest
-        raise UserError(f"a batch of the data holds the id {wrong}, but the dictionary has {vocab_size} symbols")
+    for tokens in (sample["net_input"]["src_tokens"], sample.get("target")) if sample else ():
+        if tokens is None or (tokens.is_cuda and not on_gpu) or not tokens.numel():
+            continue
+        smallest, largest = (int(value) for value in tokens.aminmax())
+        if smallest < 0 or largest >= vocab_size:
+            wrong = smallest if smallest < 0 else largest
+            raise UserError(f"a batch of the data holds the id {wrong}, but the dictionary has {vocab_size} symbols")
 
 
 def check_text(path: str | Path) -> None:

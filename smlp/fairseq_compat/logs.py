@@ -1,4 +1,4 @@
-"""What the user sees: log lines that vanished, warnings that say nothing, errors without a traceback."""
+"""Restore log lines that vanish, silence warnings that say nothing, and print errors of users without a traceback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import warnings
 from types import TracebackType
 
-from smlp.errors import ParallelError, UserError
+from smlp.errors import ParallelError, UserError, one_line, out_of_memory
 
 # (category, start of the message, module that warns): all of them are about how fairseq calls its libraries, none is
 # about anything the user typed. Nothing is silenced by category alone.
@@ -40,8 +40,10 @@ def apply() -> None:
 
 
 def quiet_known_warnings() -> None:
-    """Ignore the warnings of the table above, each by its message and module. May be called before fairseq is
-    imported, which also spares the ones that its import prints."""
+    """Ignore the warnings of the table above, each by its message and module.
+
+    If called before fairseq is imported, this covers the warnings of its import too.
+    """
     for category, message, module in _NOISE:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
 
@@ -70,20 +72,21 @@ def restore_log_output() -> None:
 
 
 def install_error_hook() -> None:
-    """Print an uncaught ``UserError``, or what befell other ranks, as one line; every other exception keeps its
-    traceback."""
+    """Print a ``UserError``, a lack of memory or a lost rank as one line; other exceptions keep their traceback."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, (UserError, ParallelError)):
             print_user_error(error)
+        elif (reason := out_of_memory(error)) is not None:
+            print_user_error(reason)
         else:
             previous(kind, error, trace)
 
     sys.excepthook = hook
 
 
-def print_user_error(error: Exception) -> None:
-    """``smlp: error: ...`` on standard error, after what was printed before it."""
+def print_user_error(error: Exception | str) -> None:
+    """Print ``smlp: error: ...`` on standard error, after flushing standard output."""
     sys.stdout.flush()
-    print(f"smlp: error: {error}", file=sys.stderr, flush=True)
+    print(f"smlp: error: {one_line(error)}", file=sys.stderr, flush=True)

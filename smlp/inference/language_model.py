@@ -82,8 +82,11 @@ class LanguageModel(nn.Module):
         Raises:
             UserError: a text has no token, or is longer than the model's context, or begins within the prefix.
         """
-        alone = isinstance(texts, str | tuple)
+        alone = isinstance(texts, str | tuple) or not isinstance(texts, Iterable)
         pairs = [("", text) if isinstance(text, str) else text for text in ([texts] if alone else texts)]
+        for pair in pairs:
+            if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
+                raise UserError(f"what is scored must be strings, or pairs of a context and a string, got {pair!r:.80}")
         drop_nothing(self.decoder)
         found = score_texts(self.decoder, self.encoding(newline, fill_prefix), pairs, batch_tokens)
         return found[0] if alone else found
@@ -193,7 +196,7 @@ class LanguageModel(nn.Module):
             raise UserError(f"{', '.join(settings)}: give settings to the method, or no method")
         ends = stop_at_eos or isinstance(method, BeamSearch)
         limits = Limits(max_tokens, min_tokens, Vocabulary.eos if ends else None, when_full)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        stops = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
         return TextWriter(
             self.decoder, self.tokenizer, self.start_token, method, limits, stops, num_return, fill_prefix
         )

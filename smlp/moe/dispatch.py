@@ -26,6 +26,9 @@ from smlp.ops import permuted_rows, summed_rows
 class TokenDispatcher(Protocol):
     """Moves tokens; see :class:`LocalDispatcher` for what the methods do."""
 
+    #: ranks among which it moves them
+    num_ranks: int
+
     def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, Any]: ...
 
     def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: Any) -> tuple[Tensor, int]: ...
@@ -52,6 +55,8 @@ class DispatchRecord:
 
 class LocalDispatcher:
     """Sorts tokens by expert, within one rank."""
+
+    num_ranks = 1
 
     def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, DispatchRecord]:
         """Tokens in the order of the plan.

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from smlp.moe.dispatch import DispatchRecord, FeatureDispatchRecord, LocalDispatcher
 from smlp.moe.plan import RoutingPlan
-from smlp.parallel.group import Group
-from smlp.parallel.layout import ExpertLayout
-from smlp.parallel.sizes import agree_on_sizes
+from smlp.parallel.group import Group, agree_on_sizes
+from smlp.parallel.ranks import ExpertLayout
 from smlp.parallel.spans import BACK, OUT, stage_of
 
 #: numbers that the ranks of an sMoE tell each other: sequences, positions, first position wanted
@@ -59,15 +58,16 @@ class TokenExchange:
 
     def __init__(self, group: Group, layout: ExpertLayout, name: str) -> None:
         self.group, self.num_local, self.name = group, layout.num_local, name
+        self.num_ranks = group.size
         self.local = LocalDispatcher()
 
     def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, TokenExchangeRecord]:
         """Tokens (N, H) of all ranks to this rank's experts, (R, H), and the record for :meth:`combine`."""
         x_AH, _ = self.local.dispatch(x_NH, plan)
-        record = self.record(plan, *self.agree(x_NH, plan), x_NH.device)
-        return self.by_expert(self._send(x_AH, record), record), record
+        record = self._record(plan, *self._agree(x_NH, plan), x_NH.device)
+        return self._by_expert(self._send(x_AH, record), record), record
 
-    def agree(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
+    def _agree(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
         """Tells the ranks how many tokens each of their experts will get: those numbers, and theirs for this rank's
         experts, (P, e) each, on the CPU."""
         sent_Pe = plan.counts_E.view(self.group.size, self.num_local)
@@ -75,7 +75,7 @@ class TokenExchange:
         received = agree_on_sizes(self.group, self.name, x_NH, F.pad(sent_Pe, (0, padding)))
         return sent_Pe.cpu(), torch.tensor([row[: self.num_local] for row in received])
 
-    def record(
+    def _record(
         self, plan: RoutingPlan, sent_Pe: Tensor, received_Pe: Tensor, device: torch.device
     ) -> TokenExchangeRecord:
         """What these numbers of tokens mean, for tokens that live on ``device``."""
@@ -95,11 +95,11 @@ class TokenExchange:
         for place_R2 in sources:
             renumbered.append(place_R2 + place_R2.new_tensor([num_before, 0]))
             num_before += int(place_R2[:, 0].max()) + 1 if place_R2.size(0) else 0
-        return self.by_expert(torch.cat(renumbered), record), num_before
+        return self._by_expert(torch.cat(renumbered), record), num_before
 
     def combine(self, y_RH: Tensor, weight_A: Tensor | None, record: TokenExchangeRecord) -> Tensor:
         """Expert outputs (R, H) back to their ranks, weighted and summed there for each token, (N, H)."""
-        y_RH = self.by_source(y_RH, record)
+        y_RH = self._by_source(y_RH, record)
         with stage_of(self.name, BACK):
             y_AH = self.group.all_to_all(y_RH, record.receive_splits, record.send_splits, f"{self.name}, combine")
         return self.local.combine(y_AH, weight_A, record)
@@ -108,12 +108,12 @@ class TokenExchange:
         with stage_of(self.name, OUT):
             return self.group.all_to_all(x_A, record.send_splits, record.receive_splits, f"{self.name}, dispatch")
 
-    def by_expert(self, x_R: Tensor, record: TokenExchangeRecord) -> Tensor:
+    def _by_expert(self, x_R: Tensor, record: TokenExchangeRecord) -> Tensor:
         """Rows as they arrive, (R, ...), in the order in which the experts take them."""
         return x_R if record.row_R is None else x_R.index_select(0, record.row_R)
 
-    def by_source(self, y_R: Tensor, record: TokenExchangeRecord) -> Tensor:
-        """The inverse of :meth:`by_expert`."""
+    def _by_source(self, y_R: Tensor, record: TokenExchangeRecord) -> Tensor:
+        """The inverse of :meth:`_by_expert`."""
         return y_R if record.row_R is None else torch.empty_like(y_R).index_copy(0, record.row_R, y_R)
 
 
@@ -149,7 +149,7 @@ class FeatureExchange:
         """(B, m, H) of all ranks to (S, longest m, e, c), the chunks of this rank's experts, and the record."""
         num_ranks = self.group.size
         num_seqs, num_tokens, width = x_BmH.shape
-        sizes = self.agree(x_BmH, start)
+        sizes = self._agree(x_BmH, start)
         rows = x_BmH.reshape(num_seqs * num_tokens, num_ranks, width // num_ranks).transpose(0, 1).flatten(0, 1)
         splits = [count * length for count, length, _ in sizes]
         with stage_of(self.name, OUT):
@@ -163,16 +163,16 @@ class FeatureExchange:
                 for part, (count, length, _) in zip(rows.split(splits), sizes, strict=True)
             ]
             chunks = torch.cat(parts)
-        return chunks.unflatten(2, (self.num_local, -1)), self.record(sizes)
+        return chunks.unflatten(2, (self.num_local, -1)), self._record(sizes)
 
-    def agree(self, x_BmH: Tensor, start: int) -> list[tuple[int, int, int]]:
+    def _agree(self, x_BmH: Tensor, start: int) -> list[tuple[int, int, int]]:
         """Sequences, positions, and the first position whose output is wanted, of every rank."""
         own = torch.zeros(num_sizes(self.num_local), dtype=torch.long, device=x_BmH.device)
         own[:_FEATURE_SIZES] = torch.tensor([x_BmH.size(0), x_BmH.size(1), start])
         received = agree_on_sizes(self.group, self.name, x_BmH, own.expand(self.group.size, -1))
         return [tuple(row[:_FEATURE_SIZES]) for row in received]
 
-    def record(self, sizes: list[tuple[int, int, int]]) -> FeatureExchangeRecord:
+    def _record(self, sizes: list[tuple[int, int, int]]) -> FeatureExchangeRecord:
         """What these sizes mean."""
         return FeatureExchangeRecord(
             num_seqs=[count for count, _, _ in sizes],
@@ -194,3 +194,53 @@ class FeatureExchange:
             rows = self.group.all_to_all(sent, splits, [own] * num_ranks, f"{self.name}, combine")
         rows = rows.unflatten(0, (num_ranks, own)).transpose(0, 1).flatten(1)
         return rows.unflatten(0, (num_seqs, end - first))
+
+
+@dataclass(frozen=True)
+class ShuffleRecord:
+    """The way back."""
+
+    #: which token stands in each row that was sent, (N,)
+    token_N: Tensor
+    send_splits: list[int]
+    receive_splits: list[int]
+
+
+class TokenShuffle:
+    """Sends every rank of a group an equal share of this rank's tokens, drawn at random, and brings them back.
+
+    BASE's training routes tokens that are mixed over ranks (Lewis et al., 2021, section 3.2.1). A balanced assignment
+    gives every expert the same number of each rank's tokens, however much alike those are; mixed, a rank's tokens come
+    from the batches of all of them. ``M`` are the tokens that a rank has while they are mixed.
+
+    Args:
+        group: the expert group.
+        layout: E/P experts on each of its ranks.
+        name: of the layer, for error messages.
+    """
+
+    def __init__(self, group: Group, layout: ExpertLayout, name: str) -> None:
+        self.group, self.num_sizes, self.layer = group, num_sizes(layout.num_local), name
+        self.name = f"{name}, shuffle"
+
+    def out(self, x_NH: Tensor) -> tuple[Tensor, ShuffleRecord]:
+        """This rank's tokens (N, H) for tokens of all ranks, (M, H); and the record for :meth:`back`."""
+        num_tokens, num_ranks = x_NH.size(0), self.group.size
+        token_N = torch.randperm(num_tokens, device=x_NH.device)
+        # what is left over of equal shares starts with the next rank, so that small batches spread as well
+        shares = [
+            num_tokens // num_ranks + ((other - self.group.rank) % num_ranks < num_tokens % num_ranks)
+            for other in range(num_ranks)
+        ]
+        sizes_Pk = torch.zeros(num_ranks, self.num_sizes, dtype=torch.long, device=x_NH.device)
+        sizes_Pk[:, 0] = torch.tensor(shares)
+        received = [row[0] for row in agree_on_sizes(self.group, self.name, x_NH, sizes_Pk)]
+        record = ShuffleRecord(token_N, shares, received)
+        with stage_of(self.layer, OUT):
+            return self.group.all_to_all(x_NH.index_select(0, token_N), shares, received, self.name), record
+
+    def back(self, y_MH: Tensor, record: ShuffleRecord) -> Tensor:
+        """Rows for the tokens that :meth:`out` returned, (M, H), to their ranks, (N, H), as they lay there."""
+        with stage_of(self.layer, BACK):
+            y_NH = self.group.all_to_all(y_MH, record.receive_splits, record.send_splits, f"{self.name}, back")
+        return torch.empty_like(y_NH).index_copy(0, record.token_N, y_NH)

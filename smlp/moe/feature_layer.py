@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smlp.errors import NaNError, UserError
-from smlp.moe.chunked_exchange import ChunkedFeatureExchange
 from smlp.moe.dispatch import FeatureDispatcher, LocalFeatureDispatcher
 from smlp.moe.experts import SpatialExperts
 from smlp.moe.plan import RoutingPlan
@@ -62,8 +61,6 @@ class FeatureMoE(nn.Module):
 
     def _mix(self, seen_BmH: Tensor, start: int) -> Tensor:
         """Each chunk of the features through its expert: (B, m, H) to (B, m - start, H)."""
-        if isinstance(self.dispatcher, ChunkedFeatureExchange):
-            return self.dispatcher.through(self.experts, seen_BmH, self.num_experts, start)
         with stage_of(self.name, PERMUTE):
             chunks, record = self.dispatcher.dispatch(seen_BmH, self.num_experts, start)
         with stage_of(self.name, EXPERTS):

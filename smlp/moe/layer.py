@@ -5,16 +5,15 @@ Letters: ``B`` sequences, ``n`` tokens (n <= T), ``H`` features, ``N`` routed to
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from smlp.errors import NaNError, UserError
-from smlp.moe.chunked_exchange import ChunkedTokenExchange
+from smlp.errors import NaNError
 from smlp.moe.dispatch import LocalDispatcher, TokenDispatcher
-from smlp.moe.experts import FeedForwardExperts
-from smlp.moe.gated_experts import GatedMLPExperts
-from smlp.moe.routers import Router, Routing
-from smlp.moe.shuffle import TokenShuffle
+from smlp.moe.exchange import TokenShuffle
+from smlp.moe.routers.routing import Router, Routing
 from smlp.nn.state import ForwardContext, Observation
 from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 
@@ -26,16 +25,16 @@ class TokenMoE(nn.Module):
 
     Args:
         router: decides; see :mod:`smlp.moe.routers`.
-        experts: those of this rank.
+        experts: those of this rank, a module with ``expert_ids`` from (tokens (A, H), counts of each expert) to (A, H).
         name: of the layer, for error messages and reports.
         dispatcher: moves tokens; the local one by default.
-        shuffle: mixes tokens over ranks in training; not for experts that ask where their tokens stand.
+        shuffle: mixes tokens over ranks in training.
     """
 
     def __init__(
         self,
         router: Router,
-        experts: FeedForwardExperts | GatedMLPExperts,
+        experts: nn.Module,
         name: str,
         dispatcher: TokenDispatcher | None = None,
         shuffle: TokenShuffle | None = None,
@@ -48,39 +47,39 @@ class TokenMoE(nn.Module):
         self.shuffle = shuffle
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """The update (B, n, H) to add to x, and the router's auxiliary losses.
+        """Return the update (B, n, H) to add to x, and the router's auxiliary losses.
 
         Raises:
             NaNError: routing scores are NaN; the message names the layer.
-            UserError: incremental decoding with gMLP experts that are spread over ranks.
         """
-        x_NH = x_BnH.flatten(0, 1)
+        all_NH = x_NH = x_BnH.flatten(0, 1)
         token_ids_N = None if context.tokens_Bn is None else context.tokens_Bn.flatten()
-        if context.valid_Bn is None:
-            update_NH, aux_losses = self._shuffled(x_NH, token_ids_N, None, context)
-        else:
+        rows_N = way_back = None
+        if context.valid_Bn is not None:
             with stage_of(self.name, PERMUTE):
                 rows_N = context.valid_Bn.flatten().nonzero().squeeze(1)
                 token_ids_N = None if token_ids_N is None else token_ids_N.index_select(0, rows_N)
-                valid_NH = x_NH.index_select(0, rows_N)
-            routed, aux_losses = self._shuffled(valid_NH, token_ids_N, rows_N, context)
+                x_NH = all_NH.index_select(0, rows_N)
+        if self.shuffle is not None and self.training:
+            x_NH, way_back = self.shuffle.out(x_NH)
+            token_ids_N = None
+        routing = self._route(x_NH, token_ids_N, context)
+        with stage_of(self.name, PERMUTE):
+            inputs, record = self.dispatcher.dispatch(x_NH, routing.plan)
+            beside = self._beside_tokens(rows_N, record, context)
+        with stage_of(self.name, EXPERTS):
+            outputs = self.experts(inputs, record.counts, *beside)
+        with stage_of(self.name, PERMUTE):
+            update_NH = self.dispatcher.combine(outputs, routing.weight_A, record)
+        if way_back is not None:
+            update_NH = self.shuffle.back(update_NH, way_back)
+        if rows_N is not None:
             with stage_of(self.name, PERMUTE):
-                update_NH = torch.zeros_like(x_NH).index_copy(0, rows_N, routed.to(x_NH.dtype))
-        return update_NH.view(x_BnH.shape), aux_losses
+                update_NH = torch.zeros_like(all_NH).index_copy(0, rows_N, update_NH.to(all_NH.dtype))
+        return update_NH.view(x_BnH.shape), routing.aux_losses
 
-    def _shuffled(
-        self, x_NH: Tensor, token_ids_N: Tensor | None, rows_N: Tensor | None, context: ForwardContext
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Routes tokens, among those of other ranks where they are to be mixed."""
-        if self.shuffle is None or not self.training:
-            return self._route(x_NH, token_ids_N, rows_N, context)
-        mixed, record = self.shuffle.out(x_NH)
-        update, aux_losses = self._route(mixed, None, None, context)
-        return self.shuffle.back(update, record), aux_losses
-
-    def _route(
-        self, x_NH: Tensor, token_ids_N: Tensor | None, rows_N: Tensor | None, context: ForwardContext
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _route(self, x_NH: Tensor, token_ids_N: Tensor | None, context: ForwardContext) -> Routing:
+        """Ask the router, or keep to the plan of the context."""
         try:
             with stage_of(self.name, GATE):
                 routing = self.router(x_NH, token_ids_N, context.plans.get(self))
@@ -88,38 +87,14 @@ class TokenMoE(nn.Module):
             raise NaNError.in_layer(self.name, error) from None
         context.plans[self] = routing.plan
         context.observed(self, Observation(routing.plan, routing.logits_NE))
-        place_N2 = None
-        if isinstance(self.experts, GatedMLPExperts):
-            if context.state is not None and not isinstance(self.dispatcher, LocalDispatcher):
-                raise UserError(
-                    f"{self.name}: text is written token by token only where each rank holds all experts: load the "
-                    "model with an expert-parallel size of 1"
-                )
-            if rows_N is None:
-                rows_N = torch.arange(x_NH.size(0), device=x_NH.device)
-            place_N2 = _places(rows_N, context)
-        return self._through_experts(x_NH, routing, place_N2, context), routing.aux_losses
+        return routing
 
-    def _through_experts(
-        self, x_NH: Tensor, routing: Routing, place_N2: Tensor | None, context: ForwardContext
-    ) -> Tensor:
-        """Tokens (N, H), whose places are given if the experts want them, to their experts and back."""
-        plan, weight_A = routing.plan, routing.weight_A
-        if isinstance(self.dispatcher, ChunkedTokenExchange):
-            places = None if place_N2 is None else (place_N2, context)
-            return self.dispatcher.through(self.experts, x_NH, plan, weight_A, places)
-        with stage_of(self.name, PERMUTE):
-            inputs, record = self.dispatcher.dispatch(x_NH, plan)
-            where = ()
-            if place_N2 is not None:
-                where = (*self.dispatcher.dispatch_places(place_N2, context.num_seqs, record), context)
-        with stage_of(self.name, EXPERTS):
-            outputs = self.experts(inputs, record.counts, *where)
-        with stage_of(self.name, PERMUTE):
-            return self.dispatcher.combine(outputs, weight_A, record)
+    def _beside_tokens(self, rows_N: Tensor | None, record: Any, context: ForwardContext) -> tuple[Any, ...]:
+        """Return what the experts are given beside tokens and counts: nothing, but where they mix tokens.
 
-
-def _places(rows_N: Tensor, context: ForwardContext) -> Tensor:
-    """Sequence and absolute position of rows of the flattened (B, n) batch, (N, 2)."""
-    sequence_N = rows_N.div(context.num_new_tokens, rounding_mode="floor")
-    return torch.stack([sequence_N, rows_N % context.num_new_tokens + context.start], dim=1)
+        Args:
+            rows_N: of the tokens in the flattened batch, (N,); None for all.
+            record: of the dispatched tokens.
+            context: of the forward pass.
+        """
+        return ()

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from smlp.config import ModelConfig
 from smlp.config.presets import preset
+from smlp.costs.memory import check_weights
 from smlp.errors import UserError
 from smlp.moe.layer import TokenMoE
-from smlp.nn.blocks import AuxLosses, build_blocks
-from smlp.nn.dropout import Dropout
-from smlp.nn.pytrees import pytree
-from smlp.nn.state import DecodingState, ForwardContext
+from smlp.nn.blocks.base import AuxLosses, build_blocks
+from smlp.nn.layers import Dropout
+from smlp.nn.state import DecodingState, ForwardContext, pytree
 from smlp.ops import linear
 from smlp.parallel import Ranks
 from smlp.parallel.spans import EMBEDDING, LOGITS, span
@@ -258,6 +258,10 @@ def build(arch: str, **overrides: Any) -> Decoder:
             that plugins bring (docs/extending.md).
 
     Raises:
-        UserError: the name or a setting is unknown, or a value is out of range.
+        UserError: the name or a setting is unknown, a value is out of range, or the weights take more memory than this
+            machine has.
     """
-    return Decoder(preset(arch, **overrides))
+    config = preset(arch, **overrides)
+    if torch.get_default_device().type == "cpu":
+        check_weights(config)
+    return Decoder(config)

@@ -6,15 +6,48 @@ Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``T`` th
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from smlp.errors import UserError
+
+Class = TypeVar("Class", bound=type)
+
+
+def pytree(cls: Class) -> Class:
+    """Register a dataclass whose instances torch may take apart and put together again; a class decorator.
+
+    Wrappers such as ``DistributedDataParallel(static_graph=True)`` and FSDP look with ``torch.utils._pytree`` for the
+    tensors that a module returns, and it sees none in a dataclass that it does not know. Not for an object through
+    which modules hand something to each other, such as a :class:`ForwardContext`: what is written into the copy that a
+    wrapper makes would be lost.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def flatten(instance: Any) -> tuple[list[Any], None]:
+        return [getattr(instance, name) for name in names], None
+
+    def flatten_with_keys(instance: Any) -> tuple[list[tuple[GetAttrKey, Any]], None]:
+        return [(GetAttrKey(name), getattr(instance, name)) for name in names], None
+
+    def unflatten(values: Iterable[Any], _: None) -> Any:
+        return cls(*values)
+
+    register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    return cls
 
 
 class DecodingState:

@@ -40,12 +40,14 @@ def balanced_assignment(scores: Tensor) -> Tensor:
         scores always give the same result on the same device.
 
     Raises:
-        ValueError: ``scores`` is not a real matrix with at least one column.
+        ValueError: ``scores`` is not a real matrix with values and at least one column.
         FloatingPointError: a score is NaN.
     """
     if not isinstance(scores, Tensor) or scores.is_complex():
         kind = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(f"scores must be a tensor of real numbers, got {kind}")
+    if scores.is_meta:
+        raise ValueError("scores must be a tensor with values, got one on the device meta")
     if scores.dim() != 2 or scores.size(1) == 0:
         raise ValueError(f"scores must have shape (N, E) with E >= 1, got {tuple(scores.shape)}")
     return balanced_assignments(scores.unsqueeze(0))[0]

@@ -6,9 +6,7 @@ Letters: ``W`` ranks, ``P`` ranks that share one set of experts, ``E`` experts, 
 from smlp.errors import ParallelError
 from smlp.parallel.gradients import global_grad_norm, reduce_expert_gradients
 from smlp.parallel.group import DistributedGroup, Group, LocalGroup
-from smlp.parallel.layout import ExpertLayout
-from smlp.parallel.ranks import Ranks, connect, one_process
-from smlp.parallel.state import cut_state, whole_state
+from smlp.parallel.ranks import ExpertLayout, Ranks, connect, cut_state, one_process, whole_state
 
 __all__ = [
     "DistributedGroup",

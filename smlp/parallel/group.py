@@ -1,24 +1,25 @@
-"""Groups of ranks that modules are given, so that none asks whether torch.distributed is up.
+"""Groups of ranks that modules are given, so that none asks whether torch.distributed is up; the one all-to-all.
 
 :class:`LocalGroup` is the stand-in for one process: a group of one, with which everything is the identity.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from smlp.errors import ParallelError
-from smlp.parallel.all_to_all import AllToAll
+from smlp.parallel.spans import SKEW, backward_of, current_span, stage_of
 
-#: what :meth:`DistributedGroup.begin` returns: waits for the rows that come, and returns them
-Wait = Callable[[], Tensor]
-
+#: a name travels as so many 8-byte words; longer ones are cut
+_NAME_WORDS = 8
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_HEAD = _NAME_WORDS + 2
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -95,56 +96,20 @@ class DistributedGroup:
 
     def exchange(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
         """:meth:`all_to_all` without gradients."""
-        received = self._room(x, send_splits, receive_splits, name)
-        self._run(
-            lambda: dist.all_to_all_single(
-                received, x.contiguous(), list(receive_splits), list(send_splits), group=self.process_group
-            ),
-            name,
-            _exchange_of(x, send_splits, receive_splits),
-        )
-        return received
-
-    def begin(
-        self,
-        x: Tensor,
-        send_splits: Sequence[int],
-        receive_splits: Sequence[int],
-        name: str,
-        into: Tensor | None = None,
-    ) -> Wait:
-        """:meth:`exchange` in two steps: rows are on their way when this returns.
-
-        Several may be on their way at a time; all ranks begin them in the same order, and may wait in any. Until then
-        x must not be changed, and both x and the room for the rows to come are kept.
-
-        Args:
-            into: contiguous room for the rows; new by default.
-        """
-        received = self._room(x, send_splits, receive_splits, name) if into is None else into
-        x, what = x.contiguous(), _exchange_of(x, send_splits, receive_splits)
-        work = self._run(
-            lambda: dist.all_to_all_single(
-                received, x, list(receive_splits), list(send_splits), group=self.process_group, async_op=True
-            ),
-            name,
-            what,
-        )
-        return functools.partial(self._end, work, x, received, name, what)
-
-    def _end(self, work: Any, sent: Tensor, received: Tensor, name: str, what: str) -> Tensor:
-        """Waits; ``sent`` is only held until then."""
-        self._run(work.wait, name, what)
-        return received
-
-    def _room(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
-        """An empty tensor for the rows to come."""
         if len(send_splits) != self.size or len(receive_splits) != self.size or sum(send_splits) != x.size(0):
             raise ParallelError(
                 f"{self._here(name)}: rows of {tuple(x.shape)} cannot be sent in parts of {list(send_splits)} to, with "
                 f"{list(receive_splits)} from, {self.size} ranks"
             )
-        return x.new_empty(sum(receive_splits), *x.shape[1:])
+        received = x.new_empty(sum(receive_splits), *x.shape[1:])
+        self._run(
+            lambda: dist.all_to_all_single(
+                received, x.contiguous(), list(receive_splits), list(send_splits), group=self.process_group
+            ),
+            name,
+            f"all-to-all of {tuple(x.shape)} {x.dtype}, parts {list(send_splits)} out and {list(receive_splits)} in",
+        )
+        return received
 
     def exchange_counts(self, counts_Pk: Tensor, name: str) -> Tensor:
         """See :class:`Group`."""
@@ -185,5 +150,69 @@ class DistributedGroup:
             raise ParallelError.lost(f"{self._here(name)}: {what}", error) from error
 
 
-def _exchange_of(x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> str:
-    return f"all-to-all of {tuple(x.shape)} {x.dtype}, parts {list(send_splits)} out and {list(receive_splits)} in"
+class AllToAll(torch.autograd.Function):
+    """Rows to other ranks and rows from them; gradients go back the way the rows came.
+
+    The node stays in the graph when no row is sent or received, so that every rank runs the same collectives in its
+    backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Any, send_splits: Sequence[int], receive_splits: Sequence[int], name: str
+    ) -> Tensor:
+        ctx.way_back = (group, receive_splits, send_splits, f"{name}, backward")
+        ctx.span = current_span()
+        # Reading a saved tensor in the backward pass makes activation checkpointing compute the block again, with its
+        # collectives, before this node's collective: on every rank, whatever else the block has saved there.
+        ctx.save_for_backward(x.new_empty(0))
+        return group.exchange(x, send_splits, receive_splits, name)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        _ = ctx.saved_tensors
+        group, send_splits, receive_splits, name = ctx.way_back
+        with backward_of(ctx.span):
+            return group.exchange(grad, send_splits, receive_splits, name), None, None, None, None
+
+
+def agree_on_sizes(group: Group, name: str, x: Tensor, sizes_Pk: Tensor) -> list[list[int]]:
+    """Tells every rank what it will get from this one, and checks that all are at the same place of the model.
+
+    One collective of fixed size, and one wait for the device.
+
+    Args:
+        group: the ranks.
+        name: of the layer.
+        x: the data to be sent later: its width (last axis) and dtype must be the same on all ranks.
+        sizes_Pk: whole numbers for each rank, (P, k), int64; k is the same in all layers of a model.
+
+    Returns:
+        The numbers that each rank has for this one, P lists of k.
+
+    Raises:
+        ParallelError: another rank is in another layer, or has data of another width or dtype. Then all ranks of the
+            group raise it.
+    """
+    words = name.encode()[: 8 * _NAME_WORDS].ljust(8 * _NAME_WORDS, b"\0")
+    head = [int.from_bytes(words[i : i + 8], "little", signed=True) for i in range(0, len(words), 8)]
+    head += [x.size(-1), _DTYPES.index(x.dtype)]
+    head_Pk = torch.tensor(head, device=sizes_Pk.device).expand(group.size, -1)
+    where = f"{name}, before sending {tuple(x.shape)} {x.dtype}"
+    with stage_of(name, SKEW):
+        received = group.exchange_counts(torch.cat([head_Pk, sizes_Pk], dim=1), where).tolist()
+    for rank, row in enumerate(received):
+        if row[:_HEAD] != head:
+            members = getattr(group, "members", range(group.size))
+            raise ParallelError(
+                f"rank {members[group.rank]} has {_described(head)}, but rank {members[rank]} has "
+                f"{_described(row[:_HEAD])}: they no longer compute the same thing (another batch, precision or model?)"
+            )
+    return [row[_HEAD:] for row in received]
+
+
+def _described(head: Sequence[int]) -> str:
+    name = b"".join(word.to_bytes(8, "little", signed=True) for word in head[:_NAME_WORDS]).rstrip(b"\0")
+    width, dtype = head[_NAME_WORDS:]
+    return f"data of shape (.., {width}) in {_DTYPES[dtype]} at {name.decode(errors='replace')}"

@@ -1,14 +1,92 @@
-"""A layout with the groups to talk through."""
+"""Which rank holds which experts, the groups to talk through, and state dicts that are whole or cut to one rank.
+
+Expert tensors are stacked along their first axis, in order of global id; that is how a model in one process names and
+stores them. :func:`whole_state` and :func:`cut_state` serve optimizer state with the shapes of the parameters (Adam's
+moments) as well: one call for each kind.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from smlp.errors import UserError
 from smlp.parallel.group import DistributedGroup, Group, LocalGroup
-from smlp.parallel.layout import ExpertLayout
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """E experts over W ranks, in expert groups of P consecutive ranks.
+
+    The ranks of an expert group share one set of experts: the rank at position p holds experts p*E/P .. (p+1)*E/P - 1.
+    The ranks at the same position of all groups hold the same experts; they are a replica group.
+
+    Args:
+        num_experts: E.
+        world_size: W.
+        rank: of this process, 0 .. W-1.
+        group_size: P, divides W and E; the largest such number by default.
+
+    Raises:
+        UserError: the numbers do not fit; the message names them.
+    """
+
+    num_experts: int
+    world_size: int = 1
+    rank: int = 0
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        num_experts, world_size, group_size = self.num_experts, self.world_size, self.group_size
+        if num_experts < 1 or world_size < 1 or not 0 <= self.rank < world_size:
+            raise UserError(
+                f"rank {self.rank} of {world_size} ranks with {num_experts} experts: there must be at least one "
+                "expert, and ranks count from 0"
+            )
+        largest = math.gcd(num_experts, world_size)
+        if group_size is None:
+            object.__setattr__(self, "group_size", largest)
+        elif group_size < 1 or largest % group_size:
+            raise UserError(
+                f"an expert-parallel size of {group_size} must divide both the {world_size} ranks and the "
+                f"{num_experts} experts; the largest that does is {largest}"
+            )
+
+    @property
+    def position(self) -> int:
+        """p, of this rank in its expert group."""
+        return self.rank % self.group_size
+
+    @property
+    def num_local(self) -> int:
+        """e = E/P, experts on each rank."""
+        return self.num_experts // self.group_size
+
+    @property
+    def num_replicas(self) -> int:
+        """W/P, ranks that hold the same experts."""
+        return self.world_size // self.group_size
+
+    @property
+    def expert_ids(self) -> range:
+        """Global ids of this rank's experts."""
+        return range(self.position * self.num_local, (self.position + 1) * self.num_local)
+
+    @property
+    def expert_groups(self) -> list[list[int]]:
+        """The ranks of every expert group, each in order of position."""
+        return [list(range(first, first + self.group_size)) for first in range(0, self.world_size, self.group_size)]
+
+    @property
+    def replica_groups(self) -> list[list[int]]:
+        """The ranks of every replica group, by position."""
+        return [list(range(position, self.world_size, self.group_size)) for position in range(self.group_size)]
 
 
 @dataclass(frozen=True)
@@ -60,3 +138,50 @@ def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None) ->
     made = [dist.new_group(members, timeout=timeout) for members in groups]
     (own,) = (group for group, members in zip(made, groups, strict=True) if rank in members)
     return DistributedGroup(own)
+
+
+def whole_state(
+    state: Mapping[str, Tensor], expert_names: Collection[str], ranks: Ranks, only_on_first: bool = False
+) -> dict[str, Tensor] | None:
+    """All experts, from the ranks that have them, bit for bit; a collective over each expert group.
+
+    Args:
+        state: tensors of this rank by name. Expert tensors are (e, ...); scalars and the others are taken as they are.
+        expert_names: names of expert tensors; those that ``state`` lacks are left out, on all ranks alike.
+        ranks: layout and groups.
+        only_on_first: only rank 0 gets the result, and only its expert group communicates; the others get None.
+
+    Returns:
+        The names in the order of ``state``; expert tensors (E, ...) on their own device.
+    """
+    if only_on_first and ranks.layout.rank >= ranks.layout.group_size:
+        return None
+    whole = {}
+    for name, tensor in state.items():
+        if name not in expert_names or tensor.dim() == 0:
+            whole[name] = tensor
+            continue
+        # as bytes: every dtype can be sent
+        as_bytes = tensor.detach().contiguous().view(torch.uint8)
+        parts = ranks.experts.gather(as_bytes, name, destination=0 if only_on_first else None)
+        if parts is not None:
+            whole[name] = torch.cat(parts).view(tensor.dtype)
+    return None if only_on_first and ranks.layout.rank > 0 else whole
+
+
+def cut_state(whole: Mapping[str, Tensor], expert_names: Collection[str], layout: ExpertLayout) -> dict[str, Tensor]:
+    """This rank's experts, and everything else as it is: the inverse of :func:`whole_state`, for any layout.
+
+    Raises:
+        UserError: a tensor does not hold E experts.
+    """
+    first, last = layout.expert_ids[0], layout.expert_ids[-1] + 1
+    cut = {}
+    for name, tensor in whole.items():
+        if name not in expert_names or tensor.dim() == 0:
+            cut[name] = tensor
+            continue
+        if tensor.size(0) != layout.num_experts:
+            raise UserError(f"{name} holds {tensor.size(0)} experts, but the model has {layout.num_experts}")
+        cut[name] = tensor[first:last].clone()
+    return cut

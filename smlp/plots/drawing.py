@@ -79,6 +79,10 @@ def save(figure: Figure, path: Path) -> Path:
             figure.savefig(path, metadata=metadata)
     except OSError as error:
         raise UserError(f"cannot write picture {path}: {error.strerror}") from None
+    except ValueError as error:
+        if "\0" not in str(path):
+            raise
+        raise UserError(f"cannot write picture {str(path)!r}: {error}") from None
     return path
 
 

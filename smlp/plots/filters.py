@@ -12,10 +12,9 @@ import numpy as np
 
 from smlp.config import ModelConfig
 from smlp.errors import UserError
-from smlp.moe.experts import SpatialExperts
-from smlp.moe.gated_experts import GatedMLPExperts
-from smlp.nn.blocks import FeatureSublayer, GatedMLPBlock, SparseBlock
+from smlp.nn.blocks import FeatureSublayer, GatedMLPBlock, GatedMLPMoEBlock, SparseBlock
 from smlp.nn.decoder import Decoder
+from smlp.nn.layers import SpatialWeights
 from smlp.plots.toeplitz import half_energy_distance, random_toeplitz_share, toeplitz_share
 
 
@@ -31,7 +30,7 @@ class SpatialLayer:
     unit: str
     #: the position of the first row and column: the prefix of partial and leaky routing, else 0
     first_position: int
-    experts: SpatialExperts
+    experts: SpatialWeights
 
     @property
     def num_matrices(self) -> int:
@@ -77,7 +76,7 @@ def spatial_layers(decoder: Decoder) -> list[SpatialLayer]:
             experts = block.mixing.feature_moe.experts
             kind = f"sMoE ({config.moe.feature_routing})"
             found.append(SpatialLayer(index, kind, "expert", config.prefix_tokens, experts))
-        elif isinstance(block, SparseBlock) and isinstance(block.token_moe.experts, GatedMLPExperts):
+        elif isinstance(block, GatedMLPMoEBlock):
             found.append(SpatialLayer(index, "gMLP-MoE", "expert", 0, block.token_moe.experts.gating))
     return found
 

@@ -27,6 +27,8 @@ from smlp.files import regular_file
 _PIECE = 2**24  # tokens read at a time
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQ")  # version, type code, number of sentences
+OLDER_MAGIC = b"TNTIDX\x00\x00"
+OLDER_HEADER = struct.Struct("<8sQQQQQ")  # and version, type code, its bytes, number of sentences, and of dimensions
 TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
 
 
@@ -104,6 +106,44 @@ def open_tokens(path_prefix: str | Path) -> TokenFiles:
             raise UserError(f"{index_path} is damaged: its sentences do not follow each other in {data_path.name}")
         position = int(ends[-1])
     return files
+
+
+def check_older(path_prefix: str | Path) -> None:
+    """Compare the two files of fairseq's older formats (``--dataset-impl lazy`` and ``cached``) with each other.
+
+    ``PREFIX.idx``, all numbers int64: 8 bytes ``TNTIDX\\0\\0``; version (1); code and bytes of the token type; number S
+    of sentences; number D of their dimensions (S, each being a row); S + 1 places in the list of dimensions; S + 1
+    places in the data file, in tokens; the dimensions (D).
+
+    Raises:
+        UserError: the message names the file and the numbers.
+    """
+    index_path, data_path = Path(f"{path_prefix}.idx"), Path(f"{path_prefix}.bin")
+    with open_data_file(index_path) as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with open_data_file(data_path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+    if len(content) < OLDER_HEADER.size or content[: len(OLDER_MAGIC)] != OLDER_MAGIC:
+        raise UserError(f"{index_path} is no fairseq index of an older kind: it starts with {content[:9]!r}")
+    version, code, width, num_sentences, num_sizes = OLDER_HEADER.unpack_from(content)[1:]
+    if version != 1 or code not in TOKEN_TYPES or np.dtype(TOKEN_TYPES[code]).itemsize != width:
+        raise UserError(
+            f"{index_path} is damaged: version {version}, token type {code} of {width} bytes; version 1 and an integer "
+            "type are known"
+        )
+    needed = OLDER_HEADER.size + 8 * (2 * (num_sentences + 1) + num_sizes)
+    if len(content) != needed or num_sizes != num_sentences or num_sentences == 0:
+        raise UserError(
+            f"{index_path} holds {len(content)} bytes, but {num_sentences} sentences of {num_sizes} sizes need {needed}"
+        )
+    numbers = np.frombuffer(content, "<i8", offset=OLDER_HEADER.size)
+    dims, places, lengths = np.split(numbers, [num_sentences + 1, 2 * (num_sentences + 1)])
+    if lengths.min() < 0 or dims[0] or places[0] or np.any(np.diff(dims) != 1) or np.any(np.diff(places) != lengths):
+        raise UserError(f"{index_path} is damaged: its sentences do not follow each other in {data_path.name}")
+    if num_bytes != width * places[-1]:
+        raise UserError(
+            f"{data_path} holds {num_bytes} bytes, but {index_path.name} lists {places[-1]} tokens of {width} bytes"
+        )
 
 
 def check_recorded(path_prefix: str | Path, largest: float = math.inf) -> None:

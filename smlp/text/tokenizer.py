@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import operator
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,9 @@ from smlp.errors import UserError
 from smlp.text.tokenizer_files import DICTIONARY, find_tokenizer
 from smlp.text.tokenizer_kinds import kind_of
 from smlp.text.vocabulary import Vocabulary
+
+#: what a line break becomes: ``</s>``, or a space
+NEWLINES = ("eos", "space")
 
 
 class Tokenizer:
@@ -41,7 +46,7 @@ class Tokenizer:
         """Ids of the text's pieces, with no end symbol added; pieces the dictionary lacks become ``<unk>``.
 
         Raises:
-            UserError: the text has a lone surrogate, which no encoding of text has bytes for.
+            UserError: it is no text, or has a lone surrogate, which no encoding of text has bytes for.
         """
         check_characters(text)
         return self._kind.encode(text)
@@ -58,7 +63,13 @@ class Tokenizer:
         Args:
             text: any.
             newline: what a line break becomes, ``"eos"`` (``</s>``, the end of a line in training) or ``"space"``.
+
+        Raises:
+            UserError: as :meth:`encode`, or ``newline`` is something else.
         """
+        check_characters(text)
+        if newline not in NEWLINES:
+            raise UserError(f"newline must be one of {', '.join(NEWLINES)}, got {newline!r:.80}")
         if newline == "space":
             return self.encode(text.replace("\n", " "))
         ids: list[int] = []
@@ -79,17 +90,33 @@ class Tokenizer:
         return TextDecoder(self, before)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of the ids; ``</s>`` ends a line."""
-        text = b"".join(self.content(token) for token in tokens).decode("utf-8", "replace")
+        """Text of the ids; ``</s>`` ends a line.
+
+        Raises:
+            UserError: one is no id of the dictionary.
+        """
+        text = b"".join(self.content(self._checked(token)) for token in tokens).decode("utf-8", "replace")
         return "\n".join(line.strip() for line in text.split("\n")) if self.strips_lines else text
+
+    def _checked(self, token: Any) -> int:
+        most = len(self.vocabulary) - 1
+        try:
+            number = operator.index(token)
+        except TypeError:
+            number = -1
+        if not 0 <= number <= most:
+            raise UserError(f"ids must be whole numbers from 0 to {most}, got {token!r:.80}")
+        return number
 
 
 def check_characters(text: str) -> None:
-    """Refuses a text with half a character: from bytes that are not UTF-8, or from an escape in JSON.
+    """Refuses what is no text, and a text with half a character: from bytes that are not UTF-8, or an escape in JSON.
 
     Raises:
-        UserError: the message has the place.
+        UserError: the message has the value, or the place.
     """
+    if not isinstance(text, str):
+        raise UserError(f"a text must be a string, got {text!r:.80}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

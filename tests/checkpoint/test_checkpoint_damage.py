@@ -306,13 +306,30 @@ def test_what_training_cannot_resume_from_is_named(whole: Path, change, words) -
             lambda s: s["cfg"]["model"].update(ffn_dim=32),
             ["(base_lm_tiny): decoder.core.blocks.1.token_moe.experts.w1 has shape (4, 24, 16), not (4, 32, 16)"],
         ),
-        (lambda s: s["cfg"]["model"].update(num_dense_layers=10**7), ["which has 10,000,001 blocks: the tensors"]),
+        (lambda s: s["cfg"]["model"].update(num_dense_layers=10**4), ["which has 10,001 blocks: the tensors"]),
         (lambda s: s["cfg"]["model"].update(num_experts=10**9), ["which has 1,000,000,000 experts: the tensors"]),
         (lambda s: s["cfg"]["model"].update(tokens_per_sample=10**9), ["which has 1,000,000,000 positions"]),
         (lambda s: s["model"].update({PREFIX + "norm.bias": "x"}), ["norm.bias, which is no tensor"]),
         (lambda s: s["cfg"]["model"].update(ffn_dim=-1), ["no model that can be built", "ffn_dim", "-1"]),
+        (lambda s: s["cfg"]["model"].update(ffn_dim=2**63), ["no model that can be built: ffn_dim must be at most 2,"]),
+        (
+            lambda s: s["cfg"]["model"].update(embed_dim=2**31 - 2),
+            ["does not fit its configuration (base_lm_tiny), which has 2,147,483,646 features: the tensors"],
+        ),
+        (
+            lambda s: s["cfg"]["model"].update(tokens_per_sample="12"),
+            ["--tokens-per-sample must be a whole number of at least 1, got '12'"],
+        ),
+        (lambda s: s["cfg"]["model"].pop("tokens_per_sample"), ["--tokens-per-sample must be", "got None"]),
+        (
+            lambda s: s["cfg"]["model"].update(max_target_positions=-5),
+            ["--max-target-positions must be a whole number of at least 1, got -5"],
+        ),
+        (lambda s: s["cfg"]["model"].update(add_bos_token="no"), ["--add-bos-token must be true or false, got 'no'"]),
+        (lambda s: s["cfg"]["model"].update(_name=["x"]), ["the name of the architecture must be text, got ['x']"]),
         (lambda s: s["model"].update({PREFIX + "norm.bias": torch.zeros(16).half()}), ["weights of several types"]),
         (lambda s: s["last_optimizer_state"]["state"][3].update(exp_avg=torch.ones(2, 2)), ["exp_avg of", "(2, 2)"]),
+        (lambda s: s["model"].update({PREFIX + "norm.bias": torch.zeros(16).char()}), ["norm.bias is of torch.int8"]),
     ],
 )
 def test_tensors_that_do_not_fit_the_configuration_are_named(whole: Path, change, words, capsys) -> None:

@@ -25,7 +25,7 @@ from smlp.checkpoint.parts import (
     write_part,
 )
 from smlp.errors import UserError
-from smlp.moe.ownership import expert_parameters
+from smlp.moe.experts import expert_parameters
 
 
 @pytest.fixture

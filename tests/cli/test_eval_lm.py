@@ -227,6 +227,7 @@ REFUSED = {
     "a mix-up": (["{data}", "--per-document", "{root}/text.txt"], "there is a file of another kind already"),
     "another dictionary": (["{root}/other"], "is not the dictionary of the model"),
     "unknown ids": (["{root}/ids"], "test.bin holds the id 24, but the model has 24 symbols"),
+    "ids below 0": (["{root}/negative"], "test.bin holds the id -7, but the model has 24 symbols, counted from 0"),
 }
 
 
@@ -235,10 +236,11 @@ def mistakes(folder) -> Path:
     """Files that do not fit."""
     (folder / "short.txt").write_text("w1\n")
     (folder / "empty.txt").touch()
-    for name in ("other", "ids"):
+    for name in ("other", "ids", "negative"):
         shutil.copytree(folder / "data", folder / name)
     (folder / "other" / "dict.txt").write_text("".join(f"{word} 1\n" for word in reversed(WORDS)))
-    (folder / "ids" / "test.bin").write_bytes(np.full(219, 24, dtype=np.int32).tobytes())
+    for name, wrong in (("ids", 24), ("negative", -7)):
+        (folder / name / "test.bin").write_bytes(np.append(np.full(218, 5), wrong).astype(np.int32).tobytes())
     return folder
 
 

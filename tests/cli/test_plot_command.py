@@ -159,6 +159,22 @@ def test_mistakes_are_refused_in_one_sentence(case, data, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_no_older_json_passes_for_that_of_a_command_that_was_stopped(tmp_path, monkeypatch):
+    def stop(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("smlp.plots.weights.plot_weights", stop)
+    path, older = save(tmp_path, "smlp_tiny"), tmp_path / "weights.json"
+    older.write_text("{}\n")
+    assert plot(path, "--json", older, "--layers", "x") == 1 and older.exists()
+    assert plot(path, "--json", older, "--out", tmp_path / "out") == 130 and not older.exists()
+
+
+def test_a_folder_of_pictures_that_can_have_no_such_name(tmp_path, capsys):
+    assert plot(save(tmp_path, "smlp_tiny"), "--out", "a\0b") == 1
+    assert "cannot write picture 'a\\x00b/" in capsys.readouterr().err
+
+
 def test_without_matplotlib(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plot(tmp_path / "no.pt") == 1

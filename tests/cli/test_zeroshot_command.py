@@ -18,9 +18,7 @@ from smlp.evaluation.zeroshot.report import TABLE_6
 from smlp.evaluation.zeroshot.rules import RULES
 from smlp.evaluation.zeroshot.templates import TEMPLATES
 from smlp.inference.scoring.candidates import CandidateScorer
-from smlp.inference.scoring.texts import NEWLINES
-from smlp.inference.scoring.texts import NEWLINES as NEWLINE_CHOICES
-from smlp.text.tokenizer import Vocabulary
+from smlp.text.tokenizer import NEWLINES, Vocabulary
 
 SYMBOLS = [*WORDS, ".", "because", "so", ",", "w1:"]
 CONTEXT = 40
@@ -416,4 +414,12 @@ def test_no_file_of_a_task_is_written_over(data, model, capsys, command: str, op
 def test_the_command_knows_what_the_library_has():
     """And no more: the tasks are the columns of the paper's table, in its order."""
     assert tuple(READERS) == _TASKS == tuple(TABLE_6) and tuple(TEMPLATES) == _TEMPLATES
-    assert ("auto", *RULES) == _SCORING and NEWLINE_CHOICES == NEWLINES
+    assert ("auto", *RULES) == _SCORING
+
+
+def test_the_report_is_not_written_where_scores_are_kept(data, model, tmp_path, capsys) -> None:
+    output = tmp_path / "answers.jsonl"
+    words = ["--tasks", "copa", "--output", str(output), "--json", f"{output}.partial"]
+    assert main(["zeroshot", "--path", str(model[0]), "--data-dir", str(data), *words]) == 1
+    assert f"--json {output}.partial is where the scores of --output are kept" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import smlp
-from smlp.config import SETTINGS, ModelConfig, MoEConfig, flatten, unflatten
+from smlp.config import MOST_LAYERS, SETTINGS, ModelConfig, MoEConfig, flatten, unflatten
 from smlp.config.ignored_settings import ignored_settings
 from smlp.config.presets import PRESETS
 from smlp.costs.formula import parameters
@@ -108,12 +108,25 @@ def test_sparse_positions_are_distinct_layers(num_dense, num_sparse):
         ({"sparse_placement": "alternate", "num_dense_layers": 1}, ["num_sparse_layers=12", "num_dense_layers=1"]),
         ({"positions": "sinusoidal", "embed_dim": 33, "num_experts": 3}, ["sinusoidal", "33"]),
         ({"dense_block": "transformer", "num_heads": 5}, ["num_heads=5", "embed_dim=1024"]),
+        ({"ffn_dim": 2**63}, ["ffn_dim must be at most 2,147,483,647, got 9223372036854775808"]),
+        ({"num_experts": 2**70}, ["num_experts must be at most 2,147,483,647"]),
+        ({"num_dense_layers": 2**40}, [f"num_dense_layers={2**40}", "more than 10000 layers"]),
+        ({"embed_init_std": -1.0}, ["embed_init_std must be from 0 to below 1e+06", "-1.0"]),
+        ({"spatial_init_scale": float("inf")}, ["spatial_init_scale must be from 0 to below 1e+06", "inf"]),
+        ({"centroid_init_gain": 1e39}, ["centroid_init_gain must be positive and below 1e+06", "1e+39"]),
     ],
 )
 def test_bad_settings_are_named(settings, words):
     with pytest.raises(smlp.UserError) as error:
         unflatten(settings)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_model_that_no_memory_holds_is_not_built():
+    with pytest.raises(smlp.UserError, match=r"weights of this model take [\d,]+ GiB"):
+        smlp.build("gmlp_lm_tiny", embed_dim=10**9)
+    with torch.device("meta"):
+        assert smlp.build("smlp_large").embedding.weight.is_meta
 
 
 @pytest.mark.parametrize(
@@ -152,6 +165,24 @@ def test_flat_settings_are_the_inverse_of_the_nested_ones():
     assert unflatten(flatten(config)) == config
     assert set(flatten(config)) == set(SETTINGS)
     assert all(field.metadata["help"] for field in SETTINGS.values())
+
+
+def test_a_model_has_no_more_layers_than_can_be_built():
+    smlp.preset("smlp_tiny", num_dense_layers=MOST_LAYERS - 2)
+    with pytest.raises(smlp.UserError, match="num_dense_layers=1000000 and num_sparse_layers=2 are more than 10000"):
+        smlp.preset("smlp_tiny", num_dense_layers=10**6)
+
+
+@pytest.mark.parametrize("name", ["spatial_init_scale", "embed_init_std", "centroid_init_gain"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_initial_weights_are_finite(name, value):
+    with pytest.raises(smlp.UserError, match=rf"^{name} must be .*, got {value}"):
+        smlp.preset("smlp_tiny", **{name: value})
+
+
+def test_settings_of_older_records_that_are_gone_change_nothing():
+    config = smlp.preset("smlp_tiny")
+    assert unflatten({**flatten(config), "overlap_chunks": 2}) == config
 
 
 def test_configurations_cannot_be_changed_behind_a_model():

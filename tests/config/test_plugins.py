@@ -24,7 +24,7 @@ from smlp.costs.match import FAMILIES, families, like, match
 from smlp.criterions.choice import needs_ours
 from smlp.experiments.plan import entries_of
 from smlp.experiments.reading import read_experiment
-from smlp.kinds import register_architecture
+from smlp.extend import register_architecture
 from smlp.launch.environment import environment
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("own_tables")]
@@ -108,7 +108,7 @@ def test_match_finds_sizes_of_own_architectures(plugged_in):
 
 START = """
 from dataclasses import dataclass
-from smlp.kinds import BlockKind, RouterKind, register_architecture, register_dense_block, register_router, setting
+from smlp.extend import BlockKind, RouterKind, register_architecture, register_dense_block, register_router, setting
 
 class Free(RouterKind):
     def build(self, config): ...
@@ -197,6 +197,12 @@ def test_two_files_with_one_name_and_one_file_twice(tmp_path, monkeypatch):
     monkeypatch.setenv(plugins.VARIABLE, os.pathsep.join([str(ROUTER), str(other)]))
     with pytest.raises(smlp.UserError, match=r"'cosine' of Cosine in .*other.py.*from Cosine in .*cosine_router.py"):
         smlp.preset("smlp_tiny")
+
+
+def test_files_that_use_the_older_name_still_work():
+    from smlp import extend, kinds
+
+    assert all(getattr(kinds, name) is getattr(extend, name) for name in extend.__all__)
 
 
 def test_help_does_not_wait_for_plugins(tmp_path):

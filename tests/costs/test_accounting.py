@@ -12,10 +12,13 @@ import smlp
 from smlp.cli import main
 from smlp.config import unflatten
 from smlp.config.presets import PRESETS, preset
-from smlp.costs import counted, formula, parts
+from smlp.costs import counted, formula
 from smlp.costs.counted import build_without_weights, counted_flops, counted_parameters, own_shares
 from smlp.costs.formula import components, flops_per_token, forward_flops, parameters
 from smlp.costs.operators import FREE, prepare
+from smlp.nn.blocks.gmlp import SPATIAL_GATING
+from smlp.nn.blocks.smlp import FEATURE_MOE
+from smlp.nn.blocks.transformer import ATTENTION
 
 SMALL = {"vocab_size": 10, "max_tokens": 4, "embed_dim": 4, "ffn_dim": 8, "num_experts": 2}
 
@@ -77,15 +80,15 @@ def kind(config, name):
 
 
 def test_modules_of_table_3():
-    attention = kind(preset("dense_lm"), parts.ATTENTION)
+    attention = kind(preset("dense_lm"), ATTENTION)
     assert attention.other_params == pytest.approx(4.198e6, rel=1e-3)
     assert 2048 * attention.flops_per_position == pytest.approx(12.885e9, rel=0.01)
-    assert kind(preset("dense_lm", num_heads=1), parts.ATTENTION) == attention
+    assert kind(preset("dense_lm", num_heads=1), ATTENTION) == attention
     for heads, params in ((16, 16.798e6), (1, 1.054e6)):
-        unit = kind(preset("gmlp_lm", num_heads=heads), parts.SPATIAL_GATING)
+        unit = kind(preset("gmlp_lm", num_heads=heads), SPATIAL_GATING)
         assert unit.other_params == pytest.approx(params, rel=1e-3)
         assert 2048 * unit.flops_per_position == pytest.approx(4.316e9, rel=0.01)
-    expert = kind(preset("smlp"), parts.FEATURE_MOE)
+    expert = kind(preset("smlp"), FEATURE_MOE)
     assert expert.expert_params + expert.other_params == pytest.approx(1.054e6, rel=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Freed memory stays with a process that trains on a CPU (:mod:`smlp.trainer.memory`)."""
+"""Freed memory stays with a process that trains on a CPU (:mod:`smlp.fairseq_compat.startup`)."""
 
 import platform
 
@@ -9,7 +9,7 @@ PROGRAM = """
 import os, resource, sys
 {before}
 import torch
-from smlp.trainer.memory import keep_freed_memory
+from smlp.fairseq_compat.startup import keep_freed_memory
 
 kept = keep_freed_memory()
 for _ in range(12):

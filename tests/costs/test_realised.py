@@ -6,10 +6,10 @@ import torch
 import smlp
 from smlp.costs.component import ROUTER
 from smlp.costs.formula import components, flops_per_token
-from smlp.costs.parts import TOKEN_EXPERTS
 from smlp.costs.realised import Work, num_pairs, realised_work
 from smlp.moe.balance import layer_record, routing_sums
 from smlp.moe.plan import RoutingPlan
+from smlp.nn.blocks.sparse import TOKEN_EXPERTS
 from smlp.nn.state import ForwardContext
 
 B, T, E, V = 4, 20, 4, 60

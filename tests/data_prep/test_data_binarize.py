@@ -15,11 +15,12 @@ import sentencepiece
 from running import REPOSITORY
 from test_data_tokenizer import sentences
 
-from data_prep.binarize import lines, segments
-from data_prep.binarize.lines import line_blocks
-from data_prep.binarize.mmap_files import token_type
+from data_prep.binarize import encoding
+from data_prep.binarize import shards as shards_module
+from data_prep.binarize.encoding import line_blocks
+from data_prep.binarize.shards import token_type
 from data_prep.flow.parts import find_files, plan_parts
-from data_prep.tokenize.sentencepieces import pieces_of, train_sentencepiece
+from data_prep.tokenize.models import pieces_of, train_sentencepiece
 from smlp.cli.main import main
 from smlp.errors import UserError
 from smlp.text.binarized import read_fairseq_tokens
@@ -156,7 +157,7 @@ def test_a_dictionary_too_large_for_two_bytes(tmp_path):
 
 
 def test_documents_are_whole_in_their_shards_whatever_the_parts(sample, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(segments, "SEGMENT_TOKENS", 50)  # several for each part and shard
+    monkeypatch.setattr(shards_module, "SEGMENT_TOKENS", 50)  # several for each part and shard
     common = ["--in", sample, "--tokenizer", tokenizer, "--shards", 3]
     assert binarize(*common, "--out", tmp_path / "one") == 0
     assert binarize(*common, "--out", tmp_path / "two", "--part-bytes", 1000) == 0
@@ -290,9 +291,9 @@ def test_after_a_kill_the_same_shards_and_no_half_one(sample, tokenizer, tmp_pat
     arguments = ["--in", sample, "--tokenizer", tokenizer, "--shards", 2, "--part-bytes", 1500]
     arguments = list(map(str, arguments))
     slow = (
-        "import sys, time; from data_prep.binarize import merging; from smlp.cli.main import main\n"
-        "def late(*a, do=merging._index): time.sleep(60); yield from do(*a)\n"
-        "merging._index = late\n"
+        "import sys, time; from data_prep.binarize import shards; from smlp.cli.main import main\n"
+        "def late(*a, do=shards._index): time.sleep(60); yield from do(*a)\n"
+        "shards._index = late\n"
         "main(['data', 'binarize', *sys.argv[1:], '--workers', '1', '--quiet'])"
     )
     out = tmp_path / "out"
@@ -377,7 +378,7 @@ def test_lines_go_to_shards_by_parts(tokenizer, tmp_path):
 
 
 def test_a_line_longer_than_a_block_is_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(encoding, "BLOCK_BYTES", 10)
     path = tmp_path / "a.txt"
     path.write_text("short\n" + "x" * 95 + "\n\n" + "y" * 25)
     expected = ["short", "x" * 95, "", "y" * 25]

@@ -10,10 +10,18 @@ from dataclasses import replace
 import pytest
 
 from data_prep.clean import characters, lines
-from data_prep.clean.cleaner import RULES, Settings, clean, clean_characters
-from data_prep.clean.filters import FILTERS, REPEATED_NGRAMS, TOP_NGRAMS, Measures, Thresholds, exceeds_ngram_share
-from data_prep.clean.language import excerpt, is_in
-from data_prep.dedup.words import words_of
+from data_prep.clean.cleaner import RULES, Cleaning, clean, clean_characters
+from data_prep.clean.filters import (
+    FILTERS,
+    REPEATED_NGRAMS,
+    TOP_NGRAMS,
+    Measures,
+    Thresholds,
+    exceeds_ngram_share,
+    excerpt,
+    is_in,
+)
+from data_prep.dedup.signatures import words_of
 from data_prep.flow.limits import CpuLimit
 from data_prep.flow.manifest import read_manifest
 from smlp.cli.main import main
@@ -26,7 +34,7 @@ GERMAN = (
     "Der Wärter des Leuchtturms ging jeden Abend am Ufer entlang und erzählte den Kindern, dass die Schiffe im "
     "Frühling zurückkommen würden. Sie glaubten ihm nicht, aber sie hörten ihm gerne zu, wenn er davon sprach."
 )
-ANY = Settings(language="any", thresholds=Thresholds(min_words=1, min_word_length=0, max_symbols=1))
+ANY = Cleaning(language="any", thresholds=Thresholds(min_words=1, min_word_length=0, max_symbols=1))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +215,7 @@ def test_repeated_runs_of_words_agree_with_counting():
 
 def test_language():
     assert is_in(ENGLISH, "en", 0.9) and not is_in(GERMAN, "en", 0.1) and is_in(GERMAN, "de", 0.9)
-    settings = Settings()
+    settings = Cleaning()
     assert clean(ENGLISH, settings, Counter())[1] == ""
     german = replace(settings, off=frozenset({"stop-words"}))
     assert clean(GERMAN, german, Counter())[1] == "language"

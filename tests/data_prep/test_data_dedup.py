@@ -12,11 +12,20 @@ import pytest
 from zeroshot_data import write_tasks
 
 from data_prep.dedup import command, groups
-from data_prep.dedup.components import first_of_each
 from data_prep.dedup.contamination import Index, index_tasks, read_tasks, summary
-from data_prep.dedup.signatures import Scheme, band_keys, shingles, signatures, similarity
-from data_prep.dedup.spill import read_partition, spilling
-from data_prep.dedup.words import ngram_hashes, text_hash, word_hashes, words_of
+from data_prep.dedup.files import read_partition, spilling
+from data_prep.dedup.groups import first_of_each
+from data_prep.dedup.signatures import (
+    Scheme,
+    band_keys,
+    ngram_hashes,
+    shingles,
+    signatures,
+    similarity,
+    text_hash,
+    word_hashes,
+    words_of,
+)
 from data_prep.flow.manifest import read_manifest
 from smlp.cli.main import main
 from smlp.errors import UserError

@@ -17,7 +17,7 @@ from running import REPOSITORY
 
 from data_prep.flow import documents, limits
 from data_prep.flow.documents import Defect, Loss, Reading, Record, documents_in, read
-from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
+from data_prep.flow.manifest import SETTINGS, STATE, Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.parts import find_files, left_out, plan_parts
 from data_prep.flow.running import Run, _lock, begin, is_done, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream, write_bytes, write_stream
@@ -261,8 +261,7 @@ def upper(part, out, log=None, trap=None):
                 continue
             counts.keep()
             stream.write(Record(piece.text.upper(), piece.id, piece.source).line())
-    output = {"name": written.path.name, "bytes": written.num_bytes, "sha256": written.sha256}
-    return PartResult([output], counts)
+    return PartResult([written.row(out)], counts)
 
 
 def run_upper(source, run, settings=None, restart=False, depends=None, **more):
@@ -611,3 +610,19 @@ def test_records_cannot_name_files_elsewhere(tmp_path):
         (out / "manifest.json").write_text(json.dumps({"step": "upper", "outputs": row["outputs"]}))
         with pytest.raises(UserError, match="would lie outside its folder"):
             is_whole(out)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "5", "{}", '{"step": 5}', '{"step": "clean", "settings": []}', "[" * 9000]
+)
+def test_a_damaged_record_of_a_step_is_named(tmp_path, content):
+    run = Run(tmp_path / "out")
+    begin(run, "clean", {"seed": 1})
+    record = tmp_path / "out" / STATE / SETTINGS
+    record.write_text(content)
+    for restart in (False, True):
+        with pytest.raises(UserError, match=r"settings.json is damaged: remove the folder"):
+            begin(run, "clean", {"seed": 1}, restart)
+    (tmp_path / "out" / "a.txt").write_text("one")
+    with pytest.raises(UserError, match=r"settings.json is damaged: remove the folder"):
+        find_files([tmp_path / "out"], (".txt",))

@@ -9,10 +9,10 @@ import pytest
 from test_data_binarize import binarize, documents, write_jsonl
 from test_data_tokenizer import sentences
 
-from data_prep.inspecting import checks, statistics, token_file
-from data_prep.inspecting.statistics import Statistics
+from data_prep.inspecting import checks, token_file
+from data_prep.inspecting.checks import Statistics
 from data_prep.inspecting.token_file import TokenFile
-from data_prep.tokenize.sentencepieces import pieces_of, train_sentencepiece
+from data_prep.tokenize.models import pieces_of, train_sentencepiece
 from smlp.cli.main import main
 from smlp.text.binarized import read_fairseq_tokens
 
@@ -67,7 +67,7 @@ def test_counts_are_those_of_a_slow_reader(made, monkeypatch, block):
     assert (found.documents, found.shortest, found.longest) == (len(lengths), min(lengths), max(lengths))
     assert found.ends == np.count_nonzero(stored.lengths == 1)
     assert found.frequency_V.tolist() == np.bincount(stored.tokens, minlength=62).tolist()
-    expected = np.bincount([length.bit_length() - 1 for length in lengths], minlength=statistics.NUM_BINS)
+    expected = np.bincount([length.bit_length() - 1 for length in lengths], minlength=checks.NUM_BINS)
     assert found.histogram.tolist() == expected.tolist()
 
 

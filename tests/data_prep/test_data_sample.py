@@ -10,9 +10,8 @@ from test_data_tokenizer import sentences
 
 from data_prep.flow.streams import write_stream
 from data_prep.sample.plan import _shares, find_cut
-from data_prep.sample.sizes import Measure
-from data_prep.sample.survey import hashes
-from data_prep.tokenize.sentencepieces import pieces_of, train_sentencepiece
+from data_prep.sample.survey import Measure, hashes
+from data_prep.tokenize.models import pieces_of, train_sentencepiece
 from smlp.cli.main import main
 
 

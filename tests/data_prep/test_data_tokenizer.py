@@ -8,9 +8,8 @@ import sentencepiece
 
 from data_prep.flow.documents import Reading
 from data_prep.flow.parts import find_files, plan_parts
-from data_prep.tokenize.dictionary import padding_of
+from data_prep.tokenize.models import padding_of, train_sentencepiece
 from data_prep.tokenize.sampling import Sample, rank_of, sample_part
-from data_prep.tokenize.sentencepieces import train_sentencepiece
 from smlp.cli.main import main
 from smlp.errors import UserError
 from smlp.text.tokenizer import Tokenizer, Vocabulary

@@ -13,7 +13,8 @@ from fetch_data import WIKITEXT, article, dump, page, write_warc
 from fetch_running import QUICK, counts, documents, run, source_file, texts
 from file_server import cut_after, first, serving, status
 
-from data_prep.fetch import checks
+from data_prep.fetch import convert, wanted
+from data_prep.fetch.convert import Writer
 from data_prep.fetch.source import built_in
 from data_prep.flow.documents import Record
 from data_prep.flow.manifest import read_manifest
@@ -177,12 +178,11 @@ def test_text_in_files_of_some_size_whatever_the_workers(server, tmp_path, capsy
 
 def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_path, monkeypatch):
     """As after a kill: what was written before stays as it is, and all is as if nothing had happened."""
-    from data_prep.fetch import pieces
 
     source = books_source(server, tmp_path)
     words = [*QUICK, "--file-bytes", "4000"]
     assert run(source, "--out", tmp_path / "fresh", *words) == 0
-    whole, opened = pieces.write_stream, []
+    whole, opened = convert.write_stream, []
 
     def killed(path):
         opened.append(path.name)
@@ -190,9 +190,9 @@ def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_pat
             raise KeyboardInterrupt
         return whole(path)
 
-    monkeypatch.setattr(pieces, "write_stream", killed)
+    monkeypatch.setattr(convert, "write_stream", killed)
     assert run(source, "--out", tmp_path / "out", *words) == 130
-    monkeypatch.setattr(pieces, "write_stream", lambda path: opened.append(path.name) or whole(path))
+    monkeypatch.setattr(convert, "write_stream", lambda path: opened.append(path.name) or whole(path))
     opened.clear()
     assert run(source, "--out", tmp_path / "out", *words) == 0
     assert sorted(opened) == [f"two-{number:05d}.jsonl.gz" for number in range(3, 6)]
@@ -203,8 +203,6 @@ def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_pat
 
 
 def test_what_is_on_record_of_other_content_is_not_used(tmp_path):
-    from data_prep.fetch.pieces import Writer
-
     def some(text, broken=False):
         for number in range(5):
             if broken and number == 3:
@@ -264,6 +262,19 @@ def test_a_folder_of_mixed_files(tmp_path, capsys):
     assert texts(out) == ["four", "one", "two"]  # what was made of a file that is no longer there went with it
 
 
+def test_documents_are_not_written_into_what_is_read(tmp_path, capsys):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one\n")
+    for out in (folder, folder / "deeper"):
+        for dry in ([], ["--dry-run"]):
+            assert run(folder, "--out", out, *QUICK, *dry) == 1
+            error = capsys.readouterr().err
+            assert f"--out {out / 'text'} lies in {folder}, which is read" in error and error.count("\n") == 1
+    assert [path.name for path in folder.iterdir()] == ["a.txt"]
+    assert run(folder, "--out", tmp_path, *QUICK) == 1  # the same folder under its own name
+
+
 def test_a_dataset_through_datasets(tmp_path, capsys):
     """From a folder on the disk, which 'datasets' reads as it reads the Hub's. One test: its import takes seconds."""
     pytest.importorskip("datasets")
@@ -289,7 +300,7 @@ def test_a_dataset_through_datasets(tmp_path, capsys):
 
 
 def test_a_disk_that_is_too_small(server, wiki, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=500))
+    monkeypatch.setattr(wanted.shutil, "disk_usage", lambda path: SimpleNamespace(free=500))
     assert run(wiki, "--out", tmp_path / "out", *QUICK) == 1
     assert "wiki still needs about 0.0 GB in " in capsys.readouterr().err
     assert not list((tmp_path / "out" / ".raw" / "wiki").glob("*.bz2"))

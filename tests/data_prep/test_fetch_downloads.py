@@ -8,8 +8,7 @@ import time
 import pytest
 from file_server import cut_after, first, serving, stall, status
 
-from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download
-from data_prep.fetch.transfers import download_all
+from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download, download_all
 
 QUICK = Patience(attempts=3, first_wait=0.01, longest_wait=0.05, timeout=5)
 CONTENT = os.urandom(50_000) + bytes(range(256)) * 800  # 254,800 bytes

@@ -9,10 +9,10 @@ import pytest
 from fetch_running import run, source_file
 from running import REPOSITORY
 
-from data_prep.fetch import checks
+from data_prep.fetch import wanted
 from data_prep.fetch.download import RemoteFile, from_json, to_json
-from data_prep.fetch.listing import _named, months
-from data_prep.fetch.source import built_in, read_source
+from data_prep.fetch.listing import KEPT, _named, kept_files, months
+from data_prep.fetch.source import Source, built_in, read_source
 from smlp.errors import UserError
 
 
@@ -110,13 +110,13 @@ def test_months():
 
 def test_a_dry_run_says_what_stands_against_it(tmp_path, capsys, monkeypatch):
     words = ["wikipedia", "cc100-en", "--set", "date=20260101", "--dry-run"]
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
+    monkeypatch.setattr(wanted.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
     assert run(*words, "--out", tmp_path / "new", "--json", tmp_path / "plan.json") == 0
     printed = capsys.readouterr().out
     assert "82.0 GB" in printed and "date=20260101" in printed and not (tmp_path / "new").exists()
     assert json.loads((tmp_path / "plan.json").read_text())["sources"][1]["files"] == 1
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**11))
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wanted.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**11))
+    monkeypatch.setattr(wanted.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "file").touch()
     assert run(*words, "--out", tmp_path / "file" / "new") == 1
     printed = capsys.readouterr().out
@@ -153,3 +153,14 @@ def test_a_kept_list_cannot_name_files_elsewhere(name):
     row = {**to_json(RemoteFile("https://example.org/b.gz", "b.gz")), "name": name}
     with pytest.raises(UserError, match=r"https://example.org/b.gz names the file"):
         from_json(row)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "5", "{}", '{"definition": "", "options": {}, "files": [5]}'])
+def test_a_kept_list_that_is_damaged_is_asked_for_again(tmp_path, content):
+    (tmp_path / KEPT).write_text(content)
+    assert kept_files(Source("mine", "Mine"), {}, tmp_path) is None
+
+
+def test_what_is_no_address_is_named():
+    with pytest.raises(UserError, match=r"'http://\[::1' is no address of a file: Invalid IPv6 URL"):
+        _named([RemoteFile("http://[::1", "")])

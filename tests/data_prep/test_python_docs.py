@@ -11,11 +11,9 @@ import pytest
 
 from data_prep import python_docs
 from data_prep.corpus import Document, assert_disjoint
-from data_prep.docstrings import docstrings, source_files
-from data_prep.duplicates import deduplicated, near_duplicate_key
-from data_prep.markup import text_blocks
+from data_prep.docstrings import docstrings, source_files, text_blocks
 from data_prep.prose import plain_text, prose
-from data_prep.python_docs import Source, paragraphs_of
+from data_prep.python_docs import Source, deduplicated, near_duplicate_key, paragraphs_of
 from smlp.errors import UserError
 
 NUMPYDOC = """

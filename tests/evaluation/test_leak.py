@@ -119,9 +119,9 @@ def test_a_leak_in_training_alone_is_caught():
 
 
 def test_an_unmasked_spatial_projection_is_caught(monkeypatch):
-    from smlp.moe import experts
+    from smlp.nn.blocks import gmlp
 
-    monkeypatch.setattr(experts, "causal_spatial_projection", unmasked_projection)
+    monkeypatch.setattr(gmlp, "causal_spatial_projection", unmasked_projection)
     reports = leak_test(randomise(smlp.build("gmlp_lm_tiny", **NARROW)))
     assert not any(report.passed for report in reports)
 

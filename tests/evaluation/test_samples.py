@@ -11,7 +11,7 @@ import torch
 from fairseq.data import Dictionary, LMContextWindowDataset, MonolingualDataset, TokenBlockDataset
 
 import smlp
-from data_prep.tokenize.sentencepieces import train_sentencepiece
+from data_prep.tokenize.models import train_sentencepiece
 from smlp.errors import UserError
 from smlp.evaluation.leak import randomise
 from smlp.evaluation.samples import Cutting, cut

@@ -1,10 +1,12 @@
 """Readers of the six zero-shot tasks, on small files of the official shapes, and on files that are wrong."""
 
+import gzip
 import json
 
 import pytest
 
 from smlp.errors import UserError
+from smlp.evaluation.zeroshot import files
 from smlp.evaluation.zeroshot.readers import READERS
 
 COPA = {
@@ -214,7 +216,34 @@ def test_odd_files_are_named_too(tmp_path):
             read("copa", tmp_path)
 
 
-@pytest.mark.parametrize("end", [".gz", ".zst", ".xz", ".bz2"])
+def test_gzip_files_are_read_where_the_plain_ones_are_missing(tmp_path, monkeypatch):
+    def compress(path):
+        (packed := path.with_name(path.name + ".gz")).write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+        return packed
+
+    copa = compress(write(tmp_path / "copa" / "val.jsonl", COPA))
+    assert [item.id for item in read("copa", tmp_path)] == ["3"]
+    assert READERS["copa"].files(tmp_path) == [copa]  # over which nothing is written
+    compress(write(tmp_path / "piqa" / "valid.jsonl", PIQA))
+    with pytest.raises(UserError, match=r"/valid-labels.lst is missing: it has the answers to .*valid.jsonl.gz"):
+        read("piqa", tmp_path)
+    (labels := tmp_path / "piqa" / "valid-labels.lst").write_text("1\n")
+    compress(labels)
+    assert [item.gold for item in read("piqa", tmp_path)] == [1]
+
+    whole = copa.read_bytes()
+    for content in (b"any", b"", whole[:-9], whole[:20] + b"xxxx" + whole[24:]):
+        copa.write_bytes(content)
+        with pytest.raises(UserError, match=r"val.jsonl.gz (is damaged, or no gzip file: .|has no records)"):
+            read("copa", tmp_path)
+    copa.write_bytes(gzip.compress(bytes(1001)))
+    monkeypatch.setattr(files, "_MOST_BYTES", 1000)
+    with pytest.raises(UserError, match=r"val.jsonl.gz holds more than 1,000 bytes: it is no file of a task"):
+        read("copa", tmp_path)
+
+
+@pytest.mark.parametrize("end", [".zst", ".xz", ".bz2"])
 def test_compressed_files_are_named_where_they_are_missing(tmp_path, end):
     (tmp_path / f"val.jsonl{end}").write_bytes(b"any")
     with pytest.raises(UserError, match=rf"copa/val.jsonl is missing; .*/val.jsonl{end} is there: decompress it"):

@@ -21,7 +21,7 @@ from smlp.experiments.report.details import incomplete
 from smlp.experiments.report.machine import describe_machine, differences
 from smlp.experiments.report.paper import scale_sentences
 from smlp.experiments.report.results import read_results
-from smlp.experiments.report.timeline import read_timeline
+from smlp.experiments.report.timeline import read_timeline, training_lines
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -66,8 +66,9 @@ def test_runs_that_are_not_whole_are_named_and_the_others_reported(out):
 
 def test_a_log_that_says_nothing_is_named(out):
     (run_folder(out, "gMLP", 2) / "train.log").write_text("x\n")
+    (run_folder(out, "gMLP", 2) / "update_times.jsonl").unlink()
     found = {run.name: reason for run, reason in incomplete(read_results(out))}
-    assert found == {"gMLP-s2": "train.log does not say how long it trained"}
+    assert found == {"gMLP-s2": "neither update_times.jsonl nor train.log says how long it trained"}
 
 
 def test_nothing_done_yet(out):
@@ -77,24 +78,28 @@ def test_nothing_done_yet(out):
     assert cell(found["quality-valid"], "gMLP", "seeds").value == 0
 
 
-def test_a_resumed_log_counts_an_update_once():
-    """Stopped after update 15, resumed from a checkpoint at 10; the line after the stop was cut short."""
+def test_a_run_without_times_counts_the_whole_seconds_of_its_log():
+    """Of an older version; stopped after update 15, resumed from a checkpoint at 10, in a log with a line cut short."""
     lines = [training_line("sMLP", 1, update) for update in (5, 10, 15)]
-    again = [training_line("sMLP", 1, 15, train_wall="9", wps=str(5 * 1024 / 9)), training_line("sMLP", 1, 20)]
-    timeline = read_timeline([*lines, {}, *again])
+    again = [training_line("sMLP", 1, 15, train_wall="9"), training_line("sMLP", 1, 20)]
+    timeline = read_timeline([], training_lines([*lines, {}, *again]))
     assert timeline.updates == (0, 5, 10, 15, 20)
-    assert timeline.seconds == pytest.approx((0, 4, 8, 17, 21))
-    assert timeline.at(12.5) == pytest.approx(12.5)
-    assert timeline.at(25) == pytest.approx(21 * 25 / 20)
-    assert read_timeline([{}, {"valid_loss": "3"}]) is None
+    assert timeline.seconds == (0, 4, 8, 17, 21)
+    assert timeline.at(12.5) == 12.5 and timeline.mean_tokens == 1024
+    assert timeline.at(25) == 21 * 25 / 20
+    assert read_timeline([], training_lines([{}, {"valid_loss": "3"}])) is None
 
 
-def test_rounded_times_are_narrowed_only_within_their_rounding():
-    """A whole time of 12 s cannot be in training steps of 4 s: the rest was something else."""
-    strange = training_line("sMLP", 1, 5, wps=str(5 * 1024 / 12))
-    assert read_timeline([strange]).seconds[-1] == pytest.approx(4.5)
-    exact = training_line("sMLP", 1, 5, train_wall="3.125", wps=str(5 * 1024 / 12))
-    assert read_timeline([exact]).seconds[-1] == pytest.approx(3.125, abs=1e-3)
+def test_times_of_updates_are_exact_and_count_once():
+    times = [{"update": update, "tokens": 100 * update, "seconds": 0.25 * update} for update in (1, 2, 3)]
+    again = {"update": 3, "tokens": 0, "seconds": 1.0}
+    logged = training_lines([training_line("sMLP", 1, 5)])
+    timeline = read_timeline([*times, again], logged)
+    assert timeline.updates == (0, 1, 2, 3) and timeline.seconds == (0, 0.25, 0.75, 1.75)
+    assert timeline.mean_tokens == 100
+    # a part of them says nothing about the whole run
+    assert read_timeline(times[1:], logged).updates == (0, 5)
+    assert read_timeline([times[0], times[2]], {}) is None
 
 
 def test_what_is_no_experiment_is_refused(tmp_path):
@@ -129,9 +134,9 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
         (out / f"{name}.json").write_text(content)
         notes = []
         try:
-            experiment = read_results(out)
+            results = read_results(out)
             list(tables(out))
-            notes = [*experiment.notes, *(note for run in experiment.runs for note in run.notes)]
+            notes = [*results.notes, *(note for run in results.runs for note in run.notes)]
         except UserError as error:
             notes = [str(error)]
         expected = content != "{}" or name in ("experiment", "data", "tuned", "speed")
@@ -140,6 +145,70 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
         error = capsys.readouterr().err
         assert status == 1 or name not in ("experiment", "runs/gMLP-s1/run")
         assert error.count("\n") == (name in ("experiment", "runs/gMLP-s1/run")) and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("experiment.json", lambda e: e["models"][0].update(folder="\0"), "models[0].folder is no name of a folder"),
+        (
+            "experiment.json",
+            lambda e: e["models"][0].update(folder="\ud800"),
+            "models[0].folder is no name of a folder",
+        ),
+        ("experiment.json", lambda e: e["models"][0].update(folder="../x"), "models[0].folder is no name of a folder"),
+        (
+            "experiment.json",
+            lambda e: e["models"][1].update(folder="x" * 300),
+            "models[1].folder is no name of a folder",
+        ),
+        (
+            "experiment.json",
+            lambda e: e["models"][0].update(flops_per_token=0),
+            "models[0].flops_per_token must be above 0, got 0",
+        ),
+        (
+            "experiment.json",
+            lambda e: e["models"][0].update(parameters={}),
+            "models[0].parameters.total must be a number",
+        ),
+        ("experiment.json", lambda e: e["models"][0]["config"].update(dropout="x" * 5000), "is no experiment: dropout"),
+        ("experiment.json", lambda e: e["models"][0].update(overrides=None, recipe=None), ""),
+        (
+            "data.json",
+            lambda d: d["splits"]["valid"].update(words_per_token=math.nan),
+            "words_per_token is out of range",
+        ),
+        ("data.json", lambda d: d["splits"]["valid"].update(words_per_token=1e308), "words_per_token is out of range"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(work=5), "1 of 4 lines are damaged"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(pooled=[None]), "1 of 4 lines are damaged"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(tokens="x"), "1 of 4 lines are damaged"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line["work"].update(ratio="x"), "1 of 4 lines are damaged"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line.pop("update"), "1 of 4 lines are damaged"),
+        ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(work=None, pooled=None, layers=None), ""),
+        ("runs/Switch-s1/train.log", lambda line: line.update(mem_gb="x"), ""),
+        ("runs/Switch-s1/train.log", lambda line: line.update(train_wall=True), ""),
+    ],
+)
+def test_single_values_that_are_damaged_are_named(tmp_path, name, change, words, capsys):
+    out = write_experiment(tmp_path, {name: MODELS[name] for name in ("gMLP", "Switch")}, seeds=[1])
+    (out / "experiment.yaml").write_text("data: d\nupdates: 3\nmodels: {gMLP: {arch: gmlp_lm_tiny}}\n")
+    path = out / name
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[-1])
+    change(record)
+    path.write_text("\n".join([*lines[:-1], json.dumps(record)]) + "\n")
+    try:
+        results = read_results(out)
+        list(tables(out))
+        said = "; ".join([*results.notes, *(note for run in results.runs for note in run.notes)])
+    except UserError as error:
+        said = str(error)
+        assert name in said and len(said) < 400
+    assert words in said and (words or not said), said
+    status = main(["compare", "status", str(out)])
+    error = capsys.readouterr().err
+    assert error.count("\n") == words.startswith("models[") and (status == 1 or not error) and "Traceback" not in error
 
 
 def test_a_file_or_a_loop_where_a_runs_folder_should_be(out, capsys):
@@ -208,17 +277,13 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats):
 
 
 def test_updates_that_are_smaller_count_as_they_are(out):
-    """Every fifth line is of updates of half the size, as where an epoch is as short."""
+    """Ten updates have half the size, as the last ones of epochs."""
     for model in MODELS:
         for seed in SEEDS:
-            log = run_folder(out, model, seed) / "train.log"
-            size = {10: "512", 35: "512"}
-            lines = [log_record(line) for line in log.read_text().splitlines()]
-            changed = [
-                {**line, "wpb": size[int(line["num_updates"])]} if int(line.get("num_updates", 0)) in size else line
-                for line in lines
-            ]
-            log.write_text("".join(f"{json.dumps(line)}\n" for line in changed))
+            times = run_folder(out, model, seed) / "update_times.jsonl"
+            lines = [json.loads(line) for line in times.read_text().splitlines()]
+            changed = [{**line, "tokens": 512 if line["update"] % 4 == 0 else 1024} for line in lines]
+            times.write_text("".join(f"{json.dumps(line)}\n" for line in changed))
     experiment = read_results(out)
     assert experiment.mean_update_tokens == 1024 * (6 * 5 + 2 * 2.5) / 40
     assert experiment.trained_tokens == 1024 * 35

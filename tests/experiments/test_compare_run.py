@@ -80,6 +80,7 @@ def test_what_a_third_person_needs(experiment):
     orders = [(out / "runs" / f"{name}-s1" / "data_order.jsonl").read_text() for name in ("gMLP", "partial")]
     assert orders[0] == orders[1]
     assert len(orders[0].splitlines()) == 6
+    assert len((run / "update_times.jsonl").read_text().splitlines()) == 6
     assert (out / "experiment.yaml").read_text() == path.read_text()
 
 

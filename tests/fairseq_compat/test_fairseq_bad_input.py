@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial, reduce
@@ -22,7 +23,7 @@ from smlp.fairseq_compat.data import check_dictionary, check_split, check_text
 from smlp.fairseq_compat.loading import check_dictionary_of, check_restore_file
 from smlp.files import locked
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(720)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,11 @@ def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) 
     (last / "checkpoint_best.pt").write_bytes(whole)
     (last / "checkpoint_last.pt").write_bytes(whole[:20000])
 
+    shutil.copytree(tiny_data, root / "more_valid")
+    shutil.copyfile(tiny_data / "valid.idx", root / "more_valid" / "valid1.idx")
+    shutil.copyfile(tiny_data / "valid.bin", root / "more_valid" / "valid1.bin")
+    shutil.copytree(tiny_data, root / "older_index")
+    (root / "older_index" / "train.idx").write_bytes(b"TNTIDX\0\0" + b"junk" * 9)
     for name in ("no_train", "zero_tokens", "cut_bin", "cut_idx", "bad_dict", "small_dict", "large_dict"):
         shutil.copytree(tiny_data, root / name)
     for suffix in (".bin", ".idx"):
@@ -79,6 +85,10 @@ WRONG_STATES: dict[str, tuple[list[str | int], object]] = {
     "epoch": (["extra_state", "train_iterator", "epoch"], -1),
     "updates": (["optimizer_history", -1, "num_updates"], "six"),
     "moment": (["last_optimizer_state", "state", 1, "exp_avg"], None),
+    "exp_avg": (["last_optimizer_state", "state", 1, "exp_avg"], torch.zeros(3)),
+    "step": (["last_optimizer_state", "state", 1, "step"], "six"),
+    "best": (["extra_state", "best"], "low"),
+    "metrics": (["extra_state", "metrics"], "junk"),
 }
 
 # name: (tool, arguments after the data directory, data directory or None for the good one, what the sentence must say)
@@ -164,7 +174,7 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
             "train",
             [*TRAIN, "--restore-file", f"{{root}}/kinds/{name}.pt"],
             None,
-            [f"{name}.pt is damaged", way[-1]],
+            [f"{name}.pt is damaged", str(way[-1])],
         )
         for name, (way, _) in WRONG_STATES.items()
     },
@@ -183,6 +193,136 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         [*TRAIN, "--restore-file", "{root}/corrupted_last/checkpoint_best.pt"],
         "large_dict",
         ["checkpoint_best.pt", "[96, 32]", "[104, 32]", "dictionary"],
+    ),
+    "metric that is none": (
+        "train",
+        [*TRAIN, "--best-checkpoint-metric", "nonsense"],
+        None,
+        ["--best-checkpoint-metric nonsense is none that"],
+    ),
+    "metric of another criterion": (
+        "train",
+        [*TRAIN, "--best-checkpoint-metric", "accuracy"],
+        None,
+        ["--best-checkpoint-metric accuracy is not among what validation measures: loss, "],
+    ),
+    "plasma": ("train", [*TRAIN, "--use-plasma-view"], None, ["--use-plasma-view needs pyarrow.plasma"]),
+    "profile of a GPU": ("train", [*TRAIN, "--profile"], None, ["--profile is for nvprof", "--profile-updates N"]),
+    "composite": ("train", [*TRAIN, "--optimizer", "composite"], None, ["--optimizer composite needs groups"]),
+    "half moments": ("train", [*TRAIN, "--fp16-adam-stats"], None, ["--fp16-adam-stats needs a GPU"]),
+    "lamb": ("train", [*TRAIN, "--optimizer", "lamb"], None, ["--optimizer lamb needs apex"]),
+    "relative step": (
+        "train",
+        [*TRAIN, "--optimizer", "adafactor", "--relative-step"],
+        None,
+        ["--relative-step sets a learning rate"],
+    ),
+    "no quantization": (
+        "train",
+        [*TRAIN, "--quantization-config-path", "/nope"],
+        None,
+        ["--quantization-config-path /nope"],
+    ),
+    "odd quantization": (
+        "train",
+        [*TRAIN, "--quantization-config-path", "{root}/nothing.txt"],
+        None,
+        ["nothing.txt is not what fairseq reads"],
+    ),
+    "manual rates": (
+        "train",
+        [*TRAIN, "--lr-scheduler", "manual", "--epoch2lr", "x"],
+        None,
+        ["--epoch2lr must be a dictionary", "got 'x'"],
+    ),
+    "endless manual rates": (
+        "train",
+        [*TRAIN, "--lr-scheduler", "manual", "--epoch2lr", "{{'1-99999999999': 0.1}}"],
+        None,
+        ["--epoch2lr must be a dictionary"],
+    ),
+    "two mixed precisions": (
+        "train",
+        [*TRAIN, "--amp", "--memory-efficient-bf16"],
+        None,
+        ["--amp and --memory-efficient-bf16"],
+    ),
+    "averages that are none": (
+        "train",
+        [*TRAIN, "--store-ema", "--ema-seed-model", "{root}/corrupted_last/checkpoint_best.pt"],
+        None,
+        ["checkpoint_best.pt has no averages"],
+    ),
+    "TPU": ("train", [*TRAIN, "--tpu"], None, ["--tpu needs torch_xla"]),
+    "CPU offload": ("train", [*TRAIN, "--cpu-offload"], None, ["--cpu-offload needs --ddp-backend fully_sharded"]),
+    "zero sharding": ("train", [*TRAIN, "--zero-sharding", "os"], None, ["--zero-sharding os shares out"]),
+    "pipeline": ("train", [*TRAIN, "--pipeline-model-parallel"], None, ["--pipeline-model-parallel is for"]),
+    "no average to begin with": (
+        "train",
+        [*TRAIN, "--store-ema", "--ema-seed-model", "/nope.pt"],
+        None,
+        ["--ema-seed-model: there is no checkpoint /nope.pt"],
+    ),
+    "criterion of another task": (
+        "train",
+        [*TRAIN, "--criterion", "ctc"],
+        None,
+        ["--criterion ctc is for another task than language_modeling"],
+    ),
+    "adaptive loss": (
+        "train",
+        [*TRAIN, "--criterion", "adaptive_loss"],
+        None,
+        ["--criterion adaptive_loss needs a model with --adaptive-softmax-cutoff"],
+    ),
+    "two ways to validate": (
+        "train",
+        [*TRAIN, "--combine-valid-subsets", "--valid-subset", "valid,test"],
+        None,
+        ["--combine-valid-subsets reads valid, valid1"],
+    ),
+    "more to validate on": (
+        "train",
+        TRAIN,
+        "more_valid",
+        ["more files to validate on than --valid-subset valid names"],
+    ),
+    "older index": ("train", TRAIN, "older_index", ["train.idx is no fairseq index of an older kind"]),
+    "data on two lines": ("train", TRAIN, "two\nlines", ["there is no data directory", "two\\nlines"]),
+    "overrides of texts": (
+        "train",
+        [*TRAIN, "--optimizer-overrides", "{{'lr': 'x'}}"],
+        None,
+        ["--optimizer-overrides must be a dictionary of numbers"],
+    ),
+    "another schedule": (
+        "train",
+        [
+            *TRAIN,
+            "--restore-file",
+            "{root}/corrupted_last/checkpoint_best.pt",
+            "--lr-scheduler",
+            "reduce_lr_on_plateau",
+        ],
+        None,
+        ["training cannot resume from", "--reset-lr-scheduler"],
+    ),
+    "fewer batches": (
+        "train",
+        [
+            *TRAIN,
+            "--restore-file",
+            "{root}/corrupted_last/checkpoint_best.pt",
+            "--batch-size",
+            "300",
+            "--max-update",
+            "9",
+        ],
+        None,
+        [
+            "the checkpoint was written after 4 batches of an epoch, and an epoch of this run has 2",
+            "--reset-dataloader",
+        ],
     ),
     "two ranks, no GPU": ("train", [*TRAIN, "--distributed-world-size", "2"], None, ["2 GPUs", "torchrun"]),
     "ranks that nobody starts": (
@@ -269,7 +409,7 @@ def refused(broken: Path, tiny_data: Path, run_fairseq_many) -> dict[str, Finish
             filled = [broken / data if data else tiny_data, *usual, *filled]
         cases.append({"tool": tool, "args": ["--user-dir", USER_DIR, *filled]})
     with locked(broken / "busy", "run"):
-        return dict(zip(BAD_INPUT, run_fairseq_many(cases), strict=True))
+        return dict(zip(BAD_INPUT, run_fairseq_many(cases, timeout=600), strict=True))
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
@@ -280,6 +420,37 @@ def test_bad_input_is_one_clear_sentence(refused, name: str) -> None:
     assert sentence.startswith("smlp: error: ")
     for part in BAD_INPUT[name][3]:
         assert part in sentence
+
+
+def test_a_parameter_without_moments_is_named(tiny_run, tiny_data: Path, tmp_path: Path, run_fairseq_many) -> None:
+    """It may be one that was never trained: the run goes on."""
+    state = torch.load(tiny_run[0] / "checkpoint_best.pt")
+    del state["last_optimizer_state"]["state"][1]
+    torch.save(state, tmp_path / "less.pt")
+    args = [tiny_data, "--user-dir", USER_DIR, *TINY_LM, "--max-update", "5", "--save-dir", tmp_path / "save"]
+    (run,) = run_fairseq_many([{"tool": "train", "args": [*args, "--restore-file", tmp_path / "less.pt"]}])
+    assert run.rc == 0, run.stderr
+    assert re.search(r"less\.pt has no optimizer state of 1 of \d+ parameters, decoder\.\S+: their moments", run.stdout)
+
+
+HYDRA = """common.user_dir={user_dir} task=language_modeling task.data={data} +model._name=smlp +model.embed_dim=8
+    optimizer=adam optimization.lr=[0.01] optimization.max_update=1 dataset.batch_size=4 checkpoint.no_save=true"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ("+model.embed_dimm=3", "the configuration cannot be read: Key 'embed_dimm' not in 'LanguageModelConfig'"),
+        ("dataset.batch_size=-1", "--batch-size must be at least 1, got -1"),
+        ("checkpoint.best_checkpoint_metric=x", "--best-checkpoint-metric x is none that cross_entropy measures"),
+        ("optimizer._name=adm", "there is no optimizer 'adm'"),
+    ],
+)
+def test_a_configuration_of_hydra_is_checked(changes: str, said: str, tiny_data, tmp_path, run_fairseq_many) -> None:
+    words = [*HYDRA.format(user_dir=USER_DIR, data=tiny_data).split(), changes]
+    (run,) = run_fairseq_many([{"tool": "hydra_train", "args": words, "folder": str(tmp_path)}])
+    assert run.rc == 1 and "Traceback" not in run.stderr
+    assert run.errors[-1].startswith(f"smlp: error: {said}")
 
 
 def test_bad_input_leaves_everything_in_place(refused, broken: Path) -> None:

@@ -12,7 +12,7 @@ from fairseq import options
 from smlp.config import all_settings
 from smlp.config.presets import preset
 from smlp.costs import memory
-from smlp.costs.memory import check_weights
+from smlp.costs.memory import check_training, check_weights
 from smlp.errors import UserError
 from smlp.fairseq_compat.command_line import load_plugin
 from smlp.fairseq_compat.limits import LIMITS, check_numbers
@@ -172,6 +172,15 @@ def test_weights_that_fit_no_memory_are_not_allocated(monkeypatch: pytest.Monkey
     for settings in ({"embed_dim": 10**9}, {"max_tokens": 10**9}):
         with pytest.raises(UserError, match=r"weights of this model take [\d,]+ GiB, and .* has a memory of 8 GiB"):
             check_weights(preset("smlp_tiny", **settings))
+
+
+def test_training_that_fits_no_memory_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights alone would fit."""
+    config = preset("smlp_large")
+    monkeypatch.setattr(memory, "memory_bytes", lambda: 40 * 2**30)
+    check_weights(config)
+    with pytest.raises(UserError, match=r"take 36 GiB, with gradients and moments of Adam 14\d GiB, .* of 40 GiB"):
+        check_training(config)
 
 
 def test_more_ranks_than_the_memory_holds_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from smlp.config.presets import preset
 from smlp.evaluation.leak import randomise
-from smlp.moe.ownership import expert_parameters
+from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import DecodingState
 from smlp.parallel import Ranks, connect, cut_state, global_grad_norm, reduce_expert_gradients, whole_state

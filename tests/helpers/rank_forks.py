@@ -19,8 +19,8 @@ from pathlib import Path
 
 import rank_cases
 import rank_check_cases
+import rank_costs_cases
 import rank_group_cases
-import rank_overlap_cases
 import rank_shuffle_cases
 import torch
 import torch._dynamo  # what every optimiser imports when it is first used
@@ -30,8 +30,8 @@ import torch.distributed as dist
 CASES = {
     **vars(rank_cases),
     **vars(rank_check_cases),
+    **vars(rank_costs_cases),
     **vars(rank_group_cases),
-    **vars(rank_overlap_cases),
     **vars(rank_shuffle_cases),
 }
 

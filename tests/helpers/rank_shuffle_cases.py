@@ -6,7 +6,7 @@ import rank_cases
 import torch
 import torch.distributed as dist
 
-from smlp.moe.shuffle import TokenShuffle
+from smlp.moe.exchange import TokenShuffle
 from smlp.nn.state import ForwardContext
 from smlp.parallel import connect
 

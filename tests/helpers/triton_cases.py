@@ -18,7 +18,7 @@ from comparing import spatial_reference
 from torch.utils.checkpoint import checkpoint
 from triton_problems import Broken, allowed, apply, compare, drawn, given_gradient, small_tiles
 
-from smlp.nn.spatial_gating import SpatialGatingUnit
+from smlp.nn.blocks import SpatialGatingUnit
 from smlp.nn.state import ForwardContext
 from smlp.ops import causal_spatial_projection, fast_paths, first_use
 from smlp.ops.tolerances import allowed_share, largest_share

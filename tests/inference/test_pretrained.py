@@ -64,6 +64,42 @@ def test_damage_is_named_in_one_line(checkpoint, damage, words, capsys):
     assert all(word in error for word in [path.parent.name, *words]), error
 
 
+def test_what_is_no_text_is_refused(checkpoint):
+    model = load_pretrained(checkpoint[0])
+    calls = {
+        "prompts must be strings, got b'the s1'": lambda: model.generate(b"the s1"),
+        "prompts must be strings, got None": lambda: model.generate(None),
+        "prompts must be strings, got 'the s1'": lambda: model.continuations("the s1"),
+        "a text must be a string, got 1": lambda: model.generate([1, 2]),
+        "a text must be a string, got b'the s1'": lambda: model.generate(["the", b"the s1"]),
+        r"a text must be a string, got \[3\]": lambda: model.stream([3]),
+        "a text must be a string, got 7": lambda: model.tokenize(7),
+        "what is scored must be .*, got \\('the', 8\\)": lambda: model.score([("the", 8)]),
+        "what is scored must be strings, or pairs of a context and a string, got 5": lambda: model.score(5),
+        "what is scored must be strings, or pairs of .*, got \\('a', 'b', 'c'\\)": lambda: model.score(("a", "b", "c")),
+        "newline must be one of eos, space, got 'tab'": lambda: model.score("the s1", newline="tab"),
+        "ids must be whole numbers from 0 to 13, got -1": lambda: model.detokenize([4, -1]),
+        "ids must be whole numbers from 0 to 13, got 14": lambda: model.detokenize([14]),
+        "ids must be whole numbers from 0 to 13, got 'a'": lambda: model.detokenize("abc"),
+        "temperature must be of type float, got '1'": lambda: model.generate("the", 3, temperature="1"),
+        "top_k must be of type int, got 2.5": lambda: model.generate("the", 3, top_k=2.5),
+        "max_tokens must be of type int, got 3.5": lambda: model.generate("the", 3.5),
+        "beam size must be of type int, got 2.5": lambda: model.generate("the", 3, beam=2.5),
+        "greedy must be True or False, got 'no'": lambda: model.generate("the", 3, greedy="no"),
+        "method must be a Sampling or a BeamSearch, got 'greedy'": lambda: model.generate("the", 3, "greedy"),
+        "num_return must be from 1 to 65536, got 2.0": lambda: model.generate("the", 3, num_return=2.0),
+        "batch_size must be a whole number of at least 1, got 1.5": lambda: model.generate("the", 3, batch_size=1.5),
+        "a stop string must be a string, got 5": lambda: model.generate("the", 3, stop=[5]),
+        "the name of the architecture must be text, got None": lambda: smlp.build(None),
+        "moe must be a MoEConfig, got None": lambda: smlp.ModelConfig(moe=None),
+    }
+    for message, call in calls.items():
+        with pytest.raises(smlp.UserError, match=f"^{message}$"):
+            call()
+    assert model.detokenize(torch.tensor([4, 5])) == model.detokenize([4, 5])
+    assert model.generate(iter(["the s1"]), 3, seed=2) == model.generate(["the s1"], 3, seed=2)
+
+
 def test_generate_continues_prompts(checkpoint, tmp_path, capsys):
     path, _ = checkpoint
     model = load_pretrained(path)
@@ -119,9 +155,9 @@ def test_leak_test_passes_on_a_checkpoint_and_an_architecture(checkpoint, tmp_pa
 
 def test_leak_test_fails_on_a_leak(checkpoint, capsys, monkeypatch):
     path, _ = checkpoint
-    from smlp.moe import experts
+    from smlp.nn.blocks import gmlp
 
-    monkeypatch.setattr(experts, "causal_spatial_projection", unmasked_projection)
+    monkeypatch.setattr(gmlp, "causal_spatial_projection", unmasked_projection)
     assert main(["leak-test", "--path", str(path)]) == 1
     assert "LEAK: a later token changes an earlier prediction" in capsys.readouterr().out
 
@@ -192,6 +228,16 @@ def test_a_device_that_is_not_here_is_named(checkpoint, device, capsys):
 def test_a_leak_test_of_nothing_is_refused(options, capsys):
     assert main(["leak-test", "--arch", "gmlp_lm_tiny", *options]) == 1
     assert capsys.readouterr().err.startswith("smlp: error: ")
+
+
+def test_an_older_report_of_a_leak_test_that_is_stopped_is_gone(checkpoint, tmp_path, monkeypatch):
+    def stop(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("smlp.evaluation.leak.leak_test", stop)
+    older = tmp_path / "leak.json"
+    older.write_text("{}\n")
+    assert main(["leak-test", "--path", str(checkpoint[0]), "--json", str(older)]) == 130 and not older.exists()
 
 
 def test_an_unwritable_report_is_named(checkpoint, capsys):

@@ -10,7 +10,7 @@ from running import USER_DIR, run_python
 
 import smlp
 from smlp.config.presets import PRESETS, from_training_options
-from smlp.trainer.changed_settings import changed_settings
+from smlp.fairseq_compat.changed_settings import changed_settings
 
 NARROW = [
     *("--embed-dim", "16", "--ffn-dim", "16", "--num-dense-layers", "1", "--num-sparse-layers", "1"),
@@ -114,10 +114,19 @@ def test_resume_equals_never_stopped(resumed):
     assert any(not torch.equal(fresh[name], value) for name, value in states[0]["model"].items())
 
 
-def test_other_settings_of_a_checkpoint_are_said(resumed, tiny_data, run_fairseq_many):
+@pytest.fixture(scope="module")
+def old_checkpoint(resumed):
+    """The checkpoint of an older version: its configuration has a setting that there is no longer."""
+    folder, _ = resumed
+    state = torch.load(folder / "straight" / "checkpoint_last.pt", weights_only=True)
+    state["cfg"]["model"]["overlap_chunks"] = 2
+    torch.save(state, folder / "old.pt")
+    return folder / "old.pt"
+
+
+def test_other_settings_of_a_checkpoint_are_said(resumed, old_checkpoint, tiny_data, run_fairseq_many):
     """Its parameters fit a model with other activations as well, so that fairseq itself says nothing."""
-    folder, second = resumed
-    checkpoint = folder / "straight" / "checkpoint_last.pt"
+    (folder, second), checkpoint = resumed, old_checkpoint
     other = ["--restore-file", checkpoint, "--max-update", "21", "--activation", "relu", "--spatial-init-scale", "0.5"]
     (run,) = run_fairseq_many([train(tiny_data, folder / "other", *other)])
     assert run.rc == 0, run.stderr[-2000:]
@@ -132,7 +141,7 @@ def test_other_settings_of_a_checkpoint_are_said(resumed, tiny_data, run_fairseq
     [
         ("switch_lm", {}, {"router": "gshard"}, "router=switch; this run goes on with router=gshard"),
         ("smlp", {"dropout": 0.2}, {}, "dropout=0.2; this run goes on with dropout=0.1"),
-        ("smlp", {}, {"checkpoint_activations": True, "spatial_init_scale": 0.5, "overlap_chunks": 2}, None),
+        ("smlp", {}, {"checkpoint_activations": True, "spatial_init_scale": 0.5}, None),
         ("smlp", {}, {"hash_seed": 7, "capacity_factor": 2.0, "prefix_fraction": 0.5}, None),
         ("hash_lm", {}, {"hash_seed": 7}, None),  # its table comes with the checkpoint
         ("gmlp_lm", {}, {"router": "gshard", "num_experts": 3}, None),
@@ -145,10 +154,9 @@ def test_which_settings_of_a_checkpoint_count(arch, then, now, said):
 
 
 @pytest.fixture(scope="module")
-def tools(resumed, tiny_data, run_fairseq_many):
+def tools(old_checkpoint, tiny_data, run_fairseq_many):
     """fairseq's other tools on a trained checkpoint, and input that they must refuse."""
-    folder, _ = resumed
-    path = folder / "straight" / "checkpoint_last.pt"
+    path = old_checkpoint
     common = [tiny_data, "--user-dir", USER_DIR, "--path", path]
     cases = {
         "eval-lm": ("eval_lm", [*common, "--gen-subset", "valid", "--tokens-per-sample", "24", "--batch-size", "4"]),

@@ -11,7 +11,7 @@ from smlp.config import unflatten
 from smlp.evaluation.leak import randomise
 from smlp.moe.routers import FeatureRouter
 from smlp.moe.routers.features import balanced_features
-from smlp.nn.sparse_layers import feature_moe
+from smlp.nn.blocks.smlp import feature_moe
 from smlp.nn.state import DecodingState, ForwardContext
 
 WIDTH, MAX_TOKENS, PREFIX = 8, 10, 2

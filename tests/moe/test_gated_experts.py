@@ -9,11 +9,9 @@ from sparse_references import randomised
 import smlp
 from smlp.config import unflatten
 from smlp.evaluation.leak import randomise
-from smlp.moe.gated_experts import GatedMLPExperts
-from smlp.moe.layer import TokenMoE
 from smlp.moe.routers import HashRouter
-from smlp.nn.blocks import GatedMLPBlock, sparse_block
-from smlp.nn.sparse_layers import gated_mlp_moe
+from smlp.nn.blocks import GatedMLPBlock, GatedMLPExperts, sparse_block
+from smlp.nn.blocks.gmlp_moe import PlacedTokenMoE, gated_mlp_moe
 from smlp.nn.state import DecodingState, ForwardContext
 from smlp.ops.tolerances import EXACT
 
@@ -146,7 +144,7 @@ def test_decoding_in_chunks_equals_the_full_forward(router, chunks):
 
 def test_decoding_tells_many_experts_apart_in_bfloat16():
     # bfloat16 holds whole numbers up to 256 only
-    layer = TokenMoE(HashRouter(4, 258, seed=1), GatedMLPExperts(4, 8, 4, range(258), "gelu", 1e-3), "layer 0")
+    layer = PlacedTokenMoE(HashRouter(4, 258, seed=1), GatedMLPExperts(4, 8, 4, range(258), "gelu", 1e-3), "layer 0")
     layer = randomised(layer).bfloat16()
     layer.router.table.copy_(torch.tensor([255, 256, 257, 256]))
     ids, x = torch.tensor([[0, 1, 2, 3]]), torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(0)).bfloat16()

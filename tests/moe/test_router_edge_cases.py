@@ -11,7 +11,9 @@ from smlp.evaluation.leak import randomise
 from smlp.moe.dispatch import LocalDispatcher
 from smlp.moe.layer import TokenMoE
 from smlp.moe.routers import BalancedRouter, HashRouter
-from smlp.nn.sparse_layers import feature_moe, feed_forward_moe, gated_mlp_moe
+from smlp.nn.blocks.gmlp_moe import gated_mlp_moe
+from smlp.nn.blocks.smlp import feature_moe
+from smlp.nn.blocks.sparse import feed_forward_moe
 from smlp.nn.state import ForwardContext
 
 ROUTERS = {

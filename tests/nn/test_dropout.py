@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import smlp
-from smlp.nn.dropout import Dropout
+from smlp.nn.layers import Dropout
 from smlp.ops import dropout
 from smlp.ops.fast_paths import reference_ops
 

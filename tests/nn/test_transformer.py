@@ -11,8 +11,7 @@ from torch import nn
 
 import smlp
 from smlp.evaluation.leak import randomise
-from smlp.nn.attention import CausalSelfAttention
-from smlp.nn.blocks import AttentionSublayer, DenseBlock
+from smlp.nn.blocks import AttentionSublayer, CausalSelfAttention, DenseBlock
 from smlp.nn.decoder import sinusoidal_positions
 from smlp.nn.state import DecodingState, ForwardContext
 from smlp.ops.tolerances import EXACT

@@ -315,3 +315,8 @@ def test_prices_by_bands_of_tokens(num_tokens, monkeypatch):
 def test_what_is_no_tensor_of_real_numbers_is_refused(scores):
     with pytest.raises(ValueError, match="scores must be a tensor of real numbers, got"):
         balanced_assignment(scores)
+
+
+def test_a_tensor_without_values_is_refused():
+    with pytest.raises(ValueError, match="scores must be a tensor with values, got one on the device meta"):
+        balanced_assignment(torch.empty(4, 2, device="meta"))

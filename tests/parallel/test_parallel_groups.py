@@ -13,7 +13,7 @@ def test_all_to_all_moves_rows_and_their_gradients():
 def test_second_derivatives_are_refused():
     """Without a word they would be zero."""
     for said in run_ranks("second_derivatives", 2):
-        assert ["once_differentiable" in one for one in said] == [True, True], said
+        assert ["once_differentiable" in one for one in said] == [True], said
 
 
 def test_checkpointed_blocks_run_the_same_collectives_on_every_rank():

@@ -11,7 +11,7 @@ from smlp.config.presets import preset
 from smlp.errors import UserError
 from smlp.moe.dispatch import LocalDispatcher, LocalFeatureDispatcher
 from smlp.moe.exchange import _rows_by_expert
-from smlp.moe.ownership import expert_parameters
+from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import DecodingState
 from smlp.parallel import (

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 from fairseq.data import Dictionary
-from fairseq.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
+from fairseq.data.indexed_dataset import IndexedDatasetBuilder, MMapIndexedDataset, MMapIndexedDatasetBuilder
+from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks.language_modeling import LanguageModelingTask
-from fairseq.trainer import Trainer
 
 from smlp import fairseq_compat
 from smlp.errors import UserError
 from smlp.fairseq_compat import data
 from smlp.fairseq_compat.data import check_ids, check_split
-from smlp.text.binarized import BinarizedTokens, open_tokens, read_fairseq_tokens
+from smlp.fairseq_compat.trainer import SparseTrainer
+from smlp.text.binarized import BinarizedTokens, check_older, open_tokens, read_fairseq_tokens
 
 SENTENCES = [[5, 6, 2], [2], [7, 8, 9, 10, 2]]
 
@@ -158,14 +159,42 @@ def test_a_large_file_is_not_read_at_the_start_but_its_batches_are_checked(tmp_p
         in_training(prefix, 10)
     monkeypatch.setattr(data, "READ_AT_START", 35)
     assert in_training(prefix, 10).tokens.max() == 10
-    fairseq_compat.apply()
     vocabulary = Dictionary()  # of 4 special symbols
     trainer = SimpleNamespace(task=LanguageModelingTask(SimpleNamespace(), vocabulary))
     for tokens, wrong in ([[3, 4]], 4), ([[-3, 3]], -3):
         with pytest.raises(UserError, match=rf"a batch of the data holds the id {wrong}, but the dictionary has 4 "):
-            Trainer._prepare_sample(trainer, {"net_input": {"src_tokens": torch.tensor(tokens)}})
+            SparseTrainer._prepare_sample(trainer, {"net_input": {"src_tokens": torch.tensor(tokens)}})
     for sample in (None, {}, {"net_input": {"src_tokens": torch.tensor([[0, 9]])}}):
         check_ids(sample, 10)
+    last = {"net_input": {"src_tokens": torch.tensor([[0, 9]])}, "target": torch.tensor([[9, 10]])}
+    with pytest.raises(UserError, match="holds the id 10, but the dictionary has 10 symbols"):
+        check_ids(last, 10)
+
+
+def test_the_ids_of_what_is_scored_are_checked():
+    """``fairseq-eval-lm`` of a .bin file that is too large to be read whole at the start."""
+    fairseq_compat.apply()
+    model = SimpleNamespace(decoder=SimpleNamespace(dictionary=range(4)))
+    scorer = SequenceScorer(SimpleNamespace(pad=lambda: 1, eos=lambda: 2))
+    with pytest.raises(UserError, match="holds the id 9, but the dictionary has 4 symbols"):
+        scorer.generate([model], {"net_input": {"src_tokens": torch.tensor([[0, 9]])}})
+
+
+def test_an_older_index_is_checked_bit_by_bit(tmp_path):
+    prefix = tmp_path / "train"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for sentence in SENTENCES:
+        builder.add_item(torch.tensor(sentence) - 1)  # which it adds again
+    builder.finalize(f"{prefix}.idx")
+    check_older(prefix)
+    for _ in flipped(tmp_path / "train.idx"):
+        with pytest.raises(UserError, match=r"train\.(idx|bin) "):
+            check_older(prefix)
+    index = (tmp_path / "train.idx").read_bytes()
+    for size in (1, 8, 40, len(index) - 8):
+        (tmp_path / "train.idx").write_bytes(index[:size])
+        with pytest.raises(UserError, match=r"train\.idx (is no fairseq index|holds \d+ bytes)"):
+            check_older(prefix)
 
 
 def test_an_index_is_checked_across_pieces(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ from running import REPOSITORY
 from tiny_checkpoints import write_checkpoint
 
 import smlp
-from data_prep.tokenize.byte_level import given_byte_level, train_byte_level
 from data_prep.tokenize.measuring import ODD_LINES, check_lossless
+from data_prep.tokenize.models import given_byte_level, train_byte_level
 from smlp.checkpoint.load import load_pretrained
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.output import write_exported

@@ -5,7 +5,7 @@ import codecs
 import pytest
 
 from data_prep import text_files
-from data_prep.command import run
+from data_prep.corpus import run
 from data_prep.text_files import build, documents_of, read_text
 from smlp.errors import UserError
 

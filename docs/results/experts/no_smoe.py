@@ -4,11 +4,15 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from smlp import kinds
-from smlp.config import ModelConfig
-from smlp.costs.component import Component
-from smlp.nn.state import ForwardContext
-from smlp.parallel import Ranks
+from smlp.extend import (
+    Component,
+    ForwardContext,
+    ModelConfig,
+    Ranks,
+    SparseBlockKind,
+    register_architecture,
+    register_sparse_block,
+)
 
 
 class Nothing(nn.Module):
@@ -16,8 +20,8 @@ class Nothing(nn.Module):
         return x_BnH
 
 
-@kinds.register_sparse_block("tokens_only")
-class TokensOnly(kinds.SparseBlockKind):
+@register_sparse_block("tokens_only")
+class TokensOnly(SparseBlockKind):
     def mixing(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> nn.Module:
         return Nothing()
 
@@ -25,4 +29,4 @@ class TokensOnly(kinds.SparseBlockKind):
         return ()
 
 
-kinds.register_architecture("smlp_without_smoe_tiny", like="smlp_tiny", sparse_block="tokens_only")
+register_architecture("smlp_without_smoe_tiny", like="smlp_tiny", sparse_block="tokens_only")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,12 @@ from smlp import files
 from smlp.errors import UserError
 from smlp.text.tokenizer import check_characters
 
+#: of a file that is read where the plain one is missing
+_GZIP = ".gz"
 #: of files that are not decompressed here, but named where the plain file is missing
-_COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+_COMPRESSED = (".zst", ".xz", ".bz2", ".zip")
+#: decompressed, of a file: several times the largest of the six tasks
+_MOST_BYTES = 1 << 29
 
 
 def find(data_dir: Path, folders: Sequence[str], names: Sequence[str], source: str) -> Path:
@@ -21,7 +28,7 @@ def find(data_dir: Path, folders: Sequence[str], names: Sequence[str], source: s
     Args:
         data_dir: what the user gave.
         folders: names that the task's folder may have; any case.
-        names: names that the file may have, as released.
+        names: names that the file may have, as released; each may end with .gz besides.
         source: where it comes from, for the message.
 
     Raises:
@@ -46,7 +53,7 @@ def has_one(data_dir: Path, folders: Sequence[str], names: Sequence[str]) -> boo
 def _candidates(data_dir: Path, folders: Sequence[str], names: Sequence[str]) -> Iterator[Path]:
     wanted = {folder.lower() for folder in folders}
     places = [folder for folder in sorted(data_dir.iterdir()) if folder.is_dir() and folder.name.lower() in wanted]
-    for name in names:
+    for name in (*names, *(name + _GZIP for name in names)):
         for place in (*places, data_dir):
             if (place / name).is_file():
                 yield place / name
@@ -77,17 +84,30 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_text(path: Path) -> str:
-    """The whole file, with any kind of line end as ``\\n``.
+    """The whole file, decompressed if its name ends with .gz, with any kind of line end as ``\\n``.
 
     Raises:
-        UserError: it cannot be read, or is not UTF-8.
+        UserError: it cannot be read, is damaged, too large or not UTF-8.
     """
     try:
+        if path.suffix == _GZIP:
+            return io.StringIO(_decompressed(path).decode("utf-8-sig"), newline=None).read()
         return files.read_text(path, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: byte {error.start} cannot be read") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _decompressed(path: Path) -> bytes:
+    try:
+        with gzip.open(path) as file:
+            content = file.read(_MOST_BYTES + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path} is damaged, or no gzip file: {error}") from None
+    if len(content) > _MOST_BYTES:
+        raise UserError(f"{path} holds more than {_MOST_BYTES:,} bytes: it is no file of a task")
+    return content
 
 
 def text(record: dict[str, Any], names: Sequence[str] | str, place: str) -> str:
@@ -109,14 +129,21 @@ def labels_beside(path: Path) -> Path | None:
     """The file with the answers to the records of another, None without.
 
     Raises:
-        UserError: it is there, but compressed.
+        UserError: it is there, but compressed in another way than with gzip.
     """
-    labels = path.with_name(path.stem + "-labels.lst")
-    compressed = [labels.with_name(labels.name + end) for end in _COMPRESSED]
-    if labels.is_file() or not any(other.is_file() for other in compressed):
-        return labels if labels.is_file() else None
-    there = next(other for other in compressed if other.is_file())
-    raise UserError(f"{labels} is missing: it has the answers to {path}; {there} is there: decompress it")
+    labels = labels_path(path)
+    for there in (labels, labels.with_name(labels.name + _GZIP)):
+        if there.is_file():
+            return there
+    for there in (labels.with_name(labels.name + end) for end in _COMPRESSED):
+        if there.is_file():
+            raise UserError(f"{labels} is missing: it has the answers to {path}; {there} is there: decompress it")
+    return None
+
+
+def labels_path(path: Path) -> Path:
+    """Where the answers to the records of another file are, not compressed."""
+    return path.with_name(Path(path.name.removesuffix(_GZIP)).stem + "-labels.lst")
 
 
 def label(value: Any, allowed: Collection[int], name: str, place: str) -> int:

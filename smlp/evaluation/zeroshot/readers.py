@@ -21,6 +21,7 @@ from smlp.evaluation.zeroshot.files import (
     label,
     label_lines,
     labels_beside,
+    labels_path,
     read_text,
     text,
 )
@@ -87,10 +88,10 @@ def _copa(path: Path) -> list[items.Item]:
 
 def _piqa(path: Path) -> list[items.Item]:
     records = list(json_lines(path))
-    labels_path = labels_beside(path)
-    if labels_path is None:
-        raise UserError(f"{path.with_name(path.stem + '-labels.lst')} is missing: it has the answers to {path}")
-    golds = label_lines(labels_path, len(records), (0, 1), path)
+    labels = labels_beside(path)
+    if labels is None:
+        raise UserError(f"{labels_path(path)} is missing: it has the answers to {path}")
+    golds = label_lines(labels, len(records), (0, 1), path)
     return [
         items.PiqaItem(
             str(record.get("id", number)),
@@ -104,8 +105,8 @@ def _piqa(path: Path) -> list[items.Item]:
 
 def _winogrande(path: Path) -> list[items.Item]:
     records = list(json_lines(path))
-    labels_path = labels_beside(path)
-    beside = None if labels_path is None else label_lines(labels_path, len(records), (1, 2), path)
+    labels = labels_beside(path)
+    beside = None if labels is None else label_lines(labels, len(records), (1, 2), path)
     found = []
     for number, (place, record) in enumerate(records):
         sentence = text(record, "sentence", place)
@@ -114,7 +115,7 @@ def _winogrande(path: Path) -> list[items.Item]:
         answer = record.get("answer")
         if beside is not None:
             if answer not in (None, "") and label(answer, (1, 2), "answer", place) != beside[number]:
-                raise UserError(f"{place}: 'answer' is {answer}, but {labels_path} has {beside[number]}")
+                raise UserError(f"{place}: 'answer' is {answer}, but {labels} has {beside[number]}")
             answer = beside[number]
         gold = label(answer, (1, 2), "answer", place) - 1
         options = text(record, "option1", place), text(record, "option2", place)

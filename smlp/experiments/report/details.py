@@ -75,11 +75,11 @@ def details_table(results: Results) -> Table:
                 _FORWARD: amount(model.flops_per_token / 1e6, ",.3f", f"{_MODELS}.flops_per_token"),
                 _TRAINING: amount(flops / 1e12, ",.3f", f"{_MODELS}.flops_per_token; updates; train.log: wpb"),
                 "overrides": label(
-                    ", ".join(f"{name}={value}" for name, value in record.get("overrides", {}).items()) or None,
+                    ", ".join(f"{name}={value}" for name, value in (record.get("overrides") or {}).items()) or None,
                     f"{_MODELS}.overrides",
                 ),
                 **_tuned(tuned, model.name),
-                "recipe": label(" ".join(record.get("recipe", [])) or None, f"{_MODELS}.recipe"),
+                "recipe": label(" ".join(record.get("recipe") or []) or None, f"{_MODELS}.recipe"),
             }
         )
     largest = results.settings.get("max_spread")

@@ -11,7 +11,7 @@ from smlp.experiments.report import paper
 from smlp.experiments.report.draw_curves import draw_curves, draw_routing, horizontals, styles
 from smlp.experiments.report.draw_points import draw_final, draw_heads, draw_moe, draw_quality_and_speed
 from smlp.experiments.report.results import Results
-from smlp.experiments.report.speed import mean_curve
+from smlp.experiments.report.speed import TIMES, mean_curve
 from smlp.experiments.report.studies import routed_variants
 from smlp.plots.drawing import FORMATS, save
 
@@ -57,7 +57,7 @@ def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
     }
     sources = {
         "updates": "train.log: valid_num_updates, valid_loss",
-        "time": "train.log: valid_loss, train_wall narrowed by wps",
+        "time": f"train.log: valid_loss; {TIMES}",
         "flops": "train.log: valid_loss; experiment.json: models.flops_per_token, tokens_per_update",
     }
     said = {"updates": [paper.FIGURE_1, paper.FIGURE_5_UPDATES], "time": [paper.FIGURE_1, paper.FIGURE_5_TIME]}
@@ -79,7 +79,7 @@ def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
         Picture("final", "Validation perplexity at the end", f"Final perplexity{positions}, best first.", scores),
         draw_final(results, results.models, looks, "Validation perplexity at the end of training"),
     )
-    speed = "speed.json" if results.speed else "runs/*/train.log: train_wall narrowed by wps"
+    speed = "speed.json" if results.speed else f"runs/*/{TIMES}"
     yield (
         Picture("quality-and-speed", "Quality and speed", f"Final perplexity{positions}.", f"{scores}; {speed}"),
         draw_quality_and_speed(results, looks),

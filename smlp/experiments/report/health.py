@@ -46,7 +46,7 @@ def work_table(results: Results) -> Table:
                 "model": label(model.name),
                 _NOMINAL: mean(",.3f", "work.nominal_flops", _per_token("nominal_flops")),
                 _REALISED: mean(",.3f", "work.realised_flops", _per_token("realised_flops")),
-                "ratio": mean(".3f", "work.ratio", lambda line: line.get("work", {}).get("ratio")),
+                "ratio": mean(".3f", "work.ratio", lambda line: (line.get("work") or {}).get("ratio")),
                 "drop_percent": mean(".1f", "pooled.drop_share", _pooled("drop_share"), 100),
                 "drop_percent_capacity": mean(".1f", "pooled.drop_share_capacity", _pooled("drop_share_capacity"), 100),
                 "drop_percent_last": mean_cell(
@@ -147,7 +147,7 @@ def _estimated(values: Mapping[int, float | None], pattern: str, source: str) ->
 def _per_token(key: str) -> Callable[[Mapping[str, Any]], float | None]:
     def read(line: Mapping[str, Any]) -> float | None:
         work, tokens = line.get("work") or {}, line.get("tokens")
-        return work[key] / tokens / 1e6 if tokens and key in work else None
+        return work[key] / tokens / 1e6 if tokens and work.get(key) is not None else None
 
     return read
 

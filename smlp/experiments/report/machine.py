@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smlp.experiments.report.results import Model, Results, RunResult
-from smlp.experiments.report.speed import LOG, over_runs, training_seconds
+from smlp.experiments.report.speed import TIMES, TIMES_FIELD, TIMES_FILE, over_runs, training_seconds
 from smlp.experiments.report.table import Cell, Column, Estimate, Table, estimate, label, mean_cell, origin
 
 #: what may change the results of a run, or its speed
@@ -91,7 +91,8 @@ class WholeTime:
 def whole_time(run: RunResult) -> WholeTime | None:
     """Return how long the training commands of a run took; None if its log has no training steps.
 
-    The attempts of run.json tell, or, if none is recorded, the log.
+    Args:
+        run: of which it is known how long it trained.
     """
     training = training_seconds(run)
     if training is None:
@@ -109,7 +110,7 @@ def split_table(results: Results) -> Table:
     """Make the table of where each model's time went, of its memory, and of how well it used the machine."""
     columns = [
         Column("model", "model", "experiment.json: models.name"),
-        Column("training_s", "training steps (s)", LOG),
+        Column("training_s", "training steps (s)", TIMES),
         Column(
             "other_s",
             "all else (s)",
@@ -136,7 +137,9 @@ def split_table(results: Results) -> Table:
         rows.append(
             {
                 "model": label(model.name),
-                "training_s": mean_cell(over_runs(results, model, training_seconds), ",.1f", log + "train_wall, wps"),
+                "training_s": mean_cell(
+                    over_runs(results, model, training_seconds), ",.1f", origin(runs, TIMES_FILE, TIMES_FIELD)
+                ),
                 "other_s": _other_cell(runs),
                 "memory_mib": mean_cell(
                     over_runs(results, model, lambda run: run.record.get("peak_memory_mib")),

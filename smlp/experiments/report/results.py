@@ -198,7 +198,7 @@ def read_results(folder: Path) -> Results:
             int(settings[name])
     except KeyError as error:
         raise UserError(f"{path} is no experiment: it has no field {error}") from None
-    except TypeError as error:
+    except (TypeError, UserError) as error:
         raise UserError(f"{path} is no experiment: {error}") from None
     notes: list[str] = []
     subset = (settings.get("evaluation_subsets") or ["valid"])[0]
@@ -232,7 +232,7 @@ def _model(record: Mapping[str, Any]) -> Model:
         record["arch"],
         unflatten(record["config"]),
         float(record["flops_per_token"]),
-        {name: float(number) for name, number in record["parameters"].items()},
+        {name: float(number) for name, number in record["parameters"].items() if number is not None},
     )
 
 
@@ -250,15 +250,18 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> RunResult:
     record = read_json_or_note(folder / "run.json", notes, json_files.RUN) or {}
     state = record.get("state", "unknown") if folder.is_dir() else MISSING
     log = log_records(folder / "train.log") if (folder / "train.log").is_file() else []
-    timeline = read_timeline(log)
+    lines = training_lines(log)
+    timeline = read_timeline(read_lines_and_note(folder / "update_times.jsonl", notes, json_files.TIME_LINE), lines)
     order = read_lines_and_note(folder / "data_order.jsonl", notes, json_files.ORDER_LINE)
     scores = read_json_or_note(folder / "scores.json", notes, json_files.SCORES)
+    zeroshot = read_json_or_note(folder / "zeroshot.json", notes, json_files.ZEROSHOT)
+    health = tuple(read_lines_and_note(folder / "router_health.jsonl", notes, json_files.HEALTH_LINE))
     environments = tuple(read_lines_and_note(folder / "environment.jsonl", notes))
     if state == DONE:
         expected = ("train.log", "scores.json", "data_order.jsonl")
         notes += [f"{name} is missing" for name in expected if not (folder / name).is_file()]
         if log and timeline is None:
-            notes.append("train.log does not say how long it trained")
+            notes.append("neither update_times.jsonl nor train.log says how long it trained")
     notes += _diverged(scores)
     return RunResult(
         model,
@@ -271,10 +274,10 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> RunResult:
         curve_of(log, model.name, subset),
         timeline,
         logged_seconds(log),
-        {update: line for update, (line, _) in training_lines(log).items()},
-        tuple(read_lines_and_note(folder / "router_health.jsonl", notes, json_files.HEALTH_LINE)),
+        lines,
+        health,
         {line["update"]: line["digest"] for line in order},
         scores,
-        read_json_or_note(folder / "zeroshot.json", notes, json_files.ZEROSHOT),
+        zeroshot,
         environments,
     )

@@ -31,9 +31,10 @@ from smlp.experiments.report.table import (
 _UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
 #: a unit is used if the longest time is at least this many of it
 _LEAST = 3
-#: file and fields of training times
-LOG = "train.log: train_wall, narrowed by wps"
-#: perplexities within this ratio count as equal: sums of the same numbers may differ in their last digits
+#: file and field of times of training
+TIMES_FILE, TIMES_FIELD = "update_times.jsonl", "seconds (without it train.log: train_wall)"
+TIMES = f"{TIMES_FILE}: {TIMES_FIELD}"
+#: perplexities that agree so far are the same: sums of the same numbers may differ in their last digits
 _SAME = 1 + 1e-9
 #: the models over which the paper claims twice the training efficiency for sMLP, beside dense ones
 SPARSE_TRANSFORMERS = ("gshard_lm", "switch_lm", "base_lm", "hash_lm")
@@ -186,21 +187,21 @@ def speed_table(results: Results) -> Table:
         Column(
             f"training_time_{unit}",
             f"training time ({unit})",
-            f"{LOG}; training steps alone, summed to the last update",
+            f"{TIMES}; training steps alone, summed to the last update",
         ),
         *(
             Column(
                 _key(aim, unit),
                 f"time to {aim.perplexity:,.2f} ({unit})",
-                f"train.log: valid_loss and train_wall, loss interpolated between validations; the perplexity is from "
-                f"{aim.origin}",
+                "train.log: valid_loss, loss interpolated between validations; "
+                f"{TIMES}; the perplexity is from {aim.origin}",
             )
             for aim in aims
         ),
         Column(
             "logged_tokens_per_second",
             "tokens/s, training",
-            f"tokens of an update (train.log: wpb) * updates / training time; {LOG}",
+            f"tokens of an update ({TIMES_FILE}: tokens, without it train.log: wpb) * updates / training time; {TIMES}",
         ),
         Column("logged_words_per_second", "words/s, training", "the same times words_per_token of data.json"),
         Column(
@@ -212,7 +213,7 @@ def speed_table(results: Results) -> Table:
     for model in results.models:
         runs = results.done(model)
         logged, timed = logged_tokens_per_second(results, model), timed_tokens_per_second(results, model)
-        source = origin(runs, "train.log", "train_wall, wps") if runs else ""
+        source = origin(runs, TIMES_FILE, TIMES_FIELD) if runs else ""
         alone = f"speed.json: models.{model.name}"
         row = {
             "model": label(model.name),
@@ -221,7 +222,7 @@ def speed_table(results: Results) -> Table:
             ),
             "perplexity": perplexity_cell(results, model, subset, ALL),
             f"training_time_{unit}": mean_cell(_in_unit(whole[model.name], size), ",.2f", source),
-            "logged_tokens_per_second": mean_cell(logged, ",.0f", f"{source}, wpb"),
+            "logged_tokens_per_second": mean_cell(logged, ",.0f", f"{source}; tokens"),
             "timed_tokens_per_second": amount(timed, ",.0f", alone),
         }
         if results.has_prefix:
@@ -246,21 +247,23 @@ def _reached_cell(when: TimeToTarget, size: float, source: str) -> Cell:
     if not when.num_runs:
         return EMPTY
     if when.all_runs:
-        return mean_cell(_in_unit(when.seconds, size), ",.2f", f"{source}, valid_loss")
+        return mean_cell(_in_unit(when.seconds, size), ",.2f", f"{source}; train.log: valid_loss")
     count = when.seconds.count if when.seconds else 0
     of_runs = f"{count} of {when.num_runs} seeds"
     if when.mean_curve_seconds is not None:
         value = when.mean_curve_seconds / size
         return Cell(
-            value, f"{value:,.2f} (mean curve; {of_runs})", f"{source}, valid_loss; curve of the mean over seeds"
+            value,
+            f"{value:,.2f} (mean curve; {of_runs})",
+            f"{source}; train.log: valid_loss; curve of the mean over seeds",
         )
-    return Cell(None, "not reached" if not count else of_runs, f"{source}, valid_loss")
+    return Cell(None, "not reached" if not count else of_runs, f"{source}; train.log: valid_loss")
 
 
 def _notes(results: Results, aims: list[Target], words: float | None) -> list[str]:
     jobs, timed = results.environment.get("jobs"), results.speed
     notes = [
-        '"Training" speeds and times are of the training steps in the log: validation, saving and starting are left '
+        '"Training" speeds and times are of the training steps alone: validation, saving and starting are left '
         "out, and shown below."
     ]
     if jobs is None or jobs > 1:

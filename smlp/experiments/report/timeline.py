@@ -1,9 +1,7 @@
-"""How long a run trained: seconds in training steps by update, from fairseq's log, without evaluation.
+"""How long a run trained: seconds in training steps by number of updates, evaluation left out.
 
-``train_wall`` of a training line is the time in training steps since the line before, which fairseq rounds to whole
-seconds: too coarse if updates are fast. ``wps`` of the same line has the exact time since the line before, but with
-everything in it. So ``wps`` is used, less the share of ``data_wait``, within the rounding of ``train_wall``. If a
-validation lies between two lines, the run's usual time per update is used instead.
+A run writes the seconds of each update to ``update_times.jsonl``. Runs of older versions have fairseq's log alone:
+``train_wall`` of a training line is the time in training steps since the line before, rounded to whole seconds.
 
 ``wall`` is the whole time since fairseq's trainer was made. A run that is resumed within an epoch continues its
 checkpoint's; at the beginning of an epoch it counts from zero again.
@@ -11,7 +9,7 @@ checkpoint's; at the beginning of an epoch it counts from zero again.
 
 from __future__ import annotations
 
-import statistics
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,54 +39,40 @@ class TrainingTime:
         return float(np.interp(seconds, self.seconds, self.updates))
 
 
-def training_lines(records: Iterable[Mapping[str, Any]]) -> dict[int, tuple[Mapping[str, Any], bool]]:
-    """Return the last training line of each update, and whether a validation came before it.
+def training_lines(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """Return the training lines of a log by update, the last of each.
 
     Args:
         records: of the log, in order (:func:`smlp.evaluation.curves.log_records`).
     """
-    found: dict[int, tuple[Mapping[str, Any], bool]] = {}
-    validated = False
-    for record in records:
-        if "num_updates" in record:
-            update = int(record["num_updates"])
-            if found.get(update, ({}, False))[0] != record:  # fairseq repeats lines
-                found[update] = (record, validated)
-            validated = False
-        elif any(name.endswith("_num_updates") and name != "train_num_updates" for name in record):
-            validated = True
-    return dict(sorted(found.items()))
+    lines = {int(record["num_updates"]): record for record in records if "num_updates" in record}
+    return dict(sorted(lines.items()))
 
 
-def read_timeline(records: Iterable[Mapping[str, Any]]) -> TrainingTime | None:
-    """Return the training time of a log; None if no line tells.
+def read_timeline(times: Iterable[Mapping[str, Any]], lines: Mapping[int, Mapping[str, Any]]) -> TrainingTime | None:
+    """Return how long a run trained; None where nothing says.
 
-    Updates that a resumed run repeated count once, the last time.
+    Updates that a resumed run did a second time count once, the last time.
+
+    Args:
+        times: lines of ``update_times.jsonl``; used if they begin with the first update and none is missing.
+        lines: of the log, by update.
     """
-    lines = {update: line for update, line in training_lines(records).items() if "train_wall" in line[0] and update > 0}
-    if not lines:
+    by_update = {line["update"]: line for line in times}
+    if by_update and sorted(by_update) == list(range(1, len(by_update) + 1)):
+        steps = [(update, by_update[update]["seconds"], by_update[update]["tokens"]) for update in sorted(by_update)]
+    else:
+        steps = [
+            (update, float(line["train_wall"]), float(line["wpb"]) if "wpb" in line else None)
+            for update, line in lines.items()
+            if "train_wall" in line and update > 0
+        ]
+    if not steps:
         return None
-    counts = np.diff([0, *lines])
-    guesses = [
-        None if validated else _elapsed(record, count)
-        for (record, validated), count in zip(lines.values(), counts, strict=True)
-    ]
-    walls = [_rounded(str(record["train_wall"])) for record, _ in lines.values()]
-    rates = [_within(guess, *wall) / count for guess, wall, count in zip(guesses, walls, counts, strict=True) if guess]
-    usual = statistics.median(rates) if rates else None
-    total, seconds = 0.0, [0.0]
-    for guess, wall, count in zip(guesses, walls, counts, strict=True):
-        if guess is None:
-            guess = wall[0] if usual is None else usual * count
-        total += _within(guess, *wall)
-        seconds.append(total)
-    sizes = [
-        (float(record["wpb"]), count)
-        for (record, _), count in zip(lines.values(), counts, strict=True)
-        if "wpb" in record
-    ]
+    updates, seconds, tokens = zip(*steps, strict=True)
+    sizes = [pair for pair in zip(tokens, np.diff([0, *updates]), strict=True) if pair[0] is not None]
     mean_tokens = sum(size * count for size, count in sizes) / sum(count for _, count in sizes) if sizes else None
-    return TrainingTime((0, *lines), tuple(seconds), mean_tokens)
+    return TrainingTime((0, *updates), (0.0, *itertools.accumulate(seconds)), mean_tokens)
 
 
 def logged_seconds(records: Iterable[Mapping[str, Any]]) -> float | None:
@@ -101,21 +85,3 @@ def logged_seconds(records: Iterable[Mapping[str, Any]]) -> float | None:
         if wall is not None:
             walls.append(float(wall))
     return walls[-1] if walls and walls == sorted(walls) else None
-
-
-def _elapsed(record: Mapping[str, Any], count: int) -> float | None:
-    """Return the seconds since the line before, without waiting for data."""
-    speed, size = float(record.get("wps", 0)), float(record.get("wpb", 0))
-    if not (speed > 0 and size > 0):
-        return None
-    return float(count) * size / speed * (1 - float(record.get("data_wait", 0)) / 100)
-
-
-def _rounded(text: str) -> tuple[float, float]:
-    """Return a number and its largest rounding error."""
-    decimals = len(text.partition(".")[2])
-    return float(text), 0.5 * 10.0**-decimals
-
-
-def _within(value: float, middle: float, half: float) -> float:
-    return min(max(value, middle - half, 0.0), middle + half)

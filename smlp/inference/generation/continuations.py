@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -96,8 +96,10 @@ class TextWriter:
 
     def __post_init__(self) -> None:
         StopStrings(self.stop)
-        if not 1 <= self.num_return <= _MAX_RETURN:
-            raise UserError(f"num_return must be from 1 to {_MAX_RETURN}, got {self.num_return}")
+        if not isinstance(self.method, Sampling | BeamSearch):
+            raise UserError(f"method must be a Sampling or a BeamSearch, got {self.method!r:.80}")
+        if not isinstance(self.num_return, int) or not 1 <= self.num_return <= _MAX_RETURN:
+            raise UserError(f"num_return must be from 1 to {_MAX_RETURN}, got {self.num_return!r}")
         if not self._searches:
             if self.num_return > 1 and self.method.temperature == 0:
                 raise UserError(f"num_return={self.num_return} texts of greedy choices would all be the same")
@@ -147,8 +149,11 @@ class TextWriter:
 
         Prompts that do not fit are refused at once, before anything is asked for.
         """
-        if batch_size < 1:
-            raise UserError(f"batch_size must be at least 1, got {batch_size}")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise UserError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+            raise UserError(f"prompts must be strings, got {prompts!r:.80}")
+        prompts = list(prompts)
         tokens = [self.prompt_tokens(prompt) for prompt in prompts]
         return self._in_batches(prompts, tokens, self.num_cut(tokens), batch_size)
 

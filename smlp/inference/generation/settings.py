@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from smlp.config.settings import check_choices
 from smlp.errors import UserError
 
 #: what to do with a text that needs more than the model's context
@@ -46,6 +47,7 @@ class Sampling:
     seed: int = 1
 
     def __post_init__(self) -> None:
+        check_choices(self)
         _require(
             self.temperature == 0 or _TINY <= self.temperature <= _HUGE,
             f"temperature must be 0 or from {_TINY:g} to {_HUGE:g}, got {self.temperature}",
@@ -74,6 +76,7 @@ class BeamSearch:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        check_choices(self, "beam ")
         _require(self.size >= 1, f"beam must be at least 1, got {self.size}")
         _require(
             abs(self.length_penalty) <= _MAX_LENGTH_PENALTY,
@@ -100,6 +103,7 @@ class Limits:
     when_full: str = "refuse"
 
     def __post_init__(self) -> None:
+        check_choices(self)
         _require(
             1 <= self.max_tokens <= _MAX_TOKENS, f"max_tokens must be from 1 to {_MAX_TOKENS}, got {self.max_tokens}"
         )
@@ -132,6 +136,7 @@ def method_of(greedy: bool = False, beam: int | None = None, **settings: Any) ->
     of_beam_search = {field.name for field in dataclasses.fields(BeamSearch)} - {"size"}
     for name in settings:
         _require(name in of_sampling | of_beam_search, f"there is no setting {name!r} for writing text")
+    _require(isinstance(greedy, bool), f"greedy must be True or False, got {greedy!r}")
     if beam is not None:
         drawn = [*(["greedy"] if greedy else []), *(name for name in settings if name in of_sampling)]
         _require(not drawn, f"beam={beam} draws no tokens, so it does not go with {', '.join(drawn)}")

@@ -13,10 +13,13 @@ class StopStrings:
     What may be the beginning of one is held back until more is known.
 
     Raises:
-        UserError: one of the strings is empty.
+        UserError: one of the strings is empty, or none.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
+        for stop in stops:
+            if not isinstance(stop, str):
+                raise UserError(f"a stop string must be a string, got {stop!r:.80}")
         if not all(stops):
             raise UserError("a stop string must not be empty: every text would end at once")
         self._stops = tuple(stops)

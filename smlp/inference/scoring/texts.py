@@ -17,8 +17,6 @@ from functools import cached_property
 from smlp.errors import UserError
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 
-NEWLINES = ("eos", "space")
-
 
 class TooLongError(UserError):
     """A continuation alone does not fit the model's context."""

@@ -1,18 +1,21 @@
-"""Routers: each is a pure function from logits to a plan, and a module that holds the weights."""
+"""Routers. A file holds one of them whole: plan from scores, module, and what the package has to know of it."""
 
+# ruff: noqa: I001  help and messages name routers in this order
+from smlp.moe.routers.routing import Router, RouterKind, RouterWithPlaces, Routing, register_router
 from smlp.moe.routers.balanced import BalancedRouter
-from smlp.moe.routers.features import FeatureRouter
-from smlp.moe.routers.hashed import HashRouter
-from smlp.moe.routers.routing import Router, RouterWithPlaces, Routing
 from smlp.moe.routers.top_k import TopKRouter, TopKSettings
+from smlp.moe.routers.hashed import HashRouter
+from smlp.moe.routers.features import FeatureRouter
 
 __all__ = [
     "BalancedRouter",
     "FeatureRouter",
     "HashRouter",
     "Router",
+    "RouterKind",
     "RouterWithPlaces",
     "Routing",
     "TopKRouter",
     "TopKSettings",
+    "register_router",
 ]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from smlp.config import ModelConfig
 from smlp.moe.plan import RoutingPlan
-from smlp.moe.routers.routing import Routing, gate_logits
+from smlp.moe.routers.routing import Routing, ScoredRouterKind, gate_logits, register_router
 from smlp.ops import balanced_assignment
 from smlp.ops.assignment import check_no_nan
 from smlp.parallel.spans import ASSIGNMENT, stage
@@ -70,3 +71,25 @@ class BalancedRouter(nn.Module):
     def looks_ahead(self) -> bool:
         """In training: the assignment weighs all tokens of the batch."""
         return self.training
+
+
+@register_router("base")
+class Base(ScoredRouterKind):
+    """Balanced assignment (Lewis et al., 2021; smlp.txt, section 3.1)."""
+
+    takes = ("centroid_init_gain", "base_shuffle")
+    experts_as_in_base = True
+    title = "BASE"
+
+    def build(self, config: ModelConfig) -> BalancedRouter:
+        moe = config.moe
+        return BalancedRouter(config.embed_dim, moe.num_experts, moe.centroid_init_gain, moe.base_shuffle)
+
+    def activations_per_position(self, config: ModelConfig) -> float:
+        return 2 * config.embed_dim  # what is routed; outputs, which weights multiply
+
+    def mixes_ranks(self, config: ModelConfig) -> bool:
+        return config.moe.base_shuffle
+
+    def affinities(self, logits_NE: Tensor) -> Tensor:
+        return logits_NE.sigmoid()

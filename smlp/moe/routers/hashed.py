@@ -13,9 +13,10 @@ import heapq
 import torch
 from torch import Tensor, nn
 
+from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.moe.plan import RoutingPlan
-from smlp.moe.routers.routing import Routing
+from smlp.moe.routers.routing import RouterKind, Routing, register_router
 from smlp.parallel.spans import ASSIGNMENT, stage
 
 
@@ -90,3 +91,27 @@ class HashRouter(nn.Module):
     def looks_ahead(self) -> bool:
         """Never: a token's own id decides."""
         return False
+
+
+@register_router("hash")
+class Hash(RouterKind):
+    """A table from the token's id (Roller et al., 2021)."""
+
+    takes = ("hash_kind", "hash_seed")
+    title = "Hash"
+
+    def build(self, config: ModelConfig) -> HashRouter:
+        seed = None if self.needs_token_counts(config) else config.moe.hash_seed
+        return HashRouter(config.vocab_size, config.moe.num_experts, seed)
+
+    def num_parameters(self, config: ModelConfig) -> int:
+        return 0
+
+    def flops_per_token(self, config: ModelConfig) -> float:
+        return 0
+
+    def activations_per_position(self, config: ModelConfig) -> float:
+        return 0
+
+    def needs_token_counts(self, config: ModelConfig) -> bool:
+        return config.moe.hash_kind == "balanced"

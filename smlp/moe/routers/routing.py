@@ -1,18 +1,23 @@
-"""What every router returns, and the interface of routers.
+"""What all routers share: the result of routing, the interface of their modules, and what the package has to know.
 
-Letters: ``N`` tokens, ``H`` features, ``E`` experts, ``A`` assignments.
+Letters: ``N`` tokens, ``H`` features, ``E`` experts of which each token is due ``k``, ``A`` assignments.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from smlp.config import ModelConfig
+from smlp.config.registration import ModelPart, register
+from smlp.config.registry import ROUTERS
 from smlp.moe.plan import RoutingPlan
-from smlp.nn.pytrees import pytree
+from smlp.nn.state import pytree
 from smlp.ops import linear
 
 
@@ -34,14 +39,14 @@ class Router(Protocol):
     """Chooses experts for tokens."""
 
     def __call__(self, x_NH: Tensor, token_ids_N: Tensor | None, plan: RoutingPlan | None = None) -> Routing:
-        """Routes tokens (N, H) with ids (N,).
+        """Route tokens (N, H) with ids (N,).
 
-        With ``plan`` given, only weights and losses are computed, for that plan; random numbers are drawn all the
-        same, so that what comes after a block draws the same ones when the block is computed again.
+        With ``plan`` given, only weights and losses are computed, for that plan. Random numbers are drawn all the same,
+        so that a block that is computed again draws the same ones afterwards.
         """
 
     def looks_ahead(self) -> bool:
-        """Whether, in its present mode, where a token goes depends on other tokens of the batch, later ones too."""
+        """Tell whether, in the present mode, other tokens of the batch can change where a token goes."""
 
 
 @runtime_checkable
@@ -49,11 +54,79 @@ class RouterWithPlaces(Protocol):
     """A router that can drop tokens in evaluation too."""
 
     def limit_places(self, factor: float) -> None:
-        """Sets the capacity factor of evaluation in place; 0 drops nothing."""
+        """Set the capacity factor of evaluation in place; 0 drops nothing."""
+
+
+class RouterKind(ModelPart):
+    """What the package has to know of a router beside its module. Methods are given the whole model's configuration."""
+
+    #: fields of ``MoEConfig`` that it reads; for models with another router they have no effect
+    takes: ClassVar[tuple[str, ...]] = ()
+    #: whether every expert has a layer norm of its own and starts as zero, as in BASE; else all share the block's norm
+    experts_as_in_base: ClassVar[bool] = False
+    #: in reports; its name by default
+    title: ClassVar[str | None] = None
+
+    @abstractmethod
+    def build(self, config: ModelConfig) -> Router:
+        """Build the module of one layer. Every rank has all of it, and starts from the same random numbers."""
+
+    @abstractmethod
+    def num_parameters(self, config: ModelConfig) -> int:
+        """Return the number of parameters of one layer's module."""
+
+    @abstractmethod
+    def flops_per_token(self, config: ModelConfig) -> float:
+        """Return the multiply-adds of a token's scores, as fvcore counts them. Choosing by the scores counts as 0."""
+
+    def experts_per_token(self, config: ModelConfig) -> int:
+        """Return k, the number of experts that a token goes to where none is dropped."""
+        return 1
+
+    def activations_per_position(self, config: ModelConfig) -> float:
+        """Return how many numbers are kept for the backward pass, for each position.
+
+        By default those of a learnt gate: its input, its scores, and the expert outputs that it weighs.
+        """
+        return (1 + config.experts_per_token) * config.embed_dim + config.moe.num_experts
+
+    def needs_token_counts(self, config: ModelConfig) -> bool:
+        """Tell whether ``module.balance(frequencies_V)`` must be called with the counts of the training tokens."""
+        return False
+
+    def mixes_ranks(self, config: ModelConfig) -> bool:
+        """Tell whether, in training, the tokens of an expert group's ranks are mixed before they are routed."""
+        return False
+
+    def affinities(self, logits_NE: Tensor) -> Tensor:
+        """Map the scores that the module reports, (N, E), to numbers between 0 and 1."""
+        return logits_NE.softmax(dim=1)
+
+
+class ScoredRouterKind(RouterKind):
+    """A router whose scores are products of tokens with one vector for each expert."""
+
+    def num_parameters(self, config: ModelConfig) -> int:
+        return config.moe.num_experts * config.embed_dim
+
+    def flops_per_token(self, config: ModelConfig) -> float:
+        return config.moe.num_experts * config.embed_dim
+
+
+_R = TypeVar("_R", bound=type[RouterKind])
+
+
+def register_router(name: str) -> Callable[[_R], _R]:
+    """Register a :class:`RouterKind` that ``--router NAME`` chooses; a class decorator.
+
+    Raises:
+        UserError: the name is taken, the class lacks something, or its settings cannot be used.
+    """
+    return register(ROUTERS, name, RouterKind)
 
 
 def gate_logits(x_NH: Tensor, weight_EH: Tensor) -> Tensor:
-    """Scores ``x @ weight.T``, (N, E), in float32 at least, also under autocast."""
+    """Return the scores ``x @ weight.T``, (N, E), in float32 at least, also under autocast."""
     dtype = torch.promote_types(x_NH.dtype, torch.float32)
     # autocast knows no meta device, on which costs are counted
     device = "cpu" if x_NH.is_meta else x_NH.device.type

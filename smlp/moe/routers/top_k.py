@@ -8,15 +8,18 @@ Riquelme et al., 2021, section 4.1 (places by gate); Zoph et al., 2022, equation
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
 
+from smlp.config import ModelConfig
 from smlp.moe.plan import RoutingPlan, expert_capacity
-from smlp.moe.routers.routing import Routing, gate_logits
+from smlp.moe.routers.routing import Routing, ScoredRouterKind, gate_logits, register_router
 from smlp.ops.assignment import check_no_nan
 from smlp.parallel.spans import ASSIGNMENT, stage
+
+_LOSS_WEIGHTS = ("load_balance_weight", "router_z_weight")
 
 
 def top_k_choices(logits_NE: Tensor, num_choices: int, noise_NE: Tensor | None = None) -> Tensor:
@@ -155,3 +158,32 @@ class TopKRouter(nn.Module):
         """Where places are limited, other tokens decide who keeps one."""
         factor = self.settings.capacity_factor if self.training else self.settings.eval_capacity_factor
         return factor > 0
+
+
+@register_router("switch")
+class Switch(ScoredRouterKind):
+    """The best expert by a softmax gate (Fedus et al., 2021)."""
+
+    takes = ("capacity_factor", "eval_capacity_factor", "drop_order", *_LOSS_WEIGHTS, "router_jitter")
+    title = "Switch"
+
+    def build(self, config: ModelConfig) -> TopKRouter:
+        own = [field.name for field in fields(TopKSettings) if field.name != "num_choices"]
+        same_name = {name: getattr(config.moe, name) for name in own}
+        settings = TopKSettings(num_choices=config.experts_per_token, **same_name)
+        return TopKRouter(config.embed_dim, config.moe.num_experts, settings)
+
+    def auxiliary_loss(self, config: ModelConfig) -> str | None:
+        weights = {name: getattr(config.moe, name) for name in _LOSS_WEIGHTS}
+        return next((f"{name}={weight}" for name, weight in weights.items() if weight > 0), None)
+
+
+@register_router("gshard")
+class GShard(Switch):
+    """The two best (Lepikhin et al., 2021)."""
+
+    takes = (*Switch.takes, "second_expert", "gate_normalisation")
+    title = "GShard"
+
+    def experts_per_token(self, config: ModelConfig) -> int:
+        return 2

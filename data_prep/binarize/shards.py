@@ -1,0 +1,207 @@
+"""Tokens on their way into the ``.bin`` and ``.idx`` of each shard; :mod:`smlp.text.binarized` has the format.
+
+A part leaves one file, in segments that belong to a shard each: tokens, then the lengths of their lines (int32). So
+memory holds a segment for each shard, and a shard is put together from the segments of all parts.
+Letters: ``N`` tokens, ``L`` lines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.parts import Part
+from data_prep.flow.running import STATE
+from data_prep.flow.streams import READ_BYTES, write_bytes, write_stream
+from smlp.files import name_below
+from smlp.text.binarized import HEADER, MAGIC, TOKEN_TYPES
+
+_CODES = {np.dtype(name): code for code, name in TOKEN_TYPES.items()}
+
+
+def token_type(vocab_size: int) -> np.dtype:
+    """The integers that fairseq chooses for ids of a dictionary of so many symbols."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<u4" if vocab_size < 2**32 - 1 else "<i8")
+
+
+def with_ends(ids_N: np.ndarray, lengths_L: np.ndarray, end: int, dtype: np.dtype) -> np.ndarray:
+    """The ids of lines, each followed by ``end``, (N + L,)."""
+    last_L = np.cumsum(lengths_L + 1) - 1
+    stream = np.empty(len(ids_N) + len(lengths_L), dtype)
+    is_token = np.ones(len(stream), bool)
+    is_token[last_L] = False
+    stream[is_token] = ids_N
+    stream[last_L] = end
+    return stream
+
+
+def index_content(
+    dtype: np.dtype, num_lines: int, lengths: Callable[[], Iterable[np.ndarray]]
+) -> Iterator[bytes | memoryview]:
+    """What an ``.idx`` consists of, block by block.
+
+    Args:
+        dtype: of the tokens.
+        num_lines: in all.
+        lengths: gives the lines' lengths in tokens, with their ``</s>``, in blocks; called twice.
+    """
+    yield MAGIC + HEADER.pack(1, _CODES[dtype], num_lines)
+    for lengths_L in lengths():
+        yield lengths_L.astype("<i4").tobytes()
+    position = 0
+    for lengths_L in lengths():
+        ends_L = position + np.cumsum(lengths_L, dtype=np.int64) * dtype.itemsize
+        yield np.concatenate([[position], ends_L[:-1]]).astype("<i8").tobytes()
+        position = int(ends_L[-1])
+
+
+SEGMENT_TOKENS = 1 << 19
+LENGTH = np.dtype("<i4")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``tokens`` of ``lines`` of a shard; ``ends``: the lines that end a document, which are empty."""
+
+    shard: int
+    tokens: int
+    lines: int
+    ends: int
+
+    def num_bytes(self, token: np.dtype) -> int:
+        """On disk."""
+        return self.tokens * token.itemsize + self.lines * LENGTH.itemsize
+
+
+@dataclass
+class _Waiting:
+    tokens: list[np.ndarray] = field(default_factory=list)
+    lengths: list[np.ndarray] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class SegmentWriter:
+    """Collects tokens for each shard and writes them in segments."""
+
+    def __init__(self, stream: BinaryIO, num_shards: int) -> None:
+        self._stream = stream
+        self._waiting = [_Waiting() for _ in range(num_shards)]
+        self.segments: list[Segment] = []
+
+    def add(self, shard: int, tokens_N: np.ndarray, lengths_L: np.ndarray) -> None:
+        """Tokens of whole lines, with the ``</s>`` of each, and the lines' lengths."""
+        waiting = self._waiting[shard]
+        waiting.tokens.append(tokens_N)
+        waiting.lengths.append(lengths_L)
+        waiting.num_tokens += len(tokens_N)
+        if waiting.num_tokens >= SEGMENT_TOKENS:
+            self._write(shard)
+
+    def finish(self) -> None:
+        """Writes what is left, shard by shard."""
+        for shard, waiting in enumerate(self._waiting):
+            if waiting.num_tokens:
+                self._write(shard)
+
+    def _write(self, shard: int) -> None:
+        waiting, self._waiting[shard] = self._waiting[shard], _Waiting()
+        lengths_L = np.concatenate(waiting.lengths)
+        for tokens_N in waiting.tokens:
+            self._stream.write(tokens_N.tobytes())
+        self._stream.write(lengths_L.astype(LENGTH).tobytes())
+        self.segments.append(Segment(shard, waiting.num_tokens, len(lengths_L), int(np.count_nonzero(lengths_L == 1))))
+
+
+PLANS = f"{STATE}/plans"
+SUMS = ("tokens", "lines", "ends")
+
+
+def shard_folders(num_shards: int) -> list[str]:
+    """The shards' folders below the step's: the step's own where there is one shard."""
+    width = max(2, len(str(num_shards - 1)))
+    return [""] if num_shards == 1 else [f"shard{shard:0{width}d}/" for shard in range(num_shards)]
+
+
+def write_plans(
+    out: Path, split: str, results: Sequence[PartResult], folders: Sequence[str], by_part: bool, dtype: np.dtype
+) -> list[Part]:
+    """Says for each shard of a split which segments it consists of, in a small file each.
+
+    Args:
+        out: the step's folder.
+        split: train, valid or test.
+        results: of all parts of the split, in order, with their segments.
+        folders: of the shards that the split has.
+        by_part: whether whole parts go to the shards in turn; otherwise a segment names its own.
+        dtype: of the tokens.
+
+    Returns:
+        These files, as parts to work on, with what they hold.
+    """
+    shards: list[list[list[Any]]] = [[] for _ in folders]
+    for number, result in enumerate(results):
+        position = 0
+        for row in result.facts["segments"]:
+            segment = Segment(*row)
+            shard = number % len(folders) if by_part else segment.shard
+            shards[shard].append([result.outputs[0]["name"], position, *list(asdict(segment).values())[1:]])
+            position += segment.num_bytes(dtype)
+    parts = []
+    digests = [result.outputs[0]["sha256"] for result in results]
+    for folder, segments in zip(folders, shards, strict=True):
+        name = folder + split
+        path = out / PLANS / f"{name.replace('/', '-')}.json"
+        plan = {"name": name, "dtype": dtype.str, "segments": segments, "parts": digests}
+        content = json.dumps(plan).encode()
+        if not path.is_file() or path.read_bytes() != content:  # else a shard that is there is not made again
+            write_bytes(path, content)
+        parts.append(Part.whole(path))
+    return parts
+
+
+def tokens_of_plan(plan: Part) -> int:
+    """Tokens of the shard that a file of :func:`write_plans` describes."""
+    return sum(row[2] for row in json.loads(plan.path.read_bytes())["segments"])
+
+
+def merge_part(part: Part, out: Path) -> PartResult:
+    """Writes ``.bin`` and then ``.idx`` of one shard of a split, from its plan."""
+    plan = json.loads(part.path.read_bytes())
+    dtype, segments = np.dtype(plan["dtype"]), plan["segments"]
+    for name in (plan["name"], *(row[0] for row in segments)):
+        name_below(name, str(part.path))
+    outputs = []
+    for suffix, blocks in (("bin", _tokens(out, dtype, segments)), ("idx", _index(out, dtype, segments))):
+        with write_stream(out / f"{plan['name']}.{suffix}") as (stream, written):
+            for block in blocks:
+                stream.write(block)
+        outputs.append(written.row(out))
+    outputs[0] |= {name: sum(row[place] for row in segments) for place, name in enumerate(SUMS, start=2)}
+    return PartResult(outputs, Counts())
+
+
+def _tokens(out: Path, dtype: np.dtype, segments: list[list[Any]]) -> Iterator[bytes]:
+    for name, position, tokens, _, _ in segments:
+        with open(out / name, "rb") as file:
+            file.seek(position)
+            left = tokens * dtype.itemsize
+            while left:
+                content = file.read(min(left, READ_BYTES))
+                yield content
+                left -= len(content)
+
+
+def _index(out: Path, dtype: np.dtype, segments: list[list[Any]]) -> Iterator[bytes | memoryview]:
+    def lengths() -> Iterator[np.ndarray]:
+        for name, position, tokens, lines, _ in segments:
+            with open(out / name, "rb") as file:
+                file.seek(position + tokens * dtype.itemsize)
+                yield np.frombuffer(file.read(lines * LENGTH.itemsize), LENGTH)
+
+    return index_content(dtype, sum(row[3] for row in segments), lengths)

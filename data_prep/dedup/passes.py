@@ -1,0 +1,203 @@
+"""First and last phase, a part at a time: sign the documents; write those that are kept and a line about each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.dedup.contamination import Index, Tasks
+from data_prep.dedup.files import WORK, Lookup, Signed, output_of, spilling
+from data_prep.dedup.signatures import (
+    Scheme,
+    band_keys,
+    shingles,
+    signatures,
+    similarity,
+    text_hash,
+    word_hashes,
+    words_of,
+)
+from data_prep.flow.documents import Reading, Record, counted_records
+from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.parts import Part
+from data_prep.flow.streams import json_line, write_stream
+
+BLOCK = 4096  # documents whose rows are held and written at once
+
+
+@dataclass(frozen=True)
+class SignSettings:
+    """What the first phase does."""
+
+    reading: Reading  # of the files
+    scheme: Scheme | None  # of near duplicates; None looks for exact ones only
+    num_partitions: int  # of the rows on disk
+    tasks: Tasks | None  # zero-shot tasks, if documents are compared with them
+    leave_out: bool  # documents that overlap with a task take no part in what follows
+    held_out: frozenset[str]  # names of parts that are not compared with tasks
+
+
+class _Block:
+    """Rows of documents that are not written yet."""
+
+    def __init__(self) -> None:
+        self.exact: list[tuple[int, int, int]] = []
+        self.shingles: list[np.ndarray] = []
+        self.numbers: list[int] = []  # of the documents of ``shingles``; -1 where it takes no part
+        self.num_shingles = self.num_documents = 0
+
+
+def sign_part(part: Part, out: Path, settings: SignSettings) -> PartResult:
+    """Writes ``.work/NAME.exact``, ``.bands``, ``.signatures``, ``.names``, ``.offsets``, ``.tainted`` of a part."""
+    stem = out / WORK / part.name
+    counts, defects = Counts(), []
+    index = Index(settings.tasks) if settings.tasks and part.name not in settings.held_out else None
+    number, offset = 0, 0
+    with ExitStack() as files:
+
+        def opened(kind: str) -> Any:
+            return files.enter_context(write_stream(stem.with_name(f"{part.name}.{kind}")))[0]
+
+        names, offsets, tainted, hits = opened("names"), opened("offsets"), opened("tainted"), opened("hits")
+        values = opened("signatures")
+        exact = files.enter_context(spilling(stem.with_name(f"{part.name}.exact"), 3, settings.num_partitions))
+        bands = files.enter_context(spilling(stem.with_name(f"{part.name}.bands"), 2, settings.num_partitions))
+        block = _Block()
+
+        def flush() -> None:
+            nonlocal block
+            if block.exact:
+                exact.add(np.array(block.exact, dtype=np.uint64))
+            if settings.scheme and block.shingles:
+                signed = signatures(block.shingles, settings.scheme)
+                values.write(signed.tobytes())
+                numbers = np.array(block.numbers)
+                keys = band_keys(signed[numbers >= 0], settings.scheme)
+                rows = np.repeat(numbers[numbers >= 0].astype(np.uint64), keys.shape[1])
+                bands.add(np.stack([keys.reshape(-1), rows], axis=1))
+            block = _Block()
+
+        offsets.write(np.int64(0).tobytes())
+        for piece in counted_records(part, settings.reading, counts, defects):
+            counts.keep()
+            words = words_of(piece.text)
+            hashes = word_hashes(words) if index or settings.scheme else None
+            found = index.hits(hashes) if index else {}
+            if found:
+                hits.write(_hit_row(piece, found, words))
+            leave_out = bool(found) and settings.leave_out
+            tainted.write(bytes([leave_out]))
+            line = json_line([piece.id, piece.source])
+            offset += len(line)
+            names.write(line)
+            offsets.write(np.int64(offset).tobytes())
+            if not leave_out:
+                block.exact.append((*text_hash(piece.text, words), number))
+            if settings.scheme:
+                block.shingles.append(shingles(hashes, settings.scheme.ngram))
+                block.numbers.append(-1 if leave_out or not words else number)
+                block.num_shingles += len(words)
+            number += 1
+            block.num_documents += 1
+            if block.num_documents >= BLOCK or block.num_shingles >= BLOCK * 256:
+                flush()
+        flush()
+    kinds = ["names", "offsets", "tainted", "hits", "signatures", "exact", "exact.index", "bands", "bands.index"]
+    outputs = [output_of(out, stem.with_name(f"{part.name}.{kind}")) for kind in kinds]
+    facts = {"documents": number, "contamination": index.facts() if index else {}}
+    return PartResult(outputs, counts, defects, facts)
+
+
+def _hit_row(record: Record, found: dict[str, tuple[int, int, int]], words: list[bytes]) -> bytes:
+    """A line about a document that overlaps with tasks: how many n-grams of each, and the first of them."""
+    tasks = {
+        task: {"ngrams": number, "text": b" ".join(words[start : start + n]).decode()}
+        for task, (number, start, n) in found.items()
+    }
+    row = {"id": record.id, "source": record.source, "tasks": tasks}
+    return json_line(row)
+
+
+HELD_OUT = " of a held-out document"
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What became of all documents: files of a number each, in the order of their numbers."""
+
+    exact: Path  # the first document of the same words
+    kept: Path  # the one that is kept instead; itself for one that is kept
+    kind: str  # of these numbers
+
+    def of(self, path: Path, start: int, stop: int) -> np.ndarray:
+        """Those of some documents."""
+        size = np.dtype(self.kind).itemsize
+        return np.fromfile(path, dtype=self.kind, offset=start * size, count=stop - start)
+
+
+def outputs_of_part(name: str, suffix: str) -> tuple[str, str]:
+    """What :func:`write_part` writes for a part, as names in the step's folder: documents, and those removed."""
+    return f"{name}.jsonl{suffix}", f"{WORK}/{name}.removed"
+
+
+def write_part(
+    part: Part, out: Path, reading: Reading, signed: Signed, decisions: Decisions, num_perm: int, suffix: str
+) -> PartResult:
+    """Writes ``NAME.jsonl`` with the suffix of a compression, and ``.work/NAME.removed``.
+
+    Args:
+        part: of the inputs.
+        out: the step's folder.
+        reading: as in the first phase.
+        signed: what that phase left.
+        decisions: who is kept.
+        num_perm: of signatures; 0 if there are none.
+        suffix: of the files of documents.
+    """
+    number = signed.names.index(part.name)
+    base, stop = int(signed.bases[number]), int(signed.bases[number + 1])
+    exact, kept = (decisions.of(path, base, stop) for path in (decisions.exact, decisions.kept))
+    tainted = np.fromfile(signed.path(number, "tainted"), dtype=bool)
+    lookup = Lookup(signed, num_perm)
+    counts, defects, pairs = Counts(), [], Counter()
+    documents_path, removed_path = (out / name for name in outputs_of_part(part.name, suffix))
+    index = 0
+    with write_stream(documents_path) as (stream, written), write_stream(removed_path) as (removed, removed_file):
+        for piece in counted_records(part, reading, counts, defects):
+            document, index = base + index, index + 1
+            if tainted[document - base]:
+                counts.drop("contaminated")
+                row: dict[str, Any] = {"id": piece.id, "source": piece.source, "kind": "contaminated"}
+            elif kept[document - base] == document:
+                counts.keep()
+                stream.write(piece.line())
+                continue
+            else:
+                winner = int(kept[document - base])
+                row = _removed(document, winner, bool(exact[document - base] != document), lookup)
+                row = {"id": piece.id, "source": piece.source, **row}
+                held_out = winner < signed.first_input
+                row["held_out"] = held_out
+                counts.drop(f"{row['kind']} duplicate{HELD_OUT if held_out else ''}")
+                pairs[piece.source, row["kept_source"], row["kind"]] += 1
+            removed.write(json_line(row))
+    assert index == stop - base, f"{part.path}: {index} documents, there were {stop - base}"
+    lookup.close()
+    facts = {"pairs": [[*key, number] for key, number in sorted(pairs.items())]}
+    outputs = [written.row(out, documents=counts.kept), removed_file.row(out)]
+    return PartResult(outputs, counts, defects, facts)
+
+
+def _removed(document: int, winner: int, is_exact: bool, lookup: Lookup) -> dict[str, Any]:
+    """Why a document goes. The similarity is that to the one kept, which may be a duplicate's duplicate."""
+    identity, source = lookup.name(winner)
+    alike = 1.0
+    if not is_exact:
+        alike = float(similarity(lookup.signature(document), lookup.signature(winner)[None])[0])
+    kind = "exact" if is_exact else "near"
+    return {"kind": kind, "similarity": round(alike, 4), "kept_id": identity, "kept_source": source}

@@ -1,0 +1,147 @@
+"""A source with how it is to be fetched, and whether that can be done here: packages, permission, room on the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_prep.fetch.download import Patience, RemoteFile, bytes_there
+from data_prep.fetch.listing import kept_files
+from data_prep.fetch.source import Source
+from data_prep.flow.documents import Reading
+from data_prep.flow.running import Run
+from data_prep.flow.streams import suffix_of
+from smlp.errors import UserError
+
+RAW = ".raw"  # of OUT: steps that read OUT leave out what begins with a point
+# Documents as .jsonl.gz, per byte of their text: measured on English news and articles, rounded up.
+COMPRESSED_SHARE = 0.45
+_PACKAGES = {"wikipedia": ("mwparserfromhell",), "warc": ("warcio", "trafilatura"), "parquet": ("pyarrow",)}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A source and how it is to be fetched."""
+
+    source: Source
+    out: Path  # folder of all sources
+    run: Run  # its ``out`` is the source's own folder
+    options: dict[str, str]  # values of the source's options
+    reading: Reading
+    compression: str = "gz"  # of what is written, a key of ``COMPRESSIONS``
+    file_bytes: int = 256 << 20  # of documents in a file that is written, before compression; then the next is begun
+    limit_files: int | None = None  # the first files (or shards) only
+    limit_documents: int | None = None  # the first documents of each file only
+    connections: int = 3  # files downloaded at a time
+    patience: Patience = field(default_factory=Patience)
+    delete_downloads: bool = False  # each file is downloaded, converted and deleted by one worker
+    check_space: bool = True  # refuse to begin where the disk is too small
+    restart: bool = False  # throw away what other settings left, and read the list of files anew
+
+    @property
+    def raw(self) -> Path:
+        """The folder of its downloads."""
+        return self.out / RAW / self.source.name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that its documents depend on."""
+        return {
+            "source": self.source.name,
+            "source_sha256": hashlib.sha256(self.source.definition.encode()).hexdigest(),
+            "options": self.options,
+            "text_field": self.reading.text_field,
+            "documents": self.reading.documents_of_text,
+            "max_document_bytes": self.reading.max_bytes,
+            "max_document_seconds": self.reading.max_seconds,
+            "limit_files": self.limit_files,
+            "limit_documents": self.limit_documents,
+            "compress": self.compression,
+            "file_bytes": self.file_bytes,
+        }
+
+    def missing_packages(self) -> list[str]:
+        """Names of packages that this source needs and that are not installed."""
+        source = self.source
+        names = [*source.paths, *(Path(file.url) for file in source.files)]
+        needed = list(_PACKAGES.get(source.format, ()))
+        needed += ["requests"] if source.from_web else []
+        needed += ["datasets", "huggingface_hub"] if source.hub else []
+        needed += ["pyarrow"] if any(suffix_of(path) == ".parquet" for path in source.paths) else []
+        needed += ["zstandard"] if self.compression == "zst" or any(path.suffix == ".zst" for path in names) else []
+        return sorted({name for name in needed if importlib.util.find_spec(name) is None})
+
+    def known_files(self) -> list[RemoteFile] | None:
+        """The files that an earlier command found, or that the source itself names; None if only the server knows."""
+        if self.source.files:
+            return list(self.source.files)[: self.limit_files]
+        kept = kept_files(self.source, self.options, self.raw) if self.source.from_web else None
+        return None if kept is None else kept[: self.limit_files]
+
+    def sizes(self, files: Sequence[RemoteFile] | None) -> dict[str, int | None]:
+        """Estimate the bytes of downloads, of text, of documents, and the room on the disk that is still to be taken.
+
+        Shards of the Hub are converted as they come, and take no room for themselves.
+
+        Args:
+            files: those that are still to come; None for all, as far as they are known.
+
+        Returns:
+            ``download_bytes``, ``text_bytes``, ``document_bytes``, ``needed_bytes``; None for what is unknown.
+        """
+        size = self.source.size
+        total = size.files or (None if files is None else len(files))
+        number = self.limit_files if files is None else len(files)
+        share = 1.0 if total is None or number is None else min(1.0, number / max(total, 1))
+        download = None if size.bytes is None else round(size.bytes * share)
+        if files is not None and all(file.num_bytes is not None for file in files):
+            download = sum(file.num_bytes for file in files)
+        documents = None if size.text_bytes is None else round(size.text_bytes * COMPRESSED_SHARE * share)
+        room = download if self.source.from_web else 0
+        if room is not None and self.delete_downloads:
+            largest = max((file.num_bytes or 0 for file in files or ()), default=0)
+            per_file = largest or room // max(len(files or ()) or size.files or 1, 1)
+            room = min(room, self.run.workers * per_file)
+        there = sum(bytes_there(self.raw / file.name) for file in files or ())
+        known = [] if room is None else [max(0, room - there)]
+        known += [] if documents is None else [documents]
+        return {
+            "download_bytes": download,
+            "text_bytes": size.text_bytes,
+            "document_bytes": documents,
+            "needed_bytes": sum(known) if known else None,
+        }
+
+    def refuse_small_disk(self, absent: Sequence[RemoteFile]) -> None:
+        """Raise UserError if the disk has less room than the absent files still need, as far as that is known."""
+        need, free = self.sizes(absent)["needed_bytes"], free_bytes(self.out)
+        if self.check_space and need is not None and need > free:
+            raise UserError(
+                f"{self.source.name} still needs about {need / 1e9:,.1f} GB in {self.out}, {free / 1e9:,.1f} are free: "
+                "--delete-downloads or --limit-files need less, --no-space-check goes on all the same"
+            )
+
+
+def not_writable(folder: Path) -> str:
+    """Why nothing can be written to a folder that may not be there yet; "" if it can."""
+    place = _existing(folder)
+    if not place.is_dir():
+        return f"{folder} cannot be made: {place} is no folder"
+    return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written to"
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes of the disk that a folder is on, or will be."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(place: Path) -> Path:
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place

@@ -1,0 +1,189 @@
+"""Train SentencePiece models and GPT-2's byte-level BPE, or take given files; write their ``dict.txt``."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from smlp.errors import UserError
+from smlp.text.tokenizer_files import (
+    ENCODER_JSON,
+    SPECIAL_SYMBOLS,
+    VOCAB_BPE,
+    byte_characters,
+    read_encoder,
+    read_merges,
+)
+
+KINDS = ("unigram", "bpe")
+SPECIAL_PIECES = 3  # that every model has: <unk>, <s>, </s>
+MAX_LINE_BYTES = 1 << 16  # SentencePiece skips longer lines when it trains (it encodes them all the same)
+NUM_THREADS = 4  # fixed: the model may depend on how the sums are shared out among threads
+
+
+def train_sentencepiece(
+    lines: Iterable[str], vocab_size: int, kind: str = "unigram", byte_fallback: bool = False
+) -> bytes:
+    """Trains on the non-empty lines; returns the serialised model. The same lines give the same bytes.
+
+    Args:
+        lines: of text; all characters of theirs get a piece.
+        vocab_size: pieces, with three special ones. A text too small for it yields a smaller unigram model.
+        kind: one of ``KINDS``.
+        byte_fallback: whether what has no piece becomes pieces of bytes.
+
+    Raises:
+        UserError: ``vocab_size`` does not even hold the text's characters, is too large for BPE of this text, or there
+            is no text.
+    """
+    import sentencepiece
+
+    if vocab_size < 1:
+        raise UserError(f"vocabulary size must be at least 1, not {vocab_size}")
+    texts = _Texts(lines)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            max_sentence_length=MAX_LINE_BYTES,
+            byte_fallback=byte_fallback,
+            num_threads=NUM_THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        if not texts.number:
+            raise UserError("the training text holds no line of text to build a vocabulary from") from error
+        raise UserError(_explained(" ".join(str(error).split()), vocab_size)) from error
+    return model.getvalue()
+
+
+class _Texts:
+    """Lines that are not empty, and how many there were."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines, self.number = lines, 0
+
+    def __iter__(self) -> Iterable[str]:
+        for line in self._lines:
+            if line:
+                self.number += 1
+                yield line
+
+
+def _explained(message: str, vocab_size: int) -> str:
+    too_small = re.search(r"required_chars\. (\d+) vs (\d+)", message)
+    if too_small:
+        return (
+            f"vocabulary size {vocab_size} is too small: the training text has {too_small.group(2)} different "
+            "characters and marks"
+        )
+    too_large = re.search(r"too high \(\d+\)\. Please set it to a value <= (\d+)", message)
+    if too_large:
+        return f"vocabulary size {vocab_size} is too large: the training text has only {too_large.group(1)} pieces"
+    return f"vocabulary of size {vocab_size} cannot be trained: {message}"
+
+
+def pieces_of(model: bytes) -> list[str]:
+    """The pieces of a model in its order, without ``<unk>`` and control symbols, which a dictionary has of its own."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return [
+        processor.id_to_piece(number)
+        for number in range(processor.get_piece_size())
+        if not processor.is_unknown(number) and not processor.is_control(number)
+    ]
+
+
+NUM_BYTES = 256
+
+
+def train_byte_level(lines: Iterable[str], vocab_size: int) -> dict[str, bytes]:
+    """Trains on lines of text; returns the files by name. The same lines give the same bytes.
+
+    Args:
+        lines: of text, without line ends.
+        vocab_size: pieces: 256 bytes and the merges. A text too small for it yields fewer merges.
+
+    Raises:
+        UserError: ``vocab_size`` is below 256, or the package ``tokenizers`` is not installed.
+    """
+    if vocab_size < NUM_BYTES:
+        raise UserError(f"vocabulary size must be at least {NUM_BYTES} for byte-level BPE, not {vocab_size}")
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError("--kind gpt2 needs the package tokenizers: pip install 'smlp[data]'") from None
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=sorted(byte_characters()), special_tokens=[], show_progress=False
+    )
+    model.train_from_iterator(lines, trainer)
+    trained = json.loads(model.to_str())["model"]
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in trained["merges"]]
+    return _files(trained["vocab"], merges)
+
+
+def given_byte_level(encoder_json: Path, vocab_bpe: Path) -> dict[str, bytes]:
+    """The files of an encoding that exists, by name, as they are.
+
+    Raises:
+        UserError: one is missing, is not in GPT-2's format, or they do not fit each other.
+    """
+    ids, merges = read_encoder(encoder_json), read_merges(vocab_bpe)
+    for pair in merges:
+        unknown = [piece for piece in (*pair, "".join(pair)) if piece not in ids]
+        if unknown:
+            raise UserError(f"{vocab_bpe} merges {' and '.join(pair)}, but {encoder_json} has no piece {unknown[0]}")
+    if sorted(ids.values()) != list(range(len(ids))):
+        raise UserError(f"{encoder_json} has {len(ids)} pieces, but their ids are not 0 to {len(ids) - 1}")
+    return {ENCODER_JSON: encoder_json.read_bytes(), VOCAB_BPE: vocab_bpe.read_bytes()}
+
+
+def num_pieces(encoder: bytes) -> int:
+    """Pieces in the content of an ``encoder.json``."""
+    return len(json.loads(encoder))
+
+
+def _files(ids: dict[str, int], merges: Iterable[Iterable[str]]) -> dict[str, bytes]:
+    in_order = dict(sorted(ids.items(), key=lambda item: item[1]))
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
+    return {ENCODER_JSON: json.dumps(in_order).encode(), VOCAB_BPE: ("\n".join(lines) + "\n").encode()}
+
+
+PADDING = "madeupword{:04d}"  # fairseq's own name for symbols that only fill a dictionary
+
+
+def padding_of(num_symbols: int, pad_to: int | None, pad_multiple: int) -> list[str]:
+    """The symbols that fill a dictionary up.
+
+    Args:
+        num_symbols: of it, with fairseq's four special ones.
+        pad_to: size to fill it to, or None.
+        pad_multiple: otherwise, a number that its size is to be a multiple of.
+
+    Raises:
+        UserError: it is larger than ``pad_to``.
+    """
+    size = -(-num_symbols // pad_multiple) * pad_multiple if pad_to is None else pad_to
+    if size < num_symbols:
+        special = len(SPECIAL_SYMBOLS)
+        raise UserError(
+            f"--pad-to {size} is less than the {num_symbols} symbols that there are: {num_symbols - special} pieces "
+            f"and {special} special ones"
+        )
+    return [PADDING.format(number) for number in range(size - num_symbols)]
+
+
+def dictionary_bytes(symbols: Sequence[str], frequencies: Sequence[int]) -> bytes:
+    """The content of ``dict.txt``: a symbol and how often it comes a line, without the special ones."""
+    return "".join(f"{symbol} {count}\n" for symbol, count in zip(symbols, frequencies, strict=True)).encode()

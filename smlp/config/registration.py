@@ -1,0 +1,111 @@
+"""Entering routers, blocks and architectures into the tables of :mod:`smlp.config.registry`.
+
+:func:`register` checks a part and enters it. ``register_router``, ``register_dense_block`` and
+``register_sparse_block``, which users call (:mod:`smlp.extend`), are defined beside the base classes that they ask for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from abc import ABC
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from smlp.config.model import SETTINGS, ModelConfig, all_settings
+from smlp.config.own_settings import fields_of, own_fields
+from smlp.config.presets import TASK_OPTIONS
+from smlp.config.registry import ARCHITECTURES, DENSE_BLOCKS, PACKAGE, ROUTERS, SPARSE_BLOCKS, Registry
+from smlp.errors import UserError
+
+
+class ModelPart(ABC):
+    """A part that a model can be made of. Register a subclass under a name; it is instantiated without arguments."""
+
+    #: the name under which it is registered
+    name: ClassVar[str]
+    #: frozen dataclass of the settings that it brings along, made with :func:`smlp.extend.setting`; a field F is the
+    #: model's setting ``NAME_F`` and fairseq's option ``--NAME-F``; ``config.own(NAME)`` returns the object
+    settings: ClassVar[type | None] = None
+
+    def check(self, config: ModelConfig) -> None:  # noqa: B027  most have nothing to refuse
+        """Refuse a model whose settings do not fit this part.
+
+        Raises:
+            UserError: one sentence that names the settings and the numbers.
+        """
+
+    def auxiliary_loss(self, config: ModelConfig) -> str | None:
+        """Name the auxiliary losses that it returns in training, for a message; None if it returns none."""
+        return None
+
+
+_K = TypeVar("_K", bound=type[ModelPart])
+
+
+def register(table: Registry, name: str, base: type[ModelPart]) -> Callable[[_K], _K]:
+    """Return a class decorator that checks a subclass of ``base`` and enters an instance of it into a table.
+
+    Raises:
+        UserError: the name is taken, the class lacks an abstract method, or its settings cannot be used.
+    """
+
+    def enter(kind: _K) -> _K:
+        what = f"{table.what} {name!r} ({getattr(kind, '__qualname__', kind)})"
+        if not (isinstance(kind, type) and issubclass(kind, base)):
+            raise UserError(f"{what} is no {base.__name__}")
+        if inspect.isabstract(kind):
+            raise UserError(f"{what} lacks {', '.join(sorted(kind.__abstractmethods__))}")
+        if kind.settings is not None:
+            _check_settings(table, name, kind.settings, what)
+        part = kind()
+        part.name = name
+        table.add(name, part, _origin_of(kind))
+        return kind
+
+    return enter
+
+
+def register_architecture(name: str, like: str | None = None, **settings: Any) -> None:
+    """Give settings a name, for ``--arch NAME`` and :func:`smlp.build`.
+
+    Args:
+        name: its name.
+        like: an architecture whose settings it has, except for those that follow.
+        **settings: by name.
+
+    Raises:
+        UserError: the name is taken; ``like`` or a setting is unknown.
+    """
+    if like is not None and like not in ARCHITECTURES:
+        raise UserError(f"architecture {name!r} is to be like {like!r}, which there is not")
+    for unknown in settings.keys() - all_settings().keys():
+        raise UserError(f"architecture {name!r} has an unknown setting {unknown!r}")
+    base = {} if like is None else ARCHITECTURES[like]
+    ARCHITECTURES.add(name, {**base, **settings}, _file_of(sys._getframe(1).f_globals))
+
+
+def _check_settings(table: Registry, name: str, settings: type, what: str) -> None:
+    """Refuse settings with the names of others. A dense and a sparse block of one name share theirs."""
+    others = own_fields()
+    for full in fields_of(name, settings):
+        if full in SETTINGS or full in TASK_OPTIONS or (full in others and others[full].metadata["owner"] != name):
+            raise UserError(f"{what}: its setting {full!r} has the name of another setting")
+    for other in (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS):
+        theirs = other[name].settings if name in other and other is not table else None
+        if theirs is not None and _origin_of(theirs) != _origin_of(settings):
+            raise UserError(f"{what}: the {other.what} of that name has other settings ({_origin_of(theirs)})")
+
+
+def _origin_of(kind: type) -> str:
+    """Return a class and the file that defines it; only the package's name for one of its own."""
+    if kind.__module__.startswith(f"{PACKAGE}."):
+        return PACKAGE
+    return f"{kind.__qualname__} in {_file_of(vars(sys.modules[kind.__module__]))}"
+
+
+def _file_of(namespace: dict[str, Any]) -> str:
+    """Return where something is defined, for messages."""
+    file = namespace.get("__file__")
+    return str(Path(file).resolve()) if file else str(namespace.get("__name__"))

@@ -1,0 +1,226 @@
+"""Refuse options that need something missing: a library, a GPU, a file, another option, another kind of task."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from smlp.checkpoint.torch_file import read_structure
+from smlp.errors import UserError
+from smlp.files import is_missing, regular_file
+
+#: fairseq's own criterions that can train a language model
+_CRITERIONS = (
+    *("cross_entropy", "label_smoothed_cross_entropy", "label_smoothed_cross_entropy_with_alignment"),
+    *("adaptive_loss", "composite_loss", "vocab_parallel_cross_entropy"),
+)
+#: what they and ours log of a validation
+_METRICS = ("loss", "nll_loss", "ppl", "accuracy", "total", "n_correct", "wps", "wpb", "bsz", "num_updates")
+_LIBRARIES = {"lamb": "apex", "cpu_adam": "deepspeed"}  # of optimizers
+
+
+def apply() -> None:
+    from fairseq.data import data_utils
+
+    find_ignored = data_utils.raise_if_valid_subsets_unintentionally_ignored
+
+    @functools.wraps(find_ignored)
+    def raise_if_valid_subsets_unintentionally_ignored(cfg: Any) -> None:
+        try:
+            find_ignored(cfg)
+        except ValueError as error:
+            raise UserError(
+                f"the data directory {cfg.task.data} has more files to validate on than --valid-subset "
+                f"{cfg.dataset.valid_subset} names: give --combine-valid-subsets or --ignore-unused-valid-subsets"
+            ) from error
+
+    data_utils.raise_if_valid_subsets_unintentionally_ignored = raise_if_valid_subsets_unintentionally_ignored
+
+
+def check_best_metric(trainer: Any) -> None:
+    """Refuse a ``--best-checkpoint-metric`` that a validation batch has not logged.
+
+    Raises:
+        UserError: the message names the measure and those that there are.
+    """
+    from fairseq.logging import metrics
+
+    logged, name = list(metrics.get_active_aggregators())[-1], trainer.cfg.checkpoint.best_checkpoint_metric
+    if name not in logged and name != "num_updates" and not hasattr(trainer.task, "post_validate"):
+        raise UserError(
+            f"--best-checkpoint-metric {name} is not among what validation measures: "
+            f"{', '.join(key for key in logged if not key.startswith('_'))}"
+        )
+
+
+def check_tools(args: Any) -> None:
+    """Refuse what fairseq starts as soon as the command line is read, where it is not there.
+
+    Args:
+        args: the options of any of fairseq's tools.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    from fairseq.data.plasma_utils import PYARROW_AVAILABLE
+
+    if getattr(args, "use_plasma_view", False) and not PYARROW_AVAILABLE:
+        raise UserError("--use-plasma-view needs pyarrow.plasma, which today's pyarrow no longer has: leave it out")
+    if getattr(args, "profile", False) and not torch.cuda.is_available():
+        raise UserError("--profile is for nvprof and needs a GPU: --profile-updates N profiles N updates anywhere")
+
+
+def check_needs(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
+    """Refuse, before anything is built, options that fairseq finds out about in the middle of its start.
+
+    Args:
+        cfg: fairseq's configuration.
+        num_ranks: W.
+        has_cuda: whether they run on GPUs.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    if cfg.model is None:
+        return  # nothing is trained
+    for trouble in itertools.chain(
+        _names(cfg),
+        _of_devices(cfg, num_ranks, has_cuda),
+        _of_optimizer(cfg.optimizer, has_cuda),
+        _of_schedule(cfg.lr_scheduler),
+        _of_criterion(cfg),
+        _of_files(cfg),
+    ):
+        raise UserError(trouble)
+
+
+def _names(cfg: Any) -> Iterator[str]:
+    """Yield what is wrong with names that are not registered; ``fairseq-hydra-train`` accepts any."""
+    from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
+    from fairseq.registry import REGISTRIES
+    from fairseq.tasks import TASK_REGISTRY
+
+    known = {name: REGISTRIES[name]["registry"] for name in ("optimizer", "lr_scheduler", "criterion")}
+    known |= {"task": TASK_REGISTRY, "model": {**MODEL_REGISTRY, **ARCH_MODEL_REGISTRY}}
+    for group, table in known.items():
+        given = getattr(cfg, group)
+        name = given if isinstance(given, str) else getattr(given, "_name", None)
+        if name not in table:
+            yield f"there is no {group.replace('_', ' ')} {name!r}" if name else f"there is no {group} to train with"
+
+
+def _of_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> Iterator[str]:
+    common, distributed = cfg.common, cfg.distributed_training
+    if common.tpu and not _is_installed("torch_xla"):
+        yield "--tpu needs torch_xla, which is not installed: leave it out"
+    if common.amp and common.memory_efficient_bf16:
+        yield "--amp and --memory-efficient-bf16 are both given: choose one of the two"
+    if distributed.cpu_offload and distributed.ddp_backend != "fully_sharded":
+        yield f"--cpu-offload needs --ddp-backend fully_sharded, got {distributed.ddp_backend}"
+    if distributed.zero_sharding != "none" and (num_ranks == 1 or not has_cuda):
+        yield (
+            f"--zero-sharding {distributed.zero_sharding} shares out the optimizer's state among GPUs, and this run "
+            f"has {num_ranks if has_cuda else 'none'}: leave it out"
+        )
+    if getattr(distributed, "pipeline_model_parallel", False):
+        yield "--pipeline-model-parallel is for fairseq's pipelines of translation models: leave it out"
+    if cfg.dataset.combine_valid_subsets and cfg.dataset.valid_subset != "valid":
+        yield (
+            f"--combine-valid-subsets reads valid, valid1, ... as one: leave out --valid-subset "
+            f"{cfg.dataset.valid_subset}, or --combine-valid-subsets"
+        )
+
+
+def _of_optimizer(optimizer: Any, has_cuda: bool) -> Iterator[str]:
+    from fairseq.optim.fused_adam import get_fused_adam_class
+
+    name = getattr(optimizer, "_name", None)
+    library = _LIBRARIES.get(name)
+    if library is not None and not _is_installed(library):
+        yield f"--optimizer {name} needs {library}, which is not installed: give another one, such as adam"
+    if name == "composite" and not optimizer.groups:
+        yield "--optimizer composite needs groups, which only a configuration of fairseq-hydra-train can give it"
+    if name == "adam" and optimizer.fp16_adam_stats and (get_fused_adam_class() is None or not has_cuda):
+        yield "--fp16-adam-stats needs a GPU and the fused Adam of apex: leave it out"
+    if name == "adafactor" and optimizer.relative_step:
+        yield "--relative-step sets a learning rate of its own, and fairseq always gives it --lr: leave it out"
+    if name == "adafactor" and optimizer.warmup_init:
+        yield "--warmup-init needs --relative-step, which fairseq cannot give: leave it out"
+
+
+def _of_schedule(schedule: Any) -> Iterator[str]:
+    if getattr(schedule, "_name", None) != "manual":
+        return
+    for option in ("epoch2lr", "update2lr"):
+        given = getattr(schedule, option, "{}")
+        try:
+            rates = ast.literal_eval(given.replace(" ", ""))
+            is_right = isinstance(rates, dict)
+            for key, value in rates.items() if is_right else ():
+                is_right &= (
+                    all(part.isdecimal() and len(part) < 8 for part in key.replace("-", ",").split(","))
+                    and float(value) >= 0
+                )
+                is_right &= key.count("-") < 2 and not {"-", ","} <= set(key)
+        except (ValueError, TypeError, SyntaxError, AttributeError):
+            is_right = False
+        if not is_right:
+            yield (
+                f"--{option} must be a dictionary of learning rates by number, numbers or range, such as "
+                f"\"{{'1-3': 0.1, '4': 0.01}}\", got {given!r}"
+            )
+
+
+def _of_criterion(cfg: Any) -> Iterator[str]:
+    from fairseq.registry import REGISTRIES
+
+    if getattr(cfg.task, "_name", None) != "language_modeling":
+        return
+    name, metric = getattr(cfg.criterion, "_name", None), cfg.checkpoint.best_checkpoint_metric
+    made_by = REGISTRIES["criterion"]["registry"][name].__module__.partition(".")[0]
+    if made_by == "fairseq" and name not in _CRITERIONS:
+        yield f"--criterion {name} is for another task than language_modeling: leave it out"
+    if name == "adaptive_loss" and not getattr(cfg.model, "adaptive_softmax_cutoff", None):
+        yield "--criterion adaptive_loss needs a model with --adaptive-softmax-cutoff"
+    if name == "vocab_parallel_cross_entropy":
+        yield "--criterion vocab_parallel_cross_entropy needs Megatron, which fairseq comes without: leave it out"
+    if made_by in ("fairseq", "smlp") and name != "composite_loss" and metric not in _METRICS:
+        yield f"--best-checkpoint-metric {metric} is none that {name} measures: give one of {', '.join(_METRICS[:3])}"
+
+
+def _of_files(cfg: Any) -> Iterator[str]:
+    if cfg.ema.store_ema and cfg.ema.ema_seed_model and is_missing(cfg.ema.ema_seed_model):
+        yield f"--ema-seed-model: there is no checkpoint {cfg.ema.ema_seed_model}"
+    elif cfg.ema.store_ema and cfg.ema.ema_seed_model:
+        state = read_structure(cfg.ema.ema_seed_model)
+        if "ema" not in (state.get("extra_state") or {}):
+            yield f"--ema-seed-model {cfg.ema.ema_seed_model} has no averages: it was trained without --store-ema"
+    config = cfg.common.quantization_config_path
+    if config is not None:
+        yield from _of_quantization(config, cfg.optimization)
+
+
+def _of_quantization(path: str, optimization: Any) -> Iterator[str]:
+    import yaml
+    from fairseq.quantization_utils import Quantizer
+
+    regular_file(path, "file for --quantization-config-path")
+    try:
+        Quantizer(path, optimization.max_epoch, optimization.max_update)
+    except AssertionError as error:
+        yield f"--quantization-config-path {path}: {error}"
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, ZeroDivisionError) as error:
+        yield (
+            f"--quantization-config-path {path} is not what fairseq reads, a YAML file of n_centroids, block_sizes and "
+            f"layers_to_quantize ({type(error).__name__})"
+        )
+
+
+def _is_installed(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None

@@ -1,0 +1,157 @@
+"""What all blocks share: the interface of their modules, what the package has to know of them, and the stack.
+
+A file of this folder holds one block whole: its module, checks, parameters, FLOPs, memory and registration.
+
+Letters: ``B`` sequences, ``n`` tokens of an input (n <= T), ``H`` embedding width, ``F`` feed-forward width.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from smlp.config import ModelConfig
+from smlp.config.registration import ModelPart, register
+from smlp.config.registry import DENSE_BLOCKS, SPARSE_BLOCKS
+from smlp.costs.component import (
+    LAYER_NORM_FLOPS,
+    LAYER_NORM_KEEPS,
+    NORMS,
+    PROJECTIONS,
+    Component,
+    linear_parameters,
+)
+from smlp.errors import UserError
+from smlp.nn.layers import Dropout, FeedForward
+from smlp.nn.state import ForwardContext
+from smlp.parallel import Ranks
+
+FEED_FORWARD = "feed-forward"
+
+AuxLosses = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
+        """Return the new x (B, n, H), and losses to add to that of training, by name.
+
+        What mixes the tokens of a sequence goes through :meth:`ForwardContext.by_sequences`, and keeps what later
+        positions need by :meth:`ForwardContext.remember`.
+        """
+        raise NotImplementedError
+
+    def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
+        """Keep in ``context.state`` what later positions need of these, where this last block predicts nothing."""
+        self.forward(x_BnH, context)
+
+
+class DenseBlock(Block):
+    """What mixes the tokens (self-attention in a Transformer), then ``x + FFN(LN(x))``.
+
+    Args:
+        config: of the model.
+        mixing: the sublayer before, with its residual.
+    """
+
+    def __init__(self, config: ModelConfig, mixing: nn.Module) -> None:
+        super().__init__()
+        self.mixing = mixing
+        self.norm = nn.LayerNorm(config.embed_dim)
+        self.feed_forward = FeedForward(config.embed_dim, config.ffn_dim, config.activation)
+        self.dropout = Dropout(config.dropout)
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
+        x_BnH = self.mixing(x_BnH, context)
+        return x_BnH + self.dropout(self.feed_forward(self.norm(x_BnH))), {}
+
+    def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
+        """As in :class:`Block`: without the feed-forward network, which no other position sees."""
+        self.mixing(x_BnH, context)
+
+
+def feed_forward_costs(config: ModelConfig, layer: int) -> Component:
+    """Return the costs of a :class:`DenseBlock` beside its mixing: a norm, then F wide."""
+    H, F = config.embed_dim, config.ffn_dim
+    return Component(
+        f"blocks.{layer}",
+        layer,
+        FEED_FORWARD,
+        other_params=2 * H + linear_parameters(H, F) + linear_parameters(F, H),
+        work={NORMS: LAYER_NORM_FLOPS * H, PROJECTIONS: 2 * H * F},
+    )
+
+
+def feed_forward_keeps(config: ModelConfig) -> float:
+    """Return how many numbers of each position a norm and a feed-forward network keep for the backward pass."""
+    return 2 * config.embed_dim + LAYER_NORM_KEEPS + 2 * config.ffn_dim
+
+
+class BlockKind(ModelPart):
+    """What the package has to know of a block beside its module. Methods are given the whole model's configuration."""
+
+    #: whether it has an sMoE: ``feature_routing`` then says whether a prefix chooses experts
+    has_feature_moe: ClassVar[bool] = False
+    #: whether it has matrices over positions, which start as ``spatial_init_scale`` says
+    has_spatial_weights: ClassVar[bool] = False
+
+    @abstractmethod
+    def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
+        """Build the module at a place of the stack.
+
+        Args:
+            config: of the model.
+            layer_index: the place, from 0.
+            ranks: who holds which experts; one process with all of them by default.
+        """
+
+    @abstractmethod
+    def components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
+        """Return its parameters and its work for inputs of n tokens: together all that its module has and does."""
+
+    def activations_per_position(self, config: ModelConfig) -> float:
+        """Return how many numbers are kept for the backward pass, for each position, to estimate memory.
+
+        Raises:
+            UserError: it does not say.
+        """
+        raise UserError(f"{self.name} blocks do not say how much they keep: the memory of an update is unknown")
+
+    def ffn_multiple(self, config: ModelConfig) -> int:
+        """Return the number of which F must be a multiple."""
+        return 1
+
+
+_B = TypeVar("_B", bound=type[BlockKind])
+
+
+def register_dense_block(name: str) -> Callable[[_B], _B]:
+    """Register a :class:`BlockKind` that ``--dense-block NAME`` chooses; a class decorator.
+
+    Raises:
+        UserError: the name is taken, the class lacks something, or its settings cannot be used.
+    """
+    return register(DENSE_BLOCKS, name, BlockKind)
+
+
+def register_sparse_block(name: str) -> Callable[[_B], _B]:
+    """Register a :class:`BlockKind`, with experts, that ``--sparse-block NAME`` chooses; as above."""
+    return register(SPARSE_BLOCKS, name, BlockKind)
+
+
+def sparse_block(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
+    """Build the sparse block at ``layer_index`` of the stack, with the experts of this rank."""
+    return SPARSE_BLOCKS[config.sparse_block].build(config, layer_index, ranks)
+
+
+def build_blocks(config: ModelConfig, ranks: Ranks | None = None) -> nn.ModuleList:
+    """Build the stack that a configuration describes, with the experts of this rank; with all of them by default."""
+    sparse, dense_kind = set(config.sparse_layer_indices()), DENSE_BLOCKS[config.dense_block]
+    return nn.ModuleList(
+        sparse_block(config, index, ranks) if index in sparse else dense_kind.build(config, index, ranks)
+        for index in range(config.num_layers)
+    )

@@ -1,0 +1,256 @@
+"""gMLP-MoE: whole gMLP layers as experts of tokens, an ablation (smlp.txt, appendix A).
+
+The spatial gating unit of an expert sees only the tokens of a sequence that were routed to it, in order. Spatial
+weights are indexed by absolute position, so that with one expert the layer is a gMLP layer.
+
+Letters: ``A`` routed tokens sorted by expert and position, ``e`` experts on this rank, ``S`` sequences, ``M`` most
+tokens of one sequence at one expert, ``Q`` queries, ``K`` experts of a token, ``C`` = F/2 gating features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smlp.config import ModelConfig
+from smlp.costs.component import LAYER_NORM_FLOPS, Component, dropout_keeps, linear_parameters
+from smlp.errors import UserError
+from smlp.moe.experts import xavier_bound
+from smlp.moe.layer import TokenMoE
+from smlp.moe.plan import slots
+from smlp.nn.blocks.base import AuxLosses, Block, BlockKind, register_sparse_block
+from smlp.nn.blocks.gmlp import check_halves
+from smlp.nn.blocks.sparse import router_costs, token_dispatcher
+from smlp.nn.layers import Dropout, SpatialWeights, uniform_rows
+from smlp.nn.state import ForwardContext
+from smlp.ops import activated_halves, linear
+from smlp.parallel import Ranks, one_process
+
+GATED_MLP_EXPERTS = "gMLP experts"
+
+
+def sparse_spatial_projection(
+    query_Q2: Tensor, key_A2: Tensor, x_AC: Tensor, weight_TT: Tensor, bias_T: Tensor, num_seqs: int
+) -> Tensor:
+    """``sum_j W[t_i, t_j] x_j + b[t_i]`` over the keys j of the same sequence with ``t_j <= t_i``.
+
+    Args:
+        query_Q2: sequence and position of each query, (Q, 2).
+        key_A2: the same of each key, (A, 2).
+        x_AC: features of the keys, (A, C).
+        weight_TT, bias_T: spatial weights of one expert.
+        num_seqs: S.
+
+    Returns:
+        (Q, C).
+    """
+    query_SM, is_query_SM = _by_sequence(query_Q2[:, 0], num_seqs)
+    key_SM, is_key_SM = _by_sequence(key_A2[:, 0], num_seqs)
+    row_SM1, column_S1M = query_Q2[query_SM, 1].unsqueeze(2), key_A2[key_SM, 1].unsqueeze(1)
+    seen_SMM = (column_S1M <= row_SM1) & is_key_SM.unsqueeze(1)
+    mixed_SMC = torch.bmm(weight_TT[row_SM1, column_S1M] * seen_SMM, x_AC[key_SM])
+    return mixed_SMC[is_query_SM] + bias_T[query_Q2[:, 1]].unsqueeze(1)
+
+
+def _by_sequence(sequence_A: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
+    """Items as a table with a row for each sequence: their indices (S, M), and where there are any."""
+    counts_S = torch.bincount(sequence_A, minlength=num_seqs)
+    index_SM = sequence_A.new_zeros(num_seqs, int(counts_S.max()) if num_seqs else 0)
+    index_SM[sequence_A, slots(sequence_A, num_seqs)] = torch.arange(sequence_A.numel(), device=sequence_A.device)
+    return index_SM, torch.arange(index_SM.size(1), device=sequence_A.device) < counts_S.unsqueeze(1)
+
+
+class GatedMLPExperts(nn.Module):
+    """gMLP layers ``V(s(act(U(LN(x)))))``, each over its own tokens (smlp.txt, appendix A, figure 6 right).
+
+    Args:
+        embed_dim, ffn_dim, max_tokens: H, F, T.
+        expert_ids: global ids of the experts on this rank.
+        activation: "gelu", "relu" or "swish".
+        weight_bound: spatial weights start as U(-bound, bound).
+        experts_per_token: k, most experts that a token goes to.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        ffn_dim: int,
+        max_tokens: int,
+        expert_ids: Sequence[int],
+        activation: str,
+        weight_bound: float,
+        experts_per_token: int = 1,
+    ) -> None:
+        super().__init__()
+        num_local = len(expert_ids)
+        self.expert_ids = tuple(expert_ids)
+        self.experts_per_token = experts_per_token
+        self.activation = activation
+        self.norm_weight = nn.Parameter(torch.ones(num_local, embed_dim))
+        self.norm_bias = nn.Parameter(torch.zeros(num_local, embed_dim))
+        self.w_in = uniform_rows(expert_ids, ffn_dim, embed_dim, bound=xavier_bound(embed_dim, ffn_dim))
+        self.b_in = nn.Parameter(torch.zeros(num_local, ffn_dim))
+        self.gate_norm_weight = nn.Parameter(torch.ones(num_local, ffn_dim // 2))
+        self.gate_norm_bias = nn.Parameter(torch.zeros(num_local, ffn_dim // 2))
+        self.gating = SpatialWeights(max_tokens, expert_ids, weight_bound, bias_init=1.0)
+        self.w_out = uniform_rows(expert_ids, embed_dim, ffn_dim // 2, bound=xavier_bound(ffn_dim // 2, embed_dim))
+        self.b_out = nn.Parameter(torch.zeros(num_local, embed_dim))
+
+    def forward(
+        self, x_AH: Tensor, counts: Sequence[int], place_A2: Tensor, num_seqs: int, context: ForwardContext
+    ) -> Tensor:
+        """Each token through its expert.
+
+        Args:
+            x_AH: tokens sorted by expert, (A, H).
+            counts: tokens of each expert.
+            place_A2: sequence and absolute position of each token, (A, 2).
+            num_seqs: S, sequences among which the tokens are, those of other ranks included.
+            context: for incremental decoding.
+
+        Returns:
+            (A, H).
+        """
+        counts = list(counts)
+        gated, keys = [], []
+        # Unbound weights give one stacked gradient in the backward pass instead of one full-size gradient per expert.
+        norms = zip(self.norm_weight.unbind(), self.norm_bias.unbind(), strict=True)
+        inner = zip(self.w_in.unbind(), self.b_in.unbind(), strict=True)
+        gate_norms = zip(self.gate_norm_weight.unbind(), self.gate_norm_bias.unbind(), strict=True)
+        for x, norm, proj_in, gate_norm in zip(x_AH.split(counts), norms, inner, gate_norms, strict=True):
+            x = F.layer_norm(x, x.shape[1:], *norm)
+            z1, z2 = activated_halves(linear(x, *proj_in), self.activation)
+            gated.append(z1)
+            keys.append(F.layer_norm(z2, z2.shape[1:], *gate_norm))
+        places = place_A2.split(counts)
+        seen = list(zip(places, keys, strict=True))
+        if context.state is not None:
+            seen = self._remember(torch.cat(keys), place_A2, counts, context)
+        outputs = []
+        spatial = zip(self.gating.weight.unbind(), self.gating.bias.unbind(), strict=True)
+        outer = zip(self.w_out.unbind(), self.b_out.unbind(), strict=True)
+        for z1, place, own, weights, proj_out in zip(gated, places, seen, spatial, outer, strict=True):
+            gate = sparse_spatial_projection(place, *own, *weights, num_seqs)
+            outputs.append(linear(z1 * gate, *proj_out))
+        return torch.cat(outputs)
+
+    def _remember(
+        self, key_AC: Tensor, place_A2: Tensor, counts: list[int], context: ForwardContext
+    ) -> list[tuple[Tensor, Tensor]]:
+        """For each expert, places and gating features of all tokens up to now that it has had, in order."""
+        sequence_A, step_A = place_A2[:, 0], place_A2[:, 1] - context.start
+        num_seqs, num_new, num_each = context.num_seqs, context.num_new_tokens, self.experts_per_token
+        # which of its token's experts, and whose key: 1 + the expert's row, or 0 where there is none
+        rank_A = slots(sequence_A * num_new + step_A, num_seqs * num_new)
+        owner_A = torch.arange(1, len(counts) + 1, device=key_AC.device).repeat_interleave(
+            torch.tensor(counts, device=key_AC.device)
+        )
+        key_BnKC = key_AC.new_zeros(num_seqs, num_new, num_each, key_AC.size(1))
+        key_BnKC[sequence_A, step_A, rank_A] = key_AC
+        owner_BnK = owner_A.new_zeros(num_seqs, num_new, num_each)
+        owner_BnK[sequence_A, step_A, rank_A] = owner_A
+        max_tokens = self.gating.max_tokens
+        key_BmKC = context.state.append((self, "keys"), key_BnKC.flatten(2), max_tokens).unflatten(2, (num_each, -1))
+        owner_BmK = context.state.append((self, "owners"), owner_BnK, max_tokens)
+        found = [(owner_BmK == owner).nonzero() for owner in range(1, len(counts) + 1)]
+        return [(place[:, :2], key_BmKC[place[:, 0], place[:, 1], place[:, 2]]) for place in found]
+
+
+class PlacedTokenMoE(TokenMoE):
+    """A tMoE whose experts mix the tokens of a sequence, and so are told where their tokens stand."""
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
+        """As in :class:`TokenMoE`.
+
+        Raises:
+            UserError: incremental decoding with experts that are spread over ranks.
+        """
+        if context.state is not None and self.dispatcher.num_ranks > 1:
+            raise UserError(
+                f"{self.name}: text is written token by token only where each rank holds all experts: load the "
+                "model with an expert-parallel size of 1"
+            )
+        return super().forward(x_BnH, context)
+
+    def _beside_tokens(self, rows_N: Tensor | None, record: Any, context: ForwardContext) -> tuple[Any, ...]:
+        """Sequence and absolute position of each token at the experts, (A, 2), the number of sequences, the context."""
+        if rows_N is None:
+            rows_N = torch.arange(record.plan.num_tokens, device=record.plan.token_A.device)
+        sequence_N = rows_N.div(context.num_new_tokens, rounding_mode="floor")
+        place_N2 = torch.stack([sequence_N, rows_N % context.num_new_tokens + context.start], dim=1)
+        return (*self.dispatcher.dispatch_places(place_N2, context.num_seqs, record), context)
+
+
+class GatedMLPMoEBlock(Block):
+    """``x + MoE(x)``, whose experts are gMLP layers with a norm of their own each."""
+
+    def __init__(self, token_moe: PlacedTokenMoE, dropout: float) -> None:
+        super().__init__()
+        self.token_moe = token_moe
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
+        if context.groups:
+            return x_BnH + context.by_sequences(lambda x, own: self.token_moe(x, own)[0], x_BnH), {}
+        update_BnH, aux_losses = self.token_moe(x_BnH, context)
+        return x_BnH + self.dropout(update_BnH), aux_losses
+
+
+def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> PlacedTokenMoE:
+    """Build the layer, with the experts of this rank; with all of them by default."""
+    ranks, name = ranks or one_process(config.moe.num_experts), f"layer {layer_index} (gMLP-MoE)"
+    experts = GatedMLPExperts(
+        config.embed_dim,
+        config.ffn_dim,
+        config.max_tokens,
+        ranks.layout.expert_ids,
+        config.activation,
+        config.spatial_weight_bound,
+        config.experts_per_token,
+    )
+    return PlacedTokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(ranks, name))
+
+
+@register_sparse_block("gmlp_moe")
+class GatedMLPMoE(BlockKind):
+    """gMLP layers as experts of tokens."""
+
+    has_spatial_weights = True
+
+    def check(self, config: ModelConfig) -> None:
+        check_halves(config)
+
+    def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
+        return GatedMLPMoEBlock(gated_mlp_moe(config, layer_index, ranks), config.dropout)
+
+    def components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
+        H, F, T = config.embed_dim, config.ffn_dim, config.max_tokens
+        E, half = config.moe.num_experts, F // 2
+        norms = 2 * H + 2 * half
+        yield from router_costs(config, layer_index)
+        yield Component(
+            f"blocks.{layer_index}",
+            layer_index,
+            GATED_MLP_EXPERTS,
+            expert_params=norms + linear_parameters(H, F) + T * T + T + linear_parameters(half, H),
+            num_experts=E,
+            flops_per_assignment=LAYER_NORM_FLOPS * (H + half) + H * F + half * H,
+            assignments_per_token=min(config.experts_per_token, E),
+            flops_per_pair=half,
+        )
+
+    def activations_per_position(self, config: ModelConfig) -> float:
+        width, hidden = config.embed_dim, config.ffn_dim
+        keys = config.experts_per_token * config.max_tokens / config.moe.num_experts
+        # for each choice: input, normed input, before and after the activation; key, gate, and the product with it;
+        # the weights that are picked for its keys, and which of them are earlier ones; the output, which a weight
+        # multiplies
+        each = 2 * width + 2 * hidden + 3 * hidden / 2 + 1.25 * keys + width
+        return width + config.experts_per_token * each + dropout_keeps(config)
+
+    def ffn_multiple(self, config: ModelConfig) -> int:
+        return 2 * config.num_heads

@@ -1,0 +1,148 @@
+"""What sparse blocks share: something that mixes tokens, then experts of tokens.
+
+Letters: ``B`` sequences, ``n`` tokens, ``H``, ``F``, ``E`` experts of which each token is due ``k``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from smlp.config import ModelConfig
+from smlp.costs.component import (
+    LAYER_NORM_FLOPS,
+    LAYER_NORM_KEEPS,
+    NORMS,
+    ROUTER,
+    Component,
+    dropout_keeps,
+    linear_parameters,
+)
+from smlp.moe.dispatch import LocalDispatcher, TokenDispatcher
+from smlp.moe.exchange import TokenExchange, TokenShuffle
+from smlp.moe.experts import FeedForwardExperts
+from smlp.moe.layer import TokenMoE
+from smlp.nn.blocks.base import AuxLosses, Block, BlockKind
+from smlp.nn.layers import Dropout
+from smlp.nn.state import ForwardContext
+from smlp.parallel import Ranks, one_process
+
+TOKEN_EXPERTS = "tMoE experts"
+
+
+class SparseBlock(Block):
+    """What mixes the tokens (self-attention, the sMoE), then ``x + tMoE(x)``.
+
+    BASE routes x itself and has a norm of its own in each expert; the others route and transform ``LN(x)``.
+
+    Args:
+        mixing: the sublayer before, with its residual.
+        token_moe: the sparse layer.
+        norm: the layer norm before it, or the identity.
+        dropout: after it.
+    """
+
+    def __init__(self, mixing: nn.Module, token_moe: TokenMoE, norm: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.mixing = mixing
+        self.norm = norm
+        self.token_moe = token_moe
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
+        x_BnH = self.mixing(x_BnH, context)
+        update_BnH, aux_losses = self.token_moe(self.norm(x_BnH), context)
+        return x_BnH + self.dropout(update_BnH), aux_losses
+
+    def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
+        """As in :class:`Block`: without the experts of tokens, which no other position sees."""
+        self.mixing(x_BnH, context)
+
+
+class SparseBlockKind(BlockKind):
+    """A block that mixes tokens, then has experts of tokens: ``x + mixing(x)``, ``x + tMoE(x)``."""
+
+    @abstractmethod
+    def mixing(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> nn.Module:
+        """Build the first of the two, from (x (B, n, H), context) to (B, n, H), with the residual."""
+
+    @abstractmethod
+    def mixing_components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
+        """Return its parameters and work; the module is ``blocks.{layer_index}.mixing``."""
+
+    def mixing_activations(self, config: ModelConfig) -> float:
+        """Return how many numbers it keeps, as :meth:`activations_per_position`."""
+        return super().activations_per_position(config)
+
+    def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
+        mixing = self.mixing(config, layer_index, ranks)
+        norm = nn.Identity() if config.router_kind.experts_as_in_base else nn.LayerNorm(config.embed_dim)
+        return SparseBlock(mixing, feed_forward_moe(config, layer_index, ranks), norm, config.dropout)
+
+    def components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
+        yield from router_costs(config, layer_index)
+        yield from self.mixing_components(config, layer_index, num_tokens)
+        yield _token_experts_costs(config, layer_index)
+
+    def activations_per_position(self, config: ModelConfig) -> float:
+        return self.mixing_activations(config) + _token_experts_keep(config) + 2 * dropout_keeps(config)
+
+
+def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
+    """Build the tMoE: feed-forward experts over tokens, those of this rank; of all in one process by default."""
+    ranks, name = ranks or one_process(config.moe.num_experts), f"layer {layer_index} (tMoE)"
+    experts = FeedForwardExperts(
+        config.embed_dim,
+        config.ffn_dim,
+        ranks.layout.expert_ids,
+        config.activation,
+        as_in_base=config.router_kind.experts_as_in_base,
+    )
+    shuffle = None
+    if config.router_kind.mixes_ranks(config) and ranks.experts.size > 1:
+        shuffle = TokenShuffle(ranks.experts, ranks.layout, name)
+    return TokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(ranks, name), shuffle)
+
+
+def token_dispatcher(ranks: Ranks, name: str) -> TokenDispatcher:
+    """Build what moves the tokens of a layer. Nothing leaves a rank that holds all experts."""
+    if ranks.experts.size == 1:
+        return LocalDispatcher()
+    return TokenExchange(ranks.experts, ranks.layout, name)
+
+
+def router_costs(config: ModelConfig, layer: int) -> Iterator[Component]:
+    """Yield the costs of a block's router; nothing if it has nothing to learn and computes nothing."""
+    kind = config.router_kind
+    num_parameters, flops = kind.num_parameters(config), kind.flops_per_token(config)
+    if num_parameters or flops:
+        name = f"blocks.{layer}.token_moe.router"
+        yield Component(name, layer, ROUTER, other_params=num_parameters, work={ROUTER: flops})
+
+
+def _token_experts_costs(config: ModelConfig, layer: int) -> Component:
+    """Feed-forward networks as experts of tokens, with a norm each (as in BASE) or one for all."""
+    H, F, E = config.embed_dim, config.ffn_dim, config.moe.num_experts
+    own_norm = config.router_kind.experts_as_in_base
+    return Component(
+        f"blocks.{layer}",
+        layer,
+        TOKEN_EXPERTS,
+        expert_params=own_norm * 2 * H + linear_parameters(H, F) + linear_parameters(F, H),
+        num_experts=E,
+        other_params=(not own_norm) * 2 * H,
+        work={} if own_norm else {NORMS: LAYER_NORM_FLOPS * H},
+        flops_per_assignment=own_norm * LAYER_NORM_FLOPS * H + 2 * H * F,
+        assignments_per_token=min(config.experts_per_token, E),
+    )
+
+
+def _token_experts_keep(config: ModelConfig) -> float:
+    """Of the tMoE, its router included."""
+    # for each choice the expert's input and what goes into its activation
+    kept = config.experts_per_token * (config.embed_dim + config.ffn_dim)
+    if not config.router_kind.experts_as_in_base:
+        kept += config.embed_dim + LAYER_NORM_KEEPS  # what goes into the norm before
+    return kept + config.router_kind.activations_per_position(config)

@@ -1,0 +1,129 @@
+"""Layers that several blocks share, and the initial values of stacked weights.
+
+Letters: ``B`` sequences, ``n`` tokens, ``T`` context, ``H``, ``F``, ``h`` heads or experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from smlp.errors import UserError
+from smlp.ops import ACTIVATION_FUNCTIONS, dropout, linear
+
+
+class Linear(nn.Linear):
+    """torch's layer, fast for the few rows of a text that is being written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        return linear(x, self.weight, self.bias)
+
+
+def xavier_linear(in_features: int, out_features: int) -> Linear:
+    """Return a linear layer with Xavier's uniform weights and zero bias."""
+    layer = Linear(in_features, out_features)
+    nn.init.xavier_uniform_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class FeedForward(nn.Module):
+    """``fc2(act(fc1(x)))``, H to F to H.
+
+    Args:
+        embed_dim, ffn_dim: H, F.
+        activation: "gelu", "relu" or "swish".
+    """
+
+    def __init__(self, embed_dim: int, ffn_dim: int, activation: str) -> None:
+        super().__init__()
+        self.fc1 = xavier_linear(embed_dim, ffn_dim)
+        self.activation = ACTIVATION_FUNCTIONS[activation]
+        self.fc2 = xavier_linear(ffn_dim, embed_dim)
+
+    def forward(self, x_BnH: Tensor) -> Tensor:
+        """(B, n, H) to (B, n, H)."""
+        return self.fc2(self.activation(self.fc1(x_BnH)))
+
+
+class Dropout(nn.Module):
+    """:func:`smlp.ops.dropout` in training, nothing in evaluation.
+
+    Args:
+        probability: of an element to be set to zero.
+    """
+
+    #: whether it drops in evaluation too
+    is_retained = False
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(x, self.probability) if self.training or self.is_retained else x
+
+    def make_generation_fast_(
+        self,
+        name: str = "",
+        retain_dropout: bool = False,
+        retain_dropout_modules: Iterable[str] | None = None,
+        **unused: object,
+    ) -> None:
+        """Called by fairseq before it generates, with its options ``--retain-dropout`` and ``-modules``.
+
+        Raises:
+            UserError: the dropout of some modules only is to be kept; they have no names here that could be given.
+        """
+        if retain_dropout and retain_dropout_modules is not None:
+            raise UserError(
+                f"--retain-dropout-modules {retain_dropout_modules}: the layers of this model have no such names; "
+                "--retain-dropout alone keeps the dropout of all of them"
+            )
+        self.is_retained = retain_dropout
+
+    def extra_repr(self) -> str:
+        return f"probability={self.probability}"
+
+
+def uniform_rows(ids: Sequence[int], *shape: int, bound: float) -> nn.Parameter:
+    """Return a stack of weights (h, ...) from U(-bound, bound), a row for each head or expert.
+
+    Every row has a generator of its own, seeded from one number of the global generator and the row's id, so that its
+    values depend neither on the other rows nor on the rank that holds it. They are drawn on the CPU, to be the same on
+    every device.
+
+    Args:
+        ids: numbers of heads, or global ids of experts.
+        *shape: of a row.
+        bound: of the values.
+    """
+    weight = nn.Parameter(torch.empty(len(ids), *shape))
+    seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+    if not weight.is_meta:
+        with torch.no_grad():
+            for row, row_id in enumerate(ids):
+                generator = torch.Generator().manual_seed((seed + row_id * 0x9E3779B97F4A7C15) % 2**63)
+                values = torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator)
+                weight[row].copy_(values)
+    return weight
+
+
+class SpatialWeights(nn.Module):
+    """Weights of spatial projections: a T x T matrix and a bias of length T for each head or expert.
+
+    Args:
+        max_tokens: T.
+        ids: numbers of the heads, or global ids of the experts.
+        weight_bound: weights start as U(-bound, bound), near zero.
+        bias_init: initial value of every bias.
+    """
+
+    def __init__(self, max_tokens: int, ids: Sequence[int], weight_bound: float, bias_init: float) -> None:
+        super().__init__()
+        self.max_tokens = max_tokens
+        self.weight = uniform_rows(ids, max_tokens, max_tokens, bound=weight_bound)
+        self.bias = nn.Parameter(torch.full((len(ids), max_tokens), float(bias_init)))
