@@ -1,4 +1,4 @@
-"""``smlp checkpoint``: look at checkpoints, check them, and turn them into others."""
+"""``smlp checkpoint``: inspect checkpoints, verify them, and turn them into others."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from smlp.cli.model_options import add_tokenizer_option
+from smlp.cli.options import add_tokenizer_option
 
-HELP = "look at checkpoints, check them, and turn them into others"
+DESCRIPTION = "look at checkpoints, check them, and turn them into others"
 EPILOG = """examples:
   smlp checkpoint info checkpoints/checkpoint_last.pt
   smlp checkpoint verify checkpoints/*.pt
@@ -39,10 +39,9 @@ or --restore-file OUT --reset-optimizer --reset-lr-scheduler --reset-meters --re
 this command prints."""
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Adds the subcommand, with subcommands of its own."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands with their options."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = subparsers.add_parser("checkpoint", help=HELP, description=HELP, epilog=EPILOG, formatter_class=raw)
     actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
     parsers = {
         name: actions.add_parser(name, help=text, description=_UPCYCLE if name == "upcycle" else text)
@@ -76,7 +75,6 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     average.add_argument("--checkpoint-upper-bound", type=int, metavar="N", help="none after this epoch or update")
     _add_upcycling(parsers["upcycle"])
-    return parser
 
 
 def _add_upcycling(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +95,7 @@ def _add_upcycling(parser: argparse.ArgumentParser) -> None:
 
 
 def _sparse_settings() -> list[str]:
-    """Settings of the model that upcycling leaves open."""
+    """Return the settings of the model that upcycling leaves open."""
     import dataclasses
 
     from smlp.config import MoEConfig
@@ -109,7 +107,7 @@ def _sparse_settings() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
+    """Run the subcommand."""
     return {
         "info": _info,
         "verify": _verify,

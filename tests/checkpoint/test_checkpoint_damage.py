@@ -110,7 +110,7 @@ def _read_by_fairseq(path: Path) -> dict:
     """What training, resumed or fine-tuned, and fairseq-eval-lm read."""
     from fairseq import checkpoint_utils
 
-    from smlp.cli.fairseq_tool import load_plugin
+    from smlp.fairseq_compat.command_line import load_plugin
 
     load_plugin()
     state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
