@@ -1,4 +1,4 @@
-"""Whether the content of a file is a checkpoint of one of this package's models, from which training can resume."""
+"""Check that the content of a file is a checkpoint of one of this package's models, from which training can resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smlp.text.tokenizer import Vocabulary
 
 _EMBEDDING = PREFIX + "embedding.weight"
 _BLOCKS = PREFIX + "blocks."
-_MOST_TOKENS = 1 << 20
+_MOST_TOKENS = 1 << 20  # largest context, where no tensor bounds it
 
 _ABSENT = object()
 
@@ -24,7 +24,7 @@ def progress_problems(state: Any, path: str | Path) -> list[str]:
     """Return what training could not resume from, one sentence each.
 
     Args:
-        state: of a checkpoint of fairseq; what it lacks is left to fairseq, which knows checkpoints of other times.
+        state: of a checkpoint of fairseq. Missing entries are left to fairseq, which reads its older formats.
         path: of the checkpoint.
     """
     problems = []
@@ -41,16 +41,16 @@ def progress_problems(state: Any, path: str | Path) -> list[str]:
 
 
 def moment_problems(state: Any, path: str | Path) -> list[str]:
-    """Return which parameters lack a moment of the optimizer that others have, one sentence each.
+    """Return what is wrong with the optimizer's state, one sentence for each parameter that lacks a moment.
 
     Args:
-        state: of a checkpoint, with all its experts, of which :func:`progress_problems` finds nothing.
+        state: of a checkpoint with all its experts, which :func:`progress_problems` has found nothing wrong with.
         path: of the checkpoint.
     """
     moments = _at(state, ("last_optimizer_state", "state"))
     if moments is _ABSENT or not moments:
         return []
-    # an optimizer may keep other moments of matrices than of vectors, but the same of all matrices
+    # An optimizer may keep other moments of matrices than of vectors, but keeps the same of all matrices.
     kinds: dict[int, set[str]] = {}
     for of_parameter in moments.values():
         kinds.setdefault(_num_dims(of_parameter), set()).update(of_parameter)
@@ -72,12 +72,12 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, or a tensor of one."""
+    """Return whether a value is a number, or a tensor without axes."""
     return (isinstance(value, numbers.Real) and not isinstance(value, bool)) or getattr(value, "shape", None) == ()
 
 
 def _num_dims(of_parameter: Mapping[str, Any]) -> int:
-    """Dimensions of the moments; 0 where there is none."""
+    """Return the number of dimensions of a parameter's moments; 0 if it has none."""
     return max((len(value.shape) for value in of_parameter.values() if hasattr(value, "shape")), default=0)
 
 
@@ -95,8 +95,8 @@ def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
 
 
 _MAPPING = (lambda value: value is None or isinstance(value, Mapping), "not a dictionary")
-#: of what training resumes from: the way to it in a checkpoint (-1: the last of a list), whether a value is right, and
-#: what it must be
+#: what training resumes from: path of keys in a checkpoint (-1: the last of a list), test of the value, and what the
+#: message says of a value that fails
 _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] = (
     (("optimizer_history",), lambda value: not value or isinstance(value, list), "not a list"),
     (("extra_state",), *_MAPPING),
@@ -113,10 +113,10 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
 
 
 def check_is_ours(state: Any, path: str | Path) -> None:
-    """Refuses the content of a file that is no checkpoint of one of this package's models.
+    """Raise for the content of a file that is no checkpoint of one of this package's models.
 
     Raises:
-        UserError: it is not; the message names the file.
+        UserError: the message names the file.
     """
     if isinstance(state, Mapping) and "expert_ids" in state:
         raise UserError(f"{path} holds some experts of a checkpoint: name the file of the checkpoint itself")
@@ -135,17 +135,17 @@ def check_is_ours(state: Any, path: str | Path) -> None:
 
 
 def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
-    """The configuration of the model in a checkpoint.
+    """Return the configuration of the model in a checkpoint.
 
     Raises:
-        UserError: it cannot be built.
+        UserError: no such model can be built, or its sizes exceed those of the tensors.
     """
     options, (num_rows, width) = state["cfg"]["model"], state["model"][_EMBEDDING].shape
     try:
         config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
     except (UserError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the configuration in {path} is of no model that can be built: {error}") from error
-    # Before anything of these sizes is made: they may be any numbers.
+    # The configuration may hold any numbers: compare them before anything of these sizes is allocated.
     blocks = {name.split(".")[3] for name in state["model"] if name.startswith(_BLOCKS)}
     axis = max(max(tensor.shape, default=0) for tensor in state["model"].values())
     experts = config.moe.num_experts if config.num_sparse_layers else 0
@@ -153,7 +153,7 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
         ("blocks", config.num_layers, len(blocks)),
         ("experts", experts, axis),
         ("features", config.embed_dim, width),
-        ("positions", config.max_tokens, max(axis, _MOST_TOKENS)),  # of which sinusoids are no tensor in the file
+        ("positions", config.max_tokens, max(axis, _MOST_TOKENS)),  # sinusoids are in no tensor
     ):
         if size > most:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and whether its files are intact and belong together."""
+"""Describe checkpoints (``smlp checkpoint info``) and find damage in them (``smlp checkpoint verify``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIZES = ("max_tokens", "vocab_size", "embed_dim", "ffn_dim", "num_dense_layers"
 
 
 def problems_of(path: str | Path) -> list[str]:
-    """What is wrong with a checkpoint, one sentence each; nothing if it is whole.
+    """Return what is wrong with a checkpoint, one sentence each.
 
     All its bytes are read and compared with their checksums.
     """
@@ -38,10 +38,10 @@ def problems_of(path: str | Path) -> list[str]:
 
 
 def open_intact(path: str | Path) -> Checkpoint:
-    """Opens a checkpoint that is whole.
+    """Open a checkpoint after verifying it.
 
     Raises:
-        UserError: something is wrong: the first thing that is.
+        UserError: the first problem found.
     """
     for problem in problems_of(path):
         raise UserError(problem)
@@ -49,7 +49,7 @@ def open_intact(path: str | Path) -> Checkpoint:
 
 
 def file_problems(path: str | Path) -> list[str]:
-    """What is wrong with the bytes of the files, one sentence each."""
+    """Return what is wrong with the bytes of the files, one sentence each."""
     try:
         path = existing_file(path)
         if path.suffix == ".safetensors":
@@ -69,9 +69,9 @@ def file_problems(path: str | Path) -> list[str]:
 
 
 def _record_problems(path: Path) -> list[str]:
-    """What is wrong with the records of a file, or why torch does not take it all the same.
+    """Return which records are damaged or, if none is, why torch cannot read the file.
 
-    Torch looks at fields that hold nothing of the content.
+    Torch also reads fields of the archive that no checksum covers.
     """
     if problem := record_problem(path):
         return [problem]
@@ -102,7 +102,7 @@ def _part_problem(path: Path, index: ExpertIndex, part: Part) -> str | None:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Facts about a checkpoint.
+    """Return facts about a checkpoint as plain values.
 
     Returns:
         ``path``, ``kind`` (one file, parts or export), ``arch``, ``num_updates``, ``epoch`` (None for an export),
@@ -166,7 +166,7 @@ def _is_moment(value: Any) -> bool:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """The same as lines for a person."""
+    """Format the facts of :func:`summary` as lines of text."""
     params, sizes, layout = facts["params"], facts["settings"], facts["layout"]
     dtypes, optimizer = ", ".join(facts["dtypes"]), facts["optimizer"]
     of_experts = f", {params['experts']:,} of them in {sizes['num_experts']} experts" if params["experts"] else ""

@@ -1,6 +1,6 @@
-"""Checkpoints of ``fairseq-train`` as plain PyTorch models, with their dictionary and tokenizer; needs no fairseq.
+"""Load checkpoints of ``fairseq-train`` as plain PyTorch models, with dictionary and tokenizer; needs no fairseq.
 
-These are beside the checkpoint, with its data, or inside an export.
+The dictionary and the tokenizer are beside the checkpoint, with its data, or inside an export.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from smlp.text.tokenizer_files import DICTIONARY, files_of, find_tokenizer
 def _find_files(
     checkpoint: Checkpoint, dictionary: str | Path | None, tokenizer: str | Path | None
 ) -> tuple[Path, Path | None]:
-    """The dictionary and, if there is one, the tokenizer of a checkpoint; the arguments name other places.
+    """Return the dictionary and, if there is one, the tokenizer of a checkpoint.
 
-    They are looked for beside the checkpoint and then in the data directories that it was trained on, the tokenizer
-    also beside a dictionary that is named.
+    They are looked for beside the checkpoint, then in the data directories that it was trained on; the tokenizer first
+    beside the dictionary. The arguments name other files.
 
     Raises:
         UserError: there is no dictionary.
@@ -49,10 +49,10 @@ def _find_files(
 def tokenizer_of(
     checkpoint: Checkpoint, dictionary: str | Path | None = None, tokenizer: str | Path | None = None
 ) -> Tokenizer:
-    """The tokenizer of a checkpoint, from the files named, those in it if it is an export, or those found.
+    """Return the tokenizer of a checkpoint: from the files named, or inside an export, or those found.
 
     Raises:
-        UserError: there is no dictionary, it is of another size than the model's, or one of them cannot be read.
+        UserError: there is no dictionary, its size is not the model's, or a file cannot be read.
     """
     if checkpoint.is_export and dictionary is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -78,10 +78,10 @@ def _read(dictionary: Path, tokenizer: str | Path | None, checkpoint: Checkpoint
 def text_files(
     checkpoint: Checkpoint, dictionary: str | Path | None = None, tokenizer: str | Path | None = None
 ) -> dict[str, LazyTensor]:
-    """What an export of a checkpoint holds: dictionary and tokenizer, by file name; arguments as above.
+    """Return the dictionary and the tokenizer to put into an export, by file name.
 
     Raises:
-        UserError: as above.
+        UserError: as :func:`tokenizer_of`.
     """
     tokenizer_of(checkpoint, dictionary, tokenizer)
     files = dict(checkpoint.files)
@@ -95,7 +95,7 @@ def text_files(
 
 
 def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
-    """Refuses a folder that has another dictionary or tokenizer than these.
+    """Raise if a folder has another dictionary or tokenizer than these.
 
     Raises:
         UserError: the message names the file.
@@ -106,14 +106,14 @@ def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
 
 
 def write_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
-    """Writes the dictionary and the tokenizer of an export to a folder, beside what became of it."""
+    """Write those of the files that a folder lacks."""
     for name, tensor in files.items():
         if not (folder / name).exists():
             write_whole(folder / name, _to_bytes(tensor))
 
 
 def _bytes_of(path: Path) -> HeldTensor:
-    """The content of a file, (n,) uint8.
+    """Return the content of a file, (n,) uint8.
 
     Raises:
         UserError: it cannot be read.
@@ -134,12 +134,17 @@ def load_pretrained(
     dictionary: str | Path | None = None,
     tokenizer: str | Path | None = None,
 ) -> LanguageModel:
-    """A model from a checkpoint of ``fairseq-train --user-dir smlp``, in evaluation mode on the CPU.
+    """Load a model from a checkpoint of ``fairseq-train --user-dir smlp``, in evaluation mode, on the CPU.
 
-    The checkpoint may be in one file, in parts written by several ranks, or an export. An export brings its dictionary
-    and tokenizer along. For others, ``dict.txt`` and ``sentencepiece.model`` (or ``encoder.json`` with ``vocab.bpe``)
-    are looked for beside the checkpoint and then in the data directory that it was trained on, the tokenizer also
-    beside a dictionary that is named; the arguments name other places.
+    The checkpoint may be in one file, in parts written by several ranks, or an export. An export contains its
+    dictionary and tokenizer. For others, ``dict.txt`` and ``sentencepiece.model`` (or ``encoder.json`` with
+    ``vocab.bpe``) are looked for beside the checkpoint and then in the data directory that it was trained on, the
+    tokenizer first beside the dictionary.
+
+    Args:
+        path: of the checkpoint.
+        dictionary: a ``dict.txt`` to use instead.
+        tokenizer: a SentencePiece model or ``encoder.json`` to use instead.
 
     Raises:
         UserError: a file is missing or damaged, or the dictionary does not fit the checkpoint.

@@ -1,4 +1,4 @@
-"""Any checkpoint, opened: written by one process, by several ranks, or exported; its tensors are still in the files."""
+"""Open a checkpoint in one file, in parts, or exported, without reading its tensors."""
 
 from __future__ import annotations
 
@@ -25,62 +25,62 @@ _SHOWN = 3  # tensors named in a sentence
 
 @dataclass
 class Checkpoint:
-    """The content of a checkpoint, as fairseq writes it in one file, with lazy tensors."""
+    """A checkpoint as fairseq writes it in one file, with lazy tensors."""
 
     path: Path
-    #: ``cfg``, ``model`` and so on; of a checkpoint in parts with all experts, and without the index
+    #: ``cfg``, ``model`` and so on; for a checkpoint in parts, with all experts and without the index
     state: dict[str, Any]
     config: ModelConfig
-    #: of a checkpoint in parts
+    #: for a checkpoint in parts
     index: ExpertIndex | None = None
-    #: of an export: the dictionary and the tokenizer, by file name
+    #: for an export: the dictionary and the tokenizer, by file name
     files: dict[str, LazyTensor] = field(default_factory=dict)
     is_export: bool = False
 
     @property
     def paths(self) -> list[Path]:
-        """Its files: the one that names it, and its parts."""
+        """Return the checkpoint's own file, then its parts."""
         return [self.path, *(self.path.parent / part.file for part in (self.index.parts if self.index else ()))]
 
     @property
     def arch(self) -> str:
-        """Name of the architecture."""
+        """Return the name of the architecture."""
         return str(self.state["cfg"]["model"].get("_name"))
 
     @property
     def num_updates(self) -> int:
-        """Updates done."""
+        """Return the number of updates done."""
         history = self.state.get("optimizer_history") or [{}]
         return history[-1].get("num_updates", 0)
 
     @property
     def optimizer(self) -> dict[int, dict[str, Any]] | None:
-        """State of the optimizer by position of the parameter; None if the checkpoint has none."""
+        """Return the optimizer's state by position of the parameter; None if the checkpoint has none."""
         return (self.state.get("last_optimizer_state") or {}).get("state")
 
     @functools.cached_property
     def skeleton(self) -> Decoder:
-        """The model without weights."""
+        """Return the model on the meta device, without weights."""
         with torch.device("meta"):
             return Decoder(self.config)
 
     @property
     def expert_names(self) -> list[str]:
-        """Names of expert parameters in ``state["model"]``."""
+        """Return the names of the expert parameters in ``state["model"]``."""
         return [PREFIX + name for name, _, _ in expert_parameters(self.skeleton)]
 
     @property
     def positions(self) -> dict[str, int]:
-        """Of expert parameters in the optimizer's state, by name."""
+        """Return the positions of the expert parameters in the optimizer's state, by name."""
         numbers = {PREFIX + name: number for number, (name, _) in enumerate(self.skeleton.named_parameters())}
         return {name: numbers[name] for name in self.expert_names}
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens a checkpoint; takes little memory and reads no tensor.
+    """Open a checkpoint without reading its tensors.
 
     Raises:
-        UserError: a file is missing, truncated or of another checkpoint, or there is another kind of model in it.
+        UserError: a file is missing, truncated or of another checkpoint, or it holds another kind of model.
     """
     path, files = existing_file(path), None
     if path.suffix == ".safetensors":
@@ -108,7 +108,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def fit_problems(checkpoint: Checkpoint) -> list[str]:
-    """Where the tensors are not those of the model that the configuration describes, one sentence each."""
+    """Return where the tensors do not fit the configuration, one sentence each."""
     path, skeleton = checkpoint.path, checkpoint.skeleton
     wanted = {PREFIX + name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
     is_real = {PREFIX + name: tensor.is_floating_point() for name, tensor in skeleton.state_dict().items()}
@@ -136,7 +136,7 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
 
 
 def _moment_problems(checkpoint: Checkpoint) -> list[str]:
-    """Moments of another shape than their parameter. Those of --fp16, which joins all parameters, are left alone."""
+    """Return which moments have another shape than their parameter; --fp16 joins all parameters, so its pass."""
     problems = moment_problems(checkpoint.state, checkpoint.path)
     if problems:
         return problems

@@ -1,4 +1,4 @@
-"""Checkpoints made of others: in one file, in parts, as an export, or with the mean of several models' weights."""
+"""Write checkpoints in one file, in parts or as an export; average the weights of several."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from smlp.checkpoint.torch_file import write_torch_file
 from smlp.errors import UserError
 from smlp.files import check_writable, write_whole
 
-# names that fairseq gives to checkpoints, and the number by which they are ordered
+# names of fairseq's checkpoints; the group is the number that orders them
 _EPOCH = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
 
 def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) -> Path:
-    """Where to write; makes its folder.
+    """Return the path to write to; make its folder.
 
     Raises:
-        UserError: there is a file already and ``force`` is not given, or it is one of the inputs or a part of a
-            checkpoint, or the folder cannot be made.
+        UserError: the file exists and ``force`` is not given, it is one of the inputs or a part of a checkpoint, or it
+            cannot be written.
     """
     target = Path(target)
     try:
@@ -57,10 +57,10 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
 
 
 def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
-    """A fairseq checkpoint in one file; of an export also its dictionary and tokenizer, beside it.
+    """Write a fairseq checkpoint in one file and, if it is made of an export, dictionary and tokenizer beside it.
 
     Raises:
-        UserError: it cannot be written, or there is another dictionary or tokenizer beside it.
+        UserError: it cannot be written, or another dictionary or tokenizer lies there.
     """
     check_beside(checkpoint.files, target.parent)
     write_whole(target, lambda file: write_torch_file(file, checkpoint.state))
@@ -68,14 +68,14 @@ def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
 
 
 def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> ExpertIndex:
-    """A fairseq checkpoint with its experts in files of their own.
+    """Write a fairseq checkpoint with its experts in ``num_parts`` files.
 
     Returns:
         The index.
 
     Raises:
         UserError: there are no experts, ``num_parts`` does not divide them, the optimizer's state does not fit, or a
-            file cannot be written; then nothing is left behind.
+            file cannot be written. Nothing is left behind then.
     """
     names = checkpoint.expert_names
     if not names:
@@ -114,7 +114,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> Expe
             (target.parent / files[0]).parent.parent.rmdir()  # if it is empty
         raise
     write_beside(checkpoint.files, target.parent)
-    # A run in this folder clears away parts that no checkpoint needed just now.
+    # A run that trains in this folder may just have removed the parts, while no checkpoint referred to them.
     for part in parts:
         if problem := size_problem(target, part):
             raise UserError(f"{problem}; if a run is training in {target.parent}, write to another folder")
@@ -122,10 +122,10 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> Expe
 
 
 def _check_optimizer(checkpoint: Checkpoint) -> None:
-    """Refuses a state of the optimizer that is not kept parameter by parameter.
+    """Raise if the optimizer's state is not kept by parameter.
 
     Raises:
-        UserError: it is not; the message says what to do.
+        UserError: the message says what to do.
     """
     moments, shapes = checkpoint.optimizer, [tuple(p.shape) for p in checkpoint.skeleton.parameters()]
     if moments is None:
@@ -146,21 +146,21 @@ def write_exported(
     dictionary: str | Path | None = None,
     tokenizer: str | Path | None = None,
 ) -> None:
-    """A self-contained export, in safetensors if the name ends so.
+    """Write a self-contained export, in the format of safetensors if the name ends in ``.safetensors``.
 
     Raises:
-        UserError: it cannot be written, or there is no fitting dictionary.
+        UserError: it cannot be written, or there is no dictionary that fits.
     """
     as_safetensors = target.suffix == ".safetensors"
     if as_safetensors:
-        safetensors_library()  # nobody here could read what is written without it
+        safetensors_library()  # the file could not be read here without it
     files = text_files(checkpoint, dictionary, tokenizer)
     export = export_of(checkpoint.state, checkpoint.config, checkpoint.num_updates, files)
     write_whole(target, lambda file: write_export(file, export, as_safetensors))
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state from which tensors can be taken without changing the one given."""
+    """Copy a state as far as :func:`~smlp.checkpoint.parts.detach` changes it."""
     copy = {**state, "model": dict(state["model"])}
     optimizer = state.get("last_optimizer_state")
     if optimizer:
@@ -169,10 +169,12 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def averaged(checkpoints: Sequence[Checkpoint]) -> Checkpoint:
-    """A checkpoint with the mean of the weights, summed in float64, and everything else of the first; no optimizer.
+    """Return a checkpoint with the mean of the weights and everything else of the first, but no optimizer.
+
+    Weights are summed in float64.
 
     Raises:
-        UserError: two are not of the same model; the message names both and the tensor.
+        UserError: two checkpoints are of different models; the message names both and the tensor.
     """
     first = checkpoints[0]
     models = [checkpoint.state["model"] for checkpoint in checkpoints]
@@ -205,16 +207,16 @@ def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
 
 
 def last_checkpoints(folder: str | Path, count: int, by_update: bool, upper_bound: int | None = None) -> list[Path]:
-    """The newest checkpoints of a training run, the newest first.
+    """Return the newest checkpoints of a training run, the newest first.
 
     Args:
         folder: of the run.
-        count: how many.
-        by_update: those of updates (``checkpoint_E_U.pt``) rather than of epochs (``checkpointE.pt``).
-        upper_bound: the last epoch or update to take.
+        count: number of checkpoints.
+        by_update: take those of updates (``checkpoint_E_U.pt``) instead of epochs (``checkpointE.pt``).
+        upper_bound: last epoch or update to take.
 
     Raises:
-        UserError: there are fewer.
+        UserError: there are fewer checkpoints.
     """
     folder, pattern = Path(folder), _UPDATE if by_update else _EPOCH
     if count < 1:

@@ -1,16 +1,16 @@
-"""Checkpoints whose experts lie in files of their own, one for each rank that holds some.
+"""Checkpoints whose experts are in separate files, the parts: one for each rank that holds experts.
 
-``checkpoint_last.pt`` is then fairseq's checkpoint without expert tensors, and with an index that says which experts
-are where. The parts are written first, under names that nothing else uses, and the index last: whenever a run is
-killed, every index on the disk belongs to complete parts. Copies of a checkpoint (``checkpoint_best.pt``) share its
-parts.
+``checkpoint_last.pt`` is then fairseq's checkpoint without the expert tensors and with an index, which says what part
+holds which experts. The parts are written first, under names that nothing else uses, and the index last: whenever a
+run is killed, every index on the disk refers to complete parts. Copies of a checkpoint (``checkpoint_best.pt``) share
+its parts.
 
     SAVE_DIR/checkpoint_last.pt
     SAVE_DIR/experts/update_1000_5f0c/experts_0-7.pt
 
-A part is a dictionary of ``token`` (of the saved state, so that parts of two states cannot be mixed), ``expert_ids``
-and ``tensors``: by key, rows (e, ...) in the order of the ids. A key is ``model/NAME`` or ``optimizer/NAME/MOMENT``
-with the parameter's name in the state dict.
+A part is a dictionary of ``token`` (random, one for each saved state, so that parts of two states cannot be mixed),
+``expert_ids`` and ``tensors``: by key, rows (e, ...) in the order of the ids. A key is ``model/NAME`` or
+``optimizer/NAME/MOMENT``, where NAME is that of the parameter in the state dict.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from smlp.files import write_whole
 
 
 class _Hashing:
-    """A file that is only written to, and hashed on the way."""
+    """A file to write to that computes the SHA-256 of what is written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.num_bytes, self.hash = file, 0, hashlib.sha256()
@@ -52,17 +52,20 @@ class _Hashing:
 def write_part(
     folder: str | Path, file: str, token: str, expert_ids: Sequence[int], tensors: Mapping[str, Tensor | LazyTensor]
 ) -> Part:
-    """Writes a part, whole or not at all, piece by piece.
+    """Write a part piece by piece, completely or not at all.
 
     Args:
         folder: of the checkpoint.
         file: from :func:`part_file`.
-        token: of the state.
-        expert_ids: e of them.
+        token: of the saved state.
+        expert_ids: of the e experts in this part.
         tensors: by key, (e, ...), on any device.
 
+    Returns:
+        The entry for the index.
+
     Raises:
-        UserError: it cannot be written; the message names the file.
+        UserError: the part cannot be written; the message names the file.
     """
     target = Path(folder) / file
     content = {"format": FORMAT, "token": token, "expert_ids": list(expert_ids), "tensors": dict(tensors)}
@@ -82,14 +85,14 @@ def write_part(
 
 
 class PartReader:
-    """Reads experts of one saved state; what it has opened it keeps.
+    """Reads the experts of one saved state. Opened parts are cached.
 
-    Can be sent to another process, which then opens the files itself.
+    It can be pickled: the process that receives it opens the files itself.
 
     Args:
         path: of the checkpoint.
         index: of its experts.
-        compare: whether a part that is opened is compared with its checksums.
+        compare: whether to compare each part with its checksums when it is opened.
 
     Raises:
         UserError: a part is missing, or has another size than the index says.
@@ -106,17 +109,17 @@ class PartReader:
         return {**self.__dict__, "_opened": {}}
 
     def open(self, part: Part) -> Mapping[str, LazyTensor]:
-        """The tensors of a part.
+        """Return the tensors of a part by key.
 
         Raises:
-            UserError: it is damaged, or belongs to another state.
+            UserError: the part is damaged or belongs to another state.
         """
         if part.file not in self._opened:
             self._opened[part.file] = open_part(self.path, self.index, part, self._compare)
         return self._opened[part.file]
 
     def rows(self, key: str, expert_ids: Iterable[int] | None = None) -> LazyTensor:
-        """Rows of experts, all by default, in that order, (.., ...)."""
+        """Return the rows of some experts in the given order, or of all (E, ...)."""
         wanted = list(range(self.index.num_experts) if expert_ids is None else expert_ids)
         needed = set(wanted)
         places = {
@@ -129,7 +132,7 @@ class PartReader:
 
 
 class ExpertRows(LazyTensor):
-    """An expert tensor (E, ...) whose rows are in parts; of some of its experts, no other part is opened."""
+    """An expert tensor (E, ...) whose rows are in parts. Only the parts with the wanted rows are opened."""
 
     def __init__(self, reader: PartReader, key: str) -> None:
         shape, dtype = reader.index.tensors[key]
@@ -137,7 +140,7 @@ class ExpertRows(LazyTensor):
         self.shape, self.dtype = (reader.index.num_experts, *shape), getattr(torch, dtype)
 
     def rows(self, expert_ids: Iterable[int] | None = None) -> Tensor:
-        """Rows of experts, all by default, in that order, in memory."""
+        """Load the rows of some experts in the given order, or of all (E, ...)."""
         return self.reader.rows(self.key, expert_ids).load()
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -149,22 +152,24 @@ class ExpertRows(LazyTensor):
 
 
 def read_all(state: Mapping[str, Any], expert_ids: Iterable[int] | None = None) -> dict[str, Any]:
-    """A state dict with the rows of the experts wanted, all by default, in the place of :class:`ExpertRows`."""
+    """Return a state dict with each :class:`ExpertRows` loaded: the rows of some experts, or of all."""
     wanted = None if expert_ids is None else list(expert_ids)
     return {name: value.rows(wanted) if isinstance(value, ExpertRows) else value for name, value in state.items()}
 
 
 def attach(state: dict[str, Any], path: str | Path, compare: bool = True) -> PartReader | None:
-    """Puts :class:`ExpertRows` into a checkpoint's state, in place: into ``state["model"]`` and, if it has one, into
-    ``state["last_optimizer_state"]["state"]``.
+    """Add an :class:`ExpertRows` for each expert tensor to a checkpoint's state, in place.
+
+    They are added to ``state["model"]`` and, if there is one, to ``state["last_optimizer_state"]["state"]``. The index
+    is removed from the state.
 
     Args:
-        state: the content of the file.
+        state: the content of the checkpoint's file.
         path: of the checkpoint.
-        compare: whether parts are compared with their checksums when they are opened.
+        compare: whether to compare each part with its checksums when it is opened.
 
     Returns:
-        The reader of the parts, with the index, which is taken out of the state; None for a checkpoint in one file.
+        The reader of the parts; None for a checkpoint in one file.
 
     Raises:
         UserError: a part is missing or truncated.
@@ -185,21 +190,19 @@ def attach(state: dict[str, Any], path: str | Path, compare: bool = True) -> Par
 
 
 def detach(state: dict[str, Any], expert_names: Sequence[str], positions: Mapping[str, int]) -> dict[str, Tensor]:
-    """Takes expert tensors out of a rank's state, in place, and returns them by key.
-
-    The dictionaries of single parameters, which may be the optimizer's own, are replaced and not changed.
+    """Remove the expert tensors from a rank's state, in place, and return them by key.
 
     Args:
-        state: a checkpoint's, with ``"model"`` and perhaps ``"last_optimizer_state"``.
-        expert_names: of expert parameters in the model.
-        positions: of these parameters in the optimizer's state.
+        state: of a checkpoint, with ``"model"`` and perhaps ``"last_optimizer_state"``.
+        expert_names: names of the expert parameters in the model.
+        positions: positions of these parameters in the optimizer's state, by name.
     """
     tensors = {f"model/{name}": state["model"].pop(name) for name in expert_names}
     optimizer = (state.get("last_optimizer_state") or {}).get("state", {})
     for name in expert_names:
         if positions.get(name) not in optimizer:
             continue
-        of_parameter = optimizer[positions[name]]  # the optimizer's own: not to be changed
+        of_parameter = optimizer[positions[name]]  # may be the optimizer's own dictionary: it is replaced, not changed
         moments = {key for key, value in of_parameter.items() if len(getattr(value, "shape", ())) > 0}
         tensors |= {f"optimizer/{name}/{moment}": of_parameter[moment] for moment in sorted(moments)}
         optimizer[positions[name]] = {key: value for key, value in of_parameter.items() if key not in moments}
@@ -207,16 +210,16 @@ def detach(state: dict[str, Any], expert_names: Sequence[str], positions: Mappin
 
 
 def open_part(path: str | Path, index: ExpertIndex, part: Part, compare: bool = True) -> dict[str, LazyTensor]:
-    """The tensors of a part.
+    """Return the tensors of a part by key.
 
     Args:
         path: of the checkpoint.
         index: of its experts.
-        part: which one.
-        compare: whether it is compared with its checksums.
+        part: the part to open.
+        compare: whether to compare it with its checksums.
 
     Raises:
-        UserError: it is damaged, belongs to another state, or lacks a tensor.
+        UserError: the part is damaged, belongs to another state, or its tensors are not those of the index.
     """
     file = Path(path).parent / part.file
     try:

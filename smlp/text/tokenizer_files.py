@@ -1,6 +1,6 @@
-"""The files of tokenizers: their names, where they are found, the dictionary, and the formats of byte-level BPE.
+"""Find and read the files of tokenizers: dictionaries and byte-level BPE.
 
-A fairseq dictionary file has one ``symbol count`` pair a line; the four special symbols come before its first line.
+A line of a fairseq dictionary is a ``symbol count`` pair; the four special symbols come before the first line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DICTIONARY = "dict.txt"
 SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # of every dictionary, before the first line of its file
 SENTENCEPIECE_MODEL = "sentencepiece.model"
 ENCODER_JSON, VOCAB_BPE = "encoder.json", "vocab.bpe"
-#: by the file that names a tokenizer: all files that it consists of
+#: all files of a tokenizer, by the one that names it
 TOKENIZERS = {SENTENCEPIECE_MODEL: (SENTENCEPIECE_MODEL,), ENCODER_JSON: (ENCODER_JSON, VOCAB_BPE)}
 TOKENIZER_FILES = tuple(name for names in TOKENIZERS.values() for name in names)
 
@@ -36,7 +36,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:
-        """Reads a ``dict.txt``.
+        """Read a ``dict.txt``.
 
         Raises:
             UserError: the file is missing, cannot be read, is not UTF-8, or a line is not a symbol and a count.
@@ -60,18 +60,18 @@ class Vocabulary:
 
 
 def find_tokenizer(folders: Sequence[Path]) -> Path | None:
-    """The file that names a tokenizer, in the first of some folders that has one."""
+    """Return the file that names a tokenizer from the first folder that has one."""
     return next((found for folder in folders for name in TOKENIZERS if (found := folder / name).is_file()), None)
 
 
 def files_of(tokenizer: Path) -> dict[str, Path]:
-    """The files of a tokenizer, by the names that they are looked for: the one that names it may have another."""
+    """Return the files of a tokenizer by their standard names; the file that names it may be called otherwise."""
     first, *others = TOKENIZERS[ENCODER_JSON if tokenizer.suffix == ".json" else SENTENCEPIECE_MODEL]
     return {first: tokenizer, **{name: tokenizer.with_name(name) for name in others}}
 
 
 def read_encoder(path: Path) -> dict[str, int]:
-    """The pieces of ``encoder.json`` with their ids.
+    """Return the ids of the pieces in ``encoder.json``.
 
     Raises:
         UserError: there is no such file, or it is not in this format.
@@ -91,7 +91,7 @@ def read_encoder(path: Path) -> dict[str, int]:
 
 
 def read_merges(path: Path) -> list[tuple[str, str]]:
-    """The merges of ``vocab.bpe``, most important first.
+    """Return the merges in ``vocab.bpe`` in order of priority.
 
     Raises:
         UserError: there is no such file, or it is not in this format.
@@ -108,7 +108,7 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
 
 
 def byte_characters() -> dict[str, int]:
-    """The character that GPT-2 writes for each byte: itself if it can be seen, else one of those from U+0100 on."""
+    """Return the byte of each character of GPT-2's alphabet: printable bytes are themselves, others from U+0100 on."""
     seen = [byte for byte in range(256) if re.match("[!-~¡-¬®-ÿ]", chr(byte))]
     others = [byte for byte in range(256) if byte not in seen]
     return {**{chr(byte): byte for byte in seen}, **{chr(256 + place): byte for place, byte in enumerate(others)}}
