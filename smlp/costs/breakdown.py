@@ -1,7 +1,9 @@
-"""What each component of a model costs in training: time, operations, and how close that is to what the device can do.
+"""Where the time of an update goes: by stage of the sparse layers, part of the update, and component of the model.
 
-The rows are the kinds of work of :mod:`smlp.costs.component` and what takes time without any of it; together they
-are the whole update.
+A trace is classified once (:func:`rows_of_trace`). ``smlp costs`` groups its rows by stage and part (:class:`Costs`);
+``--profile-updates`` groups them by component, beside the operations of each and the rate that the device can reach
+(:class:`Breakdown`). Components are the kinds of work of :mod:`smlp.costs.component` and what takes time without any of
+it. Either way, the parts add up to the whole update.
 """
 
 from __future__ import annotations
@@ -9,15 +11,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from smlp.config import ModelConfig
 from smlp.costs.component import EXPERTS, NORMS, OUTPUT, PROJECTIONS, ROUTER, SCORES, SPATIAL
 from smlp.costs.formula import training_work
 from smlp.costs.recording import DENSE_BLOCK, MODULE_PARTS, SPARSE_BLOCK
-from smlp.costs.timeline import Timeline
+from smlp.costs.timeline import TraceTimeline
 from smlp.parallel import spans
-from smlp.parallel.spans import BACKWARD, FORWARD, SEPARATOR, split_name
+from smlp.parallel.spans import BACKWARD, FORWARD, SEPARATOR, STAGES, split_name
+
+OTHER = "other"
+#: what an update consists of beside the stages of its sparse layers
+PARTS = _REST_OF_SPARSE, _DENSE, _ENDS, _, _, _ = (
+    *("rest of sparse blocks", "dense blocks", "embedding, head and loss"),
+    *(spans.REDUCTION, spans.OPTIMIZER, OTHER),
+)
+_PART_OF_RANGE = {FORWARD: _ENDS, BACKWARD: OTHER, spans.UPDATE: OTHER} | {
+    name: name for name in (spans.REDUCTION, spans.OPTIMIZER)
+}
 
 EMBEDDING = "embedding"
 DISPATCH = "dispatch and combine"
@@ -51,14 +63,113 @@ _OF_RANGE = {
     **dict.fromkeys(("reduce-grads", "multiply-grads", "clip-grads"), REDUCTION),
     spans.OPTIMIZER: spans.OPTIMIZER,
 }
-
-
-#: where a component spends time: fields of :class:`Row`
+#: where a component spends time: fields of :class:`ComponentCost`
 _PARTS_OF_TIME = ("forward", "backward", "neither")
 
 
+class TimeRow(NamedTuple):
+    """Seconds of some updates that belong together in every respect."""
+
+    #: one of :data:`PARTS`, or (layer, stage) of a sparse layer
+    place: str | tuple[str, str]
+    #: one of :data:`COMPONENTS`
+    component: str
+    #: FORWARD, BACKWARD (what is computed again included), or None outside both
+    phase: str | None
+    seconds: float
+
+
+def rows_of_trace(events: Iterable[dict[str, Any]]) -> tuple[int, list[TimeRow]]:
+    """Classify the time of a trace of torch's profiler; return the number of its updates, and rows that sum to them.
+
+    Args:
+        events: of any number of updates, each in a range :data:`smlp.parallel.spans.UPDATE`.
+
+    Raises:
+        UserError: there is no update.
+    """
+    timeline = TraceTimeline(events, lambda name: (_place_of_range(name), _component_of_range(name)))
+    rows = [
+        TimeRow(place or OTHER, component or OTHER, phase, seconds)
+        for ((place, component), phase), seconds in timeline.divide().items()
+    ]
+    return len(timeline.updates), rows
+
+
+def _place_of_range(name: str) -> str | tuple[str, str] | None:
+    if (stage := split_name(name)) is not None:
+        return stage
+    if name.endswith((DENSE_BLOCK, SPARSE_BLOCK)):
+        return _DENSE if name.endswith(DENSE_BLOCK) else _REST_OF_SPARSE
+    return _PART_OF_RANGE.get(name)
+
+
+def _component_of_range(name: str) -> str | None:
+    if (stage := split_name(name)) is not None:
+        # the experts of an sMoE are spatial projections
+        return SPATIAL if stage[1] == spans.EXPERTS and stage[0].endswith("(sMoE)") else _OF_STAGE[stage[1]]
+    if name.endswith((DENSE_BLOCK, SPARSE_BLOCK)):
+        return REST_OF_BLOCKS
+    _, separator, part = name.rpartition(SEPARATOR)
+    return part if separator and part in MODULE_PARTS.values() else _OF_RANGE.get(name)
+
+
 @dataclass(frozen=True)
-class Row:
+class Costs:
+    """Seconds of some updates of one process; all of ``layers`` and ``parts`` together are ``seconds``."""
+
+    num_updates: int
+    seconds: float
+    #: by layer and stage
+    layers: dict[str, dict[str, float]]
+    #: by :data:`PARTS`
+    parts: dict[str, float]
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds of each stage in all layers."""
+        return {stage: sum(layer[stage] for layer in self.layers.values()) for stage in STAGES}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return milliseconds of an update, and shares of it."""
+
+        def both(seconds: dict[str, float]) -> dict[str, dict[str, float]]:
+            return {
+                name: {"ms": 1e3 * value / self.num_updates, "share": value / self.seconds}
+                for name, value in seconds.items()
+            }
+
+        return {
+            "updates": self.num_updates,
+            "ms": 1e3 * self.seconds / self.num_updates,
+            "layers": {name: both(stages) for name, stages in self.layers.items()},
+            "stages": both(self.stages),
+            "parts": both(self.parts),
+        }
+
+
+def costs_of_trace(events: Iterable[dict[str, Any]]) -> Costs:
+    """Return the costs of the updates in a trace; arguments and errors as in :func:`rows_of_trace`."""
+    num_updates, rows = rows_of_trace(events)
+    totals: Counter[str | tuple[str, str]] = Counter()
+    for row in rows:
+        totals[row.place] += row.seconds
+    layers = sorted({place[0] for place in totals if isinstance(place, tuple)}, key=_layer_order)
+    return Costs(
+        num_updates,
+        totals.total(),
+        layers={layer: {stage: totals[layer, stage] for stage in STAGES} for layer in layers},
+        parts={part: totals[part] for part in PARTS},
+    )
+
+
+def _layer_order(name: str) -> tuple[int, str]:
+    digits = "".join(character for character in name if character.isdigit())
+    return int(digits or 0), name
+
+
+@dataclass(frozen=True)
+class ComponentCost:
     """One component in all profiled updates of one rank."""
 
     component: str
@@ -99,19 +210,19 @@ class Breakdown:
         Raises:
             UserError: the trace holds no update.
         """
-        timeline = Timeline(events, component_of_range)
-        self.num_updates += len(timeline.updates)
-        for (component, phase), seconds in timeline.divide().items():
-            self._seconds[component or OTHER, phase] += seconds
+        num_updates, rows = rows_of_trace(events)
+        self.num_updates += num_updates
+        for row in rows:
+            self._seconds[row.component, row.phase] += row.seconds
         for num_tokens, length in batches:
             self.num_tokens += num_tokens
             for kind, flops in training_work(self.config, length).items():
                 self._flops[kind] += num_tokens * flops
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ComponentCost]:
         """Of all components that took time or have work to do."""
         rows = [
-            Row(name, *(self._seconds[name, phase] for phase in (FORWARD, BACKWARD, None)), self._flops[name])
+            ComponentCost(name, *(self._seconds[name, phase] for phase in (FORWARD, BACKWARD, None)), self._flops[name])
             for name in COMPONENTS
         ]
         return [row for row in rows if row.seconds or row.flops]
@@ -124,7 +235,7 @@ class Breakdown:
     def as_json(self) -> dict[str, Any]:
         """Times in milliseconds of an update, operations of an update, rates a second."""
         rows = self.rows()
-        total = Row(
+        total = ComponentCost(
             "update", *(sum(getattr(row, name) for row in rows) for name in _PARTS_OF_TIME), self._flops.total()
         )
         return {
@@ -135,7 +246,7 @@ class Breakdown:
             "update": self._row_as_json(total),
         }
 
-    def _row_as_json(self, row: Row) -> dict[str, Any]:
+    def _row_as_json(self, row: ComponentCost) -> dict[str, Any]:
         rate = row.flops / row.seconds if row.seconds else 0.0
         return {
             "component": row.component,
@@ -146,17 +257,6 @@ class Breakdown:
             "flops_per_second": rate,
             "share_of_limit": rate / self.limit,
         }
-
-
-def component_of_range(name: str) -> str | None:
-    """To which component the time in a range of this name belongs; None if the name says nothing about it."""
-    if (stage := split_name(name)) is not None:
-        # the experts of an sMoE are spatial projections
-        return SPATIAL if stage[1] == spans.EXPERTS and stage[0].endswith("(sMoE)") else _OF_STAGE[stage[1]]
-    if name.endswith((DENSE_BLOCK, SPARSE_BLOCK)):
-        return REST_OF_BLOCKS
-    _, separator, part = name.rpartition(SEPARATOR)
-    return part if separator and part in MODULE_PARTS.values() else _OF_RANGE.get(name)
 
 
 def as_text(report: dict[str, Any]) -> str:

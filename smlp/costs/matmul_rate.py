@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from torch import Tensor
 
 from smlp.ops import linear
 
@@ -24,38 +25,35 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.25)
         seconds: to measure for, a first call that makes the device ready not included.
     """
     size, times = _FIRST_SIZE, []
-    product = _Product(device, dtype, size)
-    product.seconds()
+    factors = _factors(device, dtype, size)
     end = time.perf_counter() + seconds
     while True:
-        times.append(product.seconds())
+        times.append(_seconds(factors))
         left = end - time.perf_counter()
         if left <= times[-1]:
             return 2 * size**3 / min(times)
         # twice the size is eight times the work; a first call and at least three more should fit
         if 2 * size <= _LARGEST_SIZE[device.type] and 4 * 8 * times[-1] < left:
             size, times = 2 * size, []
-            product = _Product(device, dtype, size)
-            product.seconds()
+            factors = _factors(device, dtype, size)
 
 
-class _Product:
-    def __init__(self, device: torch.device, dtype: torch.dtype, size: int) -> None:
-        generator = torch.Generator(device).manual_seed(1)
-        self.left, self.right = (
-            torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2)
-        )
-        self.device = device
+def _factors(device: torch.device, dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
+    """Return two random matrices whose product has been computed once, which makes the device ready for it."""
+    generator = torch.Generator(device).manual_seed(1)
+    left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    _seconds((left, right))
+    return left, right
 
-    def seconds(self) -> float:
-        """Of one product, on the device as well."""
-        self._wait()
-        start = time.perf_counter()
-        with torch.no_grad():
-            linear(self.left, self.right)
-        self._wait()
-        return time.perf_counter() - start
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def _seconds(factors: tuple[Tensor, Tensor]) -> float:
+    """Return how long one product takes, on the device as well."""
+    on_gpu = factors[0].is_cuda
+    if on_gpu:
+        torch.cuda.synchronize(factors[0].device)
+    start = time.perf_counter()
+    with torch.no_grad():
+        linear(*factors)
+    if on_gpu:
+        torch.cuda.synchronize(factors[0].device)
+    return time.perf_counter() - start

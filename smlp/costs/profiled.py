@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from smlp.config import ModelConfig
+from smlp.costs.breakdown import Costs, costs_of_trace
 from smlp.costs.recording import recording, trace_of, update_range
-from smlp.costs.stages import Costs, costs_of_trace
 from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.ops import token_losses

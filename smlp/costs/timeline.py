@@ -1,4 +1,4 @@
-"""Who was busy at each moment of an update, from the events of a Chrome trace that torch's profiler wrote.
+"""Divide the time of updates among their owners, from a Chrome trace that torch's profiler wrote.
 
 Ranges of :mod:`smlp.parallel.spans` say to whom a piece of the forward pass belongs. In the backward pass, each
 operation belongs where the one belongs whose gradient it computes: the profiler gives both the same sequence number.
@@ -10,6 +10,7 @@ hidden behind it), and only while none is running what the CPU does.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,10 +24,10 @@ _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 #: who is believed where several are busy at a moment
 _MAIN_THREAD, _BACKWARD_THREAD, _COMMUNICATION, _COMPUTATION = range(4)
 
-#: whatever the caller calls it
-Owner = Hashable
-#: an owner, or None where nobody is known; and FORWARD, BACKWARD, or None outside both
-Claim = tuple[Owner | None, str | None]
+#: what a piece of time belongs to, by as many classifications as the caller has; None where one of them knows nothing
+Owner = tuple[Hashable, ...]
+#: an owner; and FORWARD, BACKWARD, or None outside both
+Claim = tuple[Owner, str | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,20 +60,22 @@ class Event:
         )
 
 
-class Timeline:
+class TraceTimeline:
     """The events of some updates of one process.
 
     Args:
         entries: ``traceEvents`` of the trace; each update is in a range :data:`smlp.parallel.spans.UPDATE`.
-        owner_of_range: to whom the time in a range of this name belongs; None: to whom the range around it belongs.
+        owner_of_range: what the time in a range of this name belongs to; where it has None, the owner of the range
+            around it counts.
 
     Raises:
         UserError: there is no update.
     """
 
-    def __init__(self, entries: Iterable[dict[str, Any]], owner_of_range: Callable[[str], Owner | None]) -> None:
+    def __init__(self, entries: Iterable[dict[str, Any]], owner_of_range: Callable[[str], Owner]) -> None:
         events = [Event.of(entry) for entry in entries if entry.get("ph") == "X" and entry.get("dur", 0) >= 0]
         self.owner_of_range = owner_of_range
+        self.nobody = (None,) * len(owner_of_range(""))
         self.updates = [event for event in events if event.name == UPDATE and event.category == "user_annotation"]
         if not self.updates:
             raise UserError(f"the profile holds no range {UPDATE!r}: there is no update whose time could be divided")
@@ -96,18 +99,12 @@ class Timeline:
         for thread, own in by_thread.items():
             self._nest(own, thread == self.main)
 
-    @property
-    def seconds(self) -> float:
-        """Of all updates."""
-        return sum(update.end - update.start for update in self.updates) * 1e-6
-
-    def divide(self) -> dict[Claim, float]:
-        """Seconds of all updates by owner (None: nobody's) and pass; together they are :attr:`seconds`."""
-        totals: dict[Claim, float] = {}
+    def divide(self) -> Counter[Claim]:
+        """Return the seconds of all updates by owner and pass."""
+        totals: Counter[Claim] = Counter()
         for update in self.updates:
-            for event, microseconds in self._busy(update.start, update.end):
-                claim = self._claim(event)
-                totals[claim] = totals.get(claim, 0.0) + microseconds * 1e-6
+            for event, microseconds in self._busy(update.start, update.end).items():
+                totals[self._claim(event)] += microseconds * 1e-6
         return totals
 
     def _nest(self, events: list[Event], is_main: bool) -> None:
@@ -134,9 +131,9 @@ class Timeline:
             open_events.append((event, in_backward))
 
     def _claim(self, event: Event | None) -> Claim:
-        """To whom the time of an event belongs, and in which pass."""
+        """Return what the time of an event belongs to, and in which pass."""
         if event is None:
-            return None, None
+            return self.nobody, None
         if event not in self.found:
             if event.category in _DEVICE_CATEGORIES:
                 self.found[event] = self._claim(self.by_external_id.get(event.external_id))
@@ -144,23 +141,24 @@ class Timeline:
                 self.found[event] = self._owner(event), event.phase
         return self.found[event]
 
-    def _owner(self, event: Event) -> Owner | None:
-        if event.category == "user_annotation" and (owner := self.owner_of_range(event.name)) is not None:
-            return owner
+    def _owner(self, event: Event) -> Owner:
+        own = self.owner_of_range(event.name) if event.category == "user_annotation" else self.nobody
+        if None not in own:
+            return own
         source = event.parent
         if event.name.startswith(_BACKWARD_NODE):
             source = self.before.get(event) or self.forward.get(event.sequence) or source
-        return self._claim(source)[0]
+        return tuple(mine or outer for mine, outer in zip(own, self._claim(source)[0], strict=True))
 
-    def _busy(self, start: float, end: float) -> list[tuple[Event, float]]:
-        """Who was busy between two times, and how long: every moment is given to one event."""
+    def _busy(self, start: float, end: float) -> Counter[Event]:
+        """Return who was busy between two times, and for how long: every moment is given to one event."""
         events = [(self._rank(event), event) for event in (*self.busy_on_cpu, *self.on_device)]
         events = [(rank, event) for rank, event in events if event.end > start and event.start < end]
         events.sort(key=lambda item: (item[1].start, -item[1].end))
         moments = sorted({start, end, *(t for _, e in events for t in (e.start, e.end) if start < t < end)})
         # the busiest first: by rank, then the last to begin, then the innermost
         active: list[tuple[int, float, int, Event]] = []
-        totals: dict[Event, float] = {}
+        totals: Counter[Event] = Counter()
         position = 0
         for now, until in pairwise(moments):
             while position < len(events) and events[position][1].start <= now:
@@ -169,8 +167,8 @@ class Timeline:
                 position += 1
             while active[0][3].end <= now:
                 heapq.heappop(active)
-            totals[active[0][3]] = totals.get(active[0][3], 0.0) + until - now
-        return list(totals.items())
+            totals[active[0][3]] += until - now
+        return totals
 
     def _rank(self, event: Event) -> int:
         if event.category in _DEVICE_CATEGORIES:

@@ -19,7 +19,7 @@ import numpy as np
 
 from smlp.errors import UserError
 from smlp.evaluation.perplexity import of_bits
-from smlp.plots.drawing import OKABE_ITO
+from smlp.plots.drawing import OKABE_ITO, check_matplotlib
 
 # Runs also differ in marker.
 _COLOURS = tuple(OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky"))
@@ -133,11 +133,10 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
     """
     if not 1 <= len(curves) <= len(_COLOURS):
         raise UserError(f"between 1 and {len(_COLOURS)} training curves can be drawn, not {len(curves)}")
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator, StrMethodFormatter
-    except ImportError as error:
-        raise UserError('drawing needs matplotlib: pip install "smlp[plots]"') from error
+    check_matplotlib()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
     figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.set_yscale("log")

@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Cell:
+class ParityCell:
     """The loss of one way to compute it."""
 
     #: 0 drops nothing
@@ -40,10 +40,10 @@ class Cell:
 class Parity:
     """The losses, dropless ones first; and what could not be compared, one sentence each."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[ParityCell, ...]
     left_out: tuple[str, ...]
 
-    def relative(self, cell: Cell) -> float:
+    def relative(self, cell: ParityCell) -> float:
         """How far a cell's loss is from that of the first, as a share of the latter."""
         first = self.cells[0].loss
         return (cell.loss - first) / first
@@ -93,7 +93,7 @@ def compare(decoder: Decoder, samples: Samples, num_tokens: int, team: Team) -> 
 
 def _cells(
     decoders: Sequence[tuple[Decoder, int]], factors: Sequence[float], samples: Samples, num_tokens: int, team: Team
-) -> Iterator[Cell]:
+) -> Iterator[ParityCell]:
     for factor in factors:
         for decoder, num_ranks in decoders:
             limit_places(decoder, factor)
@@ -101,7 +101,7 @@ def _cells(
                 batches = samples.batches(batch_size)
                 scores = score_samples(decoder, samples, batches, num_tokens, team, in_step=num_ranks > 1)
                 loss = -float(np.nanmean(scores.log_probs_N, dtype=np.float64))
-                yield Cell(factor, num_ranks, batch_size, loss, scores.choices.dropped_share)
+                yield ParityCell(factor, num_ranks, batch_size, loss, scores.choices.dropped_share)
 
 
 def largest_spread(decoder: Decoder, num_ranks: int) -> int:

@@ -56,7 +56,7 @@ class Cutting:
 
 
 @dataclass(frozen=True)
-class Batch:
+class SampleBatch:
     """Inputs of one forward pass, padded on the right."""
 
     #: ids, (B, n)
@@ -117,7 +117,7 @@ class Samples:
             start += count
         return batches
 
-    def batch(self, numbers: np.ndarray) -> Batch:
+    def batch(self, numbers: np.ndarray) -> SampleBatch:
         """The inputs of these samples; for none of them a batch of no row."""
         lengths = self.lengths_S[numbers]
         shape = (len(numbers), int(lengths.max(initial=1)))
@@ -128,7 +128,7 @@ class Samples:
             sources[row, :length], targets[row, :length] = self.sources_M[part], self.targets_M[part]
             scored = self.scored_from_S[number]
             places[row, scored:length] = self.places_M[part][scored:]
-        return Batch(*map(torch.from_numpy, (sources, targets, places)))
+        return SampleBatch(*map(torch.from_numpy, (sources, targets, places)))
 
     def up_to(self, num_tokens: int) -> Samples:
         """The first samples, until they hold so many tokens."""

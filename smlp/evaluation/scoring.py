@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from smlp.errors import UserError
-from smlp.evaluation.samples import Batch, Cutting, Samples, cut
+from smlp.evaluation.samples import Cutting, SampleBatch, Samples, cut
 from smlp.inference.scoring.candidates import logits_in_pieces, scored
 from smlp.launch.team import Team
 from smlp.moe.plan import RoutingPlan
@@ -52,7 +52,7 @@ class Scores:
 
 
 @torch.no_grad()
-def score_batch(decoder: Decoder, batch: Batch, context: ForwardContext) -> Tensor:
+def score_batch(decoder: Decoder, batch: SampleBatch, context: ForwardContext) -> Tensor:
     """Natural log-probability of each target that is to be scored, in order, (K,) float32 on the CPU.
 
     Logits are made at these positions only, some at a time.

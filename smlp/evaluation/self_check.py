@@ -6,6 +6,7 @@ Each check is a collective over all ranks and returns a sentence about what was 
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -68,7 +69,7 @@ def _seconds(collective: object, device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    return statistics.median(times)
 
 
 def check_uneven_splits(device: torch.device, dtype: torch.dtype) -> str:

@@ -20,7 +20,7 @@ import smlp
 from smlp.cli.main import main
 from smlp.errors import UserError
 from smlp.evaluation.leak import randomise
-from smlp.evaluation.parity import Cell, Parity
+from smlp.evaluation.parity import Parity, ParityCell
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -255,12 +255,12 @@ def test_mistakes_are_named(mistakes, capsys, name):
 
 
 def test_losses_that_depend_on_the_way_are_refused():
-    cells = [Cell(0.0, ranks, batch, 3.0, 0.0) for ranks in (1, 2) for batch in (1, 8)]
-    limited = [Cell(1.0, 1, 8, 3.5, 0.4)]  # may differ
-    Parity((*cells[:-1], Cell(0.0, 2, 8, 3.00002, 0.0), *limited), ()).check()
+    cells = [ParityCell(0.0, ranks, batch, 3.0, 0.0) for ranks in (1, 2) for batch in (1, 8)]
+    limited = [ParityCell(1.0, 1, 8, 3.5, 0.4)]  # may differ
+    Parity((*cells[:-1], ParityCell(0.0, 2, 8, 3.00002, 0.0), *limited), ()).check()
     for loss in (3.00004, math.nan):
         with pytest.raises(UserError, match=r"with batches of 8 on 2 ranks, but 3.00000000 with batches of 1 on one"):
-            Parity((*cells[:-1], Cell(0.0, 2, 8, loss, 0.0), *limited), ()).check()
+            Parity((*cells[:-1], ParityCell(0.0, 2, 8, loss, 0.0), *limited), ()).check()
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from running import run_python
 
 from smlp.cli import main
 from smlp.config.presets import preset
+from smlp.costs.breakdown import PARTS, costs_of_trace
 from smlp.costs.profiled import _Trainer, measure
 from smlp.costs.recording import named_parts
-from smlp.costs.stages import PARTS, costs_of_trace
 from smlp.errors import UserError
 from smlp.launch.ports import free_port
 from smlp.nn.decoder import Decoder

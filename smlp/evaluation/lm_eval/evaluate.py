@@ -214,10 +214,8 @@ def _definition(name: str) -> dict[str, Any]:
 
 
 def _copa(item: CopaItem) -> dict[str, Any]:
-    first, second = item.choices
-    return {
-        "premise": item.premise, "choice1": first, "choice2": second, "question": item.question, "label": item.gold
-    }  # fmt: skip
+    choices = dict(zip(("choice1", "choice2"), item.choices, strict=True))
+    return {"premise": item.premise, **choices, "question": item.question, "label": item.gold}
 
 
 def _piqa(item: PiqaItem) -> dict[str, Any]:

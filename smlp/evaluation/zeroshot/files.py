@@ -110,7 +110,7 @@ def _decompressed(path: Path) -> bytes:
     return content
 
 
-def text(record: dict[str, Any], names: Sequence[str] | str, place: str) -> str:
+def text_of(record: dict[str, Any], names: Sequence[str] | str, place: str) -> str:
     """A text by its name, or by the first of several names that the record has.
 
     Raises:
@@ -146,7 +146,7 @@ def labels_path(path: Path) -> Path:
     return path.with_name(Path(path.name.removesuffix(_GZIP)).stem + "-labels.lst")
 
 
-def label(value: Any, allowed: Collection[int], name: str, place: str) -> int:
+def label_of(value: Any, allowed: Collection[int], name: str, place: str) -> int:
     """A label that may be given as a number or as text.
 
     Raises:
@@ -174,4 +174,4 @@ def label_lines(path: Path, count: int, allowed: Collection[int], beside: Path) 
         lines.pop()
     if len(lines) != count:
         raise UserError(f"{path} has {len(lines)} labels, {beside} has {count} records")
-    return [label(line, allowed, "label", f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    return [label_of(line, allowed, "label", f"{path}, line {number}") for number, line in enumerate(lines, start=1)]

@@ -18,12 +18,12 @@ from smlp.evaluation.zeroshot.files import (
     find,
     has_one,
     json_lines,
-    label,
     label_lines,
+    label_of,
     labels_beside,
     labels_path,
     read_text,
-    text,
+    text_of,
 )
 
 
@@ -157,13 +157,13 @@ class Reader:
 def _copa(path: Path) -> list[Item]:
     found = []
     for place, record in json_lines(path):
-        question = text(record, "question", place)
+        question = text_of(record, "question", place)
         if question not in ("cause", "effect"):
             raise UserError(f"{place}: 'question' must be cause or effect, found {question!r}")
-        choices = text(record, "choice1", place), text(record, "choice2", place)
-        gold = label(record.get("label"), (0, 1), "label", place)
+        choices = text_of(record, "choice1", place), text_of(record, "choice2", place)
+        gold = label_of(record.get("label"), (0, 1), "label", place)
         identity = str(record.get("idx", len(found)))
-        found.append(CopaItem(identity, text(record, "premise", place), choices, question, gold))
+        found.append(CopaItem(identity, text_of(record, "premise", place), choices, question, gold))
     return found
 
 
@@ -176,8 +176,8 @@ def _piqa(path: Path) -> list[Item]:
     return [
         PiqaItem(
             str(record.get("id", number)),
-            text(record, "goal", place),
-            (text(record, "sol1", place), text(record, "sol2", place)),
+            text_of(record, "goal", place),
+            (text_of(record, "sol1", place), text_of(record, "sol2", place)),
             gold,
         )
         for number, ((place, record), gold) in enumerate(zip(records, golds, strict=True))
@@ -190,16 +190,16 @@ def _winogrande(path: Path) -> list[Item]:
     beside = None if labels is None else label_lines(labels, len(records), (1, 2), path)
     found = []
     for number, (place, record) in enumerate(records):
-        sentence = text(record, "sentence", place)
+        sentence = text_of(record, "sentence", place)
         if sentence.count("_") != 1:
             raise UserError(f"{place}: 'sentence' must have one blank (_), found {sentence.count('_')}")
         answer = record.get("answer")
         if beside is not None:
-            if answer not in (None, "") and label(answer, (1, 2), "answer", place) != beside[number]:
+            if answer not in (None, "") and label_of(answer, (1, 2), "answer", place) != beside[number]:
                 raise UserError(f"{place}: 'answer' is {answer}, but {labels} has {beside[number]}")
             answer = beside[number]
-        gold = label(answer, (1, 2), "answer", place) - 1
-        options = text(record, "option1", place), text(record, "option2", place)
+        gold = label_of(answer, (1, 2), "answer", place) - 1
+        options = text_of(record, "option1", place), text_of(record, "option2", place)
         found.append(WinograndeItem(str(record.get("qID", number)), sentence, options, gold))
     return found
 
@@ -210,17 +210,17 @@ def _hellaswag(path: Path) -> list[Item]:
         endings = record.get("endings")
         if not isinstance(endings, list) or len(endings) != 4 or not all(isinstance(one, str) for one in endings):
             raise UserError(f"{place}: 'endings' must be a list of 4 texts, found {endings!r}")
-        ctx_a, ctx_b = text(record, "ctx_a", place), record.get("ctx_b") or ""  # finished scenes have none
+        ctx_a, ctx_b = text_of(record, "ctx_a", place), record.get("ctx_b") or ""  # finished scenes have none
         if "ctx_b" not in record and record.get("ctx", ctx_a) != ctx_a:
             raise UserError(f"{place}: 'ctx_b' is missing, and 'ctx' goes on after 'ctx_a'")
         found.append(
             HellaSwagItem(
                 str(record.get("ind", len(found))),
-                text(record, "activity_label", place),
+                text_of(record, "activity_label", place),
                 ctx_a,
-                text({"ctx_b": ctx_b}, "ctx_b", place),
+                text_of({"ctx_b": ctx_b}, "ctx_b", place),
                 tuple(endings),
-                label(record.get("label"), range(4), "label", place),
+                label_of(record.get("label"), range(4), "label", place),
             )
         )
     return found
@@ -246,11 +246,11 @@ def _storycloze(path: Path) -> list[Item]:
         place = f"{path}, line {rows.line_num}"
         if None in row:
             raise UserError(f"{place}: {len(row[None])} more columns than the header has")
-        sentences = tuple(text(row, (f"InputSentence{n}", f"input_sentence_{n}"), place) for n in (1, 2, 3, 4))
-        endings = tuple(text(row, (f"RandomFifthSentenceQuiz{n}", f"sentence_quiz{n}"), place) for n in (1, 2))
+        sentences = tuple(text_of(row, (f"InputSentence{n}", f"input_sentence_{n}"), place) for n in (1, 2, 3, 4))
+        endings = tuple(text_of(row, (f"RandomFifthSentenceQuiz{n}", f"sentence_quiz{n}"), place) for n in (1, 2))
         answer = row.get("AnswerRightEnding", row.get("answer_right_ending"))
-        gold = label(answer, (1, 2), "AnswerRightEnding", place) - 1
-        identity = text(row, ("InputStoryid", "story_id"), place)
+        gold = label_of(answer, (1, 2), "AnswerRightEnding", place) - 1
+        identity = text_of(row, ("InputStoryid", "story_id"), place)
         found.append(StoryClozeItem(identity, sentences, endings, gold))
     return found
 
@@ -259,24 +259,24 @@ def _record(path: Path) -> list[Item]:
     found = []
     for place, record in json_lines(path):
         if isinstance(record.get("passage"), str):  # Hugging Face: one query a line
-            entities, answers = _texts(record, "entities", place), _texts(record, "answers", place)
+            entities, answers = _list_of(str, record, "entities", place), _list_of(str, record, "answers", place)
             identity = str(record.get("idx", len(found)))
             found.append(
-                _record_item(identity, record["passage"], text(record, "query", place), entities, answers, place)
+                _record_item(identity, record["passage"], text_of(record, "query", place), entities, answers, place)
             )
             continue
         passage = record.get("passage")
         if not isinstance(passage, dict):
             raise UserError(f"{place}: 'passage' must be an object with 'text' and 'entities'")
-        words = text(passage, "text", place)
-        entities = [_span(words, span, "entities", place) for span in _objects(passage, "entities", place)]
-        questions = _objects(record, "qas", place)
+        words = text_of(passage, "text", place)
+        entities = [_span(words, span, "entities", place) for span in _list_of(dict, passage, "entities", place)]
+        questions = _list_of(dict, record, "qas", place)
         if not questions:
             raise UserError(f"{place}: 'qas' {'has no query' if 'qas' in record else 'is missing'}")
         for question in questions:
-            answers = [_span(words, span, "answers", place) for span in _objects(question, "answers", place)]
+            answers = [_span(words, span, "answers", place) for span in _list_of(dict, question, "answers", place)]
             identity = str(question.get("idx", len(found)))
-            found.append(_record_item(identity, words, text(question, "query", place), entities, answers, place))
+            found.append(_record_item(identity, words, text_of(question, "query", place), entities, answers, place))
     return found
 
 
@@ -301,17 +301,10 @@ def _span(words: str, span: dict[str, Any], name: str, place: str) -> str:
     return words[start : end + 1]
 
 
-def _objects(record: dict[str, Any], name: str, place: str) -> list[dict[str, Any]]:
+def _list_of(kind: type, record: dict[str, Any], name: str, place: str) -> list[Any]:
     value = record.get(name, [])
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise UserError(f"{place}: {name!r} must be a list of objects")
-    return value
-
-
-def _texts(record: dict[str, Any], name: str, place: str) -> list[str]:
-    value = record.get(name, [])
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise UserError(f"{place}: {name!r} must be a list of texts")
+    if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
+        raise UserError(f"{place}: {name!r} must be a list of {'texts' if kind is str else 'objects'}")
     return value
 
 

@@ -65,22 +65,6 @@ def _suffix(texts: Sequence[ScoredText]) -> list[float]:
     return [float(text.since(len(text.tokens) - shared).sum()) for text in texts]
 
 
-def _continuation(texts: Sequence[ScoredText]) -> list[float]:
-    return [text.continuation for text in texts]
-
-
-def _tokens(texts: Sequence[ScoredText]) -> list[float]:
-    return [float(text.since(text.num_context).mean()) for text in texts]
-
-
-def _chars(texts: Sequence[ScoredText]) -> list[float]:
-    return [text.continuation / max(text.num_chars, 1) for text in texts]
-
-
-def _unconditional(texts: Sequence[ScoredText]) -> list[float]:
-    return [text.continuation - text.unconditional for text in texts]
-
-
 #: ``sum``: of the whole text, less the beginning that all share, which adds the same to each. ``mean``: over tokens
 #: after that beginning. ``suffix``: sum over the end that they share. ``continuation``: sum of the continuation.
 #: ``tokens``: that by its tokens. ``chars``: that by characters of the candidate. ``unconditional``: that less the
@@ -89,10 +73,10 @@ RULES: dict[str, Callable[[Sequence[ScoredText]], list[float]]] = {
     "sum": _sum,
     "mean": _mean,
     "suffix": _suffix,
-    "continuation": _continuation,
-    "tokens": _tokens,
-    "chars": _chars,
-    "unconditional": _unconditional,
+    "continuation": lambda texts: [text.continuation for text in texts],
+    "tokens": lambda texts: [float(text.since(text.num_context).mean()) for text in texts],
+    "chars": lambda texts: [text.continuation / max(text.num_chars, 1) for text in texts],
+    "unconditional": lambda texts: [text.continuation - text.unconditional for text in texts],
 }
 
 

@@ -34,7 +34,7 @@ _BLANK, _PLACEHOLDER, _HIGHLIGHT = "_", "@placeholder", "@highlight"
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """One candidate in its place. The model sees ``context + continuation``; white space belongs to the latter."""
 
     context: str
@@ -56,7 +56,7 @@ class Example:
     """A record with its candidates written out."""
 
     item: Item
-    choices: tuple[Choice, ...]
+    choices: tuple[Candidate, ...]
     #: candidates that are right
     gold: tuple[int, ...]
 
@@ -66,13 +66,13 @@ class Example:
         return self.item.id
 
 
-def _filled(before: str, candidate: str, bare: str, after: str = "") -> Choice:
+def _filled(before: str, candidate: str, bare: str, after: str = "") -> Candidate:
     """A candidate between two texts; white space at the end of the first goes to the continuation."""
     context = before.rstrip()
-    return Choice(context, before[len(context) :] + candidate + after, bare, after)
+    return Candidate(context, before[len(context) :] + candidate + after, bare, after)
 
 
-def _example(item: Item, choices: Iterator[Choice]) -> Example:
+def _example(item: Item, choices: Iterator[Candidate]) -> Example:
     choices = tuple(choices)
     if isinstance(item, RecordItem):
         return Example(item, choices, tuple(n for n, choice in enumerate(choices) if choice.bare in item.answers))
@@ -84,72 +84,72 @@ def _lower_first_word(text: str) -> str:
     return (first if first == "I" else first.lower()) + space + rest
 
 
-def _copa(item: CopaItem) -> Iterator[Choice]:
+def _copa(item: CopaItem) -> Iterator[Candidate]:
     premise = item.premise.rstrip()
     before = f"{premise.removesuffix('.')} {'because' if item.question == 'cause' else 'so'} "
     for choice in item.choices:
         yield _filled(before, _lower_first_word(choice), choice)
 
 
-def _piqa(item: PiqaItem) -> Iterator[Choice]:
+def _piqa(item: PiqaItem) -> Iterator[Candidate]:
     for solution in item.solutions:
         yield _filled(f"{item.goal.strip()} ", solution, solution)
 
 
-def _storycloze(item: StoryClozeItem) -> Iterator[Choice]:
+def _storycloze(item: StoryClozeItem) -> Iterator[Candidate]:
     for ending in item.endings:
         yield _filled(" ".join(item.sentences) + " ", ending, ending)
 
 
-def _winogrande(item: WinograndeItem) -> Iterator[Choice]:
+def _winogrande(item: WinograndeItem) -> Iterator[Candidate]:
     before, _, after = item.sentence.partition(_BLANK)
     for option in item.options:
         yield _filled(before, option, option, after)
 
 
-def _winogrande_partial(item: WinograndeItem) -> Iterator[Choice]:
+def _winogrande_partial(item: WinograndeItem) -> Iterator[Candidate]:
     """Both options stand in the context; the rest of the sentence is scored."""
     before, _, after = item.sentence.partition(_BLANK)
     for option in item.options:
-        yield Choice(before + option, after, option, after)
+        yield Candidate(before + option, after, option, after)
 
 
-def _hellaswag(item: HellaSwagItem) -> Iterator[Choice]:
+def _hellaswag(item: HellaSwagItem) -> Iterator[Candidate]:
     scene = f"{item.activity}: {item.ctx_a} {item.ctx_b[:1].upper()}{item.ctx_b[1:]}"
     for ending in item.endings:
         yield _filled(" ".join(scene.split()) + " ", ending, ending)
 
 
-def _record(item: RecordItem) -> Iterator[Choice]:
+def _record(item: RecordItem) -> Iterator[Candidate]:
     before, after = item.query.split(_PLACEHOLDER)
     passage = item.passage.replace(_HIGHLIGHT, "")
     for entity in item.entities:
         yield _filled(f"{passage} {before}", entity, entity, after)
 
 
-def _record_listed(item: RecordItem) -> Iterator[Choice]:
+def _record_listed(item: RecordItem) -> Iterator[Candidate]:
     """Highlights as lines of a list, of which the query is one more."""
     passage, *highlights = item.passage.split(f"\n{_HIGHLIGHT}\n")
     context = passage + "".join(f"\n- {highlight}" for highlight in highlights)
     for entity in item.entities:
-        yield Choice(context, f"\n- {item.query.replace(_PLACEHOLDER, entity)}", entity)
+        yield Candidate(context, f"\n- {item.query.replace(_PLACEHOLDER, entity)}", entity)
 
 
-def _copa_harness(item: CopaItem) -> Iterator[Choice]:
+def _copa_harness(item: CopaItem) -> Iterator[Candidate]:
     context = f"{item.premise.strip()[:-1]} {'because' if item.question == 'cause' else 'therefore'}"
     for choice in item.choices:
-        yield Choice(context, f"  {choice[:1].lower()}{choice[1:]}", choice)  # its own space, and the harness's
+        yield Candidate(context, f"  {choice[:1].lower()}{choice[1:]}", choice)  # its own space, and the harness's
 
 
-def _piqa_harness(item: PiqaItem) -> Iterator[Choice]:
+def _piqa_harness(item: PiqaItem) -> Iterator[Candidate]:
     for solution in item.solutions:
-        yield Choice(f"Question: {item.goal}\nAnswer:", f" {solution}", solution)
+        yield Candidate(f"Question: {item.goal}\nAnswer:", f" {solution}", solution)
 
 
-def _winogrande_harness(item: WinograndeItem) -> Iterator[Choice]:
+def _winogrande_harness(item: WinograndeItem) -> Iterator[Candidate]:
     before, _, after = item.sentence.partition(_BLANK)
     for option in item.options:
-        yield Choice(before + option, f" {after.strip()}", option)
+        yield Candidate(before + option, f" {after.strip()}", option)
 
 
 def _without_brackets(text: str) -> str:
@@ -157,21 +157,21 @@ def _without_brackets(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def _hellaswag_harness(item: HellaSwagItem) -> Iterator[Choice]:
+def _hellaswag_harness(item: HellaSwagItem) -> Iterator[Candidate]:
     context = _without_brackets(f"{item.activity}: {item.ctx_a} {item.ctx_b.capitalize()}")
     for ending in item.endings:
         clean = _without_brackets(ending)
         yield _filled(context, f" {clean}", clean)
 
 
-def _record_harness(item: RecordItem) -> Iterator[Choice]:
+def _record_harness(item: RecordItem) -> Iterator[Candidate]:
     passage, *highlights = item.passage.strip().split(f"\n{_HIGHLIGHT}\n")
     before = passage + "\n\n" + "".join(f"  - {highlight}.\n" for highlight in highlights)
     for entity in sorted(item.entities):
         yield _filled(before, f"   - {item.query.replace(_PLACEHOLDER, entity)}", entity)
 
 
-Template = Callable[[Item], Iterator[Choice]]
+Template = Callable[[Item], Iterator[Candidate]]
 
 _FAIR: dict[type[Item], Template] = {
     CopaItem: _copa,

@@ -48,33 +48,33 @@ class Reading:
 class Beginning:
     """Groups of candidates whose first inputs are read together."""
 
-    #: places of the groups in ``Batch.members``
+    #: places of the groups in ``CandidateBatch.members``
     groups: tuple[int, ...]
     #: inputs that are read once for each group
     num_shared: int
 
 
 @dataclass(frozen=True)
-class Block:
+class CandidateBlock:
     """Candidates of like length that go on from one beginning, padded to the longest of them."""
 
-    #: place in ``Batch.beginnings``
+    #: place in ``CandidateBatch.beginnings``
     beginning: int
-    #: (place in ``Batch.members``, place in the group)
+    #: (place in ``CandidateBatch.members``, place in the group)
     rows: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Batch:
+class CandidateBatch:
     """Groups of candidates that are scored together: one pass reads all beginnings, further ones the rest."""
 
     #: places of the groups in the list of all
     members: tuple[int, ...]
     beginnings: tuple[Beginning, ...]
-    passes: tuple[tuple[Block, ...], ...]
+    passes: tuple[tuple[CandidateBlock, ...], ...]
 
 
-def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: int) -> list[Batch]:
+def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: int) -> list[CandidateBatch]:
     """Batches of all groups, those with the longest beginnings first, so that memory runs out at once if it does.
 
     Args:
@@ -105,7 +105,7 @@ def _batch(
     readings: Sequence[Reading],
     batch_tokens: int,
     block_tokens: int,
-) -> Batch:
+) -> CandidateBatch:
     """The batch of the groups ``order[begin:end]`` for all parts, which follow one another."""
     first = parts[0][0]
     members = tuple(order[first : parts[-1][1]])
@@ -115,10 +115,10 @@ def _batch(
         num_shared = min(readings[members[group]].num_shared for group in groups)
         beginnings.append(Beginning(groups, num_shared))
         for rows, size in _blocks(members, beginnings[-1], readings, batch_tokens, block_tokens):
-            blocks.append(Block(len(beginnings) - 1, rows))
+            blocks.append(CandidateBlock(len(beginnings) - 1, rows))
             sizes.append(size)
     passes = tuple(tuple(blocks[begin:end]) for begin, end in _fill(sizes, batch_tokens))
-    return Batch(members, tuple(beginnings), passes)
+    return CandidateBatch(members, tuple(beginnings), passes)
 
 
 def _blocks(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smlp.errors import UserError
 from smlp.evaluation.perplexity import of_nats
-from smlp.inference.scoring.batching import Batch, Block, Reading, plan_batches
+from smlp.inference.scoring.batching import CandidateBatch, CandidateBlock, Reading, plan_batches
 from smlp.inference.scoring.texts import Candidates, Encoding
 from smlp.moe.layer import TokenMoE
 from smlp.moe.routers import RouterWithPlaces
@@ -52,14 +52,14 @@ class CandidateScorer:
         self.decoder = decoder
         self.share = share and not decoder.config.is_leaky
 
-    def plan(self, groups: Sequence[Candidates], batch_tokens: int) -> list[Batch]:
+    def plan(self, groups: Sequence[Candidates], batch_tokens: int) -> list[CandidateBatch]:
         """Return batches in which to score the groups; they do not depend on who is to score them. See
         :func:`smlp.inference.scoring.batching.plan_batches`."""
         block_tokens = _BLOCK_ON_CPU if self._device.type == "cpu" else _BLOCK_ON_GPU
         return plan_batches([self._reading(group) for group in groups], batch_tokens, block_tokens)
 
     @torch.inference_mode()
-    def score(self, groups: Sequence[Candidates], batch: Batch) -> list[list[TokenScores]]:
+    def score(self, groups: Sequence[Candidates], batch: CandidateBatch) -> list[list[TokenScores]]:
         """Scores of every candidate of the groups of a batch, in its order.
 
         Positions of the model's prefix predict nothing: what comes there is left out of the scores.
@@ -81,7 +81,7 @@ class CandidateScorer:
         return [[found[member, number] for number in range(len(group.texts))] for member, group in enumerate(members)]
 
     def score_within_memory(
-        self, groups: Sequence[Candidates], batch: Batch, batch_tokens: int
+        self, groups: Sequence[Candidates], batch: CandidateBatch, batch_tokens: int
     ) -> list[list[TokenScores]]:
         """:meth:`score` of a batch that was planned with ``batch_tokens``.
 
@@ -108,7 +108,7 @@ class CandidateScorer:
     def _reading(self, group: Candidates) -> Reading:
         return Reading.of(group, self.share)
 
-    def _read_beginnings(self, readings: Sequence[Reading], batch: Batch) -> list[DecodingState | None]:
+    def _read_beginnings(self, readings: Sequence[Reading], batch: CandidateBatch) -> list[DecodingState | None]:
         """For each beginning the state after it; None where nothing is shared."""
         states = [DecodingState(one.num_shared) if one.num_shared else None for one in batch.beginnings]
         reading = [
@@ -121,7 +121,11 @@ class CandidateScorer:
         return states
 
     def _block(
-        self, readings: Sequence[Reading], batch: Batch, block: Block, states: Sequence[DecodingState | None]
+        self,
+        readings: Sequence[Reading],
+        batch: CandidateBatch,
+        block: CandidateBlock,
+        states: Sequence[DecodingState | None],
     ) -> tuple[Tensor, DecodingState | None]:
         """What a block's candidates go on with, (R, n), and a state of their own."""
         beginning, state = batch.beginnings[block.beginning], states[block.beginning]
@@ -140,8 +144,8 @@ class CandidateScorer:
         self,
         features_NH: Tensor,
         groups: Sequence[Candidates],
-        batch: Batch,
-        blocks: Sequence[Block],
+        batch: CandidateBatch,
+        blocks: Sequence[CandidateBlock],
         shapes: Sequence[torch.Size],
     ) -> Iterator[TokenScores]:
         """Scores of the candidates of blocks of these shapes (R, n), whose features follow one another."""
