@@ -46,7 +46,7 @@ setup(
     license="MIT",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["smlp", "smlp.*", "data_prep", "data_prep.*"]),
-    package_data={"data_prep": ["sources/*.toml"]},
+    package_data={"data_prep": ["sources/*.toml"], "smlp": ["py.typed"]},
     install_requires=[
         "torch>=2.6",
         f"ve-fairseq==0.12.3; {HAS_FAIRSEQ_WHEEL}",
@@ -66,7 +66,7 @@ setup(
         "export": ["safetensors>=0.4.3"],
         "plots": ["matplotlib>=3.8", "scipy>=1.11"],
         "test": [
-            *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
+            *("mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", "lm-eval>=0.4.13,<0.5"),
             *(*DATA, *DOCS),
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU

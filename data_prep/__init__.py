@@ -1,5 +1,6 @@
-"""Text for training: build a corpus, train its vocabulary, hand it to fairseq's own binariser.
+"""Text for training, from raw corpora to fairseq's binary shards.
 
-``python_docs`` or ``text_files`` write ``train.txt``, ``valid.txt`` and ``test.txt``; ``tokenizer`` turns them into
-SentencePiece pieces; ``binarize`` calls ``fairseq-preprocess``. Each is a module with a command line of its own.
+Each step of ``smlp data`` is a folder (``tokenize`` is the step ``tokenizer``, ``inspecting`` is ``inspect``) with a
+``command`` module; ``flow`` is what they share. ``python_docs`` and ``text_files`` are command lines of their own,
+which build the small corpora of the quickstart.
 """

@@ -17,27 +17,13 @@ from typing import Any
 from smlp.errors import UserError
 from smlp.files import write_whole
 
-
-def run(main: Callable[[], None]) -> int:
-    """Calls ``main`` and returns the exit status; any other exception keeps its traceback."""
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:  # no permission, disk full, ...
-        print(f"error: {error.filename or 'input/output'}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 SPLITS = ("train", "valid", "test")
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Document:
-    """Paragraphs that belong together. ``group`` names what must not be torn between splits (a package, a file)."""
+    """Paragraphs that belong together. ``group`` names what must stay in one split (a package, a file)."""
 
     group: str
     paragraphs: tuple[str, ...]
@@ -51,12 +37,12 @@ Splits = dict[str, list[Document]]
 
 
 def count_words(text: str) -> int:
-    """Whitespace-separated words; a line end is no word."""
+    """Count whitespace-separated words; a line end is no word."""
     return len(text.split())
 
 
 def assert_disjoint(splits: Splits, key: Callable[[str], str]) -> None:
-    """Raises AssertionError if a paragraph, compared by ``key``, stands in more than one split."""
+    """Raise AssertionError if a paragraph, compared by ``key``, is in more than one split."""
     owner: dict[str, str] = {}
     for name, documents in splits.items():
         for document in documents:
@@ -66,7 +52,7 @@ def assert_disjoint(splits: Splits, key: Callable[[str], str]) -> None:
 
 
 def split_counts(documents: list[Document]) -> dict[str, int]:
-    """Documents, paragraphs, words and characters (without line ends) of a split."""
+    """Count documents, paragraphs, words and characters (without line ends) of a split."""
     paragraphs = [paragraph for document in documents for paragraph in document.paragraphs]
     return {
         "documents": len(documents),
@@ -77,9 +63,9 @@ def split_counts(documents: list[Document]) -> dict[str, int]:
 
 
 def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Writes ``train.txt``, ``valid.txt``, ``test.txt`` and, last, ``manifest.json``, each whole or not at all.
+    """Write ``train.txt``, ``valid.txt``, ``test.txt`` and, last, ``manifest.json``, each whole or not at all.
 
-    Returns the manifest with the counts of every split added.
+    Return the manifest with the counts of every split added.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)  # its presence says that the corpus is complete
@@ -93,7 +79,7 @@ def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[st
 
 
 def describe_splits(manifest: dict[str, Any]) -> str:
-    """A few lines for the terminal: what each split holds and its share of the words."""
+    """Return a table for the terminal: what each split holds and its share of the words."""
     total = sum(counts["words"] for counts in manifest["splits"].values())
     lines = [f"{'split':<6}{'documents':>11}{'paragraphs':>12}{'words':>11}{'characters':>12}{'share':>8}"]
     for name, counts in manifest["splits"].items():
@@ -102,3 +88,19 @@ def describe_splits(manifest: dict[str, Any]) -> str:
             f"{counts['chars']:>12,}{counts['words'] / total:>8.1%}"
         )
     return "\n".join(lines)
+
+
+def run(main: Callable[[], None]) -> int:
+    """Call ``main`` and return the exit status: 0, or 1 with one line on standard error for a user's mistake.
+
+    Any other exception keeps its traceback.
+    """
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # no permission, disk full, ...
+        print(f"error: {error.filename or 'input/output'}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,8 +1,8 @@
-"""Docstrings of Python source files, and the blocks of running text in them.
+"""Read the docstrings of Python source files, and the blocks of running text in them.
 
-They are read from the syntax tree: nothing is imported or executed. Sections, code, tables and field lists go, as the
-scientific packages write them: numpydoc sections, Google-style sections, reST directives, roles and field lists,
-doctests. What is left may still be no English; :mod:`data_prep.prose` judges that.
+They are read from the syntax tree: nothing is imported or executed. Removed are sections, code, tables and field lists
+as scientific packages write them: numpydoc and Google-style sections, reST directives, roles and field lists, doctests.
+What is left may still be no English; :mod:`data_prep.prose` judges that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DOC_SETTERS = frozenset({"add_newdoc", "add_docstr", "_add_docstr", "add_docstr_
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """Python files below ``root`` (or ``root`` itself, if it is a file), sorted, without tests and vendored copies."""
+    """Yield the Python files below ``root`` (or ``root``, if it is a file), sorted, without tests and vendored ones."""
     if root.is_file():
         yield root
         return
@@ -39,10 +39,10 @@ def source_files(root: Path) -> Iterator[Path]:
 
 
 def docstrings(source: bytes) -> list[str]:
-    """The docstrings of one source file in the order in which they stand there, dedented.
+    """Return the docstrings of one source file in order, dedented.
 
-    Covers modules, classes and functions, and strings handed to a documentation setter such as ``add_newdoc``.
-    A file that is not valid Python (a template, a file for another version) has none.
+    They are those of modules, classes and functions, and strings handed to a documentation setter such as
+    ``add_newdoc``. A file that is not valid Python (a template, a file for another version) has none.
     """
     if b'"""' not in source and b"'''" not in source:
         return []
@@ -56,7 +56,7 @@ def docstrings(source: bytes) -> list[str]:
 
 
 def _docs_in(node: ast.AST) -> Iterator[str]:
-    """Walks statements only: expressions make up most of a tree and hold no definitions."""
+    """Walk statements only: expressions make up most of a tree and hold no definitions."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         text = ast.get_docstring(node)
         if text:
@@ -109,7 +109,7 @@ _DOCTEST = re.compile(r">>>|In \[\d|\$ |% python")
 
 
 @dataclass
-class _Reader:
+class _BlockReader:
     """State of one pass over a docstring's lines."""
 
     removed: Counter[str]
@@ -137,11 +137,11 @@ class _Reader:
 
 
 def text_blocks(docstring: str, removed: Counter[str]) -> list[str]:
-    """Paragraphs and list items of a dedented docstring, each on one line, reST inline markup still in place.
+    """Return paragraphs and list items of a dedented docstring, each on one line, reST inline markup still in place.
 
     ``removed`` counts the lines each rule took away, under "lines: RULE".
     """
-    reader = _Reader(removed)
+    reader = _BlockReader(removed)
     rows = docstring.expandtabs().split("\n")
     for number, row in enumerate(rows):
         text = row.strip()
@@ -151,7 +151,7 @@ def text_blocks(docstring: str, removed: Counter[str]) -> list[str]:
     return reader.blocks
 
 
-def _read_line(reader: _Reader, text: str, indent: int, following: str) -> None:
+def _read_line(reader: _BlockReader, text: str, indent: int, following: str) -> None:
     if not text:
         if reader.lines and reader.lines[-1].endswith("::"):
             reader.literal_after = reader.indent if reader.indent is not None else 0
@@ -183,7 +183,7 @@ def _read_line(reader: _Reader, text: str, indent: int, following: str) -> None:
         _read_text(reader, text, indent)
 
 
-def _open_section(reader: _Reader, name: str, indent: int, *, underlined: bool) -> None:
+def _open_section(reader: _BlockReader, name: str, indent: int, *, underlined: bool) -> None:
     reader.flush()
     reader.removed["lines: section header"] += 1
     reader.section, reader.section_indent, reader.underlined = name, indent, underlined
@@ -192,8 +192,8 @@ def _open_section(reader: _Reader, name: str, indent: int, *, underlined: bool) 
         reader.skip_deeper_than = indent - 1 if underlined else indent
 
 
-def _skipped(reader: _Reader, text: str, indent: int) -> bool:
-    """Whether the line belongs to a body being skipped (a literal block, a directive, a section, a doctest)."""
+def _skipped(reader: _BlockReader, text: str, indent: int) -> bool:
+    """Return whether the line belongs to a body being skipped (a literal block, a directive, a section, a doctest)."""
     if reader.literal_after is not None:
         if indent > reader.literal_after:
             reader.skip_deeper_than = reader.literal_after
@@ -210,7 +210,7 @@ def _skipped(reader: _Reader, text: str, indent: int) -> bool:
     return False
 
 
-def _read_directive(reader: _Reader, text: str, indent: int) -> None:
+def _read_directive(reader: _BlockReader, text: str, indent: int) -> None:
     reader.flush()
     match = _DIRECTIVE.match(text)
     name, argument = (match.group(1), match.group(2)) if match else (None, None)
@@ -222,7 +222,7 @@ def _read_directive(reader: _Reader, text: str, indent: int) -> None:
     reader.skip_deeper_than = indent
 
 
-def _read_text(reader: _Reader, text: str, indent: int) -> None:
+def _read_text(reader: _BlockReader, text: str, indent: int) -> None:
     in_list = reader.section in _LIST_SECTIONS
     if in_list and reader.underlined and indent <= reader.section_indent:
         # numpydoc: names and types stand at the section's indent, descriptions below them deeper. Sections that hold

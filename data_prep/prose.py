@@ -1,4 +1,4 @@
-"""Which blocks of text are running English sentences, and how they read once inline markup is gone."""
+"""Find the blocks of text that are running English sentences, and remove their inline markup."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MIN_FUNCTION_SHARE = 0.2  # of a sentence's words that are English function word
 
 
 def plain_text(block: str) -> str:
-    """The block without reST inline markup, typographic quotes and runs of spaces."""
+    """Return the block without reST inline markup, typographic quotes and runs of spaces."""
     block = _OLD_QUOTES.sub(r"'\1'", block.translate(_QUOTES))
     block = _MATH_ROLE.sub(lambda m: m.group(1) if re.fullmatch(r"[\w ]+", m.group(1)) else _FORMULA, block)
     block = _ROLE.sub(lambda m: _role_text(m.group(1)), block)
@@ -61,7 +61,7 @@ def _role_text(target: str) -> str:
 
 
 def prose(block: str, removed: Counter[str]) -> str:
-    """The longest run of English sentences in a block, or ``""``.
+    """Return the longest run of English sentences in a block, or ``""``.
 
     ``removed`` counts what the rules cut, under "blocks: RULE" and "sentences: RULE".
     """
@@ -94,7 +94,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def _fault(sentence: str) -> str | None:
-    """The rule a sentence breaks, or None for an English sentence."""
+    """Return the rule a sentence breaks, or None for an English sentence."""
     words = sentence.split()
     if not _ENDS.search(sentence):
         return "no full stop"

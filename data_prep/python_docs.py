@@ -1,10 +1,10 @@
-"""Real English that every Python installation carries, as a corpus: ``python -m data_prep.python_docs --out DIR``.
+"""Build a corpus of the English in every Python installation: ``python -m data_prep.python_docs --out DIR``.
 
 Sources are the language reference behind ``help()`` (``pydoc_data.topics``) and the docstrings of the standard
 library and of the numeric packages that are installed. They are read from the source files (nothing is imported),
-cleaned to running sentences, freed of exact and near duplicates across the whole corpus, and split by package, so that
-no paragraph stands in two splits. A document is a module; see :mod:`data_prep.corpus` for the files written. The
-result depends only on the interpreter's and the packages' versions, which the manifest names.
+reduced to running sentences, freed of exact and near duplicates across the whole corpus, and split by package, so that
+no paragraph is in two splits. A document is a module; :mod:`data_prep.corpus` describes the files written. The result
+depends only on the versions of the interpreter and the packages, which the manifest names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import platform
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,52 +27,6 @@ from data_prep.corpus import MANIFEST, Document, Splits, assert_disjoint, descri
 from data_prep.docstrings import docstrings, source_files, text_blocks
 from data_prep.prose import prose
 from smlp.errors import UserError
-
-SHINGLE_WORDS = 8
-MAX_REPEATED_SHARE = 0.5  # of a paragraph's shingles that may stand earlier in the corpus
-
-_NOT_WORD = re.compile(r"[\W_]+")
-
-
-def near_duplicate_key(paragraph: str) -> str:
-    """Equal for paragraphs that differ only in case, digits, punctuation or spacing."""
-    return _NOT_WORD.sub(" ", re.sub(r"\d", "0", paragraph.lower())).strip() or paragraph
-
-
-def deduplicated(documents: Iterable[Document], removed: Counter[str]) -> list[Document]:
-    """The documents without repeated paragraphs: the first copy stays. Documents left empty are dropped.
-
-    A near duplicate has the key of an earlier paragraph (:func:`near_duplicate_key`) or shares more than
-    ``MAX_REPEATED_SHARE`` of its runs of ``SHINGLE_WORDS`` words with earlier ones. ``removed`` counts paragraphs.
-    """
-    texts: set[str] = set()
-    keys: set[str] = set()
-    word_ids: dict[str, int] = {}  # tuples of small integers hash faster, and alike in every process
-    seen_shingles: set[tuple[int, ...]] = set()
-    kept_documents = []
-    for document in documents:
-        kept = []
-        for paragraph in document.paragraphs:
-            key = near_duplicate_key(paragraph)
-            shingles = list(_shingles([word_ids.setdefault(word, len(word_ids)) for word in key.split()]))
-            repeated = sum(shingle in seen_shingles for shingle in shingles)
-            if paragraph in texts:
-                removed["paragraphs: exact duplicate"] += 1
-            elif key in keys or repeated > MAX_REPEATED_SHARE * len(shingles):
-                removed["paragraphs: near duplicate"] += 1
-            else:
-                kept.append(paragraph)
-            texts.add(paragraph)
-            keys.add(key)
-            seen_shingles.update(shingles)
-        if kept:
-            kept_documents.append(Document(document.group, tuple(kept)))
-    return kept_documents
-
-
-def _shingles(words: list[int]) -> Iterator[tuple[int, ...]]:
-    return zip(*(words[start:] for start in range(SHINGLE_WORDS)), strict=False)
-
 
 # Import name -> distribution. Those that are not installed are left out.
 PACKAGES = {
@@ -88,11 +42,52 @@ PACKAGES = {
 }
 HELD_OUT_SHARE = 0.045  # of all words, for each of valid and test
 MAX_GROUP_SHARE = 0.01  # of all words: a larger group goes to train, lest one package be the whole of a held-out split
+SHINGLE_WORDS = 8
+MAX_REPEATED_SHARE = 0.5  # of a paragraph's shingles that may stand earlier in the corpus
+
+_NOT_WORD = re.compile(r"[\W_]+")
+
+
+def near_duplicate_key(paragraph: str) -> str:
+    """Return a key that is equal for paragraphs that differ only in case, digits, punctuation or spacing."""
+    return _NOT_WORD.sub(" ", re.sub(r"\d", "0", paragraph.lower())).strip() or paragraph
+
+
+def deduplicated(documents: Iterable[Document], removed: Counter[str]) -> list[Document]:
+    """Remove repeated paragraphs: the first copy stays. Documents left empty are dropped.
+
+    A near duplicate has the key of an earlier paragraph (:func:`near_duplicate_key`) or shares more than
+    ``MAX_REPEATED_SHARE`` of its runs of ``SHINGLE_WORDS`` words with earlier ones. ``removed`` counts paragraphs.
+    """
+    texts: set[str] = set()
+    keys: set[str] = set()
+    word_ids: dict[str, int] = {}  # tuples of small integers hash faster, and alike in every process
+    seen_shingles: set[tuple[int, ...]] = set()
+    kept_documents = []
+    for document in documents:
+        kept = []
+        for paragraph in document.paragraphs:
+            key = near_duplicate_key(paragraph)
+            words = [word_ids.setdefault(word, len(word_ids)) for word in key.split()]
+            shingles = list(zip(*(words[start:] for start in range(SHINGLE_WORDS)), strict=False))
+            repeated = sum(shingle in seen_shingles for shingle in shingles)
+            if paragraph in texts:
+                removed["paragraphs: exact duplicate"] += 1
+            elif key in keys or repeated > MAX_REPEATED_SHARE * len(shingles):
+                removed["paragraphs: near duplicate"] += 1
+            else:
+                kept.append(paragraph)
+            texts.add(paragraph)
+            keys.add(key)
+            seen_shingles.update(shingles)
+        if kept:
+            kept_documents.append(Document(document.group, tuple(kept)))
+    return kept_documents
 
 
 @dataclass(frozen=True)
-class Source:
-    """A tree of Python files whose docstrings are read; ``name`` prefixes the modules' names ("" for the library)."""
+class SourceTree:
+    """A tree of Python files whose docstrings are read; ``prefix`` begins the modules' names ("" for the library)."""
 
     name: str
     version: str
@@ -100,9 +95,9 @@ class Source:
     prefix: str
 
 
-def find_sources() -> list[Source]:
-    """The standard library and the installed ones of ``PACKAGES``, without importing any of them."""
-    sources = [Source("python", platform.python_version(), Path(sysconfig.get_path("stdlib")), "")]
+def find_sources() -> list[SourceTree]:
+    """Return the standard library and the installed ones of ``PACKAGES``, without importing any of them."""
+    sources = [SourceTree("python", platform.python_version(), Path(sysconfig.get_path("stdlib")), "")]
     for name, distribution in PACKAGES.items():
         spec = importlib.util.find_spec(name)
         if spec is None or not spec.submodule_search_locations:
@@ -111,14 +106,14 @@ def find_sources() -> list[Source]:
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             version = "unknown"
-        sources.append(Source(name, version, Path(spec.submodule_search_locations[0]), name))
+        sources.append(SourceTree(name, version, Path(spec.submodule_search_locations[0]), name))
     return sources
 
 
-def group_of(path: Path, source: Source) -> str:
-    """The dotted name of the package a file lies in, or of the module where it is a package of its own.
+def group_of(path: Path, source: SourceTree) -> str:
+    """Return the dotted name of the package a file lies in, or of the module if it is a package of its own.
 
-    All modules of a package stay together: what one defines another often repeats in other words.
+    All modules of a package stay together, because they often repeat each other in other words.
     """
     parts = path.relative_to(source.root).with_suffix("").parts
     folders = parts[:-1] or (() if source.prefix else parts)
@@ -126,7 +121,7 @@ def group_of(path: Path, source: Source) -> str:
 
 
 def paragraphs_of(texts: Iterable[str], removed: Counter[str]) -> tuple[str, ...]:
-    """The English paragraphs of docstrings; ``removed`` counts what each cleaning rule took away."""
+    """Return the English paragraphs of docstrings; ``removed`` counts what each cleaning rule took away."""
     return tuple(
         paragraph for text in texts for block in text_blocks(text, removed) if (paragraph := prose(block, removed))
     )
@@ -139,7 +134,7 @@ def _read_module(path: Path) -> tuple[tuple[str, ...], Counter[str], int]:
 
 
 def read_topics(removed: Counter[str]) -> list[Document]:
-    """The language reference behind ``help()``, a document and a group for each topic."""
+    """Return the language reference behind ``help()``, a document and a group for each topic."""
     from pydoc_data.topics import topics
 
     return [
@@ -148,7 +143,7 @@ def read_topics(removed: Counter[str]) -> list[Document]:
 
 
 def split_by_group(documents: list[Document]) -> Splits:
-    """Every group whole in one split; valid and test take at least ``HELD_OUT_SHARE`` of the words, and little more.
+    """Put every group into one split; valid and test get at least ``HELD_OUT_SHARE`` of the words, and little more.
 
     Groups are taken in the order of a hash of their names (the same on every machine) until valid is full, then until
     test is full. Both get groups from all over the corpus, and their sizes do not depend on luck.
@@ -174,10 +169,11 @@ def split_by_group(documents: list[Document]) -> Splits:
     return splits
 
 
-def build(out: Path, sources: list[Source]) -> dict:
-    """Reads, cleans, deduplicates, splits and writes; returns the manifest.
+def build(out: Path, sources: list[SourceTree]) -> dict:
+    """Read, clean, deduplicate, split and write; return the manifest.
 
-    Raises UserError if the sources hold too few modules to fill three splits.
+    Raises:
+        UserError: the sources hold too few modules to fill three splits.
     """
     removed: Counter[str] = Counter()
     documents = read_topics(removed)

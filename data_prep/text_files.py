@@ -1,8 +1,8 @@
-"""A corpus from the user's own files: ``python -m data_prep.text_files --text FILE... --out DIR``.
+"""Build a corpus from the user's own files: ``python -m data_prep.text_files --text FILE... --out DIR``.
 
 A paragraph is a line; empty lines separate documents, and so does the end of a file. Every 20th paragraph is held out,
 in turn for valid and for test; a paragraph that repeats a held-out one is removed from the other splits, so that no
-text stands in two. See :mod:`data_prep.corpus` for the files written.
+text is in two. :mod:`data_prep.corpus` describes the files written.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ MIN_PARAGRAPHS = 2 * HOLD_OUT_EVERY  # fewer leave test empty
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, without a byte-order mark.
+    """Return the text of a UTF-8 file, without a byte-order mark.
 
-    Raises UserError naming the file if it is missing, unreadable, blank, or not UTF-8 (with line and byte offset).
+    Raises:
+        UserError: it is missing, unreadable, blank, or not UTF-8 (with line and byte offset).
     """
     try:
         content = path.read_bytes()
@@ -43,7 +44,7 @@ def read_text(path: Path) -> str:
 
 
 def documents_of(text: str, group: str) -> list[Document]:
-    """Documents between empty lines; runs of spaces and control characters inside a line become one space."""
+    """Return the documents between empty lines; runs of spaces and control characters in a line become one space."""
     documents: list[list[str]] = [[]]
     for line in text.split("\n"):
         paragraph = " ".join("".join(c if c.isprintable() else " " for c in line).split())
@@ -55,7 +56,9 @@ def documents_of(text: str, group: str) -> list[Document]:
 
 
 def split_by_line(documents: list[Document], removed: Counter[str]) -> Splits:
-    """Paragraphs 20, 60, 100, ... to valid, 40, 80, 120, ... to test, the rest to train; no text in two of them.
+    """Put paragraphs 20, 60, 100, ... into valid, 40, 80, 120, ... into test, the rest into train.
+
+    No text is in two of them.
 
     Where paragraphs repeat, test keeps its copy before valid, and valid before train; ``removed`` counts the others.
     """
@@ -82,7 +85,11 @@ def split_by_line(documents: list[Document], removed: Counter[str]) -> Splits:
 
 
 def build(out: Path, paths: list[Path]) -> dict:
-    """Reads, splits and writes; returns the manifest. Raises UserError if a file is bad or the text is too short."""
+    """Read, split and write; return the manifest.
+
+    Raises:
+        UserError: a file is bad, or the text is too short.
+    """
     documents, described = [], []
     for path in paths:
         text = read_text(path)

@@ -42,9 +42,9 @@ from benchmarks.report import Row, as_json, as_markdown, as_text, machine
 from benchmarks.settings import Settings
 
 from smlp.costs.matmul_rate import matmul_rate
+from smlp.fairseq_compat.startup import keep_freed_memory
 from smlp.ops.fast_paths import reference_ops
 from smlp.ops.onednn import faster_than_mkl
-from smlp.trainer.memory import keep_freed_memory
 
 SECONDS_FOR_LIMIT = 2.0
 SECTIONS = {

@@ -9,12 +9,11 @@ terminal and on the version of Python.
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from smlp.cli.main import COMMANDS
+from smlp.cli.main import COMMANDS, command_parser
 from smlp.config.presets import PRESETS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
@@ -130,15 +129,9 @@ def walk(parser: argparse.ArgumentParser, summary: str, above: str | None = None
                 yield from walk(child, summaries[name], parser.epilog)
 
 
-def command_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of ``smlp NAME``."""
-    top = argparse.ArgumentParser(prog="smlp")
-    return importlib.import_module(COMMANDS[name][0]).add_parser(top.add_subparsers())
-
-
 def added_options() -> Iterator[str]:
     """What the plug-in adds to fairseq's command line."""
-    from smlp.cli.fairseq_tool import load_plugin
+    from smlp.fairseq_compat.command_line import load_plugin
 
     load_plugin()
     from smlp.criterions.moe_cross_entropy import MoECrossEntropyCriterion

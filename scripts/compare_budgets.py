@@ -17,48 +17,47 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smlp.errors import UserError
+from smlp.experiments.report.draw_curves import styles
 from smlp.experiments.report.quality import AFTER_PREFIX, difference, perplexity
-from smlp.experiments.report.runs import Experiment, Model, read_experiment
-from smlp.experiments.report.statistics import Estimate
-from smlp.experiments.report.styles import styles
-from smlp.experiments.report.table import Cell
+from smlp.experiments.report.results import Model, Results, read_results
+from smlp.experiments.report.table import Cell, Estimate
 from smlp.plots.drawing import FORMATS, new_figure, save
 
-#: times the tokens of the model before: so far models stand beside each other, or intervals would hide some
+#: models are drawn side by side, each at this many times the tokens of the one before, or intervals would overlap
 _ASIDE = 1.02
 
 
-def in_order(folders: Sequence[Path]) -> list[Experiment]:
-    """Experiments by their budget.
+def in_order(folders: Sequence[Path]) -> list[Results]:
+    """Read the folders and order them by budget.
 
     Raises:
         UserError: one cannot be read, or two have the same budget.
     """
-    experiments = sorted((read_experiment(folder) for folder in folders), key=tokens_of)
+    experiments = sorted((read_results(folder) for folder in folders), key=tokens_of)
     for one, other in itertools.pairwise(experiments):
         if tokens_of(one) == tokens_of(other):
             raise UserError(f"{one.folder} and {other.folder} have the same budget, {tokens_of(one):,} tokens")
     return experiments
 
 
-def tokens_of(experiment: Experiment) -> int:
-    """Of each run."""
+def tokens_of(experiment: Results) -> int:
+    """Return the tokens of each run."""
     return experiment.updates * experiment.tokens_per_update
 
 
-def find(experiment: Experiment, name: str) -> Model | None:
-    """The model of a name, if the experiment has it."""
+def find(experiment: Results, name: str) -> Model | None:
+    """Return the model of a name; None if the experiment does not have it."""
     return next((model for model in experiment.models if model.name == name), None)
 
 
-def rate_of(experiment: Experiment, name: str) -> str:
-    """The learning rate that a model was trained with; empty where the runs do not say."""
+def rate_of(experiment: Results, name: str) -> str:
+    """Return the learning rate that a model was trained with; empty if the runs do not tell."""
     rates = (run.record.get("made_with", {}).get("lr") for run in experiment.runs if run.model.name == name)
     return next((str(rate) for rate in rates if rate is not None), "")
 
 
-def names_of(experiments: Sequence[Experiment], baseline: str) -> list[str]:
-    """All models, the baseline first.
+def names_of(experiments: Sequence[Results], baseline: str) -> list[str]:
+    """Return the names of all models, the baseline first.
 
     Raises:
         UserError: an experiment lacks the baseline.
@@ -71,8 +70,8 @@ def names_of(experiments: Sequence[Experiment], baseline: str) -> list[str]:
     return [baseline, *(name for name in names if name != baseline)]
 
 
-def measured(experiment: Experiment, name: str, baseline: str) -> tuple[Estimate | None, Cell | None]:
-    """Perplexity per token, and how much higher it is than the baseline's."""
+def measured(experiment: Results, name: str, baseline: str) -> tuple[Estimate | None, Cell | None]:
+    """Return a model's perplexity per token, and how much higher it is than the baseline's."""
     model, other, subset = find(experiment, name), find(experiment, baseline), experiment.subsets[0]
     if model is None:
         return None, None
@@ -80,8 +79,8 @@ def measured(experiment: Experiment, name: str, baseline: str) -> tuple[Estimate
     return found, difference(experiment, model, other, subset)[1] if found and model is not other else None
 
 
-def write_table(experiments: Sequence[Experiment], names: Sequence[str], baseline: str, out: Path) -> str:
-    """Writes ``budgets.csv``; returns it as Markdown, shortened."""
+def write_table(experiments: Sequence[Results], names: Sequence[str], baseline: str, out: Path) -> str:
+    """Write ``budgets.csv``; return it as Markdown, shortened."""
     heads = [f"{tokens_of(experiment) / 1e6:.2f} M tokens" for experiment in experiments]
     lines = [f"| model | parameters (M) | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
     with (out / "budgets.csv").open("w", newline="", encoding="utf-8") as file:
@@ -105,8 +104,8 @@ def write_table(experiments: Sequence[Experiment], names: Sequence[str], baselin
     return "\n".join([*lines, f"| learning rate | | {' | '.join(', '.join(some) or '–' for some in rates)} |"])
 
 
-def draw(experiments: Sequence[Experiment], names: Sequence[str], baseline: str, out: Path) -> None:
-    """``budgets.png`` and ``.svg``."""
+def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, out: Path) -> None:
+    """Write ``budgets.png`` and ``.svg``."""
     widest = max(experiments, key=lambda experiment: len(experiment.models))
     looks = styles(widest.models, by_family=False)
     figure = new_figure(7.5, 4.6, f"Perplexity against {baseline}'s after each budget: lower is better")
@@ -139,7 +138,7 @@ def draw(experiments: Sequence[Experiment], names: Sequence[str], baseline: str,
 
 
 def main() -> None:
-    """Reads, writes, and prints the table."""
+    """Read, write, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, metavar="OUT", help="folder of smlp compare run")
     parser.add_argument("--baseline", required=True, metavar="MODEL", help="hold all models against this one")

@@ -1,6 +1,7 @@
 # Sourced by the other scripts: makes the virtual environment and runs steps with a log each.
 #
 #   run_step NAME COMMAND...      runs a command with its output in $LOG_DIR/NAME.log; on failure says which step and log
+#   static_checks                 format, lint and types
 #   make_environment EXTRAS       .venv with this package and its pinned dependencies; skipped when it is up to date
 #
 # PYTHON=/path/to/python3.12 chooses an interpreter; TORCH_INDEX=URL an index that has torch's CPU build.
@@ -22,6 +23,12 @@ run_step() {
     if ! "$@" >"$log" 2>&1; then
         fail "step '$name' failed, see $log (last line: $(grep -v '^ *$' "$log" | tail -n 1))"
     fi
+}
+
+static_checks() {
+    "$VENV/bin/ruff" check . || fail "lint failed: run .venv/bin/ruff check ."
+    "$VENV/bin/ruff" format --check . || fail "formatting failed: run .venv/bin/ruff format ."
+    "$VENV/bin/python" -m mypy || fail "types failed: run .venv/bin/python -m mypy"
 }
 
 find_python() {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv with the test extras and runs the tests; arguments go to pytest:
 #
-#   bash scripts/test.sh                    format, lint and the default suite, on all cores
+#   bash scripts/test.sh                    format, lint, types and the default suite, on all cores
 #   bash scripts/test.sh --all              with the slow tests: those of scripts/ and of README's commands
 #   bash scripts/test.sh -k routing -x      a part
 #   bash scripts/test.sh --large            instead: 2 GB through every step of smlp data, each process within 1 GiB: half
@@ -31,8 +31,7 @@ fi
 make_environment "test"
 cd "$ROOT"
 if [ "$#" -eq 0 ] || [ "$*" = --all ]; then
-    "$VENV/bin/ruff" check . || fail "lint failed: run .venv/bin/ruff check ."
-    "$VENV/bin/ruff" format --check . || fail "formatting failed: run .venv/bin/ruff format ."
+    static_checks
     # tests of one file share their fixtures, so they stay together; the longest files first (tests/conftest.py)
     set -- ${1:+-m "not large and not slurm"} --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 fi

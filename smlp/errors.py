@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+#: begins each line of a message that lists several problems
+_LIST_ITEM = "\n  "
+
 
 class UserError(ValueError):
     """Bad input: the message is one sentence that names the field or file and the numbers.
@@ -13,8 +16,9 @@ class UserError(ValueError):
 
 
 def one_line(error: Exception | str) -> str:
-    """Return a message as one line that a terminal shows as it is: line ends and control characters are escaped."""
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in str(error).strip())
+    """Return a message with control characters and line ends escaped, but for the indented lines of a list."""
+    lines = str(error).strip().split(_LIST_ITEM)
+    return _LIST_ITEM.join("".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line) for line in lines)
 
 
 def out_of_memory(error: BaseException) -> str | None:

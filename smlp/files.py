@@ -1,6 +1,6 @@
-"""Files that are either whole or absent, folders with one writer, and names that come from other files.
+"""Write files atomically, lock folders, keep journals, and check file names that come from other files.
 
-An operating system that refuses is one clear sentence.
+An error of the operating system becomes a :class:`~smlp.errors.UserError` of one sentence.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import json
 import logging
 import os
 import shutil
@@ -17,13 +18,13 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from smlp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# A second attempt can help with these (network file systems); with a full disk it only loses time.
+# Errors of network file systems that may pass; on a full disk a second attempt only loses time.
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT}
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 2.5
@@ -32,14 +33,14 @@ _MOST_NAME = 255  # bytes
 
 
 def name_below(name: object, named_by: str) -> str:
-    """Return a file name that was read from another file, if it stays in the folder that it is relative to.
+    """Return a file name that was read from another file, if it stays below its folder.
 
     Args:
-        name: what was read.
+        name: relative name that was read.
         named_by: the file or record that it was read from, for the message.
 
     Raises:
-        UserError: it is absolute, climbs with "..", or is no file name at all.
+        UserError: it is absolute, has a "..", or is no file name at all.
     """
     if not isinstance(name, str) or not name.strip("./") or any(sign in name for sign in "\0\n\r") or _is_odd(name):
         raise UserError(f"{named_by} names the file {name!r}, which is no name of a file")
@@ -49,7 +50,7 @@ def name_below(name: object, named_by: str) -> str:
 
 
 def _is_odd(name: str) -> bool:
-    """Whether a part of a name is too long for a file system, or has half a character."""
+    """Return whether a part of a name is too long for a file system or cannot be encoded."""
     try:
         return any(len(os.fsencode(part)) > _MOST_NAME for part in name.split("/"))
     except UnicodeEncodeError:
@@ -57,10 +58,10 @@ def _is_odd(name: str) -> bool:
 
 
 def plain_name(name: object, named_by: str) -> str:
-    """Return a file name that was read from another file, if it names a file right in a folder.
+    """Return a file name that was read from another file, if it has no folder in it.
 
     Raises:
-        UserError: as :func:`name_below`, or it has a folder in it.
+        UserError: it has one, or as :func:`name_below`.
     """
     if "/" in name_below(name, named_by):
         raise UserError(f"{named_by} names the file {name!r}, which would lie outside its folder")
@@ -70,11 +71,11 @@ def plain_name(name: object, named_by: str) -> str:
 def regular_file(path: str | Path, what: str = "file") -> Path:
     """Return the path of a regular file that may be read.
 
-    A named pipe, for which reading would wait for ever, and a device are refused.
+    A named pipe, on which reading could block for ever, and a device are refused.
 
     Args:
         path: of the file.
-        what: it should be, for the message.
+        what: kind of file that is wanted, for the message.
 
     Raises:
         UserError: it is missing, a folder, no regular file, or may not be read.
@@ -99,7 +100,7 @@ def regular_file(path: str | Path, what: str = "file") -> Path:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """Return the content of a file. It may be a pipe (``<(command)`` in a shell), if something writes to it.
+    """Return the content of a file, which may be a pipe (``<(command)`` in a shell) that something writes to.
 
     Raises:
         OSError: it cannot be read, or is a pipe that nothing writes to.
@@ -115,7 +116,7 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path, encoding: str = "utf-8") -> str:
-    """Return the content of a text file, with any kind of line end as ``\\n``.
+    """Return the content of a text file, with every kind of line end as ``\\n``.
 
     Raises:
         OSError: as :func:`read_bytes`.
@@ -125,7 +126,7 @@ def read_text(path: str | Path, encoding: str = "utf-8") -> str:
 
 
 def is_missing(path: str | Path) -> bool:
-    """Whether there is nothing under a name, as far as this process may look."""
+    """Return whether nothing exists under a name, as far as this process may see."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -136,28 +137,28 @@ def is_missing(path: str | Path) -> bool:
 
 
 def kind_of(mode: int) -> str:
-    """What a path is, in words, by the ``st_mode`` of its status."""
+    """Return in words what kind of file an ``st_mode`` describes."""
     kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
     return kinds.get(stat.S_IFMT(mode), "regular file" if stat.S_ISREG(mode) else "device")
 
 
 def check_writable(target: str | Path, option: str = "") -> None:
-    """Refuse a name to which :func:`write_whole` could not write: to be called before long work.
+    """Check before long work that :func:`write_whole` can write a file.
 
     Args:
-        target: where a file is to be written.
-        option: that names it, for the message.
+        target: name of the file.
+        option: that gave the name, for the message.
 
     Raises:
-        UserError: something else than a regular file lies there, the name is too long, or its folder is missing or
-            cannot be written to.
+        UserError: something other than a regular file lies there, the name is too long, or its folder is missing or
+            not writable.
     """
     target, named = Path(target), f"{option} {target}".strip()
     try:
         os.stat(target.parent)
         _check_replaceable(target, named)
         with contextlib.suppress(FileNotFoundError):
-            os.stat(_temporary(target))  # which has the longer name
+            os.stat(_temporary(target))  # its name is longer
     except OSError as error:
         raise UserError(f"cannot write {named}: {error.strerror}") from None
     except ValueError as error:
@@ -167,7 +168,7 @@ def check_writable(target: str | Path, option: str = "") -> None:
 
 
 def _check_replaceable(target: Path, named: str) -> None:
-    """Refuse to put a file in the place of a device, a named pipe or a folder, or of a name such as /dev/stdout."""
+    """Raise for a device, a named pipe, a folder, or a name such as /dev/stdout, which a file must not replace."""
     if target.is_symlink() and os.readlink(target).startswith("/proc/"):
         raise UserError(f"{named} is a stream of this process, which is not replaced: name another file to write")
     with contextlib.suppress(FileNotFoundError):
@@ -180,16 +181,16 @@ def _check_replaceable(target: Path, named: str) -> None:
 
 @contextlib.contextmanager
 def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> Iterator[None]:
-    """Let one process at a time work in a folder, which is made if it is missing.
+    """Hold a lock on a folder, which is made if it is missing.
 
-    The system gives the lock back when the process ends, however it ends. Processes that are forked do not inherit it.
-    Where the file system has no locks, a warning says so and work begins.
+    The operating system releases the lock when the process ends, however it ends. Forked processes do not inherit it.
+    If the file system has no locks, a warning is logged and the block runs.
 
     Args:
-        folder: of the work.
+        folder: to lock.
         who: works there, for the message to another process.
-        option: that names the folder, for the message.
-        remedy: the end of that message.
+        option: that gave the folder, for the message.
+        remedy: end of that message.
 
     Raises:
         UserError: another process is at work there, or the folder cannot be written to.
@@ -213,7 +214,7 @@ def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> 
 
 
 def _opened_lock(path: Path) -> int:
-    """Open the file of a lock that nobody else holds.
+    """Open and lock a file.
 
     Raises:
         BlockingIOError: another process holds it; ``strerror`` says which.
@@ -236,13 +237,13 @@ def _opened_lock(path: Path) -> int:
                     os.ftruncate(lock, 0)
                     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
                 return lock
-        # its owner has just removed it
+        # Its previous owner has just removed the file: try again.
         _held.remove(lock)
         os.close(lock)
 
 
 def is_locked(folder: str | Path) -> bool:
-    """Whether a process is at work in a folder, under :func:`locked`."""
+    """Return whether a process holds a folder with :func:`locked`."""
     try:
         with open(Path(folder) / _LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -258,7 +259,7 @@ _held: set[int] = set()
 
 
 def _let_go() -> None:
-    """In a forked process: close the locks of its parent, which would otherwise last as long as both live."""
+    """Close the parent's locks in a forked process; otherwise they would last until both have ended."""
     for lock in _held:
         with contextlib.suppress(OSError):
             os.close(lock)
@@ -269,7 +270,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def copy_whole(source: str | Path, target: str | Path) -> None:
-    """Copy a file so that ``target`` is at every moment either what it was or a complete copy.
+    """Copy a file; at every moment ``target`` is either what it was or a complete copy.
 
     Raises:
         UserError: the copy cannot be written.
@@ -282,17 +283,21 @@ def copy_whole(source: str | Path, target: str | Path) -> None:
     write_whole(target, write)
 
 
-def write_whole(target: str | Path, write: Callable[[BinaryIO], None]) -> None:
-    """Call ``write`` with a temporary file beside ``target``, force it to the disk, rename it to ``target``.
+def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object]) -> None:
+    """Write a temporary file beside ``target``, force it to the disk, and rename it to ``target``.
+
+    Args:
+        target: name of the file.
+        content: bytes, or a function that writes to the open file. It is called again after an error that may pass.
 
     Raises:
-        UserError: the operating system refused; the temporary file is gone and an older ``target`` is untouched.
+        UserError: the file cannot be written; the temporary file is removed and an older ``target`` untouched.
     """
     target = Path(target)
     temporary = _temporary(target)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            _write_and_rename(temporary, target, write)
+            _write_and_rename(temporary, target, content)
             return
         except Exception as error:
             cause = _os_error(error)
@@ -304,16 +309,16 @@ def write_whole(target: str | Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def _temporary(target: Path) -> Path:
-    """The name under which a file is written until it is complete."""
+    """Return the name under which a file is written until it is complete."""
     # The process id keeps ranks apart that save the same name at once, as fairseq does with crash.pt.
     return target.with_name(f"{target.name}.{os.getpid()}.tmp")
 
 
-def _write_and_rename(temporary: Path, target: Path, write: Callable[[BinaryIO], None]) -> None:
+def _write_and_rename(temporary: Path, target: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     _check_replaceable(target, str(target))
     try:
         with open(temporary, "wb") as file:
-            write(file)
+            file.write(content) if isinstance(content, bytes) else content(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -321,7 +326,7 @@ def _write_and_rename(temporary: Path, target: Path, write: Callable[[BinaryIO],
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    # The new name is on the disk only when the directory is. Some file systems cannot sync one: then it follows later.
+    # The new name is on the disk only when the directory is. Some file systems cannot sync a directory.
     with contextlib.suppress(OSError):
         directory = os.open(target.parent, os.O_RDONLY)
         try:
@@ -331,7 +336,7 @@ def _write_and_rename(temporary: Path, target: Path, write: Callable[[BinaryIO],
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind one of torch, whose file writer raises its own while it closes."""
+    """Return the operating system's error behind one of torch, whose file writer raises its own when it closes."""
     while error is not None and not isinstance(error, UserError):
         if isinstance(error, OSError):
             return error
@@ -345,3 +350,51 @@ def _cannot_write(target: Path, error: OSError) -> str:
     except OSError:
         free = "that directory is gone"
     return f"cannot write {target}: {error.strerror} ({free}); the files saved before are untouched"
+
+
+class Journal:
+    """A file of JSON lines, one for each reported update, in order and without repetition after training resumes.
+
+    Opening it drops damaged lines and lines of updates after the one that training resumes from, which a run wrote
+    between its last checkpoint and its end. If the file cannot be written, a warning is logged once and training
+    continues.
+
+    Args:
+        path: of the file; its folder is made.
+        num_updates: updates done before this process.
+        what: is recorded, for the warning.
+    """
+
+    def __init__(self, path: Path, num_updates: int, what: str) -> None:
+        self.path: Path | None = path
+        self.what = what
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                text = path.read_bytes()
+                kept = b"".join(line for line in text.splitlines(keepends=True) if _is_up_to(line, num_updates))
+                if kept != text:
+                    write_whole(path, kept)
+        except (OSError, UserError) as error:
+            self._give_up(error)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append a record, whose ``"update"`` is the number of its update."""
+        if self.path is None:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning(f"no {self.what} from here on: cannot write {self.path}: {error}")
+        self.path = None
+
+
+def _is_up_to(line: bytes, num_updates: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["update"] <= num_updates
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -26,66 +26,11 @@ from data_prep.flow.options import (
     tokenizer_files,
     tokenizer_setting,
 )
-from data_prep.flow.parts import Part, find_files, plan_parts
-from data_prep.flow.running import Finished, Report, Run, begin, run_parts
+from data_prep.flow.parts import FilePart, find_files, plan_parts
+from data_prep.flow.running import Finished, Report, StepRun, begin, run_parts
 from data_prep.flow.streams import suffix_of, write_bytes
 from smlp.cli.numbers import whole
 from smlp.errors import UserError
-
-# what is looked for in folders; files that are named may have any suffix
-SUFFIXES = {DOCUMENTS: FORMATS, LINES: (".txt",), PIECES: (".spm", ".bpe", ".txt")}
-
-
-def parts_of_splits(args: argparse.Namespace) -> dict[str, list[Part]]:
-    """The parts of each split that there is, named after it.
-
-    Raises:
-        UserError: a file is missing, or there is no split at all.
-    """
-    suffixes = SUFFIXES[args.format]
-    splits: dict[str, list[Part]] = {}
-    for split, inputs in _inputs_of_splits(args, suffixes).items():
-        parts = plan_parts(
-            find_files(inputs, suffixes),
-            args.part_bytes,
-            cut_text=args.documents != "file",
-            all_lines=args.format != DOCUMENTS,
-        )
-        splits[split] = [replace(part, name=f"{split}--{part.name}") for part in parts]
-    return splits
-
-
-def _inputs_of_splits(args: argparse.Namespace, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
-    named = {split: getattr(args, split) for split in SPLITS if getattr(args, split)}
-    if (args.sample is None) == (not named):
-        raise UserError("name the text with --in DIR or with --train, --valid and --test, not both")
-    if args.sample is None:
-        return named
-    found = {split: _of_split(args.sample, split, suffixes) for split in SPLITS}
-    if not found["train"]:
-        kinds = ", ".join(suffixes)
-        raise UserError(f"--in {args.sample} holds no folder or file train with text (files end in {kinds})")
-    return {split: inputs for split, inputs in found.items() if inputs}
-
-
-def _of_split(sample: Path, split: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """A folder of that name with files in it, or else files of it."""
-    if (sample / split).is_dir():
-        return [sample / split] if _holds_files(sample / split, suffixes) else []
-    return sorted(
-        path
-        for path in sample.glob(f"{split}.*")
-        if path.is_file() and path.name.split(".")[0] == split and suffix_of(path) in suffixes
-    )
-
-
-def _holds_files(folder: Path, suffixes: tuple[str, ...]) -> bool:
-    try:
-        find_files([folder], suffixes)
-    except UserError:
-        return False
-    return True
-
 
 PART_BYTES = 32 << 20
 MOST_SHARDS = 1 << 16  # each is a folder with a dictionary
@@ -99,10 +44,12 @@ EPILOG = """examples:
   smlp data binarize --format lines --train train.txt --valid valid.txt --tokenizer data/tokenizer --out data/bin
   smlp data binarize --format pieces --in spm-encoded --tokenizer data/tokenizer --out data/bin
 """
+# what is looked for in folders; files that are named may have any suffix
+SUFFIXES = {DOCUMENTS: FORMATS, LINES: (".txt",), PIECES: (".spm", ".bpe", ".txt")}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the step."""
+    """Declare the options of the step."""
     group = parser.add_argument_group("input")
     group.add_argument(
         "--in",
@@ -137,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Encodes, merges, writes the manifest; returns the exit status."""
+    """Encode, merge, write the manifest; return the exit status."""
     splits = parts_of_splits(args)
     vocab_size = len(check_tokenizer(args.tokenizer, args.format))
     run, job = run_of(args), Job(args.tokenizer, args.format, reading_of(args), args.shards)
@@ -161,6 +108,53 @@ def run(args: argparse.Namespace) -> int:
     return done.finished(manifest, *_facts(run.out, manifest, args.shards, time.perf_counter() - done.start))
 
 
+def parts_of_splits(args: argparse.Namespace) -> dict[str, list[FilePart]]:
+    """Return the parts of each split that is present, named after it.
+
+    Raises:
+        UserError: a file is missing, or there is no split at all.
+    """
+    suffixes = SUFFIXES[args.format]
+    splits: dict[str, list[FilePart]] = {}
+    for split, inputs in _inputs_of_splits(args, suffixes).items():
+        parts = plan_parts(
+            find_files(inputs, suffixes),
+            args.part_bytes,
+            cut_text=args.documents != "file",
+            all_lines=args.format != DOCUMENTS,
+        )
+        splits[split] = [replace(part, name=f"{split}--{part.name}") for part in parts]
+    return splits
+
+
+def _inputs_of_splits(args: argparse.Namespace, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
+    named = {split: getattr(args, split) for split in SPLITS if getattr(args, split)}
+    if (args.sample is None) == (not named):
+        raise UserError("name the text with --in DIR or with --train, --valid and --test, not both")
+    if args.sample is None:
+        return named
+    found = {split: _of_split(args.sample, split, suffixes) for split in SPLITS}
+    if not found["train"]:
+        kinds = ", ".join(suffixes)
+        raise UserError(f"--in {args.sample} holds no folder or file train with text (files end in {kinds})")
+    return {split: inputs for split, inputs in found.items() if inputs}
+
+
+def _of_split(sample: Path, split: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return a folder of the split's name that holds files, or else the files of that name."""
+    if (sample / split).is_dir():
+        try:
+            find_files([sample / split], suffixes)
+        except UserError:
+            return []
+        return [sample / split]
+    return sorted(
+        path
+        for path in sample.glob(f"{split}.*")
+        if path.is_file() and path.name.split(".")[0] == split and suffix_of(path) in suffixes
+    )
+
+
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     inputs = {"in": None if args.sample is None else str(args.sample)}
     inputs |= {split: list(map(str, getattr(args, split) or ())) for split in SPLITS}
@@ -168,7 +162,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return {**inputs, "format": args.format, **reading_settings(args), "tokenizer": tokenizer, "shards": args.shards}
 
 
-def _encode(run: Run, splits: dict[str, list[Part]], job: Any) -> dict[str, Finished]:
+def _encode(run: StepRun, splits: dict[str, list[FilePart]], job: Any) -> dict[str, Finished]:
     finished = {}
     for split, parts in splits.items():
         work = partial(encode_part, job=job if split == "train" else replace(job, num_shards=1))
@@ -181,9 +175,9 @@ def _inputs(finished: dict[str, Finished]) -> list[dict[str, Any]]:
 
 
 def _merge(
-    run: Run, finished: dict[str, Finished], args: argparse.Namespace, vocab_size: int, settings: dict[str, Any]
+    run: StepRun, finished: dict[str, Finished], args: argparse.Namespace, vocab_size: int, settings: dict[str, Any]
 ) -> None:
-    """Writes the shards, then the manifest."""
+    """Write the shards, then the manifest."""
     dtype, folders, plans = token_type(vocab_size), shard_folders(args.shards), []
     written = {split: done for split, done in finished.items() if not _left_out(split, done, args)}
     for split, done in written.items():
@@ -216,13 +210,13 @@ def _merge(
 
 
 def _left_out(split: str, done: Finished, args: argparse.Namespace) -> bool:
-    """Whether it is valid or test of ``--in``, with files that hold nothing: none was wanted."""
+    """Return whether a valid or test split of ``--in`` is empty, so that none was wanted."""
     empty = all(not result.counts.documents_in and not result.facts["segments"] for result in done.results)
     return empty and split != "train" and args.sample is not None
 
 
 def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float) -> list[str]:
-    """Lines for the terminal: what each split holds, the rate, and how to train on it."""
+    """Return lines for the terminal: what each split holds, the rate, and how to train on it."""
     lines = [
         f"{split:<5} {row['tokens']:>15,} tokens {row['lines']:>12,} lines {row['ends']:>11,} ends of documents "
         f"{row['unknown_share']:.4%} unknown"

@@ -13,10 +13,9 @@ from typing import BinaryIO
 import numpy as np
 
 from data_prep.binarize.shards import SegmentWriter, token_type, with_ends
-from data_prep.flow.documents import Reading, counted_records
+from data_prep.flow.documents import NOT_TEXT, ReadSettings, counted_records
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.options import NOT_TEXT
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import DamagedFile, open_stream, write_stream
 from smlp.errors import UserError
@@ -27,15 +26,11 @@ from smlp.text.tokenizer_kinds import Words
 BLOCK_BYTES = 1 << 20
 
 
-def line_blocks(part: Part, max_bytes: int) -> Iterator[list[str]]:
-    """The lines of a part, without their ends, in lists of about ``BLOCK_BYTES`` of text.
+def line_blocks(part: FilePart, max_bytes: int) -> Iterator[list[str]]:
+    """Yield the lines of a part, without their ends, in lists of about ``BLOCK_BYTES`` of text.
 
     A line belongs to the part that it begins in. A carriage return, alone or before a line feed, ends a line, as in
-    Python's text files; there is no line after the last line end.
-
-    Args:
-        part: what to read.
-        max_bytes: between two line feeds: memory is bounded by some multiples of it.
+    Python's text files; there is no line after the last line end. A line may have ``max_bytes``, which bounds memory.
 
     Raises:
         UserError: the file is damaged or is not UTF-8, or a line is longer.
@@ -60,7 +55,7 @@ def line_blocks(part: Part, max_bytes: int) -> Iterator[list[str]]:
             raise UserError(f"{error}: it is damaged, and only whole files are read as lines") from None
 
 
-def _check_lengths(content: bytes, part: Part, start: int, max_bytes: int) -> None:
+def _check_lengths(content: bytes, part: FilePart, start: int, max_bytes: int) -> None:
     for line in content.split(b"\n"):
         if len(line) > max_bytes:
             raise UserError(
@@ -71,7 +66,7 @@ def _check_lengths(content: bytes, part: Part, start: int, max_bytes: int) -> No
 
 
 def _next_line(stream: BinaryIO, offset: int) -> int:
-    """Where the first line begins that does not begin before ``offset``."""
+    """Return where the first line begins that does not begin before ``offset``."""
     if not offset:
         return 0
     stream.seek(offset - 1)
@@ -83,7 +78,7 @@ def _next_line(stream: BinaryIO, offset: int) -> int:
             return place
 
 
-def _lines_of(content: bytes, part: Part, start: int) -> list[str]:
+def _lines_of(content: bytes, part: FilePart, start: int) -> list[str]:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -103,12 +98,12 @@ NO_TOKEN = "no token in it"
 
 @dataclass(frozen=True)
 class Job:
-    """What is done with each part."""
+    """The settings of :func:`encode_part`."""
 
     tokenizer: Path  # folder of the tokenizer
     # one of ``FORMATS``: documents whose paragraphs are lines; lines as they are; or lines of symbols of the dictionary
     format: str
-    reading: Reading  # how documents are read
+    reading: ReadSettings  # how documents are read
     num_shards: int  # that documents are dealt to by a hash of their text; lines all go to the first
 
 
@@ -122,11 +117,11 @@ def _encoder(job: Job) -> tuple[Vocabulary, Tokenizer | Words]:
     return tokenizer.vocabulary, tokenizer
 
 
-def encode_part(part: Part, out: Path, job: Job) -> PartResult:
-    """Writes the tokens of a part in segments.
+def encode_part(part: FilePart, out: Path, job: Job) -> PartResult:
+    """Write the tokens of a part in segments.
 
     Raises:
-        UserError: lines are not UTF-8, or the file is damaged; of documents, such are counted.
+        UserError: lines are not UTF-8, or the file is damaged; documents of that kind are counted instead.
     """
     vocabulary, encoder = _encoder(job)
     counts, defects = Counts(), []
@@ -146,18 +141,14 @@ def encode_part(part: Part, out: Path, job: Job) -> PartResult:
     return PartResult([written.row(out)], counts, defects, facts)
 
 
-@dataclass
-class _Documents:
-    """Where documents stand in a block: for each its shard, and how many lines it has, the empty one included."""
-
-    shards: list[int]
-    num_lines: np.ndarray
+# where the documents of a block lie: the shard of each, and (D,) its lines, the empty one at its end included
+_Documents = tuple[list[int], np.ndarray]
 
 
 def _document_blocks(
-    part: Part, job: Job, encoder: Tokenizer, counts: Counts, defects: list[dict[str, str]]
+    part: FilePart, job: Job, encoder: Tokenizer, counts: Counts, defects: list[dict[str, str]]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, _Documents]]:
-    """Documents in blocks: ids, lengths of lines without their end, and the documents that they make.
+    """Yield blocks of documents: ids, lengths of lines without their end, and the documents that they make.
 
     A document is its paragraphs that have a token, and an empty line.
     """
@@ -187,7 +178,7 @@ def _document_blocks(
 def _encoded(
     lines: list[str], sizes: list[int], shards: list[int], encoder: Tokenizer, counts: Counts
 ) -> tuple[np.ndarray, np.ndarray, _Documents]:
-    """Encodes a block of documents, each with an empty line at its end; leaves out other lines without a token."""
+    """Encode a block of documents, each with an empty line at its end, and drop other lines without a token."""
     ids_N, lengths_L = encoder.encode_batch(lines)
     size_D = np.array(sizes)
     last_D = np.cumsum(size_D) - 1
@@ -203,24 +194,25 @@ def _encoded(
     if left_out := int(size_D[has_token_D].sum() - num_lines_D.sum()):
         counts.other["paragraphs without a token left out"] += left_out
     kept_shards = [shard for shard, has_token in zip(shards, has_token_D, strict=True) if has_token]
-    return ids_N, lengths_L[is_kept_L], _Documents(kept_shards, num_lines_D)
+    return ids_N, lengths_L[is_kept_L], (kept_shards, num_lines_D)
 
 
 def _deal(segments: SegmentWriter, tokens_N: np.ndarray, lengths_L: np.ndarray, documents: _Documents | None) -> None:
-    """Gives each document to its shard; lines that are no documents go to the first."""
-    if documents is None or not any(documents.shards):
+    """Give each document to its shard; lines that are no documents go to the first."""
+    if documents is None or not any(documents[0]):
         segments.add(0, tokens_N, lengths_L)
         return
-    line_D = np.cumsum(documents.num_lines)
+    shards, num_lines_D = documents
+    line_D = np.cumsum(num_lines_D)
     token_D = np.cumsum(lengths_L)[line_D - 1]
     line, token = 0, 0
-    for shard, next_line, next_token in zip(documents.shards, line_D.tolist(), token_D.tolist(), strict=True):
+    for shard, next_line, next_token in zip(shards, line_D.tolist(), token_D.tolist(), strict=True):
         segments.add(shard, tokens_N[token:next_token], lengths_L[line:next_line])
         line, token = next_line, next_token
 
 
 def check_tokenizer(folder: Path, format: str) -> Vocabulary:
-    """The dictionary of a tokenizer that fits a format.
+    """Return the dictionary of a tokenizer that fits a format.
 
     Raises:
         UserError: there is no such folder, or something is missing or damaged in it.

@@ -1,7 +1,7 @@
-"""Tokens on their way into the ``.bin`` and ``.idx`` of each shard; :mod:`smlp.text.binarized` has the format.
+"""Write tokens in segments, and put them together as the ``.bin`` and ``.idx`` of each shard.
 
-A part leaves one file, in segments that belong to a shard each: tokens, then the lengths of their lines (int32). So
-memory holds a segment for each shard, and a shard is put together from the segments of all parts.
+A part leaves one file of segments, each for one shard: tokens, then the lengths of their lines (int32). Memory holds
+one segment for each shard. :mod:`smlp.text.binarized` describes the final format.
 Letters: ``N`` tokens, ``L`` lines.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import READ_BYTES, write_bytes, write_stream
 from smlp.files import name_below
@@ -26,12 +26,12 @@ _CODES = {np.dtype(name): code for code, name in TOKEN_TYPES.items()}
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """The integers that fairseq chooses for ids of a dictionary of so many symbols."""
+    """Return the integer type that fairseq chooses for a dictionary of this size."""
     return np.dtype("<u2" if vocab_size < 65500 else "<u4" if vocab_size < 2**32 - 1 else "<i8")
 
 
 def with_ends(ids_N: np.ndarray, lengths_L: np.ndarray, end: int, dtype: np.dtype) -> np.ndarray:
-    """The ids of lines, each followed by ``end``, (N + L,)."""
+    """Return the ids of lines, each followed by ``end``: (N + L,)."""
     last_L = np.cumsum(lengths_L + 1) - 1
     stream = np.empty(len(ids_N) + len(lengths_L), dtype)
     is_token = np.ones(len(stream), bool)
@@ -44,12 +44,9 @@ def with_ends(ids_N: np.ndarray, lengths_L: np.ndarray, end: int, dtype: np.dtyp
 def index_content(
     dtype: np.dtype, num_lines: int, lengths: Callable[[], Iterable[np.ndarray]]
 ) -> Iterator[bytes | memoryview]:
-    """What an ``.idx`` consists of, block by block.
+    """Yield the content of an ``.idx`` in blocks.
 
-    Args:
-        dtype: of the tokens.
-        num_lines: in all.
-        lengths: gives the lines' lengths in tokens, with their ``</s>``, in blocks; called twice.
+    ``lengths`` yields the lengths of all lines in tokens, with their ``</s>``, in blocks; it is called twice.
     """
     yield MAGIC + HEADER.pack(1, _CODES[dtype], num_lines)
     for lengths_L in lengths():
@@ -67,7 +64,7 @@ LENGTH = np.dtype("<i4")
 
 @dataclass(frozen=True)
 class Segment:
-    """``tokens`` of ``lines`` of a shard; ``ends``: the lines that end a document, which are empty."""
+    """``tokens`` in ``lines`` of one shard; ``ends`` counts the empty lines, which end documents."""
 
     shard: int
     tokens: int
@@ -75,7 +72,7 @@ class Segment:
     ends: int
 
     def num_bytes(self, token: np.dtype) -> int:
-        """On disk."""
+        """Return its size on disk."""
         return self.tokens * token.itemsize + self.lines * LENGTH.itemsize
 
 
@@ -87,7 +84,7 @@ class _Waiting:
 
 
 class SegmentWriter:
-    """Collects tokens for each shard and writes them in segments."""
+    """Collect tokens for each shard and write them in segments."""
 
     def __init__(self, stream: BinaryIO, num_shards: int) -> None:
         self._stream = stream
@@ -95,7 +92,7 @@ class SegmentWriter:
         self.segments: list[Segment] = []
 
     def add(self, shard: int, tokens_N: np.ndarray, lengths_L: np.ndarray) -> None:
-        """Tokens of whole lines, with the ``</s>`` of each, and the lines' lengths."""
+        """Add the tokens of whole lines, with the ``</s>`` of each, and the lines' lengths."""
         waiting = self._waiting[shard]
         waiting.tokens.append(tokens_N)
         waiting.lengths.append(lengths_L)
@@ -104,7 +101,7 @@ class SegmentWriter:
             self._write(shard)
 
     def finish(self) -> None:
-        """Writes what is left, shard by shard."""
+        """Write what is left, shard by shard."""
         for shard, waiting in enumerate(self._waiting):
             if waiting.num_tokens:
                 self._write(shard)
@@ -123,26 +120,18 @@ SUMS = ("tokens", "lines", "ends")
 
 
 def shard_folders(num_shards: int) -> list[str]:
-    """The shards' folders below the step's: the step's own where there is one shard."""
+    """Return the shards' folders relative to the step's folder, which itself is the only shard's."""
     width = max(2, len(str(num_shards - 1)))
     return [""] if num_shards == 1 else [f"shard{shard:0{width}d}/" for shard in range(num_shards)]
 
 
 def write_plans(
     out: Path, split: str, results: Sequence[PartResult], folders: Sequence[str], by_part: bool, dtype: np.dtype
-) -> list[Part]:
-    """Says for each shard of a split which segments it consists of, in a small file each.
+) -> list[FilePart]:
+    """Write for each shard of a split a small file that lists its segments; return these files as parts to work on.
 
-    Args:
-        out: the step's folder.
-        split: train, valid or test.
-        results: of all parts of the split, in order, with their segments.
-        folders: of the shards that the split has.
-        by_part: whether whole parts go to the shards in turn; otherwise a segment names its own.
-        dtype: of the tokens.
-
-    Returns:
-        These files, as parts to work on, with what they hold.
+    ``results`` are those of all parts of the split, in order; ``folders`` are the shards that it has. ``by_part`` deals
+    whole parts to the shards in turn; otherwise each segment names its shard.
     """
     shards: list[list[list[Any]]] = [[] for _ in folders]
     for number, result in enumerate(results):
@@ -161,17 +150,17 @@ def write_plans(
         content = json.dumps(plan).encode()
         if not path.is_file() or path.read_bytes() != content:  # else a shard that is there is not made again
             write_bytes(path, content)
-        parts.append(Part.whole(path))
+        parts.append(FilePart.whole(path))
     return parts
 
 
-def tokens_of_plan(plan: Part) -> int:
-    """Tokens of the shard that a file of :func:`write_plans` describes."""
+def tokens_of_plan(plan: FilePart) -> int:
+    """Return the number of tokens in the shard that a file of :func:`write_plans` describes."""
     return sum(row[2] for row in json.loads(plan.path.read_bytes())["segments"])
 
 
-def merge_part(part: Part, out: Path) -> PartResult:
-    """Writes ``.bin`` and then ``.idx`` of one shard of a split, from its plan."""
+def merge_part(part: FilePart, out: Path) -> PartResult:
+    """Write ``.bin`` and then ``.idx`` of one shard of a split from its plan."""
     plan = json.loads(part.path.read_bytes())
     dtype, segments = np.dtype(plan["dtype"]), plan["segments"]
     for name in (plan["name"], *(row[0] for row in segments)):

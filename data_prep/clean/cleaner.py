@@ -1,23 +1,24 @@
-"""All rules in their order, on one document."""
+"""Apply all rules to one document, in their order, and count what they change."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from data_prep.clean import characters, filters, lines
+from data_prep.clean import filters, rules
 from data_prep.clean.filters import FILTERS, Measures, Thresholds, excerpt, is_in, option
 
 # Rules of characters feed each other (an entity becomes a control character); more rounds than this were never seen.
 MAX_ROUNDS = 10
 
-LINE_RULES = (*lines.PATTERNS, "short-lines", "repeated-lines", "navigation")
-RULES = (*characters.RULES, *LINE_RULES, *FILTERS, "language")
+LINE_RULES = (*rules.PATTERNS, "short-lines", "repeated-lines", "navigation")
+RULES = (*rules.CHARACTER_RULES, *LINE_RULES, *FILTERS, "language")
 
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What :func:`clean` does."""
+    """The rules that :func:`clean` applies."""
 
     off: frozenset[str] = frozenset()  # names of rules that are not applied
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the filters
@@ -30,12 +31,9 @@ class Cleaning:
 
 
 def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]:
-    """Applies the rules to a document; what it returns stays as it is if it is cleaned again.
+    """Apply the rules to a document. Cleaning the result again changes nothing.
 
-    Args:
-        text: of the document.
-        settings: which rules, and their thresholds.
-        tally: characters changed and lines removed are added here, by rule.
+    ``tally`` receives the numbers of characters changed and lines removed, by rule.
 
     Returns:
         The text, and the name of the rule that drops the document: "" if it is kept, "empty" if nothing is left.
@@ -61,15 +59,15 @@ def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]
 
 
 def clean_characters(text: str, off: frozenset[str], tally: Counter[str]) -> str:
-    """The text after the rules of characters, applied until they change nothing."""
+    """Apply the rules of characters until they change nothing."""
     for _ in range(MAX_ROUNDS):
         before = text
-        for name, rule in characters.RULES.items():
+        for name, rule in rules.CHARACTER_RULES.items():
             if name in off:
                 continue
             changed = rule(text)
             if changed != text:
-                tally[f"{name}: characters changed"] += characters.num_changed(text, changed)
+                tally[f"{name}: characters changed"] += rules.num_changed(text, changed)
                 text = changed
         if text == before:
             break
@@ -77,21 +75,17 @@ def clean_characters(text: str, off: frozenset[str], tally: Counter[str]) -> str
 
 
 def clean_lines(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, list[str]]:
-    """The text after the rules of lines, and its lines."""
+    """Apply the rules of lines; return the text and its lines."""
     kept = text.split("\n")
-    notices = lines.may_have_notices(kept)
-    for name in LINE_RULES:
-        if name in settings.off:
-            continue
-        number = len(kept)
-        if name in lines.PATTERNS:
-            kept = lines.without_notices(kept, lines.PATTERNS[name]) if name in notices else kept
-        elif name == "short-lines":
-            kept = lines.short_lines(kept, settings.min_line_words) if settings.min_line_words else kept
-        elif name == "repeated-lines":
-            kept = lines.repeated_lines(kept, settings.repeated_line_words)
-        else:
-            kept = lines.navigation(kept, settings.menu_lines)
-        if len(kept) != number:
-            tally[f"{name}: lines removed"] += number - len(kept)
+    steps: dict[str, Callable[[Sequence[str]], list[str]]] = {
+        **{name: rules.PATTERNS[name].without for name in rules.may_have_notices(kept)},
+        "short-lines": lambda lines: rules.short_lines(lines, settings.min_line_words),
+        "repeated-lines": lambda lines: rules.repeated_lines(lines, settings.repeated_line_words),
+        "navigation": lambda lines: rules.navigation(lines, settings.menu_lines),
+    }
+    for name, step in steps.items():
+        if name not in settings.off:
+            before, kept = len(kept), step(kept)
+            if len(kept) != before:
+                tally[f"{name}: lines removed"] += before - len(kept)
     return "\n".join(kept), kept

@@ -11,7 +11,7 @@ from typing import Any
 
 from data_prep.clean.cleaner import RULES, Cleaning, clean
 from data_prep.clean.filters import Thresholds, languages
-from data_prep.flow.documents import Reading, counted_records
+from data_prep.flow.documents import ReadSettings, counted_records
 from data_prep.flow.limits import CpuLimit, DocumentFailed
 from data_prep.flow.manifest import Counts, PartResult, write_manifest
 from data_prep.flow.options import (
@@ -26,7 +26,7 @@ from data_prep.flow.options import (
     reading_of,
     run_of,
 )
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.running import Report, begin, run_parts
 from data_prep.flow.streams import write_stream
 from smlp.cli.numbers import MOST_BYTES, real, whole
@@ -45,13 +45,16 @@ _NUMBERS = [item for item in (*fields(Thresholds), *fields(Cleaning)) if "help" 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All thresholds are options of their own, named as in :class:`Cleaning` and :class:`Thresholds`."""
+    """Declare the options. Each threshold has one, named as in :class:`Cleaning` and :class:`Thresholds`."""
     add_input_options(parser)
     add_time_option(parser)
     group = parser.add_argument_group("rules")
     group.add_argument("--without", nargs="+", default=[], choices=RULES, metavar="RULE", help=", ".join(RULES))
     group.add_argument(
-        "--language", default=Cleaning.language, metavar="CODE", help="of documents to keep, or any (default: en)"
+        "--language",
+        default=Cleaning.language,
+        metavar="CODE",
+        help="language of the documents to keep, or any (default: en)",
     )
     for item in _NUMBERS:
         add_number(
@@ -67,14 +70,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bounds(name: str, default: int | float) -> dict[str, Any]:
-    """Word lengths are means, all other numbers with a point are shares."""
+    """Return the bounds of a threshold: word lengths are means, all other fractional numbers are shares."""
     if isinstance(default, int):
         return whole(1 if name == "language_characters" else 0, MOST_BYTES)
     return real(0, float("inf") if name.endswith("word_length") else 1)
 
 
 def settings_of(args: argparse.Namespace) -> Cleaning:
-    """The rules as options say.
+    """Return the rules that the options select.
 
     Raises:
         UserError: the language is not known.
@@ -86,8 +89,8 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
     return Cleaning(frozenset(args.without), thresholds, args.language, **values)
 
 
-def clean_part(part: Part, out: Path, reading: Reading, settings: Cleaning, suffix: str) -> PartResult:
-    """Writes the documents of a part that are kept, as ``NAME.jsonl`` with the suffix of a compression."""
+def clean_part(part: FilePart, out: Path, reading: ReadSettings, settings: Cleaning, suffix: str) -> PartResult:
+    """Write the documents of a part that are kept, as ``NAME.jsonl`` with the suffix of a compression."""
     counts, defects, limit = Counts(), [], CpuLimit(reading.max_seconds)
     with write_stream(out / f"{part.name}.jsonl{suffix}") as (stream, written):
         for piece in counted_records(part, reading, counts, defects):
@@ -110,7 +113,7 @@ def clean_part(part: Part, out: Path, reading: Reading, settings: Cleaning, suff
 
 
 def run(args: argparse.Namespace) -> int:
-    """Cleans all parts and says what became of the documents."""
+    """Clean all parts and report what became of the documents."""
     settings, reading, run = settings_of(args), reading_of(args), run_of(args)
     recorded = {
         **input_settings(args),

@@ -1,7 +1,7 @@
-"""Rules that drop documents, by what is measured of them and by their language.
+"""Rules that drop documents, by their measures and by their language.
 
 Thresholds marked Gopher are those of Rae et al. (2021), "Scaling language models: methods, analysis & insights from
-training Gopher", appendix A.1.1; the others are ours.
+training Gopher", appendix A.1.1; the others are our own.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _ASCII_KINDS = np.array(
 
 
 def option(default: float, help: str) -> Any:
-    """A number that an option of its name sets; ``help`` documents both."""
+    """Declare a number that an option of the same name sets; ``help`` documents both."""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a document must be like; shares are from 0 to 1."""
+    """Limits that a document must keep; shares are from 0 to 1."""
 
     min_words: int = option(20, "fewer words: dropped")
     max_words: int = option(1_000_000, "more words: dropped")
@@ -66,7 +66,7 @@ class Thresholds:
 
 @dataclass
 class Measures:
-    """What the filters look at, each computed when it is asked for."""
+    """Measures of a document for the filters, each computed when it is asked for."""
 
     text: str
     lines: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Measures:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """``symbols`` and ``digits`` among characters that are no space, ``upper`` among letters."""
+        """Shares of ``symbols`` and ``digits`` among visible characters, and of ``upper`` case among letters."""
         counts = np.bincount(np.frombuffer(self.text.encode("ascii", "ignore"), dtype=np.uint8), minlength=128)
         visible, letters, upper, digits, symbols = (int(counts[kind].sum()) for kind in _ASCII_KINDS)
         if not self.text.isascii():
@@ -95,16 +95,16 @@ class Measures:
 
 
 def share_repeated(lines: list[str]) -> float:
-    """Share of the lines that stood earlier."""
+    """Return the share of the lines that occurred earlier."""
     return 1 - len(set(lines)) / len(lines) if lines else 0.0
 
 
 def exceeds_ngram_share(words: list[str]) -> bool:
-    """Whether, for some n, too great a share of the characters (without spaces) is in repeated n-grams.
+    """Return whether, for some n, too great a share of the characters (without spaces) is in repeated n-grams.
 
-    For an n of ``TOP_NGRAMS`` it is the share of the commonest n-gram, if it comes more than once: how often times how
-    long. For one of ``REPEATED_NGRAMS`` it is that of all words that lie in an n-gram which stood earlier, each word
-    once. n-grams are compared by a hash of 64 bits. Most documents are done with bounds of these shares.
+    For an n of ``TOP_NGRAMS``, the share of the most frequent n-gram counts, if it occurs more than once: its count
+    times its length. For one of ``REPEATED_NGRAMS``, the share of all words in an n-gram that occurred earlier counts,
+    each word once. n-grams are compared by a 64-bit hash. Bounds of these shares decide most documents.
     """
     ids = np.fromiter(map(hash, words), dtype=np.int64, count=len(words))
     lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
@@ -132,14 +132,14 @@ def exceeds_ngram_share(words: list[str]) -> bool:
 
 
 def _top_characters(keys: np.ndarray, before: np.ndarray, n: int) -> int:
-    """Characters in the n-gram that has most of them, among those that come more than once."""
+    """Return the number of characters in the n-gram that covers most, among those that occur more than once."""
     _, first, counts = np.unique(keys, return_index=True, return_counts=True)
     characters = counts * (before[first + n] - before[first])
     return int(characters[counts > 1].max(initial=0))
 
 
 def _repeated_characters(keys: np.ndarray, lengths: np.ndarray, n: int) -> int:
-    """Characters of words in n-grams that stood earlier."""
+    """Return the number of characters of words in n-grams that occurred earlier."""
     later = np.ones(len(keys), dtype=bool)
     later[np.unique(keys, return_index=True)[1]] = False
     edges = np.zeros(len(lengths) + 1, dtype=np.int64)
@@ -149,7 +149,7 @@ def _repeated_characters(keys: np.ndarray, lengths: np.ndarray, n: int) -> int:
 
 
 def word_length(document: Measures) -> float:
-    """Mean length of the words of a document, in characters."""
+    """Return the mean length of the words of a document, in characters."""
     number = max(len(document.words), 1)
     return (len(document.text) - max(number - 1, 0)) / number  # a space or a line break between words
 
@@ -176,7 +176,7 @@ FILTERS: dict[str, Callable[[Measures, Thresholds], bool]] = {
 
 @cache
 def _identifier() -> Any:
-    """Loaded once in each process: a second or so, and about 100 MB."""
+    """Load the model once in each process, which takes about a second and 100 MB."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError:
@@ -185,18 +185,18 @@ def _identifier() -> Any:
 
 
 def languages() -> list[str]:
-    """Codes of the languages that are told apart."""
+    """Return the codes of the languages that the model knows."""
     return sorted(_identifier().labels)
 
 
 def is_in(text: str, language: str, min_probability: float) -> bool:
-    """Whether a text is most probably in a language, with this probability (0 to 1) among all that are known."""
+    """Return whether a text is most probably in a language, with at least this probability (0 to 1)."""
     found, probability = _identifier().classify(text)
     return found == language and probability >= min_probability
 
 
 def excerpt(text: str, num_characters: int) -> str:
-    """The beginning of a text, to the end of a word."""
+    """Return the beginning of a text, up to the end of a word."""
     if len(text) <= num_characters:
         return text
     return text[:num_characters].rpartition(" ")[0] or text[:num_characters]

@@ -32,18 +32,31 @@ from data_prep.flow.options import (
     reading_of,
     run_of,
 )
-from data_prep.flow.parts import Part, find_files, plan_parts, unique_name
-from data_prep.flow.running import STATE, Finished, Report, Run, begin, forget, run_parts
+from data_prep.flow.parts import FilePart, find_files, plan_parts, unique_name
+from data_prep.flow.running import STATE, Finished, Report, StepRun, aligned, begin, forget, run_parts
 from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
 from data_prep.flow.streams import write_bytes, write_stream
 from smlp.cli.numbers import real, whole
 from smlp.evaluation.zeroshot.readers import READERS
 
+DESCRIPTION = (
+    "Remove documents that repeat another one, exactly or nearly, within and across inputs, and held-out documents; "
+    "report or remove those that overlap with the zero-shot tasks."
+)
+EPILOG = """example:
+  smlp data dedup --in data/books data/web --out data/unique --held-out my/valid.txt --workers 8
+  smlp data dedup --in data/clean --out data/unique --decontaminate tasks --decontaminate-action remove
+
+The first of several copies stays: inputs in the order given, documents in the order of their files.
+"""
+PARTITION_BYTES = 64 << 20
+_EXPANSION = 4  # of compressed text, roughly
 MAX_PARTITIONS = 4096  # a phase has a file for each, and reads a piece of every part for each
+MAX_ROWS = 20  # pairs of sources on the terminal; the manifest has them all
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All options."""
+    """Declare the options of the step."""
     add_input_options(parser)
     group = parser.add_argument_group("duplicates")
     group.add_argument(
@@ -58,14 +71,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_number(
         group, "--threshold", real(0.1, 1), "Jaccard similarity of near duplicates (default: 0.8)", 0.8, metavar="X"
     )
-    add_number(group, "--num-perm", whole(16, 4096), "entries of a signature (default: 128)", 128)
-    add_number(group, "--ngram", whole(), "words of a run (default: 5)", 5)
-    add_number(group, "--seed", whole(0, (1 << 32) - 1), "of the signatures (default: 1)", 1)
+    add_number(group, "--num-perm", whole(16, 4096), "entries in a signature (default: 128)", 128)
+    add_number(group, "--ngram", whole(), "words in a run (default: 5)", 5)
+    add_number(group, "--seed", whole(0, (1 << 32) - 1), "seed of the signatures (default: 1)", 1)
     add_number(
         group,
         "--partitions",
         whole(1, MAX_PARTITIONS),
-        "of the rows on disk, up to 4096 (default: one for each 64 MiB)",
+        "partitions of the rows on disk, up to 4096 (default: one for each 64 MiB)",
     )
     group = parser.add_argument_group("zero-shot tasks")
     group.add_argument(
@@ -81,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--decontaminate-splits",
         choices=("scoring", "all"),
         default="scoring",
-        help="splits that are scored by default, or all that are there (default: scoring)",
+        help="the splits that are scored by default, or all of them (default: scoring)",
     )
     add_number(
         group,
@@ -95,67 +108,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
 
 
-MAX_ROWS = 20
-
-
-def describe(manifest: dict[str, Any], out: Path) -> list[str]:
-    """Lines: who was removed because of whom, overlap with tasks, where each document of these is named."""
-    lines: list[str] = []
-    pairs = manifest["pairs"]
-    if pairs:
-        rows = [[row["removed_from"], row["because_of"], row["kind"], f"{row['documents']:,}"] for row in pairs]
-        lines += _table(["removed from", "because of", "kind", "documents"], rows[:MAX_ROWS])
-        if len(rows) > MAX_ROWS:
-            lines.append(f"and {len(rows) - MAX_ROWS} more pairs of sources, in manifest.json")
-    if "contamination" in manifest:
-        rows = [
-            [
-                row["task"],
-                f"{row['documents']:,}",
-                f"{row['ngrams']:,}",
-                f"{row['records_found']:,} of {row['records']:,} ({row['records_found'] / row['records']:.2%})",
-                f"{row['records_too_short']:,}",
-            ]
-            for row in manifest["contamination"]
-        ]
-        lines += _table(["task", "documents", "n-grams", "records found", "too short to look for"], rows)
-        there = {row["task"].split("/")[0] for row in manifest["contamination"]}
-        if missing := [name for name in READERS if name not in there]:
-            lines.append(f"no file of {', '.join(missing)} in {manifest['settings']['decontaminate']['folder']}")
-    if manifest["held_out"]["documents_in"]:
-        held_out = manifest["held_out"]
-        lost = "".join(f", {number:,} {reason}" for reason, number in held_out["dropped"].items())
-        lines.append(f"held out: {held_out['kept']:,} documents{lost}")
-    lines.append(f"removed documents, one a line: {out / REMOVED}")
-    if CONTAMINATED in manifest:
-        lines.append(f"documents that overlap with a task, one a line: {out / CONTAMINATED}")
-    return lines
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    return ["", *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-                  for row in [head, *rows]), ""]  # fmt: skip
-
-
-DESCRIPTION = (
-    "Remove documents that repeat another one, exactly or nearly, within and across inputs, and held-out documents; "
-    "report or remove those that overlap with the zero-shot tasks."
-)
-EPILOG = """example:
-  smlp data dedup --in data/books data/web --out data/unique --held-out my/valid.txt --workers 8
-  smlp data dedup --in data/clean --out data/unique --decontaminate tasks --decontaminate-action remove
-
-The first of several copies stays: inputs in the order given, documents in the order of their files.
-"""
-__all__ = ["DESCRIPTION", "EPILOG", "add_options", "run"]
-
-PARTITION_BYTES = 64 << 20
-_EXPANSION = 4  # of compressed text, roughly
-
-
 def run(args: argparse.Namespace) -> int:
-    """Runs the phases that are not done, and says what became of the documents."""
+    """Run the phases that are not done, and report what became of the documents."""
     reading, run = reading_of(args), run_of(args)
     held_out, inputs = _plan(args)
     scheme = Scheme.for_threshold(args.threshold, args.num_perm, args.ngram, args.seed) if args.near else None
@@ -177,11 +131,11 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(done, Finished):
         return ending.waiting(done, "a phase")
     manifest = _finish(run, recorded, sign, len(held_out), *done)
-    return ending.finished(manifest, *describe(manifest, run.out))
+    return ending.finished(manifest, *_lines(manifest, run.out))
 
 
-def _plan(args: argparse.Namespace) -> tuple[list[Part], list[Part]]:
-    """Parts held out, and parts of the inputs; no file is in both, no two have one name."""
+def _plan(args: argparse.Namespace) -> tuple[list[FilePart], list[FilePart]]:
+    """Return the held-out parts and the parts of the inputs; no file is in both, and all names differ."""
     find_files([*args.held_out, *args.inputs], FORMATS)  # says if a file is named twice
     cut = args.documents != "file"
     held_out, inputs = (
@@ -191,8 +145,8 @@ def _plan(args: argparse.Namespace) -> tuple[list[Part], list[Part]]:
     return [replace(part, name=unique_name(f"held-out+{part.name}", names)) for part in held_out], inputs
 
 
-def _num_partitions(out: Path, parts: Sequence[Part]) -> int:
-    """That of an earlier run in this folder, whose rows are kept although inputs have changed, or one by size."""
+def _num_partitions(out: Path, parts: Sequence[FilePart]) -> int:
+    """Return the number of an earlier run in this folder, whose rows are kept if inputs change, or one by size."""
     record = out / WORK / "num_partitions"
     if record.is_file():
         return int(record.read_text())
@@ -203,9 +157,8 @@ def _num_partitions(out: Path, parts: Sequence[Part]) -> int:
 
 
 def _settings(args: argparse.Namespace, scheme: Scheme | None) -> dict[str, Any]:
-    near, tasks = {}, {}
-    if scheme:
-        near = {"threshold": args.threshold, **vars(scheme)}
+    near = {"threshold": args.threshold, **vars(scheme)} if scheme else {}
+    tasks = {}
     if args.decontaminate:
         tasks = {
             "folder": str(args.decontaminate),
@@ -213,18 +166,20 @@ def _settings(args: argparse.Namespace, scheme: Scheme | None) -> dict[str, Any]
             "splits": args.decontaminate_splits,
             "ngram": args.decontaminate_ngram,
         }
-    held_out = [str(path) for path in args.held_out]
     return {
         **input_settings(args),
-        **{"held_out": held_out, "near": near, "decontaminate": tasks},
-        **{"compress": args.compress, "partitions": args.partitions},
+        "held_out": [str(path) for path in args.held_out],
+        "near": near,
+        "decontaminate": tasks,
+        "compress": args.compress,
+        "partitions": args.partitions,
     }
 
 
 def _phases(
-    run: Run, held_out: list[Part], inputs: list[Part], sign: SignSettings, args: argparse.Namespace
+    run: StepRun, held_out: list[FilePart], inputs: list[FilePart], sign: SignSettings, args: argparse.Namespace
 ) -> tuple[Finished, Finished] | Finished:
-    """What the first and the last phase gave, or the phase at which other shares are at work."""
+    """Return the results of the first and the last phase, or the phase at which other shares are still at work."""
     parts = [*held_out, *inputs]
     phase = f"sign-{sign.tasks.digest[:8]}" if sign.tasks else "sign"
     signing = run_parts(run, phase, parts, partial(sign_part, settings=sign), sign.num_partitions)
@@ -241,8 +196,8 @@ def _phases(
     current.update(pairs_name(kind, part) for kind in ("exact", "near") for part in partitions)
     _forget_phases(run.out, [phase, *(f"{name}-{digest}" for name in ("exact", "near", "write"))], current)
 
-    work = partial(exact_pairs, signed=signed, num_partitions=sign.num_partitions)
-    exact = run_parts(run, f"exact-{digest}", partitions, work)
+    common = {"signed": signed, "num_partitions": sign.num_partitions}
+    exact = run_parts(run, f"exact-{digest}", partitions, partial(exact_pairs, **common))
     if exact.results is None:
         return exact
     files = _pair_files(run.out, exact.results)
@@ -252,14 +207,8 @@ def _phases(
     write_bytes(decisions.exact, first.tobytes())
     if sign.scheme:
         write_bytes(folder / "unique.bin", (first == np.arange(len(first), dtype=first.dtype)).tobytes())
-        work = partial(
-            near_pairs,
-            signed=signed,
-            num_partitions=sign.num_partitions,
-            scheme=sign.scheme,
-            threshold=args.threshold,
-            unique=folder / "unique.bin",
-        )
+        limits = {"scheme": sign.scheme, "threshold": args.threshold, "unique": folder / "unique.bin"}
+        work = partial(near_pairs, **common, **limits)
         near = run_parts(run, f"near-{digest}", partitions, work)
         if near.results is None:
             return near
@@ -278,7 +227,7 @@ def _pair_files(out: Path, results: list[PartResult]) -> list[Path]:
 
 
 def _forget_phases(out: Path, phases: list[str], current: set[str]) -> None:
-    """Forget phases that worked on other documents than these, but for what is ``current`` of their outputs."""
+    """Forget phases that worked on other documents, except for those of their outputs that are ``current``."""
     for folder in (out / STATE).iterdir():
         if not folder.is_dir() or folder.name in phases:
             continue
@@ -287,9 +236,9 @@ def _forget_phases(out: Path, phases: list[str], current: set[str]) -> None:
 
 
 def _finish(
-    run: Run, recorded: dict[str, Any], sign: SignSettings, num_held_out: int, signing: Finished, written: Finished
+    run: StepRun, recorded: dict[str, Any], sign: SignSettings, num_held_out: int, signing: Finished, written: Finished
 ) -> dict[str, Any]:
-    """Gathers what the parts left, and writes the manifest."""
+    """Gather what the parts left, and write the manifest."""
     names = [result.outputs[0]["name"].removesuffix(".names") for result in signing.results]
     facts: dict[str, Any] = {REMOVED: _gather(run.out, REMOVED, [f"{name}.removed" for name in names[num_held_out:]])}
     held_out = Counts()
@@ -319,3 +268,38 @@ def _gather(out: Path, name: str, files: list[str]) -> dict[str, Any]:
                 shutil.copyfileobj(lines, stream)
     row = written.row(out)
     return {"bytes": row["bytes"], "sha256": row["sha256"]}
+
+
+def _lines(manifest: dict[str, Any], out: Path) -> list[str]:
+    """Return lines for the terminal: duplicates by source, overlap with tasks, files that name each document."""
+    lines: list[str] = []
+    pairs = manifest["pairs"]
+    if pairs:
+        rows = [[row["removed_from"], row["because_of"], row["kind"], f"{row['documents']:,}"] for row in pairs]
+        lines += ["", aligned([["removed from", "because of", "kind", "documents"], *rows[:MAX_ROWS]]), ""]
+        if len(rows) > MAX_ROWS:
+            lines.append(f"and {len(rows) - MAX_ROWS} more pairs of sources, in manifest.json")
+    if "contamination" in manifest:
+        rows = [
+            [
+                row["task"],
+                f"{row['documents']:,}",
+                f"{row['ngrams']:,}",
+                f"{row['records_found']:,} of {row['records']:,} ({row['records_found'] / row['records']:.2%})",
+                f"{row['records_too_short']:,}",
+            ]
+            for row in manifest["contamination"]
+        ]
+        head = ["task", "documents", "n-grams", "records found", "too short to look for"]
+        lines += ["", aligned([head, *rows]), ""]
+        there = {row["task"].split("/")[0] for row in manifest["contamination"]}
+        if missing := [name for name in READERS if name not in there]:
+            lines.append(f"no file of {', '.join(missing)} in {manifest['settings']['decontaminate']['folder']}")
+    if manifest["held_out"]["documents_in"]:
+        held_out = manifest["held_out"]
+        lost = "".join(f", {number:,} {reason}" for reason, number in held_out["dropped"].items())
+        lines.append(f"held out: {held_out['kept']:,} documents{lost}")
+    lines.append(f"removed documents, one a line: {out / REMOVED}")
+    if CONTAMINATED in manifest:
+        lines.append(f"documents that overlap with a task, one a line: {out / CONTAMINATED}")
+    return lines

@@ -1,8 +1,8 @@
-"""Overlap of documents with the zero-shot tasks: runs of words that stand in both.
+"""Find documents that overlap with the zero-shot tasks, by runs of words that both contain.
 
 As in Brown et al. (2020), "Language models are few-shot learners", appendix C: runs of 13 words in lower case without
-punctuation; an example that is shorter is looked for as a whole if it has at least 8 words. Otherwise than there,
-punctuation separates words ("don't" is two), and the length of runs does not depend on the task.
+punctuation; a shorter example is searched as a whole if it has at least 8 words. Unlike there, punctuation separates
+words ("don't" is two), and the length of runs does not depend on the task.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIN_NGRAM = 8  # of a text that is shorter than NGRAM
 
 
 def texts_of(item: Item) -> list[str]:
-    """What would stand in a corpus that holds a record: its text with each of its candidates in place."""
+    """Return what a corpus that holds a record would contain: its text with each of its candidates in place."""
     if isinstance(item, CopaItem):
         return [f"{item.premise} {choice}" for choice in item.choices]
     if isinstance(item, PiqaItem):
@@ -51,8 +51,8 @@ def texts_of(item: Item) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Tasks:
-    """n-grams of all tasks, in ``.npy`` files below ``folder``."""
+class TaskNgrams:
+    """n-grams of all tasks, in files below ``folder``."""
 
     folder: Path  # ``ngrams.npy``, sorted; ``records.npy``, a record of each; ``table.npy``, a quick test
     names: tuple[str, ...]  # of tasks and splits, ``copa/val``
@@ -63,11 +63,9 @@ class Tasks:
 
 
 def read_tasks(data_dir: Path, splits: str) -> dict[str, list[list[str]]]:
-    """Texts of the records of each task and split that is in a folder.
+    """Read the texts of the records of each task and split in a folder, as ``smlp zeroshot --data-dir`` reads it.
 
-    Args:
-        data_dir: as ``smlp zeroshot --data-dir`` reads it.
-        splits: "scoring" for those that are scored unless another is asked for; "all".
+    ``splits`` is "scoring" for the splits that are scored by default, or "all".
 
     Raises:
         UserError: there is none, or one is malformed.
@@ -84,13 +82,8 @@ def read_tasks(data_dir: Path, splits: str) -> dict[str, list[list[str]]]:
     return found
 
 
-def index_tasks(texts: dict[str, list[list[str]]], n: int, folder: Path) -> Tasks:
-    """Writes the n-grams of tasks to files, for all workers to read.
-
-    Args:
-        texts: of each record of each task.
-        n: words of a run.
-        folder: where to.
+def index_tasks(texts: dict[str, list[list[str]]], n: int, folder: Path) -> TaskNgrams:
+    """Write the n-grams of tasks to files in ``folder``, for all workers to read; ``texts`` are those of each record.
 
     Raises:
         UserError: all texts are too short.
@@ -120,7 +113,7 @@ def index_tasks(texts: dict[str, list[list[str]]], n: int, folder: Path) -> Task
     for name, values in (("ngrams", all_grams), ("records", all_records), ("table", table)):
         write_bytes(folder / f"{name}.bin", values.tobytes())
     digest = hashlib.sha256(all_grams.tobytes() + json.dumps([list(texts), bases]).encode()).hexdigest()
-    return Tasks(folder, tuple(texts), tuple(bases), tuple(sorted(lengths)), digest, tuple(too_short))
+    return TaskNgrams(folder, tuple(texts), tuple(bases), tuple(sorted(lengths)), digest, tuple(too_short))
 
 
 def _grams(text: str, n: int) -> Iterable[tuple[int, np.ndarray]]:
@@ -132,16 +125,16 @@ def _grams(text: str, n: int) -> Iterable[tuple[int, np.ndarray]]:
 
 @cache
 def _arrays(folder: Path, digest: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mapped, so that the workers of a machine share them."""
+    """Map the files into memory, so that the workers of a machine share them."""
     kinds = (("ngrams", np.uint64), ("records", np.int64), ("table", bool))
     ngrams, records, table = (np.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name, kind in kinds)
     return ngrams, records, table
 
 
 class Index:
-    """Compares documents with the tasks and keeps count."""
+    """Compare documents with the tasks and keep count."""
 
-    def __init__(self, tasks: Tasks) -> None:
+    def __init__(self, tasks: TaskNgrams) -> None:
         self._tasks = tasks
         self._ngrams, self._records, self._table = _arrays(tasks.folder, tasks.digest)
         self._mask = np.uint64(len(self._table) - 1)
@@ -151,7 +144,7 @@ class Index:
         self._hit_records: dict[str, set[int]] = {name: set() for name in tasks.names}
 
     def hits(self, hashes: np.ndarray) -> dict[str, tuple[int, int, int]]:
-        """Compares one document, given the hashes of its words.
+        """Compare one document, given the hashes of its words.
 
         Returns:
             For each task that it overlaps with: how many of its n-grams are in the task; the first word of the first
@@ -176,7 +169,7 @@ class Index:
         return {name: (len(places), *min(places)) for name, places in found.items()}
 
     def facts(self) -> dict[str, Any]:
-        """Counts of a part, for :func:`summary`."""
+        """Return the counts of a part, for :func:`summary`."""
         return {
             name: {"documents": self._documents[name], "ngrams": number, "records": sorted(self._hit_records[name])}
             for name, number in self._hits.items()
@@ -184,8 +177,8 @@ class Index:
         }
 
 
-def summary(tasks: Tasks, parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each task: documents that overlap, n-grams found in them, records found, of how many."""
+def summary(tasks: TaskNgrams, parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each task: documents that overlap, n-grams found in them, records found, of how many."""
     rows = []
     parts = list(parts)
     for number, name in enumerate(tasks.names):

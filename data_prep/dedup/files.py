@@ -1,7 +1,7 @@
 """The files in ``OUT/.work`` that the phases leave for each other, and the reports.
 
-Rows of numbers are partitioned by their first number, so that one partition at a time fits in memory: a file holds
-blocks, each ordered by partition, and its index says where in each block each partition begins.
+Rows of numbers are partitioned by their first number, so that one partition at a time fits in memory. A file holds
+blocks, each ordered by partition; its index says where in each block each partition begins.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ import numpy as np
 
 from data_prep.flow.streams import sha256_of, write_bytes, write_stream
 
+WORK = ".work"
+# The point keeps the next step from reading them as documents, whatever files of the corpus are called.
+REMOVED = ".reports/removed.jsonl.gz"
+CONTAMINATED = ".reports/contaminated.jsonl.gz"
+_OPEN_FILES = 64
+
 
 class Spill:
-    """Takes rows of ``width`` uint64 and writes them by partition, a block for each call of :meth:`add`."""
+    """Write rows of ``width`` uint64 by partition, a block for each call of :meth:`add`."""
 
     def __init__(self, stream: Any, width: int, num_partitions: int) -> None:
         self._stream, self._width, self._num_partitions = stream, width, num_partitions
@@ -29,7 +35,7 @@ class Spill:
         self.starts: list[np.ndarray] = []
 
     def add(self, rows: np.ndarray) -> None:
-        """Writes rows, uint64, shape (rows, width)."""
+        """Write rows, uint64, shape (rows, width)."""
         assert rows.dtype == np.uint64 and rows.shape[1] == self._width
         partitions = rows[:, 0] % np.uint64(self._num_partitions)
         order = np.argsort(partitions, kind="stable")
@@ -41,7 +47,7 @@ class Spill:
 
 @contextmanager
 def spilling(path: Path, width: int, num_partitions: int) -> Iterator[Spill]:
-    """A :class:`Spill` to ``path`` and ``path.index``."""
+    """Open a :class:`Spill` to ``path`` and ``path.index``."""
     with write_stream(path) as (stream, _):
         spill = Spill(stream, width, num_partitions)
         yield spill
@@ -50,7 +56,7 @@ def spilling(path: Path, width: int, num_partitions: int) -> Iterator[Spill]:
 
 
 def read_partition(path: Path, width: int, num_partitions: int, partition: int) -> np.ndarray:
-    """All rows of a partition in the order they were added: uint64, shape (rows, width)."""
+    """Return all rows of a partition in the order they were added: uint64, shape (rows, width)."""
     pieces = [np.empty((0, width), dtype=np.uint64)]
     place = path.with_name(path.name + ".index")
     if not place.stat().st_size:
@@ -64,21 +70,14 @@ def read_partition(path: Path, width: int, num_partitions: int, partition: int) 
     return np.concatenate(pieces)
 
 
-WORK = ".work"
-# The point keeps the next step from reading them as documents, whatever files of the corpus are called.
-REMOVED = ".reports/removed.jsonl.gz"
-CONTAMINATED = ".reports/contaminated.jsonl.gz"
-_OPEN_FILES = 64
-
-
 def output_of(out: Path, path: Path) -> dict[str, Any]:
-    """A row of a file that was written, for :class:`data_prep.flow.manifest.PartResult`."""
+    """Return the row of a written file among the outputs of a :class:`data_prep.flow.manifest.PartResult`."""
     return {"name": str(path.relative_to(out)), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 @dataclass(frozen=True)
 class Signed:
-    """The parts that the first phase has signed: documents are numbered through them, from 0."""
+    """The parts that the first phase has signed. Documents are numbered through them, from 0."""
 
     out: Path  # the step's folder
     names: tuple[str, ...]  # of the parts; those held out come first, then the inputs in their order
@@ -95,38 +94,38 @@ class Signed:
 
     @property
     def first_input(self) -> int:
-        """Number of the first document that is not held out."""
+        """The number of the first document that is not held out."""
         return int(self.bases[self.num_held_out])
 
     def path(self, part: int, kind: str) -> Path:
-        """A file of a part: ``exact``, ``bands``, ``signatures``, ``names``, ``offsets``, ``tainted``."""
+        """Return a file of a part: ``exact``, ``bands``, ``signatures``, ``names``, ``offsets``, ``tainted``."""
         return self.out / WORK / f"{self.names[part]}.{kind}"
 
     def place(self, document: int) -> tuple[int, int]:
-        """Part of a document, and its number in it."""
+        """Return the part of a document and its number in that part."""
         part = int(np.searchsorted(self.bases, document, side="right")) - 1
         return part, document - int(self.bases[part])
 
 
 class Lookup:
-    """Signatures and names of single documents, read where they stand in the files; a few files stay open."""
+    """Read signatures and names of single documents from the files, of which a few stay open."""
 
     def __init__(self, signed: Signed, num_perm: int) -> None:
         self._signed, self._num_perm = signed, num_perm
         self._files: OrderedDict[Path, int] = OrderedDict()
 
     def signature(self, document: int) -> np.ndarray:
-        """uint32, shape (num_perm,)."""
+        """Return the signature of a document: uint32, shape (num_perm,)."""
         part, index = self._signed.place(document)
         size = 4 * self._num_perm
         return np.frombuffer(self._read(self._signed.path(part, "signatures"), index * size, size), dtype=np.uint32)
 
     def signatures(self, documents: Sequence[int]) -> np.ndarray:
-        """uint32, shape (documents, num_perm)."""
+        """Return the signatures of documents: uint32, shape (documents, num_perm)."""
         return np.stack([self.signature(int(document)) for document in documents])
 
     def name(self, document: int) -> tuple[str, str]:
-        """Id and source."""
+        """Return id and source of a document."""
         part, index = self._signed.place(document)
         start, stop = np.frombuffer(self._read(self._signed.path(part, "offsets"), 8 * index, 16), dtype=np.int64)
         identity, source = json.loads(self._read(self._signed.path(part, "names"), int(start), int(stop - start)))

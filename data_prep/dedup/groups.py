@@ -1,4 +1,4 @@
-"""Second and third phase, a partition at a time: equal and similar documents, and which one is kept."""
+"""Second and third phase, a partition at a time: find equal and similar documents, and choose which one is kept."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ import numpy as np
 from data_prep.dedup.files import WORK, Lookup, Signed, output_of, read_partition
 from data_prep.dedup.signatures import Scheme, similarity
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import write_stream
 
 _PAIRS_AT_ONCE = 1 << 20
+# In larger groups, a document that is like the first of those not yet joined is not compared with the others.
+ALL_PAIRS = 256
+GROUP = 1 << 16  # larger groups are taken in pieces, each with the first document of the group
 
 
 def first_of_each(num_documents: int, files: Iterable[Path]) -> np.ndarray:
-    """For each document the first of all that pairs join it with, over any number of steps; itself if there is none.
+    """Return for each document the first that pairs join it with, over any number of steps; itself if there is none.
 
-    A union-find whose steps are taken for many pairs at once: every document points to an earlier one or to itself;
-    pairs make one root point to the other, until all pairs have one root.
+    This is a union-find on many pairs at once: every document points to an earlier one or to itself; pairs make one
+    root point to the other, until all pairs have one root.
 
     Args:
         num_documents: they are numbered from 0.
@@ -66,13 +69,8 @@ def _pieces(path: Path) -> Iterable[np.ndarray]:
             yield pairs
 
 
-# In larger groups, a document that is like the first of those not yet joined is not compared with the others.
-ALL_PAIRS = 256
-GROUP = 1 << 16  # larger groups are taken in pieces, each with the first document of the group
-
-
-def partition_parts(out: Path, num_partitions: int) -> list[Part]:
-    """A part for each partition; its file only says which."""
+def partition_parts(out: Path, num_partitions: int) -> list[FilePart]:
+    """Return a part for each partition; its file only says which."""
     parts = []
     for number in range(num_partitions):
         path = out / WORK / "partitions" / f"{number:05d}"
@@ -83,12 +81,12 @@ def partition_parts(out: Path, num_partitions: int) -> list[Part]:
             temporary.write_text(f"{number}\n")
             os.utime(temporary, (0, 0))
             os.replace(temporary, path)
-        parts.append(Part(path, f"{number:05d}", ""))
+        parts.append(FilePart(path, f"{number:05d}", ""))
     return parts
 
 
 def _rows(signed: Signed, kind: str, width: int, num_partitions: int, partition: int) -> np.ndarray:
-    """Rows of a partition from all parts, their last number made that of the document among all."""
+    """Return the rows of a partition from all parts, their last number made that of the document among all."""
     pieces = []
     for part, base in enumerate(signed.bases[:-1]):
         rows = read_partition(signed.path(part, kind), width, num_partitions, partition)
@@ -97,8 +95,8 @@ def _rows(signed: Signed, kind: str, width: int, num_partitions: int, partition:
     return np.concatenate(pieces)
 
 
-def exact_pairs(part: Part, out: Path, signed: Signed, num_partitions: int) -> PartResult:
-    """Writes ``.work/exact-NAME.pairs``: (first, later) documents of the same words."""
+def exact_pairs(part: FilePart, out: Path, signed: Signed, num_partitions: int) -> PartResult:
+    """Write ``.work/exact-NAME.pairs``: (first, later) documents of the same words."""
     rows = _rows(signed, "exact", 3, num_partitions, int(part.name))
     rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
     new = np.ones(len(rows), dtype=bool)
@@ -109,10 +107,13 @@ def exact_pairs(part: Part, out: Path, signed: Signed, num_partitions: int) -> P
 
 
 def near_pairs(
-    part: Part, out: Path, signed: Signed, num_partitions: int, scheme: Scheme, threshold: float, unique: Path
+    part: FilePart, out: Path, signed: Signed, num_partitions: int, scheme: Scheme, threshold: float, unique: Path
 ) -> PartResult:
-    """Writes ``.work/near-NAME.pairs``: pairs that share a band of the partition, and whose signatures say that they
-    are at least ``threshold`` alike. ``unique`` is a file of a byte a document: 0 for those that take no part."""
+    """Write ``.work/near-NAME.pairs``: pairs of documents that share a band of the partition.
+
+    Their signatures say that they are at least ``threshold`` alike. ``unique`` is a file of a byte a document: 0 for
+    those that take no part.
+    """
     rows = _rows(signed, "bands", 2, num_partitions, int(part.name))
     rows = rows[np.memmap(unique, dtype=bool, mode="r")[rows[:, 1].astype(np.int64)]] if len(rows) else rows
     rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
@@ -136,7 +137,7 @@ def near_pairs(
 
 
 def alike(documents: np.ndarray, lookup: Lookup, threshold: float) -> Iterator[tuple[int, int]]:
-    """Pairs of documents whose signatures are alike, as many as it takes to join all that such pairs join.
+    """Yield pairs of documents whose signatures are alike, enough to join all that such pairs join.
 
     Of more than ``ALL_PAIRS`` documents, those that are like an earlier one are not compared with later ones.
     """
@@ -156,8 +157,8 @@ def alike(documents: np.ndarray, lookup: Lookup, threshold: float) -> Iterator[t
                 yield int(documents[place]), int(documents[later])
 
 
-def pairs_name(kind: str, part: Part) -> str:
-    """Where the pairs of a partition are, in the step's folder; ``kind`` is ``exact`` or ``near``."""
+def pairs_name(kind: str, part: FilePart) -> str:
+    """Return the file of a partition's pairs, relative to the step's folder; ``kind`` is ``exact`` or ``near``."""
     return f"{WORK}/{kind}-{part.name}.pairs"
 
 

@@ -1,4 +1,4 @@
-"""First and last phase, a part at a time: sign the documents; write those that are kept and a line about each other."""
+"""First and last phase, a part at a time: sign the documents; write those that are kept, and a line for each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.dedup.contamination import Index, Tasks
+from data_prep.dedup.contamination import Index, TaskNgrams
 from data_prep.dedup.files import WORK, Lookup, Signed, output_of, spilling
 from data_prep.dedup.signatures import (
     Scheme,
@@ -22,9 +22,9 @@ from data_prep.dedup.signatures import (
     word_hashes,
     words_of,
 )
-from data_prep.flow.documents import Reading, Record, counted_records
+from data_prep.flow.documents import ReadSettings, Record, counted_records
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import json_line, write_stream
 
 BLOCK = 4096  # documents whose rows are held and written at once
@@ -32,12 +32,12 @@ BLOCK = 4096  # documents whose rows are held and written at once
 
 @dataclass(frozen=True)
 class SignSettings:
-    """What the first phase does."""
+    """The settings of the first phase."""
 
-    reading: Reading  # of the files
+    reading: ReadSettings  # of the files
     scheme: Scheme | None  # of near duplicates; None looks for exact ones only
     num_partitions: int  # of the rows on disk
-    tasks: Tasks | None  # zero-shot tasks, if documents are compared with them
+    tasks: TaskNgrams | None  # zero-shot tasks, if documents are compared with them
     leave_out: bool  # documents that overlap with a task take no part in what follows
     held_out: frozenset[str]  # names of parts that are not compared with tasks
 
@@ -52,8 +52,8 @@ class _Block:
         self.num_shingles = self.num_documents = 0
 
 
-def sign_part(part: Part, out: Path, settings: SignSettings) -> PartResult:
-    """Writes ``.work/NAME.exact``, ``.bands``, ``.signatures``, ``.names``, ``.offsets``, ``.tainted`` of a part."""
+def sign_part(part: FilePart, out: Path, settings: SignSettings) -> PartResult:
+    """Write ``.work/NAME.exact``, ``.bands``, ``.signatures``, ``.names``, ``.offsets``, ``.tainted`` of a part."""
     stem = out / WORK / part.name
     counts, defects = Counts(), []
     index = Index(settings.tasks) if settings.tasks and part.name not in settings.held_out else None
@@ -114,7 +114,7 @@ def sign_part(part: Part, out: Path, settings: SignSettings) -> PartResult:
 
 
 def _hit_row(record: Record, found: dict[str, tuple[int, int, int]], words: list[bytes]) -> bytes:
-    """A line about a document that overlaps with tasks: how many n-grams of each, and the first of them."""
+    """Return a line about a document that overlaps with tasks: how many n-grams of each, and the first of them."""
     tasks = {
         task: {"ngrams": number, "text": b" ".join(words[start : start + n]).decode()}
         for task, (number, start, n) in found.items()
@@ -128,36 +128,29 @@ HELD_OUT = " of a held-out document"
 
 @dataclass(frozen=True)
 class Decisions:
-    """What became of all documents: files of a number each, in the order of their numbers."""
+    """Two files with a number for each document, in the order of the documents."""
 
     exact: Path  # the first document of the same words
     kept: Path  # the one that is kept instead; itself for one that is kept
     kind: str  # of these numbers
 
     def of(self, path: Path, start: int, stop: int) -> np.ndarray:
-        """Those of some documents."""
+        """Read the numbers of documents ``start`` to ``stop``."""
         size = np.dtype(self.kind).itemsize
         return np.fromfile(path, dtype=self.kind, offset=start * size, count=stop - start)
 
 
 def outputs_of_part(name: str, suffix: str) -> tuple[str, str]:
-    """What :func:`write_part` writes for a part, as names in the step's folder: documents, and those removed."""
+    """Return what :func:`write_part` writes, relative to the step's folder: documents, and those removed."""
     return f"{name}.jsonl{suffix}", f"{WORK}/{name}.removed"
 
 
 def write_part(
-    part: Part, out: Path, reading: Reading, signed: Signed, decisions: Decisions, num_perm: int, suffix: str
+    part: FilePart, out: Path, reading: ReadSettings, signed: Signed, decisions: Decisions, num_perm: int, suffix: str
 ) -> PartResult:
-    """Writes ``NAME.jsonl`` with the suffix of a compression, and ``.work/NAME.removed``.
+    """Write the kept documents of an input to ``NAME.jsonl``, and the others to ``.work/NAME.removed``.
 
-    Args:
-        part: of the inputs.
-        out: the step's folder.
-        reading: as in the first phase.
-        signed: what that phase left.
-        decisions: who is kept.
-        num_perm: of signatures; 0 if there are none.
-        suffix: of the files of documents.
+    ``num_perm`` is the number of entries of a signature, 0 if there are none; ``suffix`` that of a compression.
     """
     number = signed.names.index(part.name)
     base, stop = int(signed.bases[number]), int(signed.bases[number + 1])
@@ -194,7 +187,7 @@ def write_part(
 
 
 def _removed(document: int, winner: int, is_exact: bool, lookup: Lookup) -> dict[str, Any]:
-    """Why a document goes. The similarity is that to the one kept, which may be a duplicate's duplicate."""
+    """Say why a document goes. The similarity is that to the kept one, which may be a duplicate's duplicate."""
     identity, source = lookup.name(winner)
     alike = 1.0
     if not is_exact:

@@ -1,9 +1,9 @@
-"""Documents as words, hashes of runs of words, and MinHash signatures (Broder, 1997) by datasketch.
+"""Turn documents into words, hashes of runs of words, and MinHash signatures (Broder, 1997) by datasketch.
 
-Hashes are the same in every process, unlike Python's own ``hash``. The Jaccard similarity of two documents is the share
-of runs of words that both have among those that one of them has; the share of equal entries in their signatures
-estimates it, with a standard error of sqrt(s (1 - s) / num_perm). Similar documents are
-likely to share bands of entries.
+Hashes are the same in every process, unlike Python's own ``hash``. The Jaccard similarity of two documents is the
+number of runs of words in both, divided by that of runs in either. The share of equal entries in their signatures
+estimates it, with a standard error of sqrt(s (1 - s) / num_perm). Similar documents are likely to share bands of
+entries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from data_prep.clean.characters import nfc
+from data_prep.clean.rules import nfc
 from smlp.errors import UserError
 
 FACTOR = np.uint64(0x5851F42D4C957F2D)
@@ -27,7 +27,7 @@ _TABLE = bytes(ord(chr(code).lower()) if code > 127 or chr(code).isalnum() else 
 
 
 def words_of(text: str) -> list[bytes]:
-    """Runs of letters and digits in lower case, in UTF-8; whatever else there is only separates them."""
+    """Return the runs of letters and digits, in lower case and UTF-8; everything else only separates them."""
     text = text.lower()
     if not text.isascii():
         text = _NOT_ASCII.sub(_letters_and_digits, nfc(text))
@@ -51,16 +51,14 @@ _hashes = _Hashes()
 
 
 def word_hashes(words: list[bytes]) -> np.ndarray:
-    """A 64-bit hash of each word: uint64, shape (words,)."""
+    """Return a 64-bit hash of each word: uint64, shape (words,)."""
     return np.fromiter(map(_hashes.__getitem__, words), dtype=np.uint64, count=len(words))
 
 
 def ngram_hashes(hashes: np.ndarray, n: int) -> np.ndarray:
-    """A 64-bit hash of each run of ``n`` words: uint64, shape (words - n + 1,), empty if there are fewer words.
+    """Return a 64-bit hash of each run of ``n`` words: uint64, shape (words - n + 1,), empty if there are fewer words.
 
-    Args:
-        hashes: of the words, as :func:`word_hashes` gives them.
-        n: words of a run.
+    ``hashes`` are those of the words, as :func:`word_hashes` gives them.
     """
     number = len(hashes) - n + 1
     if number < 1:
@@ -73,7 +71,7 @@ def ngram_hashes(hashes: np.ndarray, n: int) -> np.ndarray:
 
 
 def text_hash(text: str, words: list[bytes]) -> tuple[int, int]:
-    """128 bits, equal for texts of the same words in the same order; of the text itself where it has no word."""
+    """Return 128 bits, equal for texts of the same words in the same order; a text without words is hashed as it is."""
     content = b" ".join(words) if words else text.encode("utf-8", "surrogatepass")
     digest = blake2b(content, digest_size=16, person=b"words" if words else b"text").digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
@@ -87,7 +85,7 @@ _CHUNK = 1024  # runs of words hashed at once: the work space is num_perm times 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How near duplicates are found."""
+    """The settings by which near duplicates are found."""
 
     num_perm: int  # entries of a signature, uint32
     ngram: int  # words of a run
@@ -97,7 +95,7 @@ class Scheme:
 
     @classmethod
     def for_threshold(cls, threshold: float, num_perm: int, ngram: int, seed: int) -> Scheme:
-        """With the bands that datasketch holds best for a similarity.
+        """Choose the bands that datasketch finds best for a similarity.
 
         Raises:
             UserError: datasketch is not installed.
@@ -106,7 +104,7 @@ class Scheme:
         return cls(num_perm, ngram, seed, lsh.b, lsh.r)
 
     def found(self, similarity: float) -> float:
-        """Probability that a pair of documents of this similarity shares a band."""
+        """Return the probability that a pair of documents of this similarity shares a band."""
         return 1 - (1 - similarity**self.rows) ** self.bands
 
 
@@ -119,16 +117,14 @@ def _datasketch():
 
 
 def shingles(hashes: np.ndarray, ngram: int) -> np.ndarray:
-    """Hashes of a document's runs of words, uint32; one of the whole where it is shorter than a run."""
+    """Return hashes of a document's runs of words, uint32; one of the whole if it is shorter than a run."""
     return (ngram_hashes(hashes, max(min(ngram, len(hashes)), 1)) >> np.uint64(32)).astype(np.uint32)
 
 
 def signatures(documents: Sequence[np.ndarray], scheme: Scheme) -> np.ndarray:
-    """Signatures of documents: uint32, shape (documents, num_perm).
+    """Return the signatures of documents: uint32, shape (documents, num_perm).
 
-    Args:
-        documents: hashes of the runs of words of each, as :func:`shingles` gives them.
-        scheme: how.
+    ``documents`` are the hashes of the runs of words of each, as :func:`shingles` gives them.
     """
     sizes = [max(-(-len(hashes) // _CHUNK), 1) for hashes in documents]
     starts = np.concatenate(([0], np.cumsum(sizes[:-1]))).astype(np.int64)
@@ -143,7 +139,7 @@ def signatures(documents: Sequence[np.ndarray], scheme: Scheme) -> np.ndarray:
 
 
 def band_keys(values: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """A key for each band of each signature: uint64, shape (documents, bands)."""
+    """Return a key for each band of each signature: uint64, shape (documents, bands)."""
     parts = values[:, : scheme.bands * scheme.rows].reshape(len(values), scheme.bands, scheme.rows).astype(np.uint64)
     keys = np.broadcast_to(np.arange(1, scheme.bands + 1, dtype=np.uint64), parts.shape[:2]).copy()
     for row in range(scheme.rows):
@@ -153,5 +149,5 @@ def band_keys(values: np.ndarray, scheme: Scheme) -> np.ndarray:
 
 
 def similarity(first: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Estimated Jaccard similarity of a signature (num_perm,) with others (documents, num_perm): float64."""
+    """Estimate the Jaccard similarity of a signature (num_perm,) with others (documents, num_perm): float64."""
     return (others == first).mean(axis=1)

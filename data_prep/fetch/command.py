@@ -13,7 +13,7 @@ from data_prep.fetch.download import Patience
 from data_prep.fetch.sequence import fetch
 from data_prep.fetch.source import Source, built_in, find_source
 from data_prep.fetch.wanted import Wanted, free_bytes, not_writable
-from data_prep.flow.documents import DOCUMENTS_OF_TEXT, Reading
+from data_prep.flow.documents import DOCUMENTS_OF_TEXT, ReadSettings
 from data_prep.flow.options import (
     add_bytes_option,
     add_compression,
@@ -22,102 +22,10 @@ from data_prep.flow.options import (
     add_time_option,
     check_apart,
 )
-from data_prep.flow.running import Report, Run
+from data_prep.flow.running import Report, StepRun, aligned
 from smlp.cli.json_file import write_json
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
 from smlp.errors import UserError
-
-
-def print_list(sources: Sequence[Source], json_file: str | None) -> int:
-    """A line for each source: where from, how much, whose terms, whether it can be had."""
-    rows = [("name", "from", "download", "text", "licence", "status")]
-    for source in sources:
-        status = f"gone: use {' or '.join(source.replacement)}" if source.status == "gone" else source.status
-        sizes = size(source.size.bytes), size(source.size.text_bytes)
-        rows.append(
-            (source.name, source.kind, *sizes, textwrap.shorten(source.licence, 50, placeholder=" ..."), status)
-        )
-    print(_table(rows, right=(2, 3)))
-    if json_file:
-        write_json(json_file, [as_json(source) for source in sources])
-    return 0
-
-
-def print_one(source: Source, json_file: str | None) -> int:
-    """Everything that is known of a source."""
-    print(f"{source.name}: {source.title}")
-    lines = [
-        ("status", source.status + (f", instead: {', '.join(source.replacement)}" if source.replacement else "")),
-        ("from", _place(source)),
-        ("format", source.format),
-        ("options", ", ".join(f"{name}={value}" for name, value in source.options.items())),
-        ("download", size(source.size.bytes) + (f" in {source.size.files:,} files" if source.size.files else "")),
-        ("text", size(source.size.text_bytes)),
-        ("documents", f"{source.size.documents:,}" if source.size.documents else ""),
-        ("tokens", f"{source.size.tokens:,}" if source.size.tokens else ""),
-        ("sizes from", source.size.basis),
-        ("licence", source.licence),
-        ("cite", source.citation),
-        *(("note", note) for note in source.notes),
-    ]
-    print("\n".join(f"  {name:<11}{value}" for name, value in lines if value))
-    if json_file:
-        write_json(json_file, as_json(source))
-    return 0
-
-
-def as_json(source: Source) -> dict[str, Any]:
-    """A source without its file's text."""
-    row = asdict(source)
-    del row["definition"]
-    return {**row, "paths": [str(path) for path in source.paths], "kind": source.kind}
-
-
-def print_plan(rows: list[dict[str, Any]], free: int, problems: list[str], json_file: str | None) -> int:
-    """What would be fetched; 1 if something stands against it."""
-    lines = [("name", "from", "files", "download", "documents", "disk needed", "options")]
-    for row in rows:
-        number = "?" if row["files"] is None else f"{row['files']:,}"
-        sizes = [size(row[name]) for name in ("download_bytes", "document_bytes", "needed_bytes")]
-        options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
-        lines.append((row["name"], row["from"], number, *sizes, options))
-    print(_table(lines, right=(2, 3, 4, 5)))
-    print(f"free disk: {size(free)}; '?' is not known before the server is asked")
-    for problem in problems:
-        print(f"problem: {problem}")
-    if json_file:
-        write_json(json_file, {"sources": rows, "free_bytes": free, "problems": problems})
-    return 1 if problems else 0
-
-
-def size(num_bytes: int | None) -> str:
-    """Bytes for people; ? where nobody knows."""
-    if num_bytes is None:
-        return "?"
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:,.1f} {unit}"
-    return f"{num_bytes} B"
-
-
-def _place(source: Source) -> str:
-    if source.hub:
-        return "hf:" + ":".join(filter(None, (source.hub.name, source.hub.config, source.hub.split)))
-    places = [source.listing.url] if source.listing else [file.url for file in source.files] or source.paths
-    return ", ".join(map(str, places))
-
-
-def _table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    cells = (
-        "  ".join(
-            f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-    return "\n".join(cells)
-
 
 DESCRIPTION = "download corpora, with checks, and turn them into documents for 'smlp data clean'"
 EPILOG = """A source is a name from --list, hf:OWNER/NAME[:CONFIG][:SPLIT] (any dataset of the Hugging Face Hub), a file
@@ -134,12 +42,12 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the step."""
-    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="what to fetch")
-    parser.add_argument("--list", action="store_true", help="the sources that there are, and exit")
-    parser.add_argument("--show", metavar="SOURCE", help="all that is known of a source, and exit")
+    """Declare the options of the step."""
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="source to fetch")
+    parser.add_argument("--list", action="store_true", help="list the available sources and exit")
+    parser.add_argument("--show", metavar="SOURCE", help="show all that is known of a source and exit")
     parser.add_argument("--json", metavar="FILE", help="write what --list, --show or --dry-run print as JSON")
-    parser.add_argument("--dry-run", action="store_true", help="check everything but the download, and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check everything but the download and exit")
     group = parser.add_argument_group("what to fetch")
     group.add_argument(
         "--set",
@@ -181,18 +89,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser, out_required=False)
     add_compression(parser)
     add_number(
-        parser, "--file-bytes", whole(1, MOST_BYTES), "text in a file that is written, before the next", 256 << 20
+        parser, "--file-bytes", whole(1, MOST_BYTES), "bytes of text in a file, before the next is begun", 256 << 20
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the step; 0 if everything that was asked for is there."""
+    """Run the step; return 0 if everything that was asked for is there."""
     if args.list:
         return print_list(list(built_in().values()), args.json)
     if args.show:
         return print_one(find_source(args.show), args.json)
     if not args.sources:
-        raise UserError("name a source to fetch; 'smlp data fetch --list' shows those that there are")
+        raise UserError("name a source to fetch; 'smlp data fetch --list' shows the available ones")
     if args.out is None:
         raise UserError("--out DIR is missing: where the documents are to go")
     wanted = _wanted(args)
@@ -233,19 +141,19 @@ def _wanted(args: argparse.Namespace) -> list[Wanted]:
     }
     wanted = []
     for source in sources:
-        reading = Reading(
+        reading = ReadSettings(
             args.text_field or source.text_field,
             args.documents or source.documents,
             args.max_document_bytes,
             args.max_document_seconds,
         )
-        run = Run(args.out / source.name, args.workers, args.share, args.quiet)
+        run = StepRun(args.out / source.name, args.workers, args.share, args.quiet)
         wanted.append(Wanted(source, args.out, run, options[source.name], reading, **settings))
     return wanted
 
 
 def _options(sources: list[Source], words: list[str]) -> dict[str, dict[str, str]]:
-    """Options of each source, with what ``--set`` says."""
+    """Return the options of each source, with what ``--set`` says."""
     options = {source.name: dict(source.options) for source in sources}
     for word in words:
         place, equals, value = word.partition("=")
@@ -260,7 +168,7 @@ def _options(sources: list[Source], words: list[str]) -> dict[str, dict[str, str
 
 
 def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
-    """Prints what would be done and what stands against it; 1 if anything does."""
+    """Print what would be done and what stands against it; return 1 if anything does."""
     free, problem = free_bytes(wanted[0].out), not_writable(wanted[0].out)
     problems = [f"--out: {problem}"] if problem else []
     rows: list[dict[str, Any]] = []
@@ -300,3 +208,82 @@ def _fetch_one(wanted: Wanted) -> int:
     if outcome.manifest is None:
         return ending.waiting(outcome.finished, name)
     return ending.finished(outcome.manifest, f"{wanted.source.title}; licence: {wanted.source.licence}")
+
+
+def print_list(sources: Sequence[Source], json_file: str | None) -> int:
+    """Print a line for each source: where it comes from, its size, licence and status."""
+    rows = [("name", "from", "download", "text", "licence", "status")]
+    for source in sources:
+        status = f"gone: use {' or '.join(source.replacement)}" if source.status == "gone" else source.status
+        sizes = size(source.size.bytes), size(source.size.text_bytes)
+        rows.append(
+            (source.name, source.kind, *sizes, textwrap.shorten(source.licence, 50, placeholder=" ..."), status)
+        )
+    print(aligned(rows, right=(2, 3)))
+    if json_file:
+        write_json(json_file, [as_json(source) for source in sources])
+    return 0
+
+
+def print_one(source: Source, json_file: str | None) -> int:
+    """Print everything that is known of a source."""
+    print(f"{source.name}: {source.title}")
+    lines = [
+        ("status", source.status + (f", instead: {', '.join(source.replacement)}" if source.replacement else "")),
+        ("from", _place(source)),
+        ("format", source.format),
+        ("options", ", ".join(f"{name}={value}" for name, value in source.options.items())),
+        ("download", size(source.size.bytes) + (f" in {source.size.files:,} files" if source.size.files else "")),
+        ("text", size(source.size.text_bytes)),
+        ("documents", f"{source.size.documents:,}" if source.size.documents else ""),
+        ("tokens", f"{source.size.tokens:,}" if source.size.tokens else ""),
+        ("sizes from", source.size.basis),
+        ("licence", source.licence),
+        ("cite", source.citation),
+        *(("note", note) for note in source.notes),
+    ]
+    print("\n".join(f"  {name:<11}{value}" for name, value in lines if value))
+    if json_file:
+        write_json(json_file, as_json(source))
+    return 0
+
+
+def as_json(source: Source) -> dict[str, Any]:
+    """Return a source without its file's text."""
+    row = asdict(source)
+    del row["definition"]
+    return {**row, "paths": [str(path) for path in source.paths], "kind": source.kind}
+
+
+def print_plan(rows: list[dict[str, Any]], free: int, problems: list[str], json_file: str | None) -> int:
+    """Print what would be fetched; return 1 if something stands against it."""
+    lines = [("name", "from", "files", "download", "documents", "disk needed", "options")]
+    for row in rows:
+        number = "?" if row["files"] is None else f"{row['files']:,}"
+        sizes = [size(row[name]) for name in ("download_bytes", "document_bytes", "needed_bytes")]
+        options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
+        lines.append((row["name"], row["from"], number, *sizes, options))
+    print(aligned(lines, right=(2, 3, 4, 5)))
+    print(f"free disk: {size(free)}; '?' is not known before the server is asked")
+    for problem in problems:
+        print(f"problem: {problem}")
+    if json_file:
+        write_json(json_file, {"sources": rows, "free_bytes": free, "problems": problems})
+    return 1 if problems else 0
+
+
+def size(num_bytes: int | None) -> str:
+    """Write bytes for people; ``?`` if they are unknown."""
+    if num_bytes is None:
+        return "?"
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _place(source: Source) -> str:
+    if source.hub:
+        return "hf:" + ":".join(filter(None, (source.hub.name, source.hub.config, source.hub.split)))
+    places = [source.listing.url] if source.listing else [file.url for file in source.files] or source.paths
+    return ", ".join(map(str, places))

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class DownloadFailed(Exception):
-    """A file that could not be had; the message is one sentence with its URL."""
+    """A file cannot be downloaded. The message is one sentence with its URL."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to insist."""
+    """Limits of retrying."""
 
     attempts: int = 6  # that may fail one after the other without a new byte
     first_wait: float = 1.0  # seconds after the first of them; doubled after each further one
@@ -53,7 +53,7 @@ class Patience:
 class _Passing(Exception):
     """An attempt failed for a reason that may pass.
 
-    ``wait`` is what the server asks for, in seconds; ``lost`` are bytes that were there and had to be thrown away.
+    ``wait`` is what the server asks for, in seconds; ``lost`` are bytes that had to be thrown away.
     """
 
     def __init__(self, problem: str, wait: float = 0.0, lost: int = 0) -> None:
@@ -63,7 +63,7 @@ class _Passing(Exception):
 
 @dataclass
 class _Partial:
-    """What is there of a file: its bytes, and what the server called the version that they are of."""
+    """The bytes of a file that are there, and the version that the server called them."""
 
     path: Path
 
@@ -76,17 +76,17 @@ class _Partial:
         return self.path.with_name(self.path.name + ".json")
 
     def version(self, url: str) -> str:
-        """The validator of the version that the bytes are of, or "" if there is none for this URL."""
+        """Return the validator of the version that the bytes are of, or "" if there is none for this URL."""
         row = read_json(self._memo) or {}
         return row["version"] if row.get("url") == url else ""
 
     def begin(self, url: str, version: str) -> None:
-        """Throws away what is there and notes what comes next."""
+        """Throw away what is there and note what comes next."""
         self.path.write_bytes(b"")
         self._memo.write_text(json.dumps({"url": url, "version": version}), encoding="utf-8")
 
     def discard(self) -> int:
-        """Throws away what is there; returns its bytes."""
+        """Throw away what is there; return its bytes."""
         size = self.size
         self.path.unlink(missing_ok=True)
         self._memo.unlink(missing_ok=True)
@@ -106,17 +106,13 @@ def download(
     advance: Callable[[int], Any] = lambda num_bytes: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Writes ``path``: whole and checked, or not at all; until then, ``NAME.partial`` holds what there is.
+    """Write ``path``, whole and checked, or not at all; until then, ``NAME.partial`` holds what has come.
 
     What an earlier call left is resumed if the server still has the same version (``If-Range`` with its ``ETag`` or
     date, or a checksum to find out at the end), so that no file is glued together from two.
 
-    Args:
-        file: what to get.
-        path: where to.
-        patience: when to give up.
-        advance: told of bytes that came, and with a negative number of those that had to be thrown away.
-        stop: once set, the download ends with DownloadFailed; what there is stays.
+    ``advance`` is called with the number of bytes that came, a negative one for those that had to be thrown away. Once
+    ``stop`` is set, the download ends with DownloadFailed; what has come stays.
 
     Raises:
         DownloadFailed: it cannot be had; the message names URL, reason and numbers.
@@ -147,7 +143,7 @@ def download(
 def _attempt(
     file: RemoteFile, partial: _Partial, patience: Patience, advance: Callable[[int], Any], stop: threading.Event
 ) -> None:
-    """Brings what is missing. Returns with all of it there, as far as server and list can say."""
+    """Fetch what is missing. Return with all of it there, as far as server and list can say."""
     requests, urllib3 = (from_extra(name, "for downloads") for name in ("requests", "urllib3"))
     total: int | None = None
     have, version = partial.size, partial.version(file.url)
@@ -188,7 +184,7 @@ def _attempt(
 
 
 def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int | None, bool]:
-    """What the answer means: the file's length, if it says so, and whether what comes continues what is there."""
+    """Return the file's length, if the answer says so, and whether it continues what is there."""
     status, have = response.status_code, partial.size
     if status in (206, 416):
         span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", response.headers.get("Content-Range", ""))
@@ -209,7 +205,7 @@ def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int |
 
 
 def _version_of(headers: Any) -> str:
-    """What may stand in ``If-Range``: a strong ETag or, without one, a date."""
+    """Return a validator for ``If-Range``: a strong ETag or, without one, a date."""
     tag = headers.get("ETag", "")
     return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")
 
@@ -224,7 +220,7 @@ def _seconds(retry_after: str) -> float:
 
 
 def _check(file: RemoteFile, partial: _Partial) -> None:
-    """Compares what came with what its list says; what is wrong is thrown away, so that it comes anew."""
+    """Compare what came with the list; throw away what is wrong, so that it comes anew."""
     if file.num_bytes is not None and partial.size != file.num_bytes:
         have = partial.discard()
         raise _Passing(f"{have:,} bytes came, its list says {file.num_bytes:,}", lost=have)
@@ -237,7 +233,7 @@ def _check(file: RemoteFile, partial: _Partial) -> None:
 
 
 def _plain(error: BaseException) -> str:
-    """An error of the network in a few words: the innermost that says something."""
+    """Describe an error of the network in a few words: by the innermost error that has a message."""
     seen = [error]
     while (inner := getattr(seen[-1], "reason", None) or seen[-1].__cause__ or seen[-1].__context__) is not None:
         if not isinstance(inner, BaseException) or inner in seen:
@@ -247,13 +243,8 @@ def _plain(error: BaseException) -> str:
     return text[:200]
 
 
-def to_json(file: RemoteFile) -> dict[str, Any]:
-    """A file of a list, for the disk."""
-    return asdict(file)
-
-
 def from_json(row: dict[str, Any]) -> RemoteFile:
-    """What :func:`to_json` gave.
+    """Return the :class:`RemoteFile` whose fields were stored.
 
     Raises:
         UserError: its name is none of a file in a folder.
@@ -268,7 +259,7 @@ GIVE_UP_AFTER = 12  # files that fail one after the other: then it is the networ
 def download_all(
     files: Sequence[RemoteFile], folder: Path, connections: int, patience: Patience, quiet: bool = False
 ) -> list[str]:
-    """Downloads what is not in ``folder`` yet, ``connections`` files at a time.
+    """Download what is not in ``folder`` yet, ``connections`` files at a time.
 
     Returns:
         A sentence for each file that could not be had, in the order of ``files``; none if all are there.
@@ -286,7 +277,7 @@ def download_all(
 
 
 def bytes_there(path: Path) -> int:
-    """Bytes of a download that are there, whole or in part."""
+    """Return the bytes of a download that are there, whole or in part."""
     places = (path, path.with_name(path.name + ".partial"))
     return sum(place.stat().st_size for place in places if place.is_file())
 

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face Hub through ``datasets``: shard by shard, streamed, of a fixed revision."""
+"""Read datasets of the Hugging Face Hub through ``datasets``: shard by shard, streamed, of a fixed revision."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.fetch.source import Hub
-from data_prep.flow.documents import Loss, Reading, Record, document_of_row
-from data_prep.flow.parts import Part
+from data_prep.flow.documents import Loss, ReadSettings, Record, document_of_row, in_json
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import from_extra
 from data_prep.flow.workers import PartFailed
 from smlp.errors import UserError
 
 
 def pinned(hub: Hub) -> tuple[Hub, int]:
-    """The dataset with the commit that its revision stands for now, and the number of its shards.
+    """Return the dataset with the commit that its revision stands for now, and the number of its shards.
 
     Raises:
         UserError: there is no such dataset, configuration or split, or the Hub cannot be reached.
@@ -32,15 +32,10 @@ def pinned(hub: Hub) -> tuple[Hub, int]:
         raise UserError(f"hf:{hub.name}: {_sentence(error)}") from error
 
 
-def rows(hub: Hub, shard: int, num_shards: int, part: Part, reading: Reading) -> Iterator[Record | Loss]:
-    """The documents of one shard, in order.
+def rows(hub: Hub, shard: int, num_shards: int, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:
+    """Yield the documents of one shard, in order.
 
-    Args:
-        hub: as :func:`pinned` gives it.
-        shard: from 0.
-        num_shards: of the dataset, as it was when this was planned.
-        part: names documents (``NAME:ROW``) and their source.
-        reading: the column of the text, and the longest document.
+    ``hub`` and ``num_shards`` are what :func:`pinned` gave; ``part`` names documents (``NAME:ROW``) and their source.
 
     Raises:
         UserError: there is no such column.
@@ -55,7 +50,7 @@ def rows(hub: Hub, shard: int, num_shards: int, part: Part, reading: Reading) ->
         for row in dataset.shard(num_shards, shard):
             if reading.text_field not in row:
                 raise UserError(f"hf:{hub.name}: no column {reading.text_field!r}; there are {', '.join(row)}")
-            piece = document_of_row(dict(row), number, part, reading)
+            piece = document_of_row(in_json(row, reading), number, part, reading)
             number += 1
             if hub.rows_per_document == 1 or isinstance(piece, Loss):
                 yield piece

@@ -1,4 +1,4 @@
-"""Which files a source on the web has: read once, then kept, so that a repeated command means the same files."""
+"""List the files of a source on the web: read once, then kept, so that a repeated command means the same files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import os
 import re
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
-from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download, from_json, to_json
+from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download, from_json
 from data_prep.fetch.source import Listing, Source
 from data_prep.flow.streams import DamagedFile, open_stream, read_json, write_bytes
 from smlp.errors import UserError
@@ -22,9 +22,9 @@ _MONTH = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
 
 
 def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[RemoteFile] | None:
-    """The files that an earlier :func:`list_files` found with the same options, or None."""
+    """Return the files that an earlier :func:`list_files` found with the same options, or None."""
     row = read_json(folder / KEPT)
-    if not isinstance(row, dict) or row.get("definition") != source.definition or row.get("options") != options:
+    if row is None or row.get("definition") != source.definition or row.get("options") != options:
         return None
     try:
         return [from_json(file) for file in row["files"]]
@@ -33,13 +33,7 @@ def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[Re
 
 
 def list_files(source: Source, options: dict[str, str], folder: Path, patience: Patience) -> list[RemoteFile]:
-    """The files of a source, in a fixed order and with names of their own; kept in ``folder``.
-
-    Args:
-        source: one of the web.
-        options: its options with their values.
-        folder: of its downloads.
-        patience: with the server of the list.
+    """Return the files of a source of the web, in a fixed order and with names of their own; keep them in ``folder``.
 
     Raises:
         UserError: the list cannot be had or read, or an option is wrong.
@@ -57,13 +51,13 @@ def list_files(source: Source, options: dict[str, str], folder: Path, patience: 
     if not files:
         raise UserError(f"source {source.name}: its list names no file")
     files = _named(files)
-    row = {"definition": source.definition, "options": options, "files": [to_json(file) for file in files]}
+    row = {"definition": source.definition, "options": options, "files": [asdict(file) for file in files]}
     write_bytes(folder / KEPT, json.dumps(row, indent=1).encode())
     return files
 
 
 def _latest(listing: Listing, options: dict[str, str], folder: Path, patience: Patience) -> list[RemoteFile]:
-    """The files of the newest date that is complete."""
+    """Return the files of the newest date that is complete."""
     page = _filled(listing.dates, options)
     dates = sorted(set(_DATE_LINK.findall(_text(page, folder, patience))), reverse=True)
     problem = f"no link to a date on {page}"
@@ -119,7 +113,7 @@ def _dumpstatus(text: str, url: str, listing: Listing) -> list[RemoteFile]:
 
 
 def _numbers_apart(name: str) -> list[tuple[int, str]]:
-    """Sorts part 2 before part 10."""
+    """Return a key that sorts part 2 before part 10."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
 
 
@@ -127,7 +121,7 @@ _READERS = {"paths": _paths, "checksums": _checksums, "dumpstatus": _dumpstatus}
 
 
 def months(text: str) -> list[tuple[str, str]]:
-    """``2016-09:2019-02`` or a single month as pairs of year and month.
+    """Return the pairs of year and month of ``2016-09:2019-02`` or of a single month.
 
     Raises:
         UserError: it is neither.
@@ -176,7 +170,7 @@ def _base_name(url: str) -> str:
 
 
 def _named(files: list[RemoteFile]) -> list[RemoteFile]:
-    """With names for the disk: the last part of the URL, numbered where two are the same."""
+    """Name files by the last part of the URL, numbered where two are the same."""
     seen: dict[str, int] = {}
     named = []
     for file in files:

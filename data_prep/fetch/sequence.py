@@ -1,33 +1,43 @@
-"""Fetch a source: list its files, download and convert them, write the manifest."""
+"""Fetch a source: list its files, download them, convert them to documents part by part, write the manifest.
+
+The documents of a part are written in several files; those that are finished are kept when a long part is killed.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from data_prep.fetch.convert import REQUEST, Requested, convert, named_by_format, part_name
-from data_prep.fetch.download import RemoteFile, bytes_there, download_all, to_json
-from data_prep.fetch.hub import pinned
+from data_prep.fetch import hub, warc, wikipedia
+from data_prep.fetch.download import DownloadFailed, RemoteFile, bytes_there, download, download_all, from_json
 from data_prep.fetch.listing import KEPT, list_files
 from data_prep.fetch.source import Hub
 from data_prep.fetch.wanted import Wanted
-from data_prep.flow.documents import FORMATS
-from data_prep.flow.manifest import write_manifest
-from data_prep.flow.parts import PART_BYTES, find_files, plan_parts, unique_name
-from data_prep.flow.running import Finished, begin, is_done, run_parts
-from data_prep.flow.streams import read_json, write_bytes
+from data_prep.flow.documents import FORMATS, Defect, Loss, Record, read
+from data_prep.flow.manifest import Counts, PartResult, output_paths, write_manifest
+from data_prep.flow.options import COMPRESSIONS
+from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, unique_name
+from data_prep.flow.running import STATE, Finished, begin, is_done, run_parts
+from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
+from data_prep.flow.streams import read_json, sha256_of, suffix_of, write_bytes, write_stream
+from data_prep.flow.workers import PartFailed
 from smlp.files import plain_name
 
+REQUEST = ".request.json"
 _PHASE = "convert"
 _SHARDS = "shards.json"
+_FORMATS = re.compile(r"\.(xml|warc|jsonl|json|txt|parquet)(?=[-.]|$)|\.(gz|bz2|xz|zst)$")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a source: its manifest, or sentences about what failed; neither while other shares are at work."""
+    """The manifest of a source, or sentences about what failed; neither while other shares are at work."""
 
     finished: Finished
     manifest: dict[str, Any] | None = None
@@ -35,7 +45,7 @@ class Outcome:
 
 
 def fetch(wanted: Wanted) -> Outcome:
-    """Downloads and converts what is not done yet.
+    """Download and convert what is not done yet.
 
     Raises:
         UserError: it cannot begin: no room, no list of files, other work in its folder.
@@ -49,7 +59,7 @@ def fetch(wanted: Wanted) -> Outcome:
     if source.from_web:
         files = list_files(source, wanted.options, wanted.raw, wanted.patience)[: wanted.limit_files]
         files = [replace(file, name=named_by_format(file.name, source.format)) for file in files]
-        parts = _requested(wanted, [(file.name, to_json(file), file.num_bytes) for file in files])
+        parts = _requested(wanted, [(file.name, asdict(file), file.num_bytes) for file in files])
     elif source.hub:
         parts = _requested(wanted, [(name, row, None) for name, row in _shards(wanted)][: wanted.limit_files])
     else:
@@ -83,23 +93,37 @@ def fetch(wanted: Wanted) -> Outcome:
 
 
 def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
-    """Name and request of each shard, of the revision that the first command found."""
+    """Return name and request of each shard, of the revision that the first command found."""
     kept = wanted.raw / _SHARDS
     key = {"hub": asdict(wanted.source.hub)}
     row = read_json(kept)
     if row is None or row["key"] != key:
-        hub, number = pinned(wanted.source.hub)
-        row = {"key": key, "hub": asdict(hub), "num_shards": number}
+        dataset, number = hub.pinned(wanted.source.hub)
+        row = {"key": key, "hub": asdict(dataset), "num_shards": number}
         write_bytes(kept, json.dumps(row, indent=1).encode())
-    hub, number = Hub(**row["hub"]), row["num_shards"]
+    dataset, number = Hub(**row["hub"]), row["num_shards"]
     return [
-        (f"{hub.split}-{shard:05d}-of-{number:05d}", {"hub": row["hub"], "shard": shard, "num_shards": number})
+        (f"{dataset.split}-{shard:05d}-of-{number:05d}", {"hub": row["hub"], "shard": shard, "num_shards": number})
         for shard in range(number)
     ]
 
 
-def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]) -> list[Requested]:
-    """Parts for files of the web or shards. A request that is not what it was makes its download void."""
+@dataclass(frozen=True)
+class RemotePart(FilePart):
+    """A file of the web or a shard of the Hub as a part; its ``path`` is a small file, the request for it.
+
+    ``size`` is for progress: bytes of what is asked for, 1 if they are unknown.
+    """
+
+    size: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size
+
+
+def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]) -> list[RemotePart]:
+    """Return parts for files of the web or shards. If a request has changed, its download is removed."""
     names: set[str] = set()
     parts = []
     for name, row, size in requests:
@@ -109,5 +133,127 @@ def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int
             (wanted.raw / name).unlink(missing_ok=True)
             write_bytes(path, content)
         stem = unique_name(part_name(name), names)
-        parts.append(Requested(path, stem, wanted.source.name, size=size or 1))
+        parts.append(RemotePart(path, stem, wanted.source.name, size=size or 1))
     return parts
+
+
+def part_name(name: str) -> str:
+    """Return a file's name without its format, for the files that are made of it."""
+    return _FORMATS.sub("", _FORMATS.sub("", name)).replace(".", "-") or "documents"
+
+
+def named_by_format(file_name: str, form: str) -> str:
+    """Return the name under which a file of documents is stored: its suffix must say what it is."""
+    if form not in ("jsonl", "txt", "parquet") or suffix_of(Path(file_name)) == f".{form}":
+        return file_name
+    path = Path(file_name)
+    return f"{path.stem}.{form}{path.suffix}" if path.suffix in COMPRESSED else f"{file_name}.{form}"
+
+
+def convert(part: FilePart, out: Path, wanted: Wanted) -> PartResult:
+    """Write the documents of a part into ``NAME-00000.jsonl.gz`` and so on.
+
+    Raises:
+        PartFailed: its file is not there and cannot be downloaded.
+    """
+    reading, facts = wanted.reading, {}
+    request = json.loads(part.path.read_text(encoding="utf-8")) if isinstance(part, RemotePart) else {}
+    if "url" in request:
+        file = from_json(request)
+        path, limits = wanted.raw / file.name, (reading.max_bytes, reading.max_seconds)
+        _download_if_absent(file, path, wanted)
+        facts = {"url": file.url, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        if wanted.source.format == "wikipedia":
+            pieces = wikipedia.articles(path, part.source, *limits)
+        elif wanted.source.format == "warc":
+            pieces = warc.pages(path, part.source, *limits)
+        else:
+            pieces = read(FilePart(path, path.name, part.source), reading)
+    elif request:
+        name = FilePart(Path(part.name), part.name, part.source)
+        pieces = hub.rows(Hub(**request["hub"]), request["shard"], request["num_shards"], name, reading)
+    else:
+        pieces = read(part, reading)
+    key = f"{part.path} {part.start} {part.stop} {part.path.stat().st_mtime_ns} {facts} {reading}"
+    suffix = COMPRESSIONS[wanted.compression]
+    writer = Writer(out, part.name, key, suffix, wanted.file_bytes, wanted.limit_documents)
+    result = writer.write(iter(pieces))
+    if facts and wanted.delete_downloads:
+        path.unlink()
+    return replace(result, facts=facts)
+
+
+def _download_if_absent(file: RemoteFile, path: Path, wanted: Wanted) -> None:
+    if path.is_file():
+        return
+    if not wanted.delete_downloads:
+        raise PartFailed(f"{file.url}: is not downloaded")
+    try:
+        download(file, path, wanted.patience)
+    except DownloadFailed as error:
+        raise PartFailed(str(error)) from None
+
+
+class Writer:
+    """Write documents into ``NAME-00000.jsonl.gz``, ``NAME-00001.jsonl.gz`` and so on, each of ``file_bytes`` of text.
+
+    After each file, what was read until then is on record; a repeated command reads these documents again, but neither
+    writes nor counts them. ``key`` says what is read and how: with another one, nothing on record is used. ``limit`` is
+    the number of documents to keep, or None for all.
+    """
+
+    def __init__(self, out: Path, name: str, key: str, suffix: str, file_bytes: int, limit: int | None) -> None:
+        self._out, self._name, self._key = out, name, key
+        self._suffix, self._file_bytes, self._limit = suffix, file_bytes, limit
+        self._record = out / STATE / "pieces" / f"{name}.json"
+        self._counts, self._defects, self._outputs, self._read = Counts(), [], [], 0
+        self._resume()
+
+    def write(self, pieces: Iterator[Record | Loss | Defect]) -> PartResult:
+        """Write what is not written yet; the result covers all of it."""
+        for _ in islice(pieces, self._read):
+            pass
+        lines = self._lines(pieces)
+        for line in lines:
+            path = self._out / f"{self._name}-{len(self._outputs):05d}.jsonl{self._suffix}"
+            documents, size = 1, len(line)
+            with write_stream(path) as (stream, written):
+                stream.write(line)
+                while size < self._file_bytes and (line := next(lines, None)) is not None:
+                    stream.write(line)
+                    documents, size = documents + 1, size + len(line)
+            self._outputs.append(written.row(self._out, documents=documents))
+            self._note()
+        self._record.unlink(missing_ok=True)
+        return PartResult(self._outputs, self._counts, self._defects)
+
+    def _lines(self, pieces: Iterator[Record | Loss | Defect]) -> Iterator[bytes]:
+        counts = self._counts
+        for piece in pieces:
+            if isinstance(piece, Record) and self._limit is not None and counts.kept == self._limit:
+                counts.other["parts cut short by --limit-documents"] += 1
+                return
+            self._read += 1
+            if isinstance(piece, Defect):
+                self._defects.append({"problem": piece.problem, "where": piece.where})
+            elif isinstance(piece, Loss):
+                counts.drop(piece.reason, piece.number)
+            else:
+                counts.keep()
+                counts.other["bytes of text"] += len(piece.text.encode("utf-8", "surrogatepass"))
+                yield piece.line()
+
+    def _note(self) -> None:
+        row: dict[str, Any] = {"key": self._key, "read": self._read, "counts": self._counts.to_json()}
+        row |= {"outputs": self._outputs, "defects": self._defects}
+        write_bytes(self._record, json.dumps(row).encode())
+
+    def _resume(self) -> None:
+        row = read_json(self._record)
+        if row is None:
+            return
+        found = output_paths(self._out, row["outputs"], self._record)
+        paths = [(path, output["bytes"]) for path, output in zip(found, row["outputs"], strict=True)]
+        if row["key"] == self._key and all(path.is_file() and path.stat().st_size == size for path, size in paths):
+            self._counts, self._read = Counts.from_json(row["counts"]), row["read"]
+            self._outputs, self._defects = row["outputs"], row["defects"]

@@ -1,4 +1,4 @@
-"""Sources: what is known of a corpus, from a small TOML file, a name on the Hub, or a place on disk."""
+"""Read the description of a corpus from a small TOML file, a name on the Hub, or a place on disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Size:
-    """What a corpus amounts to, where it is known; ``basis`` says who says so. ``bytes`` are those to download."""
+    """Size of a corpus, where it is known, by ``basis``. ``bytes`` are those to download."""
 
     bytes: int | None = None
     files: int | None = None
@@ -36,7 +36,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Listing:
-    """Where the list of a source's files is."""
+    """A list of a source's files."""
 
     # ``paths``: a text file of addresses, one a line; ``checksums``: lines of a checksum and a name, as sha256sum
     # writes them; ``dumpstatus``: Wikimedia's JSON
@@ -64,7 +64,7 @@ class Hub:
 
 @dataclass(frozen=True)
 class Source:
-    """A corpus. Exactly one of ``files``, ``listing``, ``hub`` and ``paths`` is there, unless it is gone."""
+    """A corpus. It has exactly one of ``files``, ``listing``, ``hub`` and ``paths``, unless it is gone."""
 
     name: str
     title: str
@@ -86,7 +86,7 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """Where it comes from, in a word."""
+        """The kind of place it comes from, in a word."""
         if self.status == "gone":
             return "-"
         return "hub" if self.hub else "folder" if self.paths else "web"
@@ -97,12 +97,12 @@ class Source:
 
 
 def built_in() -> dict[str, Source]:
-    """The sources that come with the package, by name."""
+    """Return the sources that come with the package, by name."""
     return {path.stem: read_source(path) for path in sorted(FOLDER.glob("*.toml"))}
 
 
 def find_source(name: str) -> Source:
-    """The source that a word of the command line means.
+    """Return the source that a word of the command line means.
 
     Raises:
         UserError: there is no such source, or its file is not in order.
@@ -119,7 +119,7 @@ def find_source(name: str) -> Source:
         stem = path.resolve().name if path.is_dir() else name_of(path)
         return Source(_safe(stem), f"files of {name}", licence="the user's own", paths=(path,), definition=name)
     close = difflib.get_close_matches(name, sources, n=1)
-    hint = f"did you mean {close[0]}?" if close else "'smlp data fetch --list' shows those that there are"
+    hint = f"did you mean {close[0]}?" if close else "'smlp data fetch --list' shows the available ones"
     raise UserError(f"there is no source, file or folder {name!r}: {hint}")
 
 
@@ -137,7 +137,7 @@ def _safe(name: str) -> str:
 
 
 def read_source(path: Path) -> Source:
-    """A source file.
+    """Read a source file.
 
     Raises:
         UserError: it is not there, is no TOML, or a field is missing, unknown or wrong; the message names the field.
@@ -183,7 +183,7 @@ def _list_of(kind: type, value: Any, name: str) -> list[Any]:
 
 
 def _record(kind: type, row: Any, where: str) -> Any:
-    """A dataclass from a table; plain fields are strings or whole numbers, as their annotations say."""
+    """Make a dataclass of a table; plain fields are strings or whole numbers, as their annotations say."""
     if not isinstance(row, dict):
         raise _Wrong(f"{where!r} must be a table")
     known = {item.name: item for item in fields(kind)}

@@ -1,4 +1,4 @@
-"""A source with how it is to be fetched, and whether that can be done here: packages, permission, room on the disk."""
+"""Decide how a source is fetched, and check that it can be: packages, permission, room on the disk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from data_prep.fetch.download import Patience, RemoteFile, bytes_there
 from data_prep.fetch.listing import kept_files
 from data_prep.fetch.source import Source
-from data_prep.flow.documents import Reading
-from data_prep.flow.running import Run
+from data_prep.flow.documents import ReadSettings
+from data_prep.flow.running import StepRun
 from data_prep.flow.streams import suffix_of
 from smlp.errors import UserError
 
@@ -31,9 +31,9 @@ class Wanted:
 
     source: Source
     out: Path  # folder of all sources
-    run: Run  # its ``out`` is the source's own folder
+    run: StepRun  # its ``out`` is the source's own folder
     options: dict[str, str]  # values of the source's options
-    reading: Reading
+    reading: ReadSettings
     compression: str = "gz"  # of what is written, a key of ``COMPRESSIONS``
     file_bytes: int = 256 << 20  # of documents in a file that is written, before compression; then the next is begun
     limit_files: int | None = None  # the first files (or shards) only
@@ -51,7 +51,7 @@ class Wanted:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that its documents depend on."""
+        """Everything that its documents depend on."""
         return {
             "source": self.source.name,
             "source_sha256": hashlib.sha256(self.source.definition.encode()).hexdigest(),
@@ -67,7 +67,7 @@ class Wanted:
         }
 
     def missing_packages(self) -> list[str]:
-        """Names of packages that this source needs and that are not installed."""
+        """Return the names of packages that this source needs and that are not installed."""
         source = self.source
         names = [*source.paths, *(Path(file.url) for file in source.files)]
         needed = list(_PACKAGES.get(source.format, ()))
@@ -78,7 +78,7 @@ class Wanted:
         return sorted({name for name in needed if importlib.util.find_spec(name) is None})
 
     def known_files(self) -> list[RemoteFile] | None:
-        """The files that an earlier command found, or that the source itself names; None if only the server knows."""
+        """Return the files that an earlier command found or the source itself names; None if only the server knows."""
         if self.source.files:
             return list(self.source.files)[: self.limit_files]
         kept = kept_files(self.source, self.options, self.raw) if self.source.from_web else None
@@ -129,7 +129,7 @@ class Wanted:
 
 
 def not_writable(folder: Path) -> str:
-    """Why nothing can be written to a folder that may not be there yet; "" if it can."""
+    """Say why nothing can be written to a folder that may not exist yet; "" if it can."""
     place = _existing(folder)
     if not place.is_dir():
         return f"{folder} cannot be made: {place} is no folder"
@@ -137,7 +137,7 @@ def not_writable(folder: Path) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes of the disk that a folder is on, or will be."""
+    """Return the free bytes of the disk that a folder is on, or will be."""
     return shutil.disk_usage(_existing(folder)).free
 
 

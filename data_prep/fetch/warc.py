@@ -1,4 +1,4 @@
-"""Web pages in WARC files: the running text of each, without navigation and advertisements."""
+"""Extract the running text of web pages in WARC files, without navigation and advertisements."""
 
 from __future__ import annotations
 
@@ -19,16 +19,11 @@ _HTML = ("text/html", "application/xhtml+xml")
 def pages(
     path: Path, source: str, max_bytes: int, max_seconds: float = DEFAULT_SECONDS
 ) -> Iterator[Record | Loss | Defect]:
-    """The pages of a WARC file, in order, as trafilatura extracts them; what is no page of text comes as a loss.
+    """Yield the pages of a WARC file, in order, as trafilatura extracts them; other responses are losses.
 
     A document is a record of type ``response``; requests and the file's own metadata are none. One record at a time is
-    in memory.
-
-    Args:
-        path: the file, ``.warc`` or ``.warc.gz``.
-        source: what documents say they come from.
-        max_bytes: of a page as it was sent; a longer one is a loss.
-        max_seconds: of CPU time; a page that takes longer is a loss, and named in a defect.
+    in memory. A page of more than ``max_bytes``, as it was sent, is a loss; so is one that takes more than
+    ``max_seconds`` of CPU time, which a defect names.
 
     Raises:
         UserError: warcio or trafilatura is not installed.
@@ -69,7 +64,7 @@ def pages(
 
 
 def text_of_page(content: bytes, url: str) -> str | None:
-    """The running text of a page, "" if there is none, None if it cannot be parsed; ``url`` may be empty."""
+    """Return the running text of a page, "" if there is none, None if it cannot be parsed; ``url`` may be empty."""
     import trafilatura
 
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # it reports every page that holds no article

@@ -1,4 +1,4 @@
-"""Articles of Wikipedia: the XML of a dump, page by page, and wikitext as plain paragraphs."""
+"""Read the articles of a Wikipedia dump page by page, and turn wikitext into plain paragraphs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,11 @@ _SPACES = re.compile(r"[ \t\u00a0]+")
 def articles(
     path: Path, source: str, max_bytes: int, max_seconds: float = DEFAULT_SECONDS
 ) -> Iterator[Record | Loss | Defect]:
-    """The articles of a dump, in order; redirects and pages of other namespaces come as losses.
+    """Yield the articles of a dump, in order; redirects and pages of other namespaces are losses.
 
-    Args:
-        path: ``pages-articles`` XML, plain or compressed (``.bz2`` of several streams too).
-        source: what documents say they come from.
-        max_bytes: of a page's wikitext; a longer page is a loss.
-        max_seconds: of CPU time; a page that takes longer is a loss, and named in a defect.
+    The dump is ``pages-articles`` XML, plain or compressed (``.bz2`` of several streams too). A page of more than
+    ``max_bytes`` of wikitext is a loss; so is one that takes more than ``max_seconds`` of CPU time, and a
+    defect names it.
 
     Raises:
         UserError: mwparserfromhell is not installed.
@@ -52,7 +50,7 @@ def articles(
     num_pages, in_page = 0, False
     try:
         with open_stream(path) as stream:
-            bounded = _Bounded(stream, _XML_BYTES * max_bytes + READ_BYTES)
+            bounded = _OnePage(stream, _XML_BYTES * max_bytes + READ_BYTES)
             events = ElementTree.iterparse(bounded, events=("start", "end"))
             _, root = next(events)
             for event, element in events:
@@ -71,8 +69,8 @@ def articles(
         yield Defect("damaged: it breaks off", f"{path}: after {num_pages:,} pages: {error}")
 
 
-class _Bounded:
-    """A stream that ends where a page is so long that it cannot be one: the parser would hold all of it in memory.
+class _OnePage:
+    """A stream that ends where a page is too long to be one, which the parser would hold in memory.
 
     ``num_bytes`` have been read since the caller set it to 0.
     """
@@ -116,7 +114,7 @@ def _article(page: ElementTree.Element, path: Path, source: str, max_bytes: int,
 
 
 def text_of_article(wikitext: str) -> str | None:
-    """:func:`plain_text` with the parser of this process; None where it cannot be parsed."""
+    """Call :func:`plain_text` with the parser of this process; return None where it cannot be parsed."""
     import mwparserfromhell
 
     try:
@@ -126,7 +124,7 @@ def text_of_article(wikitext: str) -> str | None:
 
 
 def plain_text(wikitext: str, parser: Any) -> str:
-    """The paragraphs of an article, one a line, without what is no running text.
+    """Return the running text of an article, a paragraph a line.
 
     Templates, tables, footnotes, pictures, categories, formulas, HTML comments and the sections at the end
     (``END_SECTIONS``) go; links stay as the words that they show; headings stay as lines of their own.
@@ -156,7 +154,7 @@ def plain_text(wikitext: str, parser: Any) -> str:
 
 
 def _without_notes(wikitext: str) -> str:
-    """The text without HTML comments and footnotes; one that does not end stays."""
+    """Remove HTML comments and footnotes; one that does not end stays."""
     comments, tags, notes = (_Ends(pattern, wikitext) for pattern in (_COMMENT_ENDS, _TAG_ENDS, _NOTE_ENDS))
     kept, done = [], 0
     for begin in _COMMENT_OR_NOTE_BEGINS.finditer(wikitext):
@@ -179,14 +177,14 @@ class _Ends:
         self._match = next(self._matches, None)
 
     def after(self, place: int) -> re.Match[str] | None:
-        """The first match that begins at ``place`` or later, which is not before that of the last call."""
+        """Return the first match that begins at ``place`` or later; places do not decrease from call to call."""
         while self._match is not None and self._match.start() < place:
             self._match = next(self._matches, None)
         return self._match
 
 
 def _shown(code: Any) -> str:
-    """The words that a reader of the page sees of parsed wikitext."""
+    """Return the words of parsed wikitext that a reader of the page sees."""
     return "".join(map(_shown_of_node, code.nodes))
 
 

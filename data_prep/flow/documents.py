@@ -1,12 +1,12 @@
-"""Documents in files: what a step reads and writes.
+"""Read and write documents in files.
 
 Formats, each plain or compressed:
 
-- ``.jsonl``: an object a line, ``{"text": ...}``; ``id`` and ``source`` where there are, and any other fields;
+- ``.jsonl``: an object a line, ``{"text": ...}``; ``id`` and ``source`` if known, and any other fields;
 - ``.txt``: documents between empty lines (``blank``), or one a line (``line``), or one a file (``file``);
 - ``.parquet``: a row each, with a column of text (needs pyarrow).
 
-Nothing is lost without a word: what cannot be read comes as a :class:`Loss`, in its place among the documents.
+What cannot be read is reported as a :class:`Loss`, in its place among the documents.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_prep.flow.limits import DEFAULT_SECONDS
 from data_prep.flow.manifest import Counts
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import DamagedFile, from_extra, json_line, open_stream, suffix_of
 from smlp.errors import UserError
 
 FORMATS = (".jsonl", ".txt", ".parquet")
 DOCUMENTS_OF_TEXT = ("blank", "line", "file")
+NOT_TEXT = "not text: half of a surrogate pair"  # a reason to drop what no tokenizer can encode
 _BOM = b"\xef\xbb\xbf"
 _ROWS_AT_ONCE, _PARQUET_BYTES = 1000, 1 << 29  # of .parquet, rows and bytes that are unpacked at once
 _PHRASES = {"cut off by damage": "lost where it breaks off"}
@@ -41,7 +41,7 @@ class Record:
     fields: dict[str, Any] = field(default_factory=dict)  # whatever else its line said
 
     def line(self) -> bytes:
-        """The document as a line of ``.jsonl``."""
+        """Return the document as a line of ``.jsonl``."""
         row = {"id": self.id, "source": self.source, "text": self.text, **self.fields}
         return json_line(row)
 
@@ -61,15 +61,15 @@ class Failure(Loss):
 
 @dataclass(frozen=True)
 class Defect:
-    """Something wrong with a file as a whole, which is no document: it is empty, it breaks off."""
+    """Something wrong with a file as a whole: it is empty, it breaks off."""
 
     problem: str
     where: str
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How files are to be read, and what a document may take."""
+class ReadSettings:
+    """The format of files, and how much a document may take."""
 
     text_field: str = "text"  # the field or column of the text
     documents_of_text: str = "blank"  # what a document is in ``.txt``: one of ``DOCUMENTS_OF_TEXT``
@@ -79,15 +79,16 @@ class Reading:
 
 
 def with_defect(piece: Record | Loss) -> Iterator[Record | Loss | Defect]:
-    """A document, and what is wrong with the file if it is a :class:`Failure`."""
+    """Yield a document, and a defect that names it if it is a :class:`Failure`."""
     yield piece
     if isinstance(piece, Failure):
         yield Defect(f"dropped, {piece.reason}", piece.where)
 
 
-def read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
-    """The documents of a part, in order, with losses in their places and defects of the file at its end: also how many
-    of its documents were lost, for each reason.
+def read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:
+    """Yield the documents of a part, in order, with losses in their places.
+
+    At the end come the defects of the file, with the number of documents lost for each reason.
 
     Raises:
         UserError: the format is unknown.
@@ -101,7 +102,7 @@ def read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
         yield Defect(f"{number:,} document{'s' if number > 1 else ''} {_PHRASES.get(reason, reason)}", str(part.path))
 
 
-def _read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
+def _read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:
     kind = suffix_of(part.path)
     if kind == ".parquet":
         yield from _read_parquet(part, reading)
@@ -124,9 +125,9 @@ def _read(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
 
 
 class _Lines:
-    """Lines of a part with their offsets; one longer than ``max_bytes`` comes as None, unread."""
+    """Iterate over the lines of a part with their offsets; one longer than ``max_bytes`` comes as None, unread."""
 
-    def __init__(self, stream: BinaryIO, part: Part, max_bytes: int) -> None:
+    def __init__(self, stream: BinaryIO, part: FilePart, max_bytes: int) -> None:
         self._stream, self._part, self._max_bytes = stream, part, max_bytes
         self.damage = ""
         self.broken_off = False  # the last line was handed out without its end, because the file is damaged
@@ -163,7 +164,7 @@ class _Lines:
                 return
 
 
-def _json_lines(lines: _Lines, part: Part, reading: Reading) -> Iterator[Record | Loss]:
+def _json_lines(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:
     for offset, line in lines:
         if part.stop is not None and offset >= part.stop:
             return
@@ -177,24 +178,14 @@ def _json_lines(lines: _Lines, part: Part, reading: Reading) -> Iterator[Record 
             row = json.loads(line)
         except UnicodeDecodeError:
             yield Loss("not UTF-8", where)
-            continue
         except (ValueError, RecursionError):
             yield Loss("not JSON", where)
-            continue
-        if not isinstance(row, dict) or not isinstance(row.get(reading.text_field), str):
-            yield Loss(f"no text in field {reading.text_field!r}", where)
-            continue
-        text = row.pop(reading.text_field)
-        yield Record(
-            text,
-            _given(row, "id", f"{part.prefix}:{offset}"),
-            _given(row, "source", part.source),
-            {name: value for name, value in row.items() if name != "text"},
-        )
+        else:
+            yield document_of_row(row if isinstance(row, dict) else {}, offset, part, reading)
 
 
-def _texts(lines: _Lines, part: Part, reading: Reading) -> Iterator[Record | Loss]:
-    """Documents of ``.txt``. In ``blank``, a part owns those after the first empty line that begins in it."""
+def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:
+    """Yield the documents of ``.txt``. In ``blank``, a part owns those after the first empty line that begins in it."""
     mode = reading.documents_of_text
     waiting = mode == "blank" and part.start > 0  # for the first empty line: what comes before is the part before's
     collected: list[bytes] = []
@@ -240,7 +231,7 @@ def _texts(lines: _Lines, part: Part, reading: Reading) -> Iterator[Record | Los
         yield from finished()
 
 
-def _decoded(content: bytes, offset: int, part: Part) -> Record | Loss:
+def _decoded(content: bytes, offset: int, part: FilePart) -> Record | Loss:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
@@ -248,16 +239,11 @@ def _decoded(content: bytes, offset: int, part: Part) -> Record | Loss:
     return Record(text.replace("\r\n", "\n").rstrip("\n"), f"{part.prefix}:{offset}", part.source)
 
 
-def _given(row: dict[str, Any], name: str, otherwise: str) -> str:
-    value = row.pop(name, None)
-    return otherwise if value is None else str(value)
-
-
-def _too_long(reading: Reading) -> str:
+def _too_long(reading: ReadSettings) -> str:
     return f"longer than {reading.max_bytes:,} bytes"
 
 
-def _read_parquet(part: Part, reading: Reading) -> Iterator[Record | Loss | Defect]:
+def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:
     pyarrow, parquet = (from_extra(name, f"{part.path}: for .parquet") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         file = parquet.ParquetFile(part.path)
@@ -277,40 +263,40 @@ def _read_parquet(part: Part, reading: Reading) -> Iterator[Record | Loss | Defe
                 at_once = max(1, min(_ROWS_AT_ONCE, _PARQUET_BYTES // size))
                 for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):
                     for row in batch.to_pylist():
-                        yield document_of_row(row, number, part, reading)
+                        yield document_of_row(in_json(row, reading), number, part, reading)
                         number += 1
         except (pyarrow.ArrowException, OSError) as error:
             yield Loss("cut off by damage", f"{part.path}:{number}", file.metadata.num_rows - number)
             yield Defect("damaged: it breaks off", f"{part.path}: {' '.join(str(error).split())}")
 
 
-def document_of_row(row: dict[str, Any], number: int, part: Part, reading: Reading) -> Record | Loss:
-    """A row of a table that has the column of the text; ``number`` counts from 0 in the part's file."""
-    text = row.pop(reading.text_field)
+def in_json(row: dict[str, Any], reading: ReadSettings) -> dict[str, Any]:
+    """Return the row of a table with everything but the text as strings: JSON lacks some types of columns."""
+    plain = (reading.text_field, "id", "source")
+    return {name: value if name in plain else str(value) for name, value in row.items()}
+
+
+def document_of_row(row: dict[str, Any], number: int, part: FilePart, reading: ReadSettings) -> Record | Loss:
+    """Return the document of a row, which is ``number`` in the part's file, or begins at byte ``number``."""
+    text = row.pop(reading.text_field, None)
     where = f"{part.path}:{number}"
     if not isinstance(text, str):
         return Loss(f"no text in field {reading.text_field!r}", where)
     if len(text.encode("utf-8", "surrogatepass")) > reading.max_bytes:
         return Loss(_too_long(reading), where)
-    identity, source = _given(row, "id", f"{part.prefix}:{number}"), _given(row, "source", part.source)
-    return Record(text, identity, source, {key: str(value) for key, value in row.items() if key != "text"})
-
-
-def documents_in(path: Path, reading: Reading) -> Iterator[Record | Loss | Defect]:
-    """:func:`read` of a whole file."""
-    return read(Part.whole(path), reading)
+    given, source = row.pop("id", None), row.pop("source", None)
+    identity = f"{part.prefix}:{number}" if given is None else str(given)
+    source = part.source if source is None else str(source)
+    return Record(text, identity, source, {key: value for key, value in row.items() if key != "text"})
 
 
 def counted_records(
-    part: Part, reading: Reading, counts: Counts, defects: list[dict[str, str]] | None = None
+    part: FilePart, reading: ReadSettings, counts: Counts, defects: list[dict[str, str]] | None = None
 ) -> Iterator[Record]:
-    """The documents of a part, in order.
+    """Yield the documents of a part, in order.
 
-    Args:
-        part: what to read.
-        reading: how.
-        counts: losses are dropped there, by their reasons; the documents themselves are the caller's to count.
-        defects: takes those of the file; None where another phase of the step reads it too, and reports them.
+    Losses are dropped in ``counts`` by their reasons; the caller counts the documents themselves. ``defects`` receives
+    those of the file; it is None if another phase of the step reads the file too, and reports them.
     """
     for piece in read(part, reading):
         if isinstance(piece, Record):

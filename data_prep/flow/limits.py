@@ -1,4 +1,4 @@
-"""How long one document may take, in seconds of CPU time: a busy machine drops no more documents than an idle one.
+"""Limit the CPU time of one document, so that a busy machine drops no more documents than an idle one.
 
 Python code and regular expressions are interrupted where they are (:class:`CpuLimit`). A parser in C hands control back
 only when it is done, so it works in a process of its own (:class:`Helper`), which the kernel ends when its time is up.
@@ -29,17 +29,14 @@ class DocumentFailed(Exception):
 
 
 def took_too_long(seconds: float) -> DocumentFailed:
-    """The document has used up its time. Whether it does may depend on the machine."""
+    """Return the exception for a document that has used up its time, which may depend on the machine."""
     return DocumentFailed(f"took more than {seconds:g} s of CPU time")
 
 
 class CpuLimit:
-    """``with limit:`` raises :class:`DocumentFailed` inside the block once this process has spent its time in it.
+    """``with limit:`` raises :class:`DocumentFailed` in the block once this process has spent its seconds of CPU time.
 
     Signals reach the main thread only, in which all steps do their work; in other threads there is no limit.
-
-    Args:
-        seconds: of CPU time for each block.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -61,7 +58,7 @@ class CpuLimit:
 
 
 class Helper:
-    """A process that applies a function to one document after the other; after a failure the next one begins anew.
+    """A process that applies a function to one document after the other; it is started anew after a failure.
 
     Args:
         function: ``MODULE:NAME``; its arguments and results can be pickled.
@@ -75,7 +72,7 @@ class Helper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the function returns.
+        """Return what the function returns.
 
         Raises:
             DocumentFailed: it took too long, or the process crashed.
@@ -121,7 +118,7 @@ class Helper:
 
 @cache
 def helper(function: str, seconds: float, packages: tuple[str, ...] = ()) -> Helper:
-    """The one :class:`Helper` of this process for a function: it ends with the process."""
+    """Return the one :class:`Helper` of this process for a function; it ends with the process."""
     return Helper(function, seconds, packages)
 
 

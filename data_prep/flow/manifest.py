@@ -1,4 +1,4 @@
-"""What a step says of itself: ``manifest.json`` in its folder, there only when the step is finished.
+"""Write and read the ``manifest.json`` of a step, which is in its folder only when the step is finished.
 
 The same inputs and settings give the same manifest, byte for byte, whatever the number of workers: times and rates go
 to the terminal, not here.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.streams import write_bytes
+from data_prep.flow.streams import read_json, write_bytes
 from smlp import __version__
 from smlp.errors import UserError
 from smlp.files import name_below
@@ -24,27 +24,20 @@ SETTINGS = "settings.json"  # in it: which step began there, with which settings
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What a step wrote down when it began.
+    """Return the name and the settings of a step, which it recorded when it began.
 
     Raises:
         UserError: the file is damaged.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        found = None
-    if (
-        not isinstance(found, dict)
-        or not isinstance(found.get("step"), str)
-        or not isinstance(found.get("settings"), dict)
-    ):
+    found = read_json(path) or {}
+    if not isinstance(found.get("step"), str) or not isinstance(found.get("settings"), dict):
         raise UserError(f"{path} is damaged: remove the folder that it belongs to, and run its step again")
     return found
 
 
 @dataclass
 class Counts:
-    """Documents in, and where each of them went; ``other`` counts things that are not documents (lines, bytes).
+    """Documents in, kept and dropped by reason; ``other`` counts things that are not documents (lines, bytes).
 
     ``documents_in == kept + sum(dropped.values())`` always: :meth:`check`.
     """
@@ -69,7 +62,7 @@ class Counts:
         self.other.update(counts.other)
 
     def check(self) -> None:
-        """Raises AssertionError if a document is neither kept nor dropped."""
+        """Raise AssertionError if a document is neither kept nor dropped."""
         dropped = sum(self.dropped.values())
         assert self.documents_in == self.kept + dropped, f"{self.documents_in} in, {self.kept} kept, {dropped} dropped"
 
@@ -87,7 +80,7 @@ class Counts:
         return cls(row["documents_in"], row["kept"], Counter(row["dropped"]), Counter(row["other"]))
 
     def table(self) -> str:
-        """A few lines for the terminal."""
+        """Return a few lines for the terminal."""
         rows = [("in", self.documents_in), ("kept", self.kept)] if self.documents_in else []
         rows += [(f"dropped: {reason}", number) for reason, number in self.dropped.most_common()]
         width = max((len(name) for name, _ in rows), default=0)
@@ -105,7 +98,7 @@ def _share(number: int, total: int) -> str:
 
 @dataclass(frozen=True)
 class PartResult:
-    """What a step made of one part."""
+    """The result of a step for one part."""
 
     # files written, ``{"name", "bytes", "sha256", ...}``, names relative to the step's folder
     outputs: list[dict[str, Any]]
@@ -124,16 +117,16 @@ def write_manifest(
     facts: dict[str, Any] | None = None,
     counts: Counts | None = None,
 ) -> dict[str, Any]:
-    """Writes ``out/manifest.json`` and returns it.
+    """Write ``out/manifest.json`` and return it.
 
     Args:
         out: the step's folder.
         step: its name.
-        settings: all that its output depends on, the seed included.
+        settings: everything that its output depends on, the seed included.
         inputs: ``{"path", "bytes", "sha256"}`` of what was read.
         results: of all parts, in their order.
-        facts: what the step has to say besides.
-        counts: of the step, where they are not the sum of those of its parts.
+        facts: further entries.
+        counts: of the step, if they are not the sum of those of its parts.
     """
     if counts is None:
         counts = Counts()
@@ -154,7 +147,7 @@ def write_manifest(
 
 
 def as_json(value: Any, indent: int | None = None) -> bytes:
-    """UTF-8, or, where a file's name is none, ASCII with escapes."""
+    """Return UTF-8 or, if a file's name is not valid UTF-8, ASCII with escapes."""
     try:
         return json.dumps(value, indent=indent, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -162,7 +155,7 @@ def as_json(value: Any, indent: int | None = None) -> bytes:
 
 
 def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
-    """The manifest of a finished step.
+    """Read the manifest of a finished step.
 
     Raises:
         UserError: the step is not finished, or another one made the folder, or the file is damaged.
@@ -181,12 +174,7 @@ def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
 
 
 def output_paths(folder: Path, rows: Sequence[dict[str, Any]], named_by: Path) -> list[Path]:
-    """Where the outputs are that a manifest or a record of a part names.
-
-    Args:
-        folder: of the step.
-        rows: of outputs.
-        named_by: the file that they were read from.
+    """Return the paths of the outputs that ``named_by``, a manifest or a record of a part, lists in ``rows``.
 
     Raises:
         UserError: a name leads out of the folder.
@@ -195,11 +183,9 @@ def output_paths(folder: Path, rows: Sequence[dict[str, Any]], named_by: Path) -
 
 
 def is_whole(folder: Path, inputs: list[dict[str, Any]] | None = None) -> bool:
-    """Whether a step is finished and what it wrote is there, every file of the size that the manifest says.
+    """Return whether a step is finished and all its files are there, each of the size that the manifest says.
 
-    Args:
-        folder: the step's.
-        inputs: that it must have been made of, as in the manifest; None for any.
+    ``inputs`` are those that it must have been made of, as in the manifest; None allows any.
     """
     if not (folder / MANIFEST).is_file():
         return False

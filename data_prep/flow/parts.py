@@ -1,4 +1,4 @@
-"""The parts that a step works on: files, and ranges of large plain ones."""
+"""Divide the input into parts: files, and ranges of large plain ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PART_BYTES = 256 << 20  # of a plain file: larger ones are cut, so that all work
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A file, or the documents that begin in bytes ``start`` to ``stop`` of it."""
 
     path: Path  # the file
@@ -30,24 +30,24 @@ class Part:
 
     @property
     def prefix(self) -> str:
-        """What the ids of its documents begin with."""
+        """The beginning of the ids of its documents."""
         return self.label or self.path.name
 
     @classmethod
-    def whole(cls, path: Path, source: str = "") -> Part:
-        """A file as one part."""
+    def whole(cls, path: Path, source: str = "") -> FilePart:
+        """Return a file as one part."""
         return cls(path, name_of(path), source or name_of(path))
 
     @property
     def num_bytes(self) -> int:
-        """On disk, for progress."""
+        """Its size on disk, for progress."""
         return (self.path.stat().st_size if self.stop is None else self.stop) - self.start
 
 
 def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Path, Path]]:
-    """Files named, and those below folders named that end in ``suffixes`` (or these and a compression's), sorted.
+    """Return files named, and those in named folders that end in ``suffixes`` (or these and a compression's), sorted.
 
-    Left out are folders and files whose name begins with a point: what a step wrote for itself, or has not finished.
+    Names that begin with a point are skipped: a step wrote them for itself, or has not finished them.
 
     Returns:
         Pairs of the input that led to a file, and the file.
@@ -80,7 +80,7 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
 
 
 def _unfinished(files: Iterable[Path]) -> list[tuple[Path, str]]:
-    """Folders of steps, of which these files are, that have no manifest yet; and the names of the steps."""
+    """Return the folders of these files whose step has not written its manifest yet, and the names of the steps."""
     found = []
     for folder in sorted({parent for path in files for parent in (path.parent, path.parent.parent)}):
         record = folder / STATE / SETTINGS
@@ -90,7 +90,7 @@ def _unfinished(files: Iterable[Path]) -> list[tuple[Path, str]]:
 
 
 def left_out(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[str]:
-    """For each folder with files that are not read, a line that says which; what a step itself writes is not named."""
+    """Return a line for each folder with files that are not read, except for those that a step itself writes."""
     lines = []
     for place in inputs:
         if not place.is_dir():
@@ -106,7 +106,7 @@ def left_out(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[str]:
 
 
 def _walk(place: Path) -> list[Path]:
-    """All files below a folder, links followed, sorted; none whose name, or folder's name, begins with a point."""
+    """Return all files below a folder, links followed, sorted; names that begin with a point are skipped."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename}: {error.strerror}")
@@ -130,16 +130,16 @@ def _is_wanted(path: Path, suffixes: tuple[str, ...]) -> bool:
 
 def plan_parts(
     found: Sequence[tuple[Path, Path]], part_bytes: int = PART_BYTES, cut_text: bool = True, all_lines: bool = False
-) -> list[Part]:
-    """A part for each file, more for plain ``.jsonl`` and ``.txt`` above ``part_bytes``.
+) -> list[FilePart]:
+    """Return a part for each file, and more for plain ``.jsonl`` and ``.txt`` above ``part_bytes``.
 
     Args:
         found: as :func:`find_files` gives it.
         part_bytes: of a part, at most.
-        cut_text: False where a ``.txt`` is one document and must stay whole.
-        all_lines: True where every file is lines of text, whatever its suffix, so that all plain ones may be cut.
+        cut_text: False if a ``.txt`` is one document and must stay whole.
+        all_lines: True if every file is lines of text, whatever its suffix, so that all plain ones may be cut.
     """
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     names: set[str] = set()
     for place, path in found:
         relative = path.relative_to(place) if place.is_dir() else Path(path.name)
@@ -153,14 +153,16 @@ def plan_parts(
         for index, start in enumerate(bounds):
             name = unique_name(stem if number == 1 else f"{stem}-{index:05d}", names)
             parts.append(
-                Part(path, name, source, start, bounds[index + 1] if index + 1 < number else None, str(relative))
+                FilePart(path, name, source, start, bounds[index + 1] if index + 1 < number else None, str(relative))
             )
     return parts
 
 
 def unique_name(name: str, names: set[str]) -> str:
-    """``name`` (its beginning and a checksum, where it is too long for a file's name), or ``name+2`` and so on if it is
-    among ``names``, which takes the result."""
+    """Return ``name``, or ``name+2`` and so on if it is among ``names``, to which the result is added.
+
+    A name that is too long for a file is cut and given a checksum.
+    """
     if len(os.fsencode(name)) > _NAME_BYTES:
         digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
         name = f"{os.fsencode(name)[:_NAME_BYTES].decode('utf-8', 'ignore')}-{digest}"

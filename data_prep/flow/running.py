@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data_prep.flow.manifest import MANIFEST, SETTINGS, STATE, Counts, PartResult, as_json, output_paths, read_settings
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import PARTIAL, read_json, sha256_of, write_bytes
 from data_prep.flow.workers import work_on
 from smlp.errors import UserError
@@ -27,15 +27,15 @@ from smlp.errors import UserError
 LOCK = "lock"
 
 
-class Work(Protocol):
-    """What is done with a part: a function at the top of a module (or a ``functools.partial`` of one)."""
+class PartWork(Protocol):
+    """A function that works on a part: at the top of a module, or a ``functools.partial`` of such a one."""
 
-    def __call__(self, part: Part, out: Path) -> PartResult: ...
+    def __call__(self, part: FilePart, out: Path) -> PartResult: ...
 
 
 @dataclass(frozen=True)
-class Run:
-    """How a step is to run."""
+class StepRun:
+    """The folder of a step, and its processes."""
 
     out: Path  # the step's folder
     workers: int = 1  # processes; 1 works in this one
@@ -45,9 +45,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Finished:
-    """What :func:`run_parts` gives: results of all parts in their order, or None while some are missing.
+    """Results of all parts in their order, or None while some are missing.
 
-    ``failed`` are sentences of parts that raised :class:`PartFailed`; other missing ones are those of other shares.
+    ``failed`` are sentences of parts that raised :class:`PartFailed`; the other missing ones are of other shares.
     """
 
     results: list[PartResult] | None
@@ -57,16 +57,16 @@ class Finished:
 
 
 def begin(
-    run: Run, step: str, settings: dict[str, Any], restart: bool = False, until_written: Sequence[str] = ()
+    run: StepRun, step: str, settings: dict[str, Any], restart: bool = False, until_written: Sequence[str] = ()
 ) -> None:
-    """Prepares the step's folder: new, or with work of an earlier run with the same settings, which is kept.
+    """Prepare the folder of a step: a new one, or one that an earlier run with the same settings left, to be continued.
 
     Args:
         run: how it runs.
         step: its name.
-        settings: all that its output depends on, inputs' paths included.
+        settings: everything that its output depends on, inputs' paths included.
         restart: throw away what an earlier run with other settings left.
-        until_written: settings that nothing depends on before the step writes its first file into the folder.
+        until_written: settings that may change until the step writes its first file into the folder.
 
     Raises:
         UserError: the folder was made by another step or with other settings, or holds something else.
@@ -101,7 +101,7 @@ def _without(record: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _throw_away(out: Path) -> None:
-    """Empties a step's folder; what says whose it is goes last, so that a kill leaves a folder that is known."""
+    """Empty a step's folder. Its settings go last, so that a kill leaves a folder that is recognised."""
     state = out / STATE
     for path in [*(path for path in out.iterdir() if path != state), *state.iterdir()]:
         if path.name not in (SETTINGS, LOCK):
@@ -118,19 +118,19 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def run_parts(
-    run: Run, phase: str, parts: Sequence[Part], work: Work, depends: Any = None, temporary: bool = False
+    run: StepRun, phase: str, parts: Sequence[FilePart], work: PartWork, depends: Any = None, temporary: bool = False
 ) -> Finished:
-    """Works on the parts that are not done yet.
+    """Work on the parts that are not done yet.
 
     Args:
         run: how it runs.
         phase: name of this pass over the parts.
         parts: all of them, also those of other shares.
-        work: what is done with one.
-        depends: plain values that the result depends on and that came from an earlier phase; where they are others
-            than those of a finished part, it is done again.
-        temporary: the outputs may be gone once the step is finished, that is, while its manifest is there. Where a part
-            has to be done again, the manifest goes, and with it what is on record of parts without outputs.
+        work: to be done with each.
+        depends: plain values from an earlier phase that the result depends on; a part that was finished with others is
+            done again.
+        temporary: the outputs may be gone once the step is finished, that is, while its manifest is there. If a part
+            has to be done again, the manifest goes, and with it the records of parts without outputs.
 
     Returns:
         Results of all parts, and their input files with checksums.
@@ -158,18 +158,19 @@ def run_parts(
     missing = sum(row is None for row in stored)
     if missing:
         return Finished(None, missing=missing, failed=[failed[part.name] for part in parts if part.name in failed])
-    _remove_others(run.out, state, parts, stored)
-    return Finished([_result(row) for row in stored], [row["input"] for row in stored])
-
-
-def _remove_others(out: Path, state: Path, parts: Sequence[Part], stored: Sequence[dict[str, Any]]) -> None:
     ours = {output["name"] for row in stored for output in row["outputs"]}
-    forget(out, set(state.glob("*.json")) - {state / f"{part.name}.json" for part in parts}, ours)
+    forget(run.out, set(state.glob("*.json")) - {state / f"{part.name}.json" for part in parts}, ours)
+    results = [
+        PartResult(row["outputs"], Counts.from_json(row["counts"]), row["defects"], row["facts"]) for row in stored
+    ]
+    return Finished(results, [row["input"] for row in stored])
 
 
 def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
-    """Remove records of parts, and of what they name all that is not ``current``: the inputs may be gone since, and
-    later steps read whatever lies in the folder."""
+    """Remove records of parts and those of their outputs that are not ``current``.
+
+    Their inputs may be gone, and later steps read everything in the folder.
+    """
     for path in records:
         outputs = (read_json(path) or {"outputs": []})["outputs"]  # none where another share was faster
         for output, place in zip(outputs, output_paths(out, outputs, path), strict=True):
@@ -178,8 +179,8 @@ def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
         path.unlink(missing_ok=True)
 
 
-def is_done(run: Run, phase: str, part: Part, depends: Any = None) -> bool:
-    """Whether :func:`run_parts` has nothing to do for a part."""
+def is_done(run: StepRun, phase: str, part: FilePart, depends: Any = None) -> bool:
+    """Return whether :func:`run_parts` has nothing to do for a part."""
     return _stored(run.out, run.out / STATE / phase, part, _key(depends)) is not None
 
 
@@ -188,8 +189,8 @@ def _key(depends: Any) -> str:
 
 
 @contextmanager
-def _lock(run: Run) -> Iterator[None]:
-    """The folder for one command, or for several shares of it, of which each is there once."""
+def _lock(run: StepRun) -> Iterator[None]:
+    """Lock the folder for one command, or for several shares of it, each of them once."""
     index, number = run.share
     state = run.out / STATE
     state.mkdir(parents=True, exist_ok=True)
@@ -207,7 +208,7 @@ def _lock(run: Run) -> Iterator[None]:
         yield
 
 
-def _do_part(part: Part, out: Path, phase: str, work: Work, key: str) -> None:
+def _do_part(part: FilePart, out: Path, phase: str, work: PartWork, key: str) -> None:
     before = part.path.stat()
     result = work(part, out)
     result.counts.check()
@@ -224,16 +225,16 @@ def _do_part(part: Part, out: Path, phase: str, work: Work, key: str) -> None:
     write_bytes(out / STATE / phase / f"{part.name}.json", as_json(row))
 
 
-def _identity(part: Part) -> dict[str, Any]:
-    """A part's row among a manifest's inputs, but for the checksum."""
+def _identity(part: FilePart) -> dict[str, Any]:
+    """Return a part's row among a manifest's inputs, without the checksum."""
     row: dict[str, Any] = {"path": str(part.path), "bytes": part.path.stat().st_size}
     if (part.start, part.stop) != (0, None):
         row["range"] = [part.start, row["bytes"] if part.stop is None else part.stop]
     return row
 
 
-def _stored(out: Path, state: Path, part: Part, key: str, temporary: bool = False) -> dict[str, Any] | None:
-    """What is on record of a part, if its input is what it was and its outputs are all there (or need not be)."""
+def _stored(out: Path, state: Path, part: FilePart, key: str, temporary: bool = False) -> dict[str, Any] | None:
+    """Return the record of a part if its input is unchanged and its outputs are all there (or need not be)."""
     record = state / f"{part.name}.json"
     row = read_json(record)
     if row is None:
@@ -247,23 +248,19 @@ def _stored(out: Path, state: Path, part: Part, key: str, temporary: bool = Fals
     return row if same else None
 
 
-def _result(row: dict[str, Any]) -> PartResult:
-    return PartResult(row["outputs"], Counts.from_json(row["counts"]), row["defects"], row["facts"])
-
-
 MAX_DEFECTS = 20  # on the terminal; the manifest has them all
 
 
 @dataclass(frozen=True)
 class Report:
-    """Prints the end of a step, measured from here, to standard output; its methods return the exit status."""
+    """Print the end of a step, timed from here, to standard output; methods return the exit status."""
 
     step: str
-    run: Run
+    run: StepRun
     start: float = field(default_factory=time.perf_counter)
 
     def finished(self, manifest: dict[str, Any], *lines: str) -> int:
-        """All parts are done and the manifest is written; ``lines`` are what the step has to say besides."""
+        """Report that all parts are done and the manifest is written; ``lines`` are added."""
         defects = manifest["defects"]
         for defect in defects[:MAX_DEFECTS]:
             print(f"{defect['problem']}: {defect['where']}")
@@ -283,12 +280,22 @@ class Report:
         return 0
 
     def waiting(self, finished: Finished, what: str) -> int:
-        """This share is done, others are not: the command must be run again when they are."""
+        """Report that this share is done and others are not: the command must be run again when they are."""
         print(
             f"{self.step}: this share of {what} is done; {finished.missing} parts are left to other shares: run the "
             "command again when they have ended"
         )
         return 0
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Return a table for the terminal, a line each row; ``right`` are the columns that are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        lines.append("  ".join(cell.rjust(width) if at in right else cell.ljust(width) for at, (cell, width) in cells))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _size(row: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Plain and compressed files as streams of bytes: read as they come, written whole or not at all."""
+"""Read plain and compressed files as streams of bytes, and write them whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
 class DamagedFile(Exception):
-    """A compressed file that ends too early, or is not what its name says. What came before has been handed out."""
+    """A compressed file ends too early, or is not what its name says. What came before has been handed out."""
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix before a compression's: ``.jsonl`` of ``a.jsonl.gz``."""
+    """Return the suffix before a compression's: ``.jsonl`` of ``a.jsonl.gz``."""
     return (Path(path.stem).suffix if compression_of(path) else path.suffix).lower()
 
 
 def compression_of(path: Path) -> str:
-    """The suffix of a compression, in lower case; "" for a plain file."""
+    """Return the suffix of a compression, in lower case; "" for a plain file."""
     return path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
 
 
 def name_of(path: Path) -> str:
-    """The name without suffixes of formats: ``a.b`` of ``a.b.jsonl.gz``."""
+    """Return the name without suffixes of formats: ``a.b`` of ``a.b.jsonl.gz``."""
     return Path(path.stem).stem if compression_of(path) else path.stem
 
 
@@ -73,9 +73,9 @@ class _Checked(io.RawIOBase):
 
 
 def open_stream(path: Path) -> BinaryIO:
-    """The content of a file, decompressed as its suffix says (``.gz``, ``.zst``, ``.xz``, ``.bz2``), buffered.
+    """Open a file for buffered reading, decompressed as its suffix says (``.gz``, ``.zst``, ``.xz``, ``.bz2``).
 
-    Reading raises :class:`DamagedFile` where a compressed file is broken off or is none.
+    Reading raises :class:`DamagedFile` where a compressed file breaks off or is none.
 
     Raises:
         UserError: there is no such file, or what decompresses it is not installed.
@@ -99,7 +99,7 @@ def open_stream(path: Path) -> BinaryIO:
 
 
 class _ZstdFrames:
-    """Reads all frames of a .zst file; unlike zstandard's own reader it notices a file that is cut off."""
+    """Read all frames of a .zst file. Unlike zstandard's own reader, it notices a file that is cut off."""
 
     def __init__(self, file: BinaryIO, zstandard: Any) -> None:
         self._file, self._zstandard = file, zstandard
@@ -142,7 +142,7 @@ def from_extra(module: str, purpose: str) -> Any:
 
 
 class WrittenFile:
-    """What :func:`write_stream` knows of the file when it is closed: bytes on disk and their SHA-256."""
+    """A file behind :func:`write_stream`. Once it is closed, its size on disk and its SHA-256 are known."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self._file = path, file
@@ -158,18 +158,18 @@ class WrittenFile:
         self._file.flush()
 
     def row(self, out: Path, **facts: Any) -> dict[str, Any]:
-        """The file among the outputs of a step whose folder is ``out``: name, bytes, SHA-256 and ``facts``."""
+        """Return the row among the outputs of a step whose folder is ``out``: name, bytes, SHA-256 and ``facts``."""
         digest = self._digest.hexdigest()
         return {"name": str(self.path.relative_to(out)), "bytes": self.num_bytes, "sha256": digest, **facts}
 
 
 @contextmanager
 def write_stream(path: Path) -> Any:
-    """Opens ``path`` for writing, compressed as its suffix says; gives (stream, :class:`WrittenFile`).
+    """Open ``path`` for writing, compressed as its suffix says; give (stream, :class:`WrittenFile`).
 
-    The file appears under its name when the block ends without an error, on disk and with all its content; until
-    then it is ``NAME.partial``, which an error or a kill may leave and the next run writes over. The same content
-    gives the same bytes.
+    The file gets its name when the block ends without an error, on disk and with all its content. Until then it is
+    ``NAME.partial``, which an error or a kill may leave and the next run overwrites. The same content gives the same
+    bytes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL}")
@@ -201,27 +201,28 @@ def _compressing(path: Path, file: Any) -> IO[bytes]:
 
 
 def write_bytes(path: Path, content: bytes) -> dict[str, Any]:
-    """A small file, whole or not at all; returns its name, bytes and SHA-256."""
+    """Write a small file, whole or not at all; return its name, bytes and SHA-256."""
     with write_stream(path) as (stream, written):
         stream.write(content)
     return written.row(path.parent)
 
 
 def json_line(row: Any) -> bytes:
-    """A line of ``.jsonl``, in UTF-8; half of a surrogate pair is written as it is."""
+    """Return a line of ``.jsonl`` in UTF-8; half of a surrogate pair is written as it is."""
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
 
 
-def read_json(path: Path) -> Any:
-    """The content of a small file of JSON; None where it is not there, or was damaged."""
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a small file of a JSON object; return None if it is not there or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else None
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
 
 
 def sha256_of(path: Path, start: int = 0, stop: int | None = None) -> str:
-    """Checksum of a file's bytes as they are on disk, or of those from ``start`` to ``stop``."""
+    """Return the checksum of a file's bytes on disk, or of those from ``start`` to ``stop``."""
     with open(path, "rb") as file:
         if not start and stop is None:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Work on parts in several processes: progress, parts that fail, and the end of workers whose parent was killed."""
+"""Work on parts in several processes, show progress, and end workers whose parent was killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,13 +20,9 @@ if TYPE_CHECKING:
 
 
 def bytes_bar(total: int | None, label: str, quiet: bool, done: int = 0) -> tqdm:
-    """A bar that counts bytes; it is closed by leaving its ``with``.
+    """Return a progress bar that counts bytes; leaving its ``with`` closes it.
 
-    Args:
-        total: bytes to come, those ``done`` included; None if nobody knows.
-        label: before the bar.
-        quiet: show nothing.
-        done: bytes, from an earlier run.
+    ``total`` includes the bytes that an earlier run has ``done``, and is None if it is unknown.
     """
     from tqdm import tqdm
 
@@ -35,29 +31,19 @@ def bytes_bar(total: int | None, label: str, quiet: bool, done: int = 0) -> tqdm
     )
 
 
-POLL_SECONDS = 0.5
-
-_bytes_done: Any = None  # of a worker: the counter that all share
-
-
 class PartFailed(Exception):
-    """Raised by a work: this part cannot be done now, the others can. The message is one sentence that names it."""
+    """A part cannot be done now, but the others can. The message is one sentence that names it."""
 
 
 def work_on(
-    parts: Sequence[Part], do_part: Callable[[Part], None], num_workers: int, label: str, quiet: bool
+    parts: Sequence[FilePart], do_part: Callable[[FilePart], None], num_workers: int, label: str, quiet: bool
 ) -> dict[str, str]:
-    """Works on all parts, in this process or in several.
+    """Work on all parts, in this process (``num_workers`` is 1) or in several, and show a progress bar.
 
-    Args:
-        parts: what to work on.
-        do_part: does one; at the top of a module, or a ``functools.partial`` of such a function.
-        num_workers: processes; 1 is this one.
-        label: of the progress bar.
-        quiet: show none.
+    ``do_part`` does one part. It is at the top of a module, or a ``functools.partial`` of such a function.
 
     Returns:
-        By name of the parts that raised :class:`PartFailed`, what they said.
+        The messages of parts that raised :class:`PartFailed`, by their names.
 
     Raises:
         UserError: another part's own, after the parts at work are finished; or a worker was killed.
@@ -77,24 +63,19 @@ def work_on(
 
 
 def _in_processes(
-    parts: Sequence[Part], do_part: Callable[[Part], None], num_workers: int, bar: Any, failed: dict[str, str]
+    parts: Sequence[FilePart], do_part: Callable[[FilePart], None], num_workers: int, bar: Any, failed: dict[str, str]
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    counter = context.Value("q", 0)
     waiting = sorted(parts, key=lambda part: -part.num_bytes)  # the longest first: the end is not one long part
     errors: list[BaseException] = []
-    running: dict[Future, Part] = {}
-    shown = 0
-    with ProcessPoolExecutor(
-        min(num_workers, len(parts)), mp_context=context, initializer=_begin_worker, initargs=(counter,)
-    ) as pool:
+    running: dict[Future, FilePart] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(num_workers, len(parts)), mp_context=context, initializer=_begin_worker) as pool:
         try:
             while running or (waiting and not errors):
                 while waiting and not errors and len(running) < num_workers:
                     part = waiting.pop(0)
-                    running[pool.submit(_counted, do_part, part)] = part
-                finished, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-                for future in finished:
+                    running[pool.submit(do_part, part)] = part
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
                     part = running.pop(future)
                     error = future.exception()
                     if isinstance(error, BrokenProcessPool):
@@ -107,8 +88,7 @@ def _in_processes(
                         failed[part.name] = str(error)
                     elif error is not None:
                         errors.append(error)
-                bar.update(counter.value - shown)
-                shown = counter.value
+                    bar.update(part.num_bytes)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -116,19 +96,11 @@ def _in_processes(
         raise errors[0]
 
 
-def _counted(do_part: Callable[[Part], None], part: Part) -> None:
-    do_part(part)
-    with _bytes_done.get_lock():
-        _bytes_done.value += part.num_bytes
-
-
-def _begin_worker(counter: Any) -> None:
-    global _bytes_done
-    _bytes_done = counter
+def _begin_worker() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would go on writing beside those of the repeated command, and wait forever."""
+    """End a worker whose parent was killed: it would write beside those of the repeated command, and wait for ever."""
     connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)

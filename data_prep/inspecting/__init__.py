@@ -1,1 +1,1 @@
-"""``smlp data inspect``: what binary data hold, and whether they are whole."""
+"""``smlp data inspect``: what binary data contain, and whether they are complete."""

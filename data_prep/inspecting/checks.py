@@ -1,4 +1,4 @@
-"""Statistics of binary data, and what is wrong with a folder of them or differs from its manifest.
+"""Compute statistics of binary data, and compare a folder of them with its manifest.
 
 A document is the lines up to an empty one. Letters: ``L`` lines, ``D`` documents, ``V`` symbols.
 """
@@ -24,7 +24,7 @@ NUM_BINS = 40  # powers of two
 
 @dataclass
 class Statistics:
-    """Of one file, or of several together."""
+    """Counts of one file, or of several together."""
 
     vocab_size: int
     tokens: int = 0
@@ -43,7 +43,7 @@ class Statistics:
 
     @classmethod
     def of(cls, file: TokenFile, vocab_size: int) -> Statistics:
-        """Reads a file that is whole."""
+        """Read a file that is whole."""
         found = cls(vocab_size, len(file.tokens), len(file.lengths))
         for block in file.token_blocks():
             found.frequency_V += np.bincount(block, minlength=vocab_size)
@@ -59,7 +59,7 @@ class Statistics:
         return found
 
     def _add(self, tokens_D: np.ndarray) -> None:
-        """Documents by their tokens; empty lines one after the other end none."""
+        """Count documents by their tokens; several empty lines in a row end only one."""
         tokens_D = tokens_D[tokens_D > 0]
         if not tokens_D.size:
             return
@@ -69,7 +69,7 @@ class Statistics:
         self.histogram += np.bincount(np.log2(tokens_D).astype(np.int64), minlength=NUM_BINS)
 
     def add(self, other: Statistics) -> None:
-        """Takes in the counts of another file."""
+        """Add the counts of another file."""
         if other.documents:
             self.shortest = min(self.shortest, other.shortest) if self.documents else other.shortest
         self.longest = max(self.longest, other.longest)
@@ -80,16 +80,16 @@ class Statistics:
 
     @property
     def unknown(self) -> int:
-        """Tokens that are ``<unk>``."""
+        """The number of tokens that are ``<unk>``."""
         return int(self.frequency_V[Vocabulary.unk])
 
     def top(self, number: int) -> dict[int, int]:
-        """The ids that come most often, most frequent first, and how often."""
+        """Return the most frequent ids, most frequent first, with their counts."""
         order = np.argsort(-self.frequency_V, kind="stable")[:number]
         return {token: int(self.frequency_V[token]) for token in order.tolist() if self.frequency_V[token]}
 
     def to_json(self) -> dict[str, Any]:
-        """All but the frequencies."""
+        """Return everything but the frequencies."""
         bins = {str(2**power): int(count) for power, count in enumerate(self.histogram) if count}
         return {
             **{name: getattr(self, name) for name in ("tokens", "lines", "ends", "documents", "shortest", "longest")},
@@ -102,14 +102,14 @@ class Statistics:
 
 @dataclass
 class Inspection:
-    """What was found: statistics by file ("shard00/train"), and what is wrong, a sentence each."""
+    """Statistics by file ("shard00/train"), and what is wrong, a sentence each."""
 
     vocabulary: Vocabulary
     files: dict[str, Statistics] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def by_split(self) -> dict[str, Statistics]:
-        """Statistics of all shards together."""
+        """Return the statistics of all shards together."""
         splits: dict[str, Statistics] = {}
         for name, found in self.files.items():
             splits.setdefault(Path(name).name, Statistics(len(self.vocabulary))).add(found)
@@ -117,7 +117,7 @@ class Inspection:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """The folders of data: ``folder`` itself, or its ``shard*``.
+    """Return the folders of data: ``folder`` itself, or its ``shard*``.
 
     Raises:
         UserError: there are none.
@@ -133,14 +133,14 @@ def shards_of(folder: Path) -> list[Path]:
 
 
 def bytes_to_read(folder: Path, verify: bool) -> int:
-    """How much :func:`inspect` reads of data that are whole, nearly."""
+    """Estimate how much :func:`inspect` reads of data that are whole."""
     passes = {".bin": 3, ".idx": 2}  # of an index the lengths, a third of it, four times
     files = [path for path in (file for shard in shards_of(folder) for file in shard.iterdir()) if path.is_file()]
     return sum((passes.get(path.suffix, 0) + verify) * path.stat().st_size for path in files)
 
 
 def inspect(folder: Path, verify: bool, seen: Callable[[int], None]) -> Inspection:
-    """Reads everything; ``seen`` is told of every number of bytes that is read.
+    """Read everything; ``seen`` is called with every number of bytes that is read.
 
     Raises:
         UserError: there is nothing to read, or the first dictionary cannot be read.

@@ -1,4 +1,4 @@
-"""``smlp data inspect``: its options, what it prints, and its picture of the documents' lengths."""
+"""``smlp data inspect``: its options, what it prints, and its plot of the documents' lengths."""
 
 from __future__ import annotations
 
@@ -22,58 +22,6 @@ from smlp.plots.drawing import check_matplotlib
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import find_tokenizer
 
-_PNG = b"\x89PNG"
-
-
-def check_plot(path: Path) -> None:
-    """To be called before the work.
-
-    Raises:
-        UserError: matplotlib is not installed, or no picture can be written there.
-    """
-    check_matplotlib()
-    if path.is_dir():
-        raise UserError(f"--plot {path} is a folder: name a file to write")
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write --plot {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"cannot write --plot {path}: it may not be written to")
-    if path.is_file() and path.stat().st_size:
-        with open(path, "rb") as file:
-            if file.read(len(_PNG)) != _PNG:
-                raise UserError(f"--plot {path}: there is a file of another kind already: name another one")
-
-
-def plot_lengths(splits: dict[str, Statistics], path: Path) -> None:
-    """Writes a PNG: the share of documents by their number of tokens, a line for each split.
-
-    Raises:
-        UserError: there is no document.
-    """
-    import matplotlib
-
-    splits = {name: statistics for name, statistics in splits.items() if statistics.documents}
-    if not splits:
-        raise UserError("--plot: there is no document whose length could be drawn")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    used = np.flatnonzero(sum(statistics.histogram for statistics in splits.values()))
-    powers = np.arange(used[0], used[-1] + 1)
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, statistics in splits.items():
-        shares = statistics.histogram[powers] / statistics.documents
-        axes.stairs(shares, 2.0 ** np.append(powers, powers[-1] + 1), label=f"{name} ({statistics.documents:,})")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("tokens in a document")
-    axes.set_ylabel("share of documents")
-    axes.legend(title="documents of")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
-
-
-TOP = 20  # symbols shown
 DESCRIPTION = """what binary data hold, and whether they are whole
 
 Reads every token once: counts, lengths of documents, most frequent symbols, unknown ones; checks that every file opens,
@@ -83,20 +31,24 @@ EPILOG = """examples:
   smlp data inspect data/bin
   smlp data inspect data/bin --verify --samples 5 --plot lengths.png --json report.json
 """
+TOP = 20  # symbols shown
+_PNG = b"\x89PNG"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the step."""
-    parser.add_argument("folder", type=Path, metavar="BIN_DIR", help="what 'smlp data binarize' or another tool wrote")
+    """Declare the options of the step."""
+    parser.add_argument(
+        "folder", type=Path, metavar="BIN_DIR", help="data that 'smlp data binarize' or another tool wrote"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how long documents are")
     add_number(parser, "--samples", whole(0), "documents of each split to show (3)", 3)
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.add_argument("--verify", action="store_true", help="compare every file with its checksum in the manifest")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads, prints and writes; returns 1 if something is wrong."""
+    """Read, print and write; return 1 if something is wrong."""
     if args.json:
         check_output("--json", str(args.json))
     if args.plot:
@@ -125,8 +77,27 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found.problems else 0
 
 
+def check_plot(path: Path) -> None:
+    """Check before the work that a picture can be written.
+
+    Raises:
+        UserError: matplotlib is not installed, or no picture can be written there.
+    """
+    check_matplotlib()
+    if path.is_dir():
+        raise UserError(f"--plot {path} is a folder: name a file to write")
+    if not path.parent.is_dir():
+        raise UserError(f"cannot write --plot {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"cannot write --plot {path}: it may not be written to")
+    if path.is_file() and path.stat().st_size:
+        with open(path, "rb") as file:
+            if file.read(len(_PNG)) != _PNG:
+                raise UserError(f"--plot {path}: there is a file of another kind already: name another one")
+
+
 def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
-    """Of the first file's folder; None where there is no file, or nobody wants samples and there is none."""
+    """Return the tokenizer of the first file's folder; None if there is no file, or none and no sample is wanted."""
     if not found.files:
         return None
     try:
@@ -138,7 +109,7 @@ def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
 
 
 def _named(top: dict[int, int], vocabulary: Vocabulary, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """Symbols with their counts and the text that they stand for."""
+    """Return symbols with their counts and the text that they stand for."""
     rows = [{"symbol": vocabulary.symbols[token], "count": count} for token, count in top.items()]
     if tokenizer is not None:
         for row, token in zip(rows, top, strict=True):
@@ -147,7 +118,7 @@ def _named(top: dict[int, int], vocabulary: Vocabulary, tokenizer: Tokenizer | N
 
 
 def _samples(folder: Path, found: Inspection, tokenizer: Tokenizer | None, number: int) -> dict[str, list[str]]:
-    """Decoded documents of the first file of each split."""
+    """Return decoded documents of the first file of each split."""
     samples: dict[str, list[str]] = {}
     for name in found.files if number else ():
         if Path(name).name not in samples:
@@ -176,3 +147,32 @@ def _show(report: dict[str, Any]) -> None:
             print(f"--- from {name}\n{text}")
     if report["samples"]:
         print("---")
+
+
+def plot_lengths(splits: dict[str, Statistics], path: Path) -> None:
+    """Write a PNG: the share of documents by their number of tokens, a line for each split.
+
+    Raises:
+        UserError: there is no document.
+    """
+    import matplotlib
+
+    splits = {name: statistics for name, statistics in splits.items() if statistics.documents}
+    if not splits:
+        raise UserError("--plot: there is no document whose length could be drawn")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    used = np.flatnonzero(sum(statistics.histogram for statistics in splits.values()))
+    powers = np.arange(used[0], used[-1] + 1)
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, statistics in splits.items():
+        shares = statistics.histogram[powers] / statistics.documents
+        axes.stairs(shares, 2.0 ** np.append(powers, powers[-1] + 1), label=f"{name} ({statistics.documents:,})")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens in a document")
+    axes.set_ylabel("share of documents")
+    axes.legend(title="documents of")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, format="png")
+    pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""fairseq's ``.bin`` and ``.idx`` (mmap) read in blocks: what is wrong with them, and their documents as text again.
+"""Read fairseq's ``.bin`` and ``.idx`` (mmap) in blocks, find what is wrong with them, and decode their documents.
 
 Letters: ``N`` tokens, ``L`` lines, ``V`` symbols of the dictionary.
 """
@@ -20,14 +20,15 @@ BLOCK_TOKENS = 1 << 20
 
 
 def _nobody(num_bytes: int) -> None:
-    """Nobody wants to know."""
+    """Ignore the number of bytes that were read."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """``size`` numbers of a type from a byte of a file on, read where they are asked for.
+    """``size`` numbers of a type in a file, from byte ``first`` on, read when they are asked for.
 
-    Not mapped into memory: of a mapped file, what was read counts as held, and all of it as address space.
+    They are not mapped into memory: pages of a mapped file that were read count as resident, and all of it as address
+    space.
     """
 
     path: Path
@@ -41,7 +42,7 @@ class Numbers:
         return self.size
 
     def __getitem__(self, place: int | slice) -> np.ndarray | np.integer:
-        """One number, or an array of those of a slice without a step."""
+        """Return one number, or an array of those of a slice without a step."""
         if isinstance(place, int):
             return self[place : place + 1][0] if place >= 0 else self[self.size + place]
         start, stop, _ = place.indices(self.size)
@@ -50,13 +51,13 @@ class Numbers:
         return np.fromfile(self.path, self.dtype, count, offset=self.first + start * self.dtype.itemsize)
 
     def blocks(self, size: int) -> Iterator[np.ndarray]:
-        """All of them in order, ``size`` at a time."""
+        """Yield all of them in order, ``size`` at a time."""
         return (self[start : start + size] for start in range(0, self.size, size))
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One split in one folder. ``lengths`` and ``pointers`` (L,) and ``tokens`` (N,) lie on disk."""
+    """One split in one folder. ``lengths`` and ``pointers`` (L,) and ``tokens`` (N,) stay on disk."""
 
     prefix: Path
     lengths: Numbers
@@ -65,10 +66,10 @@ class TokenFile:
 
     @classmethod
     def open(cls, prefix: Path, seen: Callable[[int], None] = _nobody) -> TokenFile:
-        """Opens ``PREFIX.idx`` and ``PREFIX.bin``; ``seen`` is told of every number of bytes that is read of them.
+        """Open ``PREFIX.idx`` and ``PREFIX.bin``; ``seen`` is called with every number of bytes that is read of them.
 
         Raises:
-            UserError: one is missing or damaged, or they are not of a size; the message has the numbers.
+            UserError: one is missing or damaged, or their sizes do not fit; the message has the numbers.
         """
         index, data = prefix.with_name(f"{prefix.name}.idx"), prefix.with_name(f"{prefix.name}.bin")
         for path in (index, data):
@@ -96,11 +97,11 @@ class TokenFile:
         return cls(prefix, lengths, pointers, Numbers(data, dtype, 0, num_tokens, seen))
 
     def token_blocks(self) -> Iterator[np.ndarray]:
-        """The tokens in order."""
+        """Yield the tokens in order."""
         return self.tokens.blocks(BLOCK_TOKENS)
 
     def line_blocks(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Lines in order: number of the first, its first token, lengths (L,)."""
+        """Yield blocks of lines in order: number of the first, its first token, lengths (L,)."""
         line, position = 0, 0
         for block in self.lengths.blocks(BLOCK_LINES):
             lengths_L = block.astype(np.int64)
@@ -108,7 +109,7 @@ class TokenFile:
             line, position = line + len(lengths_L), position + int(lengths_L.sum())
 
     def _last_tokens(self, position: int, lengths_L: np.ndarray) -> np.ndarray:
-        """The last token of each of some lines (L,) that begin at token ``position``."""
+        """Return the last token of each of some lines (L,) that begin at token ``position``."""
         last_L = position + np.cumsum(lengths_L) - 1
         found_L = np.empty(len(last_L), self.tokens.dtype)
         for start in range(position, int(last_L[-1]) + 1, BLOCK_TOKENS):
@@ -117,11 +118,9 @@ class TokenFile:
         return found_L
 
     def problems(self, vocab_size: int, needs_document_end: bool) -> Iterator[str]:
-        """What is wrong, a sentence each; :meth:`open` has compared sizes.
+        """Yield a sentence for each thing that is wrong; :meth:`open` has compared sizes.
 
-        Args:
-            vocab_size: of the dictionary.
-            needs_document_end: whether the last line must be empty, as documents leave it.
+        ``vocab_size`` is that of the dictionary; with ``needs_document_end``, the last line must be empty.
         """
         name, itemsize = f"{self.prefix}.idx", self.tokens.dtype.itemsize
         end = Vocabulary.eos
@@ -156,13 +155,7 @@ SHOWN_TOKENS = 100  # of a document, at most
 
 
 def samples_of(prefix: Path, tokenizer: Tokenizer, number: int) -> list[str]:
-    """How ``number`` documents begin that lie at equal distances in a file.
-
-    Args:
-        prefix: of a file that is whole.
-        tokenizer: of its dictionary.
-        number: fewer are given where there are fewer documents.
-    """
+    """Return the beginnings of ``number`` documents (at most) at equal distances in a file that is whole."""
     file = TokenFile.open(prefix)
     total = len(file.lengths)
     starts = dict.fromkeys(_document_start(file, total * place // number) for place in range(number))
@@ -178,7 +171,7 @@ def samples_of(prefix: Path, tokenizer: Tokenizer, number: int) -> list[str]:
 
 
 def _document_start(file: TokenFile, line: int) -> int | None:
-    """The first line from ``line`` on that begins a document; looks at a block of lines only."""
+    """Return the first line from ``line`` on that begins a document; look at one block of lines only."""
     lengths_L = file.lengths[max(line - 1, 0) : line + BLOCK_LINES]
     is_end_L = lengths_L == 1
     begins_L = ~is_end_L & np.concatenate([[line == 0], is_end_L[:-1]])

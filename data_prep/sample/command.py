@@ -1,4 +1,4 @@
-"""``smlp data sample``."""
+"""``smlp data sample``: its options, and the survey and the writing that it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from data_prep.flow.options import (
 )
 from data_prep.flow.running import Report, begin, run_parts
 from data_prep.sample.plan import make_plan, write_part
-from data_prep.sample.survey import Measure, Survey, survey_part
+from data_prep.sample.survey import UNITS, Measure, Survey, survey_part
 from smlp.cli.numbers import real, whole
 from smlp.errors import UserError
 
@@ -38,20 +38,34 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the step."""
+    """Declare the options of the step."""
     add_input_options(parser)
     group = parser.add_argument_group("sample")
-    add_number(group, "--fraction", real(_SMALLEST_FRACTION, 1), "of the documents (default: all)", 1.0, metavar="F")
+    add_number(
+        group,
+        "--fraction",
+        real(_SMALLEST_FRACTION, 1),
+        "share of the documents to draw (default: all)",
+        1.0,
+        metavar="F",
+    )
     add_number(group, "--seed", whole(-(1 << 63), (1 << 63) - 1), "another seed draws other documents", 1)
     for split in ("valid", "test"):
-        add_number(group, f"--{split}", real(0, 1, below=True), "of documents (default: 0.001)", 0.001, metavar="SHARE")
-    group.add_argument("--budget", type=_number, metavar="N", help="of train: 250000, 500K, 100M, 1.5B")
+        add_number(
+            group,
+            f"--{split}",
+            real(0, 1, below=True),
+            f"share of the documents for {split} (default: 0.001)",
+            0.001,
+            metavar="SHARE",
+        )
+    group.add_argument("--budget", type=_number, metavar="N", help="size of train: 250000, 500K, 100M, 1.5B")
+    group.add_argument("--unit", choices=UNITS, default="words", help="unit of the budget (default: words)")
     group.add_argument(
-        "--unit", choices=("documents", "bytes", "words", "tokens"), default="words", help="of the budget"
+        "--tokenizer", type=Path, metavar="DIR", help="folder that 'smlp data tokenizer' wrote, to count tokens"
     )
-    group.add_argument("--tokenizer", type=Path, metavar="DIR", help="that 'smlp data tokenizer' wrote, for tokens")
-    group.add_argument("--weights", type=_weights, metavar="SOURCE=W,...", help="of the sources in train")
-    group.add_argument("--repeat", action="store_true", help="read a source again where it has too little")
+    group.add_argument("--weights", type=_weights, metavar="SOURCE=W,...", help="weights of the sources in train")
+    group.add_argument("--repeat", action="store_true", help="read a source again if it has too little")
     add_compression(group)
     add_run_options(parser)
 
@@ -61,7 +75,7 @@ _OF_THE_PLAN = ("fraction", "valid", "test", "budget", "weights", "repeat", "com
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the step."""
+    """Run the step; return the exit status."""
     _check(args)
     settings = {
         **input_settings(args),

@@ -1,4 +1,4 @@
-"""Decide which documents are in the sample, in which split and how often; and write them."""
+"""Decide which documents are in the sample, in which split and how often, and write them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import BinaryIO
 import numpy as np
 
 from data_prep.corpus import SPLITS
-from data_prep.flow.documents import Reading, Record, counted_records
+from data_prep.flow.documents import ReadSettings, Record, counted_records
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import WrittenFile, write_stream
 from data_prep.sample.survey import Measure, Survey, hashes, place_of
 from smlp.errors import UserError
@@ -33,19 +33,11 @@ class Cut:
     taken: int  # size of those below
     left: int  # what is left of the budget, for the document at the cut
 
-    def holds(self, key: int, place: int) -> bool:
-        """Whether a document is below the cut."""
-        return (key, place) < (self.key, self.place)
-
-    def is_at(self, key: int, place: int) -> bool:
-        """Whether it is the document that does not fit whole."""
-        return (key, place) == (self.key, self.place)
-
 
 def find_cut(blocks: Blocks, budget: int) -> Cut:
-    """The cut below which documents, in the order of their keys, add up to at most ``budget``; reads them twice.
+    """Return the cut below which documents, in the order of their keys, add up to at most ``budget``; read them twice.
 
-    Memory is that of ``_BINS`` numbers and of the documents in one bin of keys.
+    Memory holds ``_BINS`` numbers and the documents in one bin of keys.
     """
     sums = np.zeros(_BINS, dtype=np.int64)
     for keys, sizes, _ in blocks():
@@ -68,7 +60,7 @@ def find_cut(blocks: Blocks, budget: int) -> Cut:
 
 @dataclass(frozen=True)
 class Quota:
-    """What is taken of one source: all its documents ``passes`` times, and those below ``cut`` once more."""
+    """The share of one source: all its documents ``passes`` times, and those below ``cut`` once more."""
 
     available: int
     wanted: int
@@ -78,7 +70,7 @@ class Quota:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each document goes; plain values, so that it travels to the workers."""
+    """The cuts that decide where each document goes, as plain values that can be sent to the workers."""
 
     fraction_end: int  # documents whose ``draw`` hash is below are in the fraction
     valid_end: int  # documents of the fraction whose ``split`` hash is below are the validation set
@@ -86,7 +78,7 @@ class Plan:
     quotas: dict[str, Quota]  # by source, of what remains
 
     def place(self, draw: int, split: int, place: int, source: str) -> tuple[str, int, int]:
-        """Split of a document ("" for none), how often it is written whole, and how much of it once more."""
+        """Return the split of a document ("" for none), how often it is written whole, and how much of it once more."""
         if draw >= self.fraction_end:
             return "", 0, 0
         if split < self.valid_end:
@@ -94,9 +86,10 @@ class Plan:
         if split < self.test_end:
             return "test", 1, 0
         quota = self.quotas[source]
-        if quota.cut.holds(draw, place):
+        document, cut = (draw, place), (quota.cut.key, quota.cut.place)
+        if document < cut:
             return "train", quota.passes + 1, 0
-        return "train", quota.passes, quota.cut.left if quota.cut.is_at(draw, place) else 0
+        return "train", quota.passes, quota.cut.left if document == cut else 0
 
 
 def make_plan(
@@ -109,17 +102,17 @@ def make_plan(
     repeat: bool,
     unit: str,
 ) -> Plan:
-    """Finds the cuts.
+    """Find the cuts.
 
     Args:
         survey: of all documents.
         fraction: of the documents, drawn by hash; a smaller fraction is a part of a larger one.
         valid: share of the fraction's documents that is the validation set, exact to a document; equal texts go to
             one split, so that those at the cut may make it smaller.
-        test: the same of the test set.
+        test: the same for the test set.
         budget: of the training set, in the unit of the survey; None for all.
-        weights: of the sources in the budget; None for what there is.
-        repeat: a source may be read several times to fill its share.
+        weights: of the sources in the budget; None for their own sizes.
+        repeat: read a source several times to fill its share.
         unit: for messages.
 
     Raises:
@@ -190,14 +183,14 @@ def _held_out(number: int, share: float, name: str) -> int:
 def _shares(
     available: dict[str, int], budget: int | None, weights: dict[str, float] | None, repeat: bool, unit: str
 ) -> dict[str, int]:
-    """How much is wanted of each source, in whole units that add up to the budget."""
+    """Return how much is wanted of each source, in whole units that add up to the budget."""
     total = sum(available.values())
     if weights is None:
         if budget is None:
             return available
         if budget > total and not repeat:
             raise UserError(
-                f"a budget of {budget:,} {unit} is more than the {total:,} that there are: lower it, or add --repeat"
+                f"a budget of {budget:,} {unit} is more than the {total:,} available: lower it, or add --repeat"
             )
         return _divide(budget, {source: Fraction(amount) for source, amount in available.items()})
     if set(weights) != set(available):
@@ -224,7 +217,7 @@ def _shares(
 
 
 def _divide(budget: int, weights: dict[str, Fraction]) -> dict[str, int]:
-    """Whole numbers that add up to ``budget``, each the exact share of a weight rounded down or up."""
+    """Return whole numbers that add up to ``budget``, each the exact share of a weight rounded down or up."""
     total = sum(weights.values())
     if not total:
         return dict.fromkeys(weights, 0)
@@ -237,17 +230,17 @@ def _divide(budget: int, weights: dict[str, Fraction]) -> dict[str, int]:
 
 
 def write_part(
-    part: Part,
+    part: FilePart,
     out: Path,
     *,
-    reading: Reading,
+    reading: ReadSettings,
     measure: Measure,
     seed: int,
     plan: Plan,
     order: dict[str, int],
     suffix: str,
 ) -> PartResult:
-    """Writes ``OUT/SPLIT/PART.jsonl`` for the splits that it has documents of.
+    """Write ``OUT/SPLIT/PART.jsonl`` for the splits that the part has documents of.
 
     ``order`` gives the position of each part by its name.
     """
@@ -284,7 +277,7 @@ def write_part(
 
 
 def _copies(record: Record, times: int, beginning: int, measure: Measure) -> list[Record]:
-    """The document ``times`` times, later copies with ids of their own, and its beginning once more."""
+    """Return the document ``times`` times, later copies with ids of their own, and its beginning once more."""
     copies = [record if copy == 0 else replace(record, id=f"{record.id}#{copy + 1}") for copy in range(times)]
     text = measure.beginning(record.text, beginning) if beginning else ""
     if text:

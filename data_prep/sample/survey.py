@@ -1,37 +1,33 @@
-"""Size and hashes of every document, on disk, so that memory does not grow with the corpus."""
+"""Record size and hashes of every document on disk, so that memory does not grow with the corpus."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from data_prep.flow.documents import Reading, counted_records
+from data_prep.flow.documents import NOT_TEXT, ReadSettings, counted_records
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.options import NOT_TEXT
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import write_stream
 from smlp.errors import UserError
+from smlp.text.tokenizer import Tokenizer, load_tokenizer
 
 UNITS = ("documents", "bytes", "words", "tokens")
-
-
-class Encoder(Protocol):
-    """What tokens are counted with: :class:`smlp.text.tokenizer.Tokenizer`."""
-
-    def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]: ...
+# A document in the survey: its two hashes, its size, and which of the part's sources it is from. 22 bytes.
+ROW = np.dtype([("draw", "<u8"), ("split", "<u8"), ("size", "<u4"), ("source", "<u2")])
+BLOCK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Size of a document."""
+    """Size of a document: ``measure(text)``."""
 
     # one of ``UNITS``. Tokens are those that ``smlp data binarize`` makes of it: each line with a token in it has a
     # ``</s>``, and a document with such a line one more
@@ -50,7 +46,7 @@ class Measure:
         return len(ids_N) + num_lines + 1 if num_lines else 0
 
     def reason_against(self, text: str) -> str:
-        """Why a text has no size, as a reason to drop it; "" if it has one. Half of a surrogate pair has no tokens."""
+        """Return why a text has no size, "" if it has one: half of a surrogate pair has no tokens."""
         if self.unit == "tokens":
             try:
                 text.encode()
@@ -59,7 +55,7 @@ class Measure:
         return ""
 
     def beginning(self, text: str, size: int) -> str:
-        """The longest beginning of ``text`` of at most ``size``, cut between words; may be empty."""
+        """Return the longest beginning of ``text`` of at most ``size``, cut between words; it may be empty."""
         if self(text) <= size:
             return text
         if self.unit == "documents":
@@ -76,27 +72,20 @@ class Measure:
 
 
 @cache
-def _encoder(folder: Path) -> Encoder:
-    from smlp.text.tokenizer import load_tokenizer
-
+def _encoder(folder: Path) -> Tokenizer:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the parts are what is parallel
     return load_tokenizer(folder)
 
 
-# A document in the survey: its two hashes, its size, and which of the part's sources it is from. 22 bytes.
-ROW = np.dtype([("draw", "<u8"), ("split", "<u8"), ("size", "<u4"), ("source", "<u2")])
-BLOCK_ROWS = 1 << 16
-
-
 def hashes(text: str, seed: int) -> tuple[int, int]:
-    """Two independent numbers below 2**64 that depend on the text and the seed alone: one draws, one splits."""
+    """Return two independent numbers below 2**64 that depend on text and seed alone: one draws, one splits."""
     key = seed.to_bytes(8, "little", signed=True)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
-def survey_part(part: Part, out: Path, *, reading: Reading, measure: Measure, seed: int) -> PartResult:
-    """Writes a :data:`ROW` for each document of a part."""
+def survey_part(part: FilePart, out: Path, *, reading: ReadSettings, measure: Measure, seed: int) -> PartResult:
+    """Write a :data:`ROW` for each document of a part."""
     counts, sources = Counts(), {}
     with write_stream(out / STATE / "survey-rows" / f"{part.name}.bin") as (stream, written):
         rows = []
@@ -117,12 +106,7 @@ def survey_part(part: Part, out: Path, *, reading: Reading, measure: Measure, se
 
 
 class Survey:
-    """What was written down of all documents; read in blocks.
-
-    Args:
-        out: the step's folder.
-        results: of :func:`survey_part`, in the order of the parts.
-    """
+    """The rows of all documents, read in blocks; ``results`` are those of :func:`survey_part`, in order."""
 
     def __init__(self, out: Path, results: list[PartResult]) -> None:
         self._files = [out / result.outputs[0]["name"] for result in results]
@@ -131,7 +115,7 @@ class Survey:
         self._source_of = [np.array([position[name] for name in result.facts["sources"]]) for result in results]
 
     def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Rows (n,) of :data:`ROW`, their places (n,) in the corpus, and indices (n,) into :attr:`sources`."""
+        """Yield rows (n,) of :data:`ROW`, their places (n,) in the corpus, and indices (n,) into :attr:`sources`."""
         for index, (path, source_of) in enumerate(zip(self._files, self._source_of, strict=True)):
             with open(path, "rb") as file:
                 done = 0
@@ -142,5 +126,5 @@ class Survey:
 
 
 def place_of(part: int, number: np.ndarray | int) -> np.ndarray | int:
-    """A document's place: documents of earlier parts first; at most 2**40 in a part."""
+    """Return a document's place: documents of earlier parts come first; a part has at most 2**40."""
     return (part << 40) + number

@@ -1,8 +1,9 @@
-"""The step ``tokenizer``: its options, and what it does with them."""
+"""``smlp data tokenizer``: its options, and the dictionary, model and manifest that it writes."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,13 +23,11 @@ from data_prep.flow.options import (
 )
 from data_prep.flow.running import Report, begin, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
-from data_prep.tokenize.measuring import check_lossless, count_pieces, measures, round_trip
+from data_prep.tokenize.measuring import check_lossless, count_pieces, round_trip
 from data_prep.tokenize.models import (
     KINDS,
     SPECIAL_PIECES,
-    dictionary_bytes,
     given_byte_level,
-    num_pieces,
     padding_of,
     pieces_of,
     train_byte_level,
@@ -55,7 +54,7 @@ EPILOG = """examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the step."""
+    """Declare the options of the step."""
     add_input_options(parser)
     group = parser.add_argument_group("vocabulary")
     group.add_argument(
@@ -65,23 +64,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="SentencePiece unigram or BPE, or GPT-2's byte-level BPE (default: unigram)",
     )
     add_number(
-        group, "--vocab-size", whole(1, MOST_SIZE), "pieces (default: 32000, 50257 for gpt2), without --pad-to's"
+        group, "--vocab-size", whole(1, MOST_SIZE), "pieces without those of --pad-to (default: 32000, 50257 for gpt2)"
     )
     group.add_argument(
-        "--byte-fallback", action="store_true", help="SentencePiece: what has no piece becomes bytes, nothing unknown"
+        "--byte-fallback",
+        action="store_true",
+        help="SentencePiece: encode as bytes what has no piece, so that nothing is unknown",
     )
-    group.add_argument("--encoder-json", type=Path, metavar="FILE", help="gpt2: take this and --vocab-bpe, train none")
+    group.add_argument(
+        "--encoder-json", type=Path, metavar="FILE", help="gpt2: use this and --vocab-bpe, and train nothing"
+    )
     group.add_argument("--vocab-bpe", type=Path, metavar="FILE", help="gpt2: the merges of --encoder-json")
     padding = group.add_mutually_exclusive_group()
     add_number(padding, "--pad-to", whole(1, MOST_SIZE), "fill dict.txt up to N symbols, special ones included")
     add_number(padding, "--pad-multiple", whole(1, MOST_SIZE), "fill it up to a multiple of N", 1)
-    add_number(group, "--sample-bytes", whole(1, MOST_BYTES), f"of text to learn from ({SAMPLE_BYTES:,})", SAMPLE_BYTES)
-    add_number(group, "--seed", whole(0, MOST_SEED), "of the sample (default: 1)", 1)
+    add_number(
+        group, "--sample-bytes", whole(1, MOST_BYTES), f"bytes of text to learn from ({SAMPLE_BYTES:,})", SAMPLE_BYTES
+    )
+    add_number(group, "--seed", whole(0, MOST_SEED), "seed of the sample (default: 1)", 1)
     add_run_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draws the sample, trains, measures, writes; returns the exit status."""
+    """Draw the sample, train, measure, write; return the exit status."""
     _check(args)
     make = _maker(args)
     parts, run = parts_of(args), run_of(args)
@@ -121,7 +126,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _maker(args: argparse.Namespace) -> Callable[[Iterator[str]], dict[str, bytes]]:
-    """What makes the tokenizer's files, by name, from the lines of the sample; given files are checked at once."""
+    """Return a function that makes the tokenizer's files, by name, of the sample's lines; check given files now."""
     size = args.vocab_size
     if size is None:
         size = 50257 if args.kind == GPT2 else 32000
@@ -149,21 +154,25 @@ def _write(
     make: Callable[[Iterator[str]], dict[str, bytes]],
     lines: Callable[[], Iterator[str]],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Trains, writes the files and measures; returns what was written, and facts for the manifest."""
+    """Train, write the files and measure; return what was written, and facts for the manifest."""
     (out / MANIFEST).unlink(missing_ok=True)
     if next(lines(), None) is None:
         raise UserError(f"{', '.join(map(str, args.inputs))}: no line of text to build a vocabulary from")
     files = make(lines())
-    symbols = _symbols(files)
+    if ENCODER_JSON in files:  # dict.txt has the ids as symbols
+        symbols = [str(number) for number in range(len(json.loads(files[ENCODER_JSON])))]
+    else:
+        symbols = pieces_of(files[SENTENCEPIECE_MODEL])
     padding = padding_of(len(SPECIAL_SYMBOLS) + len(symbols), args.pad_to, args.pad_multiple)
     outputs = [write_bytes(out / name, content) for name, content in files.items()]
     vocabulary = Vocabulary([*symbols, *padding])
     tokenizer = Tokenizer(vocabulary, find_tokenizer([out]))
     if args.kind == GPT2:
         check_lossless(tokenizer)
-    frequency_V, totals = count_pieces(lines(), tokenizer)
-    content = dictionary_bytes([*symbols, *padding], frequency_V[len(SPECIAL_SYMBOLS) :].tolist())
-    outputs.append(write_bytes(out / DICTIONARY, content))
+    frequency_V, measured = count_pieces(lines(), tokenizer)
+    rows = zip([*symbols, *padding], frequency_V[len(SPECIAL_SYMBOLS) :].tolist(), strict=True)
+    content = "".join(f"{symbol} {count}\n" for symbol, count in rows)
+    outputs.append(write_bytes(out / DICTIONARY, content.encode()))
     facts = {
         "vocabulary": {
             "symbols": len(vocabulary),
@@ -173,21 +182,14 @@ def _write(
             "padding": len(padding),
             "never_seen": int((frequency_V[len(SPECIAL_SYMBOLS) :][: len(symbols)] == 0).sum()),
         },
-        "sample": measures(totals),
+        "sample": measured,
         "round_trip": round_trip(lines(), tokenizer),
     }
     return outputs, facts
 
 
-def _symbols(files: dict[str, bytes]) -> list[str]:
-    """The pieces as ``dict.txt`` names them, in the model's order."""
-    if ENCODER_JSON in files:
-        return list(map(str, range(num_pieces(files[ENCODER_JSON]))))
-    return pieces_of(files[SENTENCEPIECE_MODEL])
-
-
 def _lines(manifest: dict[str, Any]) -> list[str]:
-    """Lines for the terminal."""
+    """Return lines for the terminal."""
     vocabulary, sample, back = manifest["vocabulary"], manifest["sample"], manifest["round_trip"]
     lines = [
         f"dictionary: {vocabulary['symbols']:,} symbols: {len(vocabulary['special'])} special, "

@@ -1,4 +1,4 @@
-"""What a tokenizer makes of a text: tokens, unknown ones, and what comes back when they are decoded."""
+"""Measure a tokenizer on a text: tokens, unknown ones, and the text that comes back when they are decoded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ODD_LINES = (
 
 
 def blocks_of(lines: Iterable[str]) -> Iterator[list[str]]:
-    """Lines in lists of about ``BLOCK_CHARACTERS``."""
+    """Yield lines in lists of about ``BLOCK_CHARACTERS``."""
     block: list[str] = []
     size = 0
     for line in lines:
@@ -43,11 +43,11 @@ def blocks_of(lines: Iterable[str]) -> Iterator[list[str]]:
         yield block
 
 
-def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray, Counter[str]]:
-    """How often each symbol of the dictionary comes, (V,) int64, and lines, words, bytes, tokens and unknown ones.
+def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray, dict[str, Any]]:
+    """Count each symbol of the dictionary, (V,) int64, and lines, words, bytes, tokens, unknown ones and their shares.
 
-    Bytes are of the text without line ends, and tokens are without ``</s>``; also counts the lines that SentencePiece
-    does not learn from.
+    Bytes are of the text without line ends, and tokens are without ``</s>``; also counted are the lines that
+    SentencePiece does not learn from.
     """
     vocabulary = tokenizer.vocabulary
     frequency_V, totals = np.zeros(len(vocabulary), np.int64), Counter()
@@ -61,13 +61,8 @@ def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray
         totals["too_long_for_sentencepiece"] += sum(size > MAX_LINE_BYTES for size in sizes)
         totals["tokens"] += len(ids_N)
     totals["unknown"] = int(frequency_V[vocabulary.unk])
-    return frequency_V, totals
-
-
-def measures(totals: Counter[str]) -> dict[str, Any]:
-    """The totals with unknown share, tokens per word and bytes per token."""
     tokens = max(totals["tokens"], 1)
-    return {
+    return frequency_V, {
         **totals,
         "unknown_share": totals["unknown"] / tokens,
         "tokens_per_word": totals["tokens"] / max(totals["words"], 1),
@@ -76,9 +71,9 @@ def measures(totals: Counter[str]) -> dict[str, Any]:
 
 
 def round_trip(lines: Iterable[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """How many lines come back as they were when they are encoded and decoded, and why others do not.
+    """Count the lines that come back as they were when they are encoded and decoded, and the others by reason.
 
-    Reads the first ``ROUND_TRIP_CHARACTERS`` of them.
+    Only the first ``ROUND_TRIP_CHARACTERS`` are read.
     """
     found, examples, size = Counter(lines=0, same=0, unknown=0, changed=0), [], 0
     for line in lines:
@@ -102,7 +97,7 @@ def round_trip(lines: Iterable[str], tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def check_lossless(tokenizer: Tokenizer) -> None:
-    """That odd lines of our own come back as they were.
+    """Check that the ``ODD_LINES`` come back as they were.
 
     Raises:
         UserError: one does not.
@@ -115,7 +110,7 @@ def check_lossless(tokenizer: Tokenizer) -> None:
 
 
 def _difference(was: str, becomes: str) -> dict[str, str]:
-    """Both texts from shortly before the place where they part."""
+    """Return both texts from shortly before the place where they differ."""
     pairs = enumerate(itertools.zip_longest(was, becomes))
     start = max(next(place for place, pair in pairs if pair[0] != pair[1]) - _SHOWN // 3, 0)
     return {"was": was[start : start + _SHOWN], "becomes": becomes[start : start + _SHOWN]}

@@ -1,11 +1,12 @@
-"""Train SentencePiece models and GPT-2's byte-level BPE, or take given files; write their ``dict.txt``."""
+"""Train SentencePiece models and GPT-2's byte-level BPE, or take given files; fill up their dictionary."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from smlp.errors import UserError
@@ -22,18 +23,20 @@ KINDS = ("unigram", "bpe")
 SPECIAL_PIECES = 3  # that every model has: <unk>, <s>, </s>
 MAX_LINE_BYTES = 1 << 16  # SentencePiece skips longer lines when it trains (it encodes them all the same)
 NUM_THREADS = 4  # fixed: the model may depend on how the sums are shared out among threads
+PADDING = "madeupword{:04d}"  # fairseq's own name for symbols that only fill a dictionary
+NUM_BYTES = 256
 
 
 def train_sentencepiece(
     lines: Iterable[str], vocab_size: int, kind: str = "unigram", byte_fallback: bool = False
 ) -> bytes:
-    """Trains on the non-empty lines; returns the serialised model. The same lines give the same bytes.
+    """Train on the non-empty lines; return the serialised model. The same lines give the same bytes.
 
     Args:
-        lines: of text; all characters of theirs get a piece.
+        lines: of text; each of their characters gets a piece.
         vocab_size: pieces, with three special ones. A text too small for it yields a smaller unigram model.
         kind: one of ``KINDS``.
-        byte_fallback: whether what has no piece becomes pieces of bytes.
+        byte_fallback: encode what has no piece as bytes.
 
     Raises:
         UserError: ``vocab_size`` does not even hold the text's characters, is too large for BPE of this text, or there
@@ -43,11 +46,14 @@ def train_sentencepiece(
 
     if vocab_size < 1:
         raise UserError(f"vocabulary size must be at least 1, not {vocab_size}")
-    texts = _Texts(lines)
+    texts = filter(None, lines)
+    first = next(texts, None)
+    if first is None:
+        raise UserError("the training text holds no line of text to build a vocabulary from")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
+            sentence_iterator=itertools.chain([first], texts),
             model_writer=model,
             model_type=kind,
             vocab_size=vocab_size,
@@ -59,23 +65,8 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as error:
-        if not texts.number:
-            raise UserError("the training text holds no line of text to build a vocabulary from") from error
         raise UserError(_explained(" ".join(str(error).split()), vocab_size)) from error
     return model.getvalue()
-
-
-class _Texts:
-    """Lines that are not empty, and how many there were."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._lines, self.number = lines, 0
-
-    def __iter__(self) -> Iterable[str]:
-        for line in self._lines:
-            if line:
-                self.number += 1
-                yield line
 
 
 def _explained(message: str, vocab_size: int) -> str:
@@ -92,7 +83,7 @@ def _explained(message: str, vocab_size: int) -> str:
 
 
 def pieces_of(model: bytes) -> list[str]:
-    """The pieces of a model in its order, without ``<unk>`` and control symbols, which a dictionary has of its own."""
+    """Return the pieces of a model in its order, without ``<unk>`` and control symbols, which every dictionary has."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -103,15 +94,10 @@ def pieces_of(model: bytes) -> list[str]:
     ]
 
 
-NUM_BYTES = 256
-
-
 def train_byte_level(lines: Iterable[str], vocab_size: int) -> dict[str, bytes]:
-    """Trains on lines of text; returns the files by name. The same lines give the same bytes.
+    """Train on lines of text; return the files by name. The same lines give the same bytes.
 
-    Args:
-        lines: of text, without line ends.
-        vocab_size: pieces: 256 bytes and the merges. A text too small for it yields fewer merges.
+    ``vocab_size`` counts the 256 bytes and the merges; a text too small for it yields fewer merges.
 
     Raises:
         UserError: ``vocab_size`` is below 256, or the package ``tokenizers`` is not installed.
@@ -130,11 +116,13 @@ def train_byte_level(lines: Iterable[str], vocab_size: int) -> dict[str, bytes]:
     model.train_from_iterator(lines, trainer)
     trained = json.loads(model.to_str())["model"]
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in trained["merges"]]
-    return _files(trained["vocab"], merges)
+    ids = dict(sorted(trained["vocab"].items(), key=lambda item: item[1]))
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
+    return {ENCODER_JSON: json.dumps(ids).encode(), VOCAB_BPE: ("\n".join(lines) + "\n").encode()}
 
 
 def given_byte_level(encoder_json: Path, vocab_bpe: Path) -> dict[str, bytes]:
-    """The files of an encoding that exists, by name, as they are.
+    """Return the files of an existing encoding, by name, as they are.
 
     Raises:
         UserError: one is missing, is not in GPT-2's format, or they do not fit each other.
@@ -149,27 +137,10 @@ def given_byte_level(encoder_json: Path, vocab_bpe: Path) -> dict[str, bytes]:
     return {ENCODER_JSON: encoder_json.read_bytes(), VOCAB_BPE: vocab_bpe.read_bytes()}
 
 
-def num_pieces(encoder: bytes) -> int:
-    """Pieces in the content of an ``encoder.json``."""
-    return len(json.loads(encoder))
-
-
-def _files(ids: dict[str, int], merges: Iterable[Iterable[str]]) -> dict[str, bytes]:
-    in_order = dict(sorted(ids.items(), key=lambda item: item[1]))
-    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
-    return {ENCODER_JSON: json.dumps(in_order).encode(), VOCAB_BPE: ("\n".join(lines) + "\n").encode()}
-
-
-PADDING = "madeupword{:04d}"  # fairseq's own name for symbols that only fill a dictionary
-
-
 def padding_of(num_symbols: int, pad_to: int | None, pad_multiple: int) -> list[str]:
-    """The symbols that fill a dictionary up.
+    """Return the symbols that fill a dictionary up to ``pad_to``, or to a multiple of ``pad_multiple`` if it is None.
 
-    Args:
-        num_symbols: of it, with fairseq's four special ones.
-        pad_to: size to fill it to, or None.
-        pad_multiple: otherwise, a number that its size is to be a multiple of.
+    ``num_symbols`` includes fairseq's four special ones.
 
     Raises:
         UserError: it is larger than ``pad_to``.
@@ -178,12 +149,7 @@ def padding_of(num_symbols: int, pad_to: int | None, pad_multiple: int) -> list[
     if size < num_symbols:
         special = len(SPECIAL_SYMBOLS)
         raise UserError(
-            f"--pad-to {size} is less than the {num_symbols} symbols that there are: {num_symbols - special} pieces "
+            f"--pad-to {size} is less than the {num_symbols} symbols of the dictionary: {num_symbols - special} pieces "
             f"and {special} special ones"
         )
     return [PADDING.format(number) for number in range(size - num_symbols)]
-
-
-def dictionary_bytes(symbols: Sequence[str], frequencies: Sequence[int]) -> bytes:
-    """The content of ``dict.txt``: a symbol and how often it comes a line, without the special ones."""
-    return "".join(f"{symbol} {count}\n" for symbol, count in zip(symbols, frequencies, strict=True)).encode()

@@ -1,4 +1,4 @@
-"""A sample of documents that depends on nothing but the files, their texts and a seed, whatever the workers.
+"""Draw a sample of documents that depends only on the files, their texts and a seed, whatever the workers.
 
 Each part draws a share by its size on disk, its documents with the smallest hashes, and one at least; of all that are
 drawn, those with the smallest hashes are the sample.
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.documents import Reading, counted_records
+from data_prep.flow.documents import NOT_TEXT, ReadSettings, counted_records
 from data_prep.flow.manifest import Counts, PartResult
-from data_prep.flow.options import NOT_TEXT
-from data_prep.flow.parts import Part
+from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import open_stream, write_stream
 
@@ -25,44 +24,35 @@ NOT_DRAWN = "not drawn"
 
 
 def rank_of(text: str, seed: int) -> int:
-    """The hash of a text that documents are drawn by, 64 bits."""
+    """Return the 64-bit hash of a text by which documents are drawn."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, salt=seed.to_bytes(8, "little")).digest()
     return int.from_bytes(digest)
 
 
 class _Smallest:
-    """What has the smallest ranks of all that is added: as much as makes ``num_bytes`` full, and one at least."""
+    """Keep the items of the smallest ranks: as many as fill ``num_bytes``, and one at least."""
 
     def __init__(self, num_bytes: float) -> None:
         self._num_bytes, self._size = num_bytes, 0
         self._kept: list[tuple[int, int, Any]] = []  # a heap, the largest rank first
 
     def add(self, rank: int, num_bytes: int, item: Any) -> None:
-        """An item of a size; of two with one rank, the smaller item goes first when there is too much."""
+        """Add an item of a size; of two with one rank, the smaller item goes first when there is too much."""
         heapq.heappush(self._kept, (-rank, num_bytes, item))
         self._size += num_bytes
         while self._size - self._kept[0][1] >= self._num_bytes and len(self._kept) > 1:
             self._size -= heapq.heappop(self._kept)[1]
 
     def items(self) -> list[tuple[int, Any]]:
-        """What is kept, with its ranks, smallest first."""
+        """Return what is kept, with its ranks, smallest first."""
         return [(-rank, item) for rank, _, item in sorted(self._kept, reverse=True)]
 
 
-def sample_part(part: Part, out: Path, reading: Reading, num_bytes: int, total: int, seed: int) -> PartResult:
-    """Writes the documents of a part with the smallest hashes, smallest first.
+def sample_part(part: FilePart, out: Path, reading: ReadSettings, num_bytes: int, total: int, seed: int) -> PartResult:
+    """Write the documents of a part with the smallest hashes, smallest first.
 
-    Args:
-        part: a part of the training text.
-        out: the step's folder.
-        reading: how it is read.
-        num_bytes: of the whole sample.
-        total: bytes on disk of all parts.
-        seed: of the hashes.
-
-    Returns:
-        The file, of ranks and texts, and what was drawn: the last document drawn makes the part's share full or more
-        than full. It is what is held in memory.
+    The part's share of the sample's ``num_bytes`` is that of its size in the ``total`` on disk of all parts; the last
+    document fills it or goes beyond. What is drawn is held in memory.
     """
     smallest = _Smallest(num_bytes * part.num_bytes / total)
     counts, defects = Counts(), []
@@ -83,7 +73,7 @@ def sample_part(part: Part, out: Path, reading: Reading, num_bytes: int, total: 
 
 
 def leave_out(counts: Counts, number: int) -> None:
-    """Counts so many documents that were kept as not drawn."""
+    """Count so many kept documents as not drawn."""
     counts.kept -= number
     if number:
         counts.dropped[NOT_DRAWN] += number
@@ -99,7 +89,7 @@ class Sample:
 
     @classmethod
     def of(cls, files: Sequence[Path], num_bytes: int) -> Sample:
-        """Those with the smallest ranks that make ``num_bytes`` full, or all there are; one at least.
+        """Choose the documents of the smallest ranks that fill ``num_bytes``, or all there are; one at least.
 
         Memory holds a few numbers for each, no text.
         """
@@ -110,11 +100,11 @@ class Sample:
         return cls(files, frozenset(-item for _, item in smallest.items()), number)
 
     def texts(self) -> Iterator[str]:
-        """Part by part."""
+        """Yield the texts part by part."""
         return (text for number, (_, text) in enumerate(_drawn(self.files)) if number in self.numbers)
 
     def lines(self) -> Iterator[str]:
-        """Paragraphs that are not blank."""
+        """Yield the paragraphs that are not blank."""
         return (line for text in self.texts() for line in text.split("\n") if line.strip())
 
 

@@ -83,13 +83,13 @@ class Cosine(RouterKind):
     settings = CosineSettings
 
     def build(self, config: ModelConfig) -> CosineRouter:
-        return CosineRouter(config.embed_dim, config.moe.num_experts, config.own("cosine"))
+        return CosineRouter(config.embed_dim, config.num_experts, config.own("cosine"))
 
     def num_parameters(self, config: ModelConfig) -> int:
-        return config.moe.num_experts * config.embed_dim
+        return config.num_experts * config.embed_dim
 
     def flops_per_token(self, config: ModelConfig) -> float:
-        return config.moe.num_experts * config.embed_dim  # one product; norms and softmax count as 0
+        return config.num_experts * config.embed_dim  # one product; norms and softmax count as 0
 
     def auxiliary_loss(self, config: ModelConfig) -> str | None:
         weight = config.own("cosine").balance_weight

@@ -47,9 +47,10 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 def build(config: ModelConfig, settings: Settings) -> Decoder:
     """A model in training whose routers drop nothing, so that the work done is the nominal one."""
-    moe = replace(config.moe, capacity_factor=0.0, second_expert="all")
     torch.manual_seed(0)
-    return Decoder(replace(config, moe=moe)).to(settings.device, settings.dtype).train()
+    return (
+        Decoder(replace(config, capacity_factor=0.0, second_expert="all")).to(settings.device, settings.dtype).train()
+    )
 
 
 def update(model: nn.Module, tokens_Bn: Tensor) -> Callable[[], None]:

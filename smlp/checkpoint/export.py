@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any, BinaryIO
 import torch
 
 from smlp.checkpoint.lazy import FileVersion, LazyTensor, StoredTensor, as_bytes
-from smlp.checkpoint.torch_file import write_torch_file
+from smlp.checkpoint.torch_file import VARIABLE, check_records, write_torch_file
 from smlp.config import ModelConfig, flatten
 from smlp.config.presets import FROM_TASK
 from smlp.errors import UserError
@@ -44,16 +45,12 @@ _TEXT_FILES = (DICTIONARY, *TOKENIZER_FILES)
 _HEADER = struct.Struct("<Q")
 _NO_DIGEST = "0" * 64
 _SAFETENSORS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    getattr(torch, dtype): name
+    for dtype, name in zip(
+        ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"],
+        ["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"],
+        strict=True,
+    )
 }
 _DTYPES = {name: dtype for dtype, name in _SAFETENSORS.items()}
 
@@ -61,16 +58,16 @@ _DTYPES = {name: dtype for dtype, name in _SAFETENSORS.items()}
 def export_of(
     state: Mapping[str, Any], config: ModelConfig, num_updates: int, files: Mapping[str, LazyTensor]
 ) -> dict[str, Any]:
-    """What an export holds.
+    """Return the content of an export.
 
     Args:
         state: of a checkpoint, with ``cfg`` and all of ``model``.
         config: of the model.
-        num_updates: of the training.
-        files: by name.
+        num_updates: done in training.
+        files: dictionary and tokenizer, by name.
     """
     settings, cfg = flatten(config), state["cfg"]
-    # The options of the training run, with what they left to the architecture filled in: presets may change.
+    # Presets may change, so options that the run left to its architecture are filled in.
     resolved = {name: value for name, value in settings.items() if name not in FROM_TASK}
     return {
         FORMAT_KEY: FORMAT,
@@ -84,12 +81,12 @@ def export_of(
 
 
 def write_export(file: BinaryIO, export: Mapping[str, Any], as_safetensors: bool) -> None:
-    """Writes an export, piece by piece, to a file that can seek."""
+    """Write an export piece by piece to a seekable file."""
     if not as_safetensors:
         write_torch_file(file, export)
         return
     tensors = {**export["weights"], **{_FILES + name: tensor for name, tensor in export["files"].items()}}
-    # wide types first, so that all are aligned
+    # Wide types first, so that all tensors are aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     facts = {key: value for key, value in export.items() if key not in ("weights", "files")}
     table: dict[str, Any] = {}
@@ -97,11 +94,7 @@ def write_export(file: BinaryIO, export: Mapping[str, Any], as_safetensors: bool
     for name in names:
         tensor, begin = tensors[name], end
         end += tensor.num_bytes
-        table[name] = {
-            "dtype": _SAFETENSORS[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        table[name] = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
 
     metadata = {"format": "pt", "smlp": json.dumps(facts), "sha256": _NO_DIGEST}
     header = json.dumps({"__metadata__": metadata, **table}).encode()
@@ -118,15 +111,15 @@ def write_export(file: BinaryIO, export: Mapping[str, Any], as_safetensors: bool
 
 
 def _with_digest(start: bytes, old: str, new: str) -> bytes:
-    """The beginning of a safetensors file with another digest in the place of its own."""
+    """Return the beginning of a safetensors file with its digest replaced."""
     return start.replace(f'"sha256": "{old}"'.encode(), f'"sha256": "{new}"'.encode())
 
 
 def digest_problem(path: str | Path) -> str | None:
-    """The sentence for a safetensors file that has changed since it was written; else None.
+    """Return the sentence for a safetensors file that has changed since it was written; else None.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     header, begin = safetensors_header(path)
     wanted = str(header.get("__metadata__", {}).get("sha256"))
@@ -139,17 +132,28 @@ def digest_problem(path: str | Path) -> str | None:
     return f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, its header says {wanted}"
 
 
+def check_sums(path: Path) -> None:
+    """Compare a file of either format with its checksums, unless the environment says not to.
+
+    Raises:
+        UserError: the file has changed since it was written.
+    """
+    if path.suffix != ".safetensors":
+        check_records(path)
+    elif os.environ.get(VARIABLE) != "0" and (problem := digest_problem(path)):
+        raise UserError(problem)
+
+
 def is_export(content: Any) -> bool:
-    """Whether the content of a file is an export."""
+    """Return whether the content of a file is an export."""
     return isinstance(content, Mapping) and FORMAT_KEY in content
 
 
 def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of a checkpoint without an optimizer, and the files, from the content of an export.
+    """Return the state of a checkpoint without optimizer, and the files, from the content of an export.
 
     Raises:
-        UserError: it was written by a newer version, is damaged, or holds a file of another name than the text files
-            of a model have.
+        UserError: it was written by a newer version, is damaged, or holds other files than dictionary and tokenizer.
     """
     if content[FORMAT_KEY] != FORMAT:
         raise UserError(f"{path} is an export in format {content[FORMAT_KEY]}, known is {FORMAT}")
@@ -169,7 +173,7 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
 
 
 def new_state(cfg: Mapping[str, Any], model: Mapping[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
-    """A checkpoint of fairseq to begin a run with: at the beginning of the data, and without an optimizer."""
+    """Return a fairseq checkpoint to start a run from: at the beginning of the data, without optimizer."""
     return {
         "args": None,
         "cfg": cfg,
@@ -184,7 +188,7 @@ def new_state(cfg: Mapping[str, Any], model: Mapping[str, Any], history: list[di
 
 
 def new_history(cfg: Mapping[str, Any], num_updates: int) -> dict[str, Any]:
-    """What fairseq wants to know of an optimizer of which there is no state."""
+    """Return the entry of ``optimizer_history`` that fairseq needs even if there is no optimizer state."""
     return {
         "criterion_name": (cfg.get("criterion") or {}).get("_name"),
         "optimizer_name": (cfg.get("optimizer") or {}).get("_name"),
@@ -194,10 +198,12 @@ def new_history(cfg: Mapping[str, Any], num_updates: int) -> dict[str, Any]:
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same from a ``.safetensors`` file, with lazy tensors.
+    """Return the same as :func:`read_export` from a ``.safetensors`` file, with lazy tensors.
+
+    The library only checks the file: mapped pages of all slices that it reads would stay resident.
 
     Raises:
-        UserError: it is damaged or no export, or the library is missing.
+        UserError: the file is damaged or no export, or the library is missing.
     """
     header, start = safetensors_header(path)
     metadata = header.pop("__metadata__", {})
@@ -224,10 +230,10 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def safetensors_header(path: str | Path) -> tuple[dict[str, Any], int]:
-    """The header of a ``.safetensors`` file, and where the tensors begin.
+    """Return the header of a ``.safetensors`` file and the offset at which the tensors begin.
 
     Raises:
-        UserError: it is damaged, or the library, which checks it, is missing.
+        UserError: the file is damaged, or the library, which checks it, is missing.
     """
     safetensors = safetensors_library()
     try:
@@ -242,7 +248,7 @@ def safetensors_header(path: str | Path) -> tuple[dict[str, Any], int]:
 
 
 def safetensors_library() -> ModuleType:
-    """The package.
+    """Return the package ``safetensors``.
 
     Raises:
         UserError: it is not installed.

@@ -1,9 +1,14 @@
-"""What a checkpoint says about the files that hold its experts; see :mod:`smlp.checkpoint.parts`."""
+"""The index of a checkpoint in parts, which says what files hold its experts; and the removal of unused parts.
+
+:mod:`smlp.checkpoint.parts` describes the format.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smlp.checkpoint.torch_file import read_structure
 from smlp.errors import UserError
-from smlp.files import name_below
+from smlp.files import name_below, regular_file
 
-#: of the index in a checkpoint
+logger = logging.getLogger(__name__)
+
+#: key of the index in a checkpoint
 INDEX_KEY = "smlp_experts"
-#: beside the checkpoints
+#: folder of the parts, beside the checkpoints
 PARTS_FOLDER = "experts"
 FORMAT = 1
 _SHOWN = 64  # experts in a message
@@ -34,35 +42,35 @@ class Part:
     sha256: str
 
     def experts(self) -> str:
-        """Which ones, in words."""
+        """Return the ids in words."""
         return id_range(self.expert_ids)
 
 
 @dataclass(frozen=True)
 class ExpertIndex:
-    """What a checkpoint says about its experts."""
+    """The files of a checkpoint's experts and what is in them."""
 
     token: str
     num_experts: int
-    #: W and P of the run that wrote it; any other can read it
+    #: W and P of the run that wrote it; a run with any others can read it
     world_size: int
     group_size: int
     parts: tuple[Part, ...]
-    #: by key: shape of one expert's tensor, and dtype such as "float32"
+    #: shape of one expert's tensor and its dtype such as "float32", by key
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
-    #: parameter's position in the optimizer's state, by name
+    #: position in the optimizer's state, by name of the parameter
     positions: Mapping[str, int]
 
     def to_plain(self) -> dict[str, Any]:
-        """As a dictionary of plain values."""
+        """Return a dictionary of plain values."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], path: str | Path) -> ExpertIndex:
-        """The inverse of :meth:`to_plain`.
+        """Return the index that :meth:`to_plain` made a dictionary of.
 
         Raises:
-            UserError: it was written by a newer version, is damaged, or parts do not hold every expert once.
+            UserError: it was written by a newer version, is damaged, or does not list every expert exactly once.
         """
         values = dict(plain) if isinstance(plain, Mapping) else {}
         if not values:
@@ -82,14 +90,15 @@ class ExpertIndex:
         for part in parts:
             if not name_below(part.file, f"the index of experts in {path}").startswith(f"{PARTS_FOLDER}/"):
                 raise UserError(f"the index of experts in {path} names {part.file}, which is not in {PARTS_FOLDER}/")
-        if held != list(range(len(held))) or len(held) != index.num_experts:  # which may be any number
+        # num_experts may be any number, so no list of that length is made
+        if held != list(range(len(held))) or len(held) != index.num_experts:
             listed = f"experts {held}" if len(held) <= _SHOWN else f"{len(held)} experts"
             raise UserError(f"the index of {path} lists {listed} where there are {index.num_experts}")
         return index
 
 
 def _problem(index: ExpertIndex) -> str | None:
-    """What makes an index unusable, if anything does."""
+    """Return why an index cannot be used, or None."""
     sizes = (index.num_experts, *(part.num_bytes for part in index.parts))
     sizes += tuple(itertools.chain.from_iterable(shape for shape, _ in index.tensors.values()))
     if not all(type(size) is int and size >= 0 for size in sizes):
@@ -108,22 +117,76 @@ def _problem(index: ExpertIndex) -> str | None:
 
 
 def new_token() -> str:
-    """Random, for a state that is about to be saved."""
+    """Return a random token for a state that is about to be saved."""
     return secrets.token_hex(4)
 
 
 def part_file(num_updates: int, token: str, expert_ids: Sequence[int]) -> str:
-    """Where experts of a state are written, relative to the folder of the checkpoint."""
+    """Return the name of a part, relative to the folder of the checkpoint."""
     return f"{PARTS_FOLDER}/update_{num_updates}_{token}/experts_{expert_ids[0]}-{expert_ids[-1]}.pt"
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shapes of one expert's tensors and dtypes, for the index."""
+    """Return the shape of one expert's tensor and the dtype of each tensor (e, ...), for the index."""
     return {key: (tuple(t.shape[1:]), str(t.dtype).removeprefix("torch.")) for key, t in tensors.items()}
 
 
 def id_range(expert_ids: Sequence[int]) -> str:
-    """Expert ids in words."""
+    """Return expert ids in words."""
     if not expert_ids:
         return "none"
     return f"{expert_ids[0]} to {expert_ids[-1]}" if len(expert_ids) > 1 else str(expert_ids[0])
+
+
+def size_problem(path: str | Path, part: Part) -> str | None:
+    """Return the sentence for a part that is missing or of another size than the index says; else None."""
+    file = Path(path).parent / part.file
+    if not file.exists():
+        return (
+            f"{file}, with experts {part.experts()} of {path}, is missing: a checkpoint of several ranks moves "
+            f"together with its {PARTS_FOLDER}/ (smlp checkpoint merge makes one file of it)"
+        )
+    try:
+        regular_file(file)
+    except UserError as error:
+        return f"{error} (experts {part.experts()} of {path})"
+    num_bytes = file.stat().st_size
+    if num_bytes != part.num_bytes:
+        return (
+            f"{file}, with experts {part.experts()} of {path}, has {num_bytes:,} bytes where the index says "
+            f"{part.num_bytes:,}: it is truncated, or of another checkpoint"
+        )
+    return None
+
+
+def remove_unused_parts(save_dir: str | Path) -> list[Path]:
+    """Delete the parts that no checkpoint (``*.pt``) in a folder refers to.
+
+    They are of checkpoints that were deleted or overwritten, or of a run that was killed while it saved. If any
+    checkpoint cannot be read, nothing is deleted.
+
+    Returns:
+        The deleted folders.
+    """
+    save_dir = Path(save_dir)
+    present = {folder for folder in (save_dir / PARTS_FOLDER).glob("update_*") if folder.is_dir()}
+    if not present:
+        return []
+    used = set()
+    for checkpoint in save_dir.glob("*.pt"):
+        try:
+            used |= _folders(checkpoint)
+        except Exception as error:  # unpickling arbitrary bytes can raise anything
+            logger.warning(f"unused experts are kept: {checkpoint} cannot be read ({type(error).__name__})")
+            return []
+    removed = sorted(present - used)
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return removed
+
+
+def _folders(checkpoint: Path) -> set[Path]:
+    """Return the folders that hold the parts of a checkpoint."""
+    state = read_structure(checkpoint)  # torch.load would not notice a damaged index
+    index = state.get(INDEX_KEY) if isinstance(state, dict) else None
+    return {(checkpoint.parent / part["file"]).parent for part in index["parts"]} if index else set()

@@ -1,6 +1,6 @@
-"""Tensors that are read piece by piece, so that what is done with checkpoints takes little memory whatever their size.
+"""Tensors that are read piece by piece, so that working with checkpoints takes little memory whatever their size.
 
-A lazy tensor knows its shape and dtype, and reads any run of its elements, in the order in which they lie in memory.
+A lazy tensor knows its shape and dtype and reads any run of its elements, in the order in which they lie in memory.
 """
 
 from __future__ import annotations
@@ -24,37 +24,33 @@ PIECE_BYTES = 1 << 20
 
 
 class LazyTensor(ABC):
-    """A contiguous tensor that is somewhere else."""
+    """A contiguous tensor whose elements are read on demand."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory."""
+        """Return the size of the whole tensor in bytes."""
         return self.numel * self.dtype.itemsize
-
-    def size(self, dim: int) -> int:
-        """Length of an axis."""
-        return self.shape[dim]
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened tensor, (stop - start,)."""
+        """Return elements ``start`` to ``stop`` of the flattened tensor, (stop - start,)."""
 
     def pieces(self) -> Iterator[Tensor]:
-        """All elements in order, some at a time, (n,) each."""
+        """Yield all elements in order, in pieces (n,) of at most ``PIECE_BYTES``."""
         step = PIECE_BYTES // self.dtype.itemsize
         for start in range(0, self.numel, step):
             yield self.read(start, min(start + step, self.numel))
 
     def load(self) -> Tensor:
-        """The tensor in memory."""
+        """Return the whole tensor, in memory."""
         return self.read(0, self.numel).view(self.shape)
 
 
@@ -71,18 +67,18 @@ class HeldTensor(LazyTensor):
 
 @dataclass(frozen=True)
 class FileVersion:
-    """A file as it was when it was opened: other content under the same name is noticed, not mixed in."""
+    """A file as it was when it was opened: if its content has been replaced since, reading fails."""
 
     path: Path
     stamp: tuple[int, int, int]
 
     @classmethod
     def of(cls, path: str | Path) -> FileVersion:
-        """The present one."""
+        """Return the present version of a file."""
         return cls(Path(path), _stamp(os.stat(path)))
 
     def read_into(self, target: Tensor, offset: int) -> None:
-        """Fills a tensor with the bytes of the file from ``offset`` on.
+        """Fill a tensor with the bytes of the file from ``offset`` on.
 
         Raises:
             UserError: the file has changed, or cannot be read.
@@ -109,7 +105,7 @@ def _stamp(stat: os.stat_result) -> tuple[int, int, int]:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU, without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -118,7 +114,7 @@ class StoredTensor(LazyTensor):
     """A contiguous tensor in a file."""
 
     version: FileVersion
-    #: of the first byte in the file
+    #: of the first byte, in the file
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -130,39 +126,38 @@ class StoredTensor(LazyTensor):
 
 
 class SplicedTensor(LazyTensor):
-    """Runs of elements of other tensors, one after the other.
+    """Runs of elements of other tensors, joined end to end.
 
     Args:
-        shape: of the whole.
-        runs: source, first element and number of elements; all of one dtype.
+        shape: of the result.
+        runs: (source, first element, number of elements) of each run; all sources have one dtype.
     """
 
     def __init__(self, shape: Sequence[int], runs: Iterable[tuple[LazyTensor, int, int]]) -> None:
         self.shape = tuple(shape)
-        self._runs = [run for run in runs if run[2] > 0]
+        self._runs = list(runs)
         self._ends = list(itertools.accumulate(length for _, _, length in self._runs))
-        dtypes = {source.dtype for source, _, _ in self._runs}
-        assert len(dtypes) == 1 and self._ends[-1] == self.numel
-        (self.dtype,) = dtypes
+        self.dtype = self._runs[0][0].dtype
+        assert all(source.dtype == self.dtype for source, _, _ in self._runs) and self._ends[-1] == self.numel
 
     def read(self, start: int, stop: int) -> Tensor:
-        pieces = [torch.empty(0, dtype=self.dtype)]
+        elements = torch.empty(stop - start, dtype=self.dtype)
         for number in range(bisect.bisect_right(self._ends, start), len(self._runs)):
             source, first, length = self._runs[number]
             begin = self._ends[number] - length
             if begin >= stop:
                 break
             low, high = max(start, begin), min(stop, begin + length)
-            pieces.append(source.read(first + low - begin, first + high - begin))
-        return pieces[-1] if len(pieces) == 2 else torch.cat(pieces)
+            elements[low - start : high - start] = source.read(first + low - begin, first + high - begin)
+        return elements
 
 
 class ComputedTensor(LazyTensor):
-    """A function, element by element, of tensors of one shape.
+    """An elementwise function of tensors of one shape.
 
     Args:
-        sources: at least one.
-        function: of an iterator over as many elements of each, (n,), to (n,).
+        sources: at least one tensor; the result has the shape and dtype of the first.
+        function: takes an iterator over the same elements (n,) of each source and returns (n,).
     """
 
     def __init__(self, sources: Sequence[LazyTensor], function: Callable[[Iterator[Tensor]], Tensor]) -> None:
@@ -174,11 +169,11 @@ class ComputedTensor(LazyTensor):
 
 
 class MadeTensor(LazyTensor):
-    """A tensor that is made when it is first read.
+    """A tensor that is made when it is read.
 
     Args:
         shape, dtype: of the tensor.
-        make: makes it; called for each piece, so it should remember the last result if that is expensive.
+        make: returns it; called for each piece, so it should cache an expensive result.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
@@ -189,30 +184,29 @@ class MadeTensor(LazyTensor):
 
 
 def rows_of(source: LazyTensor, rows: Sequence[int]) -> SplicedTensor:
-    """Rows (e, ...) of a tensor (E, ...)."""
-    length = source.numel // source.shape[0]
-    return SplicedTensor((len(rows), *source.shape[1:]), ((source, row * length, length) for row in rows))
+    """Return rows (e, ...) of a tensor (E, ...)."""
+    return joined_rows([(source, row) for row in rows])
 
 
 def joined_rows(places: Sequence[tuple[LazyTensor, int]]) -> SplicedTensor:
-    """Rows of several tensors, each named by tensor and row, as one tensor."""
+    """Return rows of several tensors as one tensor; each place is a tensor and the number of a row in it."""
     shape = places[0][0].shape[1:]
     length = math.prod(shape)
     return SplicedTensor((len(places), *shape), ((source, row * length, length) for source, row in places))
 
 
 def repeated(source: LazyTensor, count: int) -> SplicedTensor:
-    """A tensor (...) as ``count`` equal rows, (count, ...)."""
+    """Repeat a tensor (...) as ``count`` equal rows, (count, ...)."""
     return SplicedTensor((count, *source.shape), ((source, 0, source.numel) for _ in range(count)))
 
 
 def scaled(source: LazyTensor, factor: float) -> LazyTensor:
-    """A tensor times a number."""
+    """Multiply a tensor by a number."""
     return source if factor == 1 else ComputedTensor([source], lambda elements: next(elements) * factor)
 
 
 def mean(sources: Sequence[LazyTensor]) -> ComputedTensor:
-    """The mean of floating-point tensors, summed in float64."""
+    """Return the mean of floating-point tensors, summed in float64."""
 
     def of_elements(elements: Iterator[Tensor]) -> Tensor:
         total = next(elements).double()
@@ -224,6 +218,6 @@ def mean(sources: Sequence[LazyTensor]) -> ComputedTensor:
 
 
 def are_equal(first: LazyTensor, second: LazyTensor) -> bool:
-    """Whether two tensors have the same shape, dtype and content."""
+    """Return whether two tensors have the same shape, dtype and content."""
     same_kind = (first.shape, first.dtype) == (second.shape, second.dtype)
     return same_kind and all(torch.equal(a, b) for a, b in zip(first.pieces(), second.pieces(), strict=True))

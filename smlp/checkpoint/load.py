@@ -1,20 +1,132 @@
-"""Checkpoints of ``fairseq-train`` as plain PyTorch models; needs no fairseq."""
+"""Load checkpoints of ``fairseq-train`` as plain PyTorch models, with dictionary and tokenizer; needs no fairseq.
+
+The dictionary and the tokenizer are beside the checkpoint, with its data, or inside an export.
+"""
 
 from __future__ import annotations
 
+import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
-from smlp.checkpoint.checksums import check_sums
-from smlp.checkpoint.export import PREFIX
-from smlp.checkpoint.opened import open_checkpoint
-from smlp.checkpoint.text_files import tokenizer_of
-from smlp.checkpoint.verify import fit_problems
+import torch
+
+from smlp.checkpoint.export import PREFIX, check_sums
+from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes
+from smlp.checkpoint.opened import Checkpoint, fit_problems, open_checkpoint
 from smlp.config import LEAKY_WARNING
 from smlp.errors import UserError
+from smlp.files import write_whole
 from smlp.inference.language_model import LanguageModel
 from smlp.nn.decoder import Decoder
-from smlp.text.tokenizer import Vocabulary
+from smlp.text.tokenizer import Tokenizer, Vocabulary
+from smlp.text.tokenizer_files import DICTIONARY, files_of, find_tokenizer
+
+
+def _find_files(
+    checkpoint: Checkpoint, dictionary: str | Path | None, tokenizer: str | Path | None
+) -> tuple[Path, Path | None]:
+    """Return the dictionary and, if there is one, the tokenizer of a checkpoint.
+
+    They are looked for beside the checkpoint, then in the data directories that it was trained on; the tokenizer first
+    beside the dictionary. The arguments name other files.
+
+    Raises:
+        UserError: there is no dictionary.
+    """
+    task = checkpoint.state["cfg"].get("task")
+    data = task.get("data") if isinstance(task, Mapping) else getattr(task, "data", None)
+    folders = [checkpoint.path.parent, *(Path(folder) for folder in str(data or "").split(":") if folder)]
+    found = (folder / DICTIONARY for folder in folders if (folder / DICTIONARY).is_file())
+    dictionary = dictionary or next(found, None)
+    if dictionary is None:
+        raise UserError(f"no {DICTIONARY} beside {checkpoint.path} or in {data}: name it with --dict")
+    tokenizer = tokenizer or find_tokenizer([Path(dictionary).parent, *folders])
+    return Path(dictionary), tokenizer and Path(tokenizer)
+
+
+def tokenizer_of(
+    checkpoint: Checkpoint, dictionary: str | Path | None = None, tokenizer: str | Path | None = None
+) -> Tokenizer:
+    """Return the tokenizer of a checkpoint: from the files named, or inside an export, or those found.
+
+    Raises:
+        UserError: there is no dictionary, its size is not the model's, or a file cannot be read.
+    """
+    if checkpoint.is_export and dictionary is None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, tensor in checkpoint.files.items():
+                (Path(folder) / name).write_bytes(_to_bytes(tensor))
+            try:
+                return _read(Path(folder) / DICTIONARY, tokenizer or find_tokenizer([Path(folder)]), checkpoint)
+            except UserError as error:
+                raise UserError(f"in {checkpoint.path}: {str(error).replace(f'{folder}/', '')}") from error
+    return _read(*_find_files(checkpoint, dictionary, tokenizer), checkpoint)
+
+
+def _read(dictionary: Path, tokenizer: str | Path | None, checkpoint: Checkpoint) -> Tokenizer:
+    vocabulary, num_rows = Vocabulary.load(dictionary), checkpoint.config.vocab_size
+    if len(vocabulary) != num_rows:
+        raise UserError(
+            f"dictionary {dictionary} has {len(vocabulary)} symbols but checkpoint {checkpoint.path} was trained with "
+            f"{num_rows}"
+        )
+    return Tokenizer(vocabulary, tokenizer)
+
+
+def text_files(
+    checkpoint: Checkpoint, dictionary: str | Path | None = None, tokenizer: str | Path | None = None
+) -> dict[str, LazyTensor]:
+    """Return the dictionary and the tokenizer to put into an export, by file name.
+
+    Raises:
+        UserError: as :func:`tokenizer_of`.
+    """
+    tokenizer_of(checkpoint, dictionary, tokenizer)
+    files = dict(checkpoint.files)
+    if dictionary is not None or not checkpoint.is_export:
+        dictionary, tokenizer = _find_files(checkpoint, dictionary, tokenizer)
+        files[DICTIONARY] = _bytes_of(dictionary)
+    if tokenizer is not None:
+        files = {name: content for name, content in files.items() if name == DICTIONARY}
+        files |= {name: _bytes_of(path) for name, path in files_of(Path(tokenizer)).items()}
+    return files
+
+
+def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
+    """Raise if a folder has another dictionary or tokenizer than these.
+
+    Raises:
+        UserError: the message names the file.
+    """
+    for name, tensor in files.items():
+        if (folder / name).exists() and _to_bytes(_bytes_of(folder / name)) != _to_bytes(tensor):
+            raise UserError(f"{folder / name} is another one than that of the export: write to another folder")
+
+
+def write_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
+    """Write those of the files that a folder lacks."""
+    for name, tensor in files.items():
+        if not (folder / name).exists():
+            write_whole(folder / name, _to_bytes(tensor))
+
+
+def _bytes_of(path: Path) -> HeldTensor:
+    """Return the content of a file, (n,) uint8.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        data = bytearray(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return HeldTensor(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
+
+
+def _to_bytes(tensor: LazyTensor) -> bytes:
+    return bytes(as_bytes(tensor.load()))
 
 
 def load_pretrained(
@@ -22,12 +134,17 @@ def load_pretrained(
     dictionary: str | Path | None = None,
     tokenizer: str | Path | None = None,
 ) -> LanguageModel:
-    """A model from a checkpoint of ``fairseq-train --user-dir smlp``, in evaluation mode on the CPU.
+    """Load a model from a checkpoint of ``fairseq-train --user-dir smlp``, in evaluation mode, on the CPU.
 
-    The checkpoint may be in one file, in parts written by several ranks, or an export. An export brings its dictionary
-    and tokenizer along. For others, ``dict.txt`` and ``sentencepiece.model`` (or ``encoder.json`` with ``vocab.bpe``)
-    are looked for beside the checkpoint and then in the data directory that it was trained on, the tokenizer also
-    beside a dictionary that is named; the arguments name other places.
+    The checkpoint may be in one file, in parts written by several ranks, or an export. An export contains its
+    dictionary and tokenizer. For others, ``dict.txt`` and ``sentencepiece.model`` (or ``encoder.json`` with
+    ``vocab.bpe``) are looked for beside the checkpoint and then in the data directory that it was trained on, the
+    tokenizer first beside the dictionary.
+
+    Args:
+        path: of the checkpoint.
+        dictionary: a ``dict.txt`` to use instead.
+        tokenizer: a SentencePiece model or ``encoder.json`` to use instead.
 
     Raises:
         UserError: a file is missing or damaged, or the dictionary does not fit the checkpoint.

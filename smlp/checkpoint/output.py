@@ -1,31 +1,44 @@
-"""Writing checkpoints with lazy tensors: in one file, in parts, or as an export."""
+"""Write checkpoints in one file, in parts or as an export; average the weights of several."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from smlp.checkpoint.export import export_of, safetensors_library, write_export
-from smlp.checkpoint.index import INDEX_KEY, PARTS_FOLDER, ExpertIndex, describe_tensors, new_token, part_file
-from smlp.checkpoint.lazy import rows_of
+from smlp.checkpoint.index import (
+    INDEX_KEY,
+    PARTS_FOLDER,
+    ExpertIndex,
+    describe_tensors,
+    new_token,
+    part_file,
+    size_problem,
+)
+from smlp.checkpoint.lazy import are_equal, mean, rows_of
+from smlp.checkpoint.load import check_beside, text_files, write_beside
 from smlp.checkpoint.opened import Checkpoint
-from smlp.checkpoint.parts import detach, size_problem, write_part
-from smlp.checkpoint.text_files import check_beside, text_files, write_beside
+from smlp.checkpoint.parts import detach, write_part
 from smlp.checkpoint.torch_file import write_torch_file
 from smlp.errors import UserError
 from smlp.files import check_writable, write_whole
 
+# names of fairseq's checkpoints; the group is the number that orders them
+_EPOCH = re.compile(r"checkpoint(\d+)\.pt")
+_UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt")
+
 
 def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) -> Path:
-    """Where to write; makes its folder.
+    """Return the path to write to; make its folder.
 
     Raises:
-        UserError: there is a file already and ``force`` is not given, or it is one of the inputs or a part of a
-            checkpoint, or the folder cannot be made.
+        UserError: the file exists and ``force`` is not given, it is one of the inputs or a part of a checkpoint, or it
+            cannot be written.
     """
     target = Path(target)
     try:
@@ -44,10 +57,10 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
 
 
 def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
-    """A fairseq checkpoint in one file; of an export also its dictionary and tokenizer, beside it.
+    """Write a fairseq checkpoint in one file and, if it is made of an export, dictionary and tokenizer beside it.
 
     Raises:
-        UserError: it cannot be written, or there is another dictionary or tokenizer beside it.
+        UserError: it cannot be written, or another dictionary or tokenizer lies there.
     """
     check_beside(checkpoint.files, target.parent)
     write_whole(target, lambda file: write_torch_file(file, checkpoint.state))
@@ -55,14 +68,14 @@ def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
 
 
 def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> ExpertIndex:
-    """A fairseq checkpoint with its experts in files of their own.
+    """Write a fairseq checkpoint with its experts in ``num_parts`` files.
 
     Returns:
         The index.
 
     Raises:
         UserError: there are no experts, ``num_parts`` does not divide them, the optimizer's state does not fit, or a
-            file cannot be written; then nothing is left behind.
+            file cannot be written. Nothing is left behind then.
     """
     names = checkpoint.expert_names
     if not names:
@@ -72,7 +85,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> Expe
         raise UserError(f"{num_experts} experts cannot be split into {num_parts} parts: give a divisor of their number")
     if target.suffix != ".pt":
         raise UserError(f"{target} must end in .pt, as checkpoints of fairseq do")
-    check_optimizer(checkpoint)
+    _check_optimizer(checkpoint)
     check_beside(checkpoint.files, target.parent)
     state = _copied(checkpoint.state)
     positions, token, size = checkpoint.positions, new_token(), num_experts // num_parts
@@ -101,18 +114,18 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> Expe
             (target.parent / files[0]).parent.parent.rmdir()  # if it is empty
         raise
     write_beside(checkpoint.files, target.parent)
-    # A run in this folder clears away parts that no checkpoint needed just now.
+    # A run that trains in this folder may just have removed the parts, while no checkpoint referred to them.
     for part in parts:
         if problem := size_problem(target, part):
             raise UserError(f"{problem}; if a run is training in {target.parent}, write to another folder")
     return index
 
 
-def check_optimizer(checkpoint: Checkpoint) -> None:
-    """Refuses a state of the optimizer that is not kept parameter by parameter.
+def _check_optimizer(checkpoint: Checkpoint) -> None:
+    """Raise if the optimizer's state is not kept by parameter.
 
     Raises:
-        UserError: it is not; the message says what to do.
+        UserError: the message says what to do.
     """
     moments, shapes = checkpoint.optimizer, [tuple(p.shape) for p in checkpoint.skeleton.parameters()]
     if moments is None:
@@ -133,23 +146,91 @@ def write_exported(
     dictionary: str | Path | None = None,
     tokenizer: str | Path | None = None,
 ) -> None:
-    """A self-contained export, in safetensors if the name ends so.
+    """Write a self-contained export, in the format of safetensors if the name ends in ``.safetensors``.
 
     Raises:
-        UserError: it cannot be written, or there is no fitting dictionary.
+        UserError: it cannot be written, or there is no dictionary that fits.
     """
     as_safetensors = target.suffix == ".safetensors"
     if as_safetensors:
-        safetensors_library()  # nobody here could read what is written without it
+        safetensors_library()  # the file could not be read here without it
     files = text_files(checkpoint, dictionary, tokenizer)
     export = export_of(checkpoint.state, checkpoint.config, checkpoint.num_updates, files)
     write_whole(target, lambda file: write_export(file, export, as_safetensors))
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state from which tensors can be taken without changing the one given."""
+    """Copy a state as far as :func:`~smlp.checkpoint.parts.detach` changes it."""
     copy = {**state, "model": dict(state["model"])}
     optimizer = state.get("last_optimizer_state")
     if optimizer:
         copy["last_optimizer_state"] = {**optimizer, "state": dict(optimizer["state"])}
     return copy
+
+
+def averaged(checkpoints: Sequence[Checkpoint]) -> Checkpoint:
+    """Return a checkpoint with the mean of the weights and everything else of the first, but no optimizer.
+
+    Weights are summed in float64.
+
+    Raises:
+        UserError: two checkpoints are of different models; the message names both and the tensor.
+    """
+    first = checkpoints[0]
+    models = [checkpoint.state["model"] for checkpoint in checkpoints]
+    for checkpoint in checkpoints[1:]:
+        _check_alike(first, checkpoint)
+    weights = {
+        name: mean([model[name] for model in models]) if tensor.dtype.is_floating_point else tensor
+        for name, tensor in models[0].items()
+    }
+    state = {**first.state, "model": weights}
+    state.pop("last_optimizer_state", None)
+    return Checkpoint(first.path, state, first.config, files=first.files, is_export=first.is_export)
+
+
+def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
+    ours, theirs = first.state["model"], other.state["model"]
+    different = sorted(ours.keys() ^ theirs.keys())
+    if different:
+        raise UserError(
+            f"{first.path} and {other.path} are of different models: {len(different)} tensors are in one of the two "
+            f"only, the first being {different[0]}"
+        )
+    for name, tensor in ours.items():
+        kinds = [f"{str(t.dtype).removeprefix('torch.')} {t.shape}" for t in (tensor, theirs[name])]
+        if kinds[0] != kinds[1]:
+            raise UserError(f"{name} is {kinds[0]} in {first.path} and {kinds[1]} in {other.path}")
+    for name, tensor in ours.items():
+        if not tensor.dtype.is_floating_point and not are_equal(tensor, theirs[name]):
+            raise UserError(f"{name} is not the same in {first.path} and {other.path}, and whole numbers have no mean")
+
+
+def last_checkpoints(folder: str | Path, count: int, by_update: bool, upper_bound: int | None = None) -> list[Path]:
+    """Return the newest checkpoints of a training run, the newest first.
+
+    Args:
+        folder: of the run.
+        count: number of checkpoints.
+        by_update: take those of updates (``checkpoint_E_U.pt``) instead of epochs (``checkpointE.pt``).
+        upper_bound: last epoch or update to take.
+
+    Raises:
+        UserError: there are fewer checkpoints.
+    """
+    folder, pattern = Path(folder), _UPDATE if by_update else _EPOCH
+    if count < 1:
+        raise UserError(f"the number of checkpoints to average must be at least 1, got {count}")
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"there is no folder {folder}") from None
+    except OSError as error:
+        raise UserError(f"cannot read the folder {folder}: {error.strerror}") from None
+    numbered = [(int(match[1]), folder / name) for name in names if (match := pattern.fullmatch(name))]
+    within = sorted((n, path) for n, path in numbered if upper_bound is None or n <= upper_bound)
+    if len(within) < count:
+        what = "checkpoint_EPOCH_UPDATE.pt" if by_update else "checkpointEPOCH.pt"
+        bound = "" if upper_bound is None else f" up to {upper_bound}"
+        raise UserError(f"{folder} has {len(within)} checkpoints {what}{bound}, not {count}")
+    return [path for _, path in within[::-1][:count]]

@@ -1,65 +1,38 @@
-"""Checkpoints whose experts lie in files of their own, one for each rank that holds some.
+"""Checkpoints whose experts are in separate files, the parts: one for each rank that holds experts.
 
-``checkpoint_last.pt`` is then fairseq's checkpoint without expert tensors, and with an index that says which experts
-are where. The parts are written first, under names that nothing else uses, and the index last: whenever a run is
-killed, every index on the disk belongs to complete parts. Copies of a checkpoint (``checkpoint_best.pt``) share its
-parts.
+``checkpoint_last.pt`` is then fairseq's checkpoint without the expert tensors and with an index, which says what part
+holds which experts. The parts are written first, under names that nothing else uses, and the index last: whenever a
+run is killed, every index on the disk refers to complete parts. Copies of a checkpoint (``checkpoint_best.pt``) share
+its parts.
 
     SAVE_DIR/checkpoint_last.pt
     SAVE_DIR/experts/update_1000_5f0c/experts_0-7.pt
 
-A part is a dictionary of ``token`` (of the saved state, so that parts of two states cannot be mixed), ``expert_ids``
-and ``tensors``: by key, rows (e, ...) in the order of the ids. A key is ``model/NAME`` or ``optimizer/NAME/MOMENT``
-with the parameter's name in the state dict.
+A part is a dictionary of ``token`` (random, one for each saved state, so that parts of two states cannot be mixed),
+``expert_ids`` and ``tensors``: by key, rows (e, ...) in the order of the ids. A key is ``model/NAME`` or
+``optimizer/NAME/MOMENT``, where NAME is that of the parameter in the state dict.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.checksums import check_sums
-from smlp.checkpoint.index import (
-    FORMAT,
-    INDEX_KEY,
-    PARTS_FOLDER,
-    ExpertIndex,
-    Part,
-    describe_tensors,
-    id_range,
-    new_token,
-    part_file,
-)
-from smlp.checkpoint.lazy import LazyTensor
-from smlp.checkpoint.torch_file import write_torch_file
+from smlp.checkpoint.index import FORMAT, INDEX_KEY, ExpertIndex, Part, id_range, size_problem
+from smlp.checkpoint.lazy import LazyTensor, joined_rows
+from smlp.checkpoint.torch_file import check_records, read_structure, write_torch_file
 from smlp.errors import UserError
-from smlp.files import regular_file, write_whole
-
-__all__ = [
-    "INDEX_KEY",
-    "PARTS_FOLDER",
-    "ExpertIndex",
-    "ExpertRows",
-    "Part",
-    "PartReader",
-    "attach",
-    "describe_tensors",
-    "detach",
-    "new_token",
-    "part_file",
-    "read_all",
-    "write_part",
-]
+from smlp.files import write_whole
 
 
 class _Hashing:
-    """A file that is only written to, and hashed on the way."""
+    """A file to write to that computes the SHA-256 of what is written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.num_bytes, self.hash = file, 0, hashlib.sha256()
@@ -79,17 +52,20 @@ class _Hashing:
 def write_part(
     folder: str | Path, file: str, token: str, expert_ids: Sequence[int], tensors: Mapping[str, Tensor | LazyTensor]
 ) -> Part:
-    """Writes a part, whole or not at all, piece by piece.
+    """Write a part piece by piece, completely or not at all.
 
     Args:
         folder: of the checkpoint.
         file: from :func:`part_file`.
-        token: of the state.
-        expert_ids: e of them.
+        token: of the saved state.
+        expert_ids: of the e experts in this part.
         tensors: by key, (e, ...), on any device.
 
+    Returns:
+        The entry for the index.
+
     Raises:
-        UserError: it cannot be written; the message names the file.
+        UserError: the part cannot be written; the message names the file.
     """
     target = Path(folder) / file
     content = {"format": FORMAT, "token": token, "expert_ids": list(expert_ids), "tensors": dict(tensors)}
@@ -108,95 +84,92 @@ def write_part(
     return Part(file, tuple(expert_ids), written[-1].num_bytes, written[-1].hash.hexdigest())
 
 
-def _load_mapped(path: Path) -> Any:
-    check_sums(path)
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-
-
 class PartReader:
-    """Reads experts of one saved state; what it has opened it keeps.
+    """Reads the experts of one saved state. Opened parts are cached.
 
-    Can be sent to another process, which then opens the files itself.
+    It can be pickled: the process that receives it opens the files itself.
 
     Args:
         path: of the checkpoint.
         index: of its experts.
-        load: the content of a file; with its tensors mapped into memory by default.
+        compare: whether to compare each part with its checksums when it is opened.
 
     Raises:
         UserError: a part is missing, or has another size than the index says.
     """
 
-    def __init__(self, path: str | Path, index: ExpertIndex, load: Callable[[Path], Any] = _load_mapped) -> None:
-        self.path, self.index, self._load = Path(path), index, load
-        self._opened: dict[str, dict[str, Any]] = {}
+    def __init__(self, path: str | Path, index: ExpertIndex, compare: bool = True) -> None:
+        self.path, self.index, self._compare = Path(path), index, compare
+        self._opened: dict[str, dict[str, LazyTensor]] = {}
         for part in index.parts:
-            problem = size_problem(self.path, part)
-            if problem:
+            if problem := size_problem(self.path, part):
                 raise UserError(problem)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": {}}
 
-    def open(self, part: Part) -> Mapping[str, Any]:
-        """The tensors of a part.
+    def open(self, part: Part) -> Mapping[str, LazyTensor]:
+        """Return the tensors of a part by key.
 
         Raises:
-            UserError: it is damaged, or belongs to another state.
+            UserError: the part is damaged or belongs to another state.
         """
         if part.file not in self._opened:
-            self._opened[part.file] = open_part(self.path, self.index, part, self._load)
+            self._opened[part.file] = open_part(self.path, self.index, part, self._compare)
         return self._opened[part.file]
 
-    def read(self, key: str, expert_ids: Iterable[int] | None = None) -> Tensor:
-        """Rows of experts, all by default, in that order, (.., ...); a copy in memory."""
-        shape, dtype = self.index.tensors[key]
+    def rows(self, key: str, expert_ids: Iterable[int] | None = None) -> LazyTensor:
+        """Return the rows of some experts in the given order, or of all (E, ...)."""
         wanted = list(range(self.index.num_experts) if expert_ids is None else expert_ids)
-        needed = [part for part in self.index.parts if not set(wanted).isdisjoint(part.expert_ids)]
-        sources = {part.file: self.open(part)[key] for part in needed}  # which are of the shape that the index says
-        rows = torch.empty(len(wanted), *shape, dtype=getattr(torch, dtype))
-        place = {expert: row for row, expert in enumerate(wanted)}
-        for part in needed:
-            for row, expert in enumerate(part.expert_ids):
-                if expert in place:
-                    rows[place[expert]] = sources[part.file][row]
-        return rows
+        needed = set(wanted)
+        places = {
+            expert: (self.open(part)[key], row)
+            for part in self.index.parts
+            if not needed.isdisjoint(part.expert_ids)
+            for row, expert in enumerate(part.expert_ids)
+        }
+        return joined_rows([places[expert] for expert in wanted])
 
 
-@dataclass(frozen=True)
-class ExpertRows:
-    """Stands for an expert tensor (E, ...) in a state dict until it is known which experts are wanted."""
+class ExpertRows(LazyTensor):
+    """An expert tensor (E, ...) whose rows are in parts. Only the parts with the wanted rows are opened."""
 
-    reader: PartReader
-    key: str
+    def __init__(self, reader: PartReader, key: str) -> None:
+        shape, dtype = reader.index.tensors[key]
+        self.reader, self.key = reader, key
+        self.shape, self.dtype = (reader.index.num_experts, *shape), getattr(torch, dtype)
 
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole tensor."""
-        return torch.Size((self.reader.index.num_experts, *self.reader.index.tensors[self.key][0]))
+    def rows(self, expert_ids: Iterable[int] | None = None) -> Tensor:
+        """Load the rows of some experts in the given order, or of all (E, ...)."""
+        return self.reader.rows(self.key, expert_ids).load()
 
-    def read(self, expert_ids: Iterable[int] | None = None) -> Tensor:
-        """Rows of experts, all by default."""
-        return self.reader.read(self.key, expert_ids)
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._all.read(start, stop)
+
+    @functools.cached_property
+    def _all(self) -> LazyTensor:
+        return self.reader.rows(self.key)
 
 
 def read_all(state: Mapping[str, Any], expert_ids: Iterable[int] | None = None) -> dict[str, Any]:
-    """A state dict with the rows of the experts wanted, all by default, in the place of :class:`ExpertRows`."""
+    """Return a state dict with each :class:`ExpertRows` loaded: the rows of some experts, or of all."""
     wanted = None if expert_ids is None else list(expert_ids)
-    return {name: value.read(wanted) if isinstance(value, ExpertRows) else value for name, value in state.items()}
+    return {name: value.rows(wanted) if isinstance(value, ExpertRows) else value for name, value in state.items()}
 
 
-def attach(state: dict[str, Any], path: str | Path, load: Callable[[Path], Any] = _load_mapped) -> ExpertIndex | None:
-    """Puts :class:`ExpertRows` into a checkpoint's state, in place: into ``state["model"]`` and, if it has one, into
-    ``state["last_optimizer_state"]["state"]``.
+def attach(state: dict[str, Any], path: str | Path, compare: bool = True) -> PartReader | None:
+    """Add an :class:`ExpertRows` for each expert tensor to a checkpoint's state, in place.
+
+    They are added to ``state["model"]`` and, if there is one, to ``state["last_optimizer_state"]["state"]``. The index
+    is removed from the state.
 
     Args:
-        state: the content of the file.
+        state: the content of the checkpoint's file.
         path: of the checkpoint.
-        load: for the parts, see :class:`PartReader`.
+        compare: whether to compare each part with its checksums when it is opened.
 
     Returns:
-        The index, which is taken out of the state; None for a checkpoint in one file.
+        The reader of the parts; None for a checkpoint in one file.
 
     Raises:
         UserError: a part is missing or truncated.
@@ -204,7 +177,7 @@ def attach(state: dict[str, Any], path: str | Path, load: Callable[[Path], Any] 
     if INDEX_KEY not in state:
         return None
     index = ExpertIndex.from_plain(state.pop(INDEX_KEY), path)
-    reader = PartReader(path, index, load)
+    reader = PartReader(path, index, compare)
     optimizer = (state.get("last_optimizer_state") or {}).get("state")
     for key in index.tensors:
         kind, _, name = key.partition("/")
@@ -213,54 +186,52 @@ def attach(state: dict[str, Any], path: str | Path, load: Callable[[Path], Any] 
         elif optimizer is not None:
             name, _, moment = name.rpartition("/")
             optimizer.setdefault(index.positions[name], {})[moment] = ExpertRows(reader, key)
-    return index
+    return reader
 
 
 def detach(state: dict[str, Any], expert_names: Sequence[str], positions: Mapping[str, int]) -> dict[str, Tensor]:
-    """Takes expert tensors out of a rank's state, in place, and returns them by key.
-
-    The dictionaries of single parameters, which may be the optimizer's own, are replaced and not changed.
+    """Remove the expert tensors from a rank's state, in place, and return them by key.
 
     Args:
-        state: a checkpoint's, with ``"model"`` and perhaps ``"last_optimizer_state"``.
-        expert_names: of expert parameters in the model.
-        positions: of these parameters in the optimizer's state.
+        state: of a checkpoint, with ``"model"`` and perhaps ``"last_optimizer_state"``.
+        expert_names: names of the expert parameters in the model.
+        positions: positions of these parameters in the optimizer's state, by name.
     """
     tensors = {f"model/{name}": state["model"].pop(name) for name in expert_names}
     optimizer = (state.get("last_optimizer_state") or {}).get("state", {})
     for name in expert_names:
         if positions.get(name) not in optimizer:
             continue
-        of_parameter = optimizer[positions[name]]  # the optimizer's own: not to be changed
+        of_parameter = optimizer[positions[name]]  # may be the optimizer's own dictionary: it is replaced, not changed
         moments = {key for key, value in of_parameter.items() if len(getattr(value, "shape", ())) > 0}
         tensors |= {f"optimizer/{name}/{moment}": of_parameter[moment] for moment in sorted(moments)}
         optimizer[positions[name]] = {key: value for key, value in of_parameter.items() if key not in moments}
     return tensors
 
 
-def open_part(
-    path: str | Path, index: ExpertIndex, part: Part, load: Callable[[Path], Any] = _load_mapped
-) -> dict[str, Any]:
-    """The tensors of a part.
+def open_part(path: str | Path, index: ExpertIndex, part: Part, compare: bool = True) -> dict[str, LazyTensor]:
+    """Return the tensors of a part by key.
 
     Args:
         path: of the checkpoint.
         index: of its experts.
-        part: which one.
-        load: the content of a file.
+        part: the part to open.
+        compare: whether to compare it with its checksums.
 
     Raises:
-        UserError: it is damaged, belongs to another state, or lacks a tensor.
+        UserError: the part is damaged, belongs to another state, or its tensors are not those of the index.
     """
     file = Path(path).parent / part.file
     try:
-        content = load(file)
+        if compare:
+            check_records(file)
+        content = read_structure(file)
         found = (content["token"], tuple(content["expert_ids"]))
         tensors = content["tensors"]
         here = {key: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in tensors.items()}
-    except UserError:
-        raise
-    except Exception as error:  # unpickling arbitrary bytes can raise anything
+    except UserError as error:
+        raise UserError(f"{error} (experts {part.experts()} of {path})") from error
+    except (LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{file}, of {path}, cannot be read ({type(error).__name__})") from error
     if found != (index.token, part.expert_ids):
         raise UserError(
@@ -276,27 +247,6 @@ def open_part(
                 f"{_describe(wanted.get(key))}"
             )
     return tensors
-
-
-def size_problem(path: str | Path, part: Part) -> str | None:
-    """The sentence for a part of a checkpoint that is missing or has another size than the index says; else None."""
-    file = Path(path).parent / part.file
-    if not file.exists():
-        return (
-            f"{file}, with experts {part.experts()} of {path}, is missing: a checkpoint of several ranks moves "
-            f"together with its {PARTS_FOLDER}/ (smlp checkpoint merge makes one file of it)"
-        )
-    try:
-        regular_file(file)
-    except UserError as error:
-        return f"{error} (experts {part.experts()} of {path})"
-    num_bytes = file.stat().st_size
-    if num_bytes != part.num_bytes:
-        return (
-            f"{file}, with experts {part.experts()} of {path}, has {num_bytes:,} bytes where the index says "
-            f"{part.num_bytes:,}: it is truncated, or of another checkpoint"
-        )
-    return None
 
 
 def _describe(tensor: tuple[tuple[int, ...], str] | None) -> str:

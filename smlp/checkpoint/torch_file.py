@@ -1,7 +1,15 @@
-"""Files of ``torch.save`` and ``torch.load``, read and written piece by piece.
+"""Read, write and verify files of ``torch.save`` piece by piece.
 
-Such a file is a zip archive that compresses nothing: ``data.pkl`` holds the objects, a tensor in it being a reference
-to a record ``data/N``, which holds its memory. Here the references become :class:`~smlp.checkpoint.lazy.LazyTensor`.
+Such a file is an uncompressed zip archive. ``data.pkl`` holds the pickled objects; a tensor in it is a reference to a
+record ``data/N``, which holds the tensor's memory. Here these references become
+:class:`~smlp.checkpoint.lazy.LazyTensor`.
+
+``torch.load`` is not used because it does not bound memory: mapped pages of every tensor that was read stay resident, a
+compressed or a crafted file takes far more memory than its size (``bytearray(5 * 10**8)`` fits in a file of 1 kB), and
+a mapped file that is truncated while it is read kills the process (SIGBUS).
+
+Each record has a CRC-32, which torch does not compare: a bit that flipped on a disk or in a transfer would be trained
+on. Comparing reads the file a second time; ``SMLP_VERIFY_CHECKPOINTS=0`` skips it.
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ import collections
 import errno
 import io
 import math
+import os
 import pickle
 import struct
 import sys
@@ -18,7 +27,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -27,23 +36,22 @@ from smlp.checkpoint.lazy import PIECE_BYTES, FileVersion, HeldTensor, LazyTenso
 from smlp.errors import UserError
 from smlp.files import regular_file
 
+VARIABLE = "SMLP_VERIFY_CHECKPOINTS"
+_SHOWN = 3  # tensors named in a sentence
+_IS_FOLDER = 0x10  # bit of a record's attributes: a folder, to MS-DOS and to torch
 _FOLDER = "archive"
-_ALIGNMENT = 64  # of tensors in the file, so that they can be used where they lie when it is mapped into memory
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: at the end, the lengths of its name and of its extra field
+_ALIGNMENT = 64  # bytes, of tensors in the file, so that they can be used in place when it is mapped into memory
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record; its last fields are the lengths of name and extra field
 _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
 _PADDING_ID = 0x4246  # of the extra field with which torch, too, aligns records
-_MOST_VALUES = 10_000_000  # in the content of a file, counted where they are used: lists may hold one list many times
+_MOST_VALUES = 10_000_000  # in a file; a list that is referred to twice counts twice
 _STORAGES = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
+    getattr(torch, dtype): f"{name}Storage"
+    for dtype, name in zip(
+        ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"],
+        ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"],
+        strict=True,
+    )
 }
 _DTYPES = {name: dtype for dtype, name in _STORAGES.items()}
 _PLAIN = {
@@ -56,27 +64,20 @@ _PLAIN = {
 
 
 class OtherClassError(UserError):
-    """A file holds objects of a class that is no plain value and no tensor."""
+    """Raised for a file that holds objects of other classes than tensors and plain values."""
 
 
 class _Refused(Exception):
-    """What no file of ``torch.save`` holds."""
+    """Raised for content that ``torch.save`` does not write."""
 
 
 class _OtherClass(Exception):
-    """A class or function in a file that is not a plain value."""
-
-
-class _Storage(NamedTuple):
-    """A record, when it is read."""
-
-    record: str
-    dtype: torch.dtype
+    """Raised for a class or function that is no plain value."""
 
 
 @dataclass(frozen=True)
-class _Reference:
-    """The same when it is written."""
+class _Storage:
+    """A record with the elements of tensors, as the pickled content refers to it."""
 
     key: str
     dtype: torch.dtype
@@ -84,19 +85,19 @@ class _Reference:
 
 
 def existing_file(path: str | Path) -> Path:
-    """The path of a checkpoint that is there and may be read.
+    """Return the path of a checkpoint, if it is a regular file that may be read.
 
     Raises:
-        UserError: it is not, or it is a folder, a named pipe or a device.
+        UserError: it is missing, unreadable, a folder, a named pipe or a device.
     """
     return regular_file(path, "checkpoint")
 
 
 def read_structure(path: str | Path) -> Any:
-    """The content of a file, with a lazy tensor in the place of each tensor; plain values only.
+    """Return the content of a file: plain values, with a lazy tensor in place of each tensor.
 
-    Memory is only taken in proportion to the size of the file: records are not compressed, a tensor lies within its
-    record, and values that are named many times are counted many times.
+    No code in the file is run. Memory is bounded by the size of the file: compressed records, tensors that reach beyond
+    their record and values that are referred to very often are refused.
 
     Raises:
         OtherClassError: it holds objects of other classes.
@@ -109,7 +110,7 @@ def read_structure(path: str | Path) -> Any:
             records = {info.filename.partition("/")[2]: info for info in _stored_records(archive, path)}
             if "byteorder" in records and archive.read(records["byteorder"]).decode() != sys.byteorder:
                 raise _Refused("numbers in the byte order of another kind of machine")
-            content = _Reader(archive.read(records["data.pkl"]), version, _Records(path, records)).load()
+            content = _Reader(archive.read(records["data.pkl"]), version, records).load()
         _count_values(content, {})
         return content
     except _OtherClass as refused:
@@ -121,7 +122,7 @@ def read_structure(path: str | Path) -> Any:
 
 
 def _stored_records(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInfo]:
-    """The records of an archive, none of which takes more memory than its part of the file."""
+    """Return the records of an archive, which must be uncompressed and fit into the file."""
     records = archive.infolist()
     if any(info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size for info in records):
         raise _Refused("compressed records")
@@ -131,11 +132,11 @@ def _stored_records(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInf
 
 
 def _count_values(content: Any, counted: dict[int, int]) -> int:
-    """The number of values that a walk through nested dictionaries and sequences would meet."""
+    """Return how many values a walk through nested dictionaries and sequences meets."""
     if not isinstance(content, (Mapping, list, tuple, set, argparse.Namespace)):
         return 1
     if id(content) not in counted:
-        counted[id(content)] = _MOST_VALUES  # until it is known: content that holds itself is refused
+        counted[id(content)] = _MOST_VALUES  # until it is known, so that content that holds itself is refused
         held = vars(content) if isinstance(content, argparse.Namespace) else content
         inner = [*held.keys(), *held.values()] if isinstance(held, Mapping) else held
         total = 1 + sum(_count_values(value, counted) for value in inner)
@@ -145,34 +146,17 @@ def _count_values(content: Any, counted: dict[int, int]) -> int:
     return counted[id(content)]
 
 
-class _Records:
-    """Where the bytes of a record begin, and how many they are."""
+class _Reader(pickle._Unpickler):  # the one in C allocates as large a memo as the file asks for
+    """An unpickler that makes plain values and lazy tensors, and nothing else."""
 
-    def __init__(self, path: Path, records: dict[str, zipfile.ZipInfo]) -> None:
-        self._path, self._records = path, records
-
-    def begin_of(self, record: str) -> int:
-        info = self._records[record]
-        with open(self._path, "rb") as file:
-            file.seek(info.header_offset)
-            header = file.read(_LOCAL_HEADER.size)
-        return info.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
-
-    def size_of(self, record: str) -> int:
-        return self._records[record].file_size
-
-
-class _Reader(pickle._Unpickler):  # the one in C takes as much memory for its table as a file asks for
-    """Makes plain values and lazy tensors, and nothing else."""
-
-    def __init__(self, data: bytes, version: FileVersion, records: _Records) -> None:
+    def __init__(self, data: bytes, version: FileVersion, records: Mapping[str, zipfile.ZipInfo]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._version, self._records = version, records
 
     def persistent_load(self, reference: tuple) -> _Storage:
-        kind, dtype, key, _location, _numel = reference
+        kind, dtype, key, _location, numel = reference
         assert kind == "storage"
-        return _Storage(f"data/{key}", dtype)
+        return _Storage(key, dtype, numel)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -194,19 +178,27 @@ class _Reader(pickle._Unpickler):  # the one in C takes as much memory for its t
             raise _Refused("a tensor without a shape")
         numel = math.prod(shape)
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if numel else 0
-        held = self._records.size_of(storage.record)
-        # a small tensor may be one number that is repeated
+        record = self._records[f"data/{storage.key}"]
+        held = record.file_size
+        # an expanded tensor has more elements than its record: torch.save writes one, but only a small one is taken
         if (start + span) * itemsize > held or numel * itemsize > max(held, PIECE_BYTES):
             raise _Refused(f"a tensor of shape {shape} in a record of {held:,} bytes")
-        offset = self._records.begin_of(storage.record) + start * itemsize
+        offset = self._begin_of(record) + start * itemsize
         if stride == _contiguous(shape) or numel == 0 or all(size == 1 for size in shape):
             return StoredTensor(self._version, offset, storage.dtype, shape)
         flat = StoredTensor(self._version, offset, storage.dtype, (span,)).load()
         return HeldTensor(flat.as_strided(shape, stride))
 
+    def _begin_of(self, record: zipfile.ZipInfo) -> int:
+        """Return the offset in the file at which the bytes of a record begin."""
+        with open(self._version.path, "rb") as file:
+            file.seek(record.header_offset)
+            header = file.read(_LOCAL_HEADER.size)
+        return record.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
+
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -215,12 +207,12 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Writer(pickle.Pickler):
-    """Puts references in the place of tensors, and remembers them."""
+    """A pickler that puts references in place of tensors and collects the tensors."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=2)
         self.tensors: list[LazyTensor] = []
-        # Equal stored tensors are one: two names of one tensor. The others are told apart by identity.
+        # Equal StoredTensors are two names of one tensor, which is written once. Others are told apart by identity.
         self._numbers: dict[Any, int] = {}
 
     def reducer_override(self, value: Any) -> Any:
@@ -231,23 +223,23 @@ class _Writer(pickle.Pickler):
         number = self._numbers.setdefault(value, len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(value)
-        storage = _Reference(str(number), value.dtype, value.numel)
+        storage = _Storage(str(number), value.dtype, value.numel)
         strides = _contiguous(value.shape)
         arguments = (storage, 0, value.shape, strides, False, collections.OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
 
     def persistent_id(self, value: Any) -> tuple | None:
-        if not isinstance(value, _Reference):
+        if not isinstance(value, _Storage):
             return None
         return "storage", getattr(torch, _STORAGES[value.dtype]), value.key, "cpu", value.numel
 
 
 def write_torch_file(file: BinaryIO, content: Any) -> None:
-    """Writes what ``torch.load`` reads (also with ``mmap=True`` and ``weights_only=True``), piece by piece.
+    """Write, piece by piece, a file that ``torch.load`` reads, also with ``mmap=True`` and ``weights_only=True``.
 
     Args:
-        file: to write to; it need not be able to seek.
-        content: plain values with tensors, lazy or in memory, of any device; they are loaded to the CPU.
+        file: to write to; it need not be seekable.
+        content: plain values and tensors, lazy or in memory, on any device; they are loaded to the CPU.
     """
     buffer = io.BytesIO()
     pickler = _Writer(buffer)
@@ -266,8 +258,8 @@ def write_torch_file(file: BinaryIO, content: Any) -> None:
 
 
 def _padding(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bytes:
-    """An extra field after which the bytes of a record are aligned."""
-    is_large = record.file_size * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides it
+    """Return an extra field for a record's header, such that the bytes after it are aligned."""
+    is_large = record.file_size * 1.05 > zipfile.ZIP64_LIMIT  # the condition in zipfile
     header = _LOCAL_HEADER.size + len(record.filename) + (_ZIP64_EXTRA if is_large else 0)
     begin = archive.fp.tell() + header + 4  # of the field itself
     size = -begin % _ALIGNMENT
@@ -275,7 +267,7 @@ def _padding(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bytes:
 
 
 def named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, LazyTensor]]:
-    """The lazy tensors in nested dictionaries and sequences, named by the keys on the way."""
+    """Yield the lazy tensors in nested dictionaries and sequences, each with the path of keys that leads to it."""
     if isinstance(content, LazyTensor):
         yield name, content
     items: Iterable[tuple[Any, Any]] = ()
@@ -288,11 +280,80 @@ def named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, LazyTenso
 
 
 def unreadable(path: Path, error: Exception) -> str:
-    """The sentence for a file of which reading failed."""
-    if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside the file
+    """Return the sentence for a file that could not be read."""
+    if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: an offset outside the file
         return f"cannot read {path}: {error.strerror or error}"
     reason = (str(error).splitlines() or [""])[0]
     return (
         f"{path} ({path.stat().st_size:,} bytes) is truncated or is no checkpoint: it cannot be read "
         f"({type(error).__name__}: {reason})"
     )
+
+
+def check_records(path: str | Path) -> None:
+    """Compare a file with its checksums, unless the environment says not to.
+
+    A file in torch's old format, which has no checksums, passes.
+
+    Raises:
+        UserError: the file has changed since it was written; the message names the tensors.
+    """
+    if os.environ.get(VARIABLE) != "0" and zipfile.is_zipfile(path) and (problem := record_problem(Path(path))):
+        raise UserError(problem)
+
+
+def record_problem(path: Path) -> str | None:
+    """Return the sentence for records that do not match their checksums, with the names of their tensors; else None.
+
+    Raises:
+        UserError: the file is truncated, or no archive.
+    """
+    places = damaged_places(path)
+    if not places:
+        return None
+    try:
+        content = read_structure(path)
+    except UserError:  # the record that says which tensor is where is damaged itself
+        content = None
+    names = []
+    stored = [(name, tensor) for name, tensor in named_tensors(content) if isinstance(tensor, StoredTensor)]
+    for record, start, stop in places:
+        names += [name for name, tensor in stored if start <= tensor.offset < stop] or [record]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{path} is damaged: {', '.join(names[:_SHOWN])}{more} differs from its checksum"
+
+
+def damaged_places(path: str | Path) -> list[tuple[str, int, int]]:
+    """Return the records of a file whose bytes do not match the checksum in the archive.
+
+    Returns:
+        (name without the folder, offset of its first byte, offset after its last byte) of each.
+
+    Raises:
+        UserError: the file is truncated, or no archive.
+    """
+    path, damaged = Path(path), []
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = sorted(archive.infolist(), key=lambda info: info.header_offset)
+            ends = [info.header_offset for info in records[1:]] + [path.stat().st_size]
+            for info, end in zip(records, ends, strict=True):
+                if not _is_intact(archive, info):
+                    damaged.append((info.filename.partition("/")[2], info.header_offset, end))
+    except Exception as error:  # reading arbitrary bytes can raise anything
+        raise UserError(unreadable(path, error)) from error
+    return damaged
+
+
+def _is_intact(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    if info.external_attr & _IS_FOLDER or info.volume:  # zipfile ignores these, but torch would read nothing
+        return False
+    try:
+        with archive.open(info) as record:
+            while record.read(1 << 20):
+                pass
+    except OSError:
+        raise
+    except Exception:
+        return False
+    return True

@@ -1,11 +1,11 @@
-"""Sparse upcycling: a dense checkpoint becomes a sparse model that computes the same (Komatsuzaki et al., 2022).
+"""Sparse upcycling: turn a dense checkpoint into a sparse model with the same outputs (Komatsuzaki et al., 2022).
 
-Two ways, by what the sparse blocks are:
+The kind of sparse block decides how:
 
 copy   ``sparse_block=transformer``. Some blocks of the dense model become sparse: every expert is a copy of the
-       block's feed-forward network. A router multiplies what an expert returns by a gate; for the sum to stay the
-       same, the experts' last layer is multiplied by the inverse, and the router starts so small that the gate is
-       the same number for every token:
+       block's feed-forward network. A router multiplies an expert's output by a gate. To keep the sum, the experts'
+       last layer is multiplied by the gate's inverse, and the router's weights are so small that the gate is the same
+       number for every token:
 
            hash     no gate: copies as they are
            gshard   the gates of the two experts add up to one: copies as they are, an ordinary router
@@ -13,11 +13,11 @@ copy   ``sparse_block=transformer``. Some blocks of the dense model become spars
            base     sigmoid, 1/2: last layer times 2, centroids as small as ``router_scale``; each expert gets a copy
                     of the layer norm too
 
-grow   ``sparse_block=smlp`` or ``gmlp_moe``. The paper's sparse blocks have no dense counterpart, so the model gets
-       them in addition to its own blocks, with the initial values of a new model, but with nothing to add to the
-       residual stream: spatial weights and biases of the sMoE, and the last layer of the experts, are zero.
+grow   ``sparse_block=smlp`` or ``gmlp_moe``. The paper's sparse blocks have no dense counterpart, so they are
+       added to the model's own blocks. They are initialised as in a new model, except that they add nothing to the
+       residual stream: the sMoE's spatial weights and biases and the experts' last layer are zero.
 
-Equal experts become different because each is given other tokens; the small router's directions see to that.
+Equal experts diverge because each receives other tokens, chosen by the directions of the router's small weights.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ from smlp.moe.routers.hashed import balanced_table, random_table
 from smlp.nn.blocks import sparse_block
 from smlp.nn.decoder import Decoder
 
-#: small enough that a gate in float32 or float64 is exactly that of a zero router, large enough for bfloat16 to hold
+#: so small that the gate in float32 or float64 is exactly that of a zero router; representable in bfloat16
 TINY = 1e-20
 #: the smallest number above zero in float16
 TINY_FP16 = 2.0**-24
 
-# Settings that the dense model brings along; the others are the new architecture's.
+# Settings taken from the dense model; the others are the new architecture's.
 _FROM_DENSE = (
     *FROM_TASK,
     *("embed_dim", "ffn_dim", "dense_block", "num_heads", "positions", "activation", "dropout"),
     *("checkpoint_activations", "embed_init_std", "spatial_init_scale"),
 )
 _GROWN = ("smlp", "gmlp_moe")
-# One over what every token's gates add up to at the start, from E.
+# Inverse of the sum of a token's gates at the start, by the number of experts E.
 _INVERSE_GATE = {"hash": lambda E: 1, "gshard": lambda E: 1, "switch": lambda E: E, "base": lambda E: 2}
-# In a new sparse block, what is zero so that the block adds nothing.
+# Parameters that are zero in a new sparse block, so that it adds nothing.
 _SILENT = ("feature_moe.experts.weight", "feature_moe.experts.bias", "experts.w2", "experts.b2", "w_out", "b_out")
 
 
 def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) -> ModelConfig:
-    """The configuration of the sparse model.
+    """Return the configuration of the sparse model.
 
     Args:
-        dense: the checkpoint.
-        arch: of the sparse model; sizes are the dense model's.
-        overrides: settings by name: of the experts and their router, and numbers of layers.
+        dense: checkpoint of the dense model.
+        arch: architecture of the sparse model; sizes are the dense model's.
+        overrides: settings by name: of experts and router, and numbers of layers.
 
     Raises:
-        UserError: the dense model cannot become such a model with equal outputs; the message gives the numbers.
+        UserError: the dense model cannot become such a model with equal outputs.
     """
     own, goal = dense.config, preset(arch)
     if own.num_sparse_layers:
@@ -87,13 +87,13 @@ def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) ->
             f"{goal.dense_block} blocks"
         )
     numbers = _layer_numbers(dense, arch, goal, overrides)
-    # and what the blocks themselves bring along
+    # settings that a plug-in's blocks define are kept too
     kept = {name: value for name, value in flatten(own).items() if name in _FROM_DENSE or name not in SETTINGS}
     return unflatten({**flatten(goal), **kept, **overrides, **numbers})
 
 
 def _layer_numbers(dense: Checkpoint, arch: str, goal: ModelConfig, overrides: Mapping[str, Any]) -> dict[str, int]:
-    """How many blocks are to be dense and sparse: as the overrides say, as the architecture does, or what is left."""
+    """Return the numbers of dense and sparse blocks: from the overrides, the architecture, or what is left."""
     total, names = dense.config.num_layers, ("num_dense_layers", "num_sparse_layers")
     given = {name: overrides[name] for name in names if name in overrides}
     grows = goal.sparse_block in _GROWN
@@ -125,18 +125,18 @@ def upcycled(
     seed: int = 1,
     frequencies_V: Tensor | None = None,
 ) -> Checkpoint:
-    """A checkpoint of a sparse model that computes what the dense one does; without an optimizer, at update 0.
+    """Return a checkpoint of a sparse model with the outputs of a dense one, without optimizer, at update 0.
 
     Args:
-        dense: the checkpoint.
+        dense: checkpoint of the dense model.
         arch, overrides: see :func:`target_config`.
-        router_scale: size of the first weights of Switch's gate and BASE's centroids; by default :data:`TINY`, or
-            :data:`TINY_FP16` for a checkpoint of fp16 training, in which smaller numbers are zero.
+        router_scale: magnitude of the initial weights of Switch's gate and BASE's centroids; by default :data:`TINY`,
+            or :data:`TINY_FP16` for a checkpoint of fp16 training, in which smaller numbers are zero.
         seed: of the new weights.
         frequencies_V: how often each token occurs in the training data, (V,), for ``hash_kind=balanced``.
 
     Raises:
-        UserError: it cannot be done; see :func:`target_config`.
+        UserError: see :func:`target_config`.
     """
     config = target_config(dense, arch, overrides)
     if config.moe.router == "hash" and config.moe.hash_kind == "balanced" and frequencies_V is None:
@@ -154,7 +154,7 @@ def upcycled(
 
 
 def training_arguments(checkpoint: Checkpoint) -> list[str]:
-    """Options of ``fairseq-train`` for the model of a checkpoint: the architecture and what differs from its preset."""
+    """Return the options of ``fairseq-train`` for a checkpoint's model: the architecture and what differs from it."""
     words = ["--arch", checkpoint.arch]
     for name, value in differences(checkpoint.config, preset(checkpoint.arch)).items():
         if name not in FROM_TASK:
@@ -165,7 +165,7 @@ def training_arguments(checkpoint: Checkpoint) -> list[str]:
 
 
 class _Making:
-    """Makes the tensors of the sparse model, by its names."""
+    """Makes the tensors of the sparse model by name."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class _Making:
         self.router_scale = router_scale
         self.sparse = set(config.sparse_layer_indices())
         self.grows = config.sparse_block in _GROWN
-        # where the block of the dense model is that becomes, or stays, the block at an index
+        # number of the dense model's block that becomes, or stays, the block at each index
         kept = [index for index in range(config.num_layers) if not (self.grows and index in self.sparse)]
         self.source = {index: number for number, index in enumerate(kept)}
 
@@ -229,7 +229,7 @@ class _Making:
         if moe.router == "gshard":
             weight = (2 * torch.rand(shape, generator=generator) - 1) * self.config.embed_dim**-0.5
         else:
-            # signs times one number: what is small may be among the few numbers that float16 has there
+            # Random signs times one number, which float16 can hold; it has few other numbers as small.
             signs = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1
             weight = signs * self.router_scale
         return HeldTensor(weight.to(self.dtype))
@@ -250,7 +250,7 @@ class _Making:
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  lives as long as what is made
     def _new_block(self, index: int) -> dict[str, Tensor]:
-        """The first values of a sparse block of a new model; one block is held in memory at a time."""
+        """Return the initial values of a new sparse block; only the last one is kept in memory."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed + index)
             return sparse_block(self.config, index).state_dict()

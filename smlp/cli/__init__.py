@@ -1,1 +1,1 @@
-"""The ``smlp`` command. ``main.py`` holds the table of subcommands; each module beside it is one of them."""
+"""The ``smlp`` command. ``main.py`` has the table of subcommands; most modules beside it are one subcommand each."""

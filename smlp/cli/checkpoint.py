@@ -1,4 +1,4 @@
-"""``smlp checkpoint``: look at checkpoints, check them, and turn them into others."""
+"""``smlp checkpoint``: inspect checkpoints, verify them, and turn them into others."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from smlp.cli.model_options import add_tokenizer_option
+from smlp.cli.options import add_tokenizer_option
 
-HELP = "look at checkpoints, check them, and turn them into others"
+DESCRIPTION = "look at checkpoints, check them, and turn them into others"
 EPILOG = """examples:
   smlp checkpoint info checkpoints/checkpoint_last.pt
   smlp checkpoint verify checkpoints/*.pt
@@ -39,10 +39,9 @@ or --restore-file OUT --reset-optimizer --reset-lr-scheduler --reset-meters --re
 this command prints."""
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Adds the subcommand, with subcommands of its own."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands with their options."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = subparsers.add_parser("checkpoint", help=HELP, description=HELP, epilog=EPILOG, formatter_class=raw)
     actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
     parsers = {
         name: actions.add_parser(name, help=text, description=_UPCYCLE if name == "upcycle" else text)
@@ -76,7 +75,6 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     average.add_argument("--checkpoint-upper-bound", type=int, metavar="N", help="none after this epoch or update")
     _add_upcycling(parsers["upcycle"])
-    return parser
 
 
 def _add_upcycling(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +95,7 @@ def _add_upcycling(parser: argparse.ArgumentParser) -> None:
 
 
 def _sparse_settings() -> list[str]:
-    """Settings of the model that upcycling leaves open."""
+    """Return the settings of the model that upcycling leaves open."""
     import dataclasses
 
     from smlp.config import MoEConfig
@@ -109,7 +107,7 @@ def _sparse_settings() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the subcommand."""
+    """Run the subcommand."""
     return {
         "info": _info,
         "verify": _verify,
@@ -121,8 +119,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.inspection import as_text, summary
     from smlp.checkpoint.opened import open_checkpoint
-    from smlp.checkpoint.summary import as_text, summary
     from smlp.cli.json_file import write_json
 
     facts = summary(open_checkpoint(args.path))
@@ -133,9 +131,8 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.inspection import problems_of, summary
     from smlp.checkpoint.opened import open_checkpoint
-    from smlp.checkpoint.summary import summary
-    from smlp.checkpoint.verify import problems_of
     from smlp.errors import one_line
 
     failed = False
@@ -152,8 +149,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.inspection import open_intact
     from smlp.checkpoint.output import check_target, write_exported, write_one_file
-    from smlp.checkpoint.verify import open_intact
 
     target = check_target(args.output, [args.path], args.force)
     checkpoint = open_intact(args.path)
@@ -167,8 +164,8 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _split(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.inspection import open_intact
     from smlp.checkpoint.output import check_target, write_in_parts
-    from smlp.checkpoint.verify import open_intact
 
     target = check_target(args.output, [args.path], args.force)
     checkpoint = open_intact(args.path)
@@ -179,9 +176,8 @@ def _split(args: argparse.Namespace) -> int:
 
 
 def _average(args: argparse.Namespace) -> int:
-    from smlp.checkpoint.average import averaged, last_checkpoints
-    from smlp.checkpoint.output import check_target, write_one_file
-    from smlp.checkpoint.verify import open_intact
+    from smlp.checkpoint.inspection import open_intact
+    from smlp.checkpoint.output import averaged, check_target, last_checkpoints, write_one_file
     from smlp.errors import UserError
 
     paths = args.path
@@ -202,10 +198,10 @@ def _average(args: argparse.Namespace) -> int:
 
 
 def _upcycle(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.inspection import open_intact
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.checkpoint.output import check_target, write_one_file
     from smlp.checkpoint.upcycle import training_arguments, upcycled
-    from smlp.checkpoint.verify import open_intact
     from smlp.text.binarized import count_tokens
 
     target = check_target(args.output, [args.path], args.force)
@@ -225,8 +221,8 @@ def _upcycle(args: argparse.Namespace) -> int:
 
 
 def _report(target: Path) -> int:
+    from smlp.checkpoint.inspection import as_text, summary
     from smlp.checkpoint.opened import open_checkpoint
-    from smlp.checkpoint.summary import as_text, summary
 
     print(f"wrote {as_text(summary(open_checkpoint(target)))}")
     return 0

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from smlp.cli.compare_options import add_experiment, experiment_and_folder
-from smlp.cli.compare_report import EPILOG as REPORT_EPILOG
-from smlp.cli.compare_report import add_report_options, run_report
+from smlp.errors import UserError
 
-HELP = "compare models at equal FLOPs: train, score, report"
-RUN_HELP = "train and score what is not done yet"
-STATUS_HELP = "how far the runs are"
-REPORT_HELP = "tables and figures from the folder of the runs"
+if TYPE_CHECKING:
+    from smlp.experiments.spec import Experiment
+
+DESCRIPTION = "compare models at equal FLOPs: train, score, report"
 EPILOG = """examples:
   smlp compare run examples/compare/quick.yaml --dry-run
   smlp compare run examples/compare/quick.yaml
@@ -22,68 +21,165 @@ EPILOG = """examples:
 An experiment is one YAML file (docs/compare.md). Its runs go to runs/compare/NAME, or to --out. "run" goes on where it
 was, whatever has stopped it; a run that fails does not stop the others.
 """
-_RAW = argparse.RawDescriptionHelpFormatter
+_RUN_EPILOG = """example:
+  smlp compare run examples/compare/quick.yaml --dry-run
+
+exit status: 0 all runs are done, or their jobs submitted, 1 one failed, 75 stopped by a signal (the same
+command goes on)"""
+_STATUS_EPILOG = """example:
+  smlp compare status examples/compare/quick.yaml --json status.json"""
+_REPORT_EPILOG = """examples:
+  smlp compare report examples/compare/quick.yaml
+  smlp compare report runs/compare/quick --to docs/results/quick --baseline gMLP
+
+Runs that failed, are missing or half done are named, and the others reported. Drawing needs matplotlib:
+pip install "smlp[plots]". What is in the report: docs/compare.md.
+"""
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand with its own."""
-    parser = subparsers.add_parser("compare", help=HELP, description=HELP, epilog=EPILOG, formatter_class=_RAW)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands with their options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-
-    run_parser = actions.add_parser(
-        "run",
-        help=RUN_HELP,
-        description=RUN_HELP,
-        epilog="example:\n  smlp compare run examples/compare/quick.yaml --dry-run\n\n"
-        "exit status: 0 all runs are done, or their jobs submitted, 1 one failed, 75 stopped by a signal (the same\n"
-        "command goes on)",
-        formatter_class=_RAW,
-    )
-    add_experiment(run_parser)
+    run_parser = _add_action(actions, "run", "train and score what is not done yet", _RUN_EPILOG, _run)
     run_parser.add_argument(
         "--dry-run", action="store_true", help="train nothing; print models, FLOPs, runs, time and disk"
     )
     run_parser.add_argument(
         "--only", choices=("scores",), help="train nothing; score what is trained (a job on a cluster does it)"
     )
-    run_parser.set_defaults(action_of=_run)
-
-    status_parser = actions.add_parser(
-        "status",
-        help=STATUS_HELP,
-        description=STATUS_HELP,
-        epilog="example:\n  smlp compare status examples/compare/quick.yaml --json status.json",
-        formatter_class=_RAW,
-    )
-    add_experiment(status_parser)
+    status_parser = _add_action(actions, "status", "how far the runs are", _STATUS_EPILOG, _status)
     status_parser.add_argument("--json", metavar="FILE", help="also write it here")
-    status_parser.set_defaults(action_of=_status)
-    report_parser = actions.add_parser(
-        "report",
-        help=REPORT_HELP,
-        description=REPORT_HELP,
-        epilog=REPORT_EPILOG,
-        formatter_class=_RAW,
+    report_parser = _add_action(
+        actions, "report", "tables and figures from the folder of the runs", _REPORT_EPILOG, _report
     )
-    add_report_options(report_parser)
-    report_parser.set_defaults(action_of=run_report)
+    report_parser.add_argument(
+        "--to", metavar="DIR", type=Path, help="folder for the report (default: report, beside the runs)"
+    )
+    report_parser.add_argument(
+        "--baseline",
+        metavar="MODEL",
+        action="append",
+        default=[],
+        help="hold all models against this one, seed by seed; may be given again (default: the first dense "
+        "Transformer and the first gMLP)",
+    )
+
+
+def _add_action(actions: Any, name: str, about: str, epilog: str, action_of: Any) -> argparse.ArgumentParser:
+    """Add a subcommand with EXPERIMENT and ``--out``."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = actions.add_parser(name, help=about, description=about, epilog=epilog, formatter_class=raw)
+    parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help="YAML file, or the folder of its runs")
+    parser.add_argument("--out", type=Path, help="folder of its runs (default: runs/compare/NAME)")
+    parser.set_defaults(action_of=action_of)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does the action."""
-    return args.action_of(args)
+    """Run the subcommand; return the exit status."""
+    return args.action_of(args, *_file_and_folder(args.experiment, args.out))
 
 
-def _run(args: argparse.Namespace) -> int:
-    from smlp.cli.compare_dry_run import dry_run
-    from smlp.cli.compare_run import run_experiment
+def _file_and_folder(given: Path, out: Path | None) -> tuple[Path, Path]:
+    """Return the file of an experiment and the folder of its runs, given either of them.
 
-    path, out = experiment_and_folder(args.experiment, args.out)
-    return dry_run(path, out) if args.dry_run else run_experiment(path, out, only_scores=args.only == "scores")
+    Raises:
+        UserError: neither exists.
+    """
+    if given.is_dir():
+        if not (given / "experiment.yaml").is_file():
+            raise UserError(f"{given} is no folder of smlp compare: there is no experiment.yaml in it")
+        if out is not None:
+            raise UserError(f"{given} is the folder of the runs already: leave --out out")
+        return given / "experiment.yaml", given
+    if not given.is_file():
+        raise UserError(f"there is no experiment {given}")
+    return given, out or Path("runs") / "compare" / given.stem
 
 
-def _status(args: argparse.Namespace) -> int:
-    from smlp.cli.compare_status import print_status
+def _run(args: argparse.Namespace, path: Path, out: Path) -> int:
+    from smlp.experiments.dry_run import dry_run
+    from smlp.experiments.folder import Folder
+    from smlp.experiments.reading import read_experiment
+    from smlp.experiments.run import run_experiment
 
-    return print_status(experiment_and_folder(args.experiment, args.out)[1], args.json)
+    experiment = read_experiment(path)
+    _check_zeroshot(experiment)
+    if not args.dry_run:
+        return run_experiment(experiment, Folder(out), only_scores=args.only == "scores")
+    dry_run(experiment, Folder(out))
+    return 0
+
+
+def _check_zeroshot(experiment: Experiment) -> None:
+    """Refuse, before anything is trained, tasks and options that ``smlp zeroshot`` would refuse afterwards.
+
+    Raises:
+        UserError: the message names the file and the setting.
+    """
+    wanted = experiment.evaluation
+    if wanted.zeroshot_data is None:
+        return
+    from smlp.cli import zeroshot
+    from smlp.evaluation.zeroshot.readers import READERS
+    from smlp.experiments.spec import zeroshot_words
+
+    unknown = [task for task in wanted.zeroshot_tasks if task not in (*READERS, "all")]
+    if unknown:
+        raise UserError(
+            f"{experiment.path}: evaluate.zeroshot.tasks has {unknown[0]!r}; there are {', '.join(READERS)}"
+        )
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(message)
+
+    parser = argparse.ArgumentParser()
+    zeroshot.add_options(parser)
+    parser.error = refuse
+    words = ["--path", "checkpoint", "--data-dir", str(wanted.zeroshot_data), *zeroshot_words(wanted)]
+    try:
+        zeroshot.check(parser.parse_args(words))
+    except UserError as error:
+        raise UserError(f"{experiment.path}: evaluate.zeroshot: {error}") from None
+
+
+def _status(args: argparse.Namespace, path: Path, out: Path) -> int:
+    """Print the state of every run; return 0 if all are done, 1 otherwise."""
+    from smlp.cli.json_file import write_json
+    from smlp.experiments.folder import DONE, Folder
+    from smlp.experiments.progress import duration, status
+
+    rows = status(Folder(out))
+    width = max(len(row["run"]) for row in rows)
+    print(
+        f"{'run':<{width}}  {'state':<8} {'updates':>15}  {'left':>10}  {'train':>9} {'valid':>9}  perplexity per token"
+    )
+    for row in rows:
+        numbers = ["" if row[key] is None else f"{row[key]:.2f}" for key in ("train", "valid")]
+        of, message = f"{row['num_updates']:,}/{row['updates']:,}", row["message"] or ""
+        left = "" if row["seconds_left"] is None else duration(row["seconds_left"])
+        line = (
+            f"{row['run']:<{width}}  {row['state']:<8} {of:>15}  {left:>10}  {numbers[0]:>9} {numbers[1]:>9}  {message}"
+        )
+        print(line.rstrip())
+    states = [row["state"] for row in rows]
+    print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+    if args.json:
+        write_json(args.json, rows)
+    return 0 if set(states) == {DONE} else 1
+
+
+def _report(args: argparse.Namespace, path: Path, out: Path) -> int:
+    """Write the report, and print where it is and which runs are not in it."""
+    from smlp.experiments.report.details import incomplete
+    from smlp.experiments.report.results import read_results
+    from smlp.experiments.report.write import write_report
+
+    results = read_results(out)
+    page = write_report(results, args.to, args.baseline)
+    done = sum(run.is_done for run in results.runs)
+    print(f"{done} of {len(results.runs)} runs of {len(results.models)} models are finished")
+    for run, reason in incomplete(results):
+        print(f"  {run.name} ({run.state}, {run.last_update} of {results.updates} updates): {reason}")
+    print(f"report: {page}")
+    return 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smlp.launch.ranks import Place
     from smlp.parallel import ExpertLayout
 
-HELP = "where the time of an update goes: stages of the sparse layers and the rest, on one rank or several"
+DESCRIPTION = "where the time of an update goes: stages of the sparse layers and the rest, on one rank or several"
 EPILOG = """examples:
   smlp costs --arch smlp_tiny
   smlp costs --arch smlp_tiny --nproc 2 --trace trace.json --json costs.json
@@ -33,15 +33,12 @@ or srun the command finds the others by itself.
 The trace (with several ranks one each: trace.rank0.json, ...) opens in chrome://tracing and https://ui.perfetto.dev.
 """
 
-#: the names of stages at the heads of columns
+#: short names of stages for the heads of columns
 _HEADS = {"assignment": "assign", "all-to-all out": "out", "all-to-all back": "back"}
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "costs", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     parser.add_argument("--arch", required=True, help="architecture")
     size = whole(1, MOST_SIZE)
     parser.add_argument("--tokens", **size, help="T, context to build it with (default: the architecture's)")
@@ -62,14 +59,13 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--trace", metavar="FILE", help="also write a Chrome trace")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and, on rank 0, prints the tables; with ``--nproc``, starts the ranks that do."""
+    """Measure and, on rank 0, print the tables; with ``--nproc``, start the ranks that do."""
     from smlp.cli.json_file import check_output
-    from smlp.cli.local_ranks import without_options
     from smlp.errors import UserError
+    from smlp.fairseq_compat.arguments import without_options
     from smlp.files import check_writable
     from smlp.launch.local import run_ranks
     from smlp.launch.program import this_program
@@ -102,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> ModelConfig:
-    """The model that is asked for.
+    """Return the configuration of the model.
 
     Raises:
         UserError: it cannot be built, or another option is out of range.
@@ -127,7 +123,7 @@ def _config(args: argparse.Namespace) -> ModelConfig:
 
 
 def _device(args: argparse.Namespace, place: Place | None) -> torch.device:
-    """Where this rank computes.
+    """Return the device of this rank.
 
     Raises:
         UserError: there are GPUs, but not one for each rank.
@@ -146,7 +142,7 @@ def _device(args: argparse.Namespace, place: Place | None) -> torch.device:
 
 
 def _trace_file(trace: str | None, layout: ExpertLayout) -> Path | None:
-    """Where a rank's trace goes: with several, trace.json is trace.rank0.json for the first."""
+    """Return the file of a rank's trace: with several ranks, trace.json becomes trace.rank0.json for the first."""
     if trace is None:
         return None
     path = Path(trace)
@@ -156,7 +152,7 @@ def _trace_file(trace: str | None, layout: ExpertLayout) -> Path | None:
 def _measure(
     args: argparse.Namespace, config: ModelConfig, place: Place | None, device: torch.device, trace: Path | None
 ) -> list[Measured] | None:
-    """What every rank saw, on rank 0; None on the others."""
+    """Measure on every rank; return what all of them saw on rank 0, None on the others."""
     from datetime import timedelta
 
     import torch
@@ -190,7 +186,7 @@ def _report(
     device: torch.device,
     measured: list[Measured],
 ) -> None:
-    """Prints the tables and writes the files that are asked for."""
+    """Print the tables and write the files that are asked for."""
     from smlp.cli.json_file import write_json
 
     is_sparse = config.num_sparse_layers > 0
@@ -251,7 +247,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _shares(stages: dict[str, dict[str, float]]) -> list[float]:
-    """In percent and in the order of the stages, with their sum."""
+    """Return the shares in percent, in the order of the stages, and their sum."""
     shares = [100 * stage["share"] for stage in stages.values()]
     return [*shares, sum(shares)]
 

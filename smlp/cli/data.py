@@ -1,11 +1,11 @@
-"""``smlp data``: from raw corpora to the sharded data that ``fairseq-train`` reads; its steps are in ``data_prep``."""
+"""``smlp data``: from raw corpora to the sharded data that ``fairseq-train`` reads. The steps are in ``data_prep``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 
-HELP = "from raw corpora to sharded training data"
+DESCRIPTION = "from raw corpora to sharded training data"
 EPILOG = """examples:
   smlp data fetch wikipedia openwebtext --out corpora
   smlp data clean --in corpora/ --out data/clean
@@ -31,10 +31,9 @@ STEPS: dict[str, tuple[str, str]] = {
 }
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Adds the subcommand, with a parser for each step."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands with their options."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = subparsers.add_parser("data", help=HELP, description=HELP, epilog=EPILOG, formatter_class=raw)
     steps = parser.add_subparsers(dest="step", required=True, metavar="STEP")
     for name, (module_name, text) in STEPS.items():
         module = importlib.import_module(module_name)
@@ -43,9 +42,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         )
         module.add_options(step)
         step.set_defaults(run_step=module.run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one step."""
+    """Run one step."""
     return args.run_step(args)

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import importlib.metadata
 import os
 import platform
 import re
 import shutil
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from smlp.cli.check_report import OK, PROBLEM, WARNING, Check, report
+from smlp.cli.json_file import write_json
 from smlp.cli.numbers import MOST_PROCESSES, whole
 from smlp.errors import UserError
 from smlp.launch.machine import num_cores
 
-# Package: (oldest version that can work, newest one the tests ran with). The same twice: exactly this one.
+DESCRIPTION = (
+    "Checks versions, devices, speed, fairseq and this plug-in; with --parallel whether several ranks "
+    "work together: collectives, experts spread over ranks against one process, a checkpoint's way to the disk and "
+    "back. Exit status 1 if there is a problem."
+)
+EPILOG = """examples:
+  smlp doctor --json doctor.json
+  smlp doctor --parallel --nproc 2
+  srun --ntasks-per-node=8 smlp doctor --parallel --dir /shared/scratch"""
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+# package: (oldest version that works, newest that was tested); the same twice means exactly this one
 TESTED = {
     "torch": ("2.6", "2.13"),
     "numpy": ("1.26", "2.4"),
@@ -34,23 +47,42 @@ PYTHON = ("3.11", "3.12")
 FAIRSEQ = ("ve-fairseq", "fairseq-fixed")
 INSTALL = "pip install -e . in the repository installs the pinned versions"
 
-LITTLE_DISK = 2 << 30  # bytes; three copies of a small model with its optimiser state
-SLOW_BF16 = 2.0  # times slower than fp32 from which on bf16 is not worth its name
+LITTLE_DISK = 2 << 30  # bytes: three copies of a small model with its optimizer's state
+SLOW_BF16 = 2.0  # from this many times slower than fp32 on, there is no fast bf16
+#: limit of one collective: if it takes longer, a rank is taken to be gone
+TIMEOUT = timedelta(seconds=60)
+_ASK_THE_OTHERS = "look at the messages of the other ranks; docs/parallel.md says what each check means"
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(
-        "doctor",
-        help="what works here and what does not",
-        description="Checks versions, devices, speed, fairseq and this plug-in; with --parallel whether several ranks "
-        "work together: collectives, experts spread over ranks against one process, a checkpoint's way to the disk and "
-        "back. Exit status 1 if there is a problem.",
-        epilog="examples:\n"
-        "  smlp doctor --json doctor.json\n"
-        "  smlp doctor --parallel --nproc 2\n"
-        "  srun --ntasks-per-node=8 smlp doctor --parallel --dir /shared/scratch",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of the report; ``remedy`` is empty if there is nothing to do."""
+
+    name: str
+    status: str
+    detail: str
+    remedy: str = ""
+
+
+def report(checks: Iterable[Check], json_file: str | None) -> int:
+    """Print each check as it is done, and a summary; return the exit status, 1 if there is a problem."""
+    done = []
+    for check in checks:
+        done.append(check)
+        print(f"{check.status:>7}  {check.name}: {check.detail}", flush=True)
+        if check.remedy:
+            print(f"{'':>7}  -> {check.remedy}", flush=True)
+    problems = sum(check.status == PROBLEM for check in done)
+    warnings = sum(check.status == WARNING for check in done)
+    counted = {"check": len(done), "warning": warnings, "problem": problems}
+    print(", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in counted.items()), flush=True)
+    if json_file:
+        write_json(json_file, {"ok": problems == 0, "checks": [dataclasses.asdict(check) for check in done]})
+    return 1 if problems else 0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     parser.add_argument("--json", metavar="FILE", help="also write the report to a file")
     parser.add_argument("--parallel", action="store_true", help="check the ranks that torchrun, srun or --nproc start")
     parser.add_argument(
@@ -62,21 +94,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--dir", default=".", metavar="DIR", help="with --parallel: a folder that all ranks share (default: this one)"
     )
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     if args.parallel:
-        from smlp.cli import parallel_check
-
-        return parallel_check.run(args)
+        return check_ranks(args)
     if args.nproc is not None:
         raise UserError("--nproc is for smlp doctor --parallel")
     return report(all_checks(), args.json)
 
 
 def all_checks() -> Iterator[Check]:
-    """Every check, in an order in which later ones may need what earlier ones found."""
+    """Run every check; later ones may need what earlier ones found."""
     yield compare_version("python", platform.python_version(), *PYTHON, remedy="use Python 3.11 or 3.12")
     yield check_fairseq_version()
     for package, (oldest, newest) in TESTED.items():
@@ -89,7 +118,7 @@ def all_checks() -> Iterator[Check]:
 
 
 def _guarded(check: Callable[[], Iterator[Check]], meaning: str, remedy: str) -> Iterator[Check]:
-    """The results of a check; whatever goes wrong inside it is a problem to report, not a reason to stop."""
+    """Yield the results of a check; an exception inside it becomes a problem to report."""
     try:
         yield from check()
     except Exception as error:
@@ -98,7 +127,7 @@ def _guarded(check: Callable[[], Iterator[Check]], meaning: str, remedy: str) ->
 
 
 def compare_version(name: str, version: str | None, oldest: str, newest: str, remedy: str) -> Check:
-    """A problem below ``oldest``, a warning above ``newest`` (compared to as many places as they have)."""
+    """Report a problem below ``oldest`` and a warning above ``newest``, compared to as many places as they have."""
     if version is None:
         return Check(name, PROBLEM, "is not installed", remedy)
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
@@ -175,8 +204,8 @@ def check_fairseq() -> Iterator[Check]:
 def check_plugin() -> Iterator[Check]:
     from fairseq.models import ARCH_MODEL_REGISTRY
 
-    from smlp.cli.fairseq_tool import load_plugin
     from smlp.config.presets import PRESETS
+    from smlp.fairseq_compat.command_line import load_plugin
 
     load_plugin()
     missing = [arch for arch in PRESETS if arch not in ARCH_MODEL_REGISTRY]
@@ -217,5 +246,119 @@ def _installed(package: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``2.13.0+cpu`` as (2, 13, 0)."""
+    """Return ``2.13.0+cpu`` as (2, 13, 0)."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
+
+
+def check_ranks(args: argparse.Namespace) -> int:
+    """Check the ranks that torchrun or srun started, or start some on this machine and check them."""
+    from smlp.launch.ranks import has_terminal, place_of
+
+    place = place_of(os.environ, is_interactive=has_terminal())
+    if place is None:
+        return _start_ranks(args)
+    if args.nproc is not None and place.launcher == "srun":
+        raise UserError(
+            f"--nproc {args.nproc} starts ranks of its own, but srun has started {place.world_size} already"
+        )
+    return _check(place, args)
+
+
+def _start_ranks(args: argparse.Namespace) -> int:
+    import torch
+
+    from smlp.launch.local import run_ranks
+    from smlp.launch.program import this_program
+
+    num_ranks = args.nproc if args.nproc is not None else max(2, torch.cuda.device_count())
+    if num_ranks < 2:
+        raise UserError(f"--nproc {num_ranks}: there must be at least 2 ranks to talk to each other")
+    if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
+        raise UserError(f"--nproc {num_ranks} is more than the {torch.cuda.device_count()} GPUs of this machine")
+    command = [*this_program(), "doctor", "--parallel", "--dir", args.dir]
+    if args.json:
+        command += ["--json", args.json]
+    return run_ranks(command, num_ranks)
+
+
+def _check(place: Any, args: argparse.Namespace) -> int:
+    import torch
+
+    from smlp.launch.ranks import device_index
+    from smlp.launch.team import leave, meet
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", device_index(place, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+    meet(place, "nccl" if device.type == "cuda" else "gloo", TIMEOUT)
+    checks = _all_checks(device, Path(args.dir).resolve())
+    if place.rank > 0:
+        statuses = [check.status for check in checks]  # all of them: every check needs all ranks
+        status = 1 if PROBLEM in statuses else 0
+    else:
+        status = report(checks, args.json)
+    leave()
+    return status
+
+
+def _all_checks(device: Any, folder: Path) -> Iterator[Check]:
+    import torch
+
+    from smlp.config.presets import PRESETS
+    from smlp.evaluation.self_check import ARCHS, check_checkpoint, check_collectives, check_layout, check_uneven_splits
+
+    yield _agreed("ranks", lambda: _describe_ranks(device))
+    yield _agreed("collectives", lambda: check_collectives(device))
+    halves = [torch.bfloat16, torch.float16]
+    for dtype in [torch.float32, *halves]:
+        name = f"uneven splits, {str(dtype).removeprefix('torch.')}"
+        yield _agreed(name, lambda dtype=dtype: check_uneven_splits(device, dtype))
+    for arch in (*ARCHS, *PRESETS.added()):
+        yield _agreed(f"experts of {arch}", lambda arch=arch: check_layout(arch, device, TIMEOUT))
+    yield _agreed("checkpoint", lambda: check_checkpoint(folder, device, TIMEOUT))
+
+
+def _agreed(name: str, check: Callable[[], str]) -> Check:
+    """Run a check on this rank; the result is a problem if any rank has one.
+
+    Raises:
+        ParallelError: a rank is gone, so that nobody is left to agree with.
+    """
+    import torch.distributed as dist
+
+    detail, problem = "", None
+    try:
+        detail = check()
+    except Exception as error:
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        problem = f"{kind}{error}"
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    found = [(rank, each) for rank, each in enumerate(problems) if each is not None]
+    if found:
+        where = "all ranks" if len(found) == len(problems) else f"ranks {[rank for rank, _ in found]}"
+        return Check(name, PROBLEM, f"{where}: {found[0][1]}", _ASK_THE_OTHERS)
+    return Check(name, OK, detail)
+
+
+def _describe_ranks(device: Any) -> str:
+    """Describe the ranks, which must have the same versions.
+
+    Raises:
+        UserError: versions differ.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from smlp import __version__
+
+    own = (socket.gethostname(), f"torch {torch.__version__}, smlp {__version__}", str(device.type))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    for what in (1, 2):
+        kinds = {each[what]: rank for rank, each in reversed(list(enumerate(everyone)))}
+        if len(kinds) > 1:
+            raise UserError("ranks differ: " + "; ".join(f"rank {rank} has {kind}" for kind, rank in kinds.items()))
+    hosts = list(dict.fromkeys(each[0] for each in everyone))
+    return f"{len(everyone)} on {', '.join(hosts)}; {dist.get_backend()}, {own[1]}"

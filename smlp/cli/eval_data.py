@@ -1,4 +1,4 @@
-"""The text that ``smlp eval-lm`` scores: binarised data or a text file, and the model that goes with it."""
+"""The text that ``smlp eval-lm`` scores, binarised data or a text file, and the model that goes with it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """A stream of tokens, with the sizes of the text that it was made of where that is known."""
+    """A stream of tokens, with the sizes of the text that it was made from, if they are known."""
 
     name: str
     stream: BinarizedTokens
     original: TextSizes | None
-    #: what a reader of the result should know about it
+    #: remarks for readers of the result
     notes: tuple[str, ...] = ()
 
 
 def load_model_for(args: argparse.Namespace, team: Team) -> LanguageModel:
-    """The model; its dictionary and tokenizer are looked for in DATA too, after the places beside the checkpoint.
+    """Load the model; DATA is searched for its dictionary and tokenizer, after the places beside the checkpoint.
 
     Raises:
         UserError: a file is missing or damaged, or DATA has a dictionary with other symbols.
     """
     from smlp.checkpoint.opened import open_checkpoint
-    from smlp.cli.model_options import load_model
+    from smlp.cli.options import load_model
     from smlp.text.tokenizer import Vocabulary
     from smlp.text.tokenizer_files import DICTIONARY, find_tokenizer
 
@@ -57,16 +57,15 @@ def load_model_for(args: argparse.Namespace, team: Team) -> LanguageModel:
 
 
 def data_folder(data: str | None) -> Path | None:
-    """The folder that is evaluated: the first of several joined by ":", as in fairseq."""
+    """Return the folder that is evaluated: the first of several joined by ":", as in fairseq."""
     return None if data is None else Path(data.split(":")[0])
 
 
 def read_text(args: argparse.Namespace, model: LanguageModel) -> EvaluationText:
-    """What the options name, in the model's tokens.
+    """Read the text that the options name, in the model's tokens.
 
     Raises:
-        UserError: a file is missing or damaged, holds an id that the model does not know, or the text is not that of
-            the data.
+        UserError: a file is missing or damaged, holds an id that the model does not know, or text and data differ.
     """
     from smlp.evaluation.perplexity import read_lines
     from smlp.evaluation.report import original_sizes, tokens_of

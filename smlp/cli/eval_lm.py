@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from smlp.cli.eval_options import CPU_MAX_TOKENS, GPU_MAX_TOKENS, PARITY_TOKENS, add_eval_options, check_eval_options
-from smlp.cli.model_options import add_model_options
-from smlp.cli.team_options import add_team_options, as_team
+from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
+from smlp.cli.numbers import whole
+from smlp.cli.options import add_model_options, add_team_options, as_team
+from smlp.cli.progress import BatchesProgress
 from smlp.errors import UserError
+from smlp.evaluation import BREAK_MODES, DOCUMENTS
 
 if TYPE_CHECKING:
     from smlp.cli.eval_data import EvaluationText
+    from smlp.config import ModelConfig
+    from smlp.evaluation.parity import Parity
+    from smlp.evaluation.report import Evaluation
     from smlp.evaluation.samples import Samples
-    from smlp.evaluation.scoring import Scores
+    from smlp.evaluation.scoring import Choices, Scores
     from smlp.inference.language_model import LanguageModel
     from smlp.launch.team import Team
 
-HELP = "perplexity of a checkpoint: per token, per word, and bits per byte"
+DESCRIPTION = "perplexity of a checkpoint: per token, per word, and bits per byte"
 EPILOG = """examples:
   smlp eval-lm data-bin --path checkpoints/checkpoint_best.pt --gen-subset valid
   smlp eval-lm data-bin --path checkpoints/checkpoint_best.pt --text valid.txt --gen-subset valid --context-window 64
@@ -29,32 +34,112 @@ EPILOG = """examples:
 Options that fairseq-eval-lm has too mean the same there, and the loss is the same. What this command lacks:
   fairseq-eval-lm --user-dir $(smlp user-dir) DATA --path CHECKPOINT ...
 """
+#: default tokens of a batch: more do not fit into a CPU's caches, fewer leave a GPU idle
+CPU_MAX_TOKENS, GPU_MAX_TOKENS = 2**12, 2**15
+#: tokens that ``--parity`` scores by default
+PARITY_TOKENS = 2**14
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "eval-lm", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options, with fairseq's names if fairseq has them."""
     add_model_options(parser)
     add_team_options(parser)
-    add_eval_options(parser)
-    return parser
+    parser.add_argument("data", nargs="?", metavar="DATA", help="folder of fairseq-preprocess, mmap format")
+    text = parser.add_argument_group("text")
+    text.add_argument("--gen-subset", default="test", metavar="NAME", help="split of DATA (default: %(default)s)")
+    text.add_argument(
+        "--text",
+        metavar="FILE",
+        help="text that the split was made of, whose words and bytes count; without DATA: the text to score",
+    )
+    text.add_argument(
+        "--limit-tokens", **whole(), metavar="N", help="only the first samples, until they hold so many tokens"
+    )
+    samples = parser.add_argument_group("samples")
+    samples.add_argument("--tokens-per-sample", type=int, metavar="N", help="default: as in training")
+    samples.add_argument(
+        "--context-window",
+        type=int,
+        default=0,
+        metavar="N",
+        help="feed each sample with so many tokens before it, which take room from it (default: %(default)s)",
+    )
+    samples.add_argument(
+        "--sample-break-mode",
+        default="none",
+        metavar="MODE",
+        help="none (blocks, the default), eos (each line alone), complete (whole lines), complete_doc (whole lines, no "
+        "further than an empty one)",
+    )
+    samples.add_argument("--batch-size", "--max-sentences", **whole(), metavar="N", help="samples of a batch")
+    samples.add_argument(
+        "--max-tokens",
+        **whole(),
+        metavar="N",
+        help=f"tokens of a batch (default without --batch-size: {CPU_MAX_TOKENS} on a CPU, {GPU_MAX_TOKENS} on a GPU)",
+    )
+    samples.add_argument(
+        "--eval-capacity-factor",
+        type=float,
+        metavar="F",
+        help="Switch, GShard: places at each expert in units of k*N/E; 0 drops nothing (default: as in the checkpoint)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", metavar="FILE", help="also write the result here")
+    output.add_argument("--per-document", metavar="FILE", help="write a line of JSON for each document")
+    output.add_argument(
+        "--document", default="empty-line", metavar="KIND", help="what ends a document: empty-line (default) or line"
+    )
+    output.add_argument(
+        "--parity",
+        action="store_true",
+        help="instead: the loss of {dropless, capacity} x {batch 1, 8} x {1, 2 ranks} on the first "
+        f"{PARITY_TOKENS} tokens (or --limit-tokens); status 1 if dropless ones differ",
+    )
 
 
 def refuse(message: str) -> NoReturn:
-    """Called for options that there are not."""
+    """Refuse unknown options."""
     raise UserError(
         f"{message}; options that only fairseq has are for: fairseq-eval-lm --user-dir $(smlp user-dir) DATA --path ..."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates, on one rank or several."""
-    check_eval_options(args)
+    """Evaluate, on one rank or several."""
+    check_options(args)
     if args.parity and args.nproc is None and not _is_rank():
         args.nproc = 2
     return as_team(args, lambda team: _work(args, team))
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse values that make no sense, before anything is loaded.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    if args.data is None and args.text is None:
+        raise UserError("nothing to evaluate: give a folder of binarised data, or a text file with --text")
+    for name, choices in (("sample_break_mode", BREAK_MODES), ("document", DOCUMENTS)):
+        if getattr(args, name) not in choices:
+            raise UserError(f"{_option(name)} must be one of {', '.join(choices)}, got {getattr(args, name)!r}")
+    factor = args.eval_capacity_factor
+    if factor is not None and not 0 <= factor < float("inf"):
+        raise UserError(f"--eval-capacity-factor must be at least 0, got {factor}")
+    check_outputs(json=args.json, per_document=args.per_document)
+    if args.parity and args.nproc == 1:
+        raise UserError("--parity compares one rank with several: leave --nproc 1 out")
+    if args.parity:
+        for name in ("batch_size", "max_tokens", "eval_capacity_factor", "per_document"):
+            if getattr(args, name) is not None:
+                raise UserError(f"--parity is a comparison of its own: leave {_option(name)} out")
+    if args.document != "empty-line" and args.per_document is None:
+        raise UserError("--document is about --per-document, which names the file to write")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _is_rank() -> bool:
@@ -102,8 +187,6 @@ def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
 
 
 def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team) -> int:
-    from smlp.cli.eval_report import print_parity
-    from smlp.cli.json_file import remove_outputs, write_json
     from smlp.evaluation.parity import compare
 
     if team.is_first:
@@ -123,7 +206,6 @@ def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
 def _evaluate(
     args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team
 ) -> int:
-    from smlp.cli.json_file import remove_outputs
     from smlp.evaluation.scoring import score_samples
     from smlp.inference.scoring.candidates import limit_places, routers_with_places
 
@@ -139,7 +221,7 @@ def _evaluate(
     if team.is_first:
         remove_outputs(args.json, args.per_document)
     start = time.perf_counter()
-    progress = _progress(team, len(batches))
+    progress = BatchesProgress(-(-len(batches) // team.size), team.size) if team.is_first else None
     scores = score_samples(model.decoder, samples, batches, len(text.stream.tokens), team, seen=progress)
     seconds = time.perf_counter() - start
     if team.is_first:
@@ -147,20 +229,11 @@ def _evaluate(
     return 0
 
 
-def _progress(team: Team, num_batches: int) -> Any:
-    """What is called after each batch of the first rank."""
-    from smlp.cli.eval_report import Progress
-
-    return Progress(-(-num_batches // team.size), team.size) if team.is_first else None
-
-
 def _report(
     args: argparse.Namespace, model: LanguageModel, text: EvaluationText, scores: Scores, seconds: float
 ) -> None:
     import numpy as np
 
-    from smlp.cli.eval_report import notes_of, print_evaluation
-    from smlp.cli.json_file import write_json, write_json_lines
     from smlp.evaluation.report import Evaluation, decoded_sizes, documents_of, figures
 
     sizes = text.original
@@ -189,3 +262,80 @@ def _report(
         documents = evaluation.documents(documents_of(evaluation.stream, args.document), model.tokenizer)
         write_json_lines("--per-document", args.per_document, documents)
     print_evaluation(text.name, evaluation, seconds, notes)
+
+
+def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_text: bool) -> list[str]:
+    """Return what a reader must know to compare the numbers.
+
+    Args:
+        config: of the model.
+        evaluation: its result.
+        choices: of experts.
+        has_text: whether the original text was given.
+    """
+    from smlp.config import LEAKY_WARNING
+
+    notes = []
+    if config.is_leaky:
+        notes.append(LEAKY_WARNING)
+    num_unscored = int((~evaluation.is_scored_N).sum())
+    if num_unscored:
+        note = f"{num_unscored:,} of {len(evaluation.is_scored_N):,} tokens are not scored"
+        if config.prefix_tokens:
+            note += (
+                f": the first {config.prefix_tokens} positions of each input choose experts; with --context-window "
+                f"{config.prefix_tokens} all tokens but the first {config.prefix_tokens} of the text are scored"
+            )
+        notes.append(note)
+        if has_text:
+            notes.append("so words and bytes are those of the decoded tokens that were scored, not of --text")
+    if evaluation.unknown_share > 0:
+        notes.append(
+            f"{evaluation.unknown_share:.3%} of the scored tokens are <unk>, for which a model need not know what was "
+            "written: numbers per word and per byte do not compare with those of other vocabularies"
+        )
+    if choices.num_dropped:
+        notes.append(
+            f"{choices.dropped_share:.2%} of the choices of experts found no place: the loss depends on the batches, "
+            "and on later tokens of a sequence; --eval-capacity-factor 0 drops none"
+        )
+    return notes
+
+
+def print_evaluation(name: str, evaluation: Evaluation, seconds: float, notes: list[str]) -> None:
+    """Print the numbers, each with what it is divided by."""
+    total = evaluation.total
+    text = total.text
+    source = "of the original text" if evaluation.sizes.of_original else "of the decoded tokens"
+    lines = len(evaluation.stream.lengths)
+    print(f"{name}: {len(evaluation.stream.tokens):,} tokens in {lines:,} lines")
+    print(f"Evaluated {total.num_tokens:,} tokens in {seconds:.1f}s ({total.num_tokens / seconds:.2f} tokens/s)")
+    print(f"Loss (base 2): {total.bits_per_token:.4f}, Perplexity: {total.per_token:.2f}")
+    rows = [
+        ("nats per token", total.nats_per_token, f"{total.num_tokens:,} tokens, {text.num_lines:,} of them </s>"),
+        ("bits per token", total.bits_per_token, ""),
+        ("perplexity per token", total.per_token, ""),
+        ("perplexity per word", total.per_word, f"{text.num_words:,} words {source}"),
+        ("perplexity per word or line end", total.per_word_or_line_end, "as is usual for WikiText"),
+        ("bits per byte", total.bits_per_byte, f"{text.num_bytes:,} bytes (UTF-8) {source}, one for each line end"),
+    ]
+    for what, value, over in rows:
+        shown = "-" if value is None else f"{value:.6g}"
+        print(f"  {what:<33}{shown:>12}  {over}".rstrip())
+    print(f"  {'share of <unk>':<33}{evaluation.unknown_share:>12.4%}")
+    for note in notes:
+        print(f"note: {note}")
+
+
+def print_parity(what: str, parity: Parity) -> None:
+    """Print the losses of a text as a table."""
+    print(what)
+    print(f"{'dropped':<28}{'ranks':>6}{'batch':>7}{'nats per token':>16}{'difference':>12}{'share':>9}")
+    for cell in parity.cells:
+        kind = "nothing" if cell.capacity_factor == 0 else f"what exceeds {cell.capacity_factor:g} k*N/E"
+        print(
+            f"{kind:<28}{cell.num_ranks:>6}{cell.batch_size:>7}{cell.loss:>16.8f}{parity.relative(cell):>12.2e}"
+            f"{cell.dropped_share:>9.2%}"
+        )
+    for sentence in parity.left_out:
+        print(f"left out: {sentence}")

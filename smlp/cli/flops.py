@@ -10,7 +10,7 @@ from smlp.cli.numbers import MOST_SIZE, whole
 if TYPE_CHECKING:
     from smlp.config import ModelConfig
 
-HELP = "parameters and forward FLOPs of a model, by formula and counted by fvcore"
+DESCRIPTION = "parameters and forward FLOPs of a model, by formula and counted by fvcore"
 EPILOG = """examples:
   smlp flops --arch smlp
   smlp flops --arch gshard_lm_tiny --tokens 64 --batch 8 --experts 4 --world-size 2 --json flops.json
@@ -29,11 +29,8 @@ exit status: 0 formula and count agree within 0.5 % and the parameters exactly, 
 TOLERANCE = 0.005
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "flops", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--arch", help="architecture")
     model.add_argument("--path", help="checkpoint; needs neither its dictionary nor its data")
@@ -48,11 +45,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--experts", **whole(1, MOST_SIZE), help="E to build --arch with (default: the architecture's)")
     parser.add_argument("--world-size", **whole(), help="W, ranks that share the experts out")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 1 if formula and count disagree."""
+    """Print the table; return 1 if formula and count disagree."""
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.json_file import write_json
     from smlp.config.presets import preset
@@ -77,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def account(config: ModelConfig, num_seqs: int, num_tokens: int | None, world_size: int | None) -> dict[str, Any]:
-    """Parameters and FLOPs of a model and of its components, as plain values.
+    """Return parameters and FLOPs of a model and of its components, as plain values.
 
     Args:
         config: the model.
@@ -85,7 +81,7 @@ def account(config: ModelConfig, num_seqs: int, num_tokens: int | None, world_si
         world_size: W (default: see :func:`smlp.costs.formula.default_world_size`).
 
     Raises:
-        UserError: a number does not fit the model, or an operator has unknown cost.
+        UserError: a number does not fit the model, or the cost of an operator is unknown.
     """
     from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""``smlp generate``: continues prompts with a trained model."""
+"""``smlp generate``: continue prompts with a trained model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from smlp.cli.generate_options import DEFAULT_BATCH, add_generation_options, check_options, writer_of
-from smlp.cli.model_options import add_model_options, load_model
+from smlp.cli.numbers import whole
+from smlp.cli.options import add_model_options, load_model
+from smlp.errors import UserError
 
 if TYPE_CHECKING:
     from smlp.inference.generation import Continuation, TextWriter
 
-HELP = "continue prompts with a trained model"
+DESCRIPTION = "continue prompts with a trained model"
 EPILOG = """examples:
   smlp generate --path checkpoints/checkpoint_best.pt --prompt "And it came to pass" --top-p 0.9
   smlp generate --path checkpoints/checkpoint_best.pt --file prompts.txt --greedy --max-tokens 40
@@ -28,20 +29,69 @@ dict.txt and the tokenizer are looked for beside the checkpoint, then with the d
 A single text is written to standard output as it is made; of several, each has a line, where " / " stands for a line
 end. --output keeps ids, log-probabilities and why each text ended. Beam search finds what fairseq-generate finds.
 """
+DEFAULT_TOKENS = 60
+DEFAULT_BATCH = 16
+#: options that are passed on by name, if they are given
+SETTINGS = ("greedy", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "beam", "length_penalty")
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "generate", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; those that are not given are None, so that they can be told apart."""
     add_model_options(parser)
-    add_generation_options(parser)
-    return parser
+    source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="text to continue; may be empty")
+    source.add_argument("--file", help="file with one prompt a line ('-' for standard input)")
+    source.add_argument("--interactive", action="store_true", help="ask for prompts at the terminal; /help tells more")
+
+    length = parser.add_argument_group("when a text ends")
+    length.add_argument(
+        *("--max-tokens", "--tokens"), type=int, default=DEFAULT_TOKENS, help="most new tokens (default: %(default)s)"
+    )
+    length.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end before this text, which is not written; may be given again; \\n is a line end",
+    )
+    length.add_argument("--stop-at-eos", action="store_true", help="end at </s> instead of going on on the next line")
+    length.add_argument("--min-tokens", type=int, default=0, help="with --beam or --stop-at-eos: least new tokens")
+    length.add_argument(
+        "--when-full",
+        choices=("refuse", "stop", "slide"),
+        help="where a text needs more than the model's context: refuse it before anything is written (default), stop "
+        "there, or forget the earlier half and go on (of a prompt that is longer, the beginning is not read)",
+    )
+    length.add_argument("--slide", action="store_true", help="the same as --when-full slide")
+    length.add_argument(
+        "--fill-prefix", action="store_true", help="sMLP-partial: put </s> before prompts shorter than its prefix"
+    )
+
+    drawing = parser.add_argument_group("sampling")
+    drawing.add_argument("--greedy", action="store_true", default=None, help="always take the likeliest token")
+    drawing.add_argument("--temperature", type=float, help="below 1 safer, above wilder; 0 is --greedy (default: 1)")
+    drawing.add_argument("--top-k", type=int, help="draw from the k likeliest tokens only (default: 0, all)")
+    drawing.add_argument("--top-p", type=float, help="draw from the likeliest tokens that make up p (default: 1, all)")
+    drawing.add_argument(
+        "--repetition-penalty", type=float, help="above 1: make tokens that the text has already less likely"
+    )
+    drawing.add_argument("--seed", type=int, help="the same seed writes the same text (default: 1)")
+
+    search = parser.add_argument_group("beam search")
+    search.add_argument("--beam", type=int, metavar="K", help="search with K hypotheses instead of drawing")
+    search.add_argument(
+        "--length-penalty", type=float, help="rank by log-probability / length ** this; above 1: longer (default: 1)"
+    )
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--num-return", type=int, default=1, metavar="N", help="texts for each prompt (default: 1)")
+    output.add_argument("--batch-size", **whole(), help=f"prompts at a time (default: {DEFAULT_BATCH})")
+    output.add_argument(
+        "--output", metavar="FILE", help="write JSON lines, one for each text, there ('-' for standard output)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the continuations."""
+    """Write the continuations."""
     check_options(args)
     if args.output not in (None, "-"):
         from smlp.cli.json_file import check_output
@@ -68,12 +118,49 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together, before a model is loaded.
+
+    Raises:
+        UserError: it names them.
+    """
+    if args.slide and args.when_full not in (None, "slide"):
+        raise UserError(f"--slide does not go with --when-full {args.when_full}")
+    if args.interactive:
+        alone = {"--output": args.output, "--beam": args.beam, "--batch-size": args.batch_size}
+        taken = [option for option, value in alone.items() if value is not None]
+        taken += ["--num-return"] if args.num_return != 1 else []
+        if taken:
+            raise UserError(f"--interactive writes one text at a time as it is drawn: leave out {', '.join(taken)}")
+
+
+def when_full(args: argparse.Namespace) -> str:
+    """Return what to do at the end of the context; an answer at the terminal is never refused."""
+    if args.slide:
+        return "slide"
+    return args.when_full or ("stop" if args.interactive else "refuse")
+
+
 def _writer(args: argparse.Namespace) -> TextWriter:
+    """Load the model and return the writer of the texts that the options ask for.
+
+    Raises:
+        UserError: a value is out of range, or options do not go together.
+    """
     from smlp.inference.scoring.candidates import drop_nothing
 
     model = load_model(args)
     drop_nothing(model.decoder)
-    return writer_of(args, model)
+    return model.writer(
+        args.max_tokens,
+        stop=[stop.replace("\\n", "\n") for stop in args.stop or ()],
+        stop_at_eos=args.stop_at_eos,
+        min_tokens=args.min_tokens,
+        when_full=when_full(args),
+        num_return=args.num_return,
+        fill_prefix=args.fill_prefix,
+        **{name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None},
+    )
 
 
 def _say_what_is_cut(writer: TextWriter, prompts: Sequence[str]) -> None:
@@ -104,7 +191,7 @@ def _write_as_it_comes(writer: TextWriter, prompt: str) -> None:
 def _write_file(args: argparse.Namespace, writer: TextWriter, prompts: Sequence[str], batch_size: int) -> None:
     from smlp.cli.json_file import json_lines
 
-    # made first: a prompt that does not fit is refused before the file is touched
+    # first, so that a prompt that does not fit is refused before the file is touched
     texts = writer.continuations(prompts, batch_size)
     settings = {"path": args.path, **writer.settings()}
     num_texts, num_tokens, start = 0, 0, time.perf_counter()
@@ -129,7 +216,6 @@ def _record(continuation: Continuation, settings: dict[str, Any]) -> dict[str, A
 
 
 def _read_prompts(path: str) -> list[str]:
-    from smlp.errors import UserError
     from smlp.files import read_bytes
 
     try:

@@ -1,11 +1,11 @@
-"""Ctrl-C while libraries are imported, and when a command is done.
+"""Ctrl-C while libraries are imported, and after a command is done.
 
-A command imports its libraries when it needs them, and Ctrl-C may come then. Extension modules that meet an exception
-in the middle of their initialisation abort the process, or print a traceback and leave it at that, so that the
-command does not stop. Hence the exception is raised when the import is over.
+A command imports its libraries when it needs them. If Ctrl-C comes then, extension modules that meet an exception in
+the middle of their initialisation abort the process, or print a traceback and carry on, so that the command does not
+stop. So the exception is raised once the import is over.
 
-Once a command is done, all that is left are the libraries' own exit functions, which take a second: Ctrl-C there would
-print the traceback of one of them, beside the status of a command that has succeeded.
+After a command only the libraries' own exit functions are left, which take a second. Ctrl-C there would print the
+traceback of one of them, although the command has succeeded.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ _RETRY_SECONDS = 0.05
 
 @contextmanager
 def interrupted_after_imports() -> Iterator[None]:
-    """Within it, SIGINT raises ``KeyboardInterrupt`` as always, but after the imports that are under way; while the
-    process exits, SIGINT is ignored.
+    """Let SIGINT raise ``KeyboardInterrupt`` once running imports are over, and ignore it while Python exits.
 
-    Does nothing outside of the main thread, or where SIGINT is ignored or somebody else's.
+    Does nothing outside of the main thread, or if SIGINT is ignored or handled by somebody else.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    outermost = sys._getframe(2)  # of the caller: between them is contextlib
+    outermost = sys._getframe(2)  # the caller's frame; contextlib lies between
 
     def handle(number: int, frame: FrameType | None) -> None:
         if _is_importing(frame, outermost):
@@ -51,7 +50,7 @@ def interrupted_after_imports() -> Iterator[None]:
         if signal.getsignal(signal.SIGINT) is handle:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit.unregister(_ignore)
-        atexit.register(_ignore)  # after the libraries' functions, hence to be called before them
+        atexit.register(_ignore)  # registered after the libraries' functions, so called before them
 
 
 def _ignore() -> None:
@@ -59,7 +58,7 @@ def _ignore() -> None:
 
 
 def _is_importing(frame: FrameType | None, outermost: FrameType) -> bool:
-    """Whether an import lies between a frame and the one that began to wait."""
+    """Return whether an import lies between a frame and the outermost one."""
     while frame is not None and frame is not outermost:
         if frame.f_code.co_filename == _IMPORTING:
             return True

@@ -1,4 +1,4 @@
-"""What a command writes as JSON, or as JSON lines."""
+"""JSON and JSON lines that a command writes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 from smlp.errors import UserError
 from smlp.files import write_whole
 
-#: open to the end of the process, so that who reads from one waits for what is written at last
+#: pipes stay open until the process ends, so that their readers wait for the result
 _PIPES: dict[str, int] = {}
 
 
 def write_json(path: str, value: Any) -> None:
-    """Writes ``value`` to what ``--json`` names.
+    """Write ``value`` to the file that ``--json`` names.
 
     Raises:
-        UserError: it cannot be written, or there is something else than JSON in it; the message names the file.
+        UserError: it cannot be written, or holds something other than JSON; the message names the file.
     """
     check_output("--json", path)
     _write("--json", path, json.dumps(value, indent=1, default=_plain) + "\n")
 
 
 def write_json_lines(option: str, path: str, rows: Iterable[Any]) -> None:
-    """Writes one object a line to what an option names.
+    """Write one object a line to the file that an option names.
 
     Raises:
         UserError: as :func:`write_json`.
@@ -39,9 +39,9 @@ def write_json_lines(option: str, path: str, rows: Iterable[Any]) -> None:
 
 @contextmanager
 def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
-    """Opens what an option names (``-`` is standard output) for objects that come one by one; gives what writes one.
+    """Open the file that an option names (``-`` is standard output), and yield a function that writes one object.
 
-    A line is with the system once it is written, so that an interrupted command leaves what it did.
+    Lines are not buffered, so that an interrupted command leaves what it did.
 
     Raises:
         UserError: as :func:`write_json`.
@@ -62,10 +62,10 @@ def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
 
 
 def check_output(option: str, path: str) -> None:
-    """To be called before long work whose result is to be written there.
+    """Check, before long work, that its result can be written.
 
     Raises:
-        UserError: it cannot be written, or there is something else than JSON in it; the message names the file.
+        UserError: it cannot, or the file holds something other than JSON; the message names the file.
     """
     with _naming(option, path):
         if Path(path).is_dir():
@@ -88,10 +88,10 @@ def check_output(option: str, path: str) -> None:
 
 
 def check_outputs(**paths: str | None) -> None:
-    """:func:`check_output` for several options of a command, which must not name one file.
+    """Run :func:`check_output` for several options, which must not name the same file.
 
     Args:
-        **paths: by option, underscores for dashes; None for one that is not given.
+        **paths: by option, with underscores for dashes; None for one that is not given.
     """
     seen: dict[Path, str] = {}
     for name, path in paths.items():
@@ -105,7 +105,7 @@ def check_outputs(**paths: str | None) -> None:
 
 
 def remove_outputs(*paths: str | None) -> None:
-    """To be called when the work begins: until it is done, no result of an earlier command may pass for its own."""
+    """Remove older results when the work begins, so that they cannot be taken for those of this command."""
     for path in map(Path, filter(None, paths)):
         if path.is_file():
             try:
@@ -118,13 +118,13 @@ def _line(row: Any) -> str:
     text = json.dumps(row, ensure_ascii=False, default=_plain) + "\n"
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a character, from bytes or escapes that are no text
+    except UnicodeEncodeError:  # half a character, from bytes or escapes that are not text
         text = json.dumps(row, default=_plain) + "\n"
     return text
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's, anything else as text."""
+    """Convert numbers of numpy and torch to Python's, anything else to text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from smlp.cli.numbers import MOST_SEED, MOST_SIZE, whole
 
-HELP = "check that no later token changes an earlier prediction"
+DESCRIPTION = "check that no later token changes an earlier prediction"
 EPILOG = """examples:
   smlp leak-test --arch smlp_tiny
   smlp leak-test --path checkpoints/checkpoint_best.pt
@@ -21,11 +21,8 @@ exit status: 0 no unexpected leak, 1 a leak.
 """
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "leak-test", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--arch", help="architecture to build with random weights")
     model.add_argument("--path", help="checkpoint to test")
@@ -38,11 +35,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "--seed", **whole(-(1 << 63), MOST_SEED), default=1, help="of weights and tokens (default: %(default)s)"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the test; 1 if there is an unexpected leak."""
+    """Run the test; return 1 if there is an unexpected leak."""
     from smlp.checkpoint.load import load_pretrained
     from smlp.cli.json_file import check_outputs, remove_outputs, write_json
     from smlp.evaluation.leak import default_positions, leak_test, randomise

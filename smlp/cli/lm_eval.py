@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
-from smlp.cli.model_options import add_model_options, load_model
-from smlp.cli.scoring_options import add_scoring_options, add_skip_option, check_least
-from smlp.cli.team_options import add_team_options, as_team
+from smlp.cli.numbers import whole
+from smlp.cli.options import add_model_options, add_scoring_options, add_team_options, as_team, load_model
 from smlp.cli.zeroshot import check_not_read
 from smlp.errors import UserError
 from smlp.launch.team import Team
 
-HELP = "tasks of lm-evaluation-harness"
+DESCRIPTION = "tasks of lm-evaluation-harness"
 EPILOG = """examples:
   smlp lm-eval --path checkpoint_best.pt --tasks copa,hellaswag --data-dir tasks --skip-too-long
   smlp lm-eval --path checkpoint_best.pt --tasks lambada_openai,wikitext --json results.json
@@ -25,33 +23,29 @@ their official files there, with the harness's prompts and rules, and nothing is
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "lm-eval", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_model_options(parser)
     parser.add_argument("--tasks", required=True, help="names, with commas; lm-eval ls tasks lists the harness's own")
     parser.add_argument("--data-dir", type=Path, help="official files of the six tasks of smlp zeroshot")
     parser.add_argument("--include-path", type=Path, help="folder with more tasks (YAML)")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="only the first N records of each task, which is no random sample"
+        "--limit", **whole(), metavar="N", help="only the first N records of each task, which is no random sample"
     )
-    parser.add_argument("--num-fewshot", type=int, metavar="K", help="solved examples (default: the task's own number)")
+    parser.add_argument(
+        "--num-fewshot", **whole(0), metavar="K", help="solved examples (default: the task's own number)"
+    )
     add_scoring_options(parser)
-    add_skip_option(parser)
     parser.add_argument("--output", metavar="FILE", help="write every record with its answers, as JSONL")
     parser.add_argument("--json", metavar="FILE", help="write the results here too")
     add_team_options(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates the tasks and prints the harness's table."""
+    """Evaluate the tasks and print the harness's table."""
     names = list(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
     if not names:
         raise UserError("--tasks names no task")
-    check_least(args, limit=1, num_fewshot=0, batch_tokens=1)
     check_outputs(output=args.output, json=args.json)
     for option in ("data_dir", "include_path"):
         folder = getattr(args, option)

@@ -2,14 +2,15 @@
 
 A subcommand is a module with
 
-    add_parser(subparsers) -> ArgumentParser     declares its options, with an example in the epilog
-    run(args) -> int                             does the work and returns the exit status
+    DESCRIPTION, EPILOG        its help text above and below the options; the epilog has examples
+    add_options(parser)        declares its options
+    run(args) -> int           does the work and returns the exit status
 
-and, if its arguments belong to another program, ``PASS_THROUGH = True``: then everything after its name, apart from
-``--help``, is handed over untouched as the list ``args.arguments``; other commands find the whole command line in
-``args.words``, should they have to start it again. A module with ``refuse(message)`` says itself, by raising, what to
-do about options that it does not know. Modules are imported only when they are called, so that ``smlp --help`` answers
-at once.
+If its arguments belong to another program, it has ``PASS_THROUGH = True`` and ``USAGE`` instead of options: everything
+after its name, apart from ``--help``, is handed over untouched as the list ``args.arguments``. Other commands find the
+whole command line in ``args.words``, should they have to start it again. A module with ``refuse(message)`` raises an
+error of its own for options that it does not know. Modules are imported only when they are called, so that
+``smlp --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import difflib
 import importlib
 import os
 import sys
+from types import ModuleType
 
 from smlp import __version__
 from smlp.cli.interrupts import interrupted_after_imports
@@ -55,12 +57,12 @@ def main(argv: list[str] | None = None) -> int:
     let_waiting_threads_sleep()
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
-            # names of files and generated text may have characters that the terminal's encoding lacks
+            # file names and generated text may have characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         with interrupted_after_imports():
             status = _dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()  # here, so that a closed pipe is noticed while it can be handled
+        sys.stdout.flush()  # here a closed pipe can still be handled
         return status
     except (UserError, ParallelError) as error:
         return _failed(str(error))
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Nobody reads any more. Python would complain once again when it flushes at exit.
+        # Nobody reads any more, and Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:  # no permission, disk full, a name that is too long, ...
@@ -93,19 +95,41 @@ def _dispatch(argv: list[str]) -> int:
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}; {hint}")
 
-    module = importlib.import_module(COMMANDS[name][0])
-    parser = argparse.ArgumentParser(prog="smlp")
-    module.add_parser(parser.add_subparsers(dest="command", required=True))
+    module, top = _module_of(name), argparse.ArgumentParser(prog="smlp")
+    _add_parser(top, name)
     if getattr(module, "PASS_THROUGH", False):
         wants_help = any(word in ("-h", "--help") for word in rest)
-        args = parser.parse_args([name, "--help"] if wants_help else [name])
+        args = top.parse_args([name, "--help"] if wants_help else [name])
         args.arguments = rest
     else:
-        args, unknown = parser.parse_known_args(argv)
+        args, unknown = top.parse_known_args(argv)
         if unknown:
-            getattr(module, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
+            getattr(module, "refuse", top.error)(f"unrecognized arguments: {' '.join(unknown)}")
         args.words = argv
     return module.run(args)
+
+
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of ``smlp NAME``."""
+    return _add_parser(argparse.ArgumentParser(prog="smlp"), name)
+
+
+def _add_parser(top: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    module = _module_of(name)
+    parser = top.add_subparsers(dest="command", required=True).add_parser(
+        name,
+        usage=getattr(module, "USAGE", None),
+        description=module.DESCRIPTION,
+        epilog=module.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if hasattr(module, "add_options"):
+        module.add_options(parser)
+    return parser
+
+
+def _module_of(name: str) -> ModuleType:
+    return importlib.import_module(COMMANDS[name][0])
 
 
 def _overview() -> argparse.ArgumentParser:
@@ -123,7 +147,7 @@ def _overview() -> argparse.ArgumentParser:
 
 
 def _failed(reason: str) -> int:
-    """Says on standard error why the command failed, after all that it has printed; returns its exit status."""
+    """Print why the command failed, after everything that it has printed; return its exit status."""
     _flush_quietly()
     print(f"smlp: error: {one_line(reason)}", file=sys.stderr)
     return EXIT_FAILURE

@@ -8,7 +8,7 @@ from typing import Any
 
 from smlp.cli.numbers import MOST_SIZE, real, whole
 
-HELP = "settings of every model family whose forward FLOPs per token agree"
+DESCRIPTION = "settings of every model family whose forward FLOPs per token agree"
 EPILOG = """examples:
   smlp match --like smlp
   smlp match --like smlp_tiny --vary ffn --json match.json
@@ -24,11 +24,8 @@ exit status: 0 all families match, 1 one does not.
 MOST_FLOPS = 1e18  # per token
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "match", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument(
         "--flops-per-token", **real(0, MOST_FLOPS, above=True), metavar="X", help="multiply-adds of the forward pass"
@@ -40,11 +37,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--embed-dim", **whole(1, MOST_SIZE), help="H (default: that of --like, or 1024)")
     parser.add_argument("--experts", **whole(1, MOST_SIZE), help="E in every sparse layer (default: each family's own)")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the settings; 1 if a family has none."""
+    """Print the settings; return 1 if a family has none."""
     from smlp.cli.json_file import write_json
     from smlp.config.presets import preset
     from smlp.costs.match import check_target, families, like
@@ -75,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _match(family: str, target: float, vary: str, size: str, shared: dict[str, Any]) -> dict[str, Any]:
-    """Finds and prints the settings of a family; a family that cannot be built is no match."""
+    """Find and print the settings of a family; a family that cannot be built does not match."""
     from smlp.costs.formula import parameters
     from smlp.costs.match import TOLERANCE, match
     from smlp.errors import UserError

@@ -1,4 +1,4 @@
-"""Numbers as values of options: bounds stand where an option is declared, and no command checks them again."""
+"""Numeric options with bounds: declared with the option, and checked when the command line is read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from smlp.errors import UserError
 
-MOST = (1 << 31) - 1  # of what is counted
-MOST_SIZE = 1 << 24  # of a dimension of a model: the product of two is still a size that torch can speak of
+MOST = (1 << 31) - 1  # of anything that is counted
+MOST_SIZE = 1 << 24  # of a dimension of a model: torch can still handle the product of two
 MOST_BYTES = 1 << 40
 MOST_SEED = (1 << 64) - 1  # torch's
 MOST_SECONDS = 1e6
@@ -17,12 +17,12 @@ MOST_PROCESSES = 1024  # on one machine
 
 
 def whole(least: int = 1, most: int = MOST) -> dict[str, Any]:
-    """For ``add_argument``: a whole number from ``least`` to ``most``."""
+    """Return the arguments of ``add_argument`` for a whole number from ``least`` to ``most``."""
     return {"type": int, "action": partial(_Bounded, least=least, most=most)}
 
 
 def real(least: float, most: float, above: bool = False, below: bool = False) -> dict[str, Any]:
-    """For ``add_argument``: a number from ``least`` to ``most``; with ``above`` or ``below`` not that bound itself."""
+    """Return those for a number from ``least`` to ``most``; ``above`` or ``below`` exclude that bound itself."""
     return {"type": float, "action": partial(_Bounded, least=least, most=most, above=above, below=below)}
 
 
@@ -34,7 +34,7 @@ class _Bounded(argparse.Action):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, value: Any, option_string: str | None = None
     ) -> None:
-        if not (value > self._least if self._above else value >= self._least):  # also not-a-number
+        if not (value > self._least if self._above else value >= self._least):  # also true of NaN
             raise UserError(
                 f"{option_string} must be {'above' if self._above else 'at least'} {self._least:,}, got {value}"
             )

@@ -8,8 +8,8 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smlp.cli.model_options import add_model_files, load_model
 from smlp.cli.numbers import whole
+from smlp.cli.options import add_model_files, load_model
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smlp.inference.language_model import LanguageModel
     from smlp.plots.weights import WeightPlots
 
-HELP = "pictures of trained models: spatial filters, which tokens and features go to which expert"
+DESCRIPTION = "pictures of trained models: spatial filters, which tokens and features go to which expert"
 EPILOG = """examples:
   smlp plot weights checkpoints/checkpoint_best.pt --out pictures
   smlp plot weights checkpoints/checkpoint_best.pt --out pictures --data data-bin --subset valid --json weights.json
@@ -27,10 +27,9 @@ Drawing needs matplotlib: pip install "smlp[plots]". What each picture and numbe
 """
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand, with one of its own."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands with their options."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = subparsers.add_parser("plot", help=HELP, description=HELP, epilog=EPILOG, formatter_class=raw)
     actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
     about = "what a checkpoint has learnt: spatial filters and how Toeplitz-like they are; with --data, what goes where"
     weights = actions.add_parser("weights", help=about, description=about, epilog=EPILOG, formatter_class=raw)
@@ -60,11 +59,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     weights.add_argument("--json", metavar="FILE", help="also write all numbers here")
     weights.set_defaults(text=None)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draws, prints the numbers and where the pictures are."""
+    """Draw, and print the numbers and where the pictures are."""
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.eval_data import load_model_for, read_text
     from smlp.cli.json_file import check_outputs, remove_outputs, write_json
@@ -103,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _labels(model: LanguageModel) -> list[str]:
-    """What pieces are called in a picture: their text, where the dictionary has numbers (byte-level BPE)."""
+    """Return the labels of pieces in a picture: their text, if the dictionary has numbers (byte-level BPE)."""
     from smlp.text.tokenizer_files import SPECIAL_SYMBOLS
     from smlp.text.tokenizer_kinds import WORD_START
 

@@ -1,4 +1,4 @@
-"""How far a command is, on standard error."""
+"""Progress of a command, on standard error."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-#: between two lines on a terminal, where each is written over the last, and elsewhere
+if TYPE_CHECKING:
+    from smlp.nn.state import ForwardContext
+
+#: seconds between two lines on a terminal, where each replaces the last, and elsewhere
 TERMINAL_SECONDS, LOG_SECONDS = 0.1, 30.0
 
 
 class ProgressLine:
-    """A line that is renewed on a terminal; where standard error is a file or a pipe, a new one now and then."""
+    """A line that is redrawn on a terminal; in a file or a pipe, a new line now and then."""
 
     def __init__(self) -> None:
         self._start, self._said, self._width = time.monotonic(), -math.inf, 0
 
     def say(self, text: str, is_last: bool = False) -> None:
-        """Shows the text, unless the last one was shown just now."""
+        """Show the text, unless one was shown just now."""
         is_terminal = sys.stderr.isatty()
-        # a log is not told of what is over at once
+        # work that is over at once leaves no line in a log
         since = time.monotonic() - (self._said if is_terminal else max(self._said, self._start))
         if not (is_last and is_terminal) and since < (TERMINAL_SECONDS if is_terminal else LOG_SECONDS):
             return
@@ -33,7 +37,7 @@ class ProgressLine:
 
 
 class RecordsProgress:
-    """Counts records of several tasks.
+    """Progress over the records of several tasks.
 
     Args:
         total: records of all tasks.
@@ -46,7 +50,7 @@ class RecordsProgress:
         self._line = ProgressLine()
 
     def of(self, task: str) -> Callable[[int], None]:
-        """What counts records of a task that have been done since the last call."""
+        """Return a function that counts records of a task that have been done since its last call."""
 
         def count(num_records: int) -> None:
             self.done += num_records
@@ -56,3 +60,26 @@ class RecordsProgress:
                 self._line.say(text, is_last=self.done == self.total)
 
         return count
+
+
+class BatchesProgress:
+    """Progress over the batches of one rank.
+
+    Args:
+        num_batches: of this rank.
+        num_ranks: that work on as many batches each.
+    """
+
+    def __init__(self, num_batches: int, num_ranks: int) -> None:
+        self.num_batches, self.num_ranks = num_batches, num_ranks
+        self.done = self.positions = 0
+        self.start = time.perf_counter()
+        self._line = ProgressLine()
+
+    def __call__(self, context: ForwardContext) -> None:
+        """Count a forward pass."""
+        self.done += 1
+        self.positions += context.tokens_Bn.numel()
+        rate = self.num_ranks * self.positions / (time.perf_counter() - self.start)
+        text = f"{self.done}/{self.num_batches} batches, {rate:,.0f} positions/s"
+        self._line.say(text, is_last=self.done == self.num_batches)

@@ -1,4 +1,4 @@
-"""``smlp generate --interactive``: a text that a person and a model write in turns."""
+"""``smlp generate --interactive``: a person and a model write a text in turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SWITCH = {"on": True, "off": False}
 class PromptLoop:
     """Reads lines from standard input and writes answers to standard output.
 
-    What was typed and written so far is the context of the next answer, each line ended by ``</s>``. Once too few
+    The context of an answer is everything that was typed and written so far, each line ended by ``</s>``. When too few
     positions are left for an answer, the earlier half is forgotten.
     """
 
@@ -32,7 +32,7 @@ class PromptLoop:
         self._tokens = [writer.start_token]
 
     def run(self) -> int:
-        """Until the end of input, or /quit; returns 0."""
+        """Run until the end of input, or /quit; return 0."""
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  arrow keys and earlier lines
@@ -103,7 +103,7 @@ class PromptLoop:
             raise UserError(f"there is no setting {name!r}; there are {', '.join(self._settings())}")
 
     def _answer(self, line: str) -> None:
-        """Continues the text; a line that the model cannot continue leaves it as it was."""
+        """Continue the text; a line that the model cannot continue leaves the text as it was."""
         writer, end = self._writer, self._writer.tokenizer.vocabulary.eos
         tokens = list(self._tokens)
         if line:
@@ -119,12 +119,12 @@ class PromptLoop:
         except KeyboardInterrupt:
             print(" (stopped)", end="")
         print()
-        # a stop string, which is not shown, is no part of the text
+        # a stop string is not shown and does not belong to the text
         answer = writer.tokenizer.encode(shown) if written.finish == "stop" else written.tokens
         self._tokens = tokens + answer
 
     def _fitted(self, tokens: list[int]) -> list[int]:
-        """The tokens, or the later ones of them where they leave too few positions for an answer."""
+        """Return the tokens, without the earlier half if they leave too few positions for an answer."""
         config = self._writer.decoder.config
         half = max(config.max_tokens // 2, config.prefix_tokens + 1)
         most = max(half, config.max_tokens + 1 - self._writer.limits.max_tokens)

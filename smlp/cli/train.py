@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smlp.cli.fairseq_tool import run_tool
-from smlp.cli.local_ranks import positive_number, read_launch_options, train_on_ranks, without_options
 from smlp.errors import UserError
-from smlp.fairseq_compat.arguments import has_option, option_value
+from smlp.fairseq_compat.arguments import has_option, option_value, positive_number, without_options
+from smlp.fairseq_compat.command_line import package_dir, run_training, training_configuration
+from smlp.launch.local import run_ranks
+from smlp.launch.program import this_program
+from smlp.launch.ranks import has_terminal, place_of
 from smlp.launch.stop_signals import EXIT_STOPPED
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from smlp.launch.plan import PlannedRank
 
 PASS_THROUGH = True
 
 DEFAULT_ARCH = "smlp_tiny"
 TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (smlp.txt, Tables 8 to 10)
 
-# A checkpoint is of no use without these: they go into the save-dir, so that it can be moved elsewhere.
+# A checkpoint is useless without these, so they are copied into the save-dir, which can then be moved.
 COMPANIONS = (DICTIONARY, *TOKENIZER_FILES)
 
 _PROFILE, _PROFILE_UPDATES = "--profile", "--profile-updates"
-_LAUNCH_OPTIONS = """options of its own:
+_NUMBERS = ("--nproc", "--nodes", "--gpus-per-node")
+_DRY_RUN, _BY_HAND, _WORLD_SIZE = "--dry-run", "--distributed-init-method", "--distributed-world-size"
+USAGE = "smlp train [--nproc N] [--dry-run] [--profile N] DATA [any option of fairseq-train]"
+DESCRIPTION = (
+    textwrap.fill(
+        "fairseq-train with this package loaded. All arguments are handed on untouched; what is not given "
+        f"defaults to --task language_modeling, --arch {DEFAULT_ARCH}, --tokens-per-sample as the architecture was "
+        f"designed for, batches of {TOKENS_PER_BATCH} tokens and Adam at a learning rate of 5e-4. The save-dir "
+        f"also gets {DICTIONARY} and the tokenizer's files from DATA."
+    )
+    + "\n\n"
+    + textwrap.fill(
+        f"SIGUSR1 or SIGTERM stops a run after the update that it is in: it saves and leaves with exit status "
+        f"{EXIT_STOPPED}; the same command goes on from there."
+    )
+)
+EPILOG = """options of its own:
   --nproc N            N ranks on this machine, one on each GPU, or on CPUs; the lines
                        of ranks 1 to N-1 begin with [rank 1] ...; if one fails, all end
   --dry-run            train nothing; print every rank's host, device and experts, and
@@ -37,41 +61,30 @@ _LAUNCH_OPTIONS = """options of its own:
                        FLOPs and speed of each component (fairseq-train:
                        --profile-updates N; its own --profile is another option)
 
-"""
+examples:
+  smlp train data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/first
+  smlp train --nproc 2 data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/second
+  smlp train --profile 5 data-bin --arch smlp_tiny --max-update 20 --save-dir checkpoints/third
+  smlp train --dry-run --nodes 4 --gpus-per-node 8 data-bin --arch smlp
+
+all options of fairseq-train:
+  fairseq-train --user-dir $(smlp user-dir) --task language_modeling --arch smlp_tiny --help"""
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    return subparsers.add_parser(
-        "train",
-        usage="smlp train [--nproc N] [--dry-run] [--profile N] DATA [any option of fairseq-train]",
-        help="train a model",
-        description=textwrap.fill(
-            "fairseq-train with this package loaded. All arguments are handed on untouched; what is not given "
-            f"defaults to --task language_modeling, --arch {DEFAULT_ARCH}, --tokens-per-sample as the architecture was "
-            f"designed for, batches of {TOKENS_PER_BATCH} tokens and Adam at a learning rate of 5e-4. The save-dir "
-            f"also gets {DICTIONARY} and the tokenizer's files from DATA."
-        )
-        + "\n\n"
-        + textwrap.fill(
-            f"SIGUSR1 or SIGTERM stops a run after the update that it is in: it saves and leaves with exit status "
-            f"{EXIT_STOPPED}; the same command goes on from there."
-        ),
-        epilog=_LAUNCH_OPTIONS + "examples:\n"
-        "  smlp train data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/first\n"
-        "  smlp train --nproc 2 data-bin --arch smlp_tiny --max-update 2000 --save-dir checkpoints/second\n"
-        "  smlp train --profile 5 data-bin --arch smlp_tiny --max-update 20 --save-dir checkpoints/third\n"
-        "  smlp train --dry-run --nodes 4 --gpus-per-node 8 data-bin --arch smlp\n\n"
-        "all options of fairseq-train:\n"
-        "  fairseq-train --user-dir $(smlp user-dir) --task language_modeling --arch smlp_tiny --help",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The options about where to run; ``rest`` are fairseq's."""
+
+    nproc: int | None
+    nodes: int | None
+    gpus_per_node: int | None
+    dry_run: bool
+    rest: list[str]
 
 
 def run(args: argparse.Namespace) -> int:
     options = read_launch_options(with_profile_updates(args.arguments))
     if options.dry_run:
-        from smlp.cli.dry_run import dry_run  # imports torch, which --help and a launcher do without
-
         return dry_run(options, default_arguments(options.rest))
     if options.nproc is not None and options.nproc > 1:
         return train_on_ranks(options)
@@ -79,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(arguments: list[str]) -> int:
-    """Run fairseq-train in this process, which may be one of several ranks, with defaults for what is not given."""
+    """Run fairseq-train in this process, which may be one of several ranks, with defaults for missing options."""
     added = default_arguments(arguments)
 
     def before(cfg: Any) -> None:
@@ -87,14 +100,15 @@ def train(arguments: list[str]) -> int:
             print(f"smlp train: using {' '.join(added)}", file=sys.stderr)
         prepare(cfg)
 
-    return run_tool("train", [*added, *arguments], before=before)
+    run_training([*added, *arguments], before)
+    return 0
 
 
 def with_profile_updates(arguments: list[str]) -> list[str]:
-    """``--profile N`` as ``--profile-updates N``; fairseq's own ``--profile`` has no number.
+    """Turn ``--profile N`` into ``--profile-updates N``; fairseq's own ``--profile`` has no number.
 
     Raises:
-        UserError: it is no number of at least 1, or both are given.
+        UserError: N is not a number of at least 1, or both are given.
     """
     num_updates = positive_number(arguments, _PROFILE)
     if num_updates is None:
@@ -105,7 +119,7 @@ def with_profile_updates(arguments: list[str]) -> list[str]:
 
 
 def default_arguments(given: list[str]) -> list[str]:
-    """The options that a plain call lacks."""
+    """Return the options that a plain call lacks."""
     from smlp.config.presets import PRESETS, preset
 
     added: list[str] = []
@@ -132,7 +146,7 @@ def default_arguments(given: list[str]) -> list[str]:
 
 
 def prepare(cfg: Any) -> None:
-    """Before anything is built: check the data and make the save-dir self-contained.
+    """Check the data and make the save-dir self-contained, before anything is built.
 
     Raises:
         UserError: data are missing, empty or damaged, or the save-dir belongs to another dictionary.
@@ -151,7 +165,7 @@ def prepare(cfg: Any) -> None:
         check_split(directories[0], cfg.dataset.train_subset)
     if cfg.distributed_training.distributed_rank == 0 and not cfg.checkpoint.no_save:
         last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
-        if last.is_file():  # before a dictionary is put beside it
+        if last.is_file():  # before a dictionary is copied beside it
             check_dictionary_of(str(last), directories[0], cfg.model)
         copy_companions(Path(directories[0]), Path(cfg.checkpoint.save_dir))
 
@@ -178,3 +192,112 @@ def copy_companions(data: Path, save_dir: Path) -> None:
     for name in COMPANIONS:
         if (data / name).is_file():
             copy_whole(data / name, save_dir / name)
+
+
+def read_launch_options(arguments: list[str]) -> LaunchOptions:
+    """Take the launch options out of a command line.
+
+    Raises:
+        UserError: a value is not a number, or an option lacks its partner.
+    """
+    numbers = {name: positive_number(arguments, name) for name in _NUMBERS}
+    dry_run = has_option(arguments, _DRY_RUN)
+    rest = [word for word in without_options(arguments, *_NUMBERS) if word != _DRY_RUN]
+    options = LaunchOptions(numbers["--nproc"], numbers["--nodes"], numbers["--gpus-per-node"], dry_run, rest)
+    if (options.nodes is None) != (options.gpus_per_node is None):
+        raise UserError("--nodes and --gpus-per-node belong together")
+    if options.nodes is not None and not dry_run:
+        raise UserError("--nodes and --gpus-per-node plan a run with --dry-run; srun or torchrun starts it")
+    if options.nodes is not None and options.nproc is not None:
+        raise UserError("--nproc is for this machine, --nodes for a plan of others: give one of the two")
+    return options
+
+
+def check_nproc(options: LaunchOptions) -> None:
+    """Check that several ranks can be started here.
+
+    Raises:
+        UserError: another launcher is at work, the options contradict each other, or there are too few GPUs.
+    """
+    nproc, rest = options.nproc or 1, options.rest
+    place = place_of(os.environ, is_interactive=has_terminal())
+    if place is not None:
+        raise UserError(
+            f"--nproc {nproc}, but {place.launcher} started {place.world_size} ranks already: give one of the two"
+        )
+    if has_option(rest, _BY_HAND):
+        raise UserError(f"--nproc {nproc} starts the ranks itself: leave {_BY_HAND} out")
+    world_size = option_value(rest, _WORLD_SIZE)
+    if world_size is not None and world_size != str(nproc):
+        raise UserError(f"--nproc {nproc} and {_WORLD_SIZE} {world_size} contradict each other: leave the latter out")
+    num_gpus = count_gpus(rest)
+    if 0 < num_gpus < nproc:
+        raise UserError(
+            f"--nproc {nproc} on a machine with {num_gpus} visible GPU{'s' * (num_gpus > 1)}: give --nproc {num_gpus}, "
+            "or --cpu to train on its CPUs"
+        )
+
+
+def count_gpus(arguments: list[str]) -> int:
+    """Return how many GPUs of this machine a run with these options uses."""
+    if has_option(arguments, "--cpu"):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def train_on_ranks(options: LaunchOptions) -> int:
+    """Run ``smlp train`` once for each rank; return the exit status.
+
+    Raises:
+        UserError: see :func:`check_nproc`.
+    """
+    check_nproc(options)
+    heartbeat = option_value(options.rest, "--heartbeat-timeout") or ""
+    patience = int(heartbeat) if heartbeat.isdecimal() and int(heartbeat) > 0 else None
+    return run_ranks([*this_program(), "train", *options.rest], options.nproc, patience=patience)
+
+
+def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
+    """Print the host, device and experts of every rank, and its command; of several processes, only rank 0 prints.
+
+    Args:
+        options: of the command line.
+        defaults: options that are added to it.
+
+    Raises:
+        UserError: an option is wrong, or ranks and experts do not fit.
+    """
+    from smlp.config.presets import num_experts_of
+    from smlp.fairseq_compat.settings import check_before_start, check_half_precision
+    from smlp.launch.plan import rank_table
+
+    arguments = [*defaults, *options.rest]
+    ranks, rank = _ranks(options)
+    asked = option_value(arguments, _WORLD_SIZE)
+    if asked is not None and asked != str(len(ranks)):
+        raise UserError(f"{_WORLD_SIZE} {asked}, but there are {len(ranks)} ranks: leave it out")
+    cfg = training_configuration(without_options(arguments, _WORLD_SIZE))
+    has_cuda = any(planned.device != "cpu" for planned in ranks)
+    check_half_precision(cfg, has_cuda)
+    check_before_start(cfg, len(ranks), has_cuda)
+    if rank == 0:
+        user_dir = [] if has_option(arguments, "--user-dir") else ["--user-dir", package_dir()]
+        group_size = getattr(cfg.model, "expert_parallel_size", None)
+        command = shlex.join(["fairseq-train", *user_dir, *arguments])
+        print(rank_table(ranks, num_experts_of(cfg.model), group_size, command))
+    return 0
+
+
+def _ranks(options: LaunchOptions) -> tuple[list[PlannedRank], int]:
+    from smlp.launch.plan import ranks_from_environment, ranks_here, ranks_of_nodes
+
+    if options.nodes is not None and options.gpus_per_node is not None:
+        return ranks_of_nodes(options.nodes, options.gpus_per_node, has_option(options.rest, "--cpu")), 0
+    num_gpus = count_gpus(options.rest)
+    if options.nproc is not None and options.nproc > 1:
+        check_nproc(options)
+        return ranks_here(options.nproc, num_gpus), 0
+    found = ranks_from_environment(os.environ, num_gpus, has_terminal())
+    return found or (ranks_here(max(1, num_gpus), num_gpus), 0)

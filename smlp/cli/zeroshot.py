@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
-from smlp.cli.model_options import add_model_options, load_model
+from smlp.cli.numbers import whole
+from smlp.cli.options import add_model_options, add_scoring_options, add_team_options, as_team, load_model
 from smlp.cli.progress import RecordsProgress
-from smlp.cli.scoring_options import add_scoring_options, add_skip_option, check_least
-from smlp.cli.team_options import add_team_options, as_team
 from smlp.errors import UserError
 from smlp.evaluation.zeroshot.readers import READERS
 from smlp.evaluation.zeroshot.rules import RULES
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from smlp.evaluation.zeroshot.partial import PartialScores
     from smlp.inference.language_model import LanguageModel
 
-HELP = "accuracy on COPA, PIQA, StoryCloze, Winogrande, HellaSwag and ReCoRD"
+DESCRIPTION = "accuracy on COPA, PIQA, StoryCloze, Winogrande, HellaSwag and ReCoRD"
 EPILOG = """examples:
   smlp zeroshot --path checkpoint_best.pt --tasks all --data-dir tasks --skip-too-long
   smlp zeroshot --path checkpoint_best.pt --tasks copa,piqa --data-dir tasks --output answers.jsonl --json report.json
@@ -37,11 +36,8 @@ _TASKS, _TEMPLATES, _SCORING = tuple(READERS), tuple(TEMPLATES), ("auto", *RULES
 _NOT_PRINTED = ("model", "data_dir", "skip_too_long", "batch_tokens")
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "zeroshot", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_model_options(parser)
     parser.add_argument("--tasks", required=True, help=f"names, with commas: {', '.join(_TASKS)}; or all")
     parser.add_argument("--data-dir", required=True, type=Path, help="where the tasks' official files are")
@@ -51,12 +47,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--scoring", choices=_SCORING, default="auto", help="rule that decides (default: the templates' own)"
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="only the first N records of each task's file, which is no random sample"
+        "--limit",
+        **whole(),
+        metavar="N",
+        help="only the first N records of each task's file, which is no random sample",
     )
-    parser.add_argument("--num-fewshot", type=int, default=0, metavar="K", help="solved examples before each record")
+    parser.add_argument("--num-fewshot", **whole(0), default=0, metavar="K", help="solved examples before each record")
     parser.add_argument("--fewshot-seed", type=int, default=1, help="draws them (default: %(default)s)")
     add_scoring_options(parser)
-    add_skip_option(parser)
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -65,11 +63,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="FILE", help="write the report here too")
     add_team_options(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Scores the tasks and prints the report."""
+    """Score the tasks and print the report."""
     names = check(args)
     check_outputs(output=args.output, json=args.json)
     _check_not_kept(args)
@@ -86,7 +83,7 @@ def _check_not_kept(args: argparse.Namespace) -> None:
 
 
 def check_not_read(data_dir: Path, **paths: str | None) -> None:
-    """Refuses to write over the tasks.
+    """Refuse to overwrite the tasks.
 
     Args:
         data_dir: folder of the tasks.
@@ -102,20 +99,19 @@ def check_not_read(data_dir: Path, **paths: str | None) -> None:
 
 
 def check(args: argparse.Namespace) -> list[str]:
-    """The tasks that the options ask for.
+    """Return the tasks that the options ask for.
 
     Raises:
-        UserError: an option is out of range, or does not go with another.
+        UserError: options do not go together, or a task is unknown.
     """
     names = task_names(args.tasks)
-    check_least(args, limit=1, num_fewshot=0, batch_tokens=1)
     if args.split is not None and len(names) > 1:
         raise UserError(f"--split {args.split} is for one task, and {len(names)} are asked for: {', '.join(names)}")
     return names
 
 
 def task_names(text: str) -> list[str]:
-    """Names of tasks from a list with commas, each once.
+    """Return the names of tasks in a list with commas, each once.
 
     Raises:
         UserError: a name is unknown.
@@ -188,7 +184,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
 def _kept_scores(
     args: argparse.Namespace, settings: dict[str, Any], model: LanguageModel, tasks: list[Task], team: Team
 ) -> PartialScores | None:
-    """The scores of a run with the same output that was stopped; None without an output to keep them by."""
+    """Return the scores of an interrupted run with the same output; None without an output to keep them by."""
     from smlp.evaluation.zeroshot.partial import PartialScores, digest_of, partial_path, weights_digest
 
     if not args.output or (Path(args.output).exists() and not Path(args.output).is_file()):

@@ -10,7 +10,7 @@ from smlp.config.registry import ROUTERS
 
 
 def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
-    """For settings that only some models use: whether this one does, and if not, why."""
+    """Return, for each setting that only some models use, whether this one does, and if not, why."""
     sparse, kinds = config.num_sparse_layers > 0, config.kinds
 
     def of(names: str, condition: bool, reason: str) -> dict[str, tuple[bool, str]]:
@@ -38,7 +38,7 @@ def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
 
 
 def ignored_settings(config: ModelConfig, usual: dict[str, Any]) -> dict[str, str]:
-    """Settings that somebody changed although this model does not use them, each with the reason.
+    """Return the settings that somebody changed although this model does not use them, each with the reason.
 
     Args:
         config: of the model.

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from smlp.config.own_settings import own_fields, own_object
@@ -103,8 +103,10 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(MoEConfig):
     """A decoder-only language model: one stack of dense and sparse blocks.
+
+    The settings of :class:`MoEConfig` are its own; ``moe`` is another name for it.
 
     Raises:
         UserError: a value is out of range, or two do not fit together; the message names the fields and the numbers.
@@ -129,13 +131,11 @@ class ModelConfig:
     embed_init_std: float | None = setting(None, "standard deviation of the initial embedding (default: H ** -0.5)")
     spatial_init_scale: float = setting(1e-3, "spatial weights start as U(-s/T, s/T) with this s: near zero")
     padding_idx: int = setting(1, "id of the padding symbol")
-    moe: MoEConfig = field(default_factory=MoEConfig)
     #: settings that routers and blocks bring along, by name, those that are not as they are by default
     extra: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        require(isinstance(self.moe, MoEConfig), f"moe must be a MoEConfig, got {self.moe!r:.80}")
+        super().__post_init__()
         sizes = ("vocab_size", "max_tokens", "embed_dim", "ffn_dim", "num_heads")
         for name in sizes:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
@@ -175,28 +175,33 @@ class ModelConfig:
             kind.check(self)
 
     @property
+    def moe(self) -> ModelConfig:
+        """This configuration itself, which holds the settings of its sparse part too."""
+        return self
+
+    @property
     def block_kinds(self) -> tuple[Any, ...]:
-        """What its blocks are (:class:`smlp.extend.BlockKind`): of the dense ones, then of the sparse ones."""
+        """The kinds of its blocks (:class:`smlp.extend.BlockKind`), dense ones first."""
         dense = (DENSE_BLOCKS[self.dense_block],) if self.num_dense_layers else ()
         return (*dense, SPARSE_BLOCKS[self.sparse_block]) if self.num_sparse_layers else dense
 
     @property
     def router_kind(self) -> Any:
-        """How tokens choose experts (:class:`smlp.extend.RouterKind`), for models with sparse blocks."""
-        return ROUTERS[self.moe.router]
+        """The kind of its router (:class:`smlp.extend.RouterKind`), for models with sparse blocks."""
+        return ROUTERS[self.router]
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """What its blocks are, and its router if it has experts."""
+        """The kinds of its blocks, and of its router if it has experts."""
         return (*self.block_kinds, self.router_kind) if self.num_sparse_layers else self.block_kinds
 
     def own(self, name: str) -> Any:
-        """The settings that the router or block of a name brings along, as an object of its class."""
+        """Return the settings that the router or block of a name brings along, as an object of its class."""
         return own_object(name, dict(self.extra))
 
     @property
     def experts_per_token(self) -> int:
-        """k, experts that each token is due."""
+        """k, the number of experts that each token goes to where none is dropped."""
         return self.router_kind.experts_per_token(self)
 
     @property
@@ -218,17 +223,17 @@ class ModelConfig:
     def prefix_tokens(self) -> int:
         """Leading positions that only choose experts for features: ``ceil(prefix_fraction * T)``, or 0 without such
         routing. The training loss and every score leave them out (smlp.txt, section 3.2.2)."""
-        if not self.has_feature_moe or self.moe.feature_routing == "deterministic":
+        if not self.has_feature_moe or self.feature_routing == "deterministic":
             return 0
-        return math.ceil(round(self.moe.prefix_fraction * self.max_tokens, 6))
+        return math.ceil(round(self.prefix_fraction * self.max_tokens, 6))
 
     @property
     def is_leaky(self) -> bool:
-        """Whether the model sees what it is to predict (smlp.txt, appendix B)."""
-        return self.has_feature_moe and self.moe.feature_routing == "leaky"
+        """Whether the model sees the tokens that it predicts (smlp.txt, appendix B)."""
+        return self.has_feature_moe and self.feature_routing == "leaky"
 
     def sparse_layer_indices(self) -> tuple[int, ...]:
-        """Positions of the sparse blocks in the stack, counted from 0.
+        """Return the positions of the sparse blocks in the stack, counted from 0.
 
         Spread: ``floor(i*(N1+N2)/(N2+1))``, i = 1..N2 (28 + 12: 3, 6, 9, ..., 36). Alternate: every other one, the
         first dense. Source: smlp.txt, section 4.1.
@@ -245,39 +250,39 @@ LEAKY_WARNING = (
     "model look better than they are; it is an ablation (smlp.txt, appendix B)"
 )
 
-#: every setting of this package by name: the fields of ModelConfig, then those of MoEConfig
-SETTINGS: dict[str, dataclasses.Field] = {
-    f.name: f
-    for f in (*dataclasses.fields(ModelConfig), *dataclasses.fields(MoEConfig))
-    if f.name not in ("moe", "extra")
+_MOE_NAMES = [f.name for f in dataclasses.fields(MoEConfig)]
+#: every setting of this package by name: those of the whole model, then those of its sparse part
+SETTINGS: dict[str, dataclasses.Field[Any]] = {
+    f.name: f for f in sorted(dataclasses.fields(ModelConfig), key=lambda f: f.name in _MOE_NAMES) if f.name != "extra"
 }
 #: settings of older checkpoints and records that changed no result; they are read and have no effect
 RETIRED_SETTINGS = ("overlap_chunks",)
-_MOE_NAMES = {f.name for f in dataclasses.fields(MoEConfig)}
 
 
-def all_settings() -> dict[str, dataclasses.Field]:
-    """Every setting by name: :data:`SETTINGS`, and those that registered routers and blocks bring along."""
+def all_settings() -> dict[str, dataclasses.Field[Any]]:
+    """Return every setting by name: :data:`SETTINGS`, and those that registered routers and blocks bring along."""
     return SETTINGS | own_fields()
 
 
 def flatten(config: ModelConfig) -> dict[str, Any]:
-    """Every setting by name, those of ``moe`` and of its own routers and blocks beside the others; the inverse of
-    :func:`unflatten`."""
-    values = {name: getattr(config.moe if name in _MOE_NAMES else config, name) for name in SETTINGS}
+    """Return every setting by name, those of its own routers and blocks beside the others.
+
+    The inverse of :func:`unflatten`.
+    """
+    values = {name: getattr(config, name) for name in SETTINGS}
     used = {kind.name for kind in config.kinds}
     own = {name: field.default for name, field in own_fields().items() if field.metadata["owner"] in used}
     return values | own | dict(config.extra)
 
 
 def differences(config: ModelConfig, base: ModelConfig) -> dict[str, Any]:
-    """The settings, by name, in which a configuration is another than ``base``."""
+    """Return the settings, by name, in which a configuration differs from ``base``."""
     usual, known = flatten(base), all_settings()
     return {name: value for name, value in flatten(config).items() if value != usual.get(name, known[name].default)}
 
 
 def unflatten(settings: dict[str, Any]) -> ModelConfig:
-    """Builds a :class:`ModelConfig` from settings by name; missing ones take their defaults.
+    """Build a :class:`ModelConfig` from settings by name; missing ones take their defaults.
 
     Raises:
         UserError: a name is no setting, or a value is out of range.
@@ -289,7 +294,6 @@ def unflatten(settings: dict[str, Any]) -> ModelConfig:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(f"unknown model setting {name!r}{hint}")
-    moe = MoEConfig(**{name: value for name, value in settings.items() if name in _MOE_NAMES})
     extra = {name: value for name, value in settings.items() if name in own and value != own[name].default}
-    rest = {name: value for name, value in settings.items() if name not in _MOE_NAMES and name not in own}
-    return ModelConfig(moe=moe, extra=tuple(sorted(extra.items())), **rest)
+    rest = {name: value for name, value in settings.items() if name not in own}
+    return ModelConfig(extra=tuple(sorted(extra.items())), **rest)

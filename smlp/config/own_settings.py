@@ -16,8 +16,8 @@ _TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
 
 
 @functools.cache
-def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field]:
-    """The settings of a part as fields whose names are those that a user gives.
+def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field[Any]]:
+    """Return the settings of a part as fields whose names are those that a user gives.
 
     Args:
         name: of the part.
@@ -26,7 +26,7 @@ def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field]:
     Raises:
         UserError: it is another kind of class.
     """
-    if not (dataclasses.is_dataclass(settings) and settings.__dataclass_params__.frozen):
+    if not (dataclasses.is_dataclass(settings) and typing.cast(Any, settings).__dataclass_params__.frozen):
         raise UserError(f"the settings of {name!r} ({settings.__qualname__}) are no frozen dataclass")
     types, fields = typing.get_type_hints(settings), {}
     for field in dataclasses.fields(settings):
@@ -37,15 +37,15 @@ def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field]:
             raise UserError(f"{where} is not made by smlp.extend.setting(default, help)")
         if kind is bool and field.default is not False:
             raise UserError(f"{where} is true by default; an option can only switch on what is off")
-        full = dataclasses.field(default=field.default, metadata={**field.metadata, "owner": name})
+        full: Any = dataclasses.field(default=field.default, metadata={**field.metadata, "owner": name})
         full.name, full.type = f"{name}_{field.name}", _TYPES[kind]
         fields[full.name] = full
     return fields
 
 
-def own_fields() -> dict[str, dataclasses.Field]:
-    """The settings of all registered parts, by name; ``metadata["owner"]`` is the part's name."""
-    fields: dict[str, dataclasses.Field] = {}
+def own_fields() -> dict[str, dataclasses.Field[Any]]:
+    """Return the settings of all registered parts, by name; ``metadata["owner"]`` is the part's name."""
+    fields: dict[str, dataclasses.Field[Any]] = {}
     for table in (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS):
         for name, kind in table.items():
             if kind.settings is not None:
@@ -54,7 +54,7 @@ def own_fields() -> dict[str, dataclasses.Field]:
 
 
 def own_object(name: str, values: Mapping[str, Any]) -> Any:
-    """The settings of a part.
+    """Return the settings of a part as an object of its class.
 
     Args:
         name: of the part.

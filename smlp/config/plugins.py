@@ -17,7 +17,7 @@ VARIABLE = "SMLP_PLUGINS"
 
 
 def named_files(value: str) -> list[Path]:
-    """The files that a value of the variable names, in order, without repetitions.
+    """Return the files that a value of the variable names, in order, without repetitions.
 
     Raises:
         UserError: there is no such file.
@@ -34,7 +34,7 @@ def named_files(value: str) -> list[Path]:
 
 
 def import_file(path: Path) -> None:
-    """Runs a file as a module; one that is imported already is left alone.
+    """Run a file as a module, unless it is imported already.
 
     Raises:
         UserError: it fails; the message names the line.
@@ -44,11 +44,13 @@ def import_file(path: Path) -> None:
         return
     # a name that no other module has: the file may be called like one of Python's
     name = f"smlp_plugin_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
-    spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(path)))
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, Exception):
@@ -58,7 +60,7 @@ def import_file(path: Path) -> None:
 
 
 def _line(path: Path, error: Exception) -> str:
-    """Where in the file it failed, if that is known."""
+    """Return where in the file it failed, if that is known."""
     if isinstance(error, SyntaxError):
         return ""  # says so itself
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]

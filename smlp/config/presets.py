@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from smlp.config import SETTINGS, ModelConfig, all_settings, unflatten
+from smlp.config import ModelConfig, all_settings, unflatten
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 
@@ -88,7 +88,7 @@ TASK_OPTIONS = ("tokens_per_sample", "max_target_positions", "add_bos_token")
 
 
 def preset(arch: str, **overrides: Any) -> ModelConfig:
-    """The configuration of a named architecture, with single settings replaced.
+    """Return the configuration of a named architecture, with single settings replaced.
 
     Args:
         arch: a key of :data:`PRESETS`.
@@ -107,7 +107,7 @@ def preset(arch: str, **overrides: Any) -> ModelConfig:
 
 
 def from_training_options(arch: str, options: Mapping[str, Any], vocab_size: int, padding_idx: int) -> ModelConfig:
-    """The configuration that options of ``fairseq-train`` mean, in training and when a checkpoint is read.
+    """Return the configuration that these options of ``fairseq-train`` select, in training or in a checkpoint.
 
     Args:
         arch: architecture whose preset fills what ``options`` leave out or have as None; another name fills nothing.
@@ -140,11 +140,11 @@ def _context(options: Mapping[str, Any]) -> int:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise UserError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")
     # With --add-bos-token fairseq puts one token more in front of each sample.
-    return value if name == "max_target_positions" else value + int(bool(has_start))
+    return int(value) + int(bool(has_start) and name == "tokens_per_sample")
 
 
 def config_of(options: Any, vocab_size: int, padding_idx: int = 1) -> ModelConfig | None:
-    """The configuration that fairseq's options (``cfg.model``) mean; None for a model of another package."""
+    """Return the configuration that fairseq's options (``cfg.model``) select; None for a model of another package."""
     if not hasattr(options, "num_sparse_layers"):
         return None
     settings = {name: getattr(options, name, None) for name in (*all_settings(), *TASK_OPTIONS)}
@@ -152,6 +152,6 @@ def config_of(options: Any, vocab_size: int, padding_idx: int = 1) -> ModelConfi
 
 
 def num_experts_of(options: Any) -> int:
-    """E of the model that fairseq's options (``cfg.model``) describe; 0 without sparse layers or of another package."""
-    config = config_of(options, SETTINGS["vocab_size"].default)
-    return config.moe.num_experts if config is not None and config.num_sparse_layers else 0
+    """Return E of the model that fairseq's options (``cfg.model``) select; 0 if it is dense or of another package."""
+    config = config_of(options, vocab_size=2**16)  # any: experts do not depend on it
+    return config.num_experts if config is not None and config.num_sparse_layers else 0

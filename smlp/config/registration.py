@@ -44,7 +44,7 @@ class ModelPart(ABC):
 _K = TypeVar("_K", bound=type[ModelPart])
 
 
-def register(table: Registry, name: str, base: type[ModelPart]) -> Callable[[_K], _K]:
+def register(table: Registry[Any], name: str, base: type[ModelPart]) -> Callable[[_K], _K]:
     """Return a class decorator that checks a subclass of ``base`` and enters an instance of it into a table.
 
     Raises:
@@ -60,7 +60,7 @@ def register(table: Registry, name: str, base: type[ModelPart]) -> Callable[[_K]
         if kind.settings is not None:
             _check_settings(table, name, kind.settings, what)
         part = kind()
-        part.name = name
+        part.name = name  # type: ignore[misc]  # of this registration: a class may have several
         table.add(name, part, _origin_of(kind))
         return kind
 
@@ -86,7 +86,7 @@ def register_architecture(name: str, like: str | None = None, **settings: Any) -
     ARCHITECTURES.add(name, {**base, **settings}, _file_of(sys._getframe(1).f_globals))
 
 
-def _check_settings(table: Registry, name: str, settings: type, what: str) -> None:
+def _check_settings(table: Registry[Any], name: str, settings: type, what: str) -> None:
     """Refuse settings with the names of others. A dense and a sparse block of one name share theirs."""
     others = own_fields()
     for full in fields_of(name, settings):

@@ -34,7 +34,7 @@ class Registry(Mapping[str, _T], Generic[_T]):
         self._parts: dict[str, tuple[_T, str]] = {}
 
     def add(self, name: str, part: _T, origin: str = PACKAGE) -> None:
-        """Enters a part; one that the same origin entered before is replaced, as when a notebook's cell is run again.
+        """Enter a part. One that the same origin entered before is replaced, as when a notebook's cell is run again.
 
         Args:
             name: lower-case letters, digits and underscores.
@@ -53,12 +53,12 @@ class Registry(Mapping[str, _T], Generic[_T]):
         self._parts[name] = part, origin
 
     def added(self) -> list[str]:
-        """The names that plugins have entered."""
+        """Return the names that plugins have entered."""
         return [name for name in self if self._parts[name][1] != PACKAGE]
 
     @property
     def hint(self) -> str:
-        """What to do where a name is unknown, as the end of a sentence."""
+        """The end of a sentence that tells what to do about an unknown name."""
         return f" (one of your own? name its file in {plugins.VARIABLE})"
 
     def __getitem__(self, name: str) -> _T:
@@ -92,7 +92,7 @@ _is_loading = False
 
 
 def load() -> None:
-    """Registers what comes with the package, and what the files in ``SMLP_PLUGINS`` bring.
+    """Register what comes with the package, and what the files in ``SMLP_PLUGINS`` bring.
 
     Raises:
         UserError: a file is missing or fails; nothing of it stays registered.

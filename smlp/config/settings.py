@@ -11,7 +11,7 @@ from smlp.errors import UserError
 
 
 def setting(default: Any, help_text: str, choices: Iterable[str] | None = None) -> Any:
-    """A field with its documentation, which command lines show as well, and the values it may take.
+    """Return a field with its documentation, which command lines show as well, and the values it may take.
 
     Args:
         default: its value where nothing is said.
@@ -21,14 +21,14 @@ def setting(default: Any, help_text: str, choices: Iterable[str] | None = None) 
     return dataclasses.field(default=default, metadata={"help": help_text, "allowed": choices})
 
 
-def help_of(field: dataclasses.Field) -> str:
-    """The documentation of a field, with the values it may take."""
+def help_of(field: dataclasses.Field[Any]) -> str:
+    """Return the documentation of a field, with the values it may take."""
     allowed, text = field.metadata.get("allowed"), field.metadata["help"]
     return text if allowed is None else f"{text}: {', '.join(allowed)}"
 
 
 def check_choices(config: Any, prefix: str = "") -> None:
-    """Refuses values that are of another type than their field, or none of its choices.
+    """Refuse values that are not of their field's type, or not among its choices.
 
     Args:
         config: a dataclass with fields made by :func:`setting`.
@@ -46,7 +46,7 @@ def check_choices(config: Any, prefix: str = "") -> None:
 
 
 def _check_type(name: str, kind: Any, value: Any) -> None:
-    """Refuses a text where a number belongs, and the like; types as they are annotated, by name or themselves."""
+    """Refuse a text where a number belongs, and the like. Types are given as annotated, by name or themselves."""
     kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
     wanted = {"int": numbers.Integral, "float": numbers.Real, "str": str, "bool": bool}.get(
         kind.removesuffix(" | None")
@@ -58,6 +58,6 @@ def _check_type(name: str, kind: Any, value: Any) -> None:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ``UserError(message)`` unless the condition holds."""
+    """Raise ``UserError(message)`` unless the condition holds."""
     if not condition:
         raise UserError(message)

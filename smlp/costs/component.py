@@ -74,11 +74,11 @@ class Component:
 
     @property
     def flops_per_position(self) -> float:
-        """All of ``work``."""
+        """The sum of ``work``."""
         return sum(self.work.values())
 
     def nominal_work(self, num_tokens: int, causal: bool = False) -> dict[str, float]:
-        """Multiply-adds for each token, in sequences of n tokens without padding, by what they are spent on.
+        """Return the multiply-adds of a token, in sequences of n tokens without padding, by what they are spent on.
 
         Args:
             num_tokens: n.
@@ -95,10 +95,10 @@ class Component:
         return work
 
     def nominal_flops(self, num_tokens: int) -> float:
-        """All of :meth:`nominal_work`."""
+        """Return the sum of :meth:`nominal_work`."""
         return sum(self.nominal_work(num_tokens).values())
 
 
 def _causal_share(num_mixed: float) -> float:
-    """Of all ordered pairs of m positions, those with an earlier or the same position as the second: (m + 1) / 2m."""
+    """Return the share of ordered pairs of m positions whose second is not later than the first: (m + 1) / 2m."""
     return (num_mixed + 1) / (2 * num_mixed) if num_mixed > 1 else 1.0

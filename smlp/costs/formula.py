@@ -46,7 +46,7 @@ class Parameters:
 
 
 def components(config: ModelConfig, num_tokens: int | None = None) -> list[Component]:
-    """All components in the order of the stack, for inputs of ``num_tokens`` (n, default T) tokens.
+    """Return all components in the order of the stack, for inputs of ``num_tokens`` (n, default T) tokens.
 
     Raises:
         UserError: ``num_tokens`` is not in 1 .. T.
@@ -63,8 +63,10 @@ def components(config: ModelConfig, num_tokens: int | None = None) -> list[Compo
 
 
 def work_per_token(config: ModelConfig, num_tokens: int | None = None, causal: bool = False) -> dict[str, float]:
-    """Nominal multiply-adds of the forward pass for each token by what they are spent on; arguments as above and in
-    :meth:`Component.nominal_work`."""
+    """Return the nominal multiply-adds of a token's forward pass by what they are spent on.
+
+    Arguments are those of :func:`components` and :meth:`Component.nominal_work`.
+    """
     total: Counter[str] = Counter()
     for part in components(config, num_tokens):
         total.update(part.nominal_work(num_tokens or config.max_tokens, causal))
@@ -72,25 +74,24 @@ def work_per_token(config: ModelConfig, num_tokens: int | None = None, causal: b
 
 
 def flops_per_token(config: ModelConfig, num_tokens: int | None = None) -> float:
-    """Nominal multiply-adds of the forward pass for each token, in sequences of n (default T) tokens."""
+    """Return the nominal multiply-adds of a token's forward pass, in sequences of n (default T) tokens."""
     n = num_tokens or config.max_tokens
     return sum(part.nominal_flops(n) for part in components(config, num_tokens))
 
 
 def forward_flops(config: ModelConfig, num_seqs: int = 1, num_tokens: int | None = None) -> int:
-    """Nominal multiply-adds of the forward pass of B sequences of n (default T) tokens."""
+    """Return the nominal multiply-adds of the forward pass of B sequences of n (default T) tokens."""
     return round(num_seqs * (num_tokens or config.max_tokens) * flops_per_token(config, num_tokens))
 
 
 def default_world_size(config: ModelConfig) -> int:
-    """The paper's 32 ranks, where as many experts or a multiple can be shared out among them; else, as for the tiny
-    presets, a rank for each expert."""
-    num_experts = config.moe.num_experts
+    """Return the paper's 32 ranks if the experts can be shared out evenly among them, else a rank for each expert."""
+    num_experts = config.num_experts
     return num_experts if config.num_sparse_layers and num_experts % PAPER_WORLD_SIZE else PAPER_WORLD_SIZE
 
 
 def experts_per_rank(config: ModelConfig, world_size: int | None = None) -> int:
-    """Experts of each layer that live on one of W ranks (default: :func:`default_world_size`).
+    """Return how many experts of each layer live on one of W ranks (default: :func:`default_world_size`).
 
     With no more ranks than experts that is E/W; with more, groups of E ranks hold one expert each. 0 without experts.
 
@@ -102,7 +103,7 @@ def experts_per_rank(config: ModelConfig, world_size: int | None = None) -> int:
         raise UserError(f"world_size must be at least 1, got {world_size}")
     if not config.num_sparse_layers:
         return 0
-    num_experts = config.moe.num_experts
+    num_experts = config.num_experts
     if num_experts % world_size and world_size % num_experts:
         raise UserError(
             f"{num_experts} experts cannot be shared out among world_size={world_size} ranks: "
@@ -112,15 +113,15 @@ def experts_per_rank(config: ModelConfig, world_size: int | None = None) -> int:
 
 
 def parameters(config: ModelConfig, world_size: int | None = None) -> Parameters:
-    """Numbers of parameters, on W ranks; arguments and errors as in :func:`experts_per_rank`."""
+    """Return the numbers of parameters on W ranks; arguments and errors as in :func:`experts_per_rank`."""
     parts = components(config)
     expert, other = sum(part.expert_params for part in parts), sum(part.other_params for part in parts)
     per_rank = experts_per_rank(config, world_size) * expert
-    return Parameters(per_rank, other, other + config.moe.num_experts * expert)
+    return Parameters(per_rank, other, other + config.num_experts * expert)
 
 
 def _embedding(config: ModelConfig) -> Component:
-    """The tied embedding, learnt positions and the final norm."""
+    """Return the costs of the tied embedding, learnt positions and the final norm."""
     H, V = config.embed_dim, config.vocab_size
     positions = config.max_tokens * H if config.positions == "learned" else 0
     return Component(

@@ -36,7 +36,7 @@ class UpdateMemory:
 
 
 def update_memory(config: ModelConfig, num_positions: int, world_size: int = 1, bytes_each: int = 4) -> UpdateMemory:
-    """Memory of an update with Adam.
+    """Return the memory of an update with Adam.
 
     Args:
         config: the model.
@@ -98,7 +98,7 @@ def check_training(config: ModelConfig, world_size: int = 1) -> None:
 
 
 def activations_per_position(config: ModelConfig) -> float:
-    """Numbers kept for the backward pass for each position.
+    """Return how many numbers are kept for the backward pass for each position.
 
     Raises:
         UserError: a block of the user does not say.

@@ -1,4 +1,4 @@
-"""Which criterion a fairseq command line gets."""
+"""Choose the criterion of a fairseq command line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _DEFAULT = "cross_entropy"  # fairseq's
 
 
 def settle_criterion(args: Any, arch: str) -> None:
-    """Puts our criterion in the place of fairseq's ``cross_entropy``, which knows no auxiliary loss and no prefix.
+    """Replace fairseq's ``cross_entropy``, which knows neither auxiliary losses nor a prefix, by our criterion.
 
-    Where a model has neither, ours computes the same. ``args`` are fairseq's parsed options, those of the architecture
+    If a model has neither, ours computes the same. ``args`` are fairseq's parsed options, those of the architecture
     filled in; without a criterion among them (tools that only evaluate) nothing is done.
 
     Raises:
@@ -32,7 +32,7 @@ def settle_criterion(args: Any, arch: str) -> None:
 
 
 def check_criterion(name: str | None, config: ModelConfig) -> None:
-    """Refuses another criterion for a model that needs ours, however it was chosen.
+    """Refuse another criterion for a model that needs ours, however it was chosen.
 
     ``fairseq-hydra-train`` fills in no architecture, so :func:`settle_criterion` does not see what it is given.
 
@@ -45,7 +45,7 @@ def check_criterion(name: str | None, config: ModelConfig) -> None:
 
 
 def needs_ours(config: ModelConfig) -> str | None:
-    """Why a model must be trained with our criterion, as a clause; None if any will do."""
+    """Return why a model must be trained with our criterion, as a clause; None if any will do."""
     prefix = config.prefix_tokens
     if prefix:
         return f"it would count the first {prefix} of {config.max_tokens} positions, which only choose experts"

@@ -16,10 +16,10 @@ from fairseq.logging import metrics
 from omegaconf import II
 from torch import Tensor, nn
 
-from smlp.checkpoint.journal import Journal
 from smlp.criterions.choice import OURS
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder
 from smlp.fairseq_compat.core import core_of, prefix_of
+from smlp.files import Journal
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import ForwardContext
 from smlp.ops import token_losses
@@ -34,7 +34,7 @@ _AUX = "aux_"
 
 @dataclass
 class MoECrossEntropyConfig(CrossEntropyCriterionConfig):
-    """Options; those without a help text are other parts' settings."""
+    """Options of the criterion; those without a help text are settings of other parts of fairseq."""
 
     # fairseq knows typing.Optional, not `|`
     router_health_file: Optional[str] = field(  # noqa: UP045
@@ -82,7 +82,7 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
     def forward(
         self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """Loss (a sum), sample size and logging output; ``reduce=False`` gives the likelihoods of the single tokens."""
+        """Return loss (a sum), sample size and logging output; ``reduce=False`` gives the losses of single tokens."""
         decoder = core_of(model)
         context = self._observing_context(model, decoder, sample) if self.training and decoder is not None else None
         net_output = model(**sample["net_input"], **({} if context is None else {"context": context}))
@@ -104,7 +104,7 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
     def _likelihood(
         self, model: nn.Module, net_output: tuple[Tensor, Any], sample: dict[str, Any], reduce: bool, prefix: int
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """Loss, sample size and logging output as of fairseq's ``cross_entropy``, of the positions after the prefix."""
+        """Return what fairseq's ``cross_entropy`` does, over the positions after the prefix."""
         target_Bn, num_tokens, num_seqs = sample["target"], sample["ntokens"], sample["target"].size(0)
         logging_output: dict[str, Any] = {"nsentences": num_seqs}
         if prefix:
@@ -130,7 +130,7 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
             )
 
     def _observing_context(self, model: nn.Module, decoder: Decoder, sample: dict[str, Any]) -> ForwardContext | None:
-        """A context that observes, if the update that is being computed is one that fairseq logs."""
+        """Return a context that observes routing if fairseq logs the current update; else None."""
         done = model.num_updates
         if self._recorder is None:
             is_first = distributed_utils.get_global_rank() == 0
@@ -144,7 +144,7 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Logs the sums of all micro-batches and ranks; loss and perplexity to base 2, auxiliary losses to base e.
+        """Log the sums over all micro-batches and ranks; loss and perplexity to base 2, auxiliary losses to base e.
 
         Loss and ``nll_loss`` differ by the auxiliary losses; perplexity is that of ``nll_loss``. Where nothing counts
         (validation on rows that are all prefix), the values have no weight.
@@ -176,7 +176,7 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
 
 
 def _repeat_health() -> None:
-    """Between two records the last one holds: a meter without a value since the last epoch would be shown as None."""
+    """Log the figures of the last record again: a meter without a value in an epoch would be shown as None."""
     everything = metrics.get_meters("default")
     if not any(meters is everything for meters in metrics.get_active_aggregators()):
         return  # validation, which has its own

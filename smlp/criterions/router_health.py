@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.journal import Journal
 from smlp.costs.realised import Work, realised_work
+from smlp.files import Journal
 from smlp.moe.balance import first_choices, layer_record, num_sums, pooled_record, routing_sums
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
@@ -38,7 +38,7 @@ _PROBE_TOKENS = 1024
 
 
 class HealthRecorder:
-    """Watches the routers of one process's model.
+    """Records what the routers of one process's model do.
 
     For an update that is to be reported: :meth:`start`, a forward pass with an observing context and :meth:`sums` for
     each micro-batch, then :meth:`report` with the sums of all micro-batches and ranks.
@@ -60,14 +60,16 @@ class HealthRecorder:
         self._now: list[Tensor] | None = None
 
     def start(self, update: int) -> None:
-        """Routes the probe set with the model as it is before the update; once, also if the update is tried again."""
+        """Route the probe set with the model before the update; only once, even if the update is tried again."""
         if self._update != update:
             self._update, self._before = update, self._now
             self._now = probe_choices(self.decoder, self.layers, self.probe_Bn) if self.layers else []
 
     def sums(self, context: ForwardContext) -> Tensor:
-        """What a forward pass did, as one float64 vector of the same length on every rank: the work, then (S,) for
-        each layer."""
+        """Return what a forward pass did as one float64 vector: the work, then (S,) for each layer.
+
+        The vector has the same length on every rank.
+        """
         num_experts = self.decoder.config.moe.num_experts
         device = context.tokens_Bn.device
         parts = [realised_work(self.decoder, context).to_tensor().to(device)]
@@ -81,7 +83,7 @@ class HealthRecorder:
         return torch.cat(parts)
 
     def report(self, sums: Tensor) -> dict[str, float]:
-        """Writes the record of an update; returns the figures for fairseq's logs."""
+        """Write the record of an update and return the figures for fairseq's logs."""
         record = self._record(sums.cpu())
         if self.journal is not None:
             self.journal.append(record)
@@ -112,9 +114,9 @@ class HealthRecorder:
 
 
 def probe_choices(decoder: Decoder, layers: list[TokenMoE | RoutedFeatureMoE], tokens_Bn: Tensor) -> list[Tensor]:
-    """The expert that each item of a batch chooses first in evaluation, (M,) for each layer.
+    """Return the expert that each item of a batch chooses first in evaluation, (M,) for each layer.
 
-    Draws no random numbers and leaves every module in its mode.
+    This draws no random numbers and leaves every module in its mode.
     """
     modes = [(module, module.training) for module in decoder.modules()]
     context = ForwardContext(observe=True)

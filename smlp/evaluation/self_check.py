@@ -16,17 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smlp.checkpoint.parts import (
-    INDEX_KEY,
-    ExpertIndex,
-    attach,
-    describe_tensors,
-    detach,
-    new_token,
-    part_file,
-    read_all,
-    write_part,
-)
+from smlp.checkpoint.index import INDEX_KEY, ExpertIndex, describe_tensors, new_token, part_file
+from smlp.checkpoint.parts import attach, detach, read_all, write_part
 from smlp.config.presets import preset
 from smlp.errors import ParallelError, UserError
 from smlp.evaluation.leak import randomise

@@ -1,4 +1,4 @@
-"""Data of an experiment: made from text where the file says so, and what they hold."""
+"""The data of an experiment: made from text if the file names some, checked, and described."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 from smlp.errors import UserError
 from smlp.evaluation.report import decoded_sizes
-from smlp.experiments.experiment import Experiment, Text
-from smlp.experiments.folder import Folder, read_json, write_json
+from smlp.experiments.folder import Folder
+from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.spec import Experiment, TextSource
 from smlp.launch.program import this_program
 from smlp.text.binarized import num_tokens, read_fairseq_tokens
 from smlp.text.tokenizer import Tokenizer, Vocabulary
@@ -22,7 +23,7 @@ _MANIFEST = "manifest.json"
 
 
 def data_of(experiment: Experiment, folder: Folder) -> str:
-    """The argument DATA of every run; made first where the experiment names text.
+    """Return the argument DATA of every run; if the experiment names text, make the data first.
 
     Raises:
         UserError: data or text are missing or damaged.
@@ -40,22 +41,22 @@ def data_of(experiment: Experiment, folder: Folder) -> str:
 
 
 def argument(experiment: Experiment, folder: Folder) -> str:
-    """The argument DATA of every run, whether it is there yet or not."""
+    """Return the argument DATA of every run, whether the data exist yet or not."""
     return str(folder.path / "data") if experiment.text else experiment.data
 
 
 def find_data(experiment: Experiment, folder: Folder) -> str | None:
-    """The argument DATA if all of it is there already; nothing is made."""
+    """Return the argument DATA if all of the data exist, else None; make nothing."""
     data = argument(experiment, folder)
     is_there = all((Path(one) / DICTIONARY).is_file() for one in data.split(":"))
     return data if is_there else None
 
 
 def dictionary_size(experiment: Experiment, data: str | None) -> int:
-    """Symbols of the dictionary; without data those that the file names.
+    """Return the number of symbols of the dictionary; without data, the number that the file names.
 
     Raises:
-        UserError: it names none.
+        UserError: there are no data, and the file names no number.
     """
     if data is not None:
         return len(Vocabulary.load(Path(data.split(":")[0]) / DICTIONARY))
@@ -68,19 +69,19 @@ def dictionary_size(experiment: Experiment, data: str | None) -> int:
 
 
 def held_out_tokens(data: str, subsets: Sequence[str]) -> int:
-    """Of all splits that are scored.
+    """Count the tokens of all splits that are scored.
 
     Raises:
-        UserError: one is missing or damaged.
+        UserError: a split is missing or damaged.
     """
     return sum(num_tokens(Path(data.split(":")[0]) / subset) for subset in subsets)
 
 
-def check_text(text: Text) -> None:
-    """Refuses text that is not there.
+def check_text(text: TextSource) -> None:
+    """Check that all text files exist.
 
     Raises:
-        UserError: the message names the file.
+        UserError: one does not; the message names it.
     """
     missing = [str(path) for path in text.files if not path.is_file()]
     if missing:
@@ -88,10 +89,10 @@ def check_text(text: Text) -> None:
 
 
 def check_subsets(experiment: Experiment, data: str) -> None:
-    """Refuses splits to score that the data, which are there, do not have.
+    """Check that existing data have all splits that are to be scored.
 
     Raises:
-        UserError: the message names the split and the folder.
+        UserError: one is missing; the message names the split and the folder.
     """
     folder = Path(data.split(":")[0])
     for subset in experiment.evaluation.subsets:
@@ -99,8 +100,8 @@ def check_subsets(experiment: Experiment, data: str) -> None:
             raise UserError(f"{experiment.path}: evaluate.subsets has {subset!r}, and {folder} has no {subset}.idx")
 
 
-def _check_same_text(text: Text, folder: Folder) -> None:
-    """Refuses a folder whose data were made of something else."""
+def _check_same_text(text: TextSource, folder: Folder) -> None:
+    """Refuse a folder whose data were made from something else."""
     record = folder.path / "text.json"
     wanted = {"source": text.source, "files": [str(path) for path in text.files], "vocab_size": text.vocab_size}
     if not record.is_file():
@@ -113,8 +114,8 @@ def _check_same_text(text: Text, folder: Folder) -> None:
             )
 
 
-def _make(text: Text, folder: Path) -> None:
-    """Text, vocabulary and binary files, each step with a log of its own."""
+def _make(text: TextSource, folder: Path) -> None:
+    """Make text, vocabulary and binary files; each step has a log of its own."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     splits, pieces = folder / "text", folder / "pieces"
@@ -140,7 +141,7 @@ def _step(name: str, command: list[str], logs: Path) -> None:
 
 
 def describe(data: str, subsets: tuple[str, ...]) -> dict[str, Any]:
-    """``data.json``: sizes and checksums of the splits, of the first shard for those that are scored.
+    """Return what ``data.json`` holds: sizes and checksums of the splits; of those that are scored, the first shard's.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -175,7 +176,7 @@ def describe(data: str, subsets: tuple[str, ...]) -> dict[str, Any]:
 
 
 def checksum(prefix: Path) -> str:
-    """SHA-256 of a split's tokens as they lie in the file."""
+    """Return the SHA-256 of a split's tokens as they lie in the file."""
     path = Path(f"{prefix}.bin")
     try:
         with path.open("rb") as file:

@@ -12,21 +12,21 @@ from typing import Any
 
 from smlp.config import plugins
 from smlp.errors import UserError
-from smlp.experiments import kept
-from smlp.files import is_locked, locked, write_whole
+from smlp.experiments.json_files import EXPERIMENT, RUN, read_json, write_json
+from smlp.files import is_locked, locked
 
-#: what a run can be
+#: states of a run
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
-#: variables of the environment that change what a training does, beside those that a run is given
+#: variables of the user's environment that change what a training does
 _OWN_VARIABLES = (plugins.VARIABLE, "SMLP_REFERENCE_OPS", "PYTHONPATH")
-#: settings that all runs of a folder share
+#: settings that must be the same for all runs of a folder
 _SHARED = (
     *("updates", "tokens_per_update", "tokens_per_sample", "batch_size", "update_freq", "tuned_option", "data_sha256"),
 )
 
 
 class Folder:
-    """Paths below the folder of an experiment."""
+    """The paths in the folder of an experiment."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,37 +38,38 @@ class Folder:
         self.speed = path / "speed.json"
 
     def run(self, name: str) -> RunFolder:
-        """Of a run: ``runs/MODEL-sSEED`` or ``tune/MODEL-VALUE``."""
+        """Return the folder of a run: ``runs/MODEL-sSEED`` or ``tune/MODEL-VALUE``."""
         return RunFolder(self.path / name)
 
     def locked(self) -> AbstractContextManager[None]:
-        """One process at a time works here.
+        """Keep other processes out of the folder.
 
         Raises:
-            UserError: another one does, or the folder cannot be made.
+            UserError: another process works there, or the folder cannot be made.
         """
         return locked(self.path, "smlp compare run")
 
     def is_locked(self) -> bool:
-        """Whether a process is at work here."""
+        """Return whether a process works in the folder."""
         return is_locked(self.path)
 
     def settle(self, planned: dict[str, Any]) -> None:
-        """Writes down what the experiment means; further models and seeds may come to an older one. What single runs
-        were made with is their own record (:meth:`RunFolder.claim`).
+        """Write down what the experiment means. Further models and seeds may be added to an older one.
+
+        What each run was made with is in its own record (:meth:`RunFolder.claim`).
 
         Raises:
             UserError: the folder holds runs of something else, with which new ones could not be compared.
         """
         if self.experiment.is_file():
-            older = read_json(self.experiment, kept.EXPERIMENT)
+            older = read_json(self.experiment, EXPERIMENT)
             for name in _SHARED:
                 _check_same(self.path, name, older.get(name), planned.get(name))
         write_json(self.experiment, planned)
 
 
 class RunFolder:
-    """Of one run; it is fairseq's save-dir as well."""
+    """The files of one run; its folder is fairseq's save-dir as well."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,17 +82,17 @@ class RunFolder:
         self.zeroshot = path / "zeroshot.json"
 
     def state(self) -> dict[str, Any]:
-        """What ``run.json`` says; a run that has none is waiting."""
+        """Return what ``run.json`` says; a run without it is waiting."""
         state = {"state": WAITING, "message": None, "attempts": [], "peak_memory_mib": None}
-        return {**state, **read_json(self.state_file, kept.RUN)} if self.state_file.is_file() else state
+        return {**state, **read_json(self.state_file, RUN)} if self.state_file.is_file() else state
 
     def update_state(self, **changes: Any) -> None:
-        """Changes single entries of ``run.json``."""
+        """Change entries of ``run.json``."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.state_file, {**self.state(), **changes})
 
     def write_command(self, words: list[str], variables: dict[str, str]) -> None:
-        """Writes down what trains, with the variables that are set for it: a shell runs it as it is.
+        """Write down the command that trains and the variables set for it, so that a shell can repeat it.
 
         Args:
             words: program and arguments.
@@ -108,10 +109,10 @@ class RunFolder:
         self.command.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def claim(self, made_with: dict[str, Any]) -> None:
-        """Writes down what the run is made with, before it begins.
+        """Write down what the run is made with, before it begins.
 
         Raises:
-            UserError: there are weights in it that were made with something else.
+            UserError: the run has weights that were made with something else.
         """
         before, after = self.state().get("made_with"), _plain(made_with)
         if before == after:
@@ -122,40 +123,15 @@ class RunFolder:
         self.update_state(made_with=after)
 
     def last_checkpoint(self) -> Path:
-        """Written at the end of the budget, or where the run was stopped."""
+        """Return the path of the checkpoint from the end of the budget, or from where the run was stopped."""
         return self.path / "checkpoint_last.pt"
 
     def drop_checkpoints(self, keep_last: bool) -> None:
-        """Removes checkpoints that nothing needs any more."""
+        """Remove checkpoints that are no longer needed."""
         for path in self.path.glob("checkpoint*"):
             if keep_last and path.name.startswith("checkpoint_last"):
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def read_json(path: Path, shape: Any = dict) -> Any:
-    """What a file of ours holds, of a shape that :mod:`smlp.experiments.kept` describes.
-
-    Raises:
-        UserError: it cannot be read, or is damaged.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except RecursionError:
-        raise UserError(f"{path} is damaged: it is nested too deep") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    if problem := kept.wrong(found, shape):
-        raise UserError(f"{path} is damaged: {problem}")
-    return found
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file whole or not at all."""
-    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    write_whole(path, lambda file: file.write(text.encode()))
 
 
 def _check_same(folder: Path, name: str, before: Any, after: Any) -> None:
@@ -166,5 +142,5 @@ def _check_same(folder: Path, name: str, before: Any, after: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As it comes back from a JSON file."""
+    """Return a value as it comes back from a JSON file."""
     return json.loads(json.dumps(value))

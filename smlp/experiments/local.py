@@ -1,4 +1,4 @@
-"""Runs on this machine: so many at a time, each trained by ``smlp train`` and then scored."""
+"""Runs on this machine: a number of them at a time, each trained by ``smlp train`` and then scored."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.experiments import kept
-from smlp.experiments.experiment import Experiment, option_words, zeroshot_words
-from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder, read_json
-from smlp.experiments.plan import Run, training_words
+from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder
+from smlp.experiments.json_files import SCORES, read_json
+from smlp.experiments.plan import PlannedRun, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.scores import updates_of
+from smlp.experiments.spec import Experiment, option_words, zeroshot_words
 from smlp.launch.machine import num_cores
 from smlp.launch.program import this_module, this_program
 from smlp.launch.stop_signals import EXIT_STOPPED
@@ -27,41 +28,43 @@ TRAIN, SCORE, ZEROSHOT = "train", "score", "zeroshot"
 
 @dataclass(frozen=True)
 class Machine:
-    """What of this machine each run gets."""
+    """The share of this machine that each run gets."""
 
     threads: int
-    #: numbers of the GPUs of each of the runs that go on at a time; empty on CPUs
+    #: for each run that runs at a time, the numbers of its GPUs; empty on CPUs
     gpus: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, experiment: Experiment, num_gpus: int) -> Machine:
-        """Shares it out.
+        """Share the machine out.
 
         Raises:
             UserError: there are too few GPUs.
         """
-        place = experiment.place
-        jobs = place.at_a_time(1)
-        threads = place.threads or max(1, num_cores() // (jobs * place.ranks))
-        if place.device == "cpu" or (place.device is None and num_gpus == 0):
+        resources = experiment.resources
+        jobs = resources.at_a_time(1)
+        threads = resources.threads or max(1, num_cores() // (jobs * resources.ranks))
+        if resources.device == "cpu" or (resources.device is None and num_gpus == 0):
             return cls(threads)
-        if num_gpus < place.ranks * (jobs if place.ranks > 1 else 1) or num_gpus == 0:
+        if num_gpus < resources.ranks * (jobs if resources.ranks > 1 else 1) or num_gpus == 0:
             raise UserError(
-                f"{experiment.path}: run.jobs {jobs} at a time with run.ranks {place.ranks} each want more than "
+                f"{experiment.path}: run.jobs {jobs} at a time with run.ranks {resources.ranks} each want more than "
                 f"the {num_gpus} GPUs that are visible here"
             )
         # runs of one rank may share a GPU
-        taken = [tuple((job * place.ranks + rank) % num_gpus for rank in range(place.ranks)) for job in range(jobs)]
+        taken = [
+            tuple((job * resources.ranks + rank) % num_gpus for rank in range(resources.ranks)) for job in range(jobs)
+        ]
         return cls(threads, tuple(taken))
 
     @property
     def runs_on_a_gpu(self) -> int:
-        """The most runs that share a GPU; 1 where each has its own, or none."""
+        """The most runs that share a GPU; 1 if each has its own, or none."""
         taken = Counter(gpu for gpus in self.gpus for gpu in gpus)
         return max(taken.values(), default=1)
 
     def environment(self, slot: int) -> dict[str, str]:
-        """Variables of a run."""
+        """Return the variables of the environment of a run."""
         given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         numbers = self.gpus[slot] if self.gpus else ()
         visible = ",".join(given[number] if given else str(number) for number in numbers)
@@ -69,14 +72,14 @@ class Machine:
 
 
 class RunChain(Chain):
-    """Training, and for a run of the comparison the scores of the trained model."""
+    """The steps of a run: training, and for a run of the comparison its scores."""
 
     def __init__(
         self,
         experiment: Experiment,
         folder: Folder,
         data: str,
-        run: Run,
+        run: PlannedRun,
         machine: Machine,
         progress: Progress,
         prefix: int,
@@ -88,7 +91,7 @@ class RunChain(Chain):
         self._begun: set[str] = set()
 
     def next_step(self, slot: int) -> Step | None:
-        """Whatever is not there yet."""
+        """Return the first step whose result does not exist yet."""
         if self._failed or self.folder.state()["state"] == DONE:
             return None
         name = self._missing()
@@ -97,7 +100,7 @@ class RunChain(Chain):
             self.folder.update_state(state=DONE, message=None)
             self._report()
             return None
-        if name in self._begun:  # it ended well, and what it was to leave is not there
+        if name in self._begun:  # it ended well, but its result does not exist
             self._fail(name, "left nothing behind, although it ended with status 0")
             return None
         self._begun.add(name)
@@ -108,7 +111,7 @@ class RunChain(Chain):
         return step
 
     def ended(self, result: Ended) -> None:
-        """Notes the attempt, and why it failed."""
+        """Record the attempt, and why it failed."""
         state = self.folder.state()
         start = datetime.datetime.fromtimestamp(result.start, datetime.UTC).isoformat(timespec="seconds")
         attempt = {"step": result.step.name, "start": start, "seconds": round(result.seconds, 1)}
@@ -118,7 +121,7 @@ class RunChain(Chain):
             changes["trained"] = result.status == 0 and reached(self.folder.log).updates >= self.run.updates
         if result.step.name == ZEROSHOT and result.status == 0:
             changes["zeroshot_of"] = _zeroshot_of(self.experiment)
-        if result.status == EXIT_STOPPED or result.is_stopping:  # nothing follows, whatever is left to do
+        if result.status == EXIT_STOPPED or result.is_stopping:  # nothing more is started
             changes["state"] = STOPPED
         self.folder.update_state(**changes)
         if "state" not in changes and (result.status != 0 or changes.get("trained") is False):
@@ -126,7 +129,7 @@ class RunChain(Chain):
             self._fail(result.step.name, f"failed with status {result.status}: {last}")
 
     def _fail(self, name: str, what: str) -> None:
-        """Notes why the run goes no further; without its answers to tasks it is still a trained and scored one."""
+        """Record why the run ends here. A run that only lacks its answers to tasks counts as done."""
         self._failed = True
         message = f"{name} {what}"
         self.folder.update_state(state=DONE if name == ZEROSHOT else FAILED, message=message)
@@ -141,7 +144,7 @@ class RunChain(Chain):
 
     def _command(self, name: str) -> list[str]:
         if name == TRAIN:
-            ranks = self.experiment.place.ranks
+            ranks = self.experiment.resources.ranks
             launch = ["--nproc", str(ranks)] if ranks > 1 else []
             words = training_words(self.experiment, self.run, self.data, self.folder.path)
             return [*this_program(), "train", *launch, *words]
@@ -160,9 +163,10 @@ class RunChain(Chain):
 
 
 def is_trained(run: RunFolder, updates: int) -> bool:
-    """Whether a run has reached its budget; one that Slurm has run, or whose end nobody saw, by its last checkpoint.
+    """Return whether a run has reached its budget.
 
-    The log says so too early: fairseq writes the last validation down before it saves.
+    For a run of Slurm, or one whose end nobody saw, the last checkpoint tells. The log would tell too early: fairseq
+    writes the last validation down before it saves.
     """
     state = run.state()
     if "trained" in state:
@@ -171,19 +175,19 @@ def is_trained(run: RunFolder, updates: int) -> bool:
         return False
     try:
         return updates_of(run.last_checkpoint()) >= updates
-    except UserError:  # there is none that can be read: the training says what is wrong with it
+    except UserError:  # the training says what is wrong with it
         return False
 
 
 def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> str | None:
-    """The step that a trained run lacks; scores on other positions than those of all models count for nothing.
+    """Return the step that a trained run lacks; scores on other positions than those of all models do not count.
 
     Args:
         experiment: what the file says.
         run: trained.
         prefix: leading positions that some model of the experiment does not predict.
     """
-    scores = read_json(run.scores, kept.SCORES) if run.scores.is_file() else {"subsets": {}, "prefix": None}
+    scores = read_json(run.scores, SCORES) if run.scores.is_file() else {"subsets": {}, "prefix": None}
     if scores["prefix"] != prefix or not set(experiment.evaluation.subsets) <= set(scores["subsets"]):
         return SCORE
     wanted = _zeroshot_of(experiment)
@@ -193,7 +197,7 @@ def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> s
 
 
 def _zeroshot_of(experiment: Experiment) -> dict[str, Any] | None:
-    """What is to be answered, as ``run.json`` keeps it."""
+    """Return what is to be answered, as ``run.json`` records it."""
     wanted = experiment.evaluation
     if wanted.zeroshot_data is None:
         return None
@@ -208,12 +212,12 @@ def run_here(
     experiment: Experiment,
     folder: Folder,
     data: str,
-    runs: Sequence[Run],
+    runs: Sequence[PlannedRun],
     machine: Machine,
     progress: Progress,
     prefix: int,
 ) -> signal.Signals | None:
-    """Does what is left of some runs; returns the signal that stopped it, or None.
+    """Do what is left of some runs; return the signal that stopped it, or None.
 
     Args:
         experiment: what the file says.
@@ -221,16 +225,55 @@ def run_here(
         data: argument DATA.
         runs: to be done.
         machine: what each of them gets.
-        progress: says how far they are.
-        prefix: leading positions that some model of the experiment does not predict, among these runs or not.
+        progress: shows how far they are.
+        prefix: leading positions that some model of the experiment does not predict, whether it is among these runs or
+            not.
     """
     for run in runs:
         own = folder.run(run.folder)
         if own.state()["state"] == DONE and not run.tuning and what_is_not_scored(experiment, own, prefix):
-            own.update_state(state=WAITING)  # a model or a task has come to the experiment since
+            own.update_state(state=WAITING)  # a model or a task was added to the experiment
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
     chains = [RunChain(experiment, folder, data, run, machine, progress, prefix) for run in left]
-    return run_chains(chains, experiment.place.at_a_time(len(left)), progress.watch)
+    return run_chains(chains, experiment.resources.at_a_time(len(left)), progress.watch)
+
+
+def time_here(
+    experiment: Experiment, folder: Folder, runs: Sequence[PlannedRun], machine: Machine
+) -> signal.Signals | None:
+    """Time updates of the models in turn, if a model has no time yet; a failure costs these times and nothing else.
+
+    Returns:
+        The signal that stopped it, or None.
+    """
+    rounds = experiment.evaluation.speed_rounds
+    timed = read_json(folder.speed, {"models": dict})["models"] if folder.speed.is_file() else {}
+    if not rounds:
+        return None
+    trained = [run for run in runs if folder.run(run.folder).state()["state"] == DONE]
+    if all(run.model.name in timed for run in trained):
+        return None
+    print(f"time of an update, {rounds} rounds, models in turn", flush=True)
+    log = folder.path / "logs" / "speed.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [*this_module("smlp.experiments.speed"), str(folder.path), str(rounds)]
+    threads = machine.threads * experiment.resources.at_a_time(len(runs))  # nothing else is running
+    environment = {**machine.environment(0), "OMP_NUM_THREADS": str(threads)}
+    return run_chains([_Timing(command, log, environment)], 1, lambda: None)
+
+
+class _Timing(Chain):
+    """A single command, on which nothing else depends."""
+
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
+        self._steps = [Step("speed", command, log, environment)]
+
+    def next_step(self, slot: int) -> Step | None:
+        return self._steps.pop() if self._steps else None
+
+    def ended(self, result: Ended) -> None:
+        if result.status != 0 and not result.is_stopping:
+            print(f"smlp: warning: no speed.json: status {result.status}, see {result.step.output}", flush=True)
 
 
 def _last_line(text: str) -> str:

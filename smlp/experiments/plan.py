@@ -1,9 +1,9 @@
-"""What an experiment means: models with what they cost, and the command of every run."""
+"""What an experiment means: its models with their costs, and the command of every run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,16 @@ from smlp.config.presets import preset
 from smlp.costs.formula import flops_per_token, parameters
 from smlp.costs.match import FAMILIES, like, match
 from smlp.errors import UserError
-from smlp.experiments.experiment import Experiment, ModelEntry, option_words
+from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.reading import check_names
+from smlp.experiments.spec import Experiment, ModelEntry, option_words
 
-#: sequences of a batch in validation, over those in training
+#: sequences of a batch in validation over those in training
 VALID_BATCHES = 4
-#: epochs after which fairseq would validate and save of its own accord
+#: the number of epochs after which fairseq would validate and save by itself
 _NEVER = "1000000000"
 
-#: what options of fairseq-train mean: fairseq's configuration for a command line
+#: builds the configuration of a model from options of fairseq-train
 Configure = Callable[[list[str]], ModelConfig]
 
 
@@ -31,22 +32,18 @@ class PlannedModel:
 
     name: str
     folder: str
-    #: of :data:`smlp.costs.match.FAMILIES`, or None
+    #: one of :data:`smlp.costs.match.FAMILIES`, or None
     family: str | None
     arch: str
     overrides: dict[str, Any]
-    #: options of its training, over those that all models share
+    #: options of its training, which override those that all models share
     recipe: dict[str, Any]
     config: ModelConfig
-    #: multiply-adds of the forward pass, nominal
+    #: nominal multiply-adds of the forward pass
     flops_per_token: float
 
-    def model_words(self) -> list[str]:
-        """Its architecture as options of fairseq-train."""
-        return ["--arch", self.arch, *option_words(self.overrides)]
-
     def as_json(self, shared_recipe: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-        """The record of it in ``experiment.json``."""
+        """Return its record in ``experiment.json``."""
         return {
             "name": self.name,
             "folder": self.folder,
@@ -61,30 +58,30 @@ class PlannedModel:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training: a model with a seed, and an option that is being tuned or was."""
+class PlannedRun:
+    """One training: a model with a seed, and the value of a tuned option."""
 
     model: PlannedModel
     seed: int
     updates: int
-    #: the folder of the run, in the experiment's
+    #: the folder of the run, relative to the experiment's
     folder: str
     recipe: dict[str, Any]
     tuning: bool = False
 
     def made_with(self, experiment: Experiment) -> dict[str, Any]:
-        """What its weights depend on, beside what all runs of the experiment share."""
+        """Return what its weights depend on, beside what all runs of the experiment share."""
         recipe = {**experiment.recipe, **self.model.recipe, **self.recipe}
         return {"arch": self.model.arch, "seed": self.seed, "updates": self.updates, **self.model.overrides, **recipe}
 
     @property
     def name(self) -> str:
-        """As it is called in messages."""
+        """The name of the run in messages."""
         return Path(self.folder).name
 
 
 def entries_of(experiment: Experiment, vocab_size: int) -> list[ModelEntry]:
-    """The models that the file names, and those that it asks to be matched.
+    """Return the models that the file names, and those that it asks to be matched.
 
     Raises:
         UserError: a family cannot be matched, or two models share a name.
@@ -122,48 +119,69 @@ _FROM_DATA = ("vocab_size", "max_tokens", "padding_idx", "dropout")
 
 
 def plan_models(experiment: Experiment, vocab_size: int, configure: Configure) -> list[PlannedModel]:
-    """The models with their configurations and costs, which must agree.
+    """Return the models with their configurations and costs, which must agree.
 
     Args:
         experiment: what the file says.
         vocab_size: V, of the data.
-        configure: the configuration that a command line of fairseq-train means.
+        configure: builds the configuration for a command line of fairseq-train.
 
     Raises:
         UserError: an option is wrong, or the costs differ by more than ``max_spread``.
     """
-    models = []
+    models: list[PlannedModel] = []
+    tuning = experiment.tuning
     for entry in entries_of(experiment, vocab_size):
         recipe = {**experiment.recipe, **entry.recipe}
-        draft = PlannedModel(
-            entry.name, entry.folder, family_of(entry.arch), entry.arch, entry.overrides, entry.recipe, None, 0.0
-        )
-        words = [*draft.model_words(), *shape_words(experiment), *option_words(recipe)]
-        tuned = [] if models or experiment.tuning is None else experiment.tuning.values  # once: for the first model
+        words = [*_model_words(entry), *shape_words(experiment), *option_words(recipe)]
         try:
             config = configure(words)
-            for value in tuned:
-                if configure([*words, *option_words({experiment.tuning.option: value})]) != config:
-                    raise UserError(f"tune.{experiment.tuning.option} is a setting of the model, not of its training")
+            for value in tuning.values if tuning and not models else ():  # checked once, for the first model
+                if configure([*words, *option_words({tuning.option: value})]) != config:
+                    raise UserError(f"tune.{tuning.option} is a setting of the model, not of its training")
         except UserError as error:
             raise UserError(f"{experiment.path}: model {entry.name}: {error}") from None
-        fields = {**draft.__dict__, "config": config, "flops_per_token": flops_per_token(config)}
-        models.append(PlannedModel(**fields))
+        own = (entry.name, entry.folder, family_of(entry.arch), entry.arch, entry.overrides, entry.recipe)
+        models.append(PlannedModel(*own, config, flops_per_token(config)))
     check_spread(experiment, models)
     return models
 
 
-def spread_of(models: list[PlannedModel]) -> float:
-    """How far the largest cost is above the smallest, relative."""
+def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[PlannedModel]:
+    """Return the models, each with the configuration that fairseq builds from its options.
+
+    Args:
+        experiment: what the file says.
+        data: argument DATA.
+        vocab_size: of its dictionary.
+
+    Raises:
+        UserError: an option is wrong, or FLOPs differ too much.
+    """
+    from smlp.config.presets import config_of
+    from smlp.fairseq_compat.command_line import training_configuration
+    from smlp.fairseq_compat.settings import check_pairs
+
+    def configure(words: list[str]) -> Any:
+        budget = ["--max-update", str(experiment.updates)]  # schedules of the rate are checked against it
+        cfg = training_configuration([data, "--task", "language_modeling", *words, *budget])
+        check_pairs(cfg)
+        return config_of(cfg.model, vocab_size)
+
+    return plan_models(experiment, vocab_size, configure)
+
+
+def spread_of(models: Sequence[PlannedModel]) -> float:
+    """Return the largest cost over the smallest, less one."""
     costs = [model.flops_per_token for model in models]
     return max(costs) / min(costs) - 1
 
 
 def check_spread(experiment: Experiment, models: list[PlannedModel]) -> None:
-    """Refuses models that do not cost the same.
+    """Check that the models cost the same.
 
     Raises:
-        UserError: it names the two that are furthest apart.
+        UserError: they do not; the message names the two that are furthest apart.
     """
     if spread_of(models) > experiment.max_spread:
         ordered = sorted(models, key=lambda model: model.flops_per_token)
@@ -176,32 +194,37 @@ def check_spread(experiment: Experiment, models: list[PlannedModel]) -> None:
 
 
 def family_of(arch: str) -> str | None:
-    """The family of an architecture of this package."""
+    """Return the family of an architecture; None if it is not one of this package's."""
     return next((arch[: len(name)] for name in sorted(FAMILIES, key=len, reverse=True) if arch.startswith(name)), None)
 
 
 def fitting_ranks(config: ModelConfig, num_ranks: int) -> int:
-    """W, or the number of experts where they cannot be shared out among W ranks."""
+    """Return W, or the number of experts if W ranks cannot share them evenly."""
     num_experts = config.moe.num_experts
     fits = not config.num_sparse_layers or num_experts % num_ranks == 0 or num_ranks % num_experts == 0
     return num_ranks if fits else num_experts
 
 
+def _model_words(model: ModelEntry | PlannedModel) -> list[str]:
+    """Return its architecture as options of fairseq-train."""
+    return ["--arch", model.arch, *option_words(model.overrides)]
+
+
 def shape_words(experiment: Experiment) -> list[str]:
-    """Options of fairseq-train for the size of batches, the same for all models."""
+    """Return the options of fairseq-train for the size of batches, the same for all models."""
     return [
         *("--tokens-per-sample", str(experiment.tokens_per_sample), "--batch-size", str(experiment.batch_size)),
         *("--update-freq", str(experiment.update_freq)),
-        *("--required-batch-size-multiple", "1"),  # fairseq would make batches of 8 out of 12
+        *("--required-batch-size-multiple", "1"),  # without it fairseq turns a batch of 12 into one of 8
     ]
 
 
-def training_words(experiment: Experiment, run: Run, data: str, save_dir: Path) -> list[str]:
-    """The arguments of ``smlp train`` for a run."""
-    # of a run of the grid only the end counts
+def training_words(experiment: Experiment, run: PlannedRun, data: str, save_dir: Path) -> list[str]:
+    """Return the arguments of ``smlp train`` for a run."""
+    # only the end of a run of the grid counts
     validations = 1 if run.tuning else experiment.evaluation.validations
     interval = str(math.ceil(run.updates / validations))  # the last one comes with the end
-    words = [data, "--task", "language_modeling", *run.model.model_words(), *shape_words(experiment)]
+    words = [data, "--task", "language_modeling", *_model_words(run.model), *shape_words(experiment)]
     words += ["--batch-size-valid", str(VALID_BATCHES * experiment.batch_size)]
     words += ["--valid-subset", ",".join(experiment.evaluation.subsets)]
     words += option_words({**experiment.recipe, **run.model.recipe, **run.recipe})
@@ -211,26 +234,29 @@ def training_words(experiment: Experiment, run: Run, data: str, save_dir: Path) 
     words += ["--no-epoch-checkpoints", "--keep-interval-updates", "1"]
     words += ["--log-format", "json", "--log-interval", str(min(experiment.log_interval, run.updates))]
     words += ["--log-file", str(save_dir / "train.log"), "--data-order-file", str(save_dir / "data_order.jsonl")]
+    words += ["--update-times-file", str(save_dir / "update_times.jsonl")]
     words += ["--environment-file", str(save_dir / "environment.jsonl"), "--save-dir", str(save_dir)]
-    if experiment.place.device == "cpu":
+    if experiment.resources.device == "cpu":
         words += ["--cpu"]
     return words
 
 
-def tuning_runs(experiment: Experiment, models: list[PlannedModel]) -> list[Run]:
-    """The runs of the grid."""
+def tuning_runs(experiment: Experiment, models: list[PlannedModel]) -> list[PlannedRun]:
+    """Return the runs of the grid."""
     tuning = experiment.tuning
     if tuning is None:
         return []
     return [
-        Run(model, tuning.seed, tuning.updates, f"tune/{model.folder}-{value}", {tuning.option: value}, tuning=True)
+        PlannedRun(
+            model, tuning.seed, tuning.updates, f"tune/{model.folder}-{value}", {tuning.option: value}, tuning=True
+        )
         for value in tuning.values
         for model in models
     ]
 
 
-def main_runs(experiment: Experiment, models: list[PlannedModel], chosen: dict[str, Any]) -> list[Run]:
-    """The runs of the comparison: seed by seed, so that a part of them compares all models.
+def main_runs(experiment: Experiment, models: list[PlannedModel], chosen: dict[str, Any]) -> list[PlannedRun]:
+    """Return the runs of the comparison seed by seed, so that the first of them compare all models.
 
     Args:
         experiment: what the file says.
@@ -239,7 +265,7 @@ def main_runs(experiment: Experiment, models: list[PlannedModel], chosen: dict[s
     """
     tuning = experiment.tuning
     return [
-        Run(
+        PlannedRun(
             model,
             seed,
             experiment.updates,
@@ -253,7 +279,7 @@ def main_runs(experiment: Experiment, models: list[PlannedModel], chosen: dict[s
 
 
 def as_json(experiment: Experiment, models: list[PlannedModel]) -> dict[str, Any]:
-    """``experiment.json``: what the experiment means."""
+    """Return what ``experiment.json`` holds: what the experiment means."""
     return {
         "name": experiment.name,
         "title": experiment.title,
@@ -269,5 +295,28 @@ def as_json(experiment: Experiment, models: list[PlannedModel]) -> dict[str, Any
         "evaluation_subsets": list(experiment.evaluation.subsets),
         "targets": list(experiment.evaluation.targets),
         "tuned_option": experiment.tuning.option if experiment.tuning else None,
-        "models": [model.as_json(experiment.recipe, experiment.place.ranks) for model in models],
+        "models": [model.as_json(experiment.recipe, experiment.resources.ranks) for model in models],
     }
+
+
+def not_done(folder: Folder, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Return the runs that are not done."""
+    return [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
+
+
+def print_models(experiment: Experiment, models: Sequence[PlannedModel]) -> None:
+    """Print a line for each model, and the budget."""
+    width = max(len(model.name) for model in models)
+    print(f"{'model':<{width}}  {'M multiply-adds per token':>25}  {'M parameters':>12}  architecture")
+    for model in models:
+        total = parameters(model.config, 1).total
+        settings = " ".join(f"{name}={value}" for name, value in model.overrides.items())
+        print(
+            f"{model.name:<{width}}  {model.flops_per_token / 1e6:>25.3f}  {total / 1e6:>12.1f}  "
+            f"{model.arch} {settings}".rstrip()
+        )
+    print(
+        f"spread of the FLOPs {spread_of(models):.2%}; {experiment.tokens:,} tokens for each model and seed "
+        f"({experiment.updates:,} updates of {experiment.tokens_per_update:,})",
+        flush=True,
+    )

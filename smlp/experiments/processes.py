@@ -1,4 +1,4 @@
-"""Commands that run side by side: so many at a time, one after the other of each chain, ended with this process."""
+"""Chains of commands: chains run side by side, the commands of a chain one by one, and none outlives this process."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
-from smlp.launch.local import FORWARDED, end_with_parent
+from smlp.launch.local import end_with_parent, signals_to
 from smlp.launch.stop_signals import EXIT_STOPPED
 
-#: seconds from the wish to stop to SIGKILL: a run saves a checkpoint in them
+#: seconds between the request to stop and SIGKILL, enough to save a checkpoint
 STOP_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
@@ -27,7 +26,7 @@ class Step:
     Args:
         name: for messages.
         command: program and arguments.
-        output: what it prints is added to this file.
+        output: the file to which its output is appended.
         environment: variables beside those of this process.
     """
 
@@ -42,7 +41,7 @@ class Ended:
     """How a step ended."""
 
     step: Step
-    #: exit status; 128 + the signal that killed it
+    #: exit status, or 128 + the number of the signal that killed it
     status: int
     seconds: float
     #: largest resident set of the process, in MiB
@@ -53,17 +52,14 @@ class Ended:
 
 
 class Chain:
-    """The steps of one run: made one by one, so that a later one can depend on what an earlier one left.
-
-    Subclasses say what is next and take note of what has ended.
-    """
+    """The steps of one run, made one by one, so that a later one can depend on the results of an earlier one."""
 
     def next_step(self, slot: int) -> Step | None:
-        """The next command, on one of the ``jobs`` slots; None if there is nothing more to do."""
+        """Return the next command, for one of the ``jobs`` slots; None if there is nothing more to do."""
         raise NotImplementedError
 
     def ended(self, result: Ended) -> None:
-        """Called when a step has ended, whatever its status."""
+        """Record that a step has ended, whatever its status."""
         raise NotImplementedError
 
 
@@ -77,10 +73,10 @@ class _Running:
 
 
 def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) -> signal.Signals | None:
-    """Runs chains in order, ``jobs`` at a time, until all have ended or a signal asks to stop.
+    """Run chains in order, ``jobs`` at a time, until all have ended or a signal asks to stop.
 
-    SIGINT, SIGTERM and SIGUSR1 are passed on to what runs as SIGTERM, on which a training saves and leaves; nothing new
-    is started then. On Linux nothing outlives this process.
+    SIGINT, SIGTERM and SIGUSR1 are passed on as SIGTERM, on which a training saves and leaves; nothing new is started
+    then. On Linux nothing outlives this process.
 
     Args:
         chains: what to run.
@@ -93,7 +89,8 @@ def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) ->
     waiting, running = list(chains), []
     free = list(range(jobs))
     stop_by: float | None = None
-    with _noted_signals() as noted:
+    noted: list[signal.Signals] = []
+    with signals_to(noted.append):
         try:
             while waiting or running:
                 while waiting and free and not noted:
@@ -147,7 +144,7 @@ def _still_running(running: list[_Running], free: list[int], stopping: bool) -> 
             kept.append(one)
             continue
         code = one.process.returncode = os.waitstatus_to_exitcode(status)
-        with suppress(ProcessLookupError):  # what it left behind, such as data loaders
+        with suppress(ProcessLookupError):  # processes that it left behind, such as data loaders
             os.killpg(pid, signal.SIGKILL)
         code = code if code >= 0 else 128 - code
         one.chain.ended(Ended(one.step, code, time.time() - one.start, usage.ru_maxrss / 1024, one.start, stopping))
@@ -165,20 +162,5 @@ def _signal_all(running: list[_Running], number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(one.process.pid, number)
-            else:  # send_signal would collect a process that has ended, with what it used
+            else:  # send_signal would reap a process that has ended, and its resource usage with it
                 os.kill(one.process.pid, number)
-
-
-@contextmanager
-def _noted_signals() -> Iterator[list[signal.Signals]]:
-    noted: list[signal.Signals] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(signal.Signals(number))
-
-    previous = {number: signal.signal(number, note) for number in FORWARDED}
-    try:
-        yield noted
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

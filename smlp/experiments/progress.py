@@ -1,4 +1,4 @@
-"""How far the runs of an experiment are: read from their logs, with the time that is left."""
+"""How far the runs of an experiment are, and how long the rest takes: read from their logs."""
 
 from __future__ import annotations
 
@@ -8,32 +8,38 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from smlp.errors import UserError
 from smlp.evaluation.curves import log_record
 from smlp.evaluation.perplexity import of_bits
-from smlp.experiments.folder import DONE, FAILED, RUNNING, Folder
-from smlp.experiments.plan import Run
+from smlp.experiments import slurm
+from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder
+from smlp.experiments.json_files import EXPERIMENT, read_json
+from smlp.experiments.plan import PlannedRun
+from smlp.experiments.reading import read_experiment
+from smlp.experiments.spec import Experiment
 
 _TAIL_BYTES = 1 << 16
 _SECONDS_BETWEEN = 1.0
-#: on a terminal the line is redrawn; elsewhere a line is printed as often as this
+#: on a terminal the line is redrawn; elsewhere one is printed for each such share of the updates
 _SHARE_BETWEEN_LINES = 0.05
 
 
 @dataclass(frozen=True)
 class Reached:
-    """Where a run is, from the end of its log."""
+    """The last update of a run's log."""
 
     updates: int = 0
-    #: per token, of the last lines that have one
+    #: perplexity per token, from the last lines that have one
     train: float | None = None
     valid: float | None = None
-    #: as the last training line says
+    #: from the last training line
     updates_per_second: float | None = None
 
 
 def reached(log: Path) -> Reached:
-    """Reads the end of a log; a run without one has not begun."""
+    """Read the end of a log; a run without one has not begun."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -53,14 +59,14 @@ def reached(log: Path) -> Reached:
 
 
 class Progress:
-    """One line for all runs: how many updates of all are done, and how long the rest takes at this pace.
+    """A line about all runs: how many updates are done, and how long the rest takes at this pace.
 
     Args:
         folder: of the experiment.
-        runs: all that are to be done, those that are done already too.
+        runs: all runs of the comparison, finished ones included.
     """
 
-    def __init__(self, folder: Folder, runs: Sequence[Run]) -> None:
+    def __init__(self, folder: Folder, runs: Sequence[PlannedRun]) -> None:
         self.folder, self.runs = folder, list(runs)
         self.total = sum(run.updates for run in runs)
         self.live = sys.stdout.isatty()
@@ -69,7 +75,7 @@ class Progress:
         self._last_look, self._last_share = 0.0, self.first / max(1, self.total)
 
     def watch(self) -> None:
-        """Called often; looks once a second."""
+        """Show the line if a second has passed; called often."""
         now = time.monotonic()
         if now - self._last_look < _SECONDS_BETWEEN:
             return
@@ -83,7 +89,7 @@ class Progress:
             print(self.line(done, now), flush=True)
 
     def line(self, done: int, now: float) -> str:
-        """The line, for a number of updates."""
+        """Return the line for a number of updates."""
         states = [self.folder.run(run.folder).state()["state"] for run in self.runs]
         text = f"{done:,} of {self.total:,} updates ({done / max(1, self.total):.0%})"
         text += f", {states.count(DONE)} of {len(states)} runs done"
@@ -95,7 +101,7 @@ class Progress:
         return text + (f": {', '.join(running)}" if running else "")
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line of its own."""
         print(f"\r{text:<118}".rstrip() if self.live else text, flush=True)
 
     def _updates(self) -> int:
@@ -107,7 +113,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Such as 45 s, 12 min or 3 h 20 min."""
+    """Return a text such as 45 s, 12 min or 3 h 20 min."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 90:
@@ -116,3 +122,62 @@ def duration(seconds: float) -> str:
     if minutes < 90:
         return f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes < 48 * 60 else f"{minutes / 1440:.1f} days"
+
+
+def status(folder: Folder) -> list[dict[str, Any]]:
+    """Return a record for every run of an experiment, those of a grid first.
+
+    Raises:
+        UserError: nothing was begun there, or a file is damaged.
+    """
+    if not folder.experiment.is_file():
+        raise UserError(f"nothing was begun in {folder.path}: smlp compare run starts an experiment")
+    experiment = read_experiment(folder.yaml)
+    is_over = _has_no_jobs(experiment, folder)
+    return [_status_of(folder, name, updates, is_over) for name, updates in _runs(folder, experiment)]
+
+
+def _has_no_jobs(experiment: Experiment, folder: Folder) -> bool:
+    """Return whether it is known that no job of the experiment waits or runs any more."""
+    if experiment.resources.where != "slurm":
+        return False
+    try:
+        return not slurm.jobs_in_queue(folder)
+    except UserError:  # away from the cluster
+        return False
+
+
+def _runs(folder: Folder, experiment: Experiment) -> list[tuple[str, int]]:
+    """Return the names of all runs, those of a grid first, with their updates."""
+    tuning, settled = experiment.tuning, read_json(folder.experiment, EXPERIMENT)
+    models = settled["models"]
+    values = tuning.values if tuning else ()
+    grid = [(f"tune/{model['folder']}-{value}", tuning.updates) for value in values for model in models]
+    runs = [(f"runs/{model['folder']}-s{seed}", settled["updates"]) for seed in settled["seeds"] for model in models]
+    return [*grid, *runs]
+
+
+def _status_of(folder: Folder, name: str, updates: int, is_over: bool) -> dict[str, Any]:
+    """Return the record of a run; ``is_over`` as :func:`_has_no_jobs`."""
+    run = folder.run(name)
+    state, found = run.state(), reached(run.log)
+    what, message, pace = state["state"], state["message"], found.updates_per_second
+    if what == WAITING:  # on a cluster nobody else writes it down
+        if found.updates >= updates:
+            what = "trained"
+        elif is_over and state.get("submitted"):
+            what, message = STOPPED, f"its job has ended: {folder.path / 'slurm' / 'logs'}"
+        elif found.updates:
+            what = RUNNING
+    elif what == RUNNING and not folder.is_locked():
+        what = STOPPED
+    return {
+        "run": name,
+        "state": what,
+        "num_updates": found.updates,
+        "updates": updates,
+        "seconds_left": (updates - found.updates) / pace if what == RUNNING and pace else None,
+        "train": found.train,
+        "valid": found.valid,
+        "message": message,
+    }

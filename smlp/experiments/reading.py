@@ -1,4 +1,4 @@
-"""Reads the file of an experiment, and checks it as far as that can be done without data and models."""
+"""Read the file of an experiment, and check it as far as possible without data and models."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ from smlp.config.presets import PRESETS
 from smlp.costs.match import FAMILIES
 from smlp.costs.match import families as known_families
 from smlp.errors import UserError
-from smlp.experiments.experiment import Evaluation, Experiment, Matching, ModelEntry, Place, Text, Tuning, name_of
+from smlp.experiments.spec import (
+    EvaluationPlan,
+    Experiment,
+    Matching,
+    ModelEntry,
+    Resources,
+    TextSource,
+    Tuning,
+    name_of,
+)
 from smlp.experiments.yaml_file import Section, read_yaml, shown
 
-#: options of fairseq-train that `smlp compare` sets, and the name in the file that says what they are to be
+#: options of fairseq-train that `smlp compare` sets, and the setting of the file that decides them
 RESERVED = {
     "seed": "seeds", "max_update": "tokens or updates", "max_epoch": "tokens or updates", "save_dir": "--out",
     "arch": "models", "task": "nothing: it is language_modeling", "tokens_per_sample": "tokens_per_sample",
@@ -22,7 +31,8 @@ RESERVED = {
     "log_file": "nothing", "log_format": "nothing", "log_interval": "log_interval", "valid_subset": "evaluate.subsets",
     "validate_interval_updates": "evaluate.validations", "save_interval_updates": "evaluate.validations",
     "validate_interval": "evaluate.validations", "save_interval": "evaluate.validations", "cpu": "run.device",
-    "data_order_file": "nothing", "environment_file": "nothing", "router_health_file": "nothing",
+    "data_order_file": "nothing", "update_times_file": "nothing", "environment_file": "nothing",
+    "router_health_file": "nothing",
     "user_dir": "nothing", "nproc": "run.ranks",
     "train_subset": "data", "no_save": "nothing", "restore_file": "nothing", "distributed_world_size": "run.ranks",
     "no_epoch_checkpoints": "nothing", "keep_interval_updates": "nothing", "max_sentences": "batch_size",
@@ -36,23 +46,23 @@ RESERVED = {
 WHERE = ("local", "slurm")
 MOST_SEED = 2**32 - 1
 TEXT_SOURCES = ("python",)
-_MOST_NAME = 150  # characters of a model's name: folders and pictures are called after it
+_MOST_NAME = 150  # characters of a model's name, which names folders and figures
 _MOST_RUNS = 5000  # models times seeds, or times values of a grid
-_MOST_THREADS = 1024  # of all runs at a time on one machine: OpenMP crashes on many more
+_MOST_THREADS = 1024  # of all runs that run at a time on one machine: OpenMP crashes on many more
 
 
 def read_experiment(path: Path) -> Experiment:
-    """Reads the file.
+    """Read the file.
 
     Raises:
         UserError: something in it is wrong; one sentence names the file, the value and what it may be.
     """
     top = Section("", read_yaml(path), path)
-    place = _place(top.section("run"))
+    resources = _resources(top.section("run"))
     data, text = _data(top)
     tokens_per_sample, batch_size = top.count("tokens_per_sample", 128), top.count("batch_size", 8)
     update_freq = top.count("update_freq", 1)
-    per_update = tokens_per_sample * batch_size * update_freq * place.ranks
+    per_update = tokens_per_sample * batch_size * update_freq * resources.ranks
     updates = _updates(top, per_update)
     if updates is None:
         raise UserError(f"{path}: neither tokens nor updates is there: each model's budget")
@@ -74,7 +84,7 @@ def read_experiment(path: Path) -> Experiment:
         models=_models(top),
         evaluation=_evaluation(top.section("evaluate"), path, updates),
         tuning=_tuning(top.section("tune"), per_update) if "tune" in top else None,
-        place=place,
+        resources=resources,
     )
     if not experiment.models and experiment.matching is None:
         raise UserError(f"{path}: there is nothing to compare: name models, or families under match")
@@ -89,16 +99,16 @@ def read_experiment(path: Path) -> Experiment:
 
 
 def _check_numbers(experiment: Experiment) -> None:
-    """Of runs and of threads: a slip of the pen in a file must not take the machine."""
-    place, tuning = experiment.place, experiment.tuning
+    """Limit runs and threads: a typing mistake in a file must not take the machine down."""
+    resources, tuning = experiment.resources, experiment.tuning
     num_models = len(experiment.models) + (len(experiment.matching.families) if experiment.matching else 0)
     num_runs = num_models * (len(experiment.seeds) + (len(tuning.values) if tuning else 0))
     if num_runs > _MOST_RUNS:
         raise UserError(
             f"{experiment.path}: these are {num_runs:,} runs of {num_models:,} models: at most {_MOST_RUNS:,}"
         )
-    threads = (place.threads or 1) * (place.jobs or 1) * place.ranks
-    if place.where == "local" and threads > _MOST_THREADS:
+    threads = (resources.threads or 1) * (resources.jobs or 1) * resources.ranks
+    if resources.where == "local" and threads > _MOST_THREADS:
         raise UserError(
             f"{experiment.path}: run.threads, run.jobs and run.ranks make {threads:,} threads at a time: at most "
             f"{_MOST_THREADS:,}"
@@ -106,7 +116,7 @@ def _check_numbers(experiment: Experiment) -> None:
 
 
 def _check_warmup(experiment: Experiment) -> None:
-    """fairseq's cosine schedule divides by the updates behind the warm-up."""
+    """Check that runs are longer than their warm-up: fairseq's cosine schedule divides by the difference."""
     budgets = [experiment.updates] + ([experiment.tuning.updates] if experiment.tuning else [])
     for recipe in (experiment.recipe, *(model.recipe for model in experiment.models)):
         given = {**experiment.recipe, **recipe}
@@ -120,7 +130,7 @@ def _check_warmup(experiment: Experiment) -> None:
 
 
 def _check_rates(experiment: Experiment) -> None:
-    """A learning rate is positive: with 0 nothing is learnt, and everything looks as if it had been."""
+    """Check that learning rates are positive: with 0 nothing is learnt, but everything looks as if it were."""
     named = [("recipe", experiment.recipe), *((f"models.{one.name}.recipe", one.recipe) for one in experiment.models)]
     if experiment.tuning:
         named.append(("tune", {experiment.tuning.option: list(experiment.tuning.values)}))
@@ -131,12 +141,12 @@ def _check_rates(experiment: Experiment) -> None:
 
 
 def _whole_numbers(section: Section) -> dict[str, Any]:
-    """Settings that all families share: sizes."""
+    """Read the sizes that all families share."""
     return {name: section.as_count(name, value) for name, value in section.settings().items()}
 
 
 def _updates(section: Section, tokens_per_update: int) -> int | None:
-    """The budget in updates, from either way of saying it."""
+    """Read the budget in updates, given as tokens or as updates."""
     tokens, updates = section.count("tokens"), section.count("updates")
     if tokens is not None and updates is not None:
         raise section.error("tokens", f"and {section.full('updates')} say the same thing: give one of the two")
@@ -147,8 +157,8 @@ def _updates(section: Section, tokens_per_update: int) -> int | None:
     return tokens // tokens_per_update
 
 
-def _data(top: Section) -> tuple[str | None, Text | None]:
-    """Data that are there, or text that they are made of; paths are as on a command line, from the current folder."""
+def _data(top: Section) -> tuple[str | None, TextSource | None]:
+    """Read which data exist, or which text they are made from; paths are relative to the current folder."""
     data, section = _folders(top), top.section("text")
     source, files = section.text("source"), [str(name) for name in section.values("files")]
     vocab_size = section.count("vocab_size", 4096)
@@ -163,11 +173,11 @@ def _data(top: Section) -> tuple[str | None, Text | None]:
         raise section.error("source", "and text.files are both there: give one of the two")
     if source is not None and source not in TEXT_SOURCES:
         raise section.error("source", f"must be one of {', '.join(TEXT_SOURCES)}, got {source!r}")
-    return None, Text(source, tuple(Path(name) for name in files), vocab_size)
+    return None, TextSource(source, tuple(Path(name) for name in files), vocab_size)
 
 
 def _folders(top: Section) -> str | None:
-    """DATA1:DATA2 from one name, a pattern or a list of them."""
+    """Read DATA1:DATA2 from a name, a pattern or a list of them."""
     found: list[str] = []
     for value in top.values("data"):
         if not isinstance(value, str):
@@ -203,7 +213,7 @@ def _models(top: Section) -> tuple[ModelEntry, ...]:
 
 
 def check_names(path: Path, entries: list[ModelEntry]) -> None:
-    """Refuses two models that would share a folder."""
+    """Refuse two models that would share a folder."""
     seen: dict[str, str] = {}
     names = Counter(entry.name for entry in entries)
     for entry in entries:
@@ -232,7 +242,7 @@ def _matching(top: Section) -> Matching | None:
     return Matching(families, like, flops, vary, _whole_numbers(section))
 
 
-def _evaluation(section: Section, path: Path, updates: int) -> Evaluation:
+def _evaluation(section: Section, path: Path, updates: int) -> EvaluationPlan:
     zeroshot = section.section("zeroshot")
     folder, has_tasks = zeroshot.text("data"), "tasks" in zeroshot
     tasks = tuple(str(task) for task in zeroshot.values("tasks", ["all"]))
@@ -240,7 +250,7 @@ def _evaluation(section: Section, path: Path, updates: int) -> Evaluation:
     if not folder and (has_tasks or options):
         given = ", ".join([*(["tasks"] if has_tasks else []), *options])
         raise zeroshot.error("data", f"(the folder of the tasks) is missing, and there is {given}")
-    found = Evaluation(
+    found = EvaluationPlan(
         validations=section.count("validations", min(8, updates)),
         subsets=tuple(str(name) for name in section.values("subsets", ["valid"])),
         targets=tuple(section.as_number("targets", value) for value in section.values("targets")),
@@ -274,14 +284,14 @@ def _tuning(section: Section, tokens_per_update: int) -> Tuning:
 
 
 def _as_number(value: Any) -> Any:
-    """YAML takes 1e-3 for text."""
+    """Read a value as a number if it is one: YAML takes 1e-3 for text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
 
 
-def _place(section: Section) -> Place:
+def _resources(section: Section) -> Resources:
     where = section.text("where", "local", WHERE)
     nodes, gpus, tasks = section.count("nodes", 1), section.count("gpus_per_node"), section.count("tasks_per_node")
     ranks = section.count("ranks")
@@ -291,7 +301,7 @@ def _place(section: Section) -> Place:
         if ranks is not None:
             raise section.error("ranks", "follows from run.nodes and run.gpus_per_node with Slurm: leave it out")
         ranks = nodes * (gpus or tasks)
-    place = Place(
+    resources = Resources(
         where=where,
         device=section.text("device", None) if where == "local" else None,
         jobs=section.count("jobs", 1 if where == "local" else None),
@@ -304,12 +314,12 @@ def _place(section: Section) -> Place:
         tflops=section.number("tflops"),
         mfu=section.number("mfu"),
     )
-    if place.device not in (None, "cpu", "gpu"):
-        raise section.error("device", f"must be cpu or gpu, got {place.device!r}")
-    if place.mfu is not None and place.mfu > 1:
-        raise section.error("mfu", f"is a share of the device's peak, at most 1, got {place.mfu}")
+    if resources.device not in (None, "cpu", "gpu"):
+        raise section.error("device", f"must be cpu or gpu, got {resources.device!r}")
+    if resources.mfu is not None and resources.mfu > 1:
+        raise section.error("mfu", f"is a share of the device's peak, at most 1, got {resources.mfu}")
     section.end()
-    return place
+    return resources
 
 
 def _seeds(section: Section) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """A trained model's loss on held-out text: ``python -m smlp.experiments.scores OUT RUN`` writes ``scores.json``.
 
-Perplexities of all models are comparable only on positions that every model predicts: sMLP-partial and -leaky leave out
-the first positions of each block, which choose experts. So the loss is given over all positions and over those behind
-the longest prefix of any model of the experiment.
+Perplexities of all models can only be compared on positions that every model predicts: sMLP-partial and -leaky leave
+out the first positions of each block, which choose experts. So the loss is given over all positions and over those
+after the longest prefix of any model of the experiment.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from smlp.config import unflatten
 from smlp.errors import UserError
 from smlp.evaluation.curves import curve_of, log_records
 from smlp.evaluation.scoring import block_log_probs
-from smlp.experiments.folder import Folder, RunFolder, read_json, write_json
-from smlp.experiments.updates import dtype_of
+from smlp.experiments.folder import Folder, RunFolder
+from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.speed import dtype_of
 from smlp.text.binarized import read_fairseq_tokens
 
-#: largest difference from fairseq's own validation, nats per token; it rounds its losses to 0.001 bits
+#: largest difference from fairseq's own validation in nats per token; fairseq rounds its losses to 0.001 bits
 AGREEMENT = 2e-3
-#: the same where the training, and so its validation, computed in 16 bits
+#: the same if the training, and so its validation, computed in 16 bits
 HALF_AGREEMENT = 2e-2
 
 
 def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict[str, Any]:
-    """What ``scores.json`` of a run holds.
+    """Return what ``scores.json`` of a run holds.
 
     Raises:
-        UserError: checkpoint or data are missing or damaged, or the result is not what fairseq's last validation said.
+        UserError: checkpoint or data are missing or damaged, or the result differs from fairseq's last validation.
     """
     experiment, data = read_json(folder.experiment), read_json(folder.data)
     prefix = max(unflatten(model["config"]).prefix_tokens for model in experiment["models"])
@@ -70,12 +71,12 @@ def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict
 
 
 def updates_of(checkpoint: Path) -> int:
-    """How many updates made it."""
+    """Return the update that a checkpoint was saved after."""
     return int(open_checkpoint(checkpoint).state["optimizer_history"][-1]["num_updates"])
 
 
 def check_agreement(run: RunFolder, subset: str, num_updates: int, nll: float, tolerance: float) -> None:
-    """Compares with the training's validation after its last update, unless the run has diverged by then.
+    """Compare with the training's validation after its last update, unless the run had diverged by then.
 
     Raises:
         UserError: they differ by more than the tolerance.
@@ -94,7 +95,7 @@ def _mean_nll(log_probs: torch.Tensor) -> float:
 
 
 def main(words: list[str]) -> None:
-    """OUT and RUN, the folder of a run in it."""
+    """Run with the arguments OUT and RUN, the folder of a run in it."""
     out, name = words
     run = Folder(Path(out)).run(name)
     write_json(run.scores, score_run(Folder(Path(out)), run))

@@ -1,7 +1,7 @@
 """Runs on a cluster: an array of jobs through ``scripts/slurm``, and a job that scores what they have trained.
 
-The scripts check the options, restart what was pre-empted and keep the runs apart (docs/slurm.md); here is only what an
-experiment adds to them.
+The scripts check the options, restart pre-empted jobs and keep the runs apart (docs/slurm.md); this module adds only
+what an experiment needs.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from pathlib import Path
 
 import smlp
 from smlp.errors import UserError
-from smlp.experiments.experiment import Experiment
-from smlp.experiments.folder import Folder, read_json, write_json
-from smlp.experiments.plan import Run, training_words
+from smlp.experiments.folder import Folder
+from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.plan import PlannedRun, training_words
+from smlp.experiments.spec import Experiment
 from smlp.launch.program import this_program
 
-_SECONDS = 1800.0  # for checking all runs
+_SECONDS = 1800.0  # to check all runs
 
 
-def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Run], then_score: bool) -> str:
-    """Submits runs as one array of jobs; returns what to tell the user.
+def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[PlannedRun], then_score: bool) -> str:
+    """Submit runs as one array of jobs; return what to tell the user.
 
     Args:
         experiment: what the file says.
         folder: of the experiment.
         data: argument DATA.
-        runs: not yet trained; all of them below one folder.
+        runs: not yet trained; all of them in one folder.
         then_score: also submit the job that scores them.
 
     Raises:
@@ -42,46 +43,50 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Run
     for run in runs:
         write_command(experiment, run, data, folder)
     parent = folder.run(runs[0].folder).path.parent
-    place = experiment.place
-    size = ["--nodes", str(place.nodes)]
-    size += ["--gpus-per-node", str(place.gpus_per_node)] if place.gpus_per_node else []
-    size += ["--tasks-per-node", str(place.tasks_per_node)] if place.tasks_per_node else []
+    resources = experiment.resources
+    size = ["--nodes", str(resources.nodes)]
+    size += ["--gpus-per-node", str(resources.gpus_per_node)] if resources.gpus_per_node else []
+    size += ["--tasks-per-node", str(resources.tasks_per_node)] if resources.tasks_per_node else []
     logs = ["--logs", str(folder.path / "slurm" / "logs")]
-    array = [f"--array=1-{len(runs)}%{place.jobs}"] if place.jobs is not None else []
-    command = ["bash", str(script("submit.sh")), *size, "--sweep", str(names), *logs, *array, *place.sbatch]
+    array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
+    command = ["bash", str(script("submit.sh")), *size, "--sweep", str(names), *logs, *array, *resources.sbatch]
     output = _run([*command, "--", data, str(parent)])
     training = _job_of(output, r"^job (\d+)")
     _note_job(folder, training)
-    text = f"job {training}: {len(runs)} runs, {place.ranks} ranks each"
+    text = f"job {training}: {len(runs)} runs, {resources.ranks} ranks each"
     if then_score:
         scoring = submit_scores(experiment, folder, f"afterany:{training}")
         text += f"; job {scoring} scores them afterwards"
     return f"{text}; logs in {folder.path / 'slurm' / 'logs'}"
 
 
-def sweep_line(experiment: Experiment, run: Run, data: str, folder: Folder) -> str:
-    """A line of the list that ``submit.sh --sweep`` reads: what the script adds itself is left out."""
+def sweep_line(experiment: Experiment, run: PlannedRun, data: str, folder: Folder) -> str:
+    """Return a line of the list that ``submit.sh --sweep`` reads, without what the script adds itself."""
     words = training_words(experiment, run, data, folder.run(run.folder).path)
     save_dir = words.index("--save-dir")
     del words[save_dir : save_dir + 2]
     return f"{run.name} {shlex.join(words[1:])}\n"
 
 
-def write_command(experiment: Experiment, run: Run, data: str, folder: Folder) -> None:
-    """Writes down what the job of a run starts, to be repeated without these scripts."""
+def write_command(experiment: Experiment, run: PlannedRun, data: str, folder: Folder) -> None:
+    """Write down what the job of a run starts, so that it can be repeated without these scripts."""
     own = folder.run(run.folder)
-    words = ["srun", f"--ntasks={experiment.place.ranks}", *this_program(), "train"]
+    words = ["srun", f"--ntasks={experiment.resources.ranks}", *this_program(), "train"]
     own.write_command([*words, *training_words(experiment, run, data, own.path)], {})
 
 
 def jobs_in_queue(folder: Folder) -> list[str]:
-    """Jobs of this experiment that wait or run."""
+    """Return the jobs of this experiment that wait or run.
+
+    Raises:
+        UserError: Slurm cannot be asked.
+    """
     path = folder.path / "slurm" / "jobs.json"
     if not path.is_file():
         return []
     jobs = read_json(path, list)
     try:
-        # %F: of an array the number of all its tasks
+        # %F is the number that all tasks of an array share
         command = ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
@@ -92,7 +97,7 @@ def jobs_in_queue(folder: Folder) -> list[str]:
 
 
 def script(name: str) -> Path:
-    """A file of ``scripts/slurm``.
+    """Return the path of a file of ``scripts/slurm``.
 
     Raises:
         UserError: the package is installed without its clone.
@@ -104,16 +109,16 @@ def script(name: str) -> Path:
 
 
 def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None = None) -> str:
-    """Submits the job that scores what is trained; returns its number.
+    """Submit the job that scores what is trained; return its number.
 
     Raises:
         UserError: as :func:`submit`.
     """
-    place = experiment.place
+    resources = experiment.resources
     output = folder.path / "slurm" / "logs" / "%j.out"
     options = [f"--dependency={dependency}"] if dependency else []
-    options += [f"--output={output}", *place.sbatch]
-    options += ["--gres=gpu:1"] if place.gpus_per_node else ["--gres=none"]
+    options += [f"--output={output}", *resources.sbatch]
+    options += ["--gres=gpu:1"] if resources.gpus_per_node else ["--gres=none"]
     command = ["sbatch", "--parsable", *options, str(script("score.sbatch"))]
     environment = {"SMLP_ROOT": str(Path(smlp.__path__[0]).parent)}
     job = _job_of(_run([*command, str(folder.yaml), str(folder.path)], environment), r"^(\d+)")
@@ -122,7 +127,7 @@ def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None
 
 
 def _note_job(folder: Folder, job: str) -> None:
-    """Adds a job to those of the experiment."""
+    """Add a job to those of the experiment."""
     path = folder.path / "slurm" / "jobs.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, [*(read_json(path, list) if path.is_file() else []), job])

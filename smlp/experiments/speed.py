@@ -1,32 +1,87 @@
 """Time of an update, models in turn: ``python -m smlp.experiments.speed OUT ROUNDS`` writes ``speed.json``.
 
-Runs that share a machine slow each other down, and a machine is not as fast today as it was yesterday. So the models,
-with the weights that they have learnt, take turns at single updates on the same training text; medians of the rounds
-can be compared with each other.
+Runs that share a machine slow each other down, and a machine's speed changes from day to day. So the trained models
+take turns at single updates on the same training text; medians over the rounds can be compared with each other.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from smlp.checkpoint.load import load_pretrained
 from smlp.errors import UserError
-from smlp.experiments.folder import DONE, Folder, read_json, write_json
-from smlp.experiments.updates import TimedUpdates, dtype_of
+from smlp.experiments.folder import DONE, Folder
+from smlp.experiments.json_files import read_json, write_json
 from smlp.launch.environment import environment
+from smlp.nn.decoder import Decoder
+from smlp.ops import token_losses
 from smlp.text.binarized import read_fairseq_tokens
 
 HOW = "forward, backward and Adam in a plain loop, models in turn, no run of the experiment beside it"
-_LEARNING_RATE = 1e-5  # the weights stay what they are, and with them where tokens go
+_LEARNING_RATE = 1e-5  # the weights hardly change, so that tokens are routed as before
+
+
+def dtype_of(words: Sequence[str]) -> torch.dtype:
+    """Return the dtype that these fairseq-train options select."""
+    if "--bf16" in words or "--memory-efficient-bf16" in words:
+        return torch.bfloat16
+    if "--fp16" in words or "--memory-efficient-fp16" in words:
+        return torch.float16
+    return torch.float32
+
+
+class TimedUpdates:
+    """Timed updates of one model in a plain loop, without fairseq.
+
+    With 16 bits, weights and moments are kept in 32 bits as well, as in fairseq's training.
+
+    Args:
+        decoder: the model; its weights change.
+        device: on which it computes.
+        dtype: in which it computes; losses are float32.
+        learning_rate: of Adam.
+    """
+
+    def __init__(self, decoder: Decoder, device: str, dtype: torch.dtype, learning_rate: float) -> None:
+        self.decoder, self.device = decoder.to(device, dtype).train(), device
+        self.weights = list(self.decoder.parameters())
+        #: what Adam updates; in float16 its squared gradients would be 0
+        self.masters = (
+            [weight.detach().float().requires_grad_() for weight in self.weights] if dtype.itemsize == 2 else []
+        )
+        self.optimizer = torch.optim.Adam(self.masters or self.weights, lr=learning_rate)
+        #: seconds of each update so far
+        self.seconds: list[float] = []
+
+    def update(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Do one update with batches of tokens (B, T) and their targets."""
+        start = time.perf_counter()
+        prefix = self.decoder.config.prefix_tokens
+        for source_BT, target_BT in batches:
+            output = self.decoder(source_BT)
+            losses_BT = token_losses(output.logits, target_BT)
+            (losses_BT[:, prefix:].mean() + sum(output.aux_losses.values())).backward()
+        for master, weight in zip(self.masters, self.weights, strict=False):
+            master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.masters:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, self.masters)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - start)
 
 
 def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
-    """What ``speed.json`` holds.
+    """Return what ``speed.json`` holds.
 
     Raises:
         UserError: data or a checkpoint cannot be read.
@@ -46,7 +101,7 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
     for number in range(rounds + 1):
         stretch = batch_size * width
         places = number * stretch + torch.arange(stretch + 1)
-        rows = tokens[places % len(tokens)].to(device)  # over and over, where the text is shorter
+        rows = tokens[places % len(tokens)].to(device)  # repeated if the text is shorter
         for model in models.values():
             model.update([(rows[:-1].view(batch_size, width), rows[1:].view(batch_size, width))])
     return {
@@ -64,7 +119,7 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
 
 
 def _checkpoint(folder: Folder, model: dict[str, Any], experiment: dict[str, Any]) -> Path | None:
-    """Of the first seed that is done; None for a model without one."""
+    """Return the checkpoint of the first seed that is done; None for a model without one."""
     for seed in experiment["seeds"]:
         run = folder.run(f"runs/{model['folder']}-s{seed}")
         if run.state()["state"] == DONE:
@@ -73,7 +128,7 @@ def _checkpoint(folder: Folder, model: dict[str, Any], experiment: dict[str, Any
 
 
 def main(words: list[str]) -> None:
-    """OUT and ROUNDS."""
+    """Run with the arguments OUT and ROUNDS."""
     out, rounds = words
     folder = Folder(Path(out))
     write_json(folder.speed, time_models(folder, int(rounds)))

@@ -1,4 +1,4 @@
-"""What a grid over one option of training has shown."""
+"""The outcome of a grid over one option of training."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from typing import Any
 
 from smlp.errors import UserError
 from smlp.evaluation.curves import read_training_log
-from smlp.experiments.experiment import Experiment
-from smlp.experiments.folder import DONE, Folder, write_json
-from smlp.experiments.plan import PlannedModel, Run
+from smlp.experiments.folder import DONE, Folder
+from smlp.experiments.json_files import write_json
+from smlp.experiments.plan import PlannedModel, PlannedRun
+from smlp.experiments.spec import Experiment
 
 
 def is_ordered(values: Sequence[Any]) -> bool:
-    """Whether a grid's values are numbers; YAML's true and false, numbers to Python, are none."""
+    """Return whether a grid's values are numbers; true and false are not, although Python counts them as such."""
     return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
 
 
 def at_edge(values: Sequence[Any], chosen: Mapping[str, Any]) -> list[str]:
-    """The models for which a value outside the grid might do better than the chosen one."""
+    """Return the models for which a value outside the grid might do better than the chosen one."""
     if len(values) < 2 or not is_ordered(values):
         return []
     return [model for model, value in chosen.items() if value in (min(values), max(values))]
 
 
-def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[Run], folder: Folder) -> dict:
-    """The value of the tuned option for each model: that of the lowest validation loss. Writes ``tuned.json``."""
+def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[PlannedRun], folder: Folder) -> dict:
+    """Choose the value with the lowest validation loss for each model, and write ``tuned.json``."""
     tuning = experiment.tuning
     results: dict[str, dict[str, float | None]] = {model.name: {} for model in models}
     for run in runs:

@@ -1,4 +1,4 @@
-"""YAML files of settings, in which every mistake is named: duplicate keys, unknown names, values of another type."""
+"""Read YAML files of settings and name every mistake: duplicate keys, unknown names, values of another type."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from smlp.errors import UserError
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _COUNT = re.compile(r"([0-9][0-9_]{0,99}(?:\.[0-9]{1,99})?(?:e[0-9]{1,3})?)\s*([kmb]?)", re.IGNORECASE)
 MOST_COUNT = 10**18
-_MOST_VALUES = 10**6  # that aliases may make of a file
+_MOST_VALUES = 10**6  # values that aliases may expand a file to
 _SHOWN = 100  # characters of a value in a message
 _MERGE = "tag:yaml.org,2002:merge"
 _NAME = re.compile(r"[A-Za-z]\w*")
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, which keeps the last of two equal keys without a word."""
+    """PyYAML's loader, but it refuses duplicate keys, of which PyYAML keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a file holds.
+    """Read the mapping in a file.
 
     Raises:
         UserError: it cannot be read, is no YAML, or holds something else; the message names file and line.
@@ -59,7 +59,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise UserError(f"{path} is nested too deep") from None
-    except ValueError as error:  # a date or a number that is none
+    except ValueError as error:  # an impossible date or number
         raise UserError(f"{path}: a value cannot be read: {error}") from None
     try:
         num_values = _num_values(content, {})
@@ -75,7 +75,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _num_values(value: Any, known: dict[int, int]) -> int:
-    """How many values there are when every alias is written out; ``known`` by the identity of lists and mappings."""
+    """Count the values with every alias written out; ``known`` has the counts by identity of lists and mappings."""
     if isinstance(value, str):
         value.encode()  # half of a surrogate pair is no text: UnicodeEncodeError
     if not isinstance(value, (list, dict)):
@@ -87,20 +87,20 @@ def _num_values(value: Any, known: dict[int, int]) -> int:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: as it is, or its beginning."""
+    """Return a value for a message, shortened if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no number of more than 4300 digits
+    except ValueError:  # Python does not print numbers of more than 4300 digits
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 class Section:
-    """A part of the file: names with values, each of which is taken once; what is left over is an error.
+    """A part of the file: names with values, each of which is taken once; leftovers are an error.
 
     Args:
         name: of the section, for messages, such as ``run``; empty at the top.
-        content: what stands there.
+        content: what the file has there.
         path: the file.
     """
 
@@ -117,21 +117,21 @@ class Section:
         return self._content.get(key) is not None
 
     def full(self, key: str) -> str:
-        """The name by which a message calls a value."""
+        """Return the full name of a value for messages."""
         return f"{self.name}.{key}" if self.name else key
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value as it stands there."""
+        """Take a value as it is."""
         self._known.append(key)
         value = self._content.pop(key, None)
         return default if value is None else value
 
     def section(self, key: str) -> Section:
-        """A part of this part; empty where it is not there."""
+        """Take a section of this section; empty if it is missing."""
         return Section(self.full(key), self.take(key), self.path)
 
     def text(self, key: str, default: str | None = None, choices: Iterable[str] = ()) -> str | None:
-        """A word or a line."""
+        """Take a word or a line."""
         value = self.take(key, default)
         if value is not None and not isinstance(value, str):
             raise self.error(key, f"must be text, got {shown(value)}")
@@ -141,12 +141,12 @@ class Section:
         return value
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = MOST_COUNT) -> int | None:
-        """A whole number, also written 400k, 1.5M or 100B."""
+        """Take a whole number, also written 400k, 1.5M or 100B."""
         value = self.take(key, default)
         return None if value is None else self.as_count(key, value, least, most)
 
     def as_count(self, key: str, value: Any, least: int = 1, most: int = MOST_COUNT) -> int:
-        """A value as a whole number."""
+        """Read a value as a whole number."""
         number = value
         if isinstance(value, str) and (match := _COUNT.fullmatch(value.strip())):
             number = Decimal(match[1].replace("_", "")) * _UNITS[match[2].lower()]
@@ -162,12 +162,12 @@ class Section:
         return int(number)
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """A positive number."""
+        """Take a positive number."""
         value = self.take(key, default)
         return None if value is None else self.as_number(key, value)
 
     def as_number(self, key: str, value: Any) -> float:
-        """A value as a positive number; YAML takes 1e-3 for text."""
+        """Read a value as a positive number; YAML takes 1e-3 for text."""
         try:
             number = float("nan") if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
@@ -177,14 +177,14 @@ class Section:
         return number
 
     def values(self, key: str, default: Iterable[Any] = ()) -> list[Any]:
-        """A list, of which a single value is short for one with that value."""
+        """Take a list; a single value stands for a list of one."""
         value = self.take(key)
         if value is None:
             return list(default)
         return list(value) if isinstance(value, list) else [value]
 
     def items(self) -> dict[str, Any]:
-        """All that is left, under names as they stand there."""
+        """Take everything that is left, by the names in the file."""
         left, self._content = self._content, {}
         bad = [key for key in left if not isinstance(key, str)]
         if bad:
@@ -192,7 +192,7 @@ class Section:
         return left
 
     def settings(self) -> dict[str, Any]:
-        """All that is left, under names in the style of Python."""
+        """Take everything that is left, with names in the style of Python."""
         found: dict[str, Any] = {}
         for key, value in self.items().items():
             name = key.replace("-", "_")
@@ -204,7 +204,7 @@ class Section:
         return found
 
     def end(self) -> None:
-        """Refuses what nobody took.
+        """Refuse leftovers.
 
         Raises:
             UserError: it names the first of them.
@@ -215,7 +215,7 @@ class Section:
             raise self.error(str(key), f"is unknown; {hint}")
 
     def error(self, key: str, text: str) -> UserError:
-        """What is wrong with a value, with its file and name."""
+        """Return an error about a value, with its file and name."""
         return UserError(f"{self.path}: {self.full(key)} {text}")
 
 

@@ -1,24 +1,36 @@
-"""Remedies for fairseq 0.12.3 on today's Python, torch and numpy.
+"""fairseq 0.12.3 for this package: its trainer, and remedies for today's Python, torch and numpy.
 
-:func:`apply` is called when fairseq imports ``smlp.models`` (``--user-dir smlp``) and by the ``smlp`` command. Each
-module below holds one group of remedies, every one with its reason; each changes only the names it lists and leaves
+:func:`apply` is called when fairseq imports ``smlp.models``: with ``--user-dir smlp``, or through ``command_line``,
+with which the ``smlp`` command runs fairseq's tools.
+
+    trainer           our subclass of fairseq's Trainer, which replaces it; its methods rest on:
+    experts             gradients, norm and optimizer state of experts that are spread over ranks
+    expert_saving       checkpoints whose experts are written by the ranks that have them
+    changed_settings    a warning if training resumes with other settings of the model
+    divergence          one sentence if numbers are no longer finite
+    speed               MFU, memory and waiting for data in the training log
+    records             --data-order-file, --update-times-file and --environment-file
+    profiling           --profile-updates: a trace and a table of some updates
+
+Each module below holds one group of remedies with their reasons. It changes only the names that it lists, and leaves
 every other user of the same library function alone.
 
-    startup     imports that take seconds for nothing, threads beyond the cores
-    logs        silent tools, warning floods, one-line errors
-    versions    names that numpy and torch took away
+    startup     imports that take seconds for nothing, threads beyond the cores, freed memory
+    logs        silent tools, floods of warnings, errors in one line
+    versions    names that numpy and torch removed
     parsing     command lines that end in pages of usage or a traceback, --bf16 without a TPU
     limits      numbers that no option can work with
-    needs       options that need what is not there
-    precision   --fp16 without a GPU
-    stopping    signals that ask a run to save and leave
+    needs       options that need something missing
+    settings    options that cannot work on this machine, or with experts that are spread over ranks
+    stopping    signals that ask a run to save and exit
     processes   torchrun, srun and explicit ranks, with and without a GPU
-    lost_ranks  for it: what a rank says that another one has left alone
+    lost_ranks  for processes: the message of a rank that another one has left alone
     saving      checkpoints that are whole or absent, a full disk
     loading     missing, truncated and unfitting checkpoints
     data        missing, empty and unreadable text and datasets
-    batches     the samples that fairseq leaves out
-    buffering   threads that read batches nobody wants any more
+    batches     the samples that fairseq leaves out, batches that only keep the ranks together
+    buffering   threads that read batches nobody needs any more
+    adam        Adam in one pass on a CPU
     scoring     samples whose first tokens only choose experts
 """
 
@@ -28,31 +40,35 @@ _applied = False
 
 
 def apply() -> None:
-    """Put all remedies in place in this process; later calls do nothing."""
+    """Put the trainer and all remedies in place in this process; later calls do nothing."""
     global _applied
     if _applied:
         return
     _applied = True
 
     from smlp.fairseq_compat import (
+        adam,
         batches,
         buffering,
         data,
+        divergence,
+        expert_saving,
         limits,
         loading,
         logs,
         needs,
         parsing,
-        precision,
         processes,
         saving,
         scoring,
+        settings,
+        speed,
         startup,
         stopping,
+        trainer,
         versions,
     )
 
-    # stopping before processes, which settles the ranks that it looks at
-    first = (startup, logs, versions, parsing, limits, needs, precision, stopping, processes)
-    for group in (*first, saving, loading, data, batches, buffering, scoring):
+    remedies = (startup, logs, versions, parsing, limits, needs, settings, stopping, processes, saving, loading, data)
+    for group in (*remedies, batches, buffering, adam, scoring, divergence, speed, expert_saving, trainer):
         group.apply()

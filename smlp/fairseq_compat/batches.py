@@ -1,11 +1,18 @@
-"""Samples that fairseq leaves out without saying so, and batches that another start would make of other samples."""
+"""Count every sample once.
+
+That concerns samples that fairseq leaves out silently, batches that a resumed run would make differently, and batches
+that only keep the ranks together.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
+import torch
 
 from smlp.errors import UserError
 
@@ -24,8 +31,14 @@ def apply() -> None:
 
     A run keeps the batches that it has made for its first epoch, and draws only their order anew for each epoch; but a
     run that is resumed in a later epoch made others, drawn with that epoch's number. It now makes those of the first.
+
+    A rank that has fewer batches than others repeats an old one, to keep the ranks together. fairseq decides by the
+    last batch of an update whether the whole update counts; here only the repeated batches do not count.
+
+    fairseq saves the position in an epoch in batches of one rank, but not the number of ranks. That is saved too.
     """
     from fairseq.data import data_utils
+    from fairseq.data.iterators import EpochBatchIterator
     from fairseq.tasks.fairseq_task import FairseqTask
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
@@ -33,6 +46,8 @@ def apply() -> None:
     load = LanguageModelingTask.eval_lm_dataloader
     iterate = FairseqTask.get_batch_iterator
     leave_out = FairseqTask.filter_indices_by_size
+    micro_batch, validate = FairseqTask.train_step, FairseqTask.valid_step
+    iterator_state, load_iterator_state = EpochBatchIterator.state_dict, EpochBatchIterator.load_state_dict
 
     @functools.wraps(cut)
     def batch_by_size(indices: Any, *rest: Any, fixed_shapes: Any = None, **kw: Any) -> Any:
@@ -85,9 +100,44 @@ def apply() -> None:
         dataset.set_epoch(epoch)
         return iterator
 
+    @functools.wraps(micro_batch)
+    def train_step(self: FairseqTask, *args: Any, ignore_grad: bool = False, **kw: Any) -> Any:
+        loss, sample_size, logging_output = micro_batch(self, *args, ignore_grad=ignore_grad, **kw)
+        return as_nothing(loss, sample_size, logging_output) if ignore_grad else (loss, sample_size, logging_output)
+
+    @functools.wraps(validate)
+    def valid_step(self: FairseqTask, sample: Any, model: Any, criterion: Any) -> Any:
+        # fairseq-validate knows no such batches, unlike validation in training
+        if sample:
+            self.last_valid_sample = sample
+            return validate(self, sample, model, criterion)
+        return as_nothing(*validate(self, real_sample(self), model, criterion))
+
+    @functools.wraps(iterator_state)
+    def state_dict(self: EpochBatchIterator) -> dict[str, Any]:
+        return {**iterator_state(self), "num_shards": self.num_shards}
+
+    @functools.wraps(load_iterator_state)
+    def load_state_dict(self: EpochBatchIterator, state: dict[str, Any]) -> None:
+        own = for_other_ranks(state, self.num_shards)
+        try:
+            load_iterator_state(self, own)
+        except RuntimeError as error:
+            if "dataloader mismatch" not in str(error):
+                raise
+            raise UserError(
+                f"the checkpoint was written after {own['iterations_in_epoch']:,} batches of an epoch, and an epoch of "
+                f"this run has {len(self.frozen_batches) // self.num_shards:,}: train on the same data with the same "
+                "--batch-size, --max-tokens and --tokens-per-sample, or give --reset-dataloader"
+            ) from error
+
     data_utils.batch_by_size = batch_by_size
     FairseqTask.get_batch_iterator = get_batch_iterator
     FairseqTask.filter_indices_by_size = filter_indices_by_size
+    FairseqTask.train_step = train_step
+    FairseqTask.valid_step = valid_step
+    EpochBatchIterator.state_dict = state_dict
+    EpochBatchIterator.load_state_dict = load_state_dict
     LanguageModelingTask.eval_lm_dataloader = eval_lm_dataloader
 
 
@@ -114,3 +164,62 @@ def check_lengths(lengths: numpy.ndarray, limit: int, may_leave_out: bool) -> No
         f"{too_long:,} of {len(lengths):,} samples are longer than {limit} tokens, the longest has {lengths.max()}: "
         f"{remedy}"
     )
+
+
+def batch_seeds(seed: int, num_updates: int, rank: int, num_ranks: int) -> Iterator[int]:
+    """Yield the seeds of one rank's batches in an update, without end.
+
+    The batches of an update are dealt out to the ranks in turn, so the j-th of rank r is number ``j * W + r`` on any
+    number W of ranks. The seed follows from this number: dropout, jitter and second experts do not depend on the
+    layout. The first batch has fairseq's own seed, which fairseq would give to every rank.
+    """
+    for number in itertools.count(rank, num_ranks):
+        yield batch_seed(seed, num_updates, number) if number else seed + num_updates
+
+
+def batch_seed(seed: int, num_updates: int, number: int) -> int:
+    """Return a seed of its own for a batch of an update."""
+    return int(numpy.random.SeedSequence((seed, num_updates, number)).generate_state(1, numpy.uint64)[0] >> 1)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators that a forward pass draws from; ``torch.manual_seed`` takes 200 times as long on a CPU."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+def as_nothing(loss: Any, sample_size: Any, logging_output: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return zeros for a batch that only keeps ranks together, to be added to the sums over ranks."""
+    return loss, sample_size * 0, {key: value * 0 for key, value in logging_output.items()}
+
+
+def real_sample(task: Any) -> Any:
+    """Return a batch for a rank that has no more batches.
+
+    Raises:
+        UserError: it never had one.
+    """
+    sample = getattr(task, "last_valid_sample", None)
+    if sample is None:
+        raise UserError("there are fewer batches to validate on than ranks: give a smaller --batch-size or fewer ranks")
+    return sample
+
+
+def real_batches_last(samples: list) -> list:
+    """Return the micro-batches of an update, those without data first.
+
+    fairseq decides by the last one whether the whole update counts.
+    """
+    if not samples or samples[-1]:
+        return samples
+    return sorted(samples, key=bool)
+
+
+def for_other_ranks(state: dict[str, Any], num_shards: int) -> dict[str, Any]:
+    """Return a saved position in an epoch, in batches of one rank, for another number of ranks.
+
+    It is rounded down: at most W - 1 batches are seen twice.
+    """
+    written_by, position = state.get("num_shards", num_shards), state.get("iterations_in_epoch", 0)
+    return {**state, "iterations_in_epoch": position * written_by // num_shards}

@@ -1,4 +1,4 @@
-"""Batches read ahead: the thread that reads them ends when nobody wants them any more."""
+"""End the thread that reads batches ahead when its batches are no longer needed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _until(is_dropped: threading.Event, source: Iterable[Any]) -> Iterator[Any]:
 
 
 def _stop_reading(buffer: Any) -> None:
-    """Ends the thread of a buffer, if it has begun, and waits for that."""
+    """End the thread of a buffer, if it was started, and wait for it."""
     thread = getattr(buffer, "_consumer", None)
     if thread is None or sys.is_finalizing():  # at the end of Python such threads do not run any more
         return

@@ -1,4 +1,4 @@
-"""Missing, empty and unreadable text files, dictionaries and binarised data: one sentence that says what to do."""
+"""Refuse missing, empty and unreadable text, dictionaries and binarised data in one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ def apply() -> None:
     from fairseq.data import Dictionary
     from fairseq.sequence_scorer import SequenceScorer
     from fairseq.tasks.language_modeling import LanguageModelingTask
-    from fairseq.trainer import Trainer
 
     setup_dictionary = LanguageModelingTask.setup_dictionary.__func__
     load_dataset = LanguageModelingTask.load_dataset
     add_file = Dictionary.add_file_to_dictionary
     binarize = FileBinarizer.multiprocess_dataset.__func__
-    prepare_sample = Trainer._prepare_sample
     score = SequenceScorer.generate
 
     @functools.wraps(setup_dictionary)
@@ -70,14 +68,7 @@ def apply() -> None:
             check_ids(sample, len(decoder.dictionary), on_gpu=True)  # scores are waited for as well
         return score(self, models, sample, **kw)
 
-    @functools.wraps(prepare_sample)
-    def checked_prepare_sample(self: Trainer, sample: Any, *rest: Any, **kw: Any) -> Any:
-        if isinstance(self.task, LanguageModelingTask):
-            check_ids(sample, len(self.task.source_dictionary))
-        return prepare_sample(self, sample, *rest, **kw)
-
     SequenceScorer.generate = checked_score
-    Trainer._prepare_sample = checked_prepare_sample
     LanguageModelingTask.setup_dictionary = classmethod(checked_setup_dictionary)
     LanguageModelingTask.load_dataset = checked_load_dataset
     Dictionary.add_file_to_dictionary = staticmethod(checked_add_file)
@@ -85,7 +76,7 @@ def apply() -> None:
 
 
 def how_to_make(directory: str | Path) -> str:
-    """The command that makes a data directory, as the end of a sentence."""
+    """Return the command that makes a data directory, as the end of a sentence."""
     return (
         "make it with fairseq-preprocess --only-source --trainpref TRAIN.txt --validpref VALID.txt "
         f"--testpref TEST.txt --destdir {directory}"
@@ -171,7 +162,7 @@ def check_split(directory: str | Path, split: str, vocab_size: int | None = None
 
 
 def subsets(directory: str | Path, split: str) -> list[str]:
-    """The splits that fairseq reads as one: SPLIT, SPLIT1, SPLIT2, ... up to the first that is missing."""
+    """Return the splits that fairseq reads as one: SPLIT, SPLIT1, SPLIT2, ... up to the first that is missing."""
     names = (f"{split}{number}" for number in itertools.count(1))
     return [split, *itertools.takewhile(lambda name: (Path(directory) / f"{name}.idx").exists(), names)]
 

@@ -1,4 +1,4 @@
-"""Numbers that no option of fairseq can work with: one table of the lowest and highest value of each.
+"""Refuse numbers that fairseq cannot work with: one table of the lowest and highest value of each option.
 
 fairseq divides by some of them, hands others to libraries that refuse them deep inside, and takes the rest without a
 word: ``--batch-size 0`` is one batch of the whole corpus. Options of this package's own models are checked by
@@ -24,7 +24,7 @@ _SEED = 2**32 - 2**20  # numpy's seeds end at 2^32 - 1, and fairseq adds the num
 
 
 class Limit(NamedTuple):
-    """The lowest and the highest value that an option may have, and what to say besides."""
+    """The lowest and the highest value that an option may have, and a remark for the message."""
 
     lowest: float
     highest: float = _LARGEST
@@ -232,7 +232,7 @@ def _remark(limit: Limit) -> str:
 
 
 def _of_schedule(name: Any, values: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with numbers of a schedule beside each other, as the end of a sentence."""
+    """Yield what is wrong with the numbers of a schedule together, as the end of a sentence."""
     lr, warmup, updates = (values.get(option) for option in ("lr", "warmup_updates", "max_update"))
     lr = lr if isinstance(lr, (list, tuple)) else [lr]
     updates = updates or 0

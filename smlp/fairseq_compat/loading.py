@@ -1,22 +1,24 @@
-"""Missing, damaged and unfitting checkpoints: one sentence instead of a traceback or of a silent new start."""
+"""Refuse missing, damaged and unfitting checkpoints in one sentence; fairseq prints a traceback or starts anew."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smlp.checkpoint.checksums import check_sums, record_problem
+import torch.distributed as dist
+
+from smlp.checkpoint.content import moment_problems, progress_problems
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.parts import attach
-from smlp.checkpoint.progress import moment_problems, progress_problems
-from smlp.checkpoint.torch_file import OtherClassError, existing_file, read_structure
+from smlp.checkpoint.torch_file import OtherClassError, check_records, existing_file, read_structure, record_problem
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 from smlp.fairseq_compat.saving import remove_leftovers
@@ -35,13 +37,11 @@ _DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 
 def apply() -> None:
     from fairseq import checkpoint_utils
-    from fairseq.trainer import Trainer
     from fairseq.utils import split_paths
 
     load_to_cpu = checkpoint_utils.load_checkpoint_to_cpu
     load_ensemble = checkpoint_utils.load_model_ensemble_and_task
     resume = checkpoint_utils.load_checkpoint
-    trainer_load = Trainer.load_checkpoint
 
     @functools.wraps(load_to_cpu)
     def load_checkpoint_to_cpu(path: str, *rest: Any, **kw: Any) -> dict[str, Any]:
@@ -61,11 +61,15 @@ def apply() -> None:
         return state
 
     @functools.wraps(load_ensemble)
-    def load_model_ensemble_and_task(filenames: list[str], *rest: Any, **kw: Any) -> Any:
+    def load_model_ensemble_and_task(
+        filenames: list[str], arg_overrides: dict[str, Any] | None = None, *rest: Any, **kw: Any
+    ) -> Any:
+        # Scoring and generation: ranks have other numbers of batches and lengths, so each has all experts.
+        overrides = {"expert_parallel_size": 1, **(arg_overrides or {})}
         if None in filenames:
             raise UserError("no checkpoint to load: give one with --path")
         try:
-            return load_ensemble(filenames, *rest, **kw)
+            return load_ensemble(filenames, overrides, *rest, **kw)
         except OSError as error:
             if "Model file not found" not in str(error):
                 raise
@@ -76,7 +80,7 @@ def apply() -> None:
             raise UserError(unfitting(", ".join(filenames), error)) from error
 
     @functools.wraps(resume)
-    def load_checkpoint(cfg: Any, trainer: Trainer, **kw: Any) -> Any:
+    def load_checkpoint(cfg: Any, trainer: Any, **kw: Any) -> Any:
         path = check_restore_file(cfg, trainer)
         data = getattr(trainer.cfg.task, "data", None)
         if path is not None and data:
@@ -86,37 +90,56 @@ def apply() -> None:
                 logger.info(f"removed {leftover}, which an interrupted run left half-written")
         return resume(cfg, trainer, **kw)
 
-    @functools.wraps(trainer_load)
-    def trainer_load_checkpoint(self: Trainer, filename: str, *rest: Any, **kw: Any) -> Any:
-        try:
-            extra_state = trainer_load(self, filename, *rest, **kw)
-        except UserError:
-            raise
-        except Exception as error:
-            # fairseq hides the reason for which the parameters cannot be loaded
-            reason = error.__context__
-            if isinstance(reason, UserError):
-                raise reason from None
-            if isinstance(reason, RuntimeError) and "loading state_dict" in str(reason):
-                raise UserError(unfitting(filename, reason)) from error
-            if isinstance(error, AssertionError) and "does not match; please reset" in str(error):
-                raise UserError(other_optimizer(filename, str(error))) from error
-            cause = reason if "Cannot load model" in str(error) else error
-            if not isinstance(cause, _OF_UNFITTING):
-                raise
-            raise UserError(not_resumable(filename, cause)) from error
-        if self._optimizer is not None:
-            check_moments(filename, self)
-        return extra_state
-
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
     checkpoint_utils.load_checkpoint = load_checkpoint
-    Trainer.load_checkpoint = trainer_load_checkpoint
+
+
+@contextlib.contextmanager
+def said_in_one_sentence(filename: str) -> Iterator[None]:
+    """Explain errors of fairseq's trainer while it loads a checkpoint inside the block.
+
+    Raises:
+        UserError: the checkpoint does not fit; fairseq hides the reason.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = error.__context__
+        if isinstance(reason, UserError):
+            raise reason from None
+        if isinstance(reason, RuntimeError) and "loading state_dict" in str(reason):
+            raise UserError(unfitting(filename, reason)) from error
+        if isinstance(error, AssertionError) and "does not match; please reset" in str(error):
+            raise UserError(other_optimizer(filename, str(error))) from error
+        cause = reason if "Cannot load model" in str(error) else error
+        if not isinstance(cause, _OF_UNFITTING):
+            raise
+        raise UserError(not_resumable(filename, cause)) from error
+
+
+def check_seen_by_all(path: str) -> None:
+    """Refuse a checkpoint that only some ranks can see; fairseq would wait forever. A collective.
+
+    Raises:
+        UserError: the message names the file and the ranks.
+    """
+    from fairseq.file_io import PathManager
+
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, PathManager.isfile(path))
+    if any(seen) and not all(seen):
+        missing = [rank for rank, is_there in enumerate(seen) if not is_there]
+        raise UserError(
+            f"ranks {missing} do not see {path}, the others do: --save-dir and --restore-file must be on a disk that "
+            "all nodes share"
+        )
 
 
 def check_moments(path: str, trainer: Any) -> None:
-    """Compare the moments that an optimizer has read with its parameters, and warn of parameters without any.
+    """Compare the moments that an optimizer has loaded with its parameters, and warn of parameters without any.
 
     Args:
         path: of the checkpoint.
@@ -177,7 +200,7 @@ def check_file(path: str) -> None:
     if not zipfile.is_zipfile(path):
         return
     try:
-        check_sums(path)
+        check_records(path)
         problems = progress_problems(read_structure(path), path)
     except OtherClassError:  # torch may know it, or says what to do
         return
@@ -257,7 +280,7 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
 
 
 def _dictionary_of(path: str) -> Path | None:
-    """The dictionary of a checkpoint, if it can be found."""
+    """Return the dictionary of a checkpoint, if it can be found."""
     beside = Path(path).parent / DICTIONARY
     if beside.is_file():
         return beside
@@ -269,7 +292,7 @@ def _dictionary_of(path: str) -> Path | None:
 
 
 def other_optimizer(path: str, said: str) -> str:
-    """The sentence for a checkpoint whose optimizer or criterion was another one."""
+    """Return the message for a checkpoint with another optimizer or criterion."""
     what, then, now = re.match(r"(\w+) does not match.*\. (\w+) vs (\w+)", said).groups()
     same = "--optimizer, --bf16 and --fp16" if what == "Optimizer" else "--criterion"
     return (
@@ -279,7 +302,7 @@ def other_optimizer(path: str, said: str) -> str:
 
 
 def not_resumable(path: str, error: BaseException) -> str:
-    """The sentence for a checkpoint whose parts are not what this run has room for."""
+    """Return the message for a checkpoint whose parts are of another kind than this run's."""
     what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return (
         f"training cannot resume from {path} ({what}): its optimizer, schedule, meters or weights are of another kind "
@@ -288,7 +311,7 @@ def not_resumable(path: str, error: BaseException) -> str:
 
 
 def missing(path: str) -> str:
-    """The sentence for a checkpoint that is not there, with what else its directory holds."""
+    """Return the message for a checkpoint that is missing, with the other files of its directory."""
     directory = Path(path).parent
     if not directory.is_dir():
         return f"no checkpoint at {path}: there is no directory {directory}"
@@ -298,7 +321,7 @@ def missing(path: str) -> str:
 
 
 def exported(path: str) -> str | None:
-    """The sentence for a whole file of ``smlp checkpoint merge --export``; None for another."""
+    """Return the message for an export of ``smlp checkpoint merge --export``; None for another file."""
     try:
         if not open_checkpoint(path).is_export:
             return None
@@ -311,7 +334,7 @@ def exported(path: str) -> str | None:
 
 
 def damaged(path: str, error: BaseException) -> str:
-    """The sentence for a file that is no complete checkpoint, with its size and a neighbour that can be loaded."""
+    """Return the message for a file that is no complete checkpoint, with its size and a neighbour that loads."""
     if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside the file
         return f"cannot read {path}: {error.strerror or error}"
     size, reason = Path(path).stat().st_size, type(error).__name__
@@ -321,7 +344,7 @@ def damaged(path: str, error: BaseException) -> str:
 
 
 def remedy_for(path: str | Path) -> str:
-    """What to do about a checkpoint that cannot be read."""
+    """Return what to do about a checkpoint that cannot be read."""
     newest = newest_loadable(Path(path), compare=True)
     if newest is not None:
         return f"{newest} can be loaded instead (--restore-file to train on, --path to evaluate)"
@@ -329,7 +352,7 @@ def remedy_for(path: str | Path) -> str:
 
 
 def unfitting(path: str, error: RuntimeError) -> str:
-    """The sentence for a checkpoint of another model, from the first line of torch's report that says what differs."""
+    """Return the message for a checkpoint of another model, from the first difference that torch reports."""
     lines = [line.strip() for line in str(error).splitlines()[1:]]
     sizes = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)")
     for line in lines:
@@ -341,7 +364,7 @@ def unfitting(path: str, error: RuntimeError) -> str:
 
 
 def newest_loadable(path: Path, compare: bool = False) -> Path | None:
-    """The newest other ``checkpoint*.pt`` beside ``path`` that can be read, or None.
+    """Return the newest other ``checkpoint*.pt`` beside ``path`` that can be read, or None.
 
     Args:
         path: of a checkpoint.
@@ -359,5 +382,5 @@ def newest_loadable(path: Path, compare: bool = False) -> Path | None:
 
 
 def _is_refused_type(error: BaseException) -> bool:
-    """Whether torch read the file but refused a class in it, which is not damage: its own message says what to do."""
+    """Return whether torch read the file but refused a class in it; its own message says what to do."""
     return isinstance(error, pickle.UnpicklingError) and bool(re.search(r"Unsupported (global|class)", str(error)))

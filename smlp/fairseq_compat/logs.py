@@ -1,4 +1,4 @@
-"""What the user sees: log lines that vanished, warnings that say nothing, errors without a traceback."""
+"""Restore log lines that vanish, silence warnings that say nothing, and print errors of users without a traceback."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def apply() -> None:
 
 
 def quiet_known_warnings() -> None:
-    """Ignore the warnings of the table above, each by its message and module. May be called before fairseq is
-    imported, which also spares the ones that its import prints."""
+    """Ignore the warnings of the table above, each by its message and module.
+
+    If called before fairseq is imported, this covers the warnings of its import too.
+    """
     for category, message, module in _NOISE:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
 
@@ -70,8 +72,7 @@ def restore_log_output() -> None:
 
 
 def install_error_hook() -> None:
-    """Print an uncaught ``UserError``, memory that ran out, or what befell other ranks, as one line; every other
-    exception keeps its traceback."""
+    """Print a ``UserError``, a lack of memory or a lost rank as one line; other exceptions keep their traceback."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -86,6 +87,6 @@ def install_error_hook() -> None:
 
 
 def print_user_error(error: Exception | str) -> None:
-    """``smlp: error: ...`` on standard error, after what was printed before it."""
+    """Print ``smlp: error: ...`` on standard error, after flushing standard output."""
     sys.stdout.flush()
     print(f"smlp: error: {one_line(error)}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A rank that waits for one that is gone ends in one sentence, wherever in fairseq it waits.
+"""End a rank that waits for a lost one with one sentence, wherever in fairseq it waits.
 
 Exchanges of experts say themselves in which layer they failed (:mod:`smlp.parallel.group`). fairseq and
 DistributedDataParallel have collectives in many more places; which one failed is read from the traceback.
@@ -35,7 +35,7 @@ _OTHER_PLACES = {"main": "start of training", "distributed_main": "end of the ru
 
 
 def lost_rank(error: RuntimeError, distributed: Any) -> ParallelError | None:
-    """What befell this rank, if the error is of a collective or of ranks that do not meet; None if it is not.
+    """Return the message for an error of a collective, or of ranks that do not meet; None for another error.
 
     Args:
         error: as it was caught, with its traceback.
@@ -58,7 +58,7 @@ def lost_rank(error: RuntimeError, distributed: Any) -> ParallelError | None:
 
 
 def collective_timeout(heartbeat_timeout: int | None) -> timedelta | None:
-    """How long a collective may wait for other ranks with ``--heartbeat-timeout``; None for torch's own limit.
+    """Return how long a collective may wait for other ranks with ``--heartbeat-timeout``; None for torch's own limit.
 
     It is shorter, so that the message can say where ranks waited for each other: fairseq interrupts the process.
     """
@@ -66,7 +66,7 @@ def collective_timeout(heartbeat_timeout: int | None) -> timedelta | None:
 
 
 def limit_waiting(timeout: timedelta) -> None:
-    """Let the ranks of this process wait no longer for each other, from the moment when they are to meet.
+    """Limit how long collectives of this process wait for other ranks, from the first one on.
 
     fairseq begins to watch with the first forward pass.
     """

@@ -1,4 +1,4 @@
-"""Options that need what is not there: a library, a GPU, a file, another option, a task of another kind."""
+"""Refuse options that need something missing: a library, a GPU, a file, another option, another kind of task."""
 
 from __future__ import annotations
 
@@ -27,21 +27,8 @@ _LIBRARIES = {"lamb": "apex", "cpu_adam": "deepspeed"}  # of optimizers
 
 def apply() -> None:
     from fairseq.data import data_utils
-    from fairseq.logging import metrics
-    from fairseq.trainer import Trainer
 
-    validate, find_ignored = Trainer.valid_step, data_utils.raise_if_valid_subsets_unintentionally_ignored
-
-    @functools.wraps(validate)
-    def valid_step(self: Trainer, *rest: Any, **kw: Any) -> Any:
-        result = validate(self, *rest, **kw)
-        logged, name = list(metrics.get_active_aggregators())[-1], self.cfg.checkpoint.best_checkpoint_metric
-        if name not in logged and name != "num_updates" and not hasattr(self.task, "post_validate"):
-            raise UserError(
-                f"--best-checkpoint-metric {name} is not among what validation measures: "
-                f"{', '.join(key for key in logged if not key.startswith('_'))}"
-            )
-        return result
+    find_ignored = data_utils.raise_if_valid_subsets_unintentionally_ignored
 
     @functools.wraps(find_ignored)
     def raise_if_valid_subsets_unintentionally_ignored(cfg: Any) -> None:
@@ -53,8 +40,23 @@ def apply() -> None:
                 f"{cfg.dataset.valid_subset} names: give --combine-valid-subsets or --ignore-unused-valid-subsets"
             ) from error
 
-    Trainer.valid_step = valid_step
     data_utils.raise_if_valid_subsets_unintentionally_ignored = raise_if_valid_subsets_unintentionally_ignored
+
+
+def check_best_metric(trainer: Any) -> None:
+    """Refuse a ``--best-checkpoint-metric`` that a validation batch has not logged.
+
+    Raises:
+        UserError: the message names the measure and those that there are.
+    """
+    from fairseq.logging import metrics
+
+    logged, name = list(metrics.get_active_aggregators())[-1], trainer.cfg.checkpoint.best_checkpoint_metric
+    if name not in logged and name != "num_updates" and not hasattr(trainer.task, "post_validate"):
+        raise UserError(
+            f"--best-checkpoint-metric {name} is not among what validation measures: "
+            f"{', '.join(key for key in logged if not key.startswith('_'))}"
+        )
 
 
 def check_tools(args: Any) -> None:
@@ -99,7 +101,7 @@ def check_needs(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
 
 
 def _names(cfg: Any) -> Iterator[str]:
-    """Names that nothing is registered under; ``fairseq-hydra-train`` lets every one pass."""
+    """Yield what is wrong with names that are not registered; ``fairseq-hydra-train`` accepts any."""
     from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
     from fairseq.registry import REGISTRIES
     from fairseq.tasks import TASK_REGISTRY

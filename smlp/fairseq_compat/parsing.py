@@ -1,4 +1,4 @@
-"""Command lines that fairseq's parser answers with pages of usage or a traceback, or reads as something else."""
+"""Answer wrong command lines in one sentence; fairseq prints pages of usage or a traceback, or misreads them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def apply() -> None:
 
 
 def usage_error(message: str) -> NoReturn:
-    """Says what is wrong with a command line; argparse would print all options, some 200 lines, before it.
+    """Raise what is wrong with a command line; argparse would print all options, some 200 lines, before it.
 
     Raises:
         UserError: always.
@@ -120,7 +120,7 @@ def check_task(argv: list[str], default: str | None) -> None:
 
 
 def _number_list(read: Callable[..., Any], text: Any, x_type: type = float) -> Any:
-    """fairseq's reader of options that are one number or several, with what is expected where it is none."""
+    """Read an option of one or more numbers as fairseq does, but say what is expected if it is something else."""
     try:
         values = read(text, x_type)
         if x_type is int and isinstance(text, str) and any(value % 1 for value in read(text, float)):

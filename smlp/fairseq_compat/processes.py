@@ -1,5 +1,7 @@
-"""Ranks as torchrun, srun or explicit options ask for them, on GPUs and without, or a sentence that says what to type.
-Nothing trains alone unnoticed."""
+"""Start ranks as torchrun, srun or explicit options ask for, with and without GPUs, or refuse with what to type.
+
+No process trains alone unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,9 @@ import torch
 from smlp.errors import ParallelError, UserError
 from smlp.fairseq_compat.arguments import has_option
 from smlp.fairseq_compat.lost_ranks import collective_timeout, limit_waiting, lost_rank
+from smlp.fairseq_compat.saving import own_save_dir
+from smlp.fairseq_compat.settings import check_before_start
+from smlp.fairseq_compat.stopping import stoppable
 from smlp.launch.ranks import Place, device_index, has_terminal, place_of
 from smlp.launch.slurm import tasks_of_job
 from smlp.launch.team import leave
@@ -35,18 +40,22 @@ def apply() -> None:
     @functools.wraps(call_main)
     def checked_call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
         settle_ranks(cfg)
-        _warn_of_idle_tasks(cfg)
-        timeout = collective_timeout(cfg.distributed_training.heartbeat_timeout)
-        if timeout is not None:
-            limit_waiting(timeout)
-        try:
-            call_main(cfg, main, **kwargs)
-        except RuntimeError as error:
-            lost = None if isinstance(error, ParallelError) else lost_rank(error, cfg.distributed_training)
-            if lost is None:
-                raise
-            raise lost from error
-        leave()
+        if cfg.common_eval.path is None:
+            check_before_start(cfg, cfg.distributed_training.distributed_world_size)
+        with own_save_dir(cfg, main):
+            _warn_of_idle_tasks(cfg)
+            timeout = collective_timeout(cfg.distributed_training.heartbeat_timeout)
+            if timeout is not None:
+                limit_waiting(timeout)
+            try:
+                with stoppable(cfg):
+                    call_main(cfg, main, **kwargs)
+            except RuntimeError as error:
+                lost = None if isinstance(error, ParallelError) else lost_rank(error, cfg.distributed_training)
+                if lost is None:
+                    raise
+                raise lost from error
+            leave()
 
     @functools.wraps(wrapper, updated=())
     def data_parallel(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
@@ -70,7 +79,7 @@ def apply() -> None:
 def settle_ranks(cfg: Any) -> None:
     """Fill in ``cfg.distributed_training`` from torchrun or srun, and refuse what fairseq would start wrongly.
 
-    Explicit options (``--distributed-init-method``) come first. What is settled stays as it is in a second call.
+    Explicit options (``--distributed-init-method``) come first. A second call changes nothing.
 
     Raises:
         UserError: several ranks are asked for in a way that cannot start them, or does not say how many.
@@ -116,7 +125,7 @@ def settle_ranks(cfg: Any) -> None:
 
 
 def _take(distributed: Any, place: Place, asked: int | None, visible: int) -> None:
-    """Enter a place among ranks that a launcher started.
+    """Take a place among ranks that a launcher started.
 
     Args:
         distributed: fairseq's settings.
@@ -147,7 +156,7 @@ def _take(distributed: Any, place: Place, asked: int | None, visible: int) -> No
 
 
 def _check_spawning(distributed: Any) -> None:
-    """Raises UserError where fairseq would spawn more processes than there are GPUs."""
+    """Raise ``UserError`` if fairseq would spawn more processes than there are GPUs."""
     wanted, present = distributed.distributed_world_size, torch.cuda.device_count()
     if distributed.distributed_init_method is None and wanted > present:
         raise UserError(
@@ -157,7 +166,7 @@ def _check_spawning(distributed: Any) -> None:
 
 
 def _is_given(distributed: Any) -> bool:
-    """Whether the number of ranks was asked for; by default it is the number of GPUs."""
+    """Return whether the number of ranks was asked for; by default it is the number of GPUs."""
     default = max(1, torch.cuda.device_count())
     return distributed.distributed_world_size != default or has_option(sys.argv, _WORLD_SIZE)
 
@@ -171,10 +180,9 @@ def _warn_of_idle_tasks(cfg: Any) -> None:
 
 
 def _all_gather_list_without_cuda(distributed_utils: Any) -> Callable[..., list[Any]]:
-    """``all_gather_list`` with its buffers in ordinary memory where there is no GPU.
+    """Return ``all_gather_list`` with its buffers in ordinary memory if there is no GPU.
 
-    fairseq allocates them on the GPU. It looks for them as attributes of the function of this name, so presetting them
-    is all that is needed.
+    fairseq allocates them on the GPU, unless the function of this name has them as attributes.
     """
     original = distributed_utils.all_gather_list
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are either whole or absent, and one clear sentence when the disk is full.
+"""Write checkpoints that are either whole or absent, and say it in one sentence if the disk is full.
 
 fairseq writes a checkpoint to ``NAME.tmp`` and renames it, without waiting for the disk; the second and third name
 of the same checkpoint (``checkpoint_best.pt``, ``checkpoint_last.pt``) it then copies in place, so a run killed in
@@ -63,10 +63,10 @@ def apply() -> None:
 
 @contextlib.contextmanager
 def own_save_dir(cfg: Any, main: Callable[..., Any]) -> Iterator[None]:
-    """Keep other runs out of the save-dir while one trains: they would write over each other's checkpoints.
+    """Keep other runs out of the save-dir inside the block: they would write over each other's checkpoints.
 
-    Rank 0 holds the lock for all ranks. Readers, and runs with ``--no-save``, need none. Inside a block for the same
-    folder, another one does nothing.
+    Rank 0 holds the lock for all ranks. Readers, and runs with ``--no-save``, need none. Nested blocks for the
+    same folder do nothing.
 
     Args:
         cfg: fairseq's configuration, with the rank of this process.
@@ -93,7 +93,7 @@ _own: set[str] = set()
 
 
 def _is_training(main: Callable[..., Any]) -> bool:
-    """Whether a main function is that of fairseq-train or fairseq-hydra-train, whatever name its module has."""
+    """Return whether a main function is that of fairseq-train or fairseq-hydra-train, whatever its module is called."""
     while isinstance(main, functools.partial):
         main = main.args[0]
     code = getattr(main, "__code__", None)
@@ -117,8 +117,10 @@ def save_whole(obj: Any, filename: str) -> None:
 
 
 def remove_leftovers(save_dir: str | Path) -> list[Path]:
-    """Delete what a killed run left half-written in its save-dir (``checkpoint*.pt.PID.tmp``, and fairseq's own
-    ``checkpoint*.pt.tmp``); returns the files deleted."""
+    """Delete half-written files of a killed run from its save-dir; return them.
+
+    They are called ``checkpoint*.pt.PID.tmp`` or, as fairseq does it, ``checkpoint*.pt.tmp``.
+    """
     removed = []
     for leftover in sorted(Path(save_dir).glob("checkpoint*.pt*.tmp")):
         with contextlib.suppress(OSError):

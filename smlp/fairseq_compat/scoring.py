@@ -1,4 +1,4 @@
-"""Scores of models whose first tokens only choose experts (``prefix_tokens``): those tokens are not scored."""
+"""Leave the first tokens of a sample out of its score if they only choose experts (``prefix_tokens``)."""
 
 from __future__ import annotations
 

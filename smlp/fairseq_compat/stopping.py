@@ -1,9 +1,9 @@
-"""Training that saves and leaves when a signal asks it to, and goes on from there when it is started again.
+"""Save and exit when a signal asks for it; the same command resumes training.
 
 SIGUSR1 or SIGTERM, to all ranks or to one of them, ends a run after the update that it is in: all ranks save
 ``checkpoint_last.pt``, as fairseq does whenever it stops, without validating first, and leave with exit status
-:data:`smlp.launch.stop_signals.EXIT_STOPPED`. In a validation they leave at once. A run whose last update is done ends
-as it would have. Before the first update the signals end a process as usual: there is nothing to save.
+:data:`smlp.launch.stop_signals.EXIT_STOPPED`. During validation they exit after the current batch. A run whose last
+update is done ends as usual. Before the first update the signals end a process as usual: there is nothing to save.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -29,91 +29,35 @@ from smlp.launch.team import leave
 
 logger = logging.getLogger(__name__)
 
-_signals = StopSignals()
+#: the signals that this process has received
+stop_signals = StopSignals()
 
 
 def apply() -> None:
-    from fairseq.distributed import utils as distributed_utils
-    from fairseq.trainer import Trainer
-
-    call_main = distributed_utils.call_main
-    update = Trainer.train_step
-    validate_batch = Trainer.valid_step
-    aggregate = Trainer._aggregate_logging_outputs
-    training_time = Trainer.cumulative_training_time
-    train_iterator = Trainer.get_train_iterator
     set_worker_handlers = signal_handling._set_worker_signal_handlers
-
-    @functools.wraps(call_main)
-    def stoppable_call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
-        try:
-            with _signals_for_spawned(cfg):
-                call_main(cfg, main, **kwargs)
-        finally:
-            _signals.uninstall()
-
-    @functools.wraps(update)
-    def train_step(self: Trainer, *args: Any, **kw: Any) -> Any:
-        _signals.install()
-        result = update(self, *args, **kw)
-        self._update_just_done = True
-        return result
-
-    @functools.wraps(aggregate)
-    def aggregate_with_wish(self: Trainer, logging_outputs: list, *sums: Any, ignore: bool = False) -> Any:
-        # Signals reach ranks at different times: what counts is the sum, which all of them see after the same update.
-        asked = int(_signals.received is not None)
-        logging_outputs, (*sums, asked) = aggregate(self, logging_outputs, *sums, asked, ignore=ignore)
-        self._stop_agreed = bool(asked > 0)
-        return logging_outputs, sums
-
-    @functools.wraps(training_time)
-    def cumulative_training_time(self: Trainer) -> float:
-        # fairseq asks for it after each update, when the update is logged and before it validates or saves.
-        if getattr(self, "_update_just_done", False):
-            self._update_just_done = False
-            _leave_if_asked(self)
-        return training_time(self)
-
-    @functools.wraps(validate_batch)
-    def valid_step(self: Trainer, *args: Any, **kw: Any) -> Any:
-        result = validate_batch(self, *args, **kw)
-        _leave_if_asked(self)
-        return result
-
-    @functools.wraps(train_iterator)
-    def get_train_iterator(self: Trainer, *args: Any, **kw: Any) -> Any:
-        _signals.prepare()  # fairseq builds the first data loader after this
-        self._train_iterator = train_iterator(self, *args, **kw)
-        return self._train_iterator
 
     @functools.wraps(set_worker_handlers)
     def set_handlers_of_worker() -> None:
         # torch's own one for SIGTERM ends a worker, with status 0 if it comes from the owner and else as a failure.
         set_worker_handlers()
-        _signals.become_worker(0)
+        stop_signals.become_worker(0)
 
-    distributed_utils.call_main = stoppable_call_main
     signal_handling._set_worker_signal_handlers = set_handlers_of_worker
-    Trainer.train_step = train_step
-    Trainer.valid_step = valid_step
-    Trainer._aggregate_logging_outputs = aggregate_with_wish
-    Trainer.cumulative_training_time = cumulative_training_time
-    Trainer.get_train_iterator = get_train_iterator
 
 
-def _leave_if_asked(trainer: Any) -> None:
+def leave_if_asked(trainer: Any) -> None:
+    """Save a trainer's checkpoint and exit, if a signal asked for it and training would not end here anyway."""
     if trainer.data_parallel_world_size > 1:
-        asked = getattr(trainer, "_stop_agreed", False)
+        asked = trainer.stop_agreed
     else:
-        asked = _signals.received is not None
+        asked = stop_signals.received is not None
     if asked and not _is_last_update(trainer):
         _save_and_leave(trainer)
 
 
 def _is_last_update(trainer: Any) -> bool:
-    """Whether training ends here anyway. fairseq, started again from such a checkpoint, would do an update too many."""
-    optimization, batches = trainer.cfg.optimization, trainer._train_iterator
+    """Return whether training ends here anyway. Resumed from such a checkpoint, fairseq would do an update too many."""
+    optimization, batches = trainer.cfg.optimization, trainer.train_iterator
     if trainer.get_num_updates() >= (optimization.max_update or math.inf):
         return True
     return batches.end_of_epoch() and batches.epoch >= (optimization.max_epoch or math.inf)
@@ -124,9 +68,9 @@ def _save_and_leave(trainer: Any) -> None:
     from fairseq.distributed import utils as distributed_utils
     from fairseq.file_io import PathManager
 
-    name = _signals.received.name if _signals.received else "a signal to another rank"
+    name = stop_signals.received.name if stop_signals.received else "a signal to another rank"
     config, num_updates = trainer.cfg.checkpoint, trainer.get_num_updates()
-    path = checkpoint_utils.save_checkpoint(config, trainer, trainer._train_iterator, None)
+    path = checkpoint_utils.save_checkpoint(config, trainer, trainer.train_iterator, None)
     if path is not None and hasattr(trainer.task, "post_save"):
         trainer.task.post_save(path, num_updates)
     if config.write_checkpoints_asynchronously:
@@ -134,7 +78,7 @@ def _save_and_leave(trainer: Any) -> None:
     if trainer.data_parallel_world_size > 1:
         torch.distributed.barrier(distributed_utils.get_global_group())
     # Some launchers end the other ranks when the first one leaves: from here on nothing is lost, and the status stays.
-    _signals.leave()
+    stop_signals.leave()
     leave()
     if distributed_utils.is_master(trainer.cfg.distributed_training):
         saved = f"saved {path}; the same command goes on from it" if path else "nothing is saved with these options"
@@ -143,13 +87,14 @@ def _save_and_leave(trainer: Any) -> None:
 
 
 @contextmanager
-def _signals_for_spawned(cfg: Any) -> Iterator[None]:
-    """Where fairseq spawns a process for each GPU: passes signals on to them, and their exit status back."""
+def stoppable(cfg: Any) -> Iterator[None]:
+    """Handle signals while fairseq runs a tool inside the block.
+
+    If fairseq spawns a process for each GPU, signals are passed on to them, and their exit status back.
+    """
     distributed = cfg.distributed_training
-    if distributed.distributed_no_spawn or distributed.distributed_world_size == 1:
-        yield
-        return
-    previous = {number: signal.signal(number, _pass_on) for number in SIGNALS}
+    spawns = distributed.distributed_world_size > 1 and not distributed.distributed_no_spawn
+    previous = {number: signal.signal(number, _pass_on) for number in SIGNALS} if spawns else {}
     try:
         yield
     except ProcessExitedException as error:
@@ -159,6 +104,7 @@ def _signals_for_spawned(cfg: Any) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        stop_signals.uninstall()
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

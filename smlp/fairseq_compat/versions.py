@@ -1,4 +1,4 @@
-"""Names and defaults that newer numpy and torch changed under fairseq."""
+"""Restore names and defaults that newer versions of numpy and torch have changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a third person needs to know of where something was computed: versions, machine, revision, plugins."""
+"""The environment of a computation, for the record: versions, machine, revision, plug-ins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "numpy", "ve-fairseq", "fairseq-fixed", "fairscale", "sent
 
 
 def environment() -> dict[str, Any]:
-    """Of this process, by name."""
+    """Return the environment of this process, by name."""
     return {
         "smlp": smlp.__version__,
         **_versions(),
@@ -33,7 +33,11 @@ def environment() -> dict[str, Any]:
 
 
 def git_revision(folder: Path) -> dict[str, Any] | None:
-    """Revision of a clone and whether tracked files differ from it, with the SHA-256 of that; None outside of one."""
+    """Return a clone's revision, and whether tracked files differ from it with the SHA-256 of the difference.
+
+    Returns:
+        None if the folder is not a clone.
+    """
 
     try:
         if Path(_git(folder, "rev-parse", "--show-toplevel").strip()).resolve() != folder.resolve():
@@ -48,11 +52,11 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
 
 
 def keep_difference(git: dict[str, Any] | None, to: Path) -> None:
-    """Writes what a changed clone differs by into the folder ``to``, as ``changes-SHA256.patch`` (12 digits of it).
+    """Write how a changed clone differs from its revision to ``changes-SHA256.patch`` (12 digits of it) in ``to``.
 
     Args:
-        git: of :func:`git_revision` for this package; nothing is written where nothing was changed.
-        to: a folder that is there.
+        git: of :func:`git_revision` for this package; nothing is written if nothing was changed.
+        to: an existing folder.
     """
     if git is None or not git["changed"]:
         return
@@ -67,8 +71,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def _plugins() -> dict[str, str]:
-    """SHA-256 of each file that SMLP_PLUGINS names; by the file's name, for where it lies is nobody else's concern, or
-    by its path where two have one name."""
+    """Return the SHA-256 of each file in SMLP_PLUGINS, by its name, or by its path if two files have the same name."""
     files = plugins.named_files(os.environ.get(plugins.VARIABLE, ""))
     names = [path.name for path in files]
     found = {path.name if names.count(path.name) == 1 else str(path): path for path in files}

@@ -21,11 +21,11 @@ from smlp.launch.machine import memory_bytes, num_cores
 from smlp.launch.ports import free_port
 from smlp.launch.stop_signals import EXIT_STOPPED
 
-# Once a rank has failed, the others learn of it from their connections to it, and say so; then they are ended.
+# After a failure the other ranks notice their broken connections and say so; then they are ended.
 GRACE_SECONDS = 10.0
-# From SIGTERM to SIGKILL: a rank that waits for another one inside a library does not notice the first.
+# From SIGTERM to SIGKILL: a rank that waits inside a library does not notice SIGTERM.
 TERMINATION_SECONDS = 5.0
-#: of a process that has imported torch and fairseq, before it has a model
+#: memory of a process that has imported torch and fairseq, before it has a model
 RANK_BYTES = 2**28
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -40,24 +40,23 @@ def run_ranks(
 ) -> int:
     """Run ``command`` once for each rank, with the variables that torchrun would set, until all have ended.
 
-    The output of rank 0 goes where this process' goes, that of the others too, with ``[rank N]`` before each line.
-    SIGINT, SIGTERM and SIGUSR1 are passed on to all ranks. If a rank fails, the others get ``grace`` seconds to end by
-    themselves, then SIGTERM, and ``termination`` seconds later SIGKILL. On Linux no rank outlives this process,
-    however it ends.
+    Rank 0 prints where this process does, and so do the others, with ``[rank N]`` before each line. SIGINT, SIGTERM and
+    SIGUSR1 are passed on to all ranks. If a rank fails, the others get ``grace`` seconds to end by themselves, then
+    SIGTERM, and ``termination`` seconds later SIGKILL. On Linux no rank outlives this process, however it ends.
 
     Args:
         command: program and arguments.
         num_ranks: N.
         grace, termination: seconds.
-        patience: seconds that ranks may run on after the first has ended without a failure; for ever by default.
+        patience: seconds that ranks may continue after the first has ended without a failure; unlimited by default.
 
     Returns:
         The exit status of the rank that failed first (128 + the signal that ended it); without a failure
-        ``EXIT_STOPPED`` if a rank ended with it, else 0. Which rank ended first, which one failed and which ones did
-        not run any more is printed to standard error.
+        ``EXIT_STOPPED`` if a rank ended with it, else 0. Which rank ended first, which one failed and which ones were
+        frozen is printed to standard error.
 
     Raises:
-        UserError: this machine has no memory for so many.
+        UserError: this machine does not have enough memory.
     """
     most = max(memory_bytes() // RANK_BYTES, 1)
     if num_ranks > most:
@@ -77,20 +76,20 @@ class _LocalRanks:
         self.processes: list[subprocess.Popen[bytes]] = []
         #: what the main thread waits for: a signal's number, or a rank and its return code
         self.events: queue.SimpleQueue[signal.Signals | tuple[int, int]] = queue.SimpleQueue()
-        #: by rank, in the order in which they ended
+        #: return codes by rank, in the order in which they ended
         self.codes: dict[int, int] = {}
-        #: that had not ended when this process lost its patience, and those of them that a signal had stopped
+        #: ranks that had not ended when patience ran out, and those of them that a signal had stopped
         self.late: list[int] = []
         self.frozen: list[int] = []
         self.failed: int | None = None
         self.interrupted = False
-        #: when to lose patience, and with which signal
+        #: when patience runs out, and the signal that is sent then
         self.deadline: float | None = None
         self.next_signal = signal.SIGTERM
         self.readers: list[threading.Thread] = []
 
     def run(self) -> int:
-        with _signals_into(self.events):
+        with signals_to(self.events.put):
             try:
                 self.start()
                 while len(self.codes) < self.num_ranks:
@@ -98,7 +97,7 @@ class _LocalRanks:
             finally:
                 self.end_leftovers()
         for reader in self.readers:
-            reader.join(timeout=2)  # a process that a rank left behind may keep its output open
+            reader.join(timeout=2)  # processes that a rank left behind may keep its output open
         return self.status()
 
     def start(self) -> None:
@@ -157,12 +156,12 @@ class _LocalRanks:
         self.deadline = limit if self.deadline is None else min(limit, self.deadline)
 
     def send(self, number: signal.Signals) -> None:
-        """To the ranks that have not ended."""
+        """Send a signal to the ranks that have not ended."""
         for process in self.processes:
             process.send_signal(number)
 
     def end_leftovers(self) -> None:
-        """Ends ranks that still run, after an error here, and what ranks have left behind, such as data loaders."""
+        """End ranks that still run after an error here, and processes that ranks left behind, such as data loaders."""
         for process in self.processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -176,7 +175,7 @@ class _LocalRanks:
         return code if code > 0 else 128 - code
 
     def report(self) -> str:
-        """Which rank ended first, which one failed, and which ones did not run any more."""
+        """Say which rank ended first, which one failed, and which ones were frozen."""
         first = next(iter(self.codes))
         said = [f"rank {first} of {self.num_ranks} ended first, {_how(self.codes[first])}"]
         if self.failed in self.late:
@@ -188,7 +187,7 @@ class _LocalRanks:
 
 
 def rank_environment(num_ranks: int) -> dict[str, str]:
-    """The variables of this process, with those that are the same for all ranks of one machine."""
+    """Return the variables of this process with those that all ranks of one machine share."""
     threads = max(1, num_cores() // num_ranks)
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -205,7 +204,7 @@ def _how(code: int) -> str:
 
 
 def _is_frozen(pid: int) -> bool:
-    """Whether a signal has stopped a process and none has let it run again; unknown, that is False, but on Linux."""
+    """Return whether a signal has stopped a process; False where that is unknown, that is, not on Linux."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
@@ -220,25 +219,27 @@ def _signal_name(number: int) -> str:
 
 
 def end_with_parent() -> Callable[[], None] | None:
-    """Something to run in a child before its program: the kernel kills it when this process ends. Linux only."""
+    """Return a function to run in a child before its program, so that it is killed with this process. Linux only."""
     if sys.platform != "linux":
         return None
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the line above
+        if os.getppid() != parent:  # the parent ended before the line above
             os._exit(128 + signal.SIGKILL)
 
     return prepare
 
 
 @contextmanager
-def _signals_into(events: queue.SimpleQueue) -> Iterator[None]:
-    def note(number: int, frame: FrameType | None) -> None:
-        events.put(signal.Signals(number))
+def signals_to(note: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Hand SIGINT, SIGTERM and SIGUSR1 to ``note`` inside the block."""
 
-    previous = {number: signal.signal(number, note) for number in FORWARDED}
+    def handle(number: int, frame: FrameType | None) -> None:
+        note(signal.Signals(number))
+
+    previous = {number: signal.signal(number, handle) for number in FORWARDED}
     try:
         yield
     finally:
@@ -259,4 +260,4 @@ def _copy_lines(prefix: bytes, source: BinaryIO, target: TextIO, lock: threading
                 target.buffer.write(prefix + line.rstrip(b"\n") + b"\n")
                 target.flush()
         except (BrokenPipeError, ValueError):
-            continue  # nobody reads any more: go on emptying the pipe, or the rank would wait
+            continue  # nobody reads any more, but the rank would block if the pipe were not emptied

@@ -1,4 +1,4 @@
-"""What of this machine a process may use, and how its threads wait for each other. Imports no torch."""
+"""What a process may use of this machine, and how its threads wait for each other. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 #: 300,000 holds a core for milliseconds while the thread that is waited for may want that core; on an idle machine it
 #: is faster (docs/performance.md has figures).
 SPIN_COUNT = 1000
-#: with any of these variables the user has said how threads wait
+#: variables by which users say how threads wait
 _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LOAD = Path("/proc/loadavg")
@@ -50,7 +50,7 @@ def cpu_quota(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float
 
 
 def _with_parents(root: Path, name: str) -> Iterator[Path]:
-    """The folders of a cgroup and of those around it. In a container the name may be one that only the host has."""
+    """Yield a cgroup's folder and its parents. In a container the name may be one that only the host knows."""
     folder = root / name.lstrip("/")
     while folder != root:
         yield folder
@@ -59,7 +59,11 @@ def _with_parents(root: Path, name: str) -> Iterator[Path]:
 
 
 def _granted(folder: Path) -> tuple[int, int]:
-    """Microseconds of CPU time in each period, and the period. ValueError where there is no limit."""
+    """Return the microseconds of CPU time in each period, and the period.
+
+    Raises:
+        ValueError: there is no limit.
+    """
     if (folder / "cpu.max").is_file():
         granted, period = (folder / "cpu.max").read_text().split()
         return int(granted), int(period)
@@ -73,7 +77,7 @@ def memory_bytes() -> int:
 
 
 def others_running(load: Path = _LOAD) -> int:
-    """Return how many threads beside this one want a core, at the least of some moments; 0 if that is unknown."""
+    """Return how many other threads want a core, as the least over a few moments; 0 if that is unknown."""
     fewest = 2**31
     for _ in range(_SAMPLES):
         try:
@@ -88,11 +92,10 @@ def others_running(load: Path = _LOAD) -> int:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Make the threads of this process and of those that it starts sleep soon where they wait for each other, if other
-    programs keep cores busy that they want.
+    """Make threads sleep soon when they wait for each other, if other programs keep the cores busy.
 
-    The libraries read the environment when they are loaded, so this must be called before torch is imported. What the
-    user's environment says about waiting stays.
+    This is for this process and those that it starts. The libraries read the environment when they are loaded, so it
+    must be called before torch is imported. What the user's environment says about waiting stays.
     """
     if any(name in os.environ for name in _WAITING):
         return

@@ -1,4 +1,4 @@
-"""Where every rank would run and what it would hold: a table, computed without starting anything."""
+"""Plan where every rank would run and what it would hold, and show it as a table, without starting anything."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from smlp.launch.ranks import place_of
 from smlp.launch.slurm import Tasks, tasks_of_job, tasks_of_step
 from smlp.parallel import ExpertLayout
 
-_MOST_SEATS = 1 << 16
+_MOST_RANKS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
-    """Where a rank runs."""
+class PlannedRank:
+    """Where a rank would run."""
 
     host: str
     device: str
 
 
-def seats_of_nodes(num_nodes: int, gpus_per_node: int, cpu: bool) -> list[Seat]:
-    """Of a cluster that this machine does not belong to, one rank for each GPU; its nodes are called node0, ...
+def ranks_of_nodes(num_nodes: int, gpus_per_node: int, cpu: bool) -> list[PlannedRank]:
+    """Plan one rank for each GPU of a cluster that this machine does not belong to; its nodes are called node0, ...
 
     Raises:
-        UserError: they are more than a table can show.
+        UserError: there are more ranks than a table can show.
     """
-    if num_nodes * gpus_per_node > _MOST_SEATS:
+    if num_nodes * gpus_per_node > _MOST_RANKS:
         raise UserError(
             f"--nodes {num_nodes} with --gpus-per-node {gpus_per_node} are {num_nodes * gpus_per_node:,} ranks: "
-            f"at most {_MOST_SEATS:,}"
+            f"at most {_MOST_RANKS:,}"
         )
     return [
-        Seat(f"node{node}", "cpu" if cpu else f"cuda:{number}")
+        PlannedRank(f"node{node}", "cpu" if cpu else f"cuda:{number}")
         for node in range(num_nodes)
         for number in range(gpus_per_node)
     ]
 
 
-def seats_here(num_ranks: int, num_gpus: int) -> list[Seat]:
-    """Of ranks on this machine.
+def ranks_here(num_ranks: int, num_gpus: int) -> list[PlannedRank]:
+    """Plan ranks on this machine.
 
     Args:
         num_ranks: W.
         num_gpus: that they may use; 0 for none.
     """
     host = socket.gethostname()
-    return [Seat(host, f"cuda:{rank}" if num_gpus else "cpu") for rank in range(num_ranks)]
+    return [PlannedRank(host, f"cuda:{rank}" if num_gpus else "cpu") for rank in range(num_ranks)]
 
 
-def seats_from_environment(
+def ranks_from_environment(
     environ: Mapping[str, str], num_gpus: int, is_interactive: bool
-) -> tuple[list[Seat], int] | None:
-    """Of the ranks that torchrun or srun started, or that srun would start in this batch script or allocation.
+) -> tuple[list[PlannedRank], int] | None:
+    """Return the ranks that torchrun or srun started, or that srun would start in this batch script or allocation.
 
     Args:
         environ: environment variables.
@@ -62,14 +62,14 @@ def seats_from_environment(
         is_interactive: whether the process belongs to a terminal.
 
     Returns:
-        The seats, and which of them is this process'; None where no launcher is in sight.
+        The ranks, and the number of this process among them; None without a launcher.
     """
     place = place_of(environ, is_interactive=is_interactive)
     if place is not None and place.init_method == "env://":
         size = place.local_size or place.world_size
         here = place.rank // size
         return [
-            Seat(
+            PlannedRank(
                 socket.gethostname() if rank // size == here else f"node{rank // size}",
                 f"cuda:{rank % size}" if num_gpus else "cpu",
             )
@@ -78,25 +78,25 @@ def seats_from_environment(
     tasks = tasks_of_step(environ, is_interactive) or tasks_of_job(environ)
     if tasks is None or tasks.world_size == 1:
         return None
-    return _seats_of_tasks(tasks, num_gpus), tasks.rank
+    return _ranks_of_tasks(tasks, num_gpus), tasks.rank
 
 
-def _seats_of_tasks(tasks: Tasks, num_gpus: int) -> list[Seat]:
+def _ranks_of_tasks(tasks: Tasks, num_gpus: int) -> list[PlannedRank]:
     if set(tasks.tasks_per_node) == {1} and num_gpus > 1:  # fairseq starts a process for each GPU there
-        return [Seat(host, f"cuda:{number}") for host in tasks.hosts for number in range(num_gpus)]
-    seats, used = [], dict.fromkeys(tasks.hosts, 0)
+        return [PlannedRank(host, f"cuda:{number}") for host in tasks.hosts for number in range(num_gpus)]
+    ranks, used = [], dict.fromkeys(tasks.hosts, 0)
     for host in tasks.host_of_ranks():
         number = used.get(host, 0)
         used[host] = number + 1
-        seats.append(Seat(host, f"cuda:{number % num_gpus}" if num_gpus else "cpu"))
-    return seats
+        ranks.append(PlannedRank(host, f"cuda:{number % num_gpus}" if num_gpus else "cpu"))
+    return ranks
 
 
-def rank_table(seats: Sequence[Seat], num_experts: int, group_size: int | None, command: str) -> str:
-    """A table of every rank's host, device and experts, with the command that each of them runs.
+def rank_table(ranks: Sequence[PlannedRank], num_experts: int, group_size: int | None, command: str) -> str:
+    """Return a table of every rank's host, device and experts, with the command that each of them runs.
 
     Args:
-        seats: by rank.
+        ranks: by rank.
         num_experts: E, 0 for a model without experts.
         group_size: P, None for the largest that fits.
         command: as typed in a shell.
@@ -104,14 +104,14 @@ def rank_table(seats: Sequence[Seat], num_experts: int, group_size: int | None, 
     Raises:
         UserError: P does not fit the ranks and the experts.
     """
-    world_size = len(seats)
+    world_size = len(ranks)
     rows = [("rank", "host", "device", "experts")]
-    for rank, seat in enumerate(seats):
+    for rank, planned in enumerate(ranks):
         experts = "-"
         if num_experts:
             ids = ExpertLayout(num_experts, world_size, rank, group_size).expert_ids
             experts = f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0])
-        rows.append((str(rank), seat.host, seat.device, experts))
+        rows.append((str(rank), planned.host, planned.device, experts))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         f"{rank:>{widths[0]}}  {host:<{widths[1]}}  {device:<{widths[2]}}  {experts}"

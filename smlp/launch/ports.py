@@ -1,4 +1,4 @@
-"""A port for the ranks of one machine to meet at."""
+"""A port where the ranks of one machine meet."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import socket
 from pathlib import Path
 
 _LOWEST = 10000
-# Linux begins its range here, macOS and Windows at 49152, unless somebody has set it otherwise.
+# The default on Linux; macOS and Windows begin at 49152.
 _FIRST_EPHEMERAL = 32768
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _TRIES = 100
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on just now and that the system gives to nobody by itself.
+    """Return a TCP port of 127.0.0.1 that nobody listens on and that the system does not hand out by itself.
 
-    Ranks take seconds until they listen on it. A port of the ephemeral range, which binding to port 0 gives, may have
-    become an end of some connection by then, and the ranks cannot bind to it or talk to a stranger. So it is drawn
-    from the ports below that range, if the system leaves any there.
+    Ranks take seconds until they listen on it. By then, a port of the ephemeral range, which binding to port 0 returns,
+    may be one end of another connection, so that the ranks cannot bind to it or talk to a stranger. So the port is
+    drawn from those below that range, if the system leaves any there.
 
     Raises:
         OSError: no port can be bound.

@@ -6,12 +6,14 @@ import sys
 
 
 def this_program() -> list[str]:
-    """``python -m smlp``, of the package that is running: a folder of that name in the current directory counts only
-    where it did for this process."""
+    """Return ``python -m smlp`` for the package that is running.
+
+    A folder of that name in the current directory counts only if it did for this process.
+    """
     return this_module("smlp")
 
 
 def this_module(name: str) -> list[str]:
-    """``python -m NAME``, as :func:`this_program`."""
+    """Return ``python -m NAME``, as :func:`this_program` does."""
     by_module = getattr(sys.modules["__main__"], "__spec__", None) is not None
     return [sys.executable, *([] if by_module else ["-P"]), "-m", name]

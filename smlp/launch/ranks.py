@@ -1,4 +1,4 @@
-"""Which rank this process is, and which device it gets, from what started it."""
+"""Which rank this process is, and which device it gets, according to its launcher."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 @dataclass(frozen=True)
 class Place:
-    """One rank among those that a launcher started."""
+    """This process among the ranks that a launcher started."""
 
-    #: for messages
+    #: its name in messages
     launcher: str
     rank: int
     world_size: int
     local_rank: int
-    #: ranks on this machine, None where the launcher does not say
+    #: number of ranks on this machine; None if the launcher does not say
     local_size: int | None
-    #: where the ranks meet, for torch.distributed
+    #: where the ranks meet, as torch.distributed spells it
     init_method: str
-    #: of the machine, counted from 0
+    #: number of the machine, from 0
     node: int = 0
-    #: machines, if each of them has one rank only
+    #: number of machines, if each has a single rank
     nodes_of_one_rank: int | None = None
-    #: whether each rank sees devices of its own, instead of all of the machine's
+    #: whether each rank sees only its own devices instead of all of the machine's
     has_own_devices: bool = False
 
 
 def place_of(environ: Mapping[str, str], port: int = 0, is_interactive: bool = False) -> Place | None:
-    """This process among several ranks, None if it is on its own.
+    """Return this process's place among several ranks; None if it is alone.
 
     The variables of torchrun (which ``smlp train --nproc`` sets as well) come before those of srun, inside of which
     torchrun may run. With srun alone, MASTER_ADDR and MASTER_PORT replace the first host of the step and the port.
 
     Args:
         environ: environment variables.
-        port: for the ranks of srun to meet at; 0 or less: one that follows from job and step.
+        port: where the ranks of srun meet; 0 or less: one that follows from job and step.
         is_interactive: whether the process belongs to a terminal.
 
     Raises:
-        UserError: variables are missing, no numbers, or contradict each other.
+        UserError: variables are missing, not numbers, or contradict each other.
     """
     if all(name in environ for name in _TORCHRUN):
         return _from_torchrun(environ)
@@ -89,7 +89,7 @@ def _from_srun(environ: Mapping[str, str], tasks: Tasks, port: int) -> Place:
 
 
 def has_terminal() -> bool:
-    """Whether this process belongs to a terminal, wherever its input and output go."""
+    """Return whether this process belongs to a terminal, even if its input and output are redirected."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:
@@ -98,7 +98,7 @@ def has_terminal() -> bool:
 
 
 def device_index(place: Place, visible: int) -> int:
-    """The number of this rank's GPU among the ``visible`` ones, at least one.
+    """Return the number of this rank's GPU among the ``visible`` ones, of which there is at least one.
 
     Raises:
         UserError: ranks would have to share a GPU.

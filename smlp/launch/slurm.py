@@ -1,4 +1,4 @@
-"""What Slurm's environment variables say about the tasks of a job or of a job step."""
+"""Read Slurm's environment variables: the tasks of a job or of a job step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tasks:
         return sum(self.tasks_per_node)
 
     def host_of_ranks(self) -> list[str]:
-        """The host of each task in order, "?" where srun was told to deal them out in a way of its own."""
+        """Return the host of each task in order, "?" if srun was told to distribute them in a way of its own."""
         if not self.distribution.startswith(("block", "cyclic")):
             return ["?"] * self.world_size
         if self.distribution.startswith("block"):
@@ -46,7 +46,7 @@ class Tasks:
 
 
 def tasks_of_step(environ: Mapping[str, str], is_interactive: bool) -> Tasks | None:
-    """The tasks of the step in which srun started this process; None outside of a step and in one of a single task.
+    """Return the tasks of the step in which srun started this process; None outside of a step, or for a single task.
 
     Variables such as SLURM_PROCID and SLURM_NTASKS do not tell: a batch script has them too, and so has a shell.
 
@@ -85,9 +85,9 @@ def tasks_of_step(environ: Mapping[str, str], is_interactive: bool) -> Tasks | N
 
 
 def tasks_of_job(environ: Mapping[str, str]) -> Tasks | None:
-    """The tasks that a plain ``srun`` would start in this batch script or allocation, None elsewhere.
+    """Return the tasks that a plain ``srun`` would start in this batch script or allocation; None elsewhere.
 
-    In a step of fewer nodes than its job the variables are of both, and the result is None as well.
+    In a step of fewer nodes than its job the variables describe both, and the result is None as well.
 
     Raises:
         UserError: a variable is not what Slurm writes.
@@ -103,12 +103,12 @@ def tasks_of_job(environ: Mapping[str, str]) -> Tasks | None:
 
 
 def port_of(job_id: int, step_id: int) -> int:
-    """A port for the ranks of a step to meet at: steps that run on a host at the same time have different ones."""
+    """Return a port for the ranks of a step: steps that run on a host at the same time get different ones."""
     return _FIRST_PORT + (131 * job_id + step_id) % _NUM_PORTS
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """``n[1-3,07],x`` to n1, n2, n3, n07, x: Slurm's short form of a list of hosts.
+    """Expand Slurm's short form of a list of hosts: ``n[1-3,07],x`` to n1, n2, n3, n07, x.
 
     Raises:
         UserError: the text is not such a list.
@@ -130,7 +130,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """``4(x2),1`` to 4, 4, 1: Slurm's short form of numbers of tasks by node.
+    """Expand Slurm's short form of numbers of tasks by node: ``4(x2),1`` to 4, 4, 1.
 
     Raises:
         UserError: the text is not such a list.
@@ -145,7 +145,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def _ranges(text: str) -> Iterable[str]:
-    """``1-3,07`` to 1, 2, 3, 07; leading zeros are kept."""
+    """Expand ``1-3,07`` to 1, 2, 3, 07; leading zeros are kept."""
     for entry in text.split(","):
         first, _, last = entry.partition("-")
         for number in range(int(first), int(last or first) + 1):

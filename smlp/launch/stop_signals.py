@@ -1,4 +1,4 @@
-"""SIGUSR1 and SIGTERM as a wish to save and leave, which a cluster sends before it takes a machine away."""
+"""SIGUSR1 and SIGTERM as a request to save and leave, which a cluster sends before it takes a machine away."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import time
 from types import FrameType
 from typing import Any
 
-#: of a run that a signal stopped and that the same command goes on with: EX_TEMPFAIL of sysexits.h, "try again"
+#: exit status of a run that a signal stopped and that the same command resumes: EX_TEMPFAIL of sysexits.h, "try again"
 EXIT_STOPPED = 75
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
-# Slurm signals each process of a step, and a launcher passes its signal on: the same wish may arrive several times.
+# Slurm signals each process of a step, and a launcher passes its signal on: one request may arrive several times.
 REPEAT_SECONDS = 2.0
-# A worker asks itself for so long whether the signal was meant for all processes or for it alone.
+# How long a worker waits to see whether the signal was meant for all processes or for it alone.
 _WORKER_SECONDS = 1.0
-# What a worker may read: nothing has happened, the number of a signal, or
+# A worker may read 0 (nothing has happened), the number of a signal, or
 _LEAVING = 255
 
 
 class StopSignals:
     """Remembers that this process was asked to stop, from :meth:`install` on; until then the signals end it.
 
-    The same signal again, more than ``REPEAT_SECONDS`` after the first, ends the process at once, with status 128 +
+    The same signal again, more than ``REPEAT_SECONDS`` after the first, ends the process at once with status 128 +
     its number, even while the main thread waits inside a library and runs no handler: a thread reads the numbers that
     Python writes to a pipe.
 
-    Processes forked after :meth:`prepare` (the workers of a data loader) get the same signals where a cluster sends
-    them to all processes at once. There SIGUSR1 is ignored. SIGTERM is too if this process got it as well; otherwise it
-    ends the worker, as its owner means it to.
+    Processes forked after :meth:`prepare` (the workers of a data loader) get the same signals if a cluster sends them
+    to all processes at once. They ignore SIGUSR1. They also ignore SIGTERM if this process got it as well; otherwise
+    it ends the worker, as its owner means it to.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class StopSignals:
         return signal.Signals(number) if number in SIGNALS else None
 
     def prepare(self) -> None:
-        """Be of use to the processes that this one forks from now on. Does nothing the second time."""
+        """Handle signals for child processes that are forked from now on. The second call does nothing."""
         if self._owner == os.getpid():
             return
         if not self._is_registered:
@@ -64,7 +64,7 @@ class StopSignals:
         self._first.clear()
 
     def install(self) -> None:
-        """Begin to listen. Does nothing the second time, and outside of the main thread, where Python cannot."""
+        """Begin to listen. Does nothing the second time, or outside of the main thread, where Python cannot listen."""
         self.prepare()
         if self._is_listening or threading.current_thread() is not threading.main_thread():
             return
@@ -75,17 +75,17 @@ class StopSignals:
         threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._mark)
-            signal.siginterrupt(number, False)  # no system call of a save that is under way is cut short
+            signal.siginterrupt(number, False)  # no system call of a running save is cut short
 
     def leave(self) -> None:
-        """This process is about to end: it ignores the signals from now on, and SIGTERM ends its workers again."""
+        """Ignore the signals from now on, because this process is about to end; SIGTERM ends its workers again."""
         if self._owner == os.getpid():
             self._state[0] = _LEAVING
             for number in SIGNALS if self._is_listening else ():
                 signal.signal(number, signal.SIG_IGN)
 
     def uninstall(self) -> None:
-        """The signals mean what they did before :meth:`install`, unless this process is about to end."""
+        """Restore what the signals meant before :meth:`install`, unless this process is about to end."""
         if self._owner == os.getpid() and self._state[0] != _LEAVING:
             self._state[0] = _LEAVING
             self._owner = None
@@ -97,7 +97,7 @@ class StopSignals:
                 os.close(self._writing)
 
     def become_worker(self, status: int) -> None:
-        """In a process forked by the one that has called :meth:`prepare`: what the signals mean there.
+        """Set what the signals mean in a process that was forked by the one that called :meth:`prepare`.
 
         Args:
             status: exit status with which SIGTERM ends it.

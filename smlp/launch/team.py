@@ -1,4 +1,4 @@
-"""Ranks that share work without sharing weights: each has the whole model, does its part and shows the others."""
+"""Ranks that share work without sharing weights: each has the whole model, does its part and shows it to the others."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     import torch
 
 _T = TypeVar("_T")
-#: how long one rank may be at work after the others have done their part
+#: how long one rank may go on working after the others have done their part
 PATIENCE = timedelta(hours=12)
 
 
 @dataclass(frozen=True)
 class Team:
-    """This rank among W; on its own with the defaults."""
+    """This rank among W; alone by default."""
 
     rank: int = 0
     #: W
     size: int = 1
-    #: of this rank among the GPUs that it sees, None where the user's choice stands
+    #: number of this rank's GPU among those that it sees; None if the user chooses
     gpu: int | None = None
 
     @property
@@ -36,7 +36,7 @@ class Team:
         return self.rank == 0
 
     def gather(self, part: _T) -> list[_T]:
-        """What every rank has given, in the order of the ranks; any object that can be pickled.
+        """Return what every rank has given, in the order of the ranks; any object that can be pickled.
 
         Raises:
             ParallelError: a rank is gone.
@@ -54,7 +54,7 @@ class Team:
         return parts
 
     def device(self, wanted: str | None) -> torch.device:
-        """Where this rank computes: on the device that is asked for, else on a GPU where there is one.
+        """Return this rank's device: the one that is asked for, else a GPU if there is one.
 
         Raises:
             UserError: there is no such device, or ranks would have to share a GPU.
@@ -77,7 +77,7 @@ class Team:
 
 @contextmanager
 def team_at(place: Place | None, wanted_device: str | None = None) -> Iterator[Team]:
-    """This process' team, connected; on its own if there is no place among ranks.
+    """Connect this process to its team; without a place among ranks, it is a team of its own.
 
     Args:
         place: of this process, from :func:`smlp.launch.ranks.place_of`.
@@ -94,7 +94,7 @@ def team_at(place: Place | None, wanted_device: str | None = None) -> Iterator[T
     gpu = None
     if torch.cuda.is_available() and wanted_device in (None, "cuda"):
         gpu = device_index(place, torch.cuda.device_count())
-    meet(place, "gloo", PATIENCE)  # what travels are results in main memory
+    meet(place, "gloo", PATIENCE)  # only results in main memory are exchanged
     try:
         yield Team(place.rank, place.world_size, gpu)
     finally:
@@ -102,10 +102,10 @@ def team_at(place: Place | None, wanted_device: str | None = None) -> Iterator[T
 
 
 def leave() -> None:
-    """To be called when all ranks are done with each other; nothing where they never met.
+    """Disconnect the ranks when they are done with each other; does nothing if they never met.
 
-    Threads of the process group hold tensors for a moment after a collective has returned. Python, if it ends in that
-    moment, aborts.
+    Threads of the process group hold tensors for a moment after a collective has returned, and Python aborts if it ends
+    in that moment.
     """
     import torch.distributed as dist
 
@@ -114,7 +114,7 @@ def leave() -> None:
 
 
 def meet(place: Place, backend: str, timeout: timedelta) -> None:
-    """Sets torch.distributed up among the ranks that a launcher started.
+    """Set torch.distributed up among the ranks that a launcher started.
 
     Raises:
         UserError: this rank does not reach the others.

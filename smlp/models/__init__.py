@@ -1,11 +1,10 @@
 """fairseq registration, imported by fairseq itself for ``--user-dir smlp``: translates arguments, nothing more."""
 
-from smlp import fairseq_compat, trainer
+from smlp import fairseq_compat
 
 fairseq_compat.apply()
-trainer.apply()
 
 from smlp.criterions import moe_cross_entropy  # noqa: E402  fairseq does not look into criterions/ itself
-from smlp.models import architectures  # noqa: E402
+from smlp.models import language_model  # noqa: E402
 
-__all__ = ["architectures", "moe_cross_entropy"]
+__all__ = ["language_model", "moe_cross_entropy"]

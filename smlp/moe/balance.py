@@ -40,7 +40,7 @@ _POOLED_BY = {
 
 
 def first_choices(plan: RoutingPlan) -> Tensor:
-    """The expert that each item chose first, dropped or not, (N,); -1 for an item without any."""
+    """Return the expert that each item chose first, dropped or not, (N,); -1 for an item without any."""
     if plan.choice_NK is not None:
         return plan.choice_NK[:, 0]
     expert_N = plan.token_A.new_full((plan.num_tokens,), -1)
@@ -49,7 +49,7 @@ def first_choices(plan: RoutingPlan) -> Tensor:
 
 
 def gate_entropy_and_margin(logits_NE: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the softmax of each item's scores: its entropy in nats, and its largest probability minus the second, (N,).
+    """Return the entropy in nats of the softmax of each item's scores, and its two largest probabilities' gap, (N,).
 
     With E = 1 these are 0 and 1.
     """
@@ -59,7 +59,7 @@ def gate_entropy_and_margin(logits_NE: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def routing_sums(observation: Observation, probe: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """What one layer did in one forward pass, as numbers that can be added up over passes and ranks.
+    """Return what one layer did in one forward pass, as numbers that can be added up over passes and ranks.
 
     Args:
         observation: of the layer.
@@ -90,12 +90,12 @@ def routing_sums(observation: Observation, probe: tuple[Tensor, Tensor] | None =
 
 
 def num_sums(num_experts: int) -> int:
-    """S."""
+    """Return S, the length of a vector of sums."""
     return num_experts + len(FIELDS)
 
 
 def layer_record(sums_S: Tensor) -> dict[str, float]:
-    """The figures of one layer from its sums, those that make sense for its router; see docs/router_health.md."""
+    """Compute the figures of one layer from its sums, those that its router has; see docs/router_health.md."""
     sums = sums_S.double().tolist()
     num_experts = len(sums) - len(FIELDS)
     loads, fields = [int(load) for load in sums[:num_experts]], dict(zip(FIELDS, sums[num_experts:], strict=True))
@@ -130,8 +130,11 @@ def layer_record(sums_S: Tensor) -> dict[str, float]:
 
 
 def pooled_record(records: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One record for all layers: the mean of each figure over the layers that have it, but the smallest ``load_min``
-    and ``min_over_mean``, the largest ``load_max`` and ``max_over_mean``, and all ``dead_experts``."""
+    """Merge the records of all layers: the mean of each figure over the layers that have it.
+
+    Of ``load_min`` and ``min_over_mean`` it is the smallest, of ``load_max`` and ``max_over_mean`` the largest, and of
+    ``dead_experts`` the sum.
+    """
     pooled = {}
     names = [name for record in records for name in record if not name.startswith("num_")]
     for name in dict.fromkeys(names):

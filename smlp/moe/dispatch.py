@@ -46,7 +46,7 @@ class FeatureDispatcher(Protocol):
 
 @dataclass(frozen=True)
 class DispatchRecord:
-    """What it takes to bring expert outputs back."""
+    """All that :meth:`LocalDispatcher.combine` needs."""
 
     plan: RoutingPlan
     #: tokens of each expert of this rank, in the order in which they lie in the dispatched tensor
@@ -59,7 +59,7 @@ class LocalDispatcher:
     num_ranks = 1
 
     def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, DispatchRecord]:
-        """Tokens in the order of the plan.
+        """Return the tokens in the order of the plan.
 
         Args:
             x_NH: (N, H).
@@ -75,7 +75,7 @@ class LocalDispatcher:
         return x_AH, DispatchRecord(plan, plan.counts_E.tolist())
 
     def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: DispatchRecord) -> tuple[Tensor, int]:
-        """Where the dispatched tokens stand.
+        """Return where the dispatched tokens stand.
 
         Args:
             place_N2: sequence and position of each token, (N, 2).
@@ -88,7 +88,7 @@ class LocalDispatcher:
         return place_N2.index_select(0, record.plan.token_A), num_seqs
 
     def combine(self, y_AH: Tensor, weight_A: Tensor | None, record: DispatchRecord) -> Tensor:
-        """Expert outputs times their weights, summed for each token; tokens without an expert get zeros.
+        """Sum the weighted expert outputs of each token. Tokens without an expert get zeros.
 
         Args:
             y_AH: expert outputs in dispatched order, (A, H).
@@ -105,7 +105,7 @@ class LocalDispatcher:
 def add_up(
     y_AH: Tensor, weight_A: Tensor | None, token_A: Tensor, num_tokens: int, place_N: Tensor | None = None
 ) -> Tensor:
-    """Rows times their weights, summed for each token: (A, H) to (N, H).
+    """Multiply rows with their weights and sum them for each token: (A, H) to (N, H).
 
     ``place_N``, if every token has exactly one row, says where it stands.
     """
@@ -116,7 +116,7 @@ def add_up(
 
 @dataclass(frozen=True)
 class FeatureDispatchRecord:
-    """What it takes to bring the chunks back."""
+    """All that :meth:`LocalFeatureDispatcher.combine` needs."""
 
     #: sequences of each rank of the group, in the order in which they lie in the dispatched tensor
     num_seqs: list[int]
@@ -132,12 +132,12 @@ class LocalFeatureDispatcher:
     """
 
     def dispatch(self, x_BmH: Tensor, num_experts: int, start: int = 0) -> tuple[Tensor, FeatureDispatchRecord]:
-        """(B, m, H) to (B, m, E, H/E), chunk i being what expert i works on, and the record for :meth:`combine`.
+        """Cut (B, m, H) into (B, m, E, H/E), chunk i being expert i's; return it and the record for :meth:`combine`.
 
         ``start`` is the first position whose output is wanted.
         """
         return x_BmH.unflatten(2, (num_experts, -1)), FeatureDispatchRecord([x_BmH.size(0)], start)
 
     def combine(self, y_BqEc: Tensor, record: FeatureDispatchRecord) -> Tensor:
-        """Outputs at positions ``record.start`` .. m-1, (B, q, E, H/E), back to (B, q, H)."""
+        """Join outputs at positions ``record.start`` .. m-1, (B, q, E, H/E), to (B, q, H)."""
         return y_BqEc.flatten(2)

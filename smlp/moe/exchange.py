@@ -27,14 +27,16 @@ _FEATURE_SIZES = 3
 
 
 def num_sizes(num_local: int) -> int:
-    """How many numbers the ranks of an expert group tell each other before data move, the same in every layer: a rank
-    in another layer is noticed, not waited for."""
+    """Return how many numbers the ranks of an expert group tell each other before data move.
+
+    It is the same in every layer, so that a rank in another layer is noticed, not waited for.
+    """
     return max(num_local, _FEATURE_SIZES)
 
 
 @dataclass(frozen=True)
 class TokenExchangeRecord(DispatchRecord):
-    """What it takes to bring expert outputs back to other ranks."""
+    """All that :meth:`TokenExchange.combine` needs."""
 
     #: tokens sent to each rank, and received from each
     send_splits: list[int]
@@ -62,33 +64,30 @@ class TokenExchange:
         self.local = LocalDispatcher()
 
     def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, TokenExchangeRecord]:
-        """Tokens (N, H) of all ranks to this rank's experts, (R, H), and the record for :meth:`combine`."""
+        """Send tokens (N, H); return those for this rank's experts, (R, H), and the record for :meth:`combine`."""
         x_AH, _ = self.local.dispatch(x_NH, plan)
-        record = self._record(plan, *self._agree(x_NH, plan), x_NH.device)
+        record = self._agree(x_NH, plan)
         return self._by_expert(self._send(x_AH, record), record), record
 
-    def _agree(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
-        """Tells the ranks how many tokens each of their experts will get: those numbers, and theirs for this rank's
-        experts, (P, e) each, on the CPU."""
+    def _agree(self, x_NH: Tensor, plan: RoutingPlan) -> TokenExchangeRecord:
+        """Tell the ranks how many tokens each of their experts will get, and hear the same for this rank's experts."""
         sent_Pe = plan.counts_E.view(self.group.size, self.num_local)
         padding = num_sizes(self.num_local) - self.num_local
         received = agree_on_sizes(self.group, self.name, x_NH, F.pad(sent_Pe, (0, padding)))
-        return sent_Pe.cpu(), torch.tensor([row[: self.num_local] for row in received])
-
-    def _record(
-        self, plan: RoutingPlan, sent_Pe: Tensor, received_Pe: Tensor, device: torch.device
-    ) -> TokenExchangeRecord:
-        """What these numbers of tokens mean, for tokens that live on ``device``."""
+        received_Pe = torch.tensor([row[: self.num_local] for row in received])
         return TokenExchangeRecord(
             plan,
             counts=received_Pe.sum(dim=0).tolist(),
             send_splits=sent_Pe.sum(dim=1).tolist(),
             receive_splits=received_Pe.sum(dim=1).tolist(),
-            row_R=_rows_by_expert(received_Pe.to(device)) if received_Pe.size(1) > 1 else None,
+            row_R=_rows_by_expert(received_Pe.to(x_NH.device)) if self.num_local > 1 else None,
         )
 
     def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: TokenExchangeRecord) -> tuple[Tensor, int]:
-        """Sequence and position of the tokens at this rank's experts, (R, 2); no two ranks share a sequence."""
+        """Return the sequence and position of the tokens at this rank's experts, (R, 2), and how many sequences.
+
+        Sequences are renumbered, so that no two ranks share one.
+        """
         place_A2, _ = self.local.dispatch_places(place_N2, num_seqs, record)
         sources = self._send(place_A2, record).split(record.receive_splits)
         renumbered, num_before = [], 0
@@ -98,7 +97,7 @@ class TokenExchange:
         return self._by_expert(torch.cat(renumbered), record), num_before
 
     def combine(self, y_RH: Tensor, weight_A: Tensor | None, record: TokenExchangeRecord) -> Tensor:
-        """Expert outputs (R, H) back to their ranks, weighted and summed there for each token, (N, H)."""
+        """Send expert outputs (R, H) back to their ranks, where they are weighted and summed for each token, (N, H)."""
         y_RH = self._by_source(y_RH, record)
         with stage_of(self.name, BACK):
             y_AH = self.group.all_to_all(y_RH, record.receive_splits, record.send_splits, f"{self.name}, combine")
@@ -109,16 +108,16 @@ class TokenExchange:
             return self.group.all_to_all(x_A, record.send_splits, record.receive_splits, f"{self.name}, dispatch")
 
     def _by_expert(self, x_R: Tensor, record: TokenExchangeRecord) -> Tensor:
-        """Rows as they arrive, (R, ...), in the order in which the experts take them."""
+        """Bring rows as they arrive, (R, ...), into the order in which the experts take them."""
         return x_R if record.row_R is None else x_R.index_select(0, record.row_R)
 
     def _by_source(self, y_R: Tensor, record: TokenExchangeRecord) -> Tensor:
-        """The inverse of :meth:`_by_expert`."""
+        """Invert :meth:`_by_expert`."""
         return y_R if record.row_R is None else torch.empty_like(y_R).index_copy(0, record.row_R, y_R)
 
 
 def _rows_by_expert(received_Pe: Tensor) -> Tensor:
-    """Rows that lie as [source][expert][token], in the order [expert][source][token], (R,)."""
+    """Return the order (R,) that brings rows from [source][expert][token] to [expert][source][token]."""
     num_sources, num_local = received_Pe.shape
     local_e = torch.arange(num_local, device=received_Pe.device)
     expert_R = local_e.repeat(num_sources).repeat_interleave(received_Pe.flatten())
@@ -127,7 +126,7 @@ def _rows_by_expert(received_Pe: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FeatureExchangeRecord(FeatureDispatchRecord):
-    """What it takes to bring the chunks back to other ranks."""
+    """All that :meth:`FeatureExchange.combine` needs."""
 
     #: for each rank the positions whose outputs it wants: first one, and one after the last
     wanted: list[tuple[int, int]]
@@ -146,7 +145,7 @@ class FeatureExchange:
         self.group, self.num_local, self.name = group, layout.num_local, name
 
     def dispatch(self, x_BmH: Tensor, num_experts: int, start: int = 0) -> tuple[Tensor, FeatureExchangeRecord]:
-        """(B, m, H) of all ranks to (S, longest m, e, c), the chunks of this rank's experts, and the record."""
+        """Send features (B, m, H); return the chunks of this rank's experts, (S, longest m, e, c), and the record."""
         num_ranks = self.group.size
         num_seqs, num_tokens, width = x_BmH.shape
         sizes = self._agree(x_BmH, start)
@@ -163,25 +162,22 @@ class FeatureExchange:
                 for part, (count, length, _) in zip(rows.split(splits), sizes, strict=True)
             ]
             chunks = torch.cat(parts)
-        return chunks.unflatten(2, (self.num_local, -1)), self._record(sizes)
+        record = FeatureExchangeRecord(
+            num_seqs=[count for count, _, _ in sizes],
+            start=min((first for count, _, first in sizes if count), default=0),
+            wanted=[(first, length) for _, length, first in sizes],
+        )
+        return chunks.unflatten(2, (self.num_local, -1)), record
 
     def _agree(self, x_BmH: Tensor, start: int) -> list[tuple[int, int, int]]:
-        """Sequences, positions, and the first position whose output is wanted, of every rank."""
+        """Return each rank's number of sequences, of positions, and the first position whose output it wants."""
         own = torch.zeros(num_sizes(self.num_local), dtype=torch.long, device=x_BmH.device)
         own[:_FEATURE_SIZES] = torch.tensor([x_BmH.size(0), x_BmH.size(1), start])
         received = agree_on_sizes(self.group, self.name, x_BmH, own.expand(self.group.size, -1))
         return [tuple(row[:_FEATURE_SIZES]) for row in received]
 
-    def _record(self, sizes: list[tuple[int, int, int]]) -> FeatureExchangeRecord:
-        """What these sizes mean."""
-        return FeatureExchangeRecord(
-            num_seqs=[count for count, _, _ in sizes],
-            start=min((first for count, _, first in sizes if count), default=0),
-            wanted=[(first, length) for _, length, first in sizes],
-        )
-
     def combine(self, y_SqEc: Tensor, record: FeatureExchangeRecord) -> Tensor:
-        """Outputs at positions ``record.start`` and on, (S, q, e, c), back to their ranks, (B, q, H)."""
+        """Send outputs at positions ``record.start`` and on, (S, q, e, c), back to their ranks, (B, q, H)."""
         num_ranks = self.group.size
         parts = [
             part[:, first - record.start : end - record.start].flatten(2).flatten(0, 1)
@@ -198,7 +194,7 @@ class FeatureExchange:
 
 @dataclass(frozen=True)
 class ShuffleRecord:
-    """The way back."""
+    """All that :meth:`TokenShuffle.back` needs."""
 
     #: which token stands in each row that was sent, (N,)
     token_N: Tensor
@@ -224,7 +220,7 @@ class TokenShuffle:
         self.name = f"{name}, shuffle"
 
     def out(self, x_NH: Tensor) -> tuple[Tensor, ShuffleRecord]:
-        """This rank's tokens (N, H) for tokens of all ranks, (M, H); and the record for :meth:`back`."""
+        """Exchange this rank's tokens (N, H) for tokens of all ranks, (M, H); return them and the record."""
         num_tokens, num_ranks = x_NH.size(0), self.group.size
         token_N = torch.randperm(num_tokens, device=x_NH.device)
         # what is left over of equal shares starts with the next rank, so that small batches spread as well
@@ -240,7 +236,7 @@ class TokenShuffle:
             return self.group.all_to_all(x_NH.index_select(0, token_N), shares, received, self.name), record
 
     def back(self, y_MH: Tensor, record: ShuffleRecord) -> Tensor:
-        """Rows for the tokens that :meth:`out` returned, (M, H), to their ranks, (N, H), as they lay there."""
+        """Return the rows of the tokens of :meth:`out`, (M, H), to their ranks, (N, H), as they lay there."""
         with stage_of(self.layer, BACK):
             y_NH = self.group.all_to_all(y_MH, record.receive_splits, record.send_splits, f"{self.name}, back")
         return torch.empty_like(y_NH).index_copy(0, record.token_N, y_NH)

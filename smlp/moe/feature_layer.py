@@ -53,14 +53,14 @@ class FeatureMoE(nn.Module):
         self.dispatcher = dispatcher or LocalFeatureDispatcher()
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
-        """The update (B, n, H) to add to x."""
+        """Return the update (B, n, H) to add to x."""
         z_BnH = self.norm(x_BnH)
         seen_BmH, start = context.remember(self, self.spatial_norm(z_BnH), self.experts.max_tokens)
         mixed_BnH = self._mix(seen_BmH, start)
         return z_BnH * mixed_BnH if self.gated else mixed_BnH
 
     def _mix(self, seen_BmH: Tensor, start: int) -> Tensor:
-        """Each chunk of the features through its expert: (B, m, H) to (B, m - start, H)."""
+        """Send each chunk of the features through its expert: (B, m, H) to (B, m - start, H)."""
         with stage_of(self.name, PERMUTE):
             chunks, record = self.dispatcher.dispatch(seen_BmH, self.num_experts, start)
         with stage_of(self.name, EXPERTS):
@@ -107,7 +107,7 @@ class RoutedFeatureMoE(FeatureMoE):
         return self.router.weight.size(1) > self.prefix_tokens
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
-        """The update (B, n, H) to add to x; zeros at the prefix.
+        """Return the update (B, n, H) to add to x; zeros at the prefix.
 
         Raises:
             UserError: incremental decoding of the leaky kind, which needs the future.
@@ -143,7 +143,7 @@ class RoutedFeatureMoE(FeatureMoE):
         return F.pad(update_BqH, (0, 0, num_before, 0))
 
     def _choose(self, seen_BmH: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Experts and their probabilities, (B, H) each; decided once for each sequence."""
+        """Return experts and their probabilities, (B, H) each, decided once for each sequence."""
         if context.state is not None and (kept := context.state.kept((self, "experts"))) is not None:
             return kept, context.state.kept((self, "probabilities"))
         v_BHL = seen_BmH[:, : self.router.weight.size(1)].transpose(1, 2)

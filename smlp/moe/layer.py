@@ -90,7 +90,7 @@ class TokenMoE(nn.Module):
         return routing
 
     def _beside_tokens(self, rows_N: Tensor | None, record: Any, context: ForwardContext) -> tuple[Any, ...]:
-        """Return what the experts are given beside tokens and counts: nothing, but where they mix tokens.
+        """Return further arguments of the experts: none, unless they mix the tokens of a sequence.
 
         Args:
             rows_N: of the tokens in the flattened batch, (N,); None for all.

@@ -1,4 +1,4 @@
-"""What a router decides: which tokens go to which experts, as indices.
+"""Plans: which tokens go to which experts, as indices.
 
 Letters: ``N`` tokens, ``E`` experts, ``K`` choices of each token, ``A`` assignments (N where each token has one).
 """
@@ -40,7 +40,7 @@ class RoutingPlan:
 
     @classmethod
     def from_experts(cls, expert_N: Tensor, num_experts: int) -> RoutingPlan:
-        """The plan in which token i goes to expert ``expert_N[i]`` (N,)."""
+        """Return the plan in which token i goes to expert ``expert_N[i]`` (N,)."""
         token_A = expert_N.argsort(stable=True)
         counts_E = torch.bincount(expert_N, minlength=num_experts)
         return cls(token_A, expert_N[token_A], counts_E, expert_N.numel(), place_N=_inverse(token_A))
@@ -54,17 +54,17 @@ class RoutingPlan:
         priority_N: Tensor | None = None,
         wanted_NK: Tensor | None = None,
     ) -> RoutingPlan:
-        """The plan in which tokens go to the experts that they chose, as far as there are places.
+        """Return the plan in which tokens go to the experts that they chose, within the experts' capacity.
 
-        All first choices take places before any second one. Among equals, earlier tokens come first, or those with
-        the higher ``priority_N``.
+        All first choices are served before any second one. Among equals, earlier tokens come first, or those with
+        the higher ``priority_N``. Tokens beyond an expert's capacity are dropped.
 
         Args:
             choice_NK: (N, K), best first, no expert twice for a token.
             num_experts: E.
-            capacity: places at each expert; None for any number.
+            capacity: most tokens of an expert; None for any number.
             priority_N: (N,).
-            wanted_NK: False at choices that are given up beforehand and take no place, (N, K); None for none.
+            wanted_NK: False at choices that are given up beforehand and use no capacity, (N, K); None for none.
         """
         num_tokens, num_choices = choice_NK.shape
         order_N = torch.arange(num_tokens, device=choice_NK.device)
@@ -92,7 +92,7 @@ class RoutingPlan:
 
 
 def slots(expert_Q: Tensor, num_experts: int) -> Tensor:
-    """The place of each item in the queue of its expert: how many before it go to the same expert, (Q,) to (Q,)."""
+    """Return the place of each item in its expert's queue, (Q,): how many before it go to the same expert."""
     order_Q = expert_Q.argsort(stable=True)
     counts_E = torch.bincount(expert_Q, minlength=num_experts)
     first_E = counts_E.cumsum(0) - counts_E
@@ -102,14 +102,14 @@ def slots(expert_Q: Tensor, num_experts: int) -> Tensor:
 
 
 def _inverse(order_N: Tensor) -> Tensor:
-    """Where each number stands in a permutation of 0 .. N-1."""
+    """Return where each number stands in a permutation of 0 .. N-1."""
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
     return place_N
 
 
 def expert_capacity(factor: float, num_choices: int, num_tokens: int, num_experts: int) -> int | None:
-    """Places at each expert: ``ceil(factor * K * N / E)``, at least 1; None (no limit) for a factor of 0."""
+    """Return an expert's capacity: ``ceil(factor * K * N / E)``, at least 1; None (no limit) for a factor of 0."""
     if factor == 0:
         return None
     return max(1, math.ceil(round(factor * num_choices * num_tokens / num_experts, 6)))

@@ -54,10 +54,10 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, ranks: Ranks | None = None) -> None:
         super().__init__()
-        if ranks is not None and config.num_sparse_layers and ranks.layout.num_experts != config.moe.num_experts:
+        if ranks is not None and config.num_sparse_layers and ranks.layout.num_experts != config.num_experts:
             raise UserError(
                 f"the ranks are laid out for {ranks.layout.num_experts} experts, but num_experts is "
-                f"{config.moe.num_experts}"
+                f"{config.num_experts}"
             )
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, padding_idx=config.padding_idx)
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         state: DecodingState | None = None,
         context: ForwardContext | None = None,
     ) -> DecoderOutput:
-        """Next-token logits.
+        """Return next-token logits.
 
         Args:
             tokens_Bn: ids (B, n). Padding may stand on the right only; it is never routed and changes no other logit.
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         state: DecodingState | None = None,
         context: ForwardContext | None = None,
     ) -> tuple[Tensor, AuxLosses]:
-        """Final hidden states (B, n, H) and auxiliary losses; arguments as in :meth:`forward`."""
+        """Return final hidden states (B, n, H) and auxiliary losses; arguments as in :meth:`forward`."""
         x_BnH, context = self._embedded(tokens_Bn, state, context)
         total: AuxLosses = {}
         recompute = self.config.checkpoint_activations and self.training and state is None
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
         return self.norm(x_BnH), total
 
     def features_of(self, groups: Sequence[tuple[Tensor, DecodingState | None]]) -> Tensor:
-        """Final hidden states of several groups of sequences at once, in evaluation.
+        """Return the final hidden states of several groups of sequences at once, in evaluation.
 
         What works on one token after the other takes all groups together; only what mixes the tokens of a sequence
         takes one group after the other. So sequences of many lengths need little padding and few passes.
@@ -142,8 +142,10 @@ class Decoder(nn.Module):
         return self.norm(x_1NH)[0]
 
     def read(self, groups: Sequence[tuple[Tensor, DecodingState]]) -> None:
-        """Reads groups of sequences into their states, to go on from; as :meth:`features_of`, but nothing is predicted
-        and so the last block has less to do."""
+        """Read groups of sequences into their states, from which they can be continued.
+
+        As :meth:`features_of`, but nothing is predicted, and so the last block has less to do.
+        """
         x_1NH, context = self._embedded_groups(groups)
         *blocks, last = self.blocks
         for block in blocks:
@@ -152,8 +154,10 @@ class Decoder(nn.Module):
         _advance(groups)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        """As in torch. The sinusoidal table, which no checkpoint holds, stays right where :meth:`to_empty` gives new
-        tensors without values."""
+        """Apply a function as torch does, and keep the table of sinusoidal positions right.
+
+        No checkpoint holds the table, and :meth:`to_empty` makes a new tensor of it without values.
+        """
         before = self._buffers.get("positions")
         super()._apply(fn, recurse)
         if before is not None and self.positions is not before:
@@ -165,7 +169,7 @@ class Decoder(nn.Module):
         self.positions = table.to(like.device, like.dtype)
 
     def _embedded_groups(self, groups: Sequence[tuple[Tensor, DecodingState | None]]) -> tuple[Tensor, ForwardContext]:
-        """What goes into the first block, (1, N, H), and what travels beside it."""
+        """Return the input of the first block, (1, N, H), and what travels beside it."""
         embedded, contexts = zip(*(self._embedded(tokens_Bn, state, None) for tokens_Bn, state in groups), strict=True)
         together = ForwardContext(groups=contexts)
         together.tokens_Bn = torch.cat([tokens_Bn.flatten() for tokens_Bn, _ in groups]).unsqueeze(0)
@@ -175,7 +179,7 @@ class Decoder(nn.Module):
     def _embedded(
         self, tokens_Bn: Tensor, state: DecodingState | None, context: ForwardContext | None
     ) -> tuple[Tensor, ForwardContext]:
-        """What goes into the first block, and what travels beside it."""
+        """Return the input of the first block, (B, n, H), and what travels beside it."""
         start = state.length if state is not None else 0
         end = start + tokens_Bn.size(1)
         if end > self.config.max_tokens:
@@ -208,25 +212,25 @@ class Decoder(nn.Module):
         return self.config.num_sparse_layers > 0 and self.config.router_kind.needs_token_counts(self.config)
 
     def balance_routers(self, frequencies_V: Tensor) -> None:
-        """Gives routers that ask for it (``hash_kind=balanced``) the counts of the training data's tokens, (V,)."""
+        """Give routers that ask for it (``hash_kind=balanced``) the counts of the training data's tokens, (V,)."""
         if self.needs_token_counts:
             for module in self.modules():
                 if isinstance(module, TokenMoE):
                     module.router.balance(frequencies_V)
 
     def _valid(self, tokens_Bn: Tensor) -> Tensor | None:
-        """True at real tokens, (B, n), or None where there is no padding."""
+        """Return True at real tokens, (B, n), or None where there is no padding."""
         valid_Bn = tokens_Bn != self.config.padding_idx
         return None if valid_Bn.all() else valid_Bn
 
     def project(self, x_BnH: Tensor) -> Tensor:
-        """Logits (B, n, V) of hidden states (B, n, H); the output matrix is the embedding."""
+        """Return the logits (B, n, V) of hidden states (B, n, H); the output matrix is the embedding."""
         with span(LOGITS):
             return linear(x_BnH, self.embedding.weight)
 
 
 def _complete(decoder: Decoder, _: Any) -> None:
-    """After tensors of a state dict took the place of a model's on the meta device (``assign=True``)."""
+    """Compute the table of positions after a model on the meta device was given tensors (``assign=True``)."""
     if decoder.positions.is_meta:
         decoder._compute_positions(decoder.embedding.weight)
 
@@ -238,7 +242,7 @@ def _advance(groups: Sequence[tuple[Tensor, DecodingState | None]]) -> None:
 
 
 def sinusoidal_positions(max_tokens: int, embed_dim: int) -> Tensor:
-    """Fixed position vectors (T, H): sines in the first half, cosines in the second (Vaswani et al., 2017).
+    """Return fixed position vectors (T, H): sines in the first half, cosines in the second (Vaswani et al., 2017).
 
     Computed on the CPU in float32, whatever torch's defaults are, so that a model always has the same ones.
     """
@@ -250,7 +254,7 @@ def sinusoidal_positions(max_tokens: int, embed_dim: int) -> Tensor:
 
 
 def build(arch: str, **overrides: Any) -> Decoder:
-    """A decoder with random weights for a named architecture.
+    """Build a decoder with random weights for a named architecture.
 
     Args:
         arch: a name of :data:`smlp.config.presets.PRESETS`, such as ``"smlp_tiny"``.

@@ -73,7 +73,7 @@ class Dropout(nn.Module):
         retain_dropout_modules: Iterable[str] | None = None,
         **unused: object,
     ) -> None:
-        """Called by fairseq before it generates, with its options ``--retain-dropout`` and ``-modules``.
+        """Follow ``--retain-dropout`` and ``--retain-dropout-modules``; fairseq calls this before it generates.
 
         Raises:
             UserError: the dropout of some modules only is to be kept; they have no names here that could be given.

@@ -1,4 +1,4 @@
-"""What travels beside the activations through one forward pass.
+"""State that travels beside the activations through one forward pass.
 
 Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``T`` the model's context, ``C`` features,
 ``N`` routed items (tokens, or features of a sequence), ``E`` experts.
@@ -51,7 +51,7 @@ def pytree(cls: Class) -> Class:
 
 
 class DecodingState:
-    """What token-mixing modules keep of earlier positions, so that no earlier token is computed again.
+    """Values of earlier positions that token-mixing modules keep, so that no earlier token is computed again.
 
     Pass one object to successive calls of the decoder, each with the next tokens only.
 
@@ -75,7 +75,7 @@ class DecodingState:
         return None if kept is None else kept.size(0)
 
     def check(self, num_seqs: int, num_new: int) -> None:
-        """Refuses tokens (B, n) that do not continue these sequences.
+        """Refuse tokens (B, n) that do not continue these sequences.
 
         Raises:
             UserError: it is of another number of sequences, or has no room for so many positions.
@@ -90,7 +90,7 @@ class DecodingState:
             )
 
     def append(self, key: Any, x_BnC: Tensor, max_tokens: int) -> Tensor:
-        """Keeps (B, n, C) as the key's next positions; returns all of them so far, (B, m, C).
+        """Keep (B, n, C) as the key's next positions; return all of them so far, (B, m, C).
 
         Between B and n may be more axes: what is read head by head should lie so.
         """
@@ -105,20 +105,20 @@ class DecodingState:
         return buffer_BTC[..., :end, :]
 
     def keep(self, key: Any, value_B: Tensor) -> None:
-        """Keeps one value for each sequence, (B, ...), such as a decision that later positions must follow."""
+        """Keep one value for each sequence, (B, ...), such as a decision that later positions must follow."""
         self._values[key] = value_B
 
     def kept(self, key: Any) -> Tensor | None:
-        """What :meth:`keep` was given, or None."""
+        """Return what :meth:`keep` was given, or None."""
         return self._values.get(key)
 
     def reorder(self, index_B: Tensor) -> None:
-        """Keeps the sequences at ``index_B`` (any length, repeats allowed), in that order."""
+        """Keep only the sequences at ``index_B`` (any length, repeats allowed), in that order."""
         chosen = self.select(index_B)
         self._buffers, self._values = chosen._buffers, chosen._values
 
     def select(self, index_B: Tensor, capacity: int | None = None) -> DecodingState:
-        """A state of its own with the sequences at ``index_B`` (any length, repeats allowed), in that order.
+        """Return a new state with the sequences at ``index_B`` (any length, repeats allowed), in that order.
 
         Args:
             index_B: places of sequences, (B,).
@@ -136,20 +136,20 @@ class DecodingState:
         return chosen
 
     def clone(self) -> DecodingState:
-        """An independent copy, to continue one prompt in several ways."""
+        """Return an independent copy, to continue one prompt in several ways."""
         kept = self._some_tensor()
         if kept is None:
             return DecodingState(self.capacity)
         return self.select(torch.arange(kept.size(0), device=kept.device))
 
     def _some_tensor(self) -> Tensor | None:
-        """One of those kept, all of which are of the same sequences; None before the first tokens."""
+        """Return one of the tensors kept, all of which are of the same sequences; None before the first tokens."""
         return next(itertools.chain(self._buffers.values(), self._values.values()), None)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a layer's router did in one forward pass, for reports."""
+    """The decisions of a layer's router in one forward pass, for reports."""
 
     #: a smlp.moe.plan.RoutingPlan
     plan: Any
@@ -194,14 +194,16 @@ class ForwardContext:
         return 0 if self.state is None else self.state.length
 
     def remember(self, key: Any, x_BnC: Tensor, max_tokens: int) -> tuple[Tensor, int]:
-        """All positions so far of a token-mixing module's input, and where the new ones start; more axes than shown
-        are those of :meth:`DecodingState.append`."""
+        """Return all positions so far of a token-mixing module's input, and where the new ones start.
+
+        There may be more axes, as in :meth:`DecodingState.append`.
+        """
         if self.state is None:
             return x_BnC, 0
         return self.state.append(key, x_BnC, max_tokens), self.state.length
 
     def by_sequences(self, mix: Callable[..., Tensor], *inputs_BnC: Tensor) -> Tensor:
-        """``mix(*inputs_BnC, context)``, for a function that mixes the tokens of a sequence.
+        """Return ``mix(*inputs_BnC, context)``, for a function that mixes the tokens of a sequence.
 
         Where the batch is groups of sequences of one length each, it is applied to one group after the other.
 
@@ -220,6 +222,6 @@ class ForwardContext:
         return torch.cat(mixed).unsqueeze(0)
 
     def observed(self, layer: nn.Module, observation: Observation) -> None:
-        """Leaves an observation if they are wanted."""
+        """Record an observation if they are wanted."""
         if self.observe:
             self.observations[layer] = observation

@@ -6,17 +6,18 @@ Letters: ``B`` sequences, ``n`` tokens, ``F`` features.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from smlp.ops.fast_paths import allowed
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 
-_BACKWARD = {
+_BACKWARD: dict[str, Callable[..., Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward.grad_input,
     "relu": lambda grad, x, grad_input: torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad_input),
     "swish": torch.ops.aten.silu_backward.grad_input,
@@ -37,7 +38,7 @@ def activation_gradient(name: str, grad: Tensor, x: Tensor, out: Tensor) -> None
 
 class _ActivatedHalves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x_BnF: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x_BnF: Tensor, name: str) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x_BnF)
         ctx.name = name
         activation = ACTIVATION_FUNCTIONS[name]
@@ -46,7 +47,7 @@ class _ActivatedHalves(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_first: Tensor, grad_second: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_first: Tensor, grad_second: Tensor) -> tuple[Tensor, None]:
         (x_BnF,) = ctx.saved_tensors
         grad_x_BnF = torch.empty_like(x_BnF)
         halves = zip((grad_first, grad_second), x_BnF.chunk(2, dim=-1), grad_x_BnF.chunk(2, dim=-1), strict=True)

@@ -112,8 +112,8 @@ def _with_many_equal(worth_NE: Tensor, price_1E: Tensor) -> Tensor:
 
 def _along_paths(values_NE: Tensor, price_1E: Tensor, owner_N: Tensor, taken_off: bool = False) -> Tensor:
     """Experts (N,) from those that the prices give, repaired on the CPU; see :class:`PathRepair`."""
-    problem = (tensor.cpu().numpy() for tensor in (values_NE, price_1E[0], owner_N))
-    return torch.from_numpy(PathRepair(*problem, taken_off).run()).to(values_NE.device)
+    values, prices, owners = (tensor.cpu().numpy() for tensor in (values_NE, price_1E[0], owner_N))
+    return torch.from_numpy(PathRepair(values, prices, owners, taken_off).run()).to(values_NE.device)
 
 
 def check_no_nan(scores: Tensor) -> None:

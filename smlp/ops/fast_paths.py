@@ -104,7 +104,7 @@ def takes_onednn(num_multiplications: int, *tensors: Tensor) -> bool:
         and first.device.type == "cpu"
         and first.dtype == torch.float32
         and allowed(*tensors)
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and not _recorded(tensors)
         and onednn.faster_than_mkl()  # last: at the first use it computes
     )
@@ -145,7 +145,7 @@ def _recorded(tensors: tuple[Tensor, ...]) -> bool:
     so by an attribute ``any_operator``."""
     return (
         any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
-        or torch.jit.is_tracing()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
         or torch.compiler.is_compiling()
         or any(not getattr(mode, "any_operator", False) for mode in _get_current_dispatch_mode_stack())
         or any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
@@ -202,4 +202,5 @@ def fuses_adam(parameters: Iterable[Tensor]) -> bool:
         value.device.type == "cpu" and value.dtype == torch.float32 and value.layout == torch.strided
         for parameter in parameters
         for value in (parameter, parameter.grad)
+        if value is not None
     )

@@ -44,7 +44,8 @@ def expert_feed_forward(
     act, outputs = ACTIVATION_FUNCTIONS[activation], []
     for expert, x_nH in enumerate(x_AH.split(list(counts))):
         if norm is not None:
-            x_nH = F.layer_norm(x_nH, x_nH.shape[1:], *(value_eH[expert] for value_eH in norm))
+            gain_eH, offset_eH = norm
+            x_nH = F.layer_norm(x_nH, x_nH.shape[1:], gain_eH[expert], offset_eH[expert])
         w1, b1, w2, b2 = (value[expert] for value in weights)
         outputs.append(F.linear(act(F.linear(x_nH, w1, b1)), w2, b2))
     return torch.cat(outputs)

@@ -9,10 +9,11 @@ Letters: ``A`` routed tokens sorted by expert, ``e`` experts on this rank, ``n``
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from smlp.ops.activations import ACTIVATION_FUNCTIONS, activation_gradient
 from smlp.ops.expert_runs import Run, runs
@@ -23,7 +24,7 @@ class FusedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x_AH: Tensor,
         gain_eH: Tensor | None,
         offset_eH: Tensor | None,
@@ -44,7 +45,7 @@ class FusedExperts(torch.autograd.Function):
                 hidden.append(x_AH.new_empty(0, w1_eFH.size(1)))
                 continue
             normed_nH = x_AH[rows]
-            if gain_eH is not None:
+            if gain_eH is not None and offset_eH is not None:
                 normed_nH, _ = run.norm(normed_nH, gain_eH[own], offset_eH[own])
             hidden.append(run.product(normed_nH, w1_eFH[own], b1_eF[own]))
             run.product(act(hidden[-1]), w2_eHF[own], b2_eH[own], out_AH[rows])
@@ -54,7 +55,7 @@ class FusedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_AH: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_AH: Tensor) -> tuple[Tensor | None, ...]:
         x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, *hidden = ctx.saved_tensors
         grad_AH = grad_AH.contiguous()
         grad_x_AH, grad_w1_eFH, grad_w2_eHF = (torch.empty_like(value) for value in (x_AH, w1_eFH, w2_eHF))
@@ -88,8 +89,9 @@ class FusedExperts(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _total(run: Run, total_e: Tensor, of_run_e: Tensor) -> None:
+def _total(run: Run, total_e: Tensor | None, of_run_e: Tensor) -> None:
     """Puts the sums over a run's tokens where those over all tokens of its experts are to be."""
+    assert total_e is not None
     if run.continues:
         total_e[run.experts] += of_run_e
     else:

@@ -6,11 +6,12 @@ Letters: ``N`` rows, ``I`` and ``O`` features in and out.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from smlp.ops import onednn
 from smlp.ops.bands import rows_by_bands
@@ -37,13 +38,13 @@ class _OneDnnLinear(torch.autograd.Function):
     """:func:`linear` of rows, (N, I) to (N, O), where :func:`smlp.ops.fast_paths.takes_onednn` says so."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
         return onednn.mapped(x_NI, weight_OI, bias_O)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x_NI, weight_OI = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         return (

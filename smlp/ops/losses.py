@@ -9,10 +9,13 @@ Letters: ``N`` positions, ``V`` vocabulary, ``r`` positions at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from smlp.ops.fast_paths import loses_by_rows, rows_of_logits
 
@@ -42,7 +45,7 @@ class _TokenLosses(torch.autograd.Function):
     """(N, V) and (N,) to (N,)."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits_NV: Tensor, target_N: Tensor) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor) -> Tensor:
         ctx.save_for_backward(logits_NV, target_N)
         wide, num_rows = _wide(logits_NV.dtype), rows_of_logits(logits_NV)
         losses_N = logits_NV.new_empty(len(target_N), dtype=wide)
@@ -53,7 +56,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_N: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
         logits_NV, target_N = ctx.saved_tensors
         wide, num_rows = _wide(logits_NV.dtype), rows_of_logits(logits_NV)
         grad_NV = torch.empty_like(logits_NV, memory_format=torch.contiguous_format)
@@ -70,5 +73,5 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _split(num_rows: int, *values: Tensor) -> zip:
+def _split(num_rows: int, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(value.split(num_rows) for value in values), strict=True)

@@ -6,10 +6,10 @@ Letters: ``N`` rows, ``A`` rows that are summed, ``H`` columns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from smlp.ops.fast_paths import allowed
 
@@ -20,13 +20,13 @@ class _Permuted(torch.autograd.Function):
     """``take(x, order)``, where ``inverse`` undoes ``order``."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, order: Tensor, inverse: Tensor, take: _Take) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, take: _Take) -> Tensor:
         ctx.save_for_backward(order, inverse)
         ctx.take = take
         return take(x, order)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         order, inverse = ctx.saved_tensors
         return _Permuted.apply(grad, inverse, order, ctx.take), None, None, None
 
@@ -65,12 +65,12 @@ class _SummedRows(torch.autograd.Function):
     """``zeros.index_add(index, y)``; autograd's own keeps ``y``."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, y_AH: Tensor, index_A: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx: Any, y_AH: Tensor, index_A: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(index_A)
         return _sums(y_AH, index_A, num_rows)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_NH: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None, None]:
         (index_A,) = ctx.saved_tensors
         return grad_NH.index_select(0, index_A), None, None
 

@@ -10,9 +10,11 @@ each, ``h`` matrices.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from smlp.ops import onednn
 from smlp.ops.fast_paths import takes_onednn
@@ -26,7 +28,7 @@ class TriangularProjection(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, width: int) -> Tensor:
+    def forward(ctx: Any, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, width: int) -> Tensor:
         x_Gnc = _grouped(x_Bnhc)
         strips = []
         for first, last in _spans(x_Gnc.size(1), width):
@@ -38,7 +40,7 @@ class TriangularProjection(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_Bnhc: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_Bnhc: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x_Gnc, weight_hTT = ctx.saved_tensors
         grad_Gnc = _grouped(grad_Bnhc)
         num_positions = x_Gnc.size(1)

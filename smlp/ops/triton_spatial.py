@@ -9,11 +9,13 @@ Letters: ``B`` sequences, ``n`` tokens (n <= T), ``h`` heads, ``c`` features of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from smlp.ops import triton_settings
 from smlp.ops.fast_paths import product_precision
@@ -39,15 +41,13 @@ class FusedProjection(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)
         return fused_forward(x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_Bnhc: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_Bnhc: Tensor) -> tuple[Tensor | None, ...]:
         return fused_backward(grad_Bnhc, *ctx.saved_tensors)
 
 
@@ -64,8 +64,8 @@ def fused_backward(
     """Gradients of x, weight, bias and gate, contiguous, from that of the output."""
     grad_gate_Bnhc = None
     if gate_Bnhc is not None:
-        like_x = {"size": x_Bnhc.shape, "dtype": x_Bnhc.dtype, "device": x_Bnhc.device}
-        grad_y_Bnhc, grad_gate_Bnhc = torch.empty(**like_x), torch.empty(**like_x)
+        grad_y_Bnhc = torch.empty(x_Bnhc.shape, dtype=x_Bnhc.dtype, device=x_Bnhc.device)
+        grad_gate_Bnhc = torch.empty_like(grad_y_Bnhc)
         _project(x_Bnhc, weight_hTT, grad_y_Bnhc, bias_hT, gate_Bnhc, grad_Bnhc, grad_gate_Bnhc)
         grad_Bnhc = grad_y_Bnhc
     grad_x_Bnhc = torch.empty(x_Bnhc.shape, dtype=x_Bnhc.dtype, device=x_Bnhc.device)

@@ -26,7 +26,7 @@ _BUCKET_BYTES = 2**25
 
 
 def reduce_expert_gradients(parameters: Iterable[nn.Parameter], replicas: Group) -> None:
-    """Sums the gradients of expert parameters over the ranks that hold the same experts, in place.
+    """Sum the gradients of expert parameters over the ranks that hold the same experts, in place.
 
     A collective over ``replicas``; a parameter without a gradient counts as one with zeros, and gets one.
     """
@@ -45,7 +45,7 @@ def reduce_expert_gradients(parameters: Iterable[nn.Parameter], replicas: Group)
 
 
 def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive gradients of the same dtype and device."""
+    """Group consecutive gradients of the same dtype and device."""
     bucket: list[Tensor] = []
     num_bytes = 0
     for grad in grads:
@@ -62,7 +62,7 @@ def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
 def global_grad_norm(
     dense_parameters: Iterable[nn.Parameter], expert_parameters: Iterable[nn.Parameter], ranks: Ranks
 ) -> Tensor:
-    """The 2-norm of the gradient of the whole model: dense parameters once, each expert once.
+    """Return the 2-norm of the gradient of the whole model: dense parameters once, each expert once.
 
     A collective over all ranks, after gradients were reduced. Every rank gets the same number, bit for bit; an inf or
     NaN anywhere makes it inf or NaN everywhere. Dense gradients that differ between ranks count with their mean square.

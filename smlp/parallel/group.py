@@ -35,19 +35,19 @@ class Group(Protocol):
     rank: int
 
     def all_to_all(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
-        """Sends consecutive rows of x (R, ...) to the ranks in turn; returns theirs (sum(receive_splits), ...).
+        """Send consecutive rows of x (R, ...) to the ranks in turn; return theirs (sum(receive_splits), ...).
 
         Differentiable; the splits (numbers of rows, zeros allowed) must have been agreed on before.
         """
 
     def exchange_counts(self, counts_Pk: Tensor, name: str) -> Tensor:
-        """Row p of an int64 matrix to rank p; returns the rows that the ranks sent here, (P, k)."""
+        """Send row p of an int64 matrix to rank p; return the rows that the ranks sent here, (P, k)."""
 
     def all_reduce(self, x: Tensor, name: str, operation: str = "sum") -> Tensor:
-        """The sum or "max" over the group, in place; returns x."""
+        """Compute the sum or "max" over the group, in place; return x."""
 
     def gather(self, x: Tensor, name: str, destination: int | None = None) -> list[Tensor] | None:
-        """The tensors, of the same shape, of all ranks in order, on every rank or on one; None on the others."""
+        """Return the tensors, of one shape, of all ranks in order, on every rank or on one; None on the others."""
 
 
 class LocalGroup:
@@ -56,20 +56,20 @@ class LocalGroup:
     size, rank = 1, 0
 
     def all_to_all(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
-        """x itself."""
+        """Return x."""
         assert list(send_splits) == list(receive_splits) == [x.size(0)], name
         return x
 
     def exchange_counts(self, counts_Pk: Tensor, name: str) -> Tensor:
-        """The counts themselves."""
+        """Return the counts."""
         return counts_Pk
 
     def all_reduce(self, x: Tensor, name: str, operation: str = "sum") -> Tensor:
-        """x itself."""
+        """Return x."""
         return x
 
     def gather(self, x: Tensor, name: str, destination: int | None = None) -> list[Tensor] | None:
-        """x alone."""
+        """Return x alone."""
         return [x]
 
 
@@ -95,7 +95,7 @@ class DistributedGroup:
         return AllToAll.apply(x, self, send_splits, receive_splits, name)
 
     def exchange(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
-        """:meth:`all_to_all` without gradients."""
+        """Do :meth:`all_to_all` without gradients."""
         if len(send_splits) != self.size or len(receive_splits) != self.size or sum(send_splits) != x.size(0):
             raise ParallelError(
                 f"{self._here(name)}: rows of {tuple(x.shape)} cannot be sent in parts of {list(send_splits)} to, with "
@@ -178,7 +178,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def agree_on_sizes(group: Group, name: str, x: Tensor, sizes_Pk: Tensor) -> list[list[int]]:
-    """Tells every rank what it will get from this one, and checks that all are at the same place of the model.
+    """Tell every rank what it will get from this one, and check that all are at the same place of the model.
 
     One collective of fixed size, and one wait for the device.
 

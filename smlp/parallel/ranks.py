@@ -91,7 +91,7 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a model and its trainer need to know about other ranks."""
+    """A layout with the groups to talk through."""
 
     layout: ExpertLayout
     #: P ranks that share one set of experts; position p holds experts p*E/P and on
@@ -103,12 +103,12 @@ class Ranks:
 
 
 def one_process(num_experts: int) -> Ranks:
-    """All experts here, nobody to talk to."""
+    """Return the layout of one process, which holds all experts."""
     return Ranks(ExpertLayout(num_experts), LocalGroup(), LocalGroup(), LocalGroup())
 
 
 def connect(num_experts: int, group_size: int | None = None, timeout: timedelta | None = None) -> Ranks:
-    """The ranks of torch.distributed's default group, which must be up, or one process where it is not.
+    """Return the ranks of torch.distributed's default group, or one process if it is not initialised.
 
     A collective: every rank calls it with the same arguments. Expert and replica groups are process groups of their
     own, so that their traffic keeps its order whatever else (such as DDP's reductions) uses the default group.
@@ -132,7 +132,7 @@ def connect(num_experts: int, group_size: int | None = None, timeout: timedelta 
 
 
 def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None) -> Group:
-    """Makes all groups, as every rank must in the same order; returns the one with this rank."""
+    """Make all groups, as every rank must in the same order; return the one with this rank."""
     if len(groups[0]) == 1:
         return LocalGroup()
     made = [dist.new_group(members, timeout=timeout) for members in groups]
@@ -143,7 +143,7 @@ def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None) ->
 def whole_state(
     state: Mapping[str, Tensor], expert_names: Collection[str], ranks: Ranks, only_on_first: bool = False
 ) -> dict[str, Tensor] | None:
-    """All experts, from the ranks that have them, bit for bit; a collective over each expert group.
+    """Gather all experts from the ranks that have them, bit for bit; a collective over each expert group.
 
     Args:
         state: tensors of this rank by name. Expert tensors are (e, ...); scalars and the others are taken as they are.
@@ -170,7 +170,7 @@ def whole_state(
 
 
 def cut_state(whole: Mapping[str, Tensor], expert_names: Collection[str], layout: ExpertLayout) -> dict[str, Tensor]:
-    """This rank's experts, and everything else as it is: the inverse of :func:`whole_state`, for any layout.
+    """Return this rank's experts, and everything else as it is: the inverse of :func:`whole_state`, for any layout.
 
     Raises:
         UserError: a tensor does not hold E experts.

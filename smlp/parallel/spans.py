@@ -57,34 +57,34 @@ class _Span:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """A range with this name where a profiler is running; otherwise, and in a whole one, nothing."""
+    """Return a range with this name where a profiler is running; otherwise, and in a whole one, nothing."""
     return _Span(name) if torch.autograd._profiler_enabled() and not _open.num_whole else _NOTHING
 
 
 def whole_span(name: str) -> AbstractContextManager[None]:
-    """The same; inside it no other range opens, so that all of its time is its own."""
+    """Return a range as :func:`span` does, inside which no other opens, so that all of its time is its own."""
     return _Span(name, is_whole=True) if torch.autograd._profiler_enabled() else _NOTHING
 
 
 def stage_of(layer: str, stage: str) -> AbstractContextManager[None]:
-    """A range for one of the :data:`STAGES` of a layer; inner ranges take their time away from outer ones."""
+    """Return a range for one of the :data:`STAGES` of a layer; inner ranges take their time from outer ones."""
     return span(layer + SEPARATOR + stage) if torch.autograd._profiler_enabled() else _NOTHING
 
 
 def stage(stage: str) -> AbstractContextManager[None]:
-    """The same in the layer whose range is open, for code that does not know in which layer it is."""
+    """Return the range of a stage of the layer whose range is open, for code that does not know its layer."""
     if not torch.autograd._profiler_enabled():
         return _NOTHING
     return span((current_span() or "").partition(SEPARATOR)[0] + SEPARATOR + stage)
 
 
 def current_span() -> str | None:
-    """The innermost open range of this thread."""
+    """Return the innermost open range of this thread."""
     return _open.stack[-1] if _open.stack else None
 
 
 def backward_of(name: str | None) -> AbstractContextManager[None]:
-    """A range for what an operation does in the backward pass.
+    """Return a range for what an operation does in the backward pass.
 
     Args:
         name: :func:`current_span` of its forward pass.
@@ -93,7 +93,7 @@ def backward_of(name: str | None) -> AbstractContextManager[None]:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Layer and stage that a range stands for; None if it is not a stage's.
+    """Return the layer and stage that a range stands for; None if it is not a stage's.
 
     What follows a comma in the layer's name is a part of it, such as ``layer 3 (tMoE), shuffle``.
     """

@@ -1,4 +1,4 @@
-"""Reads the token files that ``fairseq-preprocess`` writes (``--dataset-impl mmap``), with numpy alone.
+"""Read the token files that ``fairseq-preprocess`` writes (``--dataset-impl mmap``), with numpy alone.
 
 ``PREFIX.idx``, little-endian: 9 bytes ``MMIDIDX\\0\\0``; uint64 version (1); uint8 code of the token type; uint64
 number S of sentences; int32 length of each sentence, in tokens (S); int64 byte offset of each in the data file (S).
@@ -42,9 +42,9 @@ class BinarizedTokens:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """The two files of one split, found to fit each other; no token has been read yet.
+    """The two files of a split, which fit each other; tokens are read on demand.
 
-    ``lengths``: (S,) int32, tokens of each sentence, which follow each other in the data file.
+    ``lengths``: (S,) int32, number of tokens of each sentence; sentences are contiguous in the data file.
     """
 
     data_path: Path
@@ -53,19 +53,19 @@ class TokenFiles:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sentences."""
+        """Return the number of tokens of all sentences."""
         return int(self.lengths.sum(dtype=np.int64))
 
     @property
     def num_bytes(self) -> int:
-        """Of the data file."""
+        """Return the size of the data file in bytes."""
         return self.num_tokens * self.dtype.itemsize
 
     def pieces(self, vocab_size: int) -> Iterator[np.ndarray]:
-        """The tokens in order, some 17 million at a time.
+        """Yield the tokens in order, 17 million at a time.
 
         Raises:
-            UserError: one is no id below ``vocab_size``.
+            UserError: an id is negative or not below ``vocab_size``.
         """
         tokens = np.memmap(self.data_path, self.dtype, mode="r")
         for start in range(0, tokens.size, _PIECE):
@@ -79,14 +79,14 @@ class TokenFiles:
 
 
 def open_tokens(path_prefix: str | Path) -> TokenFiles:
-    """Opens ``path_prefix.idx`` and ``path_prefix.bin`` and compares the first with the size of the second.
+    """Open ``path_prefix.idx`` and ``path_prefix.bin`` and compare the first with the size of the second.
 
-    Raises UserError naming the file if one is missing, unreadable, empty, not in this format, truncated, or not of a
-    piece with the other.
+    Raises:
+        UserError: a file is missing, unreadable, empty, not in this format, truncated, or does not fit the other.
     """
     index_path, data_path = Path(f"{path_prefix}.idx"), Path(f"{path_prefix}.bin")
     with open_data_file(index_path) as file:
-        # mapped: the index of a large corpus has gigabytes, and every rank looks at it
+        # Mapped, because the index of a large corpus has gigabytes and every rank reads it.
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     dtype, lengths, offsets = _parse_index(content, index_path)
     with open_data_file(data_path) as file:
@@ -97,7 +97,7 @@ def open_tokens(path_prefix: str | Path) -> TokenFiles:
             f"{data_path} holds {size} bytes, but {index_path.name} lists {files.num_tokens} tokens of "
             f"{dtype.itemsize} bytes"
         )
-    # Sentences could lie in any order; fairseq writes them in sequence, and a stream needs them so.
+    # The format allows any order of sentences. fairseq writes them in sequence, which a stream needs.
     position = 0
     for start in range(0, lengths.size, _PIECE):
         sizes = lengths[start : start + _PIECE].astype(np.int64) * dtype.itemsize
@@ -147,16 +147,16 @@ def check_older(path_prefix: str | Path) -> None:
 
 
 def check_recorded(path_prefix: str | Path, largest: float = math.inf) -> None:
-    """Compares both files with the sizes and SHA-256 that ``smlp data binarize`` wrote into ``manifest.json``.
+    """Compare both files with the sizes and SHA-256 that ``smlp data binarize`` wrote into ``manifest.json``.
 
-    Where there is no such manifest, in their folder or (for a shard) the one above, nothing is compared.
+    If neither their folder nor (for a shard) the one above has such a manifest, nothing is compared.
 
     Args:
         path_prefix: of the files.
-        largest: bytes up to which a file is read whole for its SHA-256; of a larger one the size alone is compared.
+        largest: in bytes; of a larger file only the size is compared, not the SHA-256.
 
     Raises:
-        UserError: one is not as it was written.
+        UserError: a file has changed.
     """
     prefix = Path(path_prefix).absolute()
     for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
@@ -175,10 +175,10 @@ def check_recorded(path_prefix: str | Path, largest: float = math.inf) -> None:
 
 
 def read_fairseq_tokens(path_prefix: str | Path) -> BinarizedTokens:
-    """Reads ``path_prefix.idx`` and ``path_prefix.bin`` whole.
+    """Read ``path_prefix.idx`` and ``path_prefix.bin`` into memory.
 
-    Raises UserError naming the file if one is missing, unreadable, empty, not in this format, truncated, not of a piece
-    with the other, or not what its manifest says.
+    Raises:
+        UserError: as :func:`open_tokens` and :func:`check_recorded`.
     """
     files = open_tokens(path_prefix)
     check_recorded(path_prefix)
@@ -186,9 +186,10 @@ def read_fairseq_tokens(path_prefix: str | Path) -> BinarizedTokens:
 
 
 def count_tokens(path_prefix: str | Path, vocab_size: int) -> np.ndarray:
-    """How often each id occurs in ``path_prefix.bin``, (V,) int64; reads the file piece by piece.
+    """Count how often each id occurs in ``path_prefix.bin``, (V,) int64, reading it piece by piece.
 
-    Raises UserError naming the file if one is missing, damaged, or holds an id that is not below ``vocab_size``.
+    Raises:
+        UserError: a file is missing or damaged, or holds an id that is not below ``vocab_size``.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for piece in open_tokens(path_prefix).pieces(vocab_size):
@@ -197,9 +198,10 @@ def count_tokens(path_prefix: str | Path, vocab_size: int) -> np.ndarray:
 
 
 def num_tokens(path_prefix: str | Path) -> int:
-    """How many tokens ``path_prefix.idx`` lists.
+    """Return how many tokens ``path_prefix.idx`` lists.
 
-    Raises UserError naming the file if it is missing, unreadable, empty or damaged.
+    Raises:
+        UserError: the file is missing, unreadable, empty or damaged.
     """
     path = Path(f"{path_prefix}.idx")
     with open_data_file(path) as file:
@@ -207,7 +209,7 @@ def num_tokens(path_prefix: str | Path) -> int:
 
 
 def open_data_file(path: Path, what: str = "data file") -> BinaryIO:
-    """Opens a file to read its bytes; a pipe in its place, whose writer may never come, is refused.
+    """Open a regular file to read its bytes.
 
     Raises:
         UserError: it is missing, unreadable, no regular file, or empty.
@@ -220,7 +222,7 @@ def open_data_file(path: Path, what: str = "data file") -> BinaryIO:
 
 
 def _record_of(path: Path) -> tuple[Path, dict[str, Any] | None]:
-    """The manifest of ``smlp data binarize`` that a file is listed in, and its row there; None if it is in none."""
+    """Return the manifest of ``smlp data binarize`` that lists a file, and its row there, or None."""
     for folder in path.parents[:2]:
         manifest = folder / "manifest.json"
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):

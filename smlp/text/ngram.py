@@ -43,7 +43,7 @@ class _Level:
 
 
 class NGramModel:
-    """Build with :meth:`fit`; ask with :meth:`log_probs`."""
+    """An n-gram model, made by :meth:`fit`."""
 
     def __init__(self, levels: list[_Level], vocab_size: int) -> None:
         self._levels = levels
@@ -55,9 +55,10 @@ class NGramModel:
 
     @classmethod
     def fit(cls, tokens: np.ndarray, order: int, vocab_size: int) -> NGramModel:
-        """Estimates a model from a stream of token ids, shape (N,), each in [0, vocab_size).
+        """Estimate a model from a stream of token ids (N,), each in [0, vocab_size).
 
-        Raises UserError if the order is below 1, the stream is shorter than the order, or a token is out of range.
+        Raises:
+            UserError: the order is below 1, the stream is shorter than the order, or a token is out of range.
         """
         if order < 1:
             raise UserError(f"the order of an n-gram model must be at least 1, not {order}")
@@ -71,7 +72,7 @@ class NGramModel:
             if k == order:
                 counts = np.bincount(ids, minlength=len(keys))
             else:
-                # Every distinct (k+1)-gram is one left neighbour of the k-gram it ends in.
+                # Each distinct (k+1)-gram is one left neighbour of the k-gram that it ends in.
                 ends_in = ids[grams[k][2] - (k - 1)]
                 counts = np.bincount(ends_in, minlength=len(keys))
             num_contexts = 1 if k == 1 else len(grams[k - 2][0])
@@ -79,7 +80,7 @@ class NGramModel:
         return cls(levels, vocab_size)
 
     def log_probs(self, tokens: np.ndarray) -> np.ndarray:
-        """Natural log-probability of each token of a stream given those before it; (N,) ids to (N,) float64."""
+        """Return the natural log-probability of each token (N,) given those before it, (N,) float64."""
         tokens = _checked(tokens, self.vocab_size)
         num_tokens = len(tokens)
         probs = np.full(num_tokens, 1.0 / self.vocab_size)
@@ -105,8 +106,8 @@ def _checked(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def _number_grams(tokens: np.ndarray, order: int, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """For each order k: sorted keys (G_k,), the id of the k-gram starting at each position (N - k + 1,), and the
-    first position at which each distinct k-gram ends in the stream (G_k,)."""
+    """Return for each order k the sorted keys (G_k,), the id of the k-gram that starts at each position (N - k + 1,),
+    and the first position at which each distinct k-gram ends (G_k,)."""
     grams = []
     contexts = np.zeros(len(tokens), dtype=np.int64)
     for k in range(1, order + 1):
@@ -117,7 +118,7 @@ def _number_grams(tokens: np.ndarray, order: int, vocab_size: int) -> list[tuple
 
 
 def _discount(keys: np.ndarray, counts: np.ndarray, num_contexts: int, vocab_size: int) -> _Level:
-    """Turns counts (G_k,) into discounted probabilities and back-off masses."""
+    """Turn counts (G_k,) into discounted probabilities and back-off masses."""
     discounts = _discounts(counts)
     capped = np.minimum(counts, NUM_DISCOUNTS)
     removed = discounts[capped]
@@ -131,10 +132,10 @@ def _discount(keys: np.ndarray, counts: np.ndarray, num_contexts: int, vocab_siz
 
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
-    """Discounts for counts 0, 1, 2 and 3 or more, (4,), estimated from the counts of counts.
+    """Estimate discounts for counts 0, 1, 2 and 3 or more, (4,), from the counts of counts.
 
-    Where these give no discount strictly between 0 and the count (tiny texts), that of the count is
-    ``DEFAULT_DISCOUNT``: a discount of zero would leave nothing for unseen tokens.
+    If an estimate is not strictly between 0 and its count, as for tiny texts, ``DEFAULT_DISCOUNT`` takes its place: a
+    discount of zero would leave no probability for unseen tokens.
     """
     n = np.bincount(np.minimum(counts, NUM_DISCOUNTS + 2), minlength=NUM_DISCOUNTS + 2).astype(float)
     discounts = np.full(NUM_DISCOUNTS + 1, DEFAULT_DISCOUNT)

@@ -1,4 +1,4 @@
-"""Text to ids and back: a fairseq dictionary, with a SentencePiece model or byte-level BPE where there is one."""
+"""Convert text to ids and back with a fairseq dictionary and, if there is one, SentencePiece or byte-level BPE."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from smlp.errors import UserError
-from smlp.text.tokenizer_files import DICTIONARY, find_tokenizer
+from smlp.text.tokenizer_files import DICTIONARY, Vocabulary, find_tokenizer
 from smlp.text.tokenizer_kinds import kind_of
-from smlp.text.vocabulary import Vocabulary
 
 #: what a line break becomes: ``</s>``, or a space
 NEWLINES = ("eos", "space")
@@ -26,8 +25,8 @@ class Tokenizer:
 
     Args:
         vocabulary: of the model.
-        model: path of what cut the training text: a SentencePiece model, or ``encoder.json`` with ``vocab.bpe`` beside
-            it (GPT-2's byte-level BPE, whose ids are the dictionary's symbols); None for words.
+        model: path of the model that split the training text: of SentencePiece, or ``encoder.json`` with
+            ``vocab.bpe`` beside it (GPT-2's byte-level BPE, whose ids are the dictionary's symbols); None for words.
 
     Raises:
         UserError: a file is missing or damaged, or none is given although the dictionary's symbols are pieces.
@@ -39,30 +38,30 @@ class Tokenizer:
 
     @property
     def strips_lines(self) -> bool:
-        """Whether decoded lines have no space at their ends; otherwise decoding gives back what was encoded."""
+        """Return whether decoding strips lines; otherwise it restores exactly the text that was encoded."""
         return self._kind.strips_lines
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text's pieces, with no end symbol added; pieces the dictionary lacks become ``<unk>``.
+        """Return the ids of a text's pieces without an end symbol; unknown pieces become ``<unk>``.
 
         Raises:
-            UserError: it is no text, or has a lone surrogate, which no encoding of text has bytes for.
+            UserError: it is no string, or has a lone surrogate, which cannot be encoded.
         """
         check_characters(text)
         return self._kind.encode(text)
 
     def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """:meth:`encode` of many lines: ids one after the other, (N,) int64, and how many are of each, (L,) int64."""
+        """Encode many lines; return all ids joined, (N,) int64, and the number of ids of each line, (L,) int64."""
         for line in lines:
             check_characters(line)
         return self._kind.encode_batch(lines)
 
     def encode_lines(self, text: str, newline: str = "eos") -> list[int]:
-        """Ids of a text of any number of lines, with no symbol at either end.
+        """Return the ids of a text of any number of lines, with no symbol at either end.
 
         Args:
-            text: any.
-            newline: what a line break becomes, ``"eos"`` (``</s>``, the end of a line in training) or ``"space"``.
+            text: to encode.
+            newline: what a line break becomes: ``"eos"`` (``</s>``, as in training) or ``"space"``.
 
         Raises:
             UserError: as :meth:`encode`, or ``newline`` is something else.
@@ -80,20 +79,20 @@ class Tokenizer:
         return ids
 
     def content(self, token: int) -> bytes:
-        """The bytes of text of one token as it continues a line; those of a character may lie in several tokens."""
+        """Return the bytes that a token adds to a line; a character's bytes may be spread over several tokens."""
         if token == self.vocabulary.eos:
             return b"\n"
         return self._kind.content(self.vocabulary.symbols[token])
 
     def decoder(self, before: int) -> TextDecoder:
-        """For the tokens after one that is known, one by one."""
+        """Return a decoder for a stream of tokens that follows the token ``before``."""
         return TextDecoder(self, before)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of the ids; ``</s>`` ends a line.
+        """Return the text of some ids; ``</s>`` ends a line.
 
         Raises:
-            UserError: one is no id of the dictionary.
+            UserError: an id is not in the dictionary.
         """
         text = b"".join(self.content(self._checked(token)) for token in tokens).decode("utf-8", "replace")
         return "\n".join(line.strip() for line in text.split("\n")) if self.strips_lines else text
@@ -110,10 +109,10 @@ class Tokenizer:
 
 
 def check_characters(text: str) -> None:
-    """Refuses what is no text, and a text with half a character: from bytes that are not UTF-8, or an escape in JSON.
+    """Check that a value is a string without lone surrogates, which come from invalid UTF-8 or escapes in JSON.
 
     Raises:
-        UserError: the message has the value, or the place.
+        UserError: the message gives the value, or the place in the text.
     """
     if not isinstance(text, str):
         raise UserError(f"a text must be a string, got {text!r:.80}")
@@ -131,7 +130,7 @@ def _around(text: str, place: int, length: int = 20) -> str:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a folder with ``dict.txt`` and, if there is one, a SentencePiece model or byte-level BPE.
+    """Return the tokenizer of a folder with ``dict.txt`` and, if there is one, a SentencePiece model or byte-level BPE.
 
     Raises:
         UserError: the dictionary is missing, or a file is damaged.
@@ -140,11 +139,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 class TextDecoder:
-    """Text of tokens as they come, in whole characters; no space that a piece brings with it begins a line.
+    """Decode a stream of tokens into whole characters; the space before a line's first piece is dropped.
 
     Args:
         tokenizer: of the model.
-        before: the token that they follow.
+        before: the token before the stream.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: int) -> None:
@@ -152,7 +151,7 @@ class TextDecoder:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """What the next token adds to the text."""
+        """Return the text that the next token completes."""
         content = self._tokenizer.content(token)
         begins_line = self._before in (Vocabulary.eos, Vocabulary.bos)
         if begins_line and self._tokenizer.strips_lines:
@@ -161,7 +160,7 @@ class TextDecoder:
         return self._characters.decode(content)
 
     def rest(self) -> str:
-        """What is left at the end of the text: a replacement character for one that is not complete."""
+        """Return what is left at the end of the stream: a replacement character for an incomplete one."""
         text = self._characters.decode(b"", final=True)
         self._characters.reset()
         return text

@@ -1,10 +1,13 @@
-"""The files of tokenizers: their names, where they are found, and the formats of byte-level BPE."""
+"""Find and read the files of tokenizers: dictionaries and byte-level BPE.
+
+A line of a fairseq dictionary is a ``symbol count`` pair; the four special symbols come before the first line.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from smlp.errors import UserError
@@ -14,24 +17,61 @@ DICTIONARY = "dict.txt"
 SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # of every dictionary, before the first line of its file
 SENTENCEPIECE_MODEL = "sentencepiece.model"
 ENCODER_JSON, VOCAB_BPE = "encoder.json", "vocab.bpe"
-#: by the file that names a tokenizer: all files that it consists of
+#: all files of a tokenizer, by the one that names it
 TOKENIZERS = {SENTENCEPIECE_MODEL: (SENTENCEPIECE_MODEL,), ENCODER_JSON: (ENCODER_JSON, VOCAB_BPE)}
 TOKENIZER_FILES = tuple(name for names in TOKENIZERS.values() for name in names)
 
 
+class Vocabulary:
+    """Symbols and their ids, as in fairseq's ``dict.txt``."""
+
+    bos, pad, eos, unk = range(4)
+
+    def __init__(self, symbols: Iterable[str]) -> None:
+        self.symbols = [*SPECIAL_SYMBOLS, *symbols]
+        self.index = {symbol: position for position, symbol in enumerate(self.symbols)}
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Vocabulary:
+        """Read a ``dict.txt``.
+
+        Raises:
+            UserError: the file is missing, cannot be read, is not UTF-8, or a line is not a symbol and a count.
+        """
+        try:
+            # not splitlines(): a symbol may be one of Unicode's other line ends
+            lines = read_text(path).removesuffix("\n").split("\n")
+        except FileNotFoundError:
+            raise UserError(f"there is no dictionary file {path}") from None
+        except OSError as error:
+            raise UserError(f"dictionary {path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"dictionary {path} is not UTF-8 at byte {error.start}") from None
+        symbols = []
+        for number, line in enumerate(lines, start=1):
+            fields = line.removesuffix(" #fairseq:overwrite").rsplit(" ", 1)
+            if len(fields) != 2 or not fields[1].isdigit():
+                raise UserError(f"dictionary {path}, line {number}: expected 'symbol count', got {line!r}")
+            symbols.append(fields[0])
+        return cls(symbols)
+
+
 def find_tokenizer(folders: Sequence[Path]) -> Path | None:
-    """The file that names a tokenizer, in the first of some folders that has one."""
+    """Return the file that names a tokenizer from the first folder that has one."""
     return next((found for folder in folders for name in TOKENIZERS if (found := folder / name).is_file()), None)
 
 
 def files_of(tokenizer: Path) -> dict[str, Path]:
-    """The files of a tokenizer, by the names that they are looked for: the one that names it may have another."""
+    """Return the files of a tokenizer by their standard names; the file that names it may be called otherwise."""
     first, *others = TOKENIZERS[ENCODER_JSON if tokenizer.suffix == ".json" else SENTENCEPIECE_MODEL]
     return {first: tokenizer, **{name: tokenizer.with_name(name) for name in others}}
 
 
 def read_encoder(path: Path) -> dict[str, int]:
-    """The pieces of ``encoder.json`` with their ids.
+    """Return the ids of the pieces in ``encoder.json``.
 
     Raises:
         UserError: there is no such file, or it is not in this format.
@@ -51,7 +91,7 @@ def read_encoder(path: Path) -> dict[str, int]:
 
 
 def read_merges(path: Path) -> list[tuple[str, str]]:
-    """The merges of ``vocab.bpe``, most important first.
+    """Return the merges in ``vocab.bpe`` in order of priority.
 
     Raises:
         UserError: there is no such file, or it is not in this format.
@@ -68,7 +108,7 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
 
 
 def byte_characters() -> dict[str, int]:
-    """The character that GPT-2 writes for each byte: itself if it can be seen, else one of those from U+0100 on."""
+    """Return the byte of each character of GPT-2's alphabet: printable bytes are themselves, others from U+0100 on."""
     seen = [byte for byte in range(256) if re.match("[!-~¡-¬®-ÿ]", chr(byte))]
     others = [byte for byte in range(256) if byte not in seen]
     return {**{chr(byte): byte for byte in seen}, **{chr(256 + place): byte for place, byte in enumerate(others)}}

@@ -1,6 +1,6 @@
-"""The kinds of tokenizer: at spaces, SentencePiece, byte-level BPE. Each gives ids of a fairseq dictionary.
+"""Split text at spaces, with SentencePiece or with byte-level BPE, into ids of a fairseq dictionary.
 
-Letters: ``N`` tokens, ``L`` lines, ``O`` ids of the tokenizer's own.
+Letters: ``N`` tokens, ``L`` lines, ``O`` the tokenizer's own ids.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from smlp.text.tokenizer_files import (
     ENCODER_JSON,
     SENTENCEPIECE_MODEL,
     VOCAB_BPE,
+    Vocabulary,
     byte_characters,
     read_encoder,
     read_merges,
 )
-from smlp.text.vocabulary import Vocabulary
 
 WORD_START = "\u2581"
 STRETCH = 1 << 19  # characters that byte-level BPE encodes at a time
@@ -30,26 +30,26 @@ _BEFORE_WORD = re.compile(r"\S \S")
 
 
 class Kind(Protocol):
-    """How text becomes ids of a dictionary, and ids bytes of text; what the dictionary lacks becomes ``<unk>``."""
+    """Converts text to ids of a dictionary and ids to bytes of text; unknown pieces become ``<unk>``."""
 
-    #: whether a line's first piece brings a space of its own, and what decoding makes has none at a line's ends
+    #: whether a line's first piece begins with a space of its own, so that decoded lines are stripped
     strips_lines: bool
 
     def encode(self, line: str) -> list[int]:
-        """Ids of a line without its end."""
+        """Return the ids of a line without its end."""
         ...
 
     def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of lines one after the other, (N,) int64, and how many are of each, (L,) int64."""
+        """Return all ids of some lines joined, (N,) int64, and the number of ids of each line, (L,) int64."""
         ...
 
     def content(self, symbol: str) -> bytes:
-        """What a symbol of the dictionary stands for within a line."""
+        """Return the bytes that a symbol of the dictionary stands for within a line."""
         ...
 
 
 class Words:
-    """Text cut at white space, as ``fairseq-preprocess`` cuts it."""
+    """Splits text at white space, as ``fairseq-preprocess`` does."""
 
     strips_lines = True
 
@@ -67,7 +67,7 @@ class Words:
 
 
 class SentencePieces:
-    """The pieces of a SentencePiece model.
+    """Splits text into the pieces of a SentencePiece model.
 
     Raises:
         UserError: there is no such file, or it is no model.
@@ -101,12 +101,12 @@ class SentencePieces:
 
 
 class ByteLevelBPE:
-    """GPT-2's byte-pair encoding of the bytes of a text; in the dictionary a symbol is its id as a decimal string.
+    """Splits the bytes of a text with GPT-2's byte-pair encoding; its ids in decimal are the dictionary's symbols.
 
     Args:
         vocabulary: of the model.
-        encoder_json: pieces with their ids; a byte is written as the character that GPT-2 has for it. The merges are
-            in ``vocab.bpe`` beside it, a pair a line after a line of comment.
+        encoder_json: file of pieces with their ids, in GPT-2's alphabet for bytes. The merges are in ``vocab.bpe``
+            beside it: a comment, then a pair on each line.
 
     Raises:
         UserError: a file is missing or is not in this format, or the package ``tokenizers`` is not installed.
@@ -159,7 +159,7 @@ class ByteLevelBPE:
 
 
 def kind_of(vocabulary: Vocabulary, model: str | Path | None) -> Kind:
-    """What cuts text into the symbols of a dictionary.
+    """Return the kind of tokenizer that a dictionary and a model need.
 
     Args:
         vocabulary: of the model.
@@ -185,7 +185,7 @@ def kind_of(vocabulary: Vocabulary, model: str | Path | None) -> Kind:
 
 
 class _Index(dict):
-    """Ids by symbol, with one for all others."""
+    """Ids by symbol, with one id for all unknown symbols."""
 
     def __init__(self, index: dict[str, int], unknown: int) -> None:
         super().__init__(index)
@@ -196,7 +196,7 @@ class _Index(dict):
 
 
 def _stretches(line: str) -> list[str]:
-    """A line cut where GPT-2's encoding is sure to part it: before a single space between other characters."""
+    """Split a long line where GPT-2's encoding always splits it: before a single space between other characters."""
     if len(line) <= STRETCH:
         return [line]
     places = [0]
@@ -206,7 +206,7 @@ def _stretches(line: str) -> list[str]:
 
 
 def _batches(stretches: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in lists of about ``STRETCH`` characters: the library keeps a hundred bytes for each token of a list."""
+    """Group texts in lists of about ``STRETCH`` characters: the library takes a hundred bytes for each token."""
     batch: list[str] = []
     size = 0
     for stretch in stretches:

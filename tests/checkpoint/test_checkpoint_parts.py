@@ -11,19 +11,8 @@ import pytest
 import torch
 from checkpoint_states import PREFIX, differences, state_of, trained
 
-from smlp.checkpoint.parts import (
-    INDEX_KEY,
-    ExpertIndex,
-    PartReader,
-    attach,
-    describe_tensors,
-    detach,
-    new_token,
-    open_part,
-    part_file,
-    read_all,
-    write_part,
-)
+from smlp.checkpoint.index import INDEX_KEY, ExpertIndex, describe_tensors, new_token, part_file
+from smlp.checkpoint.parts import PartReader, attach, detach, open_part, read_all, write_part
 from smlp.errors import UserError
 from smlp.moe.experts import expert_parameters
 
@@ -53,7 +42,7 @@ def test_parts_bring_back_the_whole_state(saved) -> None:
     state = torch.load(path, weights_only=True)
     experts = [name for name in whole["model"] if ".experts." in name]
     assert len(experts) == 6 and not set(experts) & set(state["model"]), "the shared file has no experts"
-    assert attach(state, path) == index and INDEX_KEY not in state
+    assert attach(state, path).index == index and INDEX_KEY not in state
     state["model"] = read_all(state["model"])
     moments = state["last_optimizer_state"]["state"]
     state["last_optimizer_state"]["state"] = {number: read_all(value) for number, value in moments.items()}
@@ -64,7 +53,7 @@ def test_rows_are_read_by_global_id_and_in_the_order_asked_for(saved) -> None:
     whole, path, index = saved
     reader = pickle.loads(pickle.dumps(PartReader(path, index)))  # as fairseq sends it to other ranks
     for name in (name for name in whole["model"] if ".experts." in name):
-        assert torch.equal(reader.read(f"model/{name}", [2, 3, 0]), whole["model"][name][[2, 3, 0]])
+        assert torch.equal(reader.rows(f"model/{name}", [2, 3, 0]).load(), whole["model"][name][[2, 3, 0]])
 
 
 def test_detaching_leaves_the_optimizer_alone() -> None:

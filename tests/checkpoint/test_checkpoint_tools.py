@@ -14,8 +14,8 @@ from checkpoint_states import PREFIX, WORDS, command, content, differences, refu
 from running import USER_DIR, run_python
 
 from smlp.checkpoint import lazy
+from smlp.checkpoint.index import INDEX_KEY
 from smlp.checkpoint.opened import open_checkpoint
-from smlp.checkpoint.parts import INDEX_KEY
 
 pytestmark = pytest.mark.timeout(120)
 

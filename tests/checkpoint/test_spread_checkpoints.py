@@ -179,7 +179,7 @@ def test_a_spoilt_part_is_named_on_every_way_in(how, tiny_data, own_spread, run_
     assert sorted(own_spread.rglob("*")) == before
 
 
-SAVING = "smlp.trainer.saving"
+SAVING = "smlp.fairseq_compat.expert_saving"
 MOMENTS = {
     "before a part": (1, f"{SAVING}:write_part", 1),
     "after its part": (1, "torch.distributed:all_gather_object", 2),

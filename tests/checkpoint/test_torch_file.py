@@ -15,7 +15,6 @@ import torch
 from checkpoint_states import differences
 
 from smlp.checkpoint import lazy
-from smlp.checkpoint.checksums import damaged_places
 from smlp.checkpoint.lazy import (
     FileVersion,
     HeldTensor,
@@ -28,7 +27,7 @@ from smlp.checkpoint.lazy import (
     rows_of,
     scaled,
 )
-from smlp.checkpoint.torch_file import named_tensors, read_structure, write_torch_file
+from smlp.checkpoint.torch_file import damaged_places, named_tensors, read_structure, write_torch_file
 from smlp.errors import UserError
 
 

@@ -16,8 +16,9 @@ import torch
 from running import USER_DIR, run_python
 
 import smlp
-from smlp.cli import doctor, fairseq_tool, main, train
+from smlp.cli import doctor, main, train
 from smlp.errors import UserError
+from smlp.fairseq_compat import command_line
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -136,10 +137,10 @@ def test_user_dir_is_the_package(capsys) -> None:
 
 def test_arguments_pass_through_untouched(monkeypatch) -> None:
     handed = []
-    monkeypatch.setattr(train, "run_tool", lambda tool, arguments, before: handed.append((tool, arguments)) or 0)
+    monkeypatch.setattr(train, "run_training", lambda arguments, before: handed.append(arguments))
     given = ["data", "--task", "t", "-a", "x", "--max-tokens=9", "--optimizer", "sgd", "--lr=1", "--weird", "-1", "--"]
     assert main.main(["train", *given]) == 0
-    assert handed == [("train", given)]
+    assert handed == [given]
 
 
 def test_defaults_fill_only_what_is_missing() -> None:
@@ -155,14 +156,14 @@ def test_defaults_fill_only_what_is_missing() -> None:
 
 
 def test_user_dir_is_added_once(tmp_path: Path, monkeypatch) -> None:
-    own = fairseq_tool.package_dir()
-    assert fairseq_tool._with_user_dir(["data"]) == ["--user-dir", own, "data"]
-    assert fairseq_tool._with_user_dir(["data", "--user-dir", own + "/"])[-2:] == ["--user-dir", own]
+    own = command_line.package_dir()
+    assert command_line._with_user_dir(["data"]) == ["--user-dir", own, "data"]
+    assert command_line._with_user_dir(["data", "--user-dir", own + "/"])[-2:] == ["--user-dir", own]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no folder another, which --user-dir names"):
-        fairseq_tool._with_user_dir(["data", "--user-dir=another"])
+        command_line._with_user_dir(["data", "--user-dir=another"])
     (tmp_path / "another").mkdir()
-    assert fairseq_tool._with_user_dir(["data", "--user-dir=another"]) == ["data", "--user-dir=another"]
+    assert command_line._with_user_dir(["data", "--user-dir=another"]) == ["data", "--user-dir=another"]
 
 
 def test_train_then_evaluate(tiny_data: Path, tmp_path: Path, capsys) -> None:
@@ -219,7 +220,7 @@ def test_a_save_dir_keeps_its_dictionary(tiny_data: Path, tmp_path: Path) -> Non
 def test_a_spawned_process_registers_the_plugin() -> None:
     """fairseq spawns one process for each GPU and sends it the main function; unpickling it imports this package, after
     which fairseq does not scan it any more."""
-    sent = pickle.dumps(fairseq_tool._main_with_plugin)
+    sent = pickle.dumps(command_line._main_with_plugin)
     script = f"""
 import pickle
 main_with_plugin = pickle.loads({sent!r})

@@ -10,8 +10,8 @@ import pytest
 from rank_running import run_ranks
 from running import run_python
 
-from smlp.cli import parallel_check
-from smlp.cli.check_report import OK, PROBLEM, Check
+from smlp.cli import doctor
+from smlp.cli.doctor import OK, PROBLEM, Check
 from smlp.launch import team
 
 pytestmark = pytest.mark.timeout(180)
@@ -66,6 +66,6 @@ def test_every_rank_goes_through_all_checks_and_leaves(rank, monkeypatch, capsys
 
     monkeypatch.setattr(team, "meet", lambda *arguments: done.append("met"))
     monkeypatch.setattr(team, "leave", lambda: done.append("left"))
-    monkeypatch.setattr(parallel_check, "_all_checks", checks)
-    status = parallel_check._check(SimpleNamespace(rank=rank), argparse.Namespace(dir=".", json=None))
+    monkeypatch.setattr(doctor, "_all_checks", checks)
+    status = doctor._check(SimpleNamespace(rank=rank), argparse.Namespace(dir=".", json=None))
     assert (status, done) == (1, ["met", 0, 1, 2, "left"])

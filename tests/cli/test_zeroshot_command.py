@@ -12,7 +12,6 @@ from zeroshot_data import WORDS, write_tasks
 
 from smlp.cli import progress
 from smlp.cli.main import main
-from smlp.cli.scoring_options import NEWLINES as NEWLINE_CHOICES
 from smlp.cli.zeroshot import _SCORING, _TASKS, _TEMPLATES
 from smlp.evaluation.zeroshot.readers import READERS
 from smlp.evaluation.zeroshot.report import TABLE_6
@@ -415,7 +414,7 @@ def test_no_file_of_a_task_is_written_over(data, model, capsys, command: str, op
 def test_the_command_knows_what_the_library_has():
     """And no more: the tasks are the columns of the paper's table, in its order."""
     assert tuple(READERS) == _TASKS == tuple(TABLE_6) and tuple(TEMPLATES) == _TEMPLATES
-    assert ("auto", *RULES) == _SCORING and NEWLINE_CHOICES == NEWLINES
+    assert ("auto", *RULES) == _SCORING
 
 
 def test_the_report_is_not_written_where_scores_are_kept(data, model, tmp_path, capsys) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import smlp
-from smlp.config import MOST_LAYERS, SETTINGS, ModelConfig, MoEConfig, flatten, unflatten
+from smlp.config import MOST_LAYERS, SETTINGS, ModelConfig, flatten, unflatten
 from smlp.config.ignored_settings import ignored_settings
 from smlp.config.presets import PRESETS
 from smlp.costs.formula import parameters
@@ -161,7 +161,7 @@ def test_unknown_architecture_names_the_closest():
 
 def test_flat_settings_are_the_inverse_of_the_nested_ones():
     config = smlp.preset("smlp_tiny", num_experts=4, dropout=0.3)
-    assert config.moe == MoEConfig(num_experts=4) and config.dropout == 0.3
+    assert config.moe.num_experts == config.num_experts == 4 and config.dropout == 0.3
     assert unflatten(flatten(config)) == config
     assert set(flatten(config)) == set(SETTINGS)
     assert all(field.metadata["help"] for field in SETTINGS.values())

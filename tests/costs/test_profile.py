@@ -19,8 +19,8 @@ from smlp.config.presets import preset
 from smlp.costs.breakdown import as_text
 from smlp.costs.formula import training_flops
 from smlp.errors import UserError
-from smlp.trainer.profiling import WARM_UP
-from smlp.trainer.settings import check_profiling
+from smlp.fairseq_compat.profiling import WARM_UP
+from smlp.fairseq_compat.settings import check_profiling
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -10,8 +10,8 @@ import torch
 from running import USER_DIR
 
 import smlp
-from smlp.checkpoint.journal import Journal
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder, probe_choices
+from smlp.files import Journal
 from smlp.nn.state import ForwardContext
 
 T = 24

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from data_prep.clean import characters, lines
+from data_prep.clean import rules
 from data_prep.clean.cleaner import RULES, Cleaning, clean, clean_characters
 from data_prep.clean.filters import (
     FILTERS,
@@ -55,15 +55,15 @@ ANY = Cleaning(language="any", thresholds=Thresholds(min_words=1, min_word_lengt
     ],
 )
 def test_rules_of_characters(rule, text, expected):
-    assert characters.RULES[rule](text) == expected
-    assert characters.RULES[rule](expected) == expected
+    assert rules.CHARACTER_RULES[rule](text) == expected
+    assert rules.CHARACTER_RULES[rule](expected) == expected
 
 
 def test_changed_characters_are_counted():
-    assert characters.num_changed("same", "same") == 0
-    assert characters.num_changed("a&amp;b", "a&b") == 4
-    assert characters.num_changed("cafÃ©", "café") == 2
-    assert characters.num_changed("tab\tx", "tab x") == 1
+    assert rules.num_changed("same", "same") == 0
+    assert rules.num_changed("a&amp;b", "a&b") == 4
+    assert rules.num_changed("cafÃ©", "café") == 2
+    assert rules.num_changed("tab\tx", "tab x") == 1
 
 
 @pytest.mark.parametrize(
@@ -120,19 +120,19 @@ def test_notices_are_removed_and_text_about_them_stays(rule, removed, kept):
 def test_menus():
     sentence = "A whole sentence stands here, and it is longer."
     menu = ["Home", "About us", "Contact", "Our shops", "Help"]
-    assert lines.navigation([sentence, *menu, sentence], 5) == [sentence, sentence]
-    assert lines.navigation([sentence, *menu, sentence], 6) == [sentence, *menu, sentence]
-    assert lines.navigation(["Yes.", "No!", "Who?", "Me;", "Oh,", "He said:"], 5) == [
+    assert rules.navigation([sentence, *menu, sentence], 5) == [sentence, sentence]
+    assert rules.navigation([sentence, *menu, sentence], 6) == [sentence, *menu, sentence]
+    assert rules.navigation(["Yes.", "No!", "Who?", "Me;", "Oh,", "He said:"], 5) == [
         *("Yes.", "No!", "Who?", "Me;", "Oh,", "He said:")
     ]
-    assert lines.navigation(["Home | About | Contact | Help", "a / b / c", sentence], 5) == ["a / b / c", sentence]
+    assert rules.navigation(["Home | About | Contact | Help", "a / b / c", sentence], 5) == ["a / b / c", sentence]
 
 
 def test_repeated_and_short_lines():
     refrain = "for his mercy endureth for ever"
-    assert lines.repeated_lines([refrain, "Yes.", refrain, "Yes.", "end"], 5) == [refrain, "Yes.", "Yes.", "end"]
-    assert lines.repeated_lines([refrain, "Yes.", refrain, "Yes."], 1) == [refrain, "Yes."]
-    assert lines.short_lines(["one two", "one", "one two three"], 2) == ["one two", "one two three"]
+    assert rules.repeated_lines([refrain, "Yes.", refrain, "Yes.", "end"], 5) == [refrain, "Yes.", "Yes.", "end"]
+    assert rules.repeated_lines([refrain, "Yes.", refrain, "Yes."], 1) == [refrain, "Yes."]
+    assert rules.short_lines(["one two", "one", "one two three"], 2) == ["one two", "one two three"]
     tally = Counter()
     assert clean("one two\none\n" + ENGLISH, replace(ANY, min_line_words=2), tally)[0] == "one two\n" + ENGLISH
     assert tally == {"short-lines: lines removed": 1}
@@ -342,15 +342,15 @@ def test_time_grows_with_the_length_of_a_hostile_document(document):
 )
 def test_entities_of_entities_are_taken_apart_as_if_one_by_one(text):
     slowly = text
-    while (once := characters._ENTITY.sub(characters._character, slowly)) != slowly:
+    while (once := rules._ENTITY.sub(rules._character, slowly)) != slowly:
         slowly = once
-    assert characters.entities(text) == slowly
+    assert rules.entities(text) == slowly
 
 
 @pytest.mark.parametrize("accents", ["\u0301\u0316", "\u0344\u0f73\u0f71", "\u3099\u0323\u0345"])
 def test_sorted_accents_give_the_same_normal_form(accents):
     text = "e" + accents * 30 + "\u1ec7" + accents * 40 + "\uac00\u11a8" + accents[::-1] * 50
-    assert characters.nfc(text) == unicodedata.normalize("NFC", text)
+    assert rules.nfc(text) == unicodedata.normalize("NFC", text)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -370,7 +370,7 @@ def test_a_document_that_takes_too_long_is_dropped_and_named(tmp_path, capsys, w
 
 
 def test_every_rule_can_be_turned_off():
-    assert len(set(RULES)) == len(RULES) == len(characters.RULES) + len(lines.PATTERNS) + 3 + len(FILTERS) + 1
+    assert len(set(RULES)) == len(RULES) == len(rules.CHARACTER_RULES) + len(rules.PATTERNS) + 3 + len(FILTERS) + 1
     dirty = "  &amp;\u200b\n\nAll rights reserved\nAll rights reserved"
     assert clean(dirty, replace(ANY, off=frozenset(RULES)), Counter()) == (dirty, "")
     assert Measures("").shares == {"symbols": 0, "digits": 0, "upper": 0}

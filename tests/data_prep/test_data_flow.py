@@ -16,15 +16,19 @@ import pytest
 from running import REPOSITORY
 
 from data_prep.flow import documents, limits
-from data_prep.flow.documents import Defect, Loss, Reading, Record, documents_in, read
+from data_prep.flow.documents import Defect, Loss, ReadSettings, Record, read
 from data_prep.flow.manifest import SETTINGS, STATE, Counts, PartResult, is_whole, read_manifest, write_manifest
-from data_prep.flow.parts import find_files, left_out, plan_parts
-from data_prep.flow.running import Run, _lock, begin, is_done, run_parts
+from data_prep.flow.parts import FilePart, find_files, left_out, plan_parts
+from data_prep.flow.running import StepRun, _lock, begin, is_done, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream, write_bytes, write_stream
 from data_prep.flow.workers import PartFailed
 from smlp.errors import UserError
 
 SUFFIXES = ["", ".gz", ".zst", ".xz", ".bz2"]
+
+
+def documents_in(path, reading):
+    return read(FilePart.whole(path), reading)
 
 
 def write(path, content):
@@ -55,7 +59,7 @@ def test_a_file_that_breaks_off_gives_what_came_before(tmp_path, suffix):
     path = write(tmp_path / f"a.jsonl{suffix}", rows)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) * 2 // 3])
-    pieces = list(documents_in(path, Reading()))
+    pieces = list(documents_in(path, ReadSettings()))
     records = [piece for piece in pieces if isinstance(piece, Record)]
     assert 1000 < len(records) < 5000
     assert [piece.text for piece in records] == [json.loads(row)["text"] for row in rows.splitlines()[: len(records)]]
@@ -70,7 +74,7 @@ def test_a_file_that_is_not_compressed_at_all(tmp_path):
         path.write_bytes(b"just text\n\nmore")
         with pytest.raises(DamagedFile, match=f"a.txt{suffix}"), open_stream(path) as stream:
             stream.read()
-        assert [type(piece) for piece in documents_in(path, Reading())] == [Loss, Defect, Defect]
+        assert [type(piece) for piece in documents_in(path, ReadSettings())] == [Loss, Defect, Defect]
 
 
 def test_a_write_that_fails_leaves_nothing_under_the_name(tmp_path):
@@ -90,7 +94,7 @@ def test_json_lines_with_every_kind_of_bad_line(tmp_path):
         b'{"text": 5}\n'
         b'{"text": "\xff\xfe"}\n' + b'{"text": "' + b"a" * 100 + b'"}\n' + b'{"text": "last"}'
     )
-    pieces = list(documents_in(path, Reading(max_bytes=90)))
+    pieces = list(documents_in(path, ReadSettings(max_bytes=90)))
     assert pieces[0] == Record("one", "x7", "wiki", {"url": "u"})
     assert [piece.reason for piece in pieces if isinstance(piece, Loss)] == [
         "not JSON",
@@ -120,14 +124,14 @@ def test_json_lines_with_every_kind_of_bad_line(tmp_path):
 def test_documents_of_plain_text(tmp_path, mode, expected):
     path = tmp_path / "a.txt"
     path.write_bytes(b"\na b\r\nc\n\n \nd\n\ne\n")
-    found = [text.replace("\n \n", "\n\n") for text in texts(documents_in(path, Reading(documents_of_text=mode)))]
+    found = [text.replace("\n \n", "\n\n") for text in texts(documents_in(path, ReadSettings(documents_of_text=mode)))]
     assert found == expected
 
 
 def test_a_long_line_is_one_lost_document_and_the_rest_goes_on(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\n\nbefore\n" + b"x" * 5000 + b"\nafter\n\ntwo\n\n" + b"y\n" * 600 + b"\nthree\n")
-    pieces = list(documents_in(path, Reading(max_bytes=1000)))
+    pieces = list(documents_in(path, ReadSettings(max_bytes=1000)))
     assert [piece.text for piece in pieces if isinstance(piece, Record)] == ["one", "two", "three"]
     assert [piece.where.rsplit(":", 1)[1] for piece in pieces if isinstance(piece, Loss)] == ["5", "5025"]
 
@@ -135,8 +139,12 @@ def test_a_long_line_is_one_lost_document_and_the_rest_goes_on(tmp_path):
 def test_empty_files_are_said_to_be_empty(tmp_path):
     (tmp_path / "a.jsonl").touch()
     (tmp_path / "b.txt").write_text("\n\n")
-    assert texts(documents_in(tmp_path / "a.jsonl", Reading())) == [Defect("empty file", str(tmp_path / "a.jsonl"))]
-    assert texts(documents_in(tmp_path / "b.txt", Reading())) == [Defect("no document in it", str(tmp_path / "b.txt"))]
+    assert texts(documents_in(tmp_path / "a.jsonl", ReadSettings())) == [
+        Defect("empty file", str(tmp_path / "a.jsonl"))
+    ]
+    assert texts(documents_in(tmp_path / "b.txt", ReadSettings())) == [
+        Defect("no document in it", str(tmp_path / "b.txt"))
+    ]
 
 
 @pytest.mark.parametrize("mode", ["blank", "line", "jsonl"])
@@ -153,7 +161,7 @@ def test_parts_of_a_large_file_hold_each_document_once(tmp_path, mode):
         documents = [f"{text}\nsecond {text}" for text in documents]
         content = "\n\n" + "".join(text + "\n" * (2 + index % 3) for index, text in enumerate(documents))
     path.write_text(content)
-    reading = Reading(documents_of_text="line" if mode == "line" else "blank")
+    reading = ReadSettings(documents_of_text="line" if mode == "line" else "blank")
     for part_bytes in [1, 2, 3, 7, 10, 50, 111, 1000, 10_000]:
         parts = plan_parts(find_files([path], [".jsonl", ".txt"]), part_bytes)
         assert len({part.name for part in parts}) == len(parts) == -(-len(content.encode()) // part_bytes)
@@ -192,16 +200,16 @@ def test_parquet(tmp_path):
 
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["one", None, "x" * 50], "title": ["A", "B", "C"]}), path)
-    pieces = list(documents_in(path, Reading(max_bytes=40)))
+    pieces = list(documents_in(path, ReadSettings(max_bytes=40)))
     assert pieces[0] == Record("one", "a.parquet:0", "a", {"title": "A"})
     assert [piece.reason for piece in pieces[1:3]] == ["no text in field 'text'", "longer than 40 bytes"]
-    assert texts(documents_in(path, Reading(text_field="body"))) == [
+    assert texts(documents_in(path, ReadSettings(text_field="body"))) == [
         Defect("no column 'body': text, title", str(path)),
         Loss("no text in field 'body'", f"{path}:0", 3),
         Defect("3 documents no text in field 'body'", str(path)),
     ]
     path.write_bytes(b"no parquet")
-    assert [piece.problem for piece in documents_in(path, Reading())] == ["damaged: no parquet file"]
+    assert [piece.problem for piece in documents_in(path, ReadSettings())] == ["damaged: no parquet file"]
 
 
 def test_a_value_of_parquet_that_many_rows_mean_is_not_copied_for_each(tmp_path, monkeypatch):
@@ -215,7 +223,7 @@ def test_a_value_of_parquet_that_many_rows_mean_is_not_copied_for_each(tmp_path,
     spied = lambda file, batch_size, **more: sizes.append(batch_size) or whole(file, batch_size, **more)  # noqa: E731
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spied)
     monkeypatch.setattr(documents, "_PARQUET_BYTES", 20_000)
-    assert len(texts(documents_in(path, Reading()))) == 40
+    assert len(texts(documents_in(path, ReadSettings()))) == 40
     assert sizes[0] <= 4
 
 
@@ -225,7 +233,7 @@ def test_what_a_little_zstd_becomes_is_handed_out_in_pieces(tmp_path):
     path.write_bytes(zstandard.ZstdCompressor(level=3).compress(bytes(200 << 20)))
     tracemalloc.start()
     try:
-        pieces = list(documents_in(path, Reading(max_bytes=1000)))
+        pieces = list(documents_in(path, ReadSettings(max_bytes=1000)))
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
@@ -255,7 +263,7 @@ def upper(part, out, log=None, trap=None):
         os.kill(os.getpid(), signal.SIGKILL)
     counts = Counts()
     with write_stream(out / f"{part.name}.jsonl.gz") as (stream, written):
-        for piece in read(part, Reading()):
+        for piece in read(part, ReadSettings()):
             if "x" in piece.text:
                 counts.drop("has an x")
                 continue
@@ -289,18 +297,18 @@ def files_of(folder):
 
 
 def test_the_same_files_whatever_the_workers_and_shares(source, tmp_path):
-    manifest = run_upper(source, Run(tmp_path / "one", quiet=True))
+    manifest = run_upper(source, StepRun(tmp_path / "one", quiet=True))
     assert manifest["counts"] == {"documents_in": 120, "kept": 78, "dropped": {"has an x": 42}, "other": {}}
     assert len(manifest["inputs"]) == len(manifest["outputs"]) > 5
-    run_upper(source, Run(tmp_path / "two", workers=2, quiet=True))
-    assert run_upper(source, Run(tmp_path / "shares", share=(0, 2), quiet=True)) is None
-    run_upper(source, Run(tmp_path / "shares", share=(1, 2), quiet=True))
+    run_upper(source, StepRun(tmp_path / "two", workers=2, quiet=True))
+    assert run_upper(source, StepRun(tmp_path / "shares", share=(0, 2), quiet=True)) is None
+    run_upper(source, StepRun(tmp_path / "shares", share=(1, 2), quiet=True))
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two") == files_of(tmp_path / "shares")
     assert read_manifest(tmp_path / "one", "upper") == manifest
 
 
 def test_what_is_done_is_not_done_again_and_what_changed_is(source, tmp_path):
-    run, log = Run(tmp_path / "out", quiet=True), tmp_path / "log"
+    run, log = StepRun(tmp_path / "out", quiet=True), tmp_path / "log"
     first = run_upper(source, run, log=str(log))
     log.write_text("")
     assert run_upper(source, run, log=str(log)) == first and not log.read_text()
@@ -319,7 +327,7 @@ def test_what_is_done_is_not_done_again_and_what_changed_is(source, tmp_path):
 
 
 def test_a_worker_that_is_killed_is_named_and_the_rest_is_kept(source, tmp_path):
-    run, log = Run(tmp_path / "out", workers=2, quiet=True), tmp_path / "log"
+    run, log = StepRun(tmp_path / "out", workers=2, quiet=True), tmp_path / "log"
     with pytest.raises(UserError, match=r"a worker was killed .* at .*c\.txt.*run the same command again"):
         run_upper(source, run, log=str(log), trap="c-00001")
     with pytest.raises(UserError, match="not finished"):
@@ -338,7 +346,7 @@ def upper_but(part, out, broken):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_part_that_fails_alone_lets_the_others_go_on(source, tmp_path, workers):
-    run = Run(tmp_path / "out", workers, quiet=True)
+    run = StepRun(tmp_path / "out", workers, quiet=True)
     begin(run, "upper", {})
     parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
     done = run_parts(run, "upper", parts, partial(upper_but, broken="b-00001"))
@@ -352,8 +360,8 @@ def test_a_killed_command_leaves_no_half_and_goes_on(source, tmp_path):
     code = (
         "import sys; from pathlib import Path; sys.path[:0] = ['tests/helpers', 'tests/data_prep'];"
         "import test_data_flow as t;"
-        "from data_prep.flow.running import Run; import time;"
-        "t.run_upper(Path(sys.argv[1]), Run(Path(sys.argv[2]), workers=1, quiet=True))"
+        "from data_prep.flow.running import StepRun; import time;"
+        "t.run_upper(Path(sys.argv[1]), StepRun(Path(sys.argv[2]), workers=1, quiet=True))"
     )
     slow = code.replace(
         "t.run_upper(", "w = t.upper; t.upper = lambda *a, **k: (time.sleep(0.1), w(*a, **k))[1];t.run_upper("
@@ -368,8 +376,8 @@ def test_a_killed_command_leaves_no_half_and_goes_on(source, tmp_path):
     process.wait(timeout=30)
     finished = {path.name: path.stat().st_mtime_ns for path in state.glob("*.json")}
     assert finished and not (tmp_path / "out" / "manifest.json").exists()
-    run_upper(source, Run(tmp_path / "out", quiet=True))
-    run_upper(source, Run(tmp_path / "fresh", quiet=True))
+    run_upper(source, StepRun(tmp_path / "out", quiet=True))
+    run_upper(source, StepRun(tmp_path / "fresh", quiet=True))
     assert files_of(tmp_path / "out") == files_of(tmp_path / "fresh")
     assert all((state / name).stat().st_mtime_ns == then for name, then in finished.items())
 
@@ -384,9 +392,10 @@ def test_workers_end_with_a_command_that_is_killed(source, tmp_path):
     code = (
         "import sys; from pathlib import Path; sys.path[:0] = ['tests/helpers', 'tests/data_prep'];"
         "import test_data_flow as t;"
-        "from data_prep.flow.running import Run, run_parts; from data_prep.flow.parts import plan_parts, find_files;"
+        "from data_prep.flow.running import StepRun, run_parts;"
+        "from data_prep.flow.parts import plan_parts, find_files;"
         "out = Path(sys.argv[2]); out.mkdir();"
-        "run_parts(Run(out, 2, quiet=True), 'slow', plan_parts(find_files([Path(sys.argv[1])], ['.txt'])), t.slow)"
+        "run_parts(StepRun(out, 2, quiet=True), 'slow', plan_parts(find_files([Path(sys.argv[1])], ['.txt'])), t.slow)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(source), str(tmp_path / "out")], cwd=REPOSITORY)
     deadline = time.monotonic() + 60
@@ -408,7 +417,7 @@ def is_alive(pid):
 
 
 def test_a_folder_of_other_work_is_not_touched(source, tmp_path):
-    run = Run(tmp_path / "out", quiet=True)
+    run = StepRun(tmp_path / "out", quiet=True)
     run_upper(source, run, {"seed": 1})
     with pytest.raises(UserError, match=r"with other settings \(seed was 1, now 2\).*--restart"):
         run_upper(source, run, {"seed": 2})
@@ -418,14 +427,14 @@ def test_a_folder_of_other_work_is_not_touched(source, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(UserError, match="holds files of something else"):
-        run_upper(source, Run(tmp_path / "mine"), restart=True)
+        run_upper(source, StepRun(tmp_path / "mine"), restart=True)
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
 def test_two_commands_at_once_in_one_folder(source, tmp_path):
     import fcntl
 
-    run = Run(tmp_path / "out", quiet=True)
+    run = StepRun(tmp_path / "out", quiet=True)
     run_upper(source, run)
     with open(run.out / ".state" / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -455,7 +464,7 @@ def test_no_manifest(tmp_path):
 
 
 def test_outputs_that_are_only_needed_until_the_step_is_finished(source, tmp_path):
-    run, log = Run(tmp_path / "out", quiet=True), tmp_path / "log"
+    run, log = StepRun(tmp_path / "out", quiet=True), tmp_path / "log"
     parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
 
     def again():
@@ -491,7 +500,7 @@ def test_ids_tell_files_of_one_name_apart(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same.jsonl").write_text('{"text": "a", "id": null, "source": null}')
     parts = plan_parts(find_files([tmp_path], [".jsonl"]))
-    records = [piece for part in parts for piece in read(part, Reading())]
+    records = [piece for part in parts for piece in read(part, ReadSettings())]
     assert [record.id for record in records] == ["p/same.jsonl:0", "q/same.jsonl:0"]
     assert {record.source for record in records} == {tmp_path.name}
 
@@ -519,16 +528,16 @@ def test_a_long_path_gets_a_name_that_fits(tmp_path):
 
 
 def test_what_an_unfinished_step_wrote_is_not_read(source, tmp_path):
-    run_upper(source, Run(tmp_path / "out", share=(0, 2), quiet=True))
+    run_upper(source, StepRun(tmp_path / "out", share=(0, 2), quiet=True))
     with pytest.raises(UserError, match="out is not finished: run 'smlp data upper' again"):
         find_files([tmp_path / "out"], [".jsonl"])
-    run_upper(source, Run(tmp_path / "out", quiet=True))
+    run_upper(source, StepRun(tmp_path / "out", quiet=True))
     assert find_files([tmp_path / "out"], [".jsonl"])
 
 
 def _one_share(source, out, index, number, barrier):
     barrier.wait(30)
-    run_upper(source, Run(out, share=(index, number), quiet=True))
+    run_upper(source, StepRun(out, share=(index, number), quiet=True))
 
 
 def test_shares_that_begin_together_do_not_meet(source, tmp_path):
@@ -543,26 +552,26 @@ def test_shares_that_begin_together_do_not_meet(source, tmp_path):
         for share in shares:
             share.join(60)
         assert [share.exitcode for share in shares] == [0, 0, 0]
-        run_upper(source, Run(out, quiet=True))
+        run_upper(source, StepRun(out, quiet=True))
         assert read_manifest(out)["counts"]["documents_in"] == 120 and not list(out.rglob("*.partial"))
 
 
 def test_a_share_keeps_the_whole_command_out_and_the_other_way_round(source, tmp_path):
     out = tmp_path / "out"
-    begin(Run(out), "upper", {})
-    with _lock(Run(out, share=(0, 2))):
-        with _lock(Run(out, share=(1, 2))):
+    begin(StepRun(out), "upper", {})
+    with _lock(StepRun(out, share=(0, 2))):
+        with _lock(StepRun(out, share=(1, 2))):
             pass
-        with pytest.raises(UserError, match="another command"), _lock(Run(out)):
+        with pytest.raises(UserError, match="another command"), _lock(StepRun(out)):
             pass
         with pytest.raises(UserError, match="another command"):
-            begin(Run(out), "upper", {"seed": 2}, restart=True)
-    with _lock(Run(out)), pytest.raises(UserError, match="another command"), _lock(Run(out, share=(1, 2))):
+            begin(StepRun(out), "upper", {"seed": 2}, restart=True)
+    with _lock(StepRun(out)), pytest.raises(UserError, match="another command"), _lock(StepRun(out, share=(1, 2))):
         pass
 
 
 def test_a_kill_while_old_work_is_thrown_away_leaves_a_folder_that_is_known(source, tmp_path, monkeypatch):
-    run = Run(tmp_path / "out", quiet=True)
+    run = StepRun(tmp_path / "out", quiet=True)
     run_upper(source, run, {"seed": 1})
     monkeypatch.setattr(shutil, "rmtree", lambda path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -599,13 +608,13 @@ def test_records_cannot_name_files_elsewhere(tmp_path):
     mine, out = tmp_path / "mine.txt", tmp_path / "out"
     mine.write_text("something of value")
     parts = plan_parts(find_files([tmp_path / "in"], [".txt"]))
-    run_parts(Run(out, quiet=True), "upper", parts, upper)
+    run_parts(StepRun(out, quiet=True), "upper", parts, upper)
     (record,) = (out / ".state" / "upper").glob("*.json")
     for name in ("../mine.txt", str(mine), "x/../../mine.txt"):
         row = {**json.loads(record.read_text()), "outputs": [{"name": name, "bytes": 18}]}
         (record.parent / "gone.json").write_text(json.dumps(row))
         with pytest.raises(UserError, match=r"gone\.json names the file .*mine.txt', which would lie outside"):
-            run_parts(Run(out, quiet=True), "upper", parts, upper)
+            run_parts(StepRun(out, quiet=True), "upper", parts, upper)
         assert mine.read_text() == "something of value"
         (out / "manifest.json").write_text(json.dumps({"step": "upper", "outputs": row["outputs"]}))
         with pytest.raises(UserError, match="would lie outside its folder"):
@@ -616,7 +625,7 @@ def test_records_cannot_name_files_elsewhere(tmp_path):
     "content", ["", "[]", "5", "{}", '{"step": 5}', '{"step": "clean", "settings": []}', "[" * 9000]
 )
 def test_a_damaged_record_of_a_step_is_named(tmp_path, content):
-    run = Run(tmp_path / "out")
+    run = StepRun(tmp_path / "out")
     begin(run, "clean", {"seed": 1})
     record = tmp_path / "out" / STATE / SETTINGS
     record.write_text(content)

@@ -6,7 +6,7 @@ import random
 import pytest
 import sentencepiece
 
-from data_prep.flow.documents import Reading
+from data_prep.flow.documents import ReadSettings
 from data_prep.flow.parts import find_files, plan_parts
 from data_prep.tokenize.models import padding_of, train_sentencepiece
 from data_prep.tokenize.sampling import Sample, rank_of, sample_part
@@ -45,7 +45,7 @@ def manifest_of(out):
 def sample(corpus, out, num_bytes, seed=1, part_bytes=10**9):
     parts = plan_parts(find_files([corpus], [".jsonl"]), part_bytes)
     total = sum(part.num_bytes for part in parts)
-    results = [sample_part(part, out, Reading(), num_bytes, total, seed) for part in parts]
+    results = [sample_part(part, out, ReadSettings(), num_bytes, total, seed) for part in parts]
     return results, [out / result.outputs[0]["name"] for result in results]
 
 

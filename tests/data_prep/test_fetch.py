@@ -13,8 +13,8 @@ from fetch_data import WIKITEXT, article, dump, page, write_warc
 from fetch_running import QUICK, counts, documents, run, source_file, texts
 from file_server import cut_after, first, serving, status
 
-from data_prep.fetch import convert, wanted
-from data_prep.fetch.convert import Writer
+from data_prep.fetch import sequence, wanted
+from data_prep.fetch.sequence import Writer
 from data_prep.fetch.source import built_in
 from data_prep.flow.documents import Record
 from data_prep.flow.manifest import read_manifest
@@ -182,7 +182,7 @@ def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_pat
     source = books_source(server, tmp_path)
     words = [*QUICK, "--file-bytes", "4000"]
     assert run(source, "--out", tmp_path / "fresh", *words) == 0
-    whole, opened = convert.write_stream, []
+    whole, opened = sequence.write_stream, []
 
     def killed(path):
         opened.append(path.name)
@@ -190,9 +190,9 @@ def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_pat
             raise KeyboardInterrupt
         return whole(path)
 
-    monkeypatch.setattr(convert, "write_stream", killed)
+    monkeypatch.setattr(sequence, "write_stream", killed)
     assert run(source, "--out", tmp_path / "out", *words) == 130
-    monkeypatch.setattr(convert, "write_stream", lambda path: opened.append(path.name) or whole(path))
+    monkeypatch.setattr(sequence, "write_stream", lambda path: opened.append(path.name) or whole(path))
     opened.clear()
     assert run(source, "--out", tmp_path / "out", *words) == 0
     assert sorted(opened) == [f"two-{number:05d}.jsonl.gz" for number in range(3, 6)]

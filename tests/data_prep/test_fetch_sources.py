@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from fetch_running import run, source_file
 from running import REPOSITORY
 
 from data_prep.fetch import wanted
-from data_prep.fetch.download import RemoteFile, from_json, to_json
+from data_prep.fetch.download import RemoteFile, from_json
 from data_prep.fetch.listing import KEPT, _named, kept_files, months
 from data_prep.fetch.source import Source, built_in, read_source
 from smlp.errors import UserError
@@ -150,7 +151,7 @@ def test_names_of_a_server_stay_in_the_folder(path, name):
 
 @pytest.mark.parametrize("name", ["../b.gz", "/tmp/b.gz", "a/b.gz", "", "..", "a\0b", None])
 def test_a_kept_list_cannot_name_files_elsewhere(name):
-    row = {**to_json(RemoteFile("https://example.org/b.gz", "b.gz")), "name": name}
+    row = {**asdict(RemoteFile("https://example.org/b.gz", "b.gz")), "name": name}
     with pytest.raises(UserError, match=r"https://example.org/b.gz names the file"):
         from_json(row)
 

@@ -13,7 +13,7 @@ from data_prep import python_docs
 from data_prep.corpus import Document, assert_disjoint
 from data_prep.docstrings import docstrings, source_files, text_blocks
 from data_prep.prose import plain_text, prose
-from data_prep.python_docs import Source, deduplicated, near_duplicate_key, paragraphs_of
+from data_prep.python_docs import SourceTree, deduplicated, near_duplicate_key, paragraphs_of
 from smlp.errors import UserError
 
 NUMPYDOC = """
@@ -226,7 +226,7 @@ def words(number: int) -> str:
 
 
 @pytest.fixture
-def package(tmp_path) -> Source:
+def package(tmp_path) -> SourceTree:
     """120 packages of two modules, four paragraphs each; one paragraph stands in all of them."""
     root = tmp_path / "pkg"
     for index in range(120):
@@ -237,7 +237,7 @@ def package(tmp_path) -> Source:
             (folder / f"m{module}.py").write_text(
                 f'"""{own}\n\nThis is the paragraph that stands in all of them.\n"""\n'
             )
-    return Source("pkg", "1.0", root, "pkg")
+    return SourceTree("pkg", "1.0", root, "pkg")
 
 
 def test_split_is_by_package_disjoint_and_repeatable(package, tmp_path, monkeypatch):
@@ -286,7 +286,7 @@ def test_too_little_text_is_a_user_error(tmp_path, monkeypatch):
     monkeypatch.setattr(python_docs, "read_topics", lambda removed: [])
     (tmp_path / "m.py").write_text('"""This is the only one of the paragraphs."""')
     with pytest.raises(UserError, match="1 sources hold too little text"):
-        python_docs.build(tmp_path / "out", [Source("x", "1", tmp_path, "x")])
+        python_docs.build(tmp_path / "out", [SourceTree("x", "1", tmp_path, "x")])
 
 
 def test_topics_of_this_interpreter_are_english():

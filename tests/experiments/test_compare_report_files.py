@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -14,16 +13,15 @@ import experiment_folder as folder
 import pytest
 from experiment_folder import MODELS, SEEDS, cell, rewrite, run_folder, tables, training_line, write_experiment
 
-from smlp.cli.compare_report import add_report_options, run_report
 from smlp.cli.main import main
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_record
 from smlp.experiments.progress import reached
-from smlp.experiments.report.claims import scale_sentences
-from smlp.experiments.report.environments import differences, machine
-from smlp.experiments.report.runs import read_experiment
-from smlp.experiments.report.state import incomplete
-from smlp.experiments.report.timeline import read_timeline
+from smlp.experiments.report.details import incomplete
+from smlp.experiments.report.machine import describe_machine, differences
+from smlp.experiments.report.paper import scale_sentences
+from smlp.experiments.report.results import read_results
+from smlp.experiments.report.timeline import read_timeline, training_lines
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -49,7 +47,7 @@ def damage(out: Path) -> None:
 
 def test_runs_that_are_not_whole_are_named_and_the_others_reported(out):
     damage(out)
-    found = {run.name: (run.last_update, reason) for run, reason in incomplete(read_experiment(out))}
+    found = {run.name: (run.last_update, reason) for run, reason in incomplete(read_results(out))}
     assert found == {
         "sMLP-s1": (40, "RuntimeError: no more memory"),
         "sMLP-s2": (0, "there is no such folder: it was never started"),
@@ -61,15 +59,16 @@ def test_runs_that_are_not_whole_are_named_and_the_others_reported(out):
         "gMLP-s2": (40, "scores.json cannot be read (it is not JSON)"),
     }
     quality = tables(out)["quality-valid"]
-    assert cell(quality, "sMLP", "per_token").by_seed == {3: pytest.approx(2 ** (4 - 0.2 + 0.03))}
-    assert list(cell(quality, "Switch", "against_gMLP").by_seed) == [1]
+    assert cell(quality, "sMLP", "per_token").samples == {3: pytest.approx(2 ** (4 - 0.2 + 0.03))}
+    assert list(cell(quality, "Switch", "against_gMLP").samples) == [1]
     assert "seeds" in [column.key for column in tables(out)["summary"].columns]
 
 
 def test_a_log_that_says_nothing_is_named(out):
     (run_folder(out, "gMLP", 2) / "train.log").write_text("x\n")
-    found = {run.name: reason for run, reason in incomplete(read_experiment(out))}
-    assert found == {"gMLP-s2": "train.log does not say how long it trained"}
+    (run_folder(out, "gMLP", 2) / "update_times.jsonl").unlink()
+    found = {run.name: reason for run, reason in incomplete(read_results(out))}
+    assert found == {"gMLP-s2": "neither update_times.jsonl nor train.log says how long it trained"}
 
 
 def test_nothing_done_yet(out):
@@ -79,32 +78,36 @@ def test_nothing_done_yet(out):
     assert cell(found["quality-valid"], "gMLP", "seeds").value == 0
 
 
-def test_a_resumed_log_counts_an_update_once():
-    """Stopped after update 15, resumed from a checkpoint at 10; the line after the stop was cut short."""
+def test_a_run_without_times_counts_the_whole_seconds_of_its_log():
+    """Of an older version; stopped after update 15, resumed from a checkpoint at 10, in a log with a line cut short."""
     lines = [training_line("sMLP", 1, update) for update in (5, 10, 15)]
-    again = [training_line("sMLP", 1, 15, train_wall="9", wps=str(5 * 1024 / 9)), training_line("sMLP", 1, 20)]
-    timeline = read_timeline([*lines, {}, *again])
+    again = [training_line("sMLP", 1, 15, train_wall="9"), training_line("sMLP", 1, 20)]
+    timeline = read_timeline([], training_lines([*lines, {}, *again]))
     assert timeline.updates == (0, 5, 10, 15, 20)
-    assert timeline.seconds == pytest.approx((0, 4, 8, 17, 21))
-    assert timeline.at(12.5) == pytest.approx(12.5)
-    assert timeline.at(25) == pytest.approx(21 * 25 / 20)
-    assert read_timeline([{}, {"valid_loss": "3"}]) is None
+    assert timeline.seconds == (0, 4, 8, 17, 21)
+    assert timeline.at(12.5) == 12.5 and timeline.mean_tokens == 1024
+    assert timeline.at(25) == 21 * 25 / 20
+    assert read_timeline([], training_lines([{}, {"valid_loss": "3"}])) is None
 
 
-def test_rounded_times_are_narrowed_only_within_their_rounding():
-    """A whole time of 12 s cannot be in training steps of 4 s: the rest was something else."""
-    strange = training_line("sMLP", 1, 5, wps=str(5 * 1024 / 12))
-    assert read_timeline([strange]).seconds[-1] == pytest.approx(4.5)
-    exact = training_line("sMLP", 1, 5, train_wall="3.125", wps=str(5 * 1024 / 12))
-    assert read_timeline([exact]).seconds[-1] == pytest.approx(3.125, abs=1e-3)
+def test_times_of_updates_are_exact_and_count_once():
+    times = [{"update": update, "tokens": 100 * update, "seconds": 0.25 * update} for update in (1, 2, 3)]
+    again = {"update": 3, "tokens": 0, "seconds": 1.0}
+    logged = training_lines([training_line("sMLP", 1, 5)])
+    timeline = read_timeline([*times, again], logged)
+    assert timeline.updates == (0, 1, 2, 3) and timeline.seconds == (0, 0.25, 0.75, 1.75)
+    assert timeline.mean_tokens == 100
+    # a part of them says nothing about the whole run
+    assert read_timeline(times[1:], logged).updates == (0, 5)
+    assert read_timeline([times[0], times[2]], {}) is None
 
 
 def test_what_is_no_experiment_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"experiment\.json: No such file.*smlp compare run"):
-        read_experiment(tmp_path)
+        read_results(tmp_path)
     (tmp_path / "experiment.json").write_text('{"models": [], "seeds": [1], "updates": 3}')
     with pytest.raises(UserError, match="is no experiment: models is empty"):
-        read_experiment(tmp_path)
+        read_results(tmp_path)
 
 
 KEPT = ("experiment", "data", "environment", "tuned", "speed", "runs/gMLP-s1/run", "runs/gMLP-s1/scores")
@@ -131,9 +134,9 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
         (out / f"{name}.json").write_text(content)
         notes = []
         try:
-            experiment = read_experiment(out)
+            results = read_results(out)
             list(tables(out))
-            notes = [*experiment.notes, *(note for run in experiment.runs for note in run.notes)]
+            notes = [*results.notes, *(note for run in results.runs for note in run.notes)]
         except UserError as error:
             notes = [str(error)]
         expected = content != "{}" or name in ("experiment", "data", "tuned", "speed")
@@ -196,9 +199,9 @@ def test_single_values_that_are_damaged_are_named(tmp_path, name, change, words,
     change(record)
     path.write_text("\n".join([*lines[:-1], json.dumps(record)]) + "\n")
     try:
-        experiment = read_experiment(out)
+        results = read_results(out)
         list(tables(out))
-        said = "; ".join([*experiment.notes, *(note for run in experiment.runs for note in run.notes)])
+        said = "; ".join([*results.notes, *(note for run in results.runs for note in run.notes)])
     except UserError as error:
         said = str(error)
         assert name in said and len(said) < 400
@@ -214,7 +217,7 @@ def test_a_file_or_a_loop_where_a_runs_folder_should_be(out, capsys):
         shutil.rmtree(run_folder(out, "gMLP", number))
     run_folder(out, "gMLP", 1).write_text("no folder")
     run_folder(out, "gMLP", 2).symlink_to("gMLP-s2")
-    assert [run.name for run in read_experiment(out).runs if run.state != "done"] == ["gMLP-s1", "gMLP-s2"]
+    assert [run.name for run in read_results(out).runs if run.state != "done"] == ["gMLP-s1", "gMLP-s2"]
     assert tables(out)
     assert main(["compare", "status", str(out)]) == 1 and "2 waiting" in capsys.readouterr().out
 
@@ -225,11 +228,11 @@ def test_a_file_or_a_loop_where_a_runs_folder_should_be(out, capsys):
      '{"valid_num_updates": 1e999, "valid_loss": "3"}', '{"valid_num_updates": "' + "9" * 5000 + '"}', "{" * 9000],
 )  # fmt: skip
 def test_a_line_of_a_log_with_no_numbers_is_none(out, line):
-    before = read_experiment(out).runs[0].curve
+    before = read_results(out).runs[0].curve
     log = run_folder(out, "gMLP", 1) / "train.log"
     log.write_text(log.read_text() + line + "\n" + '{"num_updates": 40, "update": 1}\n')
     assert log_record(line) == {}
-    assert read_experiment(out).runs[0].curve == before and reached(log).updates == 40
+    assert read_results(out).runs[0].curve == before and reached(log).updates == 40
 
 
 @pytest.fixture(scope="module")
@@ -243,9 +246,7 @@ def written(tmp_path_factory) -> Path:
         patch.setattr(folder, "MODELS", models)
         write_experiment(out, models)
         damage(out)
-    parser = argparse.ArgumentParser()
-    add_report_options(parser)
-    assert run_report(parser.parse_args([str(out), "--to", str(out / "there")])) == 0
+    assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
     return out / "there"
 
 
@@ -261,16 +262,14 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats):
             scores = json.loads((run / "scores.json").read_text())
             scores["subsets"]["valid"] |= {"nll_all": nats, "nll_after_prefix": nats}
             (run / "scores.json").write_text(json.dumps(scores))
-    found = {run.name: reason for run, reason in incomplete(read_experiment(out))}
+    found = {run.name: reason for run, reason in incomplete(read_results(out))}
     assert set(found) == {"gMLP-s2", "Switch-s1", "Switch-s2", "Switch-s3"}
     assert found["gMLP-s2"].startswith("it has diverged: on valid a token costs ")
     quality = tables(out)["quality-valid"]
-    assert set(cell(quality, "gMLP", "per_token").by_seed) == {1, 3}
+    assert set(cell(quality, "gMLP", "per_token").samples) == {1, 3}
     assert cell(quality, "Switch", "per_token").text == "–"
-    assert set(cell(quality, "sMLP", "against_gMLP").by_seed) == {1, 3}
-    parser = argparse.ArgumentParser()
-    add_report_options(parser)
-    assert run_report(parser.parse_args([str(out), "--to", str(out / "there")])) == 0
+    assert set(cell(quality, "sMLP", "against_gMLP").samples) == {1, 3}
+    assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
     page = (out / "there" / "report.md").read_text()
     assert "**Finished, but diverged or with files missing or damaged: gMLP-s2, Switch-s1" in page
     words = re.findall(r"\w+", re.sub("a token costs nan nats", "", page))
@@ -278,26 +277,20 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats):
 
 
 def test_updates_that_are_smaller_count_as_they_are(out):
-    """Every fifth line is of updates of half the size, as where an epoch is as short."""
+    """Ten updates have half the size, as the last ones of epochs."""
     for model in MODELS:
         for seed in SEEDS:
-            log = run_folder(out, model, seed) / "train.log"
-            size = {10: "512", 35: "512"}
-            lines = [log_record(line) for line in log.read_text().splitlines()]
-            changed = [
-                {**line, "wpb": size[int(line["num_updates"])]} if int(line.get("num_updates", 0)) in size else line
-                for line in lines
-            ]
-            log.write_text("".join(f"{json.dumps(line)}\n" for line in changed))
-    experiment = read_experiment(out)
+            times = run_folder(out, model, seed) / "update_times.jsonl"
+            lines = [json.loads(line) for line in times.read_text().splitlines()]
+            changed = [{**line, "tokens": 512 if line["update"] % 4 == 0 else 1024} for line in lines]
+            times.write_text("".join(f"{json.dumps(line)}\n" for line in changed))
+    experiment = read_results(out)
     assert experiment.mean_update_tokens == 1024 * (6 * 5 + 2 * 2.5) / 40
     assert experiment.trained_tokens == 1024 * 35
     seconds = {run.seed: run.timeline.at(40) for run in experiment.done(experiment.models[0])}
-    speeds = cell(tables(out)["speed"], "gMLP", "logged_tokens_per_second").by_seed
+    speeds = cell(tables(out)["speed"], "gMLP", "logged_tokens_per_second").samples
     assert speeds == pytest.approx({seed: 1024 * 35 / time for seed, time in seconds.items()})
-    parser = argparse.ArgumentParser()
-    add_report_options(parser)
-    assert run_report(parser.parse_args([str(out), "--to", str(out / "there")])) == 0
+    assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
     page = (out / "there" / "report.md").read_text()
     assert "each run 40 updates of at most 1,024 tokens (35,840 in all)" in page
 
@@ -318,8 +311,7 @@ def test_report_links_what_is_there(written):
     assert "| gMLP-MoE \\| a |" in page
     order = "sMLP 13.53, Switch 14.35, gMLP 15.43, sMLP-partial 16.54, gMLP h=4 16.54, gMLP-MoE | a 17.73."
     assert f"Perplexity per token after the prefix, lowest first: {order}" in page
-    # sMLP has seed 3 alone, which is none of Switch's; sMLP-partial has both seeds of Switch
-    assert "6 sentences: 1 agree with what was measured, 1 differ, 4 open." in page
+    assert "agree with what was measured" not in page, "verdicts are no part of a comparison"
     assert "ahead of the sparse Transformers; the figure prints no numbers." in page
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     assert all(len(re.findall(r"(?<!\\)\|", row)) > 2 for row in rows)
@@ -350,7 +342,7 @@ def test_csv_has_unrounded_values_and_intervals(written):
 
 
 def test_the_machine_is_that_of_the_runs(out):
-    assert machine(read_experiment(out)) == (
+    assert describe_machine(read_results(out)) == (
         "Machine: no GPU, 2 cores; at a time 2 runs, each with 1 rank of 1 thread."
     ), "no run has a record of its own"
     record = {"gpu": "NVIDIA H200", "world_size": 4, "threads": 8, "cores": 16, "torch": "2", "git": None}
@@ -358,8 +350,8 @@ def test_the_machine_is_that_of_the_runs(out):
         for seed in SEEDS:
             line = {**record, "torch": "3"} if (model, seed) == ("sMLP", 2) else record
             (run_folder(out, model, seed) / "environment.jsonl").write_text(json.dumps(line) + "\n")
-    experiment = read_experiment(out)
-    assert machine(experiment) == (
+    experiment = read_results(out)
+    assert describe_machine(experiment) == (
         "Machine: 4 GPUs (NVIDIA H200), 16 cores; at a time 2 runs, each with 4 ranks of 8 threads."
     )
     assert scale_sentences(experiment)[0].endswith("4 GPUs (NVIDIA H200).")
@@ -367,6 +359,6 @@ def test_the_machine_is_that_of_the_runs(out):
     assert sentence.startswith("Runs were not made with the same torch: 2 (gMLP-s1, gMLP-s2, ")
     assert sentence.endswith("; 3 (sMLP-s2)")
     (run_folder(out, "gMLP", 1) / "environment.jsonl").write_text("{")
-    assert [(run.name, reason) for run, reason in incomplete(read_experiment(out))] == [
+    assert [(run.name, reason) for run, reason in incomplete(read_results(out))] == [
         ("gMLP-s1", "environment.jsonl: 1 of 1 lines are damaged and left out")
     ]

@@ -9,9 +9,9 @@ import experiment_folder as folder
 import pytest
 from experiment_folder import cell, tables, write_experiment
 
+from smlp.experiments.report.draw_curves import styles
 from smlp.experiments.report.draw_points import draw_heads
-from smlp.experiments.report.runs import read_experiment
-from smlp.experiments.report.styles import styles
+from smlp.experiments.report.results import read_results
 
 pytestmark = pytest.mark.timeout(120)
 HEADS = {f"gMLP h={heads}": ("gmlp_lm", "gmlp_lm_tiny", {"num_heads": heads}, 0.1 * heads, 0.5) for heads in (4, 1, 2)}
@@ -20,7 +20,7 @@ SMLP = ("smlp", "smlp_tiny", {}, -0.2, 0.8)
 
 def drawn(out: Path):
     pytest.importorskip("matplotlib")
-    experiment = read_experiment(out)
+    experiment = read_results(out)
     return draw_heads(experiment, styles(experiment.models))
 
 

@@ -42,7 +42,7 @@ def test_attempts_that_lack_one_give_no_time(out):
     rewrite(second / "run.json", attempts=[train_attempt(24.0)])
     log_walls(second, {35: 20, 40: 23}, end=26)  # more than the attempts
     table = tables(out)[SPLIT]
-    assert cell(table, "gMLP", "other_s").by_seed == {3: pytest.approx(7.0, abs=0.05)}
+    assert cell(table, "gMLP", "other_s").samples == {3: pytest.approx(7.0, abs=0.05)}
     assert cell(table, "gMLP", "other_s").source == "runs/gMLP-s3/run.json: attempts.seconds"
     assert table.notes[1] == (
         "Not known for gMLP-s1, gMLP-s2: an attempt is missing from run.json, as where it was killed together with "
@@ -61,7 +61,7 @@ def test_on_a_cluster_the_log_says_how_long_it_took(out):
     log_walls(run_folder(out, "Switch", 2), {35: 31, 40: 34}, end=36)
     log_walls(run_folder(out, "Switch", 3), {35: 40, 40: 10}, end=30)  # resumed at the beginning of an epoch
     table = tables(out)[SPLIT]
-    assert cell(table, "Switch", "other_s").by_seed == pytest.approx({1: 6.0, 2: 12.0}, abs=0.05)
+    assert cell(table, "Switch", "other_s").samples == pytest.approx({1: 6.0, 2: 12.0}, abs=0.05)
     assert cell(table, "Switch", "other_s").source == "runs/{Switch-s1,Switch-s2}/train.log: wall, the last"
     assert table.notes[1].startswith(
         "Not known for Switch-s3: no attempt is in run.json, as on Slurm, and train.log has"

@@ -3,8 +3,8 @@
 import pytest
 
 from smlp.errors import UserError
-from smlp.experiments.experiment import option_words
 from smlp.experiments.reading import read_experiment
+from smlp.experiments.spec import option_words
 
 FILE = """
 data: data-bin
@@ -33,7 +33,7 @@ def test_what_it_says(tmp_path):
     assert (gmlp.name, gmlp.arch, gmlp.overrides, gmlp.recipe) == ("gMLP", "gmlp_lm_tiny", {}, {})
     assert (smlp.overrides, smlp.recipe, smlp.folder) == ({"num_experts": 4}, {"lr": 1e-3}, "sMLP_E_4")
     assert found.evaluation.targets == (30.0, 50.0)
-    assert found.place.jobs == 2
+    assert found.resources.jobs == 2
     words = option_words(found.recipe)
     assert words == [
         *("--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "2e-3", "--clip-norm", "1.0", "--sync"),
@@ -50,7 +50,7 @@ def test_budgets(tmp_path, budget, updates):
 def test_ranks_share_an_update(tmp_path):
     slurm = "run: {where: slurm, nodes: 2, gpus_per_node: 4}\n"
     found = read(tmp_path, FILE + slurm)
-    assert (found.place.ranks, found.tokens_per_update) == (8, 8192)
+    assert (found.resources.ranks, found.tokens_per_update) == (8, 8192)
 
 
 def test_names_stay_as_they_stand_there(tmp_path):

@@ -12,10 +12,12 @@ import pytest
 from planned_experiment import FILE, log, reader
 
 import smlp
-from smlp.cli import compare_dry_run, compare_run, compare_status
+from smlp.cli.main import main
 from smlp.errors import UserError
-from smlp.experiments import cost, local
-from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, read_json, write_json
+from smlp.experiments import dry_run, local, progress, slurm
+from smlp.experiments import run as experiment_run
+from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder
+from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.local import Machine, RunChain, is_trained, what_is_not_scored
 from smlp.experiments.plan import as_json, main_runs, tuning_runs
 from smlp.experiments.processes import Ended
@@ -236,9 +238,9 @@ def test_positions_are_those_of_all_models_also_where_one_is_not_scored(planned,
     text = FILE.replace("b: {arch: smlp_tiny}", "b: {arch: smlp_partial_tiny}").replace("tune", "#")
     experiment, models, folder = planned(text + "max_spread: 0.1\n")
     prefixes = []
-    monkeypatch.setattr(compare_run, "run_here", lambda *args: prefixes.append(args[-1]))
+    monkeypatch.setattr(experiment_run, "run_here", lambda *args: prefixes.append(args[-1]))
     runs = main_runs(experiment, models, {})
-    compare_run._train(experiment, folder, "data-bin", models, runs[:1], Machine(1))
+    experiment_run._train(experiment, folder, "data-bin", models, runs[:1], Machine(1))
     assert (runs[0].model.name, prefixes) == ("a", [26])
 
 
@@ -248,24 +250,25 @@ def test_a_dry_run_needs_no_data(planned, tmp_path, monkeypatch, capsys):
         assert int(words[words.index("--max-update") + 1]) > 0, "schedules of the rate are checked against it"
         return SimpleNamespace(optimizer=None, model=smlp.preset(arch, vocab_size=64, max_tokens=128))
 
-    monkeypatch.setattr("smlp.cli.dry_run.configuration_of", configuration_of)
+    monkeypatch.setattr("smlp.fairseq_compat.command_line.training_configuration", configuration_of)
     monkeypatch.setattr(
         "smlp.config.presets.config_of", lambda model, vocab_size: replace(model, vocab_size=vocab_size)
     )
-    monkeypatch.setattr(cost, "measure_update", lambda model, experiment, threads: 0.5)
+    monkeypatch.setattr(dry_run, "measure_update", lambda model, experiment, threads: 0.5)
     path = planned(ZEROSHOT.replace("TASKS", "no/tasks") + "max_spread: 0.1\n")[0].path
-    with pytest.raises(UserError, match=r"data data-bin is not there: for a dry run without it, say vocab_size"):
-        compare_dry_run.dry_run(path, tmp_path / "out")
+    words = ["compare", "run", str(path), "--out", str(tmp_path / "out")]
+    assert main([*words, "--dry-run"]) == 1
+    assert "data data-bin is not there: for a dry run without it, say vocab_size" in capsys.readouterr().err
     path.write_text(path.read_text() + "vocab_size: 4000\n")
-    assert compare_dry_run.dry_run(path, tmp_path / "out") == 0
+    assert main([*words, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "no data yet: 4,000 pieces are assumed" in printed
     size = smlp.costs.formula.flops_per_token(smlp.preset("gmlp_lm_tiny", vocab_size=4000, max_tokens=128))
     assert f"{size / 1e6:.3f}" in printed
     assert "6 runs: about" in printed
     assert not (tmp_path / "out").exists(), "nothing is made"
-    with pytest.raises(UserError, match=r"there is no folder no/tasks"):
-        compare_run.run_experiment(path, tmp_path / "out")
+    assert main(words) == 1
+    assert "there is no folder no/tasks" in capsys.readouterr().err
 
 
 def test_time_left_of_a_run(tmp_path):
@@ -276,9 +279,9 @@ def test_time_left_of_a_run(tmp_path):
     run.update_state(state=RUNNING)
     folder = Folder(tmp_path)
     with folder.locked():
-        row = compare_status._row(folder, "runs/a-s1", 100, is_over=False)
+        row = progress._status_of(folder, "runs/a-s1", 100, is_over=False)
     assert (row["state"], row["seconds_left"]) == (RUNNING, 24.0)
-    assert compare_status._row(folder, "runs/a-s1", 100, is_over=False)["seconds_left"] is None, "it was stopped"
+    assert progress._status_of(folder, "runs/a-s1", 100, is_over=False)["seconds_left"] is None, "it was stopped"
 
 
 CLUSTER = FILE + "run: {where: slurm, nodes: 1, gpus_per_node: 2}\n"
@@ -296,19 +299,19 @@ def test_jobs_that_come_to_nothing_are_submitted_again_but_not_for_ever(planned,
         submitted.append(sorted(run.name for run in runs))
         return "job 7"
 
-    monkeypatch.setattr(compare_run.slurm, "submit", refuse)
+    monkeypatch.setattr(slurm, "submit", refuse)
     for _ in range(3):
         with pytest.raises(UserError, match="invalid partition"):
-            compare_run._submit(experiment, folder, "data-bin", models)
-    monkeypatch.setattr(compare_run.slurm, "submit", submit)
+            experiment_run._submit(experiment, folder, "data-bin", models)
+    monkeypatch.setattr(slurm, "submit", submit)
     grid = sorted(run.name for run in tuning_runs(experiment, models))
-    compare_run._submit(experiment, folder, "data-bin", models)
+    experiment_run._submit(experiment, folder, "data-bin", models)
     log(folder.run("tune/a-0.001"), 4, train=4.0)  # cancelled on its way
-    compare_run._submit(experiment, folder, "data-bin", models)
-    compare_run._submit(experiment, folder, "data-bin", models)
+    experiment_run._submit(experiment, folder, "data-bin", models)
+    experiment_run._submit(experiment, folder, "data-bin", models)
     assert submitted == [grid, grid, [name for name in grid if name.endswith("a-0.001")]]
     capsys.readouterr()
-    assert compare_run._submit(experiment, folder, "data-bin", models) == 1
+    assert experiment_run._submit(experiment, folder, "data-bin", models) == 1
     printed = capsys.readouterr().out
     assert "not trained: a: every run of its grid failed" in printed and "all runs are trained" not in printed
     assert "two jobs did not train it" in folder.run("tune/b-0.002").state()["message"]
@@ -316,12 +319,12 @@ def test_jobs_that_come_to_nothing_are_submitted_again_but_not_for_ever(planned,
 
 def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
     experiment, _, folder = planned(CLUSTER)
-    monkeypatch.setattr(compare_run.slurm, "_run", lambda command, environment=None: "12\n")
-    assert compare_run.slurm.submit_scores(experiment, folder) == "12"
-    monkeypatch.setattr(compare_run.slurm, "_run", lambda command, environment=None: "13;cluster\n")
-    compare_run.slurm.submit_scores(experiment, folder)
+    monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "12\n")
+    assert slurm.submit_scores(experiment, folder) == "12"
+    monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "13;cluster\n")
+    slurm.submit_scores(experiment, folder)
     assert read_json(folder.path / "slurm" / "jobs.json", list) == ["12", "13"]
-    assert experiment.place.at_a_time(9) == 9, "no limit where the file has none"
+    assert experiment.resources.at_a_time(9) == 9, "no limit where the file has none"
 
 
 @pytest.mark.parametrize(
@@ -347,8 +350,8 @@ def test_a_job_that_has_ended_is_not_shown_as_running(planned, monkeypatch, caps
             raise UserError("cannot ask Slurm")
         return queue
 
-    monkeypatch.setattr(compare_status.slurm, "jobs_in_queue", jobs_in_queue)
-    assert compare_status.print_status(folder.path, None) == 1
+    monkeypatch.setattr(slurm, "jobs_in_queue", jobs_in_queue)
+    assert main(["compare", "status", str(folder.path)]) == 1
     lines = capsys.readouterr().out.splitlines()[1:4]
     assert [line.split()[1] for line in lines] == states
     assert [str(folder.path / "slurm" / "logs") in line for line in lines] == [state == STOPPED for state in states]

@@ -11,7 +11,8 @@ import smlp
 from smlp.config import flatten
 from smlp.errors import UserError
 from smlp.experiments import slurm
-from smlp.experiments.folder import DONE, Folder, read_json
+from smlp.experiments.folder import DONE, Folder
+from smlp.experiments.json_files import read_json
 from smlp.experiments.plan import as_json, main_runs, plan_models, spread_of, training_words, tuning_runs
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.slurm import sweep_line

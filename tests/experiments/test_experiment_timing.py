@@ -16,12 +16,11 @@ from planned_experiment import FILE, reader
 
 import smlp
 from smlp.costs.formula import parameters
-from smlp.experiments import cost, speed, timing
+from smlp.experiments import dry_run, local, speed
 from smlp.experiments.folder import DONE, Folder
-from smlp.experiments.local import Machine
+from smlp.experiments.local import Machine, time_here
 from smlp.experiments.plan import main_runs, tuning_runs
-from smlp.experiments.timing import time_here
-from smlp.experiments.updates import TimedUpdates, dtype_of
+from smlp.experiments.speed import TimedUpdates, dtype_of
 from smlp.nn.decoder import Decoder
 
 
@@ -33,27 +32,29 @@ def planned(tmp_path):
 
 def test_validations_take_time_too(planned, monkeypatch):
     experiment, models, _ = planned(FILE + "evaluate: {validations: 4}\nrun: {jobs: 1}\n")
-    monkeypatch.setattr(cost, "measure_update", lambda model, experiment, threads: 0.5)
+    monkeypatch.setattr(dry_run, "measure_update", lambda model, experiment, threads: 0.5)
     runs = [*tuning_runs(experiment, models)[:1], *main_runs(experiment, models, {"a": 0.001})]
-    without, held_out = (cost.estimate(experiment, models, runs, 1, tokens).seconds for tokens in (0, 3 * 1024 * 10))
+    without, held_out = (dry_run.estimate(experiment, models, runs, 1, tokens).seconds for tokens in (0, 3 * 1024 * 10))
     assert held_out - without == pytest.approx((1 + 4 + 1) * 10 * 0.5), "a forward pass is a third of an update"
 
 
 def test_costs(planned, monkeypatch):
-    monkeypatch.setattr(cost, "measure_update", lambda model, experiment, threads: {"a": 0.5, "b": 1.0}[model.name])
+    monkeypatch.setattr(dry_run, "measure_update", lambda model, experiment, threads: {"a": 0.5, "b": 1.0}[model.name])
     experiment, models, _ = planned(FILE + "run: {jobs: 2, tflops: 100, mfu: 0.5}\n")
     runs = main_runs(experiment, models, {"a": 0.001, "b": 0.001})
-    here = cost.estimate(experiment, models, runs, threads=1)
-    saving = 9 * cost.CHECKPOINT_FILES * 12 * parameters(models[1].config, 1).total / cost.BYTES_PER_SECOND
-    longer = 100 * cost.OVERHEAD + saving + cost.SECONDS_AROUND
+    here = dry_run.estimate(experiment, models, runs, threads=1)
+    saving = 9 * dry_run.CHECKPOINT_FILES * 12 * parameters(models[1].config, 1).total / dry_run.BYTES_PER_SECOND
+    longer = 100 * dry_run.OVERHEAD + saving + dry_run.SECONDS_AROUND
     assert here.seconds == pytest.approx(longer), "the longer of two side by side"
-    elsewhere = cost.estimate(experiment, models, runs, threads=None)
+    elsewhere = dry_run.estimate(experiment, models, runs, threads=None)
     per_update = elsewhere.seconds_per_update
     assert sum(per_update.values()) * 100 == pytest.approx(elsewhere.flops / 50e12)
     sizes = [sum(p.numel() for p in Decoder(model.config).parameters()) for model in models]
     assert elsewhere.disk_bytes == 12 * sum(sizes)
-    assert elsewhere.most_disk_bytes == cost.CHECKPOINT_FILES * 12 * sum(sizes)
-    one_by_one = cost.estimate(replace(experiment, place=replace(experiment.place, jobs=1)), models, runs, threads=None)
+    assert elsewhere.most_disk_bytes == dry_run.CHECKPOINT_FILES * 12 * sum(sizes)
+    one_by_one = dry_run.estimate(
+        replace(experiment, resources=replace(experiment.resources, jobs=1)), models, runs, threads=None
+    )
     assert one_by_one.most_disk_bytes == 12 * sum(sizes) + 2 * 12 * max(sizes)
 
 
@@ -62,7 +63,7 @@ def test_a_model_that_came_later_is_timed(planned, monkeypatch, timed, again):
     experiment, models, folder = planned()
     runs = main_runs(experiment, models, {"a": 1.0e-3, "b": 1.0e-3})
     started = []
-    monkeypatch.setattr(timing, "run_chains", lambda chains, jobs, watch: started.append(chains[0].next_step(0)))
+    monkeypatch.setattr(local, "run_chains", lambda chains, jobs, watch: started.append(chains[0].next_step(0)))
     folder.path.mkdir()
     if timed:
         folder.speed.write_text(json.dumps({"models": timed}))
@@ -77,7 +78,7 @@ def test_a_signal_ends_the_timing(planned, monkeypatch):
     experiment, models, folder = planned()
     runs = main_runs(experiment, models, {"a": 1.0e-3, "b": 1.0e-3})
     folder.run(runs[0].folder).update_state(state=DONE)
-    monkeypatch.setattr(timing, "this_module", lambda name: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(local, "this_module", lambda name: [sys.executable, "-c", "import time; time.sleep(60)"])
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     start = time.monotonic()
@@ -141,4 +142,4 @@ def test_updates_of_a_balanced_hash_are_measured_before_there_are_data(planned):
     experiment, models, _ = planned(FILE.replace("smlp_tiny}", "hash_lm_tiny}"))
     experiment = replace(experiment, batch_size=1)
     hashed = replace(models[1], config=smlp.preset("hash_lm_tiny", vocab_size=64, max_tokens=128, hash_kind="balanced"))
-    assert 0 < cost.measure_update(hashed, experiment, threads=1) < 60
+    assert 0 < dry_run.measure_update(hashed, experiment, threads=1) < 60

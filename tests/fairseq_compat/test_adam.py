@@ -1,4 +1,4 @@
-"""Adam in one pass on a CPU is fairseq's Adam (:mod:`smlp.trainer.adam`)."""
+"""Adam in one pass on a CPU is fairseq's Adam (:mod:`smlp.fairseq_compat.adam`)."""
 
 import copy
 
@@ -12,7 +12,7 @@ from smlp.ops.fast_paths import reference_ops
 def adam():
     from fairseq.optim.adam import Adam
 
-    from smlp.trainer import adam
+    from smlp.fairseq_compat import adam
 
     if not hasattr(Adam.step, "__wrapped__"):
         adam.apply()

@@ -11,7 +11,7 @@ import torch
 from layouts import command
 from torch import nn
 
-from smlp.trainer.divergence import FirstNaN, damaged_weights
+from smlp.fairseq_compat.divergence import FirstNaN, damaged_weights
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -23,7 +23,7 @@ from smlp.fairseq_compat.data import check_dictionary, check_split, check_text
 from smlp.fairseq_compat.loading import check_dictionary_of, check_restore_file
 from smlp.files import locked
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(720)
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +409,7 @@ def refused(broken: Path, tiny_data: Path, run_fairseq_many) -> dict[str, Finish
             filled = [broken / data if data else tiny_data, *usual, *filled]
         cases.append({"tool": tool, "args": ["--user-dir", USER_DIR, *filled]})
     with locked(broken / "busy", "run"):
-        return dict(zip(BAD_INPUT, run_fairseq_many(cases), strict=True))
+        return dict(zip(BAD_INPUT, run_fairseq_many(cases, timeout=600), strict=True))
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)

@@ -130,11 +130,25 @@ def test_apply_twice_changes_nothing(applied) -> None:
     from smlp.fairseq_compat import apply
 
     def patched() -> list[Callable]:
-        return [checkpoint_utils.torch_persistent_save, options.parse_args_and_arch, Trainer.__init__, sys.excepthook]
+        return [checkpoint_utils.torch_persistent_save, options.parse_args_and_arch, Trainer.__new__, sys.excepthook]
 
     before = patched()
     apply()
     assert patched() == before
+
+
+def test_every_trainer_of_fairseq_is_ours(applied) -> None:
+    """Those of a subclass keep its methods, above ours."""
+    from fairseq.model_parallel.megatron_trainer import MegatronTrainer
+    from fairseq.trainer import Trainer
+
+    from smlp.fairseq_compat.trainer import SparseTrainer
+
+    assert type(Trainer.__new__(Trainer)) is SparseTrainer
+    other = Trainer.__new__(MegatronTrainer)
+    assert isinstance(other, MegatronTrainer) and isinstance(other, SparseTrainer)
+    assert type(other).train_step is SparseTrainer.train_step
+    assert type(other).clip_grad_norm is MegatronTrainer.clip_grad_norm
 
 
 def test_only_the_known_warnings_are_quiet() -> None:

@@ -9,12 +9,12 @@ import sys
 import pytest
 from fairseq import options
 
-from smlp.cli.fairseq_tool import load_plugin
 from smlp.config import all_settings
 from smlp.config.presets import preset
 from smlp.costs import memory
 from smlp.costs.memory import check_training, check_weights
 from smlp.errors import UserError
+from smlp.fairseq_compat.command_line import load_plugin
 from smlp.fairseq_compat.limits import LIMITS, check_numbers
 from smlp.launch import local
 

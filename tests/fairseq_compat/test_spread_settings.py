@@ -11,8 +11,8 @@ from layouts import command
 from recording import updates_of
 
 from smlp.errors import UserError
-from smlp.trainer.settings import check_backend, check_pairs, check_settings
-from smlp.trainer.updates import batch_seed, batch_seeds, for_other_ranks, real_batches_last
+from smlp.fairseq_compat.batches import batch_seed, batch_seeds, for_other_ranks, real_batches_last
+from smlp.fairseq_compat.settings import check_backend, check_pairs, check_settings
 
 pytestmark = pytest.mark.timeout(120)
 

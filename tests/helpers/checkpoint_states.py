@@ -79,7 +79,7 @@ def state_of(decoder: Decoder, optimizer: torch.optim.Optimizer | None, arch: st
         "optimizer_history": [history],
         "task_state": {},
         "extra_state": {
-            "metrics": [(10, "loss", "AverageMeter", {"val": torch.tensor(7.0), "count": 3})],
+            "metrics": {"train": [(10, "loss", "AverageMeter", {"val": torch.tensor(7.0), "count": 3})]},
             "train_iterator": {"version": 2, "epoch": 3, "iterations_in_epoch": 7, "shuffle": True},
         },
     }

@@ -15,7 +15,7 @@ from typing import Any
 import smlp
 from smlp.config import flatten
 from smlp.costs.formula import flops_per_token, parameters
-from smlp.experiments.report.runs import read_experiment
+from smlp.experiments.report.results import read_results
 from smlp.experiments.report.table import Cell, Table
 from smlp.experiments.report.write import all_tables
 
@@ -45,7 +45,7 @@ def run_folder(out: Path, model: str, seed: int) -> Path:
 def training_line(model: str, seed: int, update: int, **more: str) -> dict[str, str]:
     """As fairseq writes it: numbers as rounded text. ``train_wall`` is of LOG_INTERVAL updates, in whole seconds."""
     pace = MODELS[model][4]
-    rounded = {"train_wall": f"{pace * LOG_INTERVAL:.0f}", "wps": f"{TOKENS / pace:.1f}", "wpb": str(TOKENS)}
+    rounded = {"train_wall": f"{pace * LOG_INTERVAL:.0f}", "wpb": str(TOKENS)}
     loss = f"{bits(model, seed, update) + 0.1:.3f}"
     return {"epoch": 1, "update": 0.1, "loss": loss, "num_updates": str(update), **rounded, **more}
 
@@ -54,11 +54,9 @@ def log_lines(model: str, seed: int, last: int = UPDATES) -> Iterator[str]:
     """Of a run that was never stopped, up to an update."""
     yield "{'_name': None, 'common': {}}"
     for update in range(LOG_INTERVAL, last + 1, LOG_INTERVAL):
-        # the whole time since the line before, in which the validation is
-        validated = update % INTERVAL == LOG_INTERVAL and update > INTERVAL
-        slow = {"wps": f"{TOKENS / (MODELS[model][4] * 3):.1f}"} if validated else {}
-        line = json.dumps(training_line(model, seed, update, mfu="50.0", mem_gb="1.5", data_wait="0", **slow))
-        yield from (line, line) if validated else (line,)  # fairseq repeats lines
+        line = json.dumps(training_line(model, seed, update, mfu="50.0", mem_gb="1.5", data_wait="0"))
+        is_repeated = update % INTERVAL == LOG_INTERVAL and update > INTERVAL  # as fairseq repeats lines
+        yield from (line, line) if is_repeated else (line,)
         if update % INTERVAL == 0:
             loss = f"{bits(model, seed, update):.3f}"
             yield json.dumps({"epoch": 1, "valid_loss": loss, "valid_ppl": "9", "valid_num_updates": str(update)})
@@ -124,6 +122,8 @@ def write_run(out: Path, model: str, seed: int) -> Path:
     _write(folder / "scores.json", scores)
     order = [json.dumps({"update": update, "digest": 1000 * seed + update}) for update in range(1, UPDATES + 1)]
     (folder / "data_order.jsonl").write_text("\n".join(order) + "\n")
+    times = [{"update": update, "tokens": TOKENS, "seconds": MODELS[model][4]} for update in range(1, UPDATES + 1)]
+    (folder / "update_times.jsonl").write_text("".join(json.dumps(line) + "\n" for line in times))
     if MODELS[model][0] != "gmlp_lm":
         (folder / "router_health.jsonl").write_text("".join(health_lines(model)))
     return folder
@@ -151,7 +151,7 @@ def _write(path: Path, value: Any) -> None:
 
 def tables(out: Path, *baselines: str) -> dict[str, Table]:
     """Of the report, by name."""
-    return all_tables(read_experiment(out), baselines)
+    return all_tables(read_results(out), baselines)
 
 
 def cell(table: Table, model: str, key: str) -> Cell:

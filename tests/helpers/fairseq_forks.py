@@ -106,7 +106,7 @@ def _fork(case: dict, rank: int, ranks: int, port: int, folder: Path) -> int:
 
 
 # of this package's own, with what they import: nothing of it registers anything with fairseq or changes it
-PLAIN_PACKAGES = ("accounting", "fairseq_compat", "nn", "trainer")
+PLAIN_PACKAGES = ("costs", "fairseq_compat", "nn")
 
 
 def _remembering(parse: Callable[[Any, str, str], Any]) -> Callable[[Any, str, str], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data_prep.flow.documents import FORMATS, Reading, read
+from data_prep.flow.documents import FORMATS, ReadSettings, read
 from data_prep.flow.manifest import read_manifest
 from data_prep.flow.parts import find_files, plan_parts
 from smlp.cli.main import main
@@ -17,7 +17,7 @@ def run(*words):
 def documents(out):
     """What ``smlp data clean --in OUT`` reads."""
     parts = plan_parts(find_files([out], FORMATS))
-    return [piece for part in parts for piece in read(part, Reading())]
+    return [piece for part in parts for piece in read(part, ReadSettings())]
 
 
 def texts(out):

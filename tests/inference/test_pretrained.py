@@ -91,7 +91,6 @@ def test_what_is_no_text_is_refused(checkpoint):
         "batch_size must be a whole number of at least 1, got 1.5": lambda: model.generate("the", 3, batch_size=1.5),
         "a stop string must be a string, got 5": lambda: model.generate("the", 3, stop=[5]),
         "the name of the architecture must be text, got None": lambda: smlp.build(None),
-        "moe must be a MoEConfig, got None": lambda: smlp.ModelConfig(moe=None),
     }
     for message, call in calls.items():
         with pytest.raises(smlp.UserError, match=f"^{message}$"):

@@ -15,8 +15,8 @@ from launched import finish, is_running, make_plugin, start, wait_for
 from running import HELPERS, TINY_LM, Finished, run_python
 from slurm_variables import LAST_TASK
 
-from smlp.cli.local_ranks import check_nproc, read_launch_options
 from smlp.cli.main import main
+from smlp.cli.train import check_nproc, read_launch_options
 from smlp.errors import UserError
 from smlp.fairseq_compat import startup
 from smlp.launch import machine

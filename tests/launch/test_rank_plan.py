@@ -12,7 +12,7 @@ from slurm_variables import ALLOCATION, BATCH_SCRIPT, LAST_TASK
 
 from smlp.cli import main
 from smlp.errors import UserError
-from smlp.launch.plan import Seat, rank_table, seats_from_environment, seats_here, seats_of_nodes
+from smlp.launch.plan import PlannedRank, rank_table, ranks_from_environment, ranks_here, ranks_of_nodes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -20,7 +20,7 @@ HERE = socket.gethostname()
 
 
 def test_the_table_of_a_cluster() -> None:
-    table = rank_table(seats_of_nodes(2, 4, cpu=False), num_experts=16, group_size=4, command="train it")
+    table = rank_table(ranks_of_nodes(2, 4, cpu=False), num_experts=16, group_size=4, command="train it")
     assert table.splitlines() == [
         "rank  host   device  experts",
         "   0  node0  cuda:0  0-3",
@@ -40,44 +40,44 @@ def test_a_plan_has_an_end() -> None:
     with pytest.raises(
         UserError, match="--nodes 3 with --gpus-per-node 100000000 are 300,000,000 ranks: at most 65,536"
     ):
-        seats_of_nodes(3, 10**8, cpu=False)
+        ranks_of_nodes(3, 10**8, cpu=False)
 
 
 def test_the_default_is_the_largest_group_that_fits() -> None:
-    table = rank_table([Seat("a", "cpu")] * 4, num_experts=6, group_size=None, command="")
+    table = rank_table([PlannedRank("a", "cpu")] * 4, num_experts=6, group_size=None, command="")
     assert "expert-parallel size 2, 2 copies" in table and "0-2\n" in table and "3-5\n" in table
     with pytest.raises(UserError, match="an expert-parallel size of 4 must divide both the 4 ranks and the 6 experts"):
-        rank_table([Seat("a", "cpu")] * 4, num_experts=6, group_size=4, command="")
+        rank_table([PlannedRank("a", "cpu")] * 4, num_experts=6, group_size=4, command="")
 
 
 def test_a_dense_model_is_whole_on_each_rank() -> None:
-    table = rank_table([Seat("a", "cpu")] * 2, num_experts=0, group_size=None, command="")
+    table = rank_table([PlannedRank("a", "cpu")] * 2, num_experts=0, group_size=None, command="")
     assert table.splitlines()[1].split() == ["0", "a", "cpu", "-"]
     assert "2 ranks; no experts: every rank holds the whole model" in table
 
 
 def test_seats_from_the_environment() -> None:
-    def seats(variables: dict[str, str], num_gpus: int = 0) -> list[str] | None:
-        found = seats_from_environment(variables, num_gpus, is_interactive=False)
-        return found and [f"{seat.host} {seat.device}" for seat in found[0]] + [found[1]]
+    def ranks(variables: dict[str, str], num_gpus: int = 0) -> list[str] | None:
+        found = ranks_from_environment(variables, num_gpus, is_interactive=False)
+        return found and [f"{planned.host} {planned.device}" for planned in found[0]] + [found[1]]
 
-    assert seats({}) is None
-    assert seats(LAST_TASK, 2) == ["n1 cuda:0", "n1 cuda:1", "n2 cuda:0", "n2 cuda:1", 3]
-    assert seats({**LAST_TASK, "SLURM_DISTRIBUTION": "cyclic"}) == ["n1 cpu", "n2 cpu", "n1 cpu", "n2 cpu", 3]
+    assert ranks({}) is None
+    assert ranks(LAST_TASK, 2) == ["n1 cuda:0", "n1 cuda:1", "n2 cuda:0", "n2 cuda:1", 3]
+    assert ranks({**LAST_TASK, "SLURM_DISTRIBUTION": "cyclic"}) == ["n1 cpu", "n2 cpu", "n1 cpu", "n2 cpu", 3]
     # with one GPU bound to each task all of them see it as the first
-    assert seats(LAST_TASK, 1) == ["n1 cuda:0", "n1 cuda:0", "n2 cuda:0", "n2 cuda:0", 3]
+    assert ranks(LAST_TASK, 1) == ["n1 cuda:0", "n1 cuda:0", "n2 cuda:0", "n2 cuda:0", 3]
     # in a batch script: what srun would start, seen from outside of it
-    assert seats(BATCH_SCRIPT) == ["n1 cpu", "n1 cpu", "n2 cpu", "n2 cpu", 0]
-    assert seats(ALLOCATION) == ["n1 cpu", "n1 cpu", "n1 cpu", 0]
+    assert ranks(BATCH_SCRIPT) == ["n1 cpu", "n1 cpu", "n2 cpu", "n2 cpu", 0]
+    assert ranks(ALLOCATION) == ["n1 cpu", "n1 cpu", "n1 cpu", 0]
     one_each = {**BATCH_SCRIPT, "SLURM_TASKS_PER_NODE": "1(x2)"}
-    assert seats(one_each, 2) == ["n1 cuda:0", "n1 cuda:1", "n2 cuda:0", "n2 cuda:1", 0]
+    assert ranks(one_each, 2) == ["n1 cuda:0", "n1 cuda:1", "n2 cuda:0", "n2 cuda:1", 0]
     torchrun = {"MASTER_ADDR": "n1", "MASTER_PORT": "1", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    assert seats(torchrun, 2) == [f"{HERE} cuda:0", f"{HERE} cuda:1", "node1 cuda:0", "node1 cuda:1", 0]
+    assert ranks(torchrun, 2) == [f"{HERE} cuda:0", f"{HERE} cuda:1", "node1 cuda:0", "node1 cuda:1", 0]
 
 
 def test_seats_on_this_machine() -> None:
-    assert seats_here(2, 0) == [Seat(HERE, "cpu")] * 2
-    assert seats_here(2, 2) == [Seat(HERE, "cuda:0"), Seat(HERE, "cuda:1")]
+    assert ranks_here(2, 0) == [PlannedRank(HERE, "cpu")] * 2
+    assert ranks_here(2, 2) == [PlannedRank(HERE, "cuda:0"), PlannedRank(HERE, "cuda:1")]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from running import USER_DIR, run_python
 
 import smlp
 from smlp.config.presets import PRESETS, from_training_options
-from smlp.trainer.changed_settings import changed_settings
+from smlp.fairseq_compat.changed_settings import changed_settings
 
 NARROW = [
     *("--embed-dim", "16", "--ffn-dim", "16", "--num-dense-layers", "1", "--num-sparse-layers", "1"),

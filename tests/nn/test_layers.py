@@ -16,6 +16,8 @@ ORDER = [
     "ops",
     "launch",
     "costs.component",
+    "costs.formula",
+    "costs.memory",
     "nn.state",
     "nn.layers",
     "moe",

@@ -22,7 +22,7 @@ def config_of(arch, **more):
     sizes = {"embed_dim": 64, "ffn_dim": 256, "max_tokens": 512, "vocab_size": 300}
     config = preset(arch, **sizes, **layers, **sparse, **attention, **more)
     # nothing dropped, so that every token has its k experts
-    return replace(config, moe=replace(config.moe, capacity_factor=0.0, second_expert="all"))
+    return replace(config, capacity_factor=0.0, second_expert="all")
 
 
 def bytes_kept(config, num_seqs):

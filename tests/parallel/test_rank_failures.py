@@ -17,7 +17,7 @@ FAULTS = {
     "killed in the backward pass": ("smlp.parallel.group:AllToAll.backward", 5, "kill", -9, ""),
     "raises in a layer": ("smlp.moe.exchange:FeatureExchange.dispatch", 3, "raise", 1, "a fault of this rank's own"),
     "ends early": ("fairseq.trainer:Trainer.train_step", 2, "exit", 0, ""),
-    "killed before gradients are reduced": ("smlp.trainer.gradients:average_expert_gradients", 2, "kill", -9, ""),
+    "killed before gradients are reduced": ("smlp.fairseq_compat.experts:average_expert_gradients", 2, "kill", -9, ""),
     "stalls": ("smlp.moe.exchange:TokenExchange.dispatch", 3, "stall", -9, ""),
 }
 

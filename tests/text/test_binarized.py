@@ -14,12 +14,12 @@ from fairseq.data import Dictionary
 from fairseq.data.indexed_dataset import IndexedDatasetBuilder, MMapIndexedDataset, MMapIndexedDatasetBuilder
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks.language_modeling import LanguageModelingTask
-from fairseq.trainer import Trainer
 
 from smlp import fairseq_compat
 from smlp.errors import UserError
 from smlp.fairseq_compat import data
 from smlp.fairseq_compat.data import check_ids, check_split
+from smlp.fairseq_compat.trainer import SparseTrainer
 from smlp.text.binarized import BinarizedTokens, check_older, open_tokens, read_fairseq_tokens
 
 SENTENCES = [[5, 6, 2], [2], [7, 8, 9, 10, 2]]
@@ -159,12 +159,11 @@ def test_a_large_file_is_not_read_at_the_start_but_its_batches_are_checked(tmp_p
         in_training(prefix, 10)
     monkeypatch.setattr(data, "READ_AT_START", 35)
     assert in_training(prefix, 10).tokens.max() == 10
-    fairseq_compat.apply()
     vocabulary = Dictionary()  # of 4 special symbols
     trainer = SimpleNamespace(task=LanguageModelingTask(SimpleNamespace(), vocabulary))
     for tokens, wrong in ([[3, 4]], 4), ([[-3, 3]], -3):
         with pytest.raises(UserError, match=rf"a batch of the data holds the id {wrong}, but the dictionary has 4 "):
-            Trainer._prepare_sample(trainer, {"net_input": {"src_tokens": torch.tensor(tokens)}})
+            SparseTrainer._prepare_sample(trainer, {"net_input": {"src_tokens": torch.tensor(tokens)}})
     for sample in (None, {}, {"net_input": {"src_tokens": torch.tensor([[0, 9]])}}):
         check_ids(sample, 10)
     last = {"net_input": {"src_tokens": torch.tensor([[0, 9]])}, "target": torch.tensor([[9, 10]])}

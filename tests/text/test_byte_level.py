@@ -13,10 +13,9 @@ from tiny_checkpoints import write_checkpoint
 import smlp
 from data_prep.tokenize.measuring import ODD_LINES, check_lossless
 from data_prep.tokenize.models import given_byte_level, train_byte_level
-from smlp.checkpoint.load import load_pretrained
+from smlp.checkpoint.load import load_pretrained, text_files
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.output import write_exported
-from smlp.checkpoint.text_files import text_files
 from smlp.errors import UserError
 from smlp.evaluation.report import decoded_sizes, tokens_of
 from smlp.inference.generation.continuations import _Shown

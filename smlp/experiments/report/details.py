@@ -1,82 +1,91 @@
-"""Tables of what the models are (Table 5) and what they cost, and of the paper's beside them."""
+"""Tables of what was run: the models (Table 5), incomplete runs, the order of the data, the grid of the tuning."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from smlp.experiments.report import paper
-from smlp.experiments.report.runs import Experiment
-from smlp.experiments.report.table import Cell, Column, Table, number, text
+from smlp.experiments.report.results import MISSING, Results, RunResult
+from smlp.experiments.report.table import EMPTY, Cell, Column, Table, amount, label
+from smlp.experiments.tuning import at_edge, is_ordered
 
-#: operations of a training step over those of a forward pass
+#: multiply-adds of a training step, in forward passes
 FORWARD_AND_BACKWARD = 3
+_MODEL = Column("model", "model", "experiment.json: models.name")
 _MODELS = "experiment.json: models"
+#: columns of Table 5 by key, each with its head and the field of the configuration
+LAYOUT = {
+    "embed_dim": ("embedding", "embed_dim"),
+    "ffn_dim": ("hidden", "ffn_dim"),
+    "sparse": ("sparse layers", "num_sparse_layers"),
+    "dense": ("dense layers", "num_dense_layers"),
+    "heads": ("heads", "num_heads"),
+    "experts": ("experts", "num_experts"),
+}
 _FORWARD, _TRAINING = "forward_multiply_adds_millions_per_token", "training_multiply_adds_trillions"
+_REASONS = {
+    MISSING: "there is no such folder: it was never started",
+    "waiting": "it has not been started",
+    "running": "it had not finished when the report was made, or was killed",
+    "stopped": "it was stopped, and can go on",
+    "unknown": "there is no run.json that says what became of it",
+}
 
 
 def training_flops(flops_per_token: float, tokens: float) -> float:
-    """Multiply-adds of a training: three forward passes' worth for each token."""
+    """Return the multiply-adds of a training: three forward passes for each token."""
     return FORWARD_AND_BACKWARD * flops_per_token * tokens
 
 
-def spread(experiment: Experiment) -> float:
-    """Largest over smallest nominal cost of a token, less one."""
-    costs = [model.flops_per_token for model in experiment.models]
+def spread(results: Results) -> float:
+    """Return the largest over the smallest nominal cost of a token, less one."""
+    costs = [model.flops_per_token for model in results.models]
     return max(costs) / min(costs) - 1
 
 
-def details_table(experiment: Experiment) -> Table:
-    """Table 5 for these models."""
+def details_table(results: Results) -> Table:
+    """Make Table 5 for these models."""
     columns = [
-        Column("model", "model", f"{_MODELS}.name"),
+        _MODEL,
         Column("arch", "preset", f"{_MODELS}.arch"),
-        Column("embed_dim", "embedding", f"{_MODELS}.config.embed_dim"),
-        Column("ffn_dim", "hidden", f"{_MODELS}.config.ffn_dim"),
-        Column("sparse", "sparse layers", f"{_MODELS}.config.num_sparse_layers"),
-        Column("dense", "dense layers", f"{_MODELS}.config.num_dense_layers"),
-        Column("heads", "heads", f"{_MODELS}.config.num_heads"),
-        Column("experts", "experts", f"{_MODELS}.config.num_experts"),
+        *(Column(key, head, f"{_MODELS}.config.{name}") for key, (head, name) in LAYOUT.items()),
         Column("parameters_millions", "parameters (M)", f"{_MODELS}.parameters.total"),
         Column(_FORWARD, "forward multiply-adds per token (M)", f"{_MODELS}.flops_per_token, by formula"),
         Column(_TRAINING, "multiply-adds of training (T)", "3 * flops_per_token * updates * tokens of an update"),
         Column("overrides", "changed from the preset", f"{_MODELS}.overrides"),
         Column("recipe", "options of training", f"{_MODELS}.recipe"),
     ]
-    tuned = experiment.tuned or {}
+    tuned = results.tuned or {}
     if tuned:
         columns.insert(-1, Column("tuned", f"tuned {tuned['option']}", "tuned.json: chosen"))
     rows = []
-    for model, record in zip(experiment.models, experiment.settings["models"], strict=True):
-        config = model.config
-        flops = training_flops(model.flops_per_token, experiment.trained_tokens)
+    for model, record in zip(results.models, results.settings["models"], strict=True):
+        sizes = {key: getattr(model.config, name) for key, (_, name) in LAYOUT.items() if key != "experts"}
+        layout = {key: amount(size, "d", f"{_MODELS}.config") for key, size in sizes.items()}
+        flops = training_flops(model.flops_per_token, results.trained_tokens)
         rows.append(
             {
-                "model": text(model.name),
+                "model": label(model.name),
                 "arch": Cell(model.arch, f"`{model.arch}`", f"{_MODELS}.arch"),
-                "embed_dim": number(config.embed_dim, "d", f"{_MODELS}.config"),
-                "ffn_dim": number(config.ffn_dim, "d", f"{_MODELS}.config"),
-                "sparse": number(config.num_sparse_layers, "d", f"{_MODELS}.config"),
-                "dense": number(config.num_dense_layers, "d", f"{_MODELS}.config"),
-                "heads": number(config.num_heads, "d", f"{_MODELS}.config"),
-                "experts": number(
-                    config.moe.num_experts if config.num_sparse_layers else 0, "d", f"{_MODELS}.config.num_experts"
-                ),
-                "parameters_millions": number(model.num_parameters / 1e6, ",.1f", f"{_MODELS}.parameters.total"),
-                _FORWARD: number(model.flops_per_token / 1e6, ",.3f", f"{_MODELS}.flops_per_token"),
-                _TRAINING: number(flops / 1e12, ",.3f", f"{_MODELS}.flops_per_token; updates; train.log: wpb"),
-                "overrides": text(
+                **layout,
+                "experts": amount(model.num_experts, "d", f"{_MODELS}.config.num_experts"),
+                "parameters_millions": amount(model.num_parameters / 1e6, ",.1f", f"{_MODELS}.parameters.total"),
+                _FORWARD: amount(model.flops_per_token / 1e6, ",.3f", f"{_MODELS}.flops_per_token"),
+                _TRAINING: amount(flops / 1e12, ",.3f", f"{_MODELS}.flops_per_token; updates; train.log: wpb"),
+                "overrides": label(
                     ", ".join(f"{name}={value}" for name, value in (record.get("overrides") or {}).items()) or None,
                     f"{_MODELS}.overrides",
                 ),
                 **_tuned(tuned, model.name),
-                "recipe": text(" ".join(record.get("recipe") or []) or None, f"{_MODELS}.recipe"),
+                "recipe": label(" ".join(record.get("recipe") or []) or None, f"{_MODELS}.recipe"),
             }
         )
-    largest = experiment.settings.get("max_spread")
+    largest = results.settings.get("max_spread")
     allowed = "" if largest is None else f" ({largest:.2%} are allowed)"
     notes = [
-        f"Nominal forward FLOPs per token differ by {spread(experiment):.2%}{allowed}. FLOPs of this report are "
+        f"Nominal forward FLOPs per token differ by {spread(results):.2%}{allowed}. FLOPs of this report are "
         "multiply-adds, as in the paper; training counts three forward passes for a token. `--dry-run` says "
         "floating-point operations, as data sheets do: two for a multiply-add, and of what is causal only the half.",
     ]
@@ -84,41 +93,154 @@ def details_table(experiment: Experiment) -> Table:
 
 
 def _tuned(tuned: Mapping[str, Any], name: str) -> dict[str, Cell]:
-    """The cell of a tuned option's value, where there is one."""
+    """Return the cell of a tuned option's value, if there is one."""
     chosen = tuned.get("chosen", {}).get(name)
-    return {"tuned": text(str(chosen), f"tuned.json: chosen.{name}")} if chosen is not None else {}
+    return {"tuned": label(str(chosen), f"tuned.json: chosen.{name}")} if chosen is not None else {}
 
 
-def paper_details_table(experiment: Experiment) -> Table | None:
-    """Rows of the paper's Table 5 for the models that are here; None without one."""
-    names = {model.paper_name for model in experiment.models}
+def incomplete(results: Results) -> list[tuple[RunResult, str]]:
+    """Return the runs that did not finish or lack files, each with the reason."""
+    found = []
+    for run in results.runs:
+        reasons = [*run.notes]
+        if not run.is_done:
+            reasons.insert(0, run.message or _REASONS.get(run.state, "run.json does not say why"))
+        if reasons:
+            found.append((run, "; ".join(reasons)))
+    return found
+
+
+def state_table(results: Results) -> Table | None:
+    """Make the table of incomplete runs; None if all are complete."""
     columns = [
-        Column("model", "paper's model", "Table 5"),
-        Column("embed_dim", "embedding", "Table 5"),
-        Column("ffn_dim", "hidden", "Table 5"),
-        Column("sparse", "sparse layers", "Table 5"),
-        Column("dense", "dense layers", "Table 5"),
-        Column("heads", "heads", "Table 5"),
-        Column("experts", "experts", "Table 5"),
-        Column("parameters_billions", "parameters (B)", "Table 5 (its head says M)"),
-        Column("tflops", "TFLOPs (multiply-adds) of 2 x 1024 tokens", "Table 5"),
-        Column("gpus", "GPUs", "Table 5"),
+        Column("run", "run", "folder in runs/"),
+        _MODEL,
+        Column("seed", "seed", "experiment.json: seeds"),
+        Column("state", "state", "run.json: state"),
+        Column("update", "updates", "largest of train.log: num_updates, and data_order.jsonl: update"),
+        Column("reason", "why", "run.json: message; files of the run"),
     ]
-    source = f"{paper.SOURCE}, Table 5"
     rows = [
         {
-            "model": text(paper.NAMES[name], source),
-            "embed_dim": number(row.embed_dim, "d", source),
-            "ffn_dim": number(row.ffn_dim, "d", source),
-            "sparse": number(row.sparse_layers, "d", source),
-            "dense": number(row.dense_layers, "d", source),
-            "heads": number(row.heads, "d", source),
-            "experts": number(row.experts, "d", source),
-            "parameters_billions": number(row.parameters / 1e9, ".2f", source),
-            "tflops": number(row.flops, ".1f", source),
-            "gpus": number(row.gpus, "d", source),
+            "run": label(run.name, "folder in runs/"),
+            "model": label(run.model.name),
+            "seed": amount(run.seed, "d", "experiment.json: seeds"),
+            "state": label(run.state, f"runs/{run.name}/run.json: state"),
+            "update": amount(run.last_update, ",d", f"runs/{run.name}: train.log, data_order.jsonl"),
+            "reason": label(reason, f"runs/{run.name}/run.json: message"),
         }
-        for name, row in paper.TABLE_5.items()
-        if name in names
+        for run, reason in incomplete(results)
     ]
-    return Table("details-paper", "The paper's large models (Table 5)", columns, rows) if rows else None
+    return Table("not-whole", "Runs that failed, are missing or not whole", columns, rows) if rows else None
+
+
+@dataclass(frozen=True)
+class SeedOrder:
+    """Whether the runs of a seed read the same data in the same order."""
+
+    seed: int
+    runs: tuple[RunResult, ...]
+    #: updates that all of these runs have
+    num_updates: int
+    #: by run, the SHA-256 of the lines "UPDATE DIGEST" for these updates
+    digests: Mapping[str, str]
+    #: the first update at which runs differ, and the run that differs from the first one there
+    differs_at: int | None
+    differs: RunResult | None
+
+    @property
+    def agrees(self) -> bool:
+        return self.differs_at is None
+
+
+def data_orders(results: Results) -> list[SeedOrder]:
+    """Compare the data order of the runs of each seed; runs without a record are left out."""
+    found = []
+    for seed in results.seeds:
+        runs = tuple(run for run in results.runs if run.seed == seed and run.order)
+        if not runs:
+            continue
+        common = sorted(set.intersection(*(set(run.order) for run in runs)))
+        digests = {run.name: _digest(run.order, common) for run in runs}
+        differing = [
+            (update, run) for run in runs[1:] for update in common if run.order[update] != runs[0].order[update]
+        ]
+        at, run = min(differing, key=lambda pair: pair[0], default=(None, None))
+        found.append(SeedOrder(seed, runs, len(common), digests, at, run))
+    return found
+
+
+def _digest(order: Mapping[int, int], updates: list[int]) -> str:
+    return hashlib.sha256("".join(f"{update} {order[update]}\n" for update in updates).encode()).hexdigest()
+
+
+def order_table(results: Results) -> Table | None:
+    """Make the table of the data order by seed; None if no run has a record of it."""
+    columns = [
+        Column("seed", "seed", "experiment.json: seeds"),
+        Column("runs", "runs with a record", "data_order.jsonl"),
+        Column("updates", "updates that all have", "data_order.jsonl: update"),
+        Column("verdict", "same tokens in the same order", "data_order.jsonl: digest of each update compared"),
+        Column("sha256", "sha256 of the digests", 'data_order.jsonl: sha256 of a line "update digest" for each update'),
+    ]
+    rows = []
+    for one in data_orders(results):
+        source = f"runs/*-s{one.seed}/data_order.jsonl"
+        if one.agrees:
+            verdict = "yes"
+        else:
+            verdict = f"**no**: {one.differs.name} differs from {one.runs[0].name} from update {one.differs_at} on"
+        digest = next(iter(one.digests.values())) if one.agrees else None
+        rows.append(
+            {
+                "seed": amount(one.seed, "d", source),
+                "runs": amount(len(one.runs), "d", source),
+                "updates": amount(one.num_updates, ",d", source),
+                "verdict": label(verdict, source),
+                "sha256": Cell(digest, f"`{digest[:16]}…`", source) if digest else EMPTY,
+            }
+        )
+    return Table("data-order", "Data order", columns, rows) if rows else None
+
+
+def tuning_table(results: Results) -> Table | None:
+    """Make the table of the grid; None if there was none."""
+    tuned = results.tuned
+    if not tuned:
+        return None
+    values = [str(value) for value in (sorted(tuned["values"]) if is_ordered(tuned["values"]) else tuned["values"])]
+    option = tuned["option"]
+    columns = [
+        _MODEL,
+        *(
+            Column(
+                value,
+                f"{option} {value}",
+                f"tuned.json: results, validation perplexity per token with {option} {value}",
+            )
+            for value in values
+        ),
+        Column("chosen", "chosen", "tuned.json: chosen"),
+    ]
+    rows = []
+    for model in results.models:
+        by_value = tuned["results"].get(model.name)
+        if by_value is None:
+            continue
+        row = {"model": label(model.name)}
+        for value in values:
+            source = f"tuned.json: results.{model.name}.{value}"
+            if value in by_value:
+                found = by_value[value]
+                row[value] = label("failed", source) if found is None else amount(found, ",.2f", source)
+        chosen = tuned["chosen"].get(model.name)
+        row["chosen"] = label(None if chosen is None else str(chosen), f"tuned.json: chosen.{model.name}")
+        rows.append(row)
+    notes = [
+        f"Perplexity per token after {tuned['updates']:,} updates with seed {tuned['seed']}; the lowest of a row was "
+        "chosen."
+    ]
+    edge = at_edge(tuned["values"], tuned["chosen"])
+    if edge:
+        notes.append(f"At the edge of the grid, so that a value outside might do better: {', '.join(edge)}.")
+    return Table("tuning", f"Tuning of {option}", columns, rows, notes)

@@ -6,36 +6,36 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from smlp.experiments.report import paper
+from smlp.experiments.report.draw_curves import Style
 from smlp.experiments.report.quality import AFTER_PREFIX, perplexity
-from smlp.experiments.report.runs import Experiment, Model
+from smlp.experiments.report.results import Model, Results
 from smlp.experiments.report.speed import logged_tokens_per_second, timed_tokens_per_second
-from smlp.experiments.report.statistics import Estimate
 from smlp.experiments.report.studies import head_groups, moe_models, smlp_beside_heads
-from smlp.experiments.report.styles import Style
+from smlp.experiments.report.table import Estimate
 from smlp.plots.drawing import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: opacity of an interval that is a band
+#: opacity of an interval that is drawn as a band
 _BAND = 0.15
 _HEAD_LINES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
 
 
-def _final(experiment: Experiment, models: Sequence[Model]) -> list[tuple[Model, Estimate]]:
-    """Final perplexity of those that have one, best first."""
-    found = [(model, perplexity(experiment, model, experiment.subsets[0], AFTER_PREFIX)) for model in models]
+def _final(results: Results, models: Sequence[Model]) -> list[tuple[Model, Estimate]]:
+    """Return the final perplexity of the models that have one, best first."""
+    found = [(model, perplexity(results, model, results.subsets[0], AFTER_PREFIX)) for model in models]
     return sorted(((model, one) for model, one in found if one), key=lambda pair: pair[1].mean)
 
 
-def _positions(experiment: Experiment) -> str:
-    return "perplexity per token" + (" after the prefix" if experiment.has_prefix else "")
+def _positions(results: Results) -> str:
+    return "perplexity per token" + (" after the prefix" if results.has_prefix else "")
 
 
-def draw_final(experiment: Experiment, models: Sequence[Model], styles: dict[str, Style], title: str) -> Figure | None:
-    """Final perplexity of each model with its interval and its seeds; None where none has finished."""
-    found = _final(experiment, models)
+def draw_final(results: Results, models: Sequence[Model], styles: dict[str, Style], title: str) -> Figure | None:
+    """Draw the final perplexity of each model with its interval and its seeds; None if no model has finished."""
+    found = _final(results, models)
     if not found:
         return None
     figure = new_figure(7.5, 1.5 + 0.36 * len(found), title)
@@ -47,18 +47,18 @@ def draw_final(experiment: Experiment, models: Sequence[Model], styles: dict[str
         _point(axes, one.mean, row, style, x_error=one.half)
     axes.set_yticks(range(len(found)), [model.name for model, _ in found], parse_math=False)
     axes.set_ylim(len(found) - 0.5, -0.6)
-    _finish(axes, f"validation {_positions(experiment)}: mean, 95 % interval; strokes: the seeds", "")
+    _finish(axes, f"validation {_positions(results)}: mean, 95 % interval; strokes: the seeds", "")
     axes.grid(axis="x", alpha=0.3, linewidth=0.6)
     return figure
 
 
-def draw_quality_and_speed(experiment: Experiment, styles: dict[str, Style]) -> Figure | None:
-    """Final perplexity against tokens per second; None where there are not two models with both."""
-    timed = experiment.speed is not None
+def draw_quality_and_speed(results: Results, styles: dict[str, Style]) -> Figure | None:
+    """Draw final perplexity against tokens per second; None if fewer than two models have both."""
+    timed = results.speed is not None
     points = []
-    for model, one in _final(experiment, experiment.models):
-        logged = logged_tokens_per_second(experiment, model)
-        speed = timed_tokens_per_second(experiment, model) if timed else logged and logged.mean
+    for model, one in _final(results, results.models):
+        logged = logged_tokens_per_second(results, model)
+        speed = timed_tokens_per_second(results, model) if timed else logged and logged.mean
         if speed:
             points.append((model, one, speed))
     if len(points) < 2:
@@ -68,19 +68,19 @@ def draw_quality_and_speed(experiment: Experiment, styles: dict[str, Style]) -> 
     for model, one, speed in points:
         _point(axes, speed, one.mean, styles[model.name], y_error=one.half, label=model.name)
     where = "alone on the machine (speed.json)" if timed else "in the training log, without evaluation"
-    _finish(axes, f"tokens per second, {where}", f"validation {_positions(experiment)}")
+    _finish(axes, f"tokens per second, {where}", f"validation {_positions(results)}")
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.margins(0.08)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     return figure
 
 
-def draw_heads(experiment: Experiment, styles: dict[str, Style]) -> Figure | None:
-    """Figure 4: final perplexity against the number of heads, and sMLP's as a horizontal line with its interval.
+def draw_heads(results: Results, styles: dict[str, Style]) -> Figure | None:
+    """Draw Figure 4: final perplexity against the number of heads, with sMLP's as a horizontal line and its interval.
 
-    None without models that differ in heads alone.
+    None if no models differ in the number of heads alone.
     """
-    groups = [[(model, one) for model, one in _final(experiment, group)] for group in head_groups(experiment)]
+    groups = [[(model, one) for model, one in _final(results, group)] for group in head_groups(results)]
     groups = [sorted(group, key=lambda pair: pair[0].config.num_heads) for group in groups if len(group) > 1]
     if not groups:
         return None
@@ -95,8 +95,8 @@ def draw_heads(experiment: Experiment, styles: dict[str, Style]) -> Figure | Non
             **{"marker": marker, "linestyle": line, "color": styles[group[0][0].name].colour, "capsize": 3},
             label=paper.NAMES.get(group[0][0].family or "", group[0][0].name),
         )
-    beside = smlp_beside_heads(experiment)
-    for model, one in _final(experiment, [beside] if beside else []):
+    beside = smlp_beside_heads(results)
+    for model, one in _final(results, [beside] if beside else []):
         colour = styles[model.name].colour
         label = f"{model.name} ({_experts(model.num_experts)})"
         axes.axhline(one.mean, color=colour, linestyle=(0, (8, 3)), label=label)
@@ -106,15 +106,15 @@ def draw_heads(experiment: Experiment, styles: dict[str, Style]) -> Figure | Non
     axes.set_xscale("log", base=2)
     axes.set_xticks(heads, [str(count) for count in heads])
     axes.minorticks_off()
-    _finish(axes, "heads", f"validation {_positions(experiment)}")
+    _finish(axes, "heads", f"validation {_positions(results)}")
     axes.grid(alpha=0.3, linewidth=0.6)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     return figure
 
 
-def draw_moe(experiment: Experiment, styles: dict[str, Style]) -> Figure | None:
-    """Table 7: perplexity of gMLP and gMLP-MoE by number of experts, here and in the paper; None without two."""
-    found = sorted(_final(experiment, moe_models(experiment)), key=lambda pair: pair[0].num_experts)
+def draw_moe(results: Results, styles: dict[str, Style]) -> Figure | None:
+    """Draw Table 7: perplexity of gMLP and gMLP-MoE by number of experts, here and in the paper; None without two."""
+    found = sorted(_final(results, moe_models(results)), key=lambda pair: pair[0].num_experts)
     if len(found) < 2:
         return None
     figure = new_figure(8.0, 3.8, "Token-routed gMLP (the paper's Table 7)")
@@ -123,7 +123,7 @@ def draw_moe(experiment: Experiment, styles: dict[str, Style]) -> Figure | None:
         _point(here, place, one.mean, styles[model.name], y_error=one.half)
     labels = [f"{model.name}\n{_experts(model.num_experts)}" for model, _ in found]
     here.set_xticks(range(len(found)), labels, fontsize=8, parse_math=False)
-    _finish(here, "here", f"validation {_positions(experiment)}".replace(" after", "\nafter"))
+    _finish(here, "here", f"validation {_positions(results)}".replace(" after", "\nafter"))
     printed.plot(range(len(paper.TABLE_7)), list(paper.TABLE_7.values()), "o", color="0.3")
     names = [f"{'gMLP-MoE' if count else 'gMLP'}\n{_experts(count)}" for count in paper.TABLE_7]
     printed.set_xticks(range(len(names)), names, fontsize=8)

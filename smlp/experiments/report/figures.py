@@ -1,4 +1,4 @@
-"""All figures of a report, with what stands below each."""
+"""All figures of a report and their captions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smlp.experiments.report import paper
-from smlp.experiments.report.draw_curves import draw_curves, draw_routing, horizontals
+from smlp.experiments.report.draw_curves import draw_curves, draw_routing, horizontals, styles
 from smlp.experiments.report.draw_points import draw_final, draw_heads, draw_moe, draw_quality_and_speed
-from smlp.experiments.report.reaching import mean_curve
-from smlp.experiments.report.runs import Experiment
+from smlp.experiments.report.results import Results
+from smlp.experiments.report.speed import TIMES, mean_curve
 from smlp.experiments.report.studies import routed_variants
-from smlp.experiments.report.styles import styles
 from smlp.plots.drawing import FORMATS, save
 
 if TYPE_CHECKING:
@@ -24,23 +23,23 @@ FOLDER = "figures"
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure that was written."""
+    """A figure that was written to files."""
 
     name: str
     title: str
     caption: str
-    #: files and fields that it shows
+    #: the files and fields shown in it
     source: str
 
     def path(self, ending: str) -> str:
-        """Relative to the report."""
+        """Return the path of the file with this ending, relative to the report."""
         return f"{FOLDER}/{self.name}.{ending}"
 
 
-def write_figures(experiment: Experiment, to: Path) -> dict[str, Picture]:
-    """Draws every figure that the experiment has data for, as PNG and SVG, by name."""
+def write_figures(results: Results, to: Path) -> dict[str, Picture]:
+    """Draw every figure that the results have data for and write it as PNG and SVG; return the figures by name."""
     found = {}
-    for picture, figure in _all(experiment):
+    for picture, figure in _all(results):
         if figure is not None:
             for ending in FORMATS:
                 save(figure, to / picture.path(ending))
@@ -48,9 +47,9 @@ def write_figures(experiment: Experiment, to: Path) -> dict[str, Picture]:
     return found
 
 
-def _all(experiment: Experiment) -> Iterator[tuple[Picture, Figure | None]]:
-    looks = styles(experiment.models)
-    some = [model for model in experiment.models if mean_curve(experiment, model)]
+def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
+    looks = styles(results.models)
+    some = [model for model in results.models if mean_curve(results, model)]
     titles = {
         "updates": "Validation perplexity against updates (the paper's Figures 1 and 5)",
         "time": "Validation perplexity against training time (the paper's Figures 1 and 5)",
@@ -58,7 +57,7 @@ def _all(experiment: Experiment) -> Iterator[tuple[Picture, Figure | None]]:
     }
     sources = {
         "updates": "train.log: valid_num_updates, valid_loss",
-        "time": "train.log: valid_loss, train_wall narrowed by wps",
+        "time": f"train.log: valid_loss; {TIMES}",
         "flops": "train.log: valid_loss; experiment.json: models.flops_per_token, tokens_per_update",
     }
     said = {"updates": [paper.FIGURE_1, paper.FIGURE_5_UPDATES], "time": [paper.FIGURE_1, paper.FIGURE_5_TIME]}
@@ -66,24 +65,24 @@ def _all(experiment: Experiment) -> Iterator[tuple[Picture, Figure | None]]:
     band += (
         "one training differs from the next. Differences between models are better judged seed by seed, in the summary."
     )
-    if experiment.has_prefix:
+    if results.has_prefix:
         band += (
             " Models with a prefix are measured on their own positions here: their lines and others' do not compare."
         )
-    for across in horizontals(experiment):
+    for across in horizontals(results):
         caption = " ".join([band, *said.get(across.key, [])])
         picture = Picture(f"perplexity-{across.key}", titles[across.key], caption, f"runs/*/{sources[across.key]}")
-        yield picture, draw_curves(experiment, some, across, looks, picture.title) if some else None
-    positions = " on the positions that all models predict" if experiment.has_prefix else ""
-    scores = f"runs/*/scores.json: exp(subsets.{experiment.subsets[0]}.nll_after_prefix)"
+        yield picture, draw_curves(results, some, across, looks, picture.title) if some else None
+    positions = " on the positions that all models predict" if results.has_prefix else ""
+    scores = f"runs/*/scores.json: exp(subsets.{results.subsets[0]}.nll_after_prefix)"
     yield (
         Picture("final", "Validation perplexity at the end", f"Final perplexity{positions}, best first.", scores),
-        draw_final(experiment, experiment.models, looks, "Validation perplexity at the end of training"),
+        draw_final(results, results.models, looks, "Validation perplexity at the end of training"),
     )
-    speed = "speed.json" if experiment.speed else "runs/*/train.log: train_wall narrowed by wps"
+    speed = "speed.json" if results.speed else f"runs/*/{TIMES}"
     yield (
         Picture("quality-and-speed", "Quality and speed", f"Final perplexity{positions}.", f"{scores}; {speed}"),
-        draw_quality_and_speed(experiment, looks),
+        draw_quality_and_speed(results, looks),
     )
     yield (
         Picture(
@@ -91,13 +90,13 @@ def _all(experiment: Experiment) -> Iterator[tuple[Picture, Figure | None]]:
             "Pooled over layers, mean over seeds; models without a figure have no line (docs/router_health.md).",
             "runs/*/router_health.jsonl: pooled",
         ),
-        draw_routing(experiment, looks),
+        draw_routing(results, looks),
     )
     heads = f"Bars and the band of sMLP are 95 % intervals over seeds. {paper.FIGURE_4}"
-    yield Picture("heads", "Number of heads", heads, scores), draw_heads(experiment, looks)
-    variants = routed_variants(experiment)
+    yield Picture("heads", "Number of heads", heads, scores), draw_heads(results, looks)
+    variants = routed_variants(results)
     own_looks = styles(variants, by_family=False)
-    first = horizontals(experiment)[0]
+    first = horizontals(results)[0]
     drawn = [model for model in variants if model in some]
     title = "Deterministic, partial and leaky routing of features (the paper's Figure 7)"
     yield (
@@ -107,17 +106,17 @@ def _all(experiment: Experiment) -> Iterator[tuple[Picture, Figure | None]]:
             f"next figure compares the same positions. {paper.FIGURE_7}",
             f"runs/*/{sources['updates']}",
         ),
-        draw_curves(experiment, drawn, first, own_looks, title) if drawn else None,
+        draw_curves(results, drawn, first, own_looks, title) if drawn else None,
     )
     yield (
         Picture(
             "feature-routing-final", "The same at the end, after the prefix", "The same positions for all.", scores
         ),
-        draw_final(experiment, variants, own_looks, "Kinds of feature routing at the end, after the prefix")
+        draw_final(results, variants, own_looks, "Kinds of feature routing at the end, after the prefix")
         if variants
         else None,
     )
     yield (
         Picture("gmlp-moe", "Token-routed gMLP", "Left: here; right: the paper's Table 7.", scores),
-        draw_moe(experiment, looks),
+        draw_moe(results, looks),
     )

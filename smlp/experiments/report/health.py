@@ -1,4 +1,4 @@
-"""Tables of routing: work done beside the nominal, and the health of each router by layer."""
+"""Tables of routing: realised and nominal work, and the health of each router by layer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from smlp.experiments.report.runs import Experiment, Model, Run
+from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import over_runs
-from smlp.experiments.report.statistics import estimate
-from smlp.experiments.report.table import Cell, Column, Table, estimated, files, number, text
+from smlp.experiments.report.table import Cell, Column, Table, amount, estimate, label, mean_cell, origin
 
 _FILE = "router_health.jsonl"
 _NOMINAL, _REALISED = "nominal_multiply_adds_millions_per_token", "realised_multiply_adds_millions_per_token"
 
 
-def work_table(experiment: Experiment) -> Table:
-    """Realised beside nominal multiply-adds of the logged updates, and what was dropped."""
+def work_table(results: Results) -> Table:
+    """Make the table of realised and nominal multiply-adds of the logged updates, and of what was dropped."""
     columns = [
         Column("model", "model", "experiment.json: models.name"),
         Column(
@@ -33,27 +32,27 @@ def work_table(experiment: Experiment) -> Table:
         Column("drop_percent_capacity", "expert was full, mean (%)", f"{_FILE}: mean of pooled.drop_share_capacity"),
     ]
     rows = []
-    for model in experiment.models:
-        runs = [run for run in experiment.done(model) if run.health]
+    for model in results.models:
+        runs = [run for run in results.done(model) if run.health]
         if not runs:
             continue
 
-        def mean(pattern: str, what: str, read: Callable, scale: float = 1.0, runs: list[Run] = runs) -> Cell:
+        def mean(pattern: str, what: str, read: Callable, scale: float = 1.0, runs: list[RunResult] = runs) -> Cell:
             found = estimate({run.seed: _mean(read, run.health, scale) for run in runs})
-            return estimated(found, pattern, files(runs, _FILE, what))
+            return mean_cell(found, pattern, origin(runs, _FILE, what))
 
         rows.append(
             {
-                "model": text(model.name),
+                "model": label(model.name),
                 _NOMINAL: mean(",.3f", "work.nominal_flops", _per_token("nominal_flops")),
                 _REALISED: mean(",.3f", "work.realised_flops", _per_token("realised_flops")),
                 "ratio": mean(".3f", "work.ratio", lambda line: (line.get("work") or {}).get("ratio")),
                 "drop_percent": mean(".1f", "pooled.drop_share", _pooled("drop_share"), 100),
                 "drop_percent_capacity": mean(".1f", "pooled.drop_share_capacity", _pooled("drop_share_capacity"), 100),
-                "drop_percent_last": estimated(
-                    over_runs(experiment, model, lambda run: _mean(_pooled("drop_share"), run.health[-1:], 100)),
+                "drop_percent_last": mean_cell(
+                    over_runs(results, model, lambda run: _mean(_pooled("drop_share"), run.health[-1:], 100)),
                     ".1f",
-                    files(runs, _FILE, "last line, pooled.drop_share"),
+                    origin(runs, _FILE, "last line, pooled.drop_share"),
                 ),
             }
         )
@@ -76,8 +75,8 @@ _FIGURES = (
 )
 
 
-def layers_table(experiment: Experiment) -> Table:
-    """The last record of each routed layer, and its drops over the whole training."""
+def layers_table(results: Results) -> Table:
+    """Make the table of each routed layer's last record, with its drops over the whole training."""
     columns = [
         Column("model", "model", "experiment.json: models.name"),
         Column("layer", "layer", f"{_FILE}: layers"),
@@ -93,7 +92,7 @@ def layers_table(experiment: Experiment) -> Table:
             for key, head, _, _ in _FIGURES
         ),
     ]
-    rows = [row for model in experiment.models for row in _layer_rows(experiment, model)]
+    rows = [row for model in results.models for row in _layer_rows(results, model)]
     notes = [
         "Means over seeds. Last: the last logged update; what each figure means and which values are healthy is in "
         "docs/router_health.md. Figures that make no sense for a router are left out."
@@ -108,22 +107,22 @@ def _last(key: str) -> str:
 _BY_LN = ", divided by the logarithm of the number of experts"
 
 
-def _layer_rows(experiment: Experiment, model: Model) -> list[dict[str, Cell]]:
-    runs = [run for run in experiment.done(model) if run.health]
+def _layer_rows(results: Results, model: Model) -> list[dict[str, Cell]]:
+    runs = [run for run in results.done(model) if run.health]
     if not runs:
         return []
     rows = []
     for name, first in (runs[0].health[-1].get("layers") or {}).items():
         same = [run for run in runs if name in (run.health[-1].get("layers") or {})]
         row = {
-            "model": text(model.name),
-            "layer": text(name, f"{_FILE}: layers"),
-            "router": text(first.get("router"), f"{_FILE}: layers.router"),
-            "experts": number(first.get("num_experts"), "d", f"{_FILE}: layers.num_experts"),
+            "model": label(model.name),
+            "layer": label(name, f"{_FILE}: layers"),
+            "router": label(first.get("router"), f"{_FILE}: layers.router"),
+            "experts": amount(first.get("num_experts"), "d", f"{_FILE}: layers.num_experts"),
             "drop_percent_mean": _estimated(
                 {run.seed: _mean(_of_layer(name, "drop_share"), run.health, 100) for run in same},
                 ".1f",
-                files(same, _FILE, f"layers.{name}.drop_share, mean over lines"),
+                origin(same, _FILE, f"layers.{name}.drop_share, mean over lines"),
             ),
         }
         for key, _, scale, pattern in _FIGURES:
@@ -133,15 +132,15 @@ def _layer_rows(experiment: Experiment, model: Model) -> list[dict[str, Cell]]:
                 if read is not None and key == "gate_entropy":
                     read /= math.log(first["num_experts"])
                 values[run.seed] = None if read is None else scale * read
-            row[_last(key)] = _estimated(values, pattern, files(same, _FILE, f"last line, layers.{name}.{key}"))
+            row[_last(key)] = _estimated(values, pattern, origin(same, _FILE, f"last line, layers.{name}.{key}"))
         rows.append(row)
     return rows
 
 
 def _estimated(values: Mapping[int, float | None], pattern: str, source: str) -> Cell:
-    """The mean alone: intervals of so many figures would hide them. CSV and JSON have them."""
+    """Return a cell that shows the mean alone: intervals would crowd so many figures. CSV and JSON have them."""
     found = estimate(values)
-    cell = estimated(found, pattern, source)
+    cell = mean_cell(found, pattern, source)
     return cell if found is None else replace(cell, text=format(found.mean, pattern))
 
 
@@ -166,10 +165,10 @@ def _mean(read: Callable, lines: Sequence[Mapping[str, Any]], scale: float = 1.0
     return scale * statistics.fmean(values) if values else None
 
 
-def pooled_curve(experiment: Experiment, model: Model, key: str) -> list[tuple[int, float]]:
-    """A pooled figure by update: mean over the runs that have it at that update."""
+def pooled_curve(results: Results, model: Model, key: str) -> list[tuple[int, float]]:
+    """Return a pooled figure by update, as the mean over the runs that have it at that update."""
     by_update: dict[int, list[float]] = {}
-    for run in experiment.drawn(model):
+    for run in results.drawn(model):
         for line in run.health:
             value = _pooled(key)(line)
             if value is not None:

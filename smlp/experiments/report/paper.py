@@ -1,13 +1,18 @@
-"""What the paper prints (Yu et al., 2022, "Efficient Language Modeling with Sparse all-MLP"), by table.
+"""What the paper prints (Yu et al., 2022, "Efficient Language Modeling with Sparse all-MLP"), and results beside it.
 
-Models go by their family (:data:`smlp.costs.match.FAMILIES`); ``switch_lm_enlarged`` is Table 4's "Switch
-Transformer - Enlarge". The curves of Figures 1, 4, 5 and 7 are pictures without numbers: only what the text says of
+Models are named by their family (:data:`smlp.costs.match.FAMILIES`); ``switch_lm_enlarged`` is Table 4's "Switch
+Transformer - Enlarge". The curves of Figures 1, 4, 5 and 7 are pictures without numbers: only what the text says about
 them is here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from smlp.experiments.report.details import LAYOUT
+from smlp.experiments.report.machine import describe_gpus
+from smlp.experiments.report.results import Model, Results
+from smlp.experiments.report.table import Cell, Column, Table, amount, label
 
 SOURCE = "Yu et al., 2022 (arXiv:2203.06850)"
 NAMES = {
@@ -28,18 +33,18 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Scale:
-    """What a comparison of the paper was made with."""
+    """The size of one of the paper's comparisons."""
 
     name: str
     table: str
     updates: int
-    #: 32 GPUs times batch times gradient accumulation times context (Tables 8 and 10)
+    #: 32 GPUs x batch x gradient accumulation x context (Tables 8 and 10)
     tokens_per_update: int
-    #: forward multiply-adds, of 2 x 1024 tokens in the paper's count
+    #: forward multiply-adds; the paper counts those of 2 x 1024 tokens
     flops_per_token: float
     gpus: int
     gpu: str
-    #: of sMLP-deterministic
+    #: parameters of sMLP-deterministic
     parameters: float
 
     @property
@@ -93,8 +98,8 @@ class Details:
     parameters: float
     embed_dim: int
     ffn_dim: int
-    sparse_layers: int
-    dense_layers: int
+    sparse: int
+    dense: int
     heads: int
     experts: int
     gpus: int
@@ -140,7 +145,7 @@ TABLE_6 = {
 #: Table 7: validation perplexity by number of experts; 0 is the dense gMLP
 TABLE_7 = {0: 15.7, 32: 17.2, 64: 20.5}
 
-#: of attention, or of the spatial gating unit (Tables 5, 8 and 9)
+#: heads of attention, or of the spatial gating unit (Tables 5, 8 and 9)
 HEADS = {
     **{"dense_lm": 16, "gmlp_lm": 1, "smlp": 1},
     **{"gshard_lm": 16, "switch_lm": 16, "switch_lm_enlarged": 16, "base_lm": 16, "hash_lm": 16},
@@ -166,3 +171,127 @@ FIGURE_7 = (
     "In Figure 7 the routing that sees all tokens has the lowest perplexity, because it leaks the future (appendix B); "
     "the figure prints no numbers."
 )
+
+
+def closest_to_paper(results: Results, name: str) -> Model | None:
+    """If several models of a family were run, return the one closest to the paper's.
+
+    It has the paper's kind of experts, then the most experts, then the number of heads nearest to the paper's.
+
+    Args:
+        results: of an experiment.
+        name: the paper's model, a key of :data:`NAMES`.
+
+    Returns:
+        the first of several that are equally close; None if there is none of the family. See :func:`is_of_the_paper`.
+    """
+    found = [model for model in results.models if model.paper_name == name]
+    return max(found, key=_likeness, default=None)
+
+
+def is_of_the_paper(model: Model) -> bool:
+    """Return whether a model is what the paper means by its name: gated experts, and more than one of them."""
+    return model.config.moe.feature_experts == "gated" and model.num_experts != 1
+
+
+def _likeness(model: Model) -> tuple[bool, int, int]:
+    heads = abs(model.config.num_heads - HEADS.get(model.paper_name or "", model.config.num_heads))
+    return is_of_the_paper(model), model.num_experts, -heads
+
+
+def paper_details_table(results: Results) -> Table | None:
+    """Make the rows of the paper's Table 5 for the families that were run; None if it has none of them."""
+    names = {model.paper_name for model in results.models}
+    columns = [
+        Column("model", "paper's model", "Table 5"),
+        *(Column(key, head, "Table 5") for key, (head, _) in LAYOUT.items()),
+        Column("parameters_billions", "parameters (B)", "Table 5 (its head says M)"),
+        Column("tflops", "TFLOPs (multiply-adds) of 2 x 1024 tokens", "Table 5"),
+        Column("gpus", "GPUs", "Table 5"),
+    ]
+    source = f"{SOURCE}, Table 5"
+    rows = [
+        {
+            "model": label(NAMES[name], source),
+            **{key: amount(getattr(row, key), "d", source) for key in LAYOUT},
+            "parameters_billions": amount(row.parameters / 1e9, ".2f", source),
+            "tflops": amount(row.flops, ".1f", source),
+            "gpus": amount(row.gpus, "d", source),
+        }
+        for name, row in TABLE_5.items()
+        if name in names
+    ]
+    return Table("details-paper", "The paper's large models (Table 5)", columns, rows) if rows else None
+
+
+def table_4(results: Results) -> Table | None:
+    """Make the paper's Table 4 for the families that were run; None if it has none of them."""
+    columns = [Column("model", "paper's model", "Table 4")]
+    for size in ("small", "large"):
+        columns += [
+            Column(f"{size}_parameters", f"{size}: parameters (B)", "Table 4, Model Size"),
+            Column(f"{size}_perplexity", "perplexity", f"Table 4, after {SCALES[size].updates:,} updates"),
+            Column(f"{size}_hours", "hours", "Table 4, Time to Quality"),
+            Column(f"{size}_words", "words/s", "Table 4, Speed"),
+        ]
+    rows = []
+    for family in TABLE_4["large"]:
+        if not any(family == model.paper_name for model in results.models):
+            continue
+        row = {"model": label(NAMES[family], SOURCE)}
+        for size, table in TABLE_4.items():
+            source = f"{SOURCE}, {SCALES[size].table}"
+            if family in table:
+                one = table[family]
+                row[f"{size}_parameters"] = Cell(one.parameters, f"{one.parameters / 1e9:.2f}", source)
+                row[f"{size}_perplexity"] = Cell(one.perplexity, f"{one.perplexity:g}", source)
+                row[f"{size}_hours"] = Cell(one.hours, f"{one.hours:g}", source)
+                row[f"{size}_words"] = Cell(one.words_per_second, f"{one.words_per_second:,.0f}", source)
+        rows.append(row)
+    notes = [
+        f"The small models' hours are those of all {SMALL.updates:,} updates: "
+        f"{SMALL.tokens / 1e9:.1f} billion tokens (32 GPUs x 4 x 4 x 1024 an update, Table 8) at the printed "
+        'words per second take 2 to 7 % less. So those words are tokens, as fairseq counts them, and "time to quality" '
+        "is the time to each model's own final perplexity. Times to one given perplexity, below, are a fairer measure.",
+    ]
+    if any(model.paper_name == "base_lm" for model in results.models):
+        notes.append("The paper remarks that its large BASE model diverged.")
+    return Table("paper-table-4", "The paper's Table 4", columns, rows, notes) if rows else None
+
+
+def scale_sentences(results: Results) -> list[str]:
+    """Say how many times smaller this experiment is than the paper's."""
+    tokens = results.trained_tokens
+    flops = max(model.flops_per_token for model in results.models)
+    parameters = max(model.num_parameters for model in results.models)
+    where = describe_gpus(results)
+    own = (
+        f"Here: models of up to {_quantity(parameters)} parameters and {_quantity(flops)} forward multiply-adds per "
+        f"token, {_quantity(tokens)} tokens ({results.updates:,} updates of {results.tokens_per_update:,}), "
+        f"context {results.settings['tokens_per_sample']:,}, {where}."
+    )
+    sentences = [own]
+    for scale in (SMALL, LARGE):
+        sentences.append(
+            f"The paper, {scale.name}: {_quantity(scale.parameters)} parameters (sMLP), "
+            f"{_quantity(scale.flops_per_token)} forward multiply-adds per token, {_quantity(scale.tokens)} tokens "
+            f"({scale.updates:,} updates of {scale.tokens_per_update:,}), context 1,024, {scale.gpus} {scale.gpu}: "
+            f"{_times(scale.flops_per_token / flops)} the multiply-adds per token and {_times(scale.tokens / tokens)} "
+            "the tokens of this experiment."
+        )
+    sentences.append(
+        "So absolute numbers cannot be compared with the paper's, nor perplexities on other texts and vocabularies; "
+        "ratios and orders can be held against each other, with that difference of scale in mind."
+    )
+    return sentences
+
+
+def _quantity(value: float) -> str:
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if value >= size:
+            return f"{value / size:.3g} {word}"
+    return f"{value:,.0f}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.2g} times"

@@ -7,29 +7,38 @@ from collections.abc import Sequence
 
 from smlp.errors import UserError
 from smlp.evaluation.perplexity import of_nats
-from smlp.experiments.report.runs import Experiment, Model, Run
-from smlp.experiments.report.statistics import Estimate, estimate, relative_difference
-from smlp.experiments.report.table import EMPTY, Cell, Column, Table, estimated, files, number, text
+from smlp.experiments.report.results import Model, Results, RunResult
+from smlp.experiments.report.table import (
+    EMPTY,
+    Cell,
+    Column,
+    Estimate,
+    Table,
+    amount,
+    estimate,
+    label,
+    mean_cell,
+    origin,
+    relative_difference,
+)
 
 ALL, AFTER_PREFIX = "nll_all", "nll_after_prefix"
 
 
-def score(run: Run, subset: str, field: str) -> float | None:
-    """A field of scores.json for a validation set."""
+def score(run: RunResult, subset: str, field: str) -> float | None:
+    """Return a field of scores.json for a validation set."""
     return (((run.scores or {}).get("subsets") or {}).get(subset) or {}).get(field)
 
 
-def likelihoods(experiment: Experiment, model: Model, subset: str, field: str) -> dict[int, float | None]:
-    """Mean negative log-likelihood of a token, natural, by seed of the finished runs."""
-    return {run.seed: score(run, subset, field) for run in experiment.done(model)}
+def likelihoods(results: Results, model: Model, subset: str, field: str) -> dict[int, float | None]:
+    """Return the mean negative log-likelihood of a token, in nats, by seed of the finished runs."""
+    return {run.seed: score(run, subset, field) for run in results.done(model)}
 
 
-def perplexity(
-    experiment: Experiment, model: Model, subset: str, field: str, per_word: bool = False
-) -> Estimate | None:
-    """Per token or per word, over the seeds of the finished runs; None where no run says."""
+def perplexity(results: Results, model: Model, subset: str, field: str, per_word: bool = False) -> Estimate | None:
+    """Return the perplexity per token or per word over the seeds of the finished runs; None if no run has it."""
     found = {}
-    for run in experiment.done(model):
+    for run in results.done(model):
         nll = score(run, subset, field)
         if per_word and nll is not None:
             tokens, words = score(run, subset, "tokens"), score(run, subset, "words")
@@ -38,46 +47,45 @@ def perplexity(
     return estimate(found)
 
 
-def perplexity_cell(experiment: Experiment, model: Model, subset: str, field: str, per_word: bool = False) -> Cell:
-    """The cell of :func:`perplexity`."""
-    found = perplexity(experiment, model, subset, field, per_word)
+def perplexity_cell(results: Results, model: Model, subset: str, field: str, per_word: bool = False) -> Cell:
+    """Return :func:`perplexity` as a cell."""
+    found = perplexity(results, model, subset, field, per_word)
     if found is None:
         return EMPTY
-    runs = [run for run in experiment.done(model) if run.seed in found.samples]
+    runs = [run for run in results.done(model) if run.seed in found.samples]
     formula = f"exp({field} * tokens / words)" if per_word else f"exp({field})"
-    return estimated(found, ",.1f" if per_word else ",.2f", files(runs, "scores.json", f"subsets.{subset}, {formula}"))
+    return mean_cell(found, ",.1f" if per_word else ",.2f", origin(runs, "scores.json", f"subsets.{subset}, {formula}"))
 
 
-def baselines(experiment: Experiment, names: Sequence[str] = ()) -> list[Model]:
-    """The models that others are held against: those that were asked for, or the first dense one of each kind.
+def baselines(results: Results, names: Sequence[str] = ()) -> list[Model]:
+    """Return the models that others are compared with: those asked for, or the first dense Transformer and first gMLP.
 
     Raises:
-        UserError: a name is no model.
+        UserError: a name is not one of the models.
     """
-    by_name = {model.name: model for model in experiment.models}
+    by_name = {model.name: model for model in results.models}
     for name in names:
         if name not in by_name:
             raise UserError(f"--baseline {name}: the experiment's models are {', '.join(by_name)}")
     if names:
         return [by_name[name] for name in dict.fromkeys(names)]
     firsts = [
-        next((model for model in experiment.models if model.family == family), None)
-        for family in ("dense_lm", "gmlp_lm")
+        next((model for model in results.models if model.family == family), None) for family in ("dense_lm", "gmlp_lm")
     ]
-    return [model for model in firsts if model is not None] or list(experiment.models[:1])
+    return [model for model in firsts if model is not None] or list(results.models[:1])
 
 
-def difference(experiment: Experiment, model: Model, baseline: Model, subset: str) -> tuple[Estimate, Cell]:
-    """How much higher a model's perplexity is than a baseline's, on the positions that all models predict, in per cent.
+def difference(results: Results, model: Model, baseline: Model, subset: str) -> tuple[Estimate, Cell]:
+    """Return how much higher a model's perplexity is than a baseline's, on the positions that all models predict.
 
     Returns:
-        the differences of log-perplexity, and the cell (``EMPTY`` without a common seed).
+        the differences of log-perplexity by seed, and the cell in per cent; None and ``EMPTY`` without a common seed.
     """
     return _relative(
-        likelihoods(experiment, model, subset, AFTER_PREFIX),
-        likelihoods(experiment, baseline, subset, AFTER_PREFIX),
-        lambda seeds: files(
-            [run for run in experiment.done(model) + experiment.done(baseline) if run.seed in seeds],
+        likelihoods(results, model, subset, AFTER_PREFIX),
+        likelihoods(results, baseline, subset, AFTER_PREFIX),
+        lambda seeds: origin(
+            [run for run in results.done(model) + results.done(baseline) if run.seed in seeds],
             "scores.json",
             f"subsets.{subset}.{AFTER_PREFIX}, exp(difference) - 1 of the runs with the same seed",
         ),
@@ -85,7 +93,7 @@ def difference(experiment: Experiment, model: Model, baseline: Model, subset: st
 
 
 def _relative(first, second, source) -> tuple[Estimate | None, Cell]:
-    """Of mean log-likelihoods by seed."""
+    """Compare mean log-likelihoods by seed."""
     exponents = [{seed: None if nll is None else of_nats(nll) for seed, nll in one.items()} for one in (first, second)]
     found = relative_difference(*exponents)
     if found is None:
@@ -94,8 +102,8 @@ def _relative(first, second, source) -> tuple[Estimate | None, Cell]:
     return logs, percent_cell(logs, source(logs.samples))
 
 
-def percent_cell(logs: Estimate, source: str, of_rounds: bool = False) -> Cell:
-    """A cell of differences of logarithms, by seed or by round of a timer, as per cent with the interval's ends."""
+def percent_cell(logs: Estimate, source: str, is_by_round: bool = False) -> Cell:
+    """Return the cell of differences of logarithms, by seed or by round of a timer, in per cent with its interval."""
 
     def percent(value: float) -> float:
         return 100 * math.expm1(value)
@@ -106,13 +114,12 @@ def percent_cell(logs: Estimate, source: str, of_rounds: bool = False) -> Cell:
         low, high = percent(logs.low), percent(logs.high)
         shown += f" [{low:+.1f}, {high:+.1f}]"
     samples = {name: percent(value) for name, value in logs.samples.items()}
-    kind = {"by_round" if of_rounds else "by_seed": samples}
-    return Cell(percent(logs.mean), shown, source, low, high, **kind)
+    return Cell(percent(logs.mean), shown, source, low, high, samples, is_by_round)
 
 
-def quality_table(experiment: Experiment, subset: str, held_against: Sequence[Model]) -> Table:
-    """Perplexity on a validation set at the end of training."""
-    prefix = experiment.has_prefix
+def quality_table(results: Results, subset: str, held_against: Sequence[Model]) -> Table:
+    """Make the table of perplexity on a validation set at the end of training."""
+    prefix = results.has_prefix
     columns = [
         Column("model", "model", "experiment.json: models.name"),
         Column("seeds", "seeds", "number of finished runs with a score"),
@@ -139,39 +146,39 @@ def quality_table(experiment: Experiment, subset: str, held_against: Sequence[Mo
         ),
     ]
     rows = []
-    for model in experiment.models:
-        after = perplexity(experiment, model, subset, AFTER_PREFIX)
+    for model in results.models:
+        after = perplexity(results, model, subset, AFTER_PREFIX)
         row = {
-            "model": text(model.name),
-            "seeds": number(len(after.samples) if after else 0, "d", "run.json: state; scores.json"),
-            "per_token": perplexity_cell(experiment, model, subset, ALL),
-            "per_word": perplexity_cell(experiment, model, subset, ALL, per_word=True),
+            "model": label(model.name),
+            "seeds": amount(len(after.samples) if after else 0, "d", "run.json: state; scores.json"),
+            "per_token": perplexity_cell(results, model, subset, ALL),
+            "per_word": perplexity_cell(results, model, subset, ALL, per_word=True),
         }
         if prefix:
-            row["after_prefix"] = perplexity_cell(experiment, model, subset, AFTER_PREFIX)
-            row["after_prefix_per_word"] = perplexity_cell(experiment, model, subset, AFTER_PREFIX, per_word=True)
+            row["after_prefix"] = perplexity_cell(results, model, subset, AFTER_PREFIX)
+            row["after_prefix_per_word"] = perplexity_cell(results, model, subset, AFTER_PREFIX, per_word=True)
         for baseline in held_against:
             if baseline is not model:
-                row[f"against_{baseline.name}"] = difference(experiment, model, baseline, subset)[1]
+                row[f"against_{baseline.name}"] = difference(results, model, baseline, subset)[1]
         rows.append(row)
-    return Table(f"quality-{subset}", f"Perplexity on `{subset}` at the end", columns, rows, _notes(experiment, subset))
+    return Table(f"quality-{subset}", f"Perplexity on `{subset}` at the end", columns, rows, _notes(results, subset))
 
 
-def _notes(experiment: Experiment, subset: str) -> list[str]:
+def _notes(results: Results, subset: str) -> list[str]:
     notes = [
         "± and brackets are 95 % intervals (Student's t) over seeds; models of one seed saw the same data, so that the "
         'columns "against" compare seed with seed, and are the ones to judge a difference by.'
     ]
-    if experiment.has_prefix:
-        positions = max(model.config.prefix_tokens for model in experiment.models)
-        names = [model.name for model in experiment.models if model.config.prefix_tokens]
+    if results.has_prefix:
+        positions = max(model.config.prefix_tokens for model in results.models)
+        names = [model.name for model in results.models if model.config.prefix_tokens]
         verb = "predict" if len(names) > 1 else "predicts"
         notes.append(
             f"{_listed(names)} {verb} nothing within the first {positions} of "
-            f"{experiment.settings['tokens_per_sample']} positions. The columns after the prefix, and the comparisons, "
+            f"{results.settings['tokens_per_sample']} positions. The columns after the prefix, and the comparisons, "
             "count the other positions alone, for every model."
         )
-    if experiment.words_per_token(subset) is None:
+    if results.words_per_token(subset) is None:
         notes.append(f"data.json knows no number of words for `{subset}`: nothing is given per word.")
     return notes
 

@@ -1,60 +1,162 @@
-"""The table of time and quality: Table 4's columns."""
+"""The table of time and quality (Table 4's columns): speeds, and when a run first reached a perplexity.
+
+Between the last validation above the perplexity and the first one at or below it, the loss (not the perplexity) is
+taken to fall in proportion to the updates.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from smlp.evaluation.curves import LossPoint
 from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
-from smlp.experiments.report.reaching import Reached, Target, reached, targets
-from smlp.experiments.report.runs import Experiment, Model, Run
-from smlp.experiments.report.statistics import Estimate, estimate
-from smlp.experiments.report.table import EMPTY, Cell, Column, Table, estimated, files, number, text
+from smlp.experiments.report.results import Model, Results, RunResult
+from smlp.experiments.report.table import (
+    EMPTY,
+    Cell,
+    Column,
+    Estimate,
+    Table,
+    amount,
+    estimate,
+    label,
+    mean_cell,
+    origin,
+)
 
 _UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
-#: a unit is used where the longest time is at least so many of it
+#: a unit is used if the longest time is at least this many of it
 _LEAST = 3
-#: files and fields of times of training
-LOG = "train.log: train_wall, narrowed by wps"
+#: file and field of times of training
+TIMES_FILE, TIMES_FIELD = "update_times.jsonl", "seconds (without it train.log: train_wall)"
+TIMES = f"{TIMES_FILE}: {TIMES_FIELD}"
+#: perplexities that agree so far are the same: sums of the same numbers may differ in their last digits
+_SAME = 1 + 1e-9
+#: the models over which the paper claims twice the training efficiency for sMLP, beside dense ones
+SPARSE_TRANSFORMERS = ("gshard_lm", "switch_lm", "base_lm", "hash_lm")
 
 
-def training_seconds(run: Run) -> float | None:
-    """In training steps, to its last update."""
+@dataclass(frozen=True)
+class Target:
+    """A perplexity per token, and where it comes from."""
+
+    perplexity: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class TimeToTarget:
+    """When a model reached a target."""
+
+    #: seconds in training steps, by seed of the runs that reached it
+    seconds: Estimate | None
+    #: updates, by seed of the same runs
+    updates: Estimate | None
+    #: seconds on the mean curve, if some run did not reach the target and the mean did
+    mean_curve_seconds: float | None
+    num_runs: int
+
+    @property
+    def all_runs(self) -> bool:
+        return self.seconds is not None and self.seconds.count == self.num_runs
+
+
+def first_crossing(points: Sequence[LossPoint], perplexity: float) -> float | None:
+    """Return the update at which validations first reached a perplexity; None if they never did.
+
+    If the first validation is already there, its update is returned: what came before is not known.
+    """
+    target = math.log2(perplexity * _SAME)
+    place = next((place for place, point in enumerate(points) if point.bits <= target), None)
+    if place is None:
+        return None
+    before, point = points[max(place - 1, 0)], points[place]
+    share = (before.bits - target) / (before.bits - point.bits) if place else 1.0
+    return before.num_updates + min(share, 1.0) * (point.num_updates - before.num_updates)
+
+
+def mean_curve(results: Results, model: Model) -> tuple[LossPoint, ...]:
+    """Return the mean perplexity over the drawn runs at each validation that all of them have."""
+    curves = [{point.num_updates: point.perplexity for point in run.curve.valid} for run in results.drawn(model)]
+    if not curves:
+        return ()
+    common = sorted(set.intersection(*map(set, curves)))
+    return tuple(
+        LossPoint(update, math.log2(sum(curve[update] for curve in curves) / len(curves))) for update in common
+    )
+
+
+def targets(results: Results) -> list[Target]:
+    """Return the experiment's targets, or what each dense model and the best of the sparse Transformers end with."""
+    chosen = results.settings.get("targets") or []
+    if chosen:
+        return [Target(float(perplexity), "experiment.json: targets") for perplexity in chosen]
+    curves = {model.name: mean_curve(results, model) for model in results.models if results.done(model)}
+    families = {model.name: model.family for model in results.models}
+    ends = {name: curve[-1].perplexity for name, curve in curves.items() if curve}
+    rivals = [name for name in ends if families[name] in SPARSE_TRANSFORMERS]
+    best = min(rivals, key=lambda name: ends[name], default=None)
+    found = []
+    for name, perplexity in ends.items():
+        if families[name] in ("dense_lm", "gmlp_lm"):
+            found.append(Target(perplexity, f"the last validation of {name}, mean over seeds"))
+        elif name == best:
+            what = ", the best of the sparse Transformers" if len(rivals) > 1 else ""
+            found.append(Target(perplexity, f"the last validation of {name}{what}, mean over seeds"))
+    return found
+
+
+def time_to_target(results: Results, model: Model, target: Target) -> TimeToTarget:
+    """Return when a model's finished runs reached a target."""
+    runs = [run for run in results.done(model) if run.timeline is not None]
+    updates = {run.seed: first_crossing(run.curve.valid, target.perplexity) for run in runs}
+    seconds = {run.seed: None if updates[run.seed] is None else run.timeline.at(updates[run.seed]) for run in runs}
+    mean = first_crossing(mean_curve(results, model), target.perplexity)
+    missed = any(value is None for value in updates.values())
+    mean_seconds = sum(run.timeline.at(mean) for run in runs) / len(runs) if missed and mean is not None else None
+    return TimeToTarget(estimate(seconds), estimate(updates), mean_seconds, len(runs))
+
+
+def training_seconds(run: RunResult) -> float | None:
+    """Return the seconds that a run spent in training steps; None if its log does not tell."""
     return run.timeline.at(run.last_update) if run.timeline and run.last_update else None
 
 
-def over_runs(experiment: Experiment, model: Model, read: Callable[[Run], float | None]) -> Estimate | None:
-    """What finished runs say."""
-    return estimate({run.seed: read(run) for run in experiment.done(model)})
+def over_runs(results: Results, model: Model, read: Callable[[RunResult], float | None]) -> Estimate | None:
+    """Collect a number of each finished run."""
+    return estimate({run.seed: read(run) for run in results.done(model)})
 
 
-def logged_tokens_per_second(experiment: Experiment, model: Model) -> Estimate | None:
-    """Of the whole training without evaluation, all positions of a batch counted."""
+def logged_tokens_per_second(results: Results, model: Model) -> Estimate | None:
+    """Return the tokens per second of the whole training without evaluation; all positions of a batch count."""
 
-    def read(run: Run) -> float | None:
+    def read(run: RunResult) -> float | None:
         seconds = training_seconds(run)
-        return experiment.mean_update_tokens * run.last_update / seconds if seconds else None
+        return results.mean_update_tokens * run.last_update / seconds if seconds else None
 
-    return over_runs(experiment, model, read)
+    return over_runs(results, model, read)
 
 
-def seconds_by_round(experiment: Experiment, model: Model) -> dict[int, float]:
-    """Seconds of an update by round of speed.json, in which the models took turns; empty where it has none."""
-    timed = ((experiment.speed or {}).get("models") or {}).get(model.name) or {}
+def seconds_by_round(results: Results, model: Model) -> dict[int, float]:
+    """Return the seconds of an update by round of speed.json, in which the models took turns; empty if it has none."""
+    timed = ((results.speed or {}).get("models") or {}).get(model.name) or {}
     return dict(enumerate(timed.get("seconds_per_update", [])))
 
 
-def timed_tokens_per_second(experiment: Experiment, model: Model) -> float | None:
-    """Median over the rounds of speed.json."""
-    seconds = seconds_by_round(experiment, model)
+def timed_tokens_per_second(results: Results, model: Model) -> float | None:
+    """Return the median over the rounds of speed.json."""
+    seconds = seconds_by_round(results, model)
     if not seconds:
         return None
-    return experiment.speed["models"][model.name]["tokens_per_update"] / statistics.median(seconds.values())
+    return results.speed["models"][model.name]["tokens_per_update"] / statistics.median(seconds.values())
 
 
 def time_unit(seconds: list[float]) -> tuple[str, float]:
-    """A unit in which the longest of some times reads well, and its seconds."""
+    """Choose a unit that suits the longest of some times; return its name and its seconds."""
     longest = max(seconds, default=0.0)
     return next((unit for unit in _UNITS if longest >= _LEAST * unit[1]), _UNITS[-1])
 
@@ -63,18 +165,18 @@ def _in_unit(found: Estimate | None, unit: float) -> Estimate | None:
     return None if found is None else Estimate({seed: value / unit for seed, value in found.samples.items()})
 
 
-def speed_table(experiment: Experiment) -> Table:
-    """Table 4: parameters, perplexity, time to a perplexity, words per second."""
-    subset, aims = experiment.subsets[0], targets(experiment)
-    words = experiment.words_per_token(subset)
-    whole = {model.name: over_runs(experiment, model, training_seconds) for model in experiment.models}
+def speed_table(results: Results) -> Table:
+    """Make Table 4: parameters, perplexity, time to a perplexity, words per second."""
+    subset, aims = results.subsets[0], targets(results)
+    words = results.words_per_token(subset)
+    whole = {model.name: over_runs(results, model, training_seconds) for model in results.models}
     unit, size = time_unit([found.mean for found in whole.values() if found])
     columns = [
         Column("model", "model", "experiment.json: models.name"),
         Column("parameters_millions", "parameters (M)", "experiment.json: models.parameters.total"),
         Column(
             "perplexity",
-            f"perplexity after {experiment.updates:,} updates",
+            f"perplexity after {results.updates:,} updates",
             f"scores.json: exp(subsets.{subset}.nll_all)",
         ),
         Column(
@@ -85,21 +187,21 @@ def speed_table(experiment: Experiment) -> Table:
         Column(
             f"training_time_{unit}",
             f"training time ({unit})",
-            f"{LOG}; training steps alone, summed to the last update",
+            f"{TIMES}; training steps alone, summed to the last update",
         ),
         *(
             Column(
                 _key(aim, unit),
                 f"time to {aim.perplexity:,.2f} ({unit})",
-                f"train.log: valid_loss and train_wall, loss interpolated between validations; the perplexity is from "
-                f"{aim.origin}",
+                "train.log: valid_loss, loss interpolated between validations; "
+                f"{TIMES}; the perplexity is from {aim.origin}",
             )
             for aim in aims
         ),
         Column(
             "logged_tokens_per_second",
             "tokens/s, training",
-            f"tokens of an update (train.log: wpb) * updates / training time; {LOG}",
+            f"tokens of an update ({TIMES_FILE}: tokens, without it train.log: wpb) * updates / training time; {TIMES}",
         ),
         Column("logged_words_per_second", "words/s, training", "the same times words_per_token of data.json"),
         Column(
@@ -108,58 +210,60 @@ def speed_table(experiment: Experiment) -> Table:
         Column("timed_words_per_second", "words/s, alone", "the same times words_per_token of data.json"),
     ]
     rows = []
-    for model in experiment.models:
-        runs = experiment.done(model)
-        logged, timed = logged_tokens_per_second(experiment, model), timed_tokens_per_second(experiment, model)
-        source = files(runs, "train.log", "train_wall, wps") if runs else ""
+    for model in results.models:
+        runs = results.done(model)
+        logged, timed = logged_tokens_per_second(results, model), timed_tokens_per_second(results, model)
+        source = origin(runs, TIMES_FILE, TIMES_FIELD) if runs else ""
         alone = f"speed.json: models.{model.name}"
         row = {
-            "model": text(model.name),
-            "parameters_millions": number(
+            "model": label(model.name),
+            "parameters_millions": amount(
                 model.num_parameters / 1e6, ",.1f", "experiment.json: models.parameters.total"
             ),
-            "perplexity": perplexity_cell(experiment, model, subset, ALL),
-            f"training_time_{unit}": estimated(_in_unit(whole[model.name], size), ",.2f", source),
-            "logged_tokens_per_second": estimated(logged, ",.0f", f"{source}, wpb"),
-            "timed_tokens_per_second": number(timed, ",.0f", alone),
+            "perplexity": perplexity_cell(results, model, subset, ALL),
+            f"training_time_{unit}": mean_cell(_in_unit(whole[model.name], size), ",.2f", source),
+            "logged_tokens_per_second": mean_cell(logged, ",.0f", f"{source}; tokens"),
+            "timed_tokens_per_second": amount(timed, ",.0f", alone),
         }
-        if experiment.has_prefix:
-            row["perplexity_after_prefix"] = perplexity_cell(experiment, model, subset, AFTER_PREFIX)
+        if results.has_prefix:
+            row["perplexity_after_prefix"] = perplexity_cell(results, model, subset, AFTER_PREFIX)
         if words:
             times_words = None if logged is None else Estimate({s: v * words for s, v in logged.samples.items()})
-            row["logged_words_per_second"] = estimated(times_words, ",.0f", f"{source}; data.json: splits.{subset}")
-            row["timed_words_per_second"] = number(
+            row["logged_words_per_second"] = mean_cell(times_words, ",.0f", f"{source}; data.json: splits.{subset}")
+            row["timed_words_per_second"] = amount(
                 timed and timed * words, ",.0f", f"{alone}; data.json: splits.{subset}"
             )
         for aim in aims:
-            row[_key(aim, unit)] = _reached_cell(reached(experiment, model, aim), size, source)
+            row[_key(aim, unit)] = _reached_cell(time_to_target(results, model, aim), size, source)
         rows.append(row)
-    return Table("speed", "Time and quality", columns, rows, _notes(experiment, aims, words))
+    return Table("speed", "Time and quality", columns, rows, _notes(results, aims, words))
 
 
 def _key(aim: Target, unit: str) -> str:
     return f"time_to_{aim.perplexity:.2f}_{unit}"
 
 
-def _reached_cell(when: Reached, size: float, source: str) -> Cell:
+def _reached_cell(when: TimeToTarget, size: float, source: str) -> Cell:
     if not when.num_runs:
         return EMPTY
     if when.all_runs:
-        return estimated(_in_unit(when.seconds, size), ",.2f", f"{source}, valid_loss")
+        return mean_cell(_in_unit(when.seconds, size), ",.2f", f"{source}; train.log: valid_loss")
     count = when.seconds.count if when.seconds else 0
     of_runs = f"{count} of {when.num_runs} seeds"
     if when.mean_curve_seconds is not None:
         value = when.mean_curve_seconds / size
         return Cell(
-            value, f"{value:,.2f} (mean curve; {of_runs})", f"{source}, valid_loss; curve of the mean over seeds"
+            value,
+            f"{value:,.2f} (mean curve; {of_runs})",
+            f"{source}; train.log: valid_loss; curve of the mean over seeds",
         )
-    return Cell(None, "not reached" if not count else of_runs, f"{source}, valid_loss")
+    return Cell(None, "not reached" if not count else of_runs, f"{source}; train.log: valid_loss")
 
 
-def _notes(experiment: Experiment, aims: list[Target], words: float | None) -> list[str]:
-    jobs, timed = experiment.environment.get("jobs"), experiment.speed
+def _notes(results: Results, aims: list[Target], words: float | None) -> list[str]:
+    jobs, timed = results.environment.get("jobs"), results.speed
     notes = [
-        '"Training" speeds and times are of the training steps in the log: validation, saving and starting are left '
+        '"Training" speeds and times are of the training steps alone: validation, saving and starting are left '
         "out, and shown below."
     ]
     if jobs is None or jobs > 1:
@@ -183,13 +287,13 @@ def _notes(experiment: Experiment, aims: list[Target], words: float | None) -> l
             "Times to a perplexity come from the validations during training; between two, the loss is taken to fall "
             "in proportion to the updates. A perplexity that was below already at the first validation counts there. "
             + _PREFIX
-            * experiment.has_prefix
+            * results.has_prefix
         )
     return notes
 
 
 def _unrest(timed: Mapping[str, Any]) -> str:
-    """How much the rounds of a model differ: what else the machine did."""
+    """Say how much the rounds of a model differ, which shows what else the machine did."""
     each = [sorted(model["seconds_per_update"]) for model in timed.get("models", {}).values()]
     spreads = [seconds[3 * len(seconds) // 4] / seconds[len(seconds) // 4] - 1 for seconds in each if seconds]
     if not spreads:

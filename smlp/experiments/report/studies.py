@@ -1,4 +1,4 @@
-"""Tables of the paper's smaller comparisons, for experiments that have the models: heads, routings, gMLP-MoE, tasks."""
+"""Tables of the paper's smaller comparisons, for experiments with their models: heads, routing, gMLP-MoE, tasks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from dataclasses import replace
 
 from smlp.evaluation.zeroshot.report import TABLE_6
 from smlp.experiments.report import paper
+from smlp.experiments.report.paper import closest_to_paper, is_of_the_paper
 from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
-from smlp.experiments.report.runs import Experiment, Model, Run
-from smlp.experiments.report.speakers import is_of_the_paper, speaker
+from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import over_runs
-from smlp.experiments.report.statistics import estimate
-from smlp.experiments.report.table import EMPTY, Cell, Column, Table, estimated, files, number, text
+from smlp.experiments.report.table import EMPTY, Cell, Column, Table, amount, estimate, label, mean_cell, origin
 
 _MODEL = Column("model", "model", "experiment.json: models.name")
 
 
-def head_groups(experiment: Experiment) -> list[list[Model]]:
-    """Models that differ in ``num_heads`` alone, by that number; groups of two or more."""
+def head_groups(results: Results) -> list[list[Model]]:
+    """Return groups of two or more models that differ in ``num_heads`` alone, each ordered by that number."""
     groups: dict[object, list[Model]] = {}
-    for model in experiment.models:
+    for model in results.models:
         groups.setdefault(repr(replace(model.config, num_heads=1)), []).append(model)
     return [
         sorted(group, key=lambda model: model.config.num_heads)
@@ -28,17 +27,17 @@ def head_groups(experiment: Experiment) -> list[list[Model]]:
     ]
 
 
-def smlp_beside_heads(experiment: Experiment) -> Model | None:
-    """The sMLP that Figure 4 draws beside models with different heads; None where there are none, or it is of them."""
-    model, groups = speaker(experiment, "smlp"), head_groups(experiment)
+def smlp_beside_heads(results: Results) -> Model | None:
+    """Return the sMLP that Figure 4 draws beside models with different heads; None if it is one of them, or missing."""
+    model, groups = closest_to_paper(results, "smlp"), head_groups(results)
     if model is None or not groups or not is_of_the_paper(model):
         return None
     return None if any(model in group for group in groups) else model
 
 
-def heads_table(experiment: Experiment) -> Table | None:
-    """Figure 4; None where no two models differ in heads alone."""
-    subset = experiment.subsets[0]
+def heads_table(results: Results) -> Table | None:
+    """Make the table for Figure 4; None if no two models differ in heads alone."""
+    subset = results.subsets[0]
     columns = [
         _MODEL,
         Column("heads", "heads", "experiment.json: models.config.num_heads"),
@@ -47,33 +46,33 @@ def heads_table(experiment: Experiment) -> Table | None:
         Column("after_prefix", "after the prefix", f"scores.json: exp(subsets.{subset}.nll_after_prefix)"),
     ]
     rows = []
-    beside = smlp_beside_heads(experiment)
-    for model in [model for group in head_groups(experiment) for model in group] + [beside] * (beside is not None):
+    beside = smlp_beside_heads(results)
+    for model in [model for group in head_groups(results) for model in group] + [beside] * (beside is not None):
         row = {
-            "model": text(model.name),
-            "heads": number(model.config.num_heads, "d", "experiment.json: models.config.num_heads"),
-            "parameters_millions": number(
+            "model": label(model.name),
+            "heads": amount(model.config.num_heads, "d", "experiment.json: models.config.num_heads"),
+            "parameters_millions": amount(
                 model.num_parameters / 1e6, ",.2f", "experiment.json: models.parameters.total"
             ),
-            "per_token": perplexity_cell(experiment, model, subset, ALL),
+            "per_token": perplexity_cell(results, model, subset, ALL),
         }
-        if experiment.has_prefix:
-            row["after_prefix"] = perplexity_cell(experiment, model, subset, AFTER_PREFIX)
+        if results.has_prefix:
+            row["after_prefix"] = perplexity_cell(results, model, subset, AFTER_PREFIX)
         rows.append(row)
     return Table("heads", "Number of heads (Figure 4)", columns, rows, [paper.FIGURE_4]) if rows else None
 
 
-def routed_variants(experiment: Experiment) -> list[Model]:
-    """sMLP models, where at least two kinds of feature routing are among them."""
+def routed_variants(results: Results) -> list[Model]:
+    """Return the sMLP models if they have at least two kinds of feature routing."""
     found = [
-        model for model in experiment.models if model.config.num_sparse_layers and model.config.sparse_block == "smlp"
+        model for model in results.models if model.config.num_sparse_layers and model.config.sparse_block == "smlp"
     ]
     return found if len({model.config.moe.feature_routing for model in found}) > 1 else []
 
 
-def variants_table(experiment: Experiment) -> Table | None:
-    """Figure 7; None where there are no two kinds of feature routing."""
-    subset = experiment.subsets[0]
+def variants_table(results: Results) -> Table | None:
+    """Make the table for Figure 7; None if there are no two kinds of feature routing."""
+    subset = results.subsets[0]
     columns = [
         _MODEL,
         Column("routing", "features are routed", "experiment.json: models.config.feature_routing"),
@@ -82,12 +81,12 @@ def variants_table(experiment: Experiment) -> Table | None:
     ]
     rows = [
         {
-            "model": text(model.name),
-            "routing": text(model.config.moe.feature_routing, "experiment.json: models.config.feature_routing"),
-            "per_token": perplexity_cell(experiment, model, subset, ALL),
-            "after_prefix": perplexity_cell(experiment, model, subset, AFTER_PREFIX),
+            "model": label(model.name),
+            "routing": label(model.config.moe.feature_routing, "experiment.json: models.config.feature_routing"),
+            "per_token": perplexity_cell(results, model, subset, ALL),
+            "after_prefix": perplexity_cell(results, model, subset, AFTER_PREFIX),
         }
-        for model in routed_variants(experiment)
+        for model in routed_variants(results)
     ]
     notes = [
         paper.FIGURE_7,
@@ -99,16 +98,16 @@ def variants_table(experiment: Experiment) -> Table | None:
     )
 
 
-def moe_models(experiment: Experiment) -> list[Model]:
-    """The gMLP that is most like the paper's, and the gMLP-MoE models by number of experts; empty without these."""
-    dense = speaker(experiment, "gmlp_lm")
-    sparse = [model for model in experiment.models if model.family == "gmlp_moe"]
+def moe_models(results: Results) -> list[Model]:
+    """Return the gMLP closest to the paper's and the gMLP-MoE models by number of experts; empty without a gMLP-MoE."""
+    dense = closest_to_paper(results, "gmlp_lm")
+    sparse = [model for model in results.models if model.family == "gmlp_moe"]
     return [dense] * (dense is not None) + sorted(sparse, key=lambda model: model.num_experts) if sparse else []
 
 
-def moe_table(experiment: Experiment) -> Table | None:
-    """Table 7; None without a gMLP-MoE."""
-    subset = experiment.subsets[0]
+def moe_table(results: Results) -> Table | None:
+    """Make the table for Table 7; None without a gMLP-MoE."""
+    subset = results.subsets[0]
     columns = [
         _MODEL,
         Column("experts", "experts", "experiment.json: models.config.num_experts"),
@@ -117,24 +116,24 @@ def moe_table(experiment: Experiment) -> Table | None:
         Column("paper", "paper, as many experts", f"{paper.SOURCE}, Table 7"),
     ]
     rows = []
-    for model in moe_models(experiment):
+    for model in moe_models(results):
         row = {
-            "model": text(model.name),
-            "experts": number(model.num_experts, "d", "experiment.json: models.config.num_experts"),
-            "per_token": perplexity_cell(experiment, model, subset, ALL),
-            "paper": number(paper.TABLE_7.get(model.num_experts), ".1f", f"{paper.SOURCE}, Table 7"),
+            "model": label(model.name),
+            "experts": amount(model.num_experts, "d", "experiment.json: models.config.num_experts"),
+            "per_token": perplexity_cell(results, model, subset, ALL),
+            "paper": amount(paper.TABLE_7.get(model.num_experts), ".1f", f"{paper.SOURCE}, Table 7"),
         }
-        if experiment.has_prefix:
-            row["after_prefix"] = perplexity_cell(experiment, model, subset, AFTER_PREFIX)
+        if results.has_prefix:
+            row["after_prefix"] = perplexity_cell(results, model, subset, AFTER_PREFIX)
         rows.append(row)
     notes = ["The paper's Table 7: gMLP 15.7, with 32 experts 17.2, with 64 experts 20.5."]
     return Table("gmlp-moe", "Token-routed gMLP (Table 7)", columns, rows, notes) if rows else None
 
 
-def zeroshot_table(experiment: Experiment) -> Table | None:
-    """Table 6; None where no run has zero-shot scores."""
-    scored = [run for model in experiment.models for run in experiment.done(model) if run.zeroshot]
-    names = task_names(experiment)
+def zeroshot_table(results: Results) -> Table | None:
+    """Make the table for Table 6; None if no run has zero-shot scores."""
+    scored = [run for model in results.models for run in results.done(model) if run.zeroshot]
+    names = task_names(results)
     if not names:
         return None
     columns = [
@@ -148,28 +147,28 @@ def zeroshot_table(experiment: Experiment) -> Table | None:
         ),
     ]
     rows = []
-    for model in experiment.models:
-        runs = [run for run in experiment.done(model) if run.zeroshot]
+    for model in results.models:
+        runs = [run for run in results.done(model) if run.zeroshot]
         if runs:
-            row = {"model": text(model.name)}
+            row = {"model": label(model.name)}
             for name in names:
-                row[name] = _accuracy_cell(experiment, model, runs, name, "accuracy")
-            row["average"] = estimated(
-                estimate(mean_accuracies(experiment, model)),
+                row[name] = _accuracy_cell(results, model, runs, name, "accuracy")
+            row["average"] = mean_cell(
+                estimate(mean_accuracies(results, model)),
                 ".1f",
-                files(runs, "zeroshot.json", "mean of tasks.*.accuracy"),
+                origin(runs, "zeroshot.json", "mean of tasks.*.accuracy"),
             )
             rows.append(row)
     chances = {name: _accuracy(scored[0], name, "chance") for name in names}
-    source = files(scored[:1], "zeroshot.json", "tasks.*.chance")
-    rows.append({"model": text("chance", source)} | {name: number(chances[name], ".1f", source) for name in names})
-    families = {model.paper_name for model in experiment.models} | {"gpt3"}
+    source = origin(scored[:1], "zeroshot.json", "tasks.*.chance")
+    rows.append({"model": label("chance", source)} | {name: amount(chances[name], ".1f", source) for name in names})
+    families = {model.paper_name for model in results.models} | {"gpt3"}
     for family, row in paper.TABLE_6.items():
         if family in families:
             source = f"{paper.SOURCE}, Table 6"
             shown = [*names, "average"] if len(names) == len(TABLE_6) else names
-            cells = {name: number(row[name], ".1f", source) for name in shown}
-            rows.append({"model": text(f"paper, large: {paper.NAMES[family]}", source)} | cells)
+            cells = {name: amount(row[name], ".1f", source) for name in shown}
+            rows.append({"model": label(f"paper, large: {paper.NAMES[family]}", source)} | cells)
     counts = ", ".join(
         f"{TABLE_6[name]} {scored[0].zeroshot['tasks'][name]['n']:,}"
         for name in names
@@ -179,29 +178,29 @@ def zeroshot_table(experiment: Experiment) -> Table | None:
     return Table("zeroshot", "Zero-shot priming (Table 6)", columns, rows, notes)
 
 
-def task_names(experiment: Experiment) -> list[str]:
-    """Zero-shot tasks that some finished run has."""
-    scored = [run for model in experiment.models for run in experiment.done(model) if run.zeroshot]
+def task_names(results: Results) -> list[str]:
+    """Return the zero-shot tasks that some finished run has answered."""
+    scored = [run for model in results.models for run in results.done(model) if run.zeroshot]
     return [name for name in TABLE_6 if any(name in run.zeroshot.get("tasks", {}) for run in scored)]
 
 
-def mean_accuracies(experiment: Experiment, model: Model) -> dict[int, float | None]:
-    """Mean accuracy over the tasks, per cent, by seed; None for a run that lacks one."""
-    names = task_names(experiment)
-    return {run.seed: _average(run, names) for run in experiment.done(model) if run.zeroshot}
+def mean_accuracies(results: Results, model: Model) -> dict[int, float | None]:
+    """Return the mean accuracy over the tasks, in per cent, by seed; None for a run that lacks a task."""
+    names = task_names(results)
+    return {run.seed: _average(run, names) for run in results.done(model) if run.zeroshot}
 
 
-def _accuracy_cell(experiment: Experiment, model: Model, runs: list[Run], task: str, field: str) -> Cell:
-    found = over_runs(experiment, model, lambda run: _accuracy(run, task, field))
-    return EMPTY if found is None else estimated(found, ".1f", files(runs, "zeroshot.json", f"tasks.{task}.{field}"))
+def _accuracy_cell(results: Results, model: Model, runs: list[RunResult], task: str, field: str) -> Cell:
+    found = over_runs(results, model, lambda run: _accuracy(run, task, field))
+    return EMPTY if found is None else mean_cell(found, ".1f", origin(runs, "zeroshot.json", f"tasks.{task}.{field}"))
 
 
-def _accuracy(run: Run, task: str, field: str) -> float | None:
-    """In per cent."""
+def _accuracy(run: RunResult, task: str, field: str) -> float | None:
+    """Return a field of a task in per cent."""
     share = (((run.zeroshot or {}).get("tasks") or {}).get(task) or {}).get(field)
     return None if share is None else 100 * share
 
 
-def _average(run: Run, tasks: list[str]) -> float | None:
+def _average(run: RunResult, tasks: list[str]) -> float | None:
     found = [_accuracy(run, task, "accuracy") for task in tasks]
     return None if None in found else sum(found) / len(found)

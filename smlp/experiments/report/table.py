@@ -1,19 +1,103 @@
-"""A table whose numbers know where they come from, as Markdown, CSV and JSON."""
+"""Means with intervals, and tables whose numbers know where they come from, as Markdown, CSV and JSON.
+
+Samples are seeds, or the rounds of a timer. They are paired: models of one seed saw the same tokens in the same order,
+and those of one round were timed one after the other, so their difference varies less than each of them. All intervals
+are Student's t, 95 %, two-sided; one sample has none.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smlp.experiments.report.runs import Run
-from smlp.experiments.report.statistics import Estimate
+from smlp.errors import UserError
 
+if TYPE_CHECKING:
+    from smlp.experiments.report.results import RunResult
+
+CONFIDENCE = 0.95
 NOTHING = "–"
-#: what an interval can be over: the field of a cell, and the ending of its column in CSV
-_SAMPLES = {"by_seed": "seeds", "by_round": "rounds"}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number for each seed or round, with their mean and its interval."""
+
+    samples: Mapping[int, float]
+
+    @property
+    def count(self) -> int:
+        """The number of seeds or rounds."""
+        return len(self.samples)
+
+    @property
+    def mean(self) -> float:
+        """The arithmetic mean."""
+        return statistics.fmean(self.samples.values())
+
+    @property
+    def half(self) -> float | None:
+        """Half the width of the interval, t * s / sqrt(n); None with one sample."""
+        if self.count < 2:
+            return None
+        return t_quantile(self.count - 1) * statistics.stdev(self.samples.values()) / math.sqrt(self.count)
+
+    @property
+    def low(self) -> float | None:
+        """The lower end of the interval."""
+        return None if self.half is None else self.mean - self.half
+
+    @property
+    def high(self) -> float | None:
+        """The upper end of the interval."""
+        return None if self.half is None else self.mean + self.half
+
+
+def t_quantile(degrees: int) -> float:
+    """Return the value that Student's t with this many degrees of freedom exceeds in 2.5 % of all cases.
+
+    Raises:
+        UserError: scipy is not installed.
+    """
+    try:
+        from scipy.special import stdtrit
+    except ImportError as error:
+        raise UserError('intervals need scipy: pip install "smlp[plots]"') from error
+
+    return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))
+
+
+def estimate(samples: Mapping[int, float | None]) -> Estimate | None:
+    """Collect the samples that are finite numbers; None if there is none."""
+    found = {name: value for name, value in samples.items() if value is not None and math.isfinite(value)}
+    return Estimate(found) if found else None
+
+
+def relative_difference(
+    first: Mapping[int, float | None], second: Mapping[int, float | None]
+) -> tuple[Estimate, Estimate] | None:
+    """Compare two sets of numbers, by the seeds or rounds that both have.
+
+    Args:
+        first, second: positive numbers by seed or round; those that are not finite are left out.
+
+    Returns:
+        the differences of logarithms, whose interval is Student's t; and the same as shares, first / second - 1.
+        None if they have no seed or round in common.
+    """
+    logs = {
+        name: math.log(first[name]) - math.log(second[name])
+        for name in first
+        if 0 < (first[name] or 0) < math.inf and 0 < (second.get(name) or 0) < math.inf
+    }
+    if not logs:
+        return None
+    return Estimate(logs), Estimate({name: math.expm1(value) for name, value in logs.items()})
 
 
 @dataclass(frozen=True)
@@ -25,15 +109,20 @@ class Cell:
     source: str = ""
     low: float | None = None
     high: float | None = None
-    by_seed: Mapping[int, float] | None = None
-    #: instead, of a timer
-    by_round: Mapping[int, float] | None = None
+    #: what the mean and the interval are over
+    samples: Mapping[int, float] | None = None
+    #: whether the samples are rounds of a timer instead of seeds
+    is_by_round: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What a sample is: ``seed`` or ``round``."""
+        return "round" if self.is_by_round else "seed"
 
     def as_json(self) -> dict[str, Any]:
-        record = {name: getattr(self, name) for name in ("value", "low", "high", *_SAMPLES)}
-        return {name: value for name, value in record.items() if name == "value" or value is not None} | {
-            "source": self.source
-        }
+        record = {"low": self.low, "high": self.high, f"by_{self.kind}": self.samples}
+        known = {name: value for name, value in record.items() if value is not None}
+        return {"value": self.value, **known, "source": self.source}
 
 
 EMPTY = Cell(None, NOTHING, "no file has it")
@@ -41,7 +130,7 @@ EMPTY = Cell(None, NOTHING, "no file has it")
 
 @dataclass(frozen=True)
 class Column:
-    """``key`` is its name in CSV and JSON, ``head`` in Markdown; ``how`` says what it is and where it comes from."""
+    """A column: ``key`` names it in CSV and JSON, ``head`` in Markdown; ``how`` says what it is and its source."""
 
     key: str
     head: str
@@ -50,7 +139,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells by column key; a key that is absent is an empty cell. A column that is all empty is not shown."""
+    """Rows of cells by column key. A missing key is an empty cell, and a column without any cell is not shown."""
 
     name: str
     title: str
@@ -65,7 +154,7 @@ class Table:
         ]
 
     def markdown(self) -> str:
-        """The table alone; the first column is left-aligned, and others whose values are text."""
+        """Return the table without title and notes. The first column and those of text are left-aligned."""
         columns = self.columns
         marks = ["---" if n == 0 or self._is_text(column.key) else "---:" for n, column in enumerate(columns)]
         lines = [_line(column.head for column in columns), "|" + "|".join(marks) + "|"]
@@ -73,20 +162,20 @@ class Table:
         return "\n".join(lines)
 
     def csv(self) -> str:
-        """Values unrounded; beside each one that has an interval, its ends and the number of seeds or rounds."""
+        """Return unrounded values; beside a column with intervals, their ends and the number of seeds or rounds."""
         heads: list[str] = []
         readers: list[Callable[[Mapping[str, Cell]], Any]] = []
         for column in self.columns:
             heads.append(column.key)
             readers.append(lambda row, key=column.key: row.get(key, EMPTY).value)
             cells = [row.get(column.key, EMPTY) for row in self.rows]
-            over = [name for name in _SAMPLES if any(getattr(cell, name) for cell in cells)]
+            over = [kind for kind in ("seed", "round") if any(cell.samples and cell.kind == kind for cell in cells)]
             for end in ("low", "high") if over else ():
                 heads.append(f"{column.key}_{end}")
                 readers.append(lambda row, key=column.key, end=end: getattr(row.get(key, EMPTY), end))
-            for name in over:
-                heads.append(f"{column.key}_{_SAMPLES[name]}")
-                readers.append(lambda row, key=column.key, name=name: len(getattr(row.get(key, EMPTY), name) or ()))
+            for kind in over:
+                heads.append(f"{column.key}_{kind}s")
+                readers.append(lambda row, key=column.key, kind=kind: _count(row.get(key, EMPTY), kind))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(heads)
@@ -106,22 +195,26 @@ class Table:
         return all(isinstance(row.get(key, EMPTY).value, str | None) for row in self.rows)
 
 
+def _count(cell: Cell, kind: str) -> int:
+    return len(cell.samples or ()) if cell.kind == kind else 0
+
+
 def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def text(value: str | None, source: str = "experiment.json: models") -> Cell:
-    """A cell of words."""
+def label(value: str | None, source: str = "experiment.json: models") -> Cell:
+    """Make a cell of words."""
     return EMPTY if value is None else Cell(value, value, source)
 
 
-def number(value: float | None, pattern: str, source: str) -> Cell:
-    """A cell of one number, shown by a format such as ``,.1f``."""
+def amount(value: float | None, pattern: str, source: str) -> Cell:
+    """Make a cell of one number, shown by a format such as ``,.1f``."""
     return EMPTY if value is None else Cell(value, format(value, pattern), source)
 
 
-def estimated(found: Estimate | None, pattern: str, source: str) -> Cell:
-    """A cell of a mean over seeds, with its interval where there is one."""
+def mean_cell(found: Estimate | None, pattern: str, source: str) -> Cell:
+    """Make a cell of a mean over seeds, with its interval if there is one."""
     if found is None:
         return EMPTY
     shown = format(found.mean, pattern)
@@ -130,8 +223,8 @@ def estimated(found: Estimate | None, pattern: str, source: str) -> Cell:
     return Cell(found.mean, shown, source, found.low, found.high, dict(found.samples))
 
 
-def files(runs: Iterable[Run], file: str, field_name: str) -> str:
-    """The source of a number that several runs have: ``runs/{a,b}/FILE: FIELD``."""
+def origin(runs: Iterable[RunResult], file: str, field_name: str) -> str:
+    """Name the source of a number that several runs have: ``runs/{a,b}/FILE: FIELD``."""
     names = [run.name for run in runs]
     folder = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
     return f"runs/{folder}/{file}: {field_name}"

@@ -1,93 +1,98 @@
-"""From an experiment's folder to the report's files."""
+"""Write the report of an experiment: its tables, its figures, and a page that begins with the outcome."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.experiments.report import claims, details, health, quality, speed, state, studies, time_split
-from smlp.experiments.report.document import TABLES, document, summary_table
+from smlp.experiments.report import details, health, machine, paper, quality, speed, studies
 from smlp.experiments.report.figures import Picture, write_figures
-from smlp.experiments.report.runs import Experiment, read_experiment
-from smlp.experiments.report.table import Table
+from smlp.experiments.report.results import Results
+from smlp.experiments.report.table import EMPTY, Column, Table
 from smlp.files import write_whole
 from smlp.plots.drawing import check_matplotlib
 
+TABLES = "tables"
+#: tables without sources: made of other tables, or of the paper's numbers alone
+_NO_SOURCES = ("summary", "paper-table-4", "details-paper")
+_QUALITY = ("per_token", "per_word", "after_prefix")
+_SPEEDS = (
+    *("timed_words_per_second", "timed_tokens_per_second"),
+    *("logged_words_per_second", "logged_tokens_per_second"),
+)
 
-def write_report(out: Path, to: Path | None = None, baselines: Sequence[str] = ()) -> Path:
-    """Writes report.md, report.json, tables/*.csv and figures/*.png and *.svg; the same folder gives the same files.
+
+def write_report(results: Results, to: Path | None = None, baselines: Sequence[str] = ()) -> Path:
+    """Write report.md, report.json, tables/*.csv and figures/*.png and *.svg; the same folder gives the same files.
 
     Args:
-        out: an experiment's folder (docs/compare.md); runs may be missing, half done or failed.
-        to: a folder for the report, made if need be; ``out/report`` by default.
-        baselines: names of the models that all others are held against; by default the first dense Transformer and
+        results: of an experiment; runs may be missing, half done or failed.
+        to: a folder for the report, made if need be; by default ``report`` in the experiment's folder.
+        baselines: names of the models that all others are compared with; by default the first dense Transformer and
             the first gMLP, or else the first model.
 
     Returns:
         the path of report.md.
 
     Raises:
-        UserError: ``out`` is no experiment, a baseline is none of its models, there is no matplotlib, or a file cannot
-            be written.
+        UserError: a baseline is not one of the models, matplotlib is missing, or a file cannot be written.
     """
     check_matplotlib()
-    experiment = read_experiment(Path(out))
-    tables = all_tables(experiment, baselines)
-    to = Path(out) / "report" if to is None else Path(to)
+    tables = all_tables(results, baselines)
+    to = results.folder / "report" if to is None else to
     try:
         (to / TABLES).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make folder {to / TABLES}: {error.strerror}") from None
-    pictures = write_figures(experiment, to)
+    pictures = write_figures(results, to)
     for table in tables.values():
         if table.rows:
             _write(to / TABLES / f"{table.name}.csv", table.csv())
-    _write(to / "report.json", json.dumps(_as_json(experiment, tables, pictures), indent=1, allow_nan=False) + "\n")
+    _write(to / "report.json", json.dumps(_as_json(results, tables, pictures), indent=1, allow_nan=False) + "\n")
     page = to / "report.md"
-    _write(page, document(experiment, tables, pictures))
+    _write(page, document(results, tables, pictures))
     return page
 
 
-def all_tables(experiment: Experiment, baselines: Sequence[str] = ()) -> dict[str, Table]:
-    """Those that the experiment has data for, by name."""
-    held_against = quality.baselines(experiment, baselines)
+def all_tables(results: Results, baselines: Sequence[str] = ()) -> dict[str, Table]:
+    """Make all tables that the results have data for, by name."""
+    held_against = quality.baselines(results, baselines)
     made = [
-        *(quality.quality_table(experiment, subset, held_against) for subset in experiment.subsets),
-        claims.claims_table(experiment),
-        claims.table_4(experiment),
-        speed.speed_table(experiment),
-        time_split.split_table(experiment),
-        studies.heads_table(experiment),
-        studies.variants_table(experiment),
-        studies.moe_table(experiment),
-        studies.zeroshot_table(experiment),
-        details.details_table(experiment),
-        details.paper_details_table(experiment),
-        health.work_table(experiment),
-        health.layers_table(experiment),
-        state.state_table(experiment),
-        state.order_table(experiment),
-        state.tuning_table(experiment),
+        *(quality.quality_table(results, subset, held_against) for subset in results.subsets),
+        paper.table_4(results),
+        speed.speed_table(results),
+        machine.split_table(results),
+        studies.heads_table(results),
+        studies.variants_table(results),
+        studies.moe_table(results),
+        studies.zeroshot_table(results),
+        details.details_table(results),
+        paper.paper_details_table(results),
+        health.work_table(results),
+        health.layers_table(results),
+        details.state_table(results),
+        details.order_table(results),
+        details.tuning_table(results),
     ]
     tables = {table.name: table for table in made if table is not None}
-    return {"summary": summary_table(experiment, tables), **tables}
+    return {"summary": summary_table(results, tables), **tables}
 
 
-def _as_json(experiment: Experiment, tables: dict[str, Table], pictures: dict[str, Picture]) -> dict[str, Any]:
+def _as_json(results: Results, tables: dict[str, Table], pictures: dict[str, Picture]) -> dict[str, Any]:
     return {
-        "experiment": experiment.settings.get("name"),
-        "title": experiment.title,
-        "runs": {run.name: {"state": run.state, "updates": run.last_update} for run in experiment.runs},
+        "experiment": results.settings.get("name"),
+        "title": results.title,
+        "runs": {run.name: {"state": run.state, "updates": run.last_update} for run in results.runs},
         "environment": {
-            "runs": experiment.environment,
-            "timing": (experiment.speed or {}).get("environment"),
+            "runs": results.environment,
+            "timing": (results.speed or {}).get("environment"),
             "source": "environment.json, speed.json",
         },
-        "flops_spread": {"value": details.spread(experiment), "source": "experiment.json: models.flops_per_token"},
-        "scale": claims.scale_sentences(experiment),
+        "flops_spread": {"value": details.spread(results), "source": "experiment.json: models.flops_per_token"},
+        "scale": paper.scale_sentences(results),
         "data_order": [
             {
                 "seed": one.seed,
@@ -97,7 +102,7 @@ def _as_json(experiment: Experiment, tables: dict[str, Table], pictures: dict[st
                 "sha256": dict(one.digests),
                 "source": f"runs/*-s{one.seed}/data_order.jsonl",
             }
-            for one in state.data_orders(experiment)
+            for one in details.data_orders(results)
         ],
         "tables": {table.name: table.as_json() for table in tables.values() if table.rows},
         "figures": {
@@ -109,3 +114,180 @@ def _as_json(experiment: Experiment, tables: dict[str, Table], pictures: dict[st
 
 def _write(path: Path, text: str) -> None:
     write_whole(path, lambda file: file.write(text.encode()))
+
+
+def summary_table(results: Results, tables: Mapping[str, Table]) -> Table:
+    """Combine the most important columns of the other tables, with one row for each model."""
+    quality = tables[f"quality-{results.subsets[0]}"]
+    speed = tables["speed"]
+    shown = [column.key for column in speed.columns]
+    seeds = () if all(run.is_done for run in results.runs) else ("seeds",)
+    against = [column.key for column in quality.columns if column.key.startswith("against_")]
+    wanted = [(quality, key) for key in ("model", *seeds, *_QUALITY, *against)]
+    wanted += [(speed, key) for key in shown if key.startswith("training_time_")]
+    wanted += [(speed, key) for key in _SPEEDS if key in shown][:1]
+    wanted += [(tables["details"], key) for key in ("parameters_millions", "forward_multiply_adds_millions_per_token")]
+    columns: list[Column] = []
+    rows: list[dict] = [{} for _ in results.models]
+    for table, key in wanted:
+        column = next((column for column in table.columns if column.key == key), None)
+        if column is None:
+            continue
+        columns.append(column)
+        for row, cells in zip(rows, table.rows, strict=True):
+            if key in cells:
+                row[key] = cells[key]
+    return Table("summary", "Summary", columns, rows, quality.notes)
+
+
+def document(results: Results, tables: Mapping[str, Table], pictures: Mapping[str, Picture]) -> str:
+    """Return the whole page as Markdown.
+
+    Args:
+        results: of an experiment.
+        tables: by name.
+        pictures: the figures that were drawn, by name.
+    """
+    page = _Page(tables, pictures)
+    page.lines += [f"# {results.title}", "", *_about(results), ""]
+    page.table("summary", level=2, before=_outcome(results, tables))
+    page.picture("final")
+    page.picture("perplexity-updates")
+    page.lines += ["## Beside the paper", "", *(f"- {sentence}" for sentence in paper.scale_sentences(results)), ""]
+    page.table("paper-table-4", level=3)
+    page.lines += ["## Perplexity", ""]
+    for subset in results.subsets:
+        page.table(f"quality-{subset}", level=3)
+    page.picture("perplexity-time")
+    page.picture("perplexity-flops")
+    page.lines += ["## Time", ""]
+    page.table("speed", level=3)
+    page.picture("quality-and-speed")
+    page.table("time-split", level=3)
+    studies = ("heads", "feature-routing", "gmlp-moe", "zeroshot")
+    if any(name in tables for name in studies):
+        page.lines += ["## The paper's other comparisons", ""]
+    for name in studies:
+        page.table(name, level=3)
+        page.picture(name)
+        page.picture(f"{name}-final")
+    page.lines += ["## Models and cost", ""]
+    for name in ("details", "details-paper", "work"):
+        page.table(name, level=3)
+    if tables["router-health"].rows:
+        page.lines += ["## Routers", ""]
+        page.picture("routing")
+        page.table("router-health", level=3)
+    page.lines += ["## How it was run", ""]
+    for name in ("not-whole", "data-order", "tuning"):
+        page.table(name, level=3)
+    page.lines += _environment(results)
+    page.lines += _sources(tables, pictures)
+    return "\n".join(page.lines).rstrip() + "\n"
+
+
+class _Page:
+    """The lines of the page so far."""
+
+    def __init__(self, tables: Mapping[str, Table], pictures: Mapping[str, Picture]) -> None:
+        self.tables, self.pictures, self.lines = tables, pictures, []
+
+    def table(self, name: str, level: int, before: str = "") -> None:
+        table = self.tables.get(name)
+        if table is None or not table.rows:
+            return
+        self.lines += [f"{'#' * level} {table.title}", "", *([before, ""] if before else []), table.markdown(), ""]
+        self.lines += [note + "\n" for note in table.notes]
+        self.lines += [f"[CSV]({TABLES}/{name}.csv)", ""]
+
+    def picture(self, name: str) -> None:
+        picture = self.pictures.get(name)
+        if picture is not None:
+            svg = f"([SVG]({picture.path('svg')}))"
+            self.lines += [f"![{picture.title}]({picture.path('png')})", "", f"{picture.caption} {svg}", ""]
+
+
+def _outcome(results: Results, tables: Mapping[str, Table]) -> str:
+    """List the models by perplexity, in a sentence."""
+    key = "after_prefix" if results.has_prefix else "per_token"
+    rows = [row for row in tables[f"quality-{results.subsets[0]}"].rows if row.get(key, EMPTY).value is not None]
+    if len(rows) < 2:
+        return ""
+    rows.sort(key=lambda row: row[key].value)
+    order = ", ".join(f"{row['model'].text} {row[key].value:,.2f}" for row in rows)
+    where = " after the prefix" if results.has_prefix else ""
+    seeds = {tuple(row[key].samples) for row in rows}
+    caution = " These are means over different seeds: compare seed with seed." if len(seeds) > 1 else ""
+    return f"Perplexity per token{where}, lowest first: {order}.{caution}"
+
+
+def _about(results: Results) -> list[str]:
+    settings = results.settings
+    done = sum(run.is_done for run in results.runs)
+    seeds = ", ".join(map(str, results.seeds))
+    smaller = "at most " if results.trained_tokens < 0.999 * results.updates * results.tokens_per_update else ""
+    lines = [
+        f"{len(results.models)} models, seeds {seeds}; each run {results.updates:,} updates of {smaller}"
+        f"{results.tokens_per_update:,} tokens ({results.trained_tokens:,.0f} in all) with "
+        f"a context of {settings['tokens_per_sample']:,}. {done} of {len(results.runs)} runs are finished. "
+        f"{machine.describe_machine(results)}",
+    ]
+    problems = details.incomplete(results)
+    failed = [run.name for run, _ in problems if not run.is_done]
+    if failed:
+        lines += ["", f"**Not in the numbers, because they did not finish: {', '.join(failed)}** (reasons below)."]
+    lacking = [run.name for run, _ in problems if run.is_done]
+    if lacking:
+        lines += ["", f"**Finished, but diverged or with files missing or damaged: {', '.join(lacking)}** (below)."]
+    for one in details.data_orders(results):
+        if not one.agrees:
+            lines += [
+                "",
+                f"**The data order differs**: with seed {one.seed}, {one.differs.name} read other tokens than "
+                f"{one.runs[0].name} from update {one.differs_at} on.",
+            ]
+    notes = [*results.notes, *machine.differences(results)]
+    lines += [part for note in notes for part in ("", f"**{note}.**")]
+    return lines
+
+
+def _revision(git: Mapping[str, Any]) -> str:
+    return f"{git.get('revision')}{', with changes' if git.get('changed') else ''}"
+
+
+def _environment(results: Results) -> list[str]:
+    lines = ["### Versions and data", ""]
+    for name, value in results.environment.items():
+        if name == "git" and value:
+            value = _revision(value)
+        if value not in (None, [], "", {}):
+            lines.append(f"- {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+    timed = (results.speed or {}).get("environment", {}).get("git")
+    if timed and timed != results.environment.get("git"):
+        lines.append(f"- git, of the timing of updates: {_revision(timed)}")
+    for split, record in results.data.get("splits", {}).items():
+        words = record.get("words")
+        lines.append(f"- {split}: {record.get('tokens', 0):,} tokens" + (f", {words:,} words" if words else ""))
+    if results.data.get("vocab_size"):
+        lines.append(f"- vocabulary: {results.data['vocab_size']:,}")
+    own = ", environment.jsonl of the runs" if any(run.environments for run in results.runs) else ""
+    return [*lines, "", f"Sources: environment.json{own}, data.json.", ""]
+
+
+def _sources(tables: Mapping[str, Table], pictures: Mapping[str, Picture]) -> list[str]:
+    lines = [
+        "## Where the numbers come from",
+        "",
+        "Files are in the experiment's folder; those of a run are in `runs/RUN/`. `report.json` has the files of every "
+        "single number, unrounded, with its seeds or rounds. The paper's numbers are from "
+        f"{paper.SOURCE}, Tables 4 to 7; names of models: experiment.json.",
+        "",
+    ]
+    for table in tables.values():
+        if table.rows and table.name not in _NO_SOURCES:
+            lines += [f"**{table.title}**", ""]
+            lines += [f"- {column.head}: {column.how}" for column in table.columns if column.key != "model"]
+            lines.append("")
+    lines += ["**Figures**", ""]
+    lines += [f"- {picture.title}: {picture.source}" for picture in pictures.values()]
+    return lines

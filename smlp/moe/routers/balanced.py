@@ -17,7 +17,7 @@ from smlp.parallel.spans import ASSIGNMENT, stage
 
 
 def balanced_plan(logits_NE: Tensor, order_N: Tensor | None = None) -> RoutingPlan:
-    """Equal loads, for a nearly maximal sum of logits; looks at all tokens at once, so it is for training only.
+    """Return a plan of equal loads with a nearly maximal sum of logits. It weighs all tokens: for training only.
 
     Args:
         logits_NE: (N, E).
@@ -32,7 +32,7 @@ def balanced_plan(logits_NE: Tensor, order_N: Tensor | None = None) -> RoutingPl
 
 
 def greedy_plan(logits_NE: Tensor) -> RoutingPlan:
-    """The best expert for each token by itself; no token is dropped and none depends on another."""
+    """Return the plan of the best expert for each token by itself: none is dropped, none depends on another."""
     check_no_nan(logits_NE)
     return RoutingPlan.from_experts(logits_NE.argmax(dim=1), logits_NE.size(1))
 
@@ -58,7 +58,7 @@ class BalancedRouter(nn.Module):
         self.centroids = nn.Parameter(centroids)
 
     def forward(self, x_NH: Tensor, token_ids_N: Tensor | None, plan: RoutingPlan | None = None) -> Routing:
-        """Routes tokens (N, H); with ``plan`` given, only the weights are computed, for that plan."""
+        """Route tokens (N, H); with ``plan`` given, only compute the weights, for that plan."""
         logits_NE = gate_logits(x_NH, self.centroids)
         order_N = None
         if self.shuffle and self.training:
@@ -69,7 +69,7 @@ class BalancedRouter(nn.Module):
         return Routing(plan, logits_NE[plan.token_A, plan.expert_A].sigmoid(), logits_NE=logits_NE.detach())
 
     def looks_ahead(self) -> bool:
-        """In training: the assignment weighs all tokens of the batch."""
+        """Return True in training: the assignment weighs all tokens of the batch."""
         return self.training
 
 
@@ -82,14 +82,13 @@ class Base(ScoredRouterKind):
     title = "BASE"
 
     def build(self, config: ModelConfig) -> BalancedRouter:
-        moe = config.moe
-        return BalancedRouter(config.embed_dim, moe.num_experts, moe.centroid_init_gain, moe.base_shuffle)
+        return BalancedRouter(config.embed_dim, config.num_experts, config.centroid_init_gain, config.base_shuffle)
 
     def activations_per_position(self, config: ModelConfig) -> float:
         return 2 * config.embed_dim  # what is routed; outputs, which weights multiply
 
     def mixes_ranks(self, config: ModelConfig) -> bool:
-        return config.moe.base_shuffle
+        return config.base_shuffle
 
     def affinities(self, logits_NE: Tensor) -> Tensor:
         return logits_NE.sigmoid()

@@ -16,7 +16,7 @@ from smlp.parallel.spans import ASSIGNMENT, stage
 
 
 def balanced_features(logits_BHE: Tensor) -> Tensor:
-    """The expert of each feature, (B, H): in every sequence each expert gets H/E of them, for the best total score.
+    """Return each feature's expert, (B, H), for the best total score with H/E features at each expert of a sequence.
 
     Sequences do not see each other.
     """
@@ -38,7 +38,7 @@ class FeatureRouter(nn.Module):
             nn.init.uniform_(self.weight, -(num_positions**-0.5), num_positions**-0.5)
 
     def forward(self, v_BHL: Tensor, expert_BH: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Chooses experts.
+        """Choose experts.
 
         Args:
             v_BHL: feature vectors over the positions read, (B, H, L); fewer than W_r has use its leading ones.

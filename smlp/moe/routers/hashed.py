@@ -21,13 +21,13 @@ from smlp.parallel.spans import ASSIGNMENT, stage
 
 
 def random_table(vocab_size: int, num_experts: int, seed: int) -> Tensor:
-    """An expert for each id, (V,): a random permutation dealt out in turn, the same on every rank and in every run."""
+    """Return an expert for each id, (V,): a random permutation dealt out in turn, the same in every run and rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(vocab_size, generator=generator, device="cpu") % num_experts
 
 
 def balanced_table(frequencies_V: Tensor, num_experts: int) -> Tensor:
-    """An expert for each id, (V,), such that training tokens load the experts as equally as a greedy deal can.
+    """Return an expert for each id, (V,), such that training tokens load experts as equally as a greedy deal can.
 
     Ids are dealt by falling frequency, each to the expert with the lowest load so far (Roller et al., 2021, "balanced
     assignment"); ties by id. Ids that never occur are dealt by numbers of ids. The most frequent id may outweigh an
@@ -61,7 +61,7 @@ class HashRouter(nn.Module):
         self._is_complete = seed is not None
 
     def balance(self, frequencies_V: Tensor) -> None:
-        """Replaces the table by one that is balanced for these counts of training tokens, (V,).
+        """Replace the table by one that is balanced for these counts of training tokens, (V,).
 
         Raises:
             UserError: there are not V counts.
@@ -71,7 +71,7 @@ class HashRouter(nn.Module):
         self.table.copy_(balanced_table(frequencies_V, self.num_experts))
 
     def forward(self, x_NH: Tensor, token_ids_N: Tensor, plan: RoutingPlan | None = None) -> Routing:
-        """Routes tokens with ids (N,); see :class:`smlp.moe.routers.Router`.
+        """Route tokens with ids (N,); see :class:`smlp.moe.routers.Router`.
 
         Raises:
             UserError: the table is still to come.
@@ -89,7 +89,7 @@ class HashRouter(nn.Module):
         return Routing(plan, None)
 
     def looks_ahead(self) -> bool:
-        """Never: a token's own id decides."""
+        """Return False: a token's own id decides."""
         return False
 
 
@@ -101,8 +101,8 @@ class Hash(RouterKind):
     title = "Hash"
 
     def build(self, config: ModelConfig) -> HashRouter:
-        seed = None if self.needs_token_counts(config) else config.moe.hash_seed
-        return HashRouter(config.vocab_size, config.moe.num_experts, seed)
+        seed = None if self.needs_token_counts(config) else config.hash_seed
+        return HashRouter(config.vocab_size, config.num_experts, seed)
 
     def num_parameters(self, config: ModelConfig) -> int:
         return 0
@@ -114,4 +114,4 @@ class Hash(RouterKind):
         return 0
 
     def needs_token_counts(self, config: ModelConfig) -> bool:
-        return config.moe.hash_kind == "balanced"
+        return config.hash_kind == "balanced"

@@ -88,7 +88,7 @@ class RouterKind(ModelPart):
 
         By default those of a learnt gate: its input, its scores, and the expert outputs that it weighs.
         """
-        return (1 + config.experts_per_token) * config.embed_dim + config.moe.num_experts
+        return (1 + config.experts_per_token) * config.embed_dim + config.num_experts
 
     def needs_token_counts(self, config: ModelConfig) -> bool:
         """Tell whether ``module.balance(frequencies_V)`` must be called with the counts of the training tokens."""
@@ -107,10 +107,10 @@ class ScoredRouterKind(RouterKind):
     """A router whose scores are products of tokens with one vector for each expert."""
 
     def num_parameters(self, config: ModelConfig) -> int:
-        return config.moe.num_experts * config.embed_dim
+        return config.num_experts * config.embed_dim
 
     def flops_per_token(self, config: ModelConfig) -> float:
-        return config.moe.num_experts * config.embed_dim
+        return config.num_experts * config.embed_dim
 
 
 _R = TypeVar("_R", bound=type[RouterKind])

@@ -23,7 +23,7 @@ _LOSS_WEIGHTS = ("load_balance_weight", "router_z_weight")
 
 
 def top_k_choices(logits_NE: Tensor, num_choices: int, noise_NE: Tensor | None = None) -> Tensor:
-    """Experts by falling score, best first, (N, K); ties go to the lower id. If E < K there are E of them.
+    """Return the experts of highest score, best first, (N, K); ties go to the lower id. If E < K there are E of them.
 
     Args:
         logits_NE: (N, E).
@@ -40,7 +40,7 @@ def top_k_choices(logits_NE: Tensor, num_choices: int, noise_NE: Tensor | None =
 
 
 def load_balance_loss(gate_NE: Tensor, first_choice_N: Tensor) -> Tensor:
-    """``E * sum_i f_i * P_i``: f the shares of tokens whose first choice is i, P the mean gates; 1 when balanced.
+    """Return ``E * sum_i f_i * P_i``: f the shares of tokens with first choice i, P the mean gates; 1 when balanced.
 
     Source: Fedus et al., 2021, equations 4 to 6, without the weight. Dropped tokens count like the others.
     """
@@ -50,12 +50,12 @@ def load_balance_loss(gate_NE: Tensor, first_choice_N: Tensor) -> Tensor:
 
 
 def router_z_loss(logits_NE: Tensor) -> Tensor:
-    """Mean over tokens of the squared logsumexp of the scores: keeps them small (Zoph et al., 2022, equation 5)."""
+    """Return the mean squared logsumexp of the scores, which keeps them small (Zoph et al., 2022, equation 5)."""
     return logits_NE.logsumexp(dim=1).square().sum() / max(logits_NE.size(0), 1)
 
 
 def assignment_weights(gate_NE: Tensor, plan: RoutingPlan, normalise: str) -> Tensor:
-    """Weight of each assignment, (A,): the gate itself for one choice, gates that sum to one for two.
+    """Return the weight of each assignment, (A,): the gate for one choice, gates that sum to one for two.
 
     Args:
         gate_NE: softmax of the scores, (N, E).
@@ -76,7 +76,7 @@ def assignment_weights(gate_NE: Tensor, plan: RoutingPlan, normalise: str) -> Te
 
 @dataclass(frozen=True)
 class TopKSettings:
-    """How a gate chooses and drops; fields as in :class:`smlp.config.MoEConfig`."""
+    """Settings of a gate; fields as in :class:`smlp.config.MoEConfig`."""
 
     #: K
     num_choices: int
@@ -107,7 +107,7 @@ class TopKRouter(nn.Module):
             nn.init.uniform_(self.weight, -(embed_dim**-0.5), embed_dim**-0.5)
 
     def forward(self, x_NH: Tensor, token_ids_N: Tensor | None, plan: RoutingPlan | None = None) -> Routing:
-        """Routes tokens (N, H); see :class:`smlp.moe.routers.Router`."""
+        """Route tokens (N, H); see :class:`smlp.moe.routers.Router`."""
         settings = self.settings
         if self.training and settings.router_jitter > 0:
             # drawn in float32: numbers near one that bfloat16 can hold are too few
@@ -129,7 +129,7 @@ class TopKRouter(nn.Module):
         return Routing(plan, weight_A, aux_losses, logits_NE.detach())
 
     def _draw(self, logits_NE: Tensor) -> Tensor | None:
-        """Random numbers for the second choice: Gumbel noise (N, E), or U(0, 1) for each token (N,)."""
+        """Draw random numbers for the second choice: Gumbel noise (N, E), or U(0, 1) for each token (N,)."""
         if not self.training or self.settings.num_choices == 1 or self.settings.second_expert == "all":
             return None
         if self.settings.second_expert == "sampled":
@@ -151,11 +151,11 @@ class TopKRouter(nn.Module):
         return RoutingPlan.from_choices(choice_NK, num_experts, capacity, priority_N, wanted_NK)
 
     def limit_places(self, factor: float) -> None:
-        """Sets the capacity factor of evaluation in place; 0 drops nothing."""
+        """Set the capacity factor of evaluation in place; 0 drops nothing."""
         self.settings = replace(self.settings, eval_capacity_factor=factor)
 
     def looks_ahead(self) -> bool:
-        """Where places are limited, other tokens decide who keeps one."""
+        """Return True where capacity is limited: other tokens then decide which ones are dropped."""
         factor = self.settings.capacity_factor if self.training else self.settings.eval_capacity_factor
         return factor > 0
 
@@ -169,12 +169,12 @@ class Switch(ScoredRouterKind):
 
     def build(self, config: ModelConfig) -> TopKRouter:
         own = [field.name for field in fields(TopKSettings) if field.name != "num_choices"]
-        same_name = {name: getattr(config.moe, name) for name in own}
+        same_name = {name: getattr(config, name) for name in own}
         settings = TopKSettings(num_choices=config.experts_per_token, **same_name)
-        return TopKRouter(config.embed_dim, config.moe.num_experts, settings)
+        return TopKRouter(config.embed_dim, config.num_experts, settings)
 
     def auxiliary_loss(self, config: ModelConfig) -> str | None:
-        weights = {name: getattr(config.moe, name) for name in _LOSS_WEIGHTS}
+        weights = {name: getattr(config, name) for name in _LOSS_WEIGHTS}
         return next((f"{name}={weight}" for name, weight in weights.items() if weight > 0), None)
 
 

@@ -70,7 +70,7 @@ class DenseBlock(Block):
         return x_BnH + self.dropout(self.feed_forward(self.norm(x_BnH))), {}
 
     def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
-        """As in :class:`Block`: without the feed-forward network, which no other position sees."""
+        """Skip the feed-forward network, which no other position sees; otherwise as in :class:`Block`."""
         self.mixing(x_BnH, context)
 
 

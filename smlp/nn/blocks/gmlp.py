@@ -51,7 +51,7 @@ class SpatialGatingUnit(nn.Module):
         self.heads = SpatialWeights(max_tokens, range(num_heads), weight_bound, bias_init=1.0)
 
     def forward(self, z1_Bnf: Tensor, z2_Bnf: Tensor, context: ForwardContext) -> Tensor:
-        """Two halves of the features, (B, n, F/2) each, to (B, n, F/2)."""
+        """Multiply the first half of the features with the projected second, (B, n, F/2) each, to (B, n, F/2)."""
         heads = self.heads
         seen_Bmf, start = context.remember(self, self.norm(z2_Bnf), heads.max_tokens)
         z1_Bnhc, seen_Bmhc = (z.unflatten(2, (self.num_heads, -1)) for z in (z1_Bnf, seen_Bmf))

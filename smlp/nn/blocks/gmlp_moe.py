@@ -36,7 +36,7 @@ GATED_MLP_EXPERTS = "gMLP experts"
 def sparse_spatial_projection(
     query_Q2: Tensor, key_A2: Tensor, x_AC: Tensor, weight_TT: Tensor, bias_T: Tensor, num_seqs: int
 ) -> Tensor:
-    """``sum_j W[t_i, t_j] x_j + b[t_i]`` over the keys j of the same sequence with ``t_j <= t_i``.
+    """Return ``sum_j W[t_i, t_j] x_j + b[t_i]`` over the keys j of the same sequence with ``t_j <= t_i``.
 
     Args:
         query_Q2: sequence and position of each query, (Q, 2).
@@ -57,7 +57,7 @@ def sparse_spatial_projection(
 
 
 def _by_sequence(sequence_A: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
-    """Items as a table with a row for each sequence: their indices (S, M), and where there are any."""
+    """Return items as a table with a row for each sequence: their indices (S, M), and where there are any."""
     counts_S = torch.bincount(sequence_A, minlength=num_seqs)
     index_SM = sequence_A.new_zeros(num_seqs, int(counts_S.max()) if num_seqs else 0)
     index_SM[sequence_A, slots(sequence_A, num_seqs)] = torch.arange(sequence_A.numel(), device=sequence_A.device)
@@ -103,7 +103,7 @@ class GatedMLPExperts(nn.Module):
     def forward(
         self, x_AH: Tensor, counts: Sequence[int], place_A2: Tensor, num_seqs: int, context: ForwardContext
     ) -> Tensor:
-        """Each token through its expert.
+        """Send each token through its expert.
 
         Args:
             x_AH: tokens sorted by expert, (A, H).
@@ -141,7 +141,7 @@ class GatedMLPExperts(nn.Module):
     def _remember(
         self, key_AC: Tensor, place_A2: Tensor, counts: list[int], context: ForwardContext
     ) -> list[tuple[Tensor, Tensor]]:
-        """For each expert, places and gating features of all tokens up to now that it has had, in order."""
+        """Return, for each expert, the places and gating features of all its tokens up to now, in order."""
         sequence_A, step_A = place_A2[:, 0], place_A2[:, 1] - context.start
         num_seqs, num_new, num_each = context.num_seqs, context.num_new_tokens, self.experts_per_token
         # which of its token's experts, and whose key: 1 + the expert's row, or 0 where there is none
@@ -164,7 +164,7 @@ class PlacedTokenMoE(TokenMoE):
     """A tMoE whose experts mix the tokens of a sequence, and so are told where their tokens stand."""
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
-        """As in :class:`TokenMoE`.
+        """Return the update (B, n, H) to add to x, and the router's auxiliary losses.
 
         Raises:
             UserError: incremental decoding with experts that are spread over ranks.
@@ -177,7 +177,7 @@ class PlacedTokenMoE(TokenMoE):
         return super().forward(x_BnH, context)
 
     def _beside_tokens(self, rows_N: Tensor | None, record: Any, context: ForwardContext) -> tuple[Any, ...]:
-        """Sequence and absolute position of each token at the experts, (A, 2), the number of sequences, the context."""
+        """Return sequence and position of each token at the experts, (A, 2), the number of sequences, the context."""
         if rows_N is None:
             rows_N = torch.arange(record.plan.num_tokens, device=record.plan.token_A.device)
         sequence_N = rows_N.div(context.num_new_tokens, rounding_mode="floor")
@@ -202,7 +202,7 @@ class GatedMLPMoEBlock(Block):
 
 def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> PlacedTokenMoE:
     """Build the layer, with the experts of this rank; with all of them by default."""
-    ranks, name = ranks or one_process(config.moe.num_experts), f"layer {layer_index} (gMLP-MoE)"
+    ranks, name = ranks or one_process(config.num_experts), f"layer {layer_index} (gMLP-MoE)"
     experts = GatedMLPExperts(
         config.embed_dim,
         config.ffn_dim,
@@ -229,7 +229,7 @@ class GatedMLPMoE(BlockKind):
 
     def components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
         H, F, T = config.embed_dim, config.ffn_dim, config.max_tokens
-        E, half = config.moe.num_experts, F // 2
+        E, half = config.num_experts, F // 2
         norms = 2 * H + 2 * half
         yield from router_costs(config, layer_index)
         yield Component(
@@ -245,7 +245,7 @@ class GatedMLPMoE(BlockKind):
 
     def activations_per_position(self, config: ModelConfig) -> float:
         width, hidden = config.embed_dim, config.ffn_dim
-        keys = config.experts_per_token * config.max_tokens / config.moe.num_experts
+        keys = config.experts_per_token * config.max_tokens / config.num_experts
         # for each choice: input, normed input, before and after the activation; key, gate, and the product with it;
         # the weights that are picked for its keys, and which of them are earlier ones; the output, which a weight
         # multiplies

@@ -40,18 +40,17 @@ class FeatureSublayer(nn.Module):
 
 def feature_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> FeatureMoE:
     """Build the sMoE, with the experts of this rank; with all of them by default."""
-    moe, prefix = config.moe, config.prefix_tokens
-    width, num_experts = config.embed_dim, moe.num_experts
+    prefix, width, num_experts = config.prefix_tokens, config.embed_dim, config.num_experts
     ranks, name = ranks or one_process(num_experts), f"layer {layer_index} (sMoE)"
     experts = SpatialExperts(
-        config.max_tokens - prefix, ranks.layout.expert_ids, config.spatial_weight_bound, moe.spatial_bias_init
+        config.max_tokens - prefix, ranks.layout.expert_ids, config.spatial_weight_bound, config.spatial_bias_init
     )
     is_spread = ranks.experts.size > 1
     dispatcher = FeatureExchange(ranks.experts, ranks.layout, name) if is_spread else LocalFeatureDispatcher()
-    gated = moe.feature_experts == "gated"
-    if moe.feature_routing == "deterministic":
+    gated = config.feature_experts == "gated"
+    if config.feature_routing == "deterministic":
         return FeatureMoE(width, num_experts, experts, dispatcher, name, gated)
-    router = FeatureRouter(prefix if moe.feature_routing == "partial" else config.max_tokens, num_experts)
+    router = FeatureRouter(prefix if config.feature_routing == "partial" else config.max_tokens, num_experts)
     return RoutedFeatureMoE(width, num_experts, experts, router, prefix, name, dispatcher, gated)
 
 
@@ -63,13 +62,13 @@ class SparseMLP(SparseBlockKind):
 
     def check(self, config: ModelConfig) -> None:
         require(
-            config.embed_dim % config.moe.num_experts == 0,
-            f"num_experts={config.moe.num_experts} must divide embed_dim={config.embed_dim}: "
+            config.embed_dim % config.num_experts == 0,
+            f"num_experts={config.num_experts} must divide embed_dim={config.embed_dim}: "
             "the sMoE gives each expert an equal share of the features",
         )
         require(
             config.prefix_tokens < config.max_tokens,
-            f"prefix_fraction={config.moe.prefix_fraction} of max_tokens={config.max_tokens} leaves nothing to predict",
+            f"prefix_fraction={config.prefix_fraction} of max_tokens={config.max_tokens} leaves nothing to predict",
         )
 
     def mixing(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> nn.Module:
@@ -77,9 +76,9 @@ class SparseMLP(SparseBlockKind):
 
     def mixing_components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
         """Two norms, the router's scores once for each sequence, and experts over the positions after the prefix."""
-        H, E, P, n = config.embed_dim, config.moe.num_experts, config.prefix_tokens, num_tokens
+        H, E, P, n = config.embed_dim, config.num_experts, config.prefix_tokens, num_tokens
         width = config.max_tokens - P
-        read = {"deterministic": 0, "partial": P, "leaky": config.max_tokens}[config.moe.feature_routing]
+        read = {"deterministic": 0, "partial": P, "leaky": config.max_tokens}[config.feature_routing]
         # a sequence that is all prefix passes through unrouted
         routing = H * min(n, read) * E / n if n > P else 0
         yield Component(
@@ -96,9 +95,9 @@ class SparseMLP(SparseBlockKind):
     def mixing_activations(self, config: ModelConfig) -> float:
         width, share = config.embed_dim, 1 - config.prefix_tokens / config.max_tokens
         norms = 2 * LAYER_NORM_KEEPS
-        gates = width if config.moe.feature_experts == "gated" else 0  # what the features multiply
+        gates = width if config.feature_experts == "gated" else 0  # what the features multiply
         # the norms' inputs, and the second one's output in the experts' order
-        if config.moe.feature_routing == "deterministic":
+        if config.feature_routing == "deterministic":
             return 3 * width + norms + gates
         # the norms' inputs, what the router reads, and after the prefix: sorted features, and what probabilities
         # multiply

@@ -57,7 +57,7 @@ class SparseBlock(Block):
         return x_BnH + self.dropout(update_BnH), aux_losses
 
     def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
-        """As in :class:`Block`: without the experts of tokens, which no other position sees."""
+        """Skip the experts of tokens, which no other position sees; otherwise as in :class:`Block`."""
         self.mixing(x_BnH, context)
 
 
@@ -92,7 +92,7 @@ class SparseBlockKind(BlockKind):
 
 def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
     """Build the tMoE: feed-forward experts over tokens, those of this rank; of all in one process by default."""
-    ranks, name = ranks or one_process(config.moe.num_experts), f"layer {layer_index} (tMoE)"
+    ranks, name = ranks or one_process(config.num_experts), f"layer {layer_index} (tMoE)"
     experts = FeedForwardExperts(
         config.embed_dim,
         config.ffn_dim,
@@ -123,8 +123,8 @@ def router_costs(config: ModelConfig, layer: int) -> Iterator[Component]:
 
 
 def _token_experts_costs(config: ModelConfig, layer: int) -> Component:
-    """Feed-forward networks as experts of tokens, with a norm each (as in BASE) or one for all."""
-    H, F, E = config.embed_dim, config.ffn_dim, config.moe.num_experts
+    """Return the costs of feed-forward experts of tokens, with a norm each (as in BASE) or one for all."""
+    H, F, E = config.embed_dim, config.ffn_dim, config.num_experts
     own_norm = config.router_kind.experts_as_in_base
     return Component(
         f"blocks.{layer}",
@@ -140,7 +140,7 @@ def _token_experts_costs(config: ModelConfig, layer: int) -> Component:
 
 
 def _token_experts_keep(config: ModelConfig) -> float:
-    """Of the tMoE, its router included."""
+    """Return how many numbers the tMoE keeps for each position, those of its router included."""
     # for each choice the expert's input and what goes into its activation
     kept = config.experts_per_token * (config.embed_dim + config.ffn_dim)
     if not config.router_kind.experts_as_in_base:

@@ -63,7 +63,7 @@ class CausalSelfAttention(nn.Module):
         return self.proj_out(context.by_sequences(self._mix, self.proj_in(x_BnH)))
 
     def _mix(self, x_Bn3H: Tensor, context: ForwardContext) -> Tensor:
-        """Queries, keys and values to what each position sees, (B, n, H)."""
+        """Map queries, keys and values, (B, n, 3H), to what each position sees, (B, n, H)."""
         width = x_Bn3H.size(2) // (3 * self.num_heads)
         # (B, 3h, n, d): each head's keys lie together where they are kept, which makes a single query twice as fast
         heads = x_Bn3H.unflatten(2, (-1, width)).transpose(1, 2)
@@ -105,7 +105,7 @@ def _check_heads(config: ModelConfig) -> None:
 
 
 def _attention_costs(config: ModelConfig, layer: int, num_tokens: int) -> Component:
-    """Projections of queries, keys, values and output; n scores and n values of width H for each query."""
+    """Return the costs of projections, and of n scores and n values of width H for each query."""
     H = config.embed_dim
     return Component(
         f"blocks.{layer}.mixing",

@@ -1,0 +1,163 @@
+"""Check that the content of a file is a checkpoint of one of this package's models, from which training can resume."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from smlp.checkpoint.export import PREFIX
+from smlp.config import ModelConfig
+from smlp.config.presets import from_training_options
+from smlp.errors import UserError
+from smlp.text.tokenizer import Vocabulary
+
+_EMBEDDING = PREFIX + "embedding.weight"
+_BLOCKS = PREFIX + "blocks."
+_MOST_TOKENS = 1 << 20  # largest context, where no tensor bounds it
+
+_ABSENT = object()
+
+
+def progress_problems(state: Any, path: str | Path) -> list[str]:
+    """Return what training could not resume from, one sentence each.
+
+    Args:
+        state: of a checkpoint of fairseq. Missing entries are left to fairseq, which reads its older formats.
+        path: of the checkpoint.
+    """
+    problems = []
+    for way, is_right, expected in _PROGRESS:
+        value = _at(state, way)
+        if value is not _ABSENT and not is_right(value):
+            shown = ".".join(step for step in way if isinstance(step, str))
+            problems.append(f"{path} is damaged: {shown} is {value!r:.60}, {expected}")
+    moments = _at(state, ("last_optimizer_state", "state"))
+    by_parameter = isinstance(moments, Mapping) and all(isinstance(value, Mapping) for value in moments.values())
+    if moments is not _ABSENT and not by_parameter:
+        problems.append(f"{path} is damaged: the optimizer's state in it is not kept by parameter")
+    return problems
+
+
+def moment_problems(state: Any, path: str | Path) -> list[str]:
+    """Return what is wrong with the optimizer's state, one sentence for each parameter that lacks a moment.
+
+    Args:
+        state: of a checkpoint with all its experts, which :func:`progress_problems` has found nothing wrong with.
+        path: of the checkpoint.
+    """
+    moments = _at(state, ("last_optimizer_state", "state"))
+    if moments is _ABSENT or not moments:
+        return []
+    # An optimizer may keep other moments of matrices than of vectors, but keeps the same of all matrices.
+    kinds: dict[int, set[str]] = {}
+    for of_parameter in moments.values():
+        kinds.setdefault(_num_dims(of_parameter), set()).update(of_parameter)
+    of_all = set.intersection(*(names for dims, names in kinds.items() if dims > 0 or len(kinds) == 1))
+    problems = []
+    for number, of_parameter in moments.items():
+        lacking = sorted((kinds[_num_dims(of_parameter)] | of_all) - of_parameter.keys())
+        if lacking:
+            problems.append(
+                f"{path} is damaged: the optimizer's state of parameter {number} lacks {', '.join(lacking)}, which it "
+                "has of others; --reset-optimizer begins with new moments"
+            )
+        elif not _is_number(of_parameter.get("step", 0)):
+            problems.append(
+                f"{path} is damaged: the optimizer's step of parameter {number} is {of_parameter['step']!r:.60}, not a "
+                "number; --reset-optimizer begins with new moments"
+            )
+    return problems
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, or a tensor without axes."""
+    return (isinstance(value, numbers.Real) and not isinstance(value, bool)) or getattr(value, "shape", None) == ()
+
+
+def _num_dims(of_parameter: Mapping[str, Any]) -> int:
+    """Return the number of dimensions of a parameter's moments; 0 if it has none."""
+    return max((len(value.shape) for value in of_parameter.values() if hasattr(value, "shape")), default=0)
+
+
+def _at(state: Any, way: Sequence[str | int]) -> Any:
+    for step in way:
+        found = isinstance(state, list) and bool(state) if step == -1 else isinstance(state, Mapping) and step in state
+        if not found:
+            return _ABSENT
+        state = state[step]
+    return state
+
+
+def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: type(value) is int and value >= least, f"but must be a whole number of at least {least}"
+
+
+_MAPPING = (lambda value: value is None or isinstance(value, Mapping), "not a dictionary")
+#: what training resumes from: path of keys in a checkpoint (-1: the last of a list), test of the value, and what the
+#: message says of a value that fails
+_PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] = (
+    (("optimizer_history",), lambda value: not value or isinstance(value, list), "not a list"),
+    (("extra_state",), *_MAPPING),
+    (("extra_state", "train_iterator"), *_MAPPING),
+    (("extra_state", "metrics"), *_MAPPING),
+    (("optimizer_history", -1), *_MAPPING),
+    (("optimizer_history", -1, "lr_scheduler_state"), *_MAPPING),
+    (("last_optimizer_state",), *_MAPPING),
+    (("optimizer_history", -1, "num_updates"), *_whole(0)),
+    (("extra_state", "train_iterator", "epoch"), *_whole(1)),
+    (("extra_state", "train_iterator", "iterations_in_epoch"), *_whole(0)),
+    (("extra_state", "best"), lambda value: value is None or _is_number(value), "not a number"),
+)
+
+
+def check_is_ours(state: Any, path: str | Path) -> None:
+    """Raise for the content of a file that is no checkpoint of one of this package's models.
+
+    Raises:
+        UserError: the message names the file.
+    """
+    if isinstance(state, Mapping) and "expert_ids" in state:
+        raise UserError(f"{path} holds some experts of a checkpoint: name the file of the checkpoint itself")
+    is_checkpoint = isinstance(state, Mapping) and isinstance(state.get("model"), Mapping)
+    if not is_checkpoint or not isinstance(state.get("cfg"), Mapping):
+        raise UserError(f"{path} is no checkpoint of fairseq-train: it has no model and configuration")
+    options = state["cfg"].get("model")
+    if not isinstance(options, Mapping) or _EMBEDDING not in state["model"]:
+        name = options.get("_name") if isinstance(options, Mapping) else getattr(options, "arch", None)
+        raise UserError(f"{path} holds another kind of model ({name}), not one of smlp's")
+    for name, tensor in state["model"].items():
+        if not hasattr(tensor, "shape") or not isinstance(name, str):
+            raise UserError(f"{path} is damaged: it has {tensor!r:.40} as {name}, which is no tensor")
+    if len(state["model"][_EMBEDDING].shape) != 2:
+        raise UserError(f"{path} is damaged: {_EMBEDDING} has shape {tuple(state['model'][_EMBEDDING].shape)}")
+
+
+def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
+    """Return the configuration of the model in a checkpoint.
+
+    Raises:
+        UserError: no such model can be built, or its sizes exceed those of the tensors.
+    """
+    options, (num_rows, width) = state["cfg"]["model"], state["model"][_EMBEDDING].shape
+    try:
+        config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
+    except (UserError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"the configuration in {path} is of no model that can be built: {error}") from error
+    # The configuration may hold any numbers: compare them before anything of these sizes is allocated.
+    blocks = {name.split(".")[3] for name in state["model"] if name.startswith(_BLOCKS)}
+    axis = max(max(tensor.shape, default=0) for tensor in state["model"].values())
+    experts = config.moe.num_experts if config.num_sparse_layers else 0
+    for what, size, most in (
+        ("blocks", config.num_layers, len(blocks)),
+        ("experts", experts, axis),
+        ("features", config.embed_dim, width),
+        ("positions", config.max_tokens, max(axis, _MOST_TOKENS)),  # sinusoids are in no tensor
+    ):
+        if size > most:
+            raise UserError(
+                f"{path} does not fit its configuration ({options.get('_name')}), which has {size:,} {what}: the "
+                f"tensors in it are of {most:,} at most"
+            )
+    return config

@@ -1,0 +1,100 @@
+"""Options that several commands share: the model, the ranks that share the work, how candidates are scored."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from smlp.cli.numbers import whole
+from smlp.errors import UserError
+from smlp.launch.team import Team, team_at
+
+if TYPE_CHECKING:
+    from smlp.inference.language_model import LanguageModel
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--path``, and what :func:`add_model_files` adds."""
+    parser.add_argument("--path", required=True, help="checkpoint, in one file or in parts, or an export")
+    add_model_files(parser)
+
+
+def add_model_files(parser: argparse.ArgumentParser) -> None:
+    """Add ``--dict``, ``--tokenizer`` and ``--device``, for commands that name the checkpoint otherwise."""
+    parser.add_argument("--dict", help="dict.txt, if it is not found")
+    add_tokenizer_option(parser)
+    parser.add_argument("--device", help="torch device (default: a GPU where there is one)")
+
+
+def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--tokenizer``."""
+    parser.add_argument(
+        *("--tokenizer", "--sentencepiece-model"),
+        metavar="FILE",
+        help="SentencePiece model, or encoder.json with vocab.bpe beside it, if it is not found",
+    )
+
+
+def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageModel:
+    """Load the model that the options name, in evaluation mode on its device.
+
+    Raises:
+        UserError: a file is missing or damaged, or the device does not exist.
+    """
+    from smlp.checkpoint.load import load_pretrained
+
+    device = (team or Team()).device(args.device)
+    return load_pretrained(args.path, args.dict, args.tokenizer).to(device)
+
+
+def add_team_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--nproc``; the command also needs ``--device``."""
+    parser.add_argument(
+        "--nproc", **whole(), metavar="N", help="share the work among N processes of this machine, each with the model"
+    )
+
+
+def as_team(args: argparse.Namespace, work: Callable[[Team], int]) -> int:
+    """Do the work here, or on the ranks that ``--nproc`` asks for, or as one of those that a launcher started.
+
+    Args:
+        args: of the command, with ``nproc``, ``device`` and ``words``, the command line itself.
+        work: what each rank does; returns the exit status.
+
+    Raises:
+        UserError: ``--nproc`` contradicts the launcher.
+    """
+    from smlp.launch.ranks import has_terminal, place_of
+
+    place = place_of(os.environ, is_interactive=has_terminal())
+    if place is None and args.nproc not in (None, 1):
+        from smlp.launch.local import run_ranks
+        from smlp.launch.program import this_program
+
+        return run_ranks([*this_program(), *args.words], args.nproc)
+    if place is not None and args.nproc not in (None, place.world_size):
+        raise UserError(
+            f"--nproc {args.nproc}, but {place.launcher} started {place.world_size} ranks already: leave it out"
+        )
+    with team_at(place, args.device) as team:
+        return work(team)
+
+
+def add_scoring_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--newline``, ``--fill-prefix``, ``--batch-tokens`` and ``--skip-too-long``."""
+    from smlp.text.tokenizer import NEWLINES
+
+    parser.add_argument(
+        "--newline", choices=NEWLINES, default="eos", help="what a line break becomes (default: </s>, as in training)"
+    )
+    parser.add_argument(
+        "--fill-prefix", action="store_true", help="sMLP-partial: put </s> before prompts shorter than its prefix"
+    )
+    parser.add_argument(
+        "--batch-tokens", **whole(), default=8192, metavar="N", help="positions in a batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--skip-too-long", action="store_true", help="leave out, and count, records that the context cannot hold"
+    )

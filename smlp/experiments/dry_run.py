@@ -1,0 +1,210 @@
+"""``smlp compare run --dry-run``: what would be done, how long it would take, and how much disk it would need.
+
+For this machine the time of an update is measured, with random weights and random tokens. For a cluster it follows from
+the floating-point operations and the share of the device's peak that training is expected to reach.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from smlp.costs.formula import parameters, training_flops
+from smlp.experiments.data import argument, check_subsets, check_text, dictionary_size, find_data, held_out_tokens
+from smlp.experiments.folder import Folder
+from smlp.experiments.local import Machine
+from smlp.experiments.plan import (
+    PlannedModel,
+    PlannedRun,
+    main_runs,
+    not_done,
+    planned_models,
+    print_models,
+    training_words,
+    tuning_runs,
+)
+from smlp.experiments.progress import duration
+from smlp.experiments.spec import Experiment, option_words
+from smlp.experiments.speed import TimedUpdates, dtype_of
+from smlp.nn.decoder import Decoder
+
+#: peak of a GPU in bf16, without sparsity, if the file does not give it: an A100's data sheet
+GPU_TFLOPS = 312.0
+#: share of the peak that is assumed if the file does not give it
+MFU = 0.3
+#: weights and Adam's two moments, 4 bytes each
+_BYTES_PER_PARAMETER = 12
+#: updates in fairseq's loop with validations and checkpoints, over those in a bare loop, measured on CPUs
+OVERHEAD = 1.15
+#: seconds of starting a process, and of scoring
+SECONDS_AROUND = 14.0
+#: files that fairseq writes for each checkpoint: the numbered, the best and the last one
+CHECKPOINT_FILES = 3
+#: assumed speed of a node that writes them
+BYTES_PER_SECOND = 1e9
+_MEASURED_UPDATES = 3
+_LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of all runs."""
+
+    seconds_per_update: dict[str, float]
+    #: wall-clock time
+    seconds: float
+    #: hours of all devices together
+    device_hours: float
+    #: of both passes; a multiply-add counts as two
+    flops: float
+    #: checkpoints that stay, one for each run of the comparison, and the most there are at any moment
+    disk_bytes: int
+    most_disk_bytes: int
+    how: str
+
+
+def dry_run(experiment: Experiment, folder: Folder) -> None:
+    """Print what would be done and what it would cost; make nothing.
+
+    Raises:
+        UserError: an option is wrong, or the data do not exist and the file does not name the vocabulary's size.
+    """
+    found = find_data(experiment, folder)
+    vocab_size = dictionary_size(experiment, found)
+    if found is not None:
+        check_subsets(experiment, found)
+    else:
+        if experiment.text is not None:
+            check_text(experiment.text)
+        print(f"no data yet: {vocab_size:,} pieces are assumed, and validations are not in the time")
+    data = argument(experiment, folder)
+    tasks = experiment.evaluation.zeroshot_data
+    if tasks is not None and not tasks.is_dir():
+        print(f"no tasks yet: there is no folder {tasks} (evaluate.zeroshot.data), and the run will need it")
+    models = planned_models(experiment, data, vocab_size)
+    resources, gpus = experiment.resources, torch.cuda.device_count()
+    is_here = resources.where == "local" and (resources.device != "gpu" or gpus > 0)
+    machine = Machine.of(experiment, gpus) if is_here else None
+    runs = _all_runs(experiment, models)
+    print_models(experiment, models)
+    todo = not_done(folder, runs)
+    if len(todo) < len(runs):
+        print(f"{len(runs) - len(todo)} of {len(runs)} runs are done already")
+    held_out = held_out_tokens(found, experiment.evaluation.subsets) if found else 0
+    _print_cost(experiment, todo, estimate(experiment, models, todo, machine.threads if machine else None, held_out))
+    if machine and machine.runs_on_a_gpu > 1:
+        print(f"  (up to {machine.runs_on_a_gpu} runs share a GPU here, and take longer than that)")
+    first = next(run for run in runs if not run.tuning)
+    words = training_words(experiment, first, data, folder.run(first.folder).path)
+    print(f"the first run of the comparison:\n  smlp train {shlex.join(words)}")
+
+
+def _all_runs(experiment: Experiment, models: Sequence[PlannedModel]) -> list[PlannedRun]:
+    tuning = experiment.tuning
+    expected = {model.name: tuning.values[0] for model in models} if tuning else {}
+    return [*tuning_runs(experiment, models), *main_runs(experiment, models, expected)]
+
+
+def _print_cost(experiment: Experiment, runs: Sequence[PlannedRun], cost: Cost) -> None:
+    for name, seconds in cost.seconds_per_update.items():
+        print(f"  {name}: {seconds:.3g} s for an update")
+    digits = 1 if cost.device_hours >= 1 else 2
+    devices = "GPU hours" if experiment.resources.is_on_gpus else "hours of all runs one after the other"
+    exponent = math.floor(math.log10(max(1.0, cost.flops)))
+    print(
+        f"{len(runs)} runs: about {duration(cost.seconds)} with {experiment.resources.at_a_time(len(runs))} at a time, "
+        f"{cost.device_hours:.{digits}f} {devices}, {cost.flops / 10**exponent:.2f}e{exponent} floating-point "
+        f"operations (a multiply-add is two), {cost.disk_bytes / 1e9:.1f} GB of checkpoints, "
+        f"{cost.most_disk_bytes / 1e9:.1f} GB at most while it runs\n  ({cost.how})"
+    )
+
+
+def estimate(
+    experiment: Experiment,
+    models: Sequence[PlannedModel],
+    runs: Sequence[PlannedRun],
+    threads: int | None,
+    held_out: int = 0,
+) -> Cost:
+    """Estimate what some runs cost; zero-shot tasks are left out.
+
+    Args:
+        experiment: what the file says.
+        models: of the runs.
+        runs: that are left to do.
+        threads: of each run on this machine; None if the runs are not meant for it.
+        held_out: tokens of the splits that are scored, at each validation and at the end.
+    """
+    resources = experiment.resources
+    flops = {
+        model.name: training_flops(model.config) * experiment.tokens_per_update / resources.ranks for model in models
+    }
+    if threads is not None:
+        seconds = {model.name: measure_update(model, experiment, threads) for model in models}
+        with_what = f"{threads} threads" if _device(experiment) == "cpu" else torch.cuda.get_device_name()
+        how = f"updates measured here with {with_what} and random weights; {OVERHEAD - 1:.0%} more for the rest"
+        overhead, around = OVERHEAD, SECONDS_AROUND
+    else:
+        tflops, mfu = resources.tflops or GPU_TFLOPS, resources.mfu or MFU
+        seconds = {name: each / (tflops * 1e12 * mfu) for name, each in flops.items()}
+        rate = f"{BYTES_PER_SECOND / 1e9:g} GB/s for each node"
+        how = f"{mfu:.0%} of {tflops:.0f} TFLOP/s for each GPU (run.mfu, run.tflops), checkpoints at {rate}"
+        overhead, around = 1.0, SECONDS_AROUND
+    # a run of the grid has one at the end; the others are scored as well
+    validations = {True: 1, False: experiment.evaluation.validations + 1}
+    passes = held_out / experiment.tokens_per_update / 3  # a forward pass is a third of an update
+    sizes = {model.name: _BYTES_PER_PARAMETER * parameters(model.config, 1).total for model in models}
+    writing = {name: CHECKPOINT_FILES * size / (BYTES_PER_SECOND * resources.nodes) for name, size in sizes.items()}
+    each = [
+        (run.updates * overhead + validations[run.tuning] * passes) * seconds[run.model.name]
+        + validations[run.tuning] * writing[run.model.name]
+        + around
+        for run in runs
+    ]
+    staying = sum(sizes[run.model.name] for run in runs if not run.tuning)
+    largest = sorted((sizes[run.model.name] for run in runs), reverse=True)[: resources.at_a_time(len(runs))]
+    return Cost(
+        seconds_per_update=seconds,
+        seconds=_end_of_the_last(each, resources.at_a_time(len(runs))),
+        device_hours=sum(each) * (resources.ranks if resources.is_on_gpus or resources.where == "slurm" else 1) / 3600,
+        flops=sum(run.updates * flops[run.model.name] * resources.ranks for run in runs),
+        disk_bytes=staying,
+        most_disk_bytes=staying + (CHECKPOINT_FILES - 1) * sum(largest),
+        how=how,
+    )
+
+
+def _end_of_the_last(seconds: Sequence[float], jobs: int) -> float:
+    """Return when the last run ends if ``jobs`` of them run at a time, each from when an earlier one has ended."""
+    ends = [0.0] * jobs
+    for one in seconds:
+        heapq.heapreplace(ends, ends[0] + one)
+    return max(ends)
+
+
+def _device(experiment: Experiment) -> str:
+    return "cuda" if experiment.resources.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def measure_update(model: PlannedModel, experiment: Experiment, threads: int) -> float:
+    """Return the seconds of forward, backward and Adam, the fastest of a few; of all micro-batches together."""
+    device = _device(experiment)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        words = option_words({**experiment.recipe, **model.recipe})
+        decoder = Decoder(model.config)
+        decoder.balance_routers(torch.ones(model.config.vocab_size, dtype=torch.long))  # as ids are drawn below
+        timed = TimedUpdates(decoder, device, dtype_of(words), _LEARNING_RATE)
+        shape = (experiment.batch_size, experiment.tokens_per_sample + 1)
+        tokens = torch.randint(4, model.config.vocab_size, shape, device=device)
+        for _ in range(_MEASURED_UPDATES):
+            timed.update([(tokens[:, :-1], tokens[:, 1:])] * experiment.update_freq)
+        return min(timed.seconds)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,200 @@
+"""Read and write the JSON files of an experiment, and name what is wrong with a damaged one.
+
+A shape is a type or a tuple of types; ``[shape]`` is a list and ``[shape, 1]`` one of at least one item;
+``{name: shape}`` is an object with these names among others; :class:`Each` is an object of any names; :class:`Maybe` is
+a value that may be null or missing; :class:`Finite` is a number; :class:`FolderName` is the name of a folder in the
+experiment's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smlp.errors import UserError
+from smlp.files import plain_name, write_whole
+
+_MOST = 1 << 64  # above every number that is written here
+_KINDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "names with values"}
+
+
+@dataclass(frozen=True)
+class Each:
+    """An object whose values have a shape, whatever their names."""
+
+    shape: Any
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """A value that may be null or missing."""
+
+    shape: Any
+
+
+@dataclass(frozen=True)
+class Finite:
+    """A number above a bound, neither infinite nor not-a-number."""
+
+    above: float = -math.inf
+
+
+@dataclass(frozen=True)
+class FolderName:
+    """The name of a folder, not its path."""
+
+
+#: also what a loss is where a run diverged
+_NUMBER = (int, float)
+_MODEL = {
+    **{"name": str, "folder": FolderName(), "arch": str, "config": dict, "flops_per_token": Finite(above=0)},
+    **{
+        "parameters": {"total": Finite(), "expert_per_rank": Maybe(Finite()), "other": Maybe(Finite())},
+        "family": Maybe(str),
+        "overrides": Maybe(dict),
+        "recipe": Maybe([str]),
+    },
+}
+EXPERIMENT = {
+    **{"models": [_MODEL, 1], "seeds": [int, 1], "updates": int, "tokens_per_update": int, "tokens_per_sample": int},
+    **{"name": Maybe(str), "title": Maybe(str), "max_spread": Maybe(Finite()), "log_interval": Maybe(int)},
+    **{"evaluation_subsets": Maybe([str]), "targets": Maybe([Finite()])},
+}
+RUN = {
+    **{"state": str, "message": Maybe(str), "peak_memory_mib": Maybe(Finite()), "made_with": Maybe(dict)},
+    **{"attempts": Maybe([{"step": Maybe(str), "seconds": Maybe(Finite())}]), "submitted": Maybe([int])},
+}
+_LOSSES = {"nll_all": Maybe(_NUMBER), "nll_after_prefix": Maybe(_NUMBER), "tokens": Maybe(int), "words": Maybe(int)}
+SCORES = {"subsets": Each(_LOSSES), "prefix": Maybe(int), "num_updates": Maybe(int)}
+_SPLIT = {"tokens": Maybe(int), "words": Maybe(int), "words_per_token": Maybe(Finite())}
+DATA = {"splits": Each(Maybe(_SPLIT))}
+_PLACE = ("jobs", "threads", "cores", "world_size")
+ENVIRONMENT = {"git": Maybe(dict), "gpus": Maybe([str]), **dict.fromkeys(_PLACE, Maybe(int))}
+TUNED = {"option": str, "values": list, "results": Each(dict), "chosen": dict, "updates": int, "seed": int}
+SPEED = {"models": Each({"tokens_per_update": Finite()})}
+ZEROSHOT = {"tasks": Maybe(Each(dict))}
+ORDER_LINE = {"update": int, "digest": int}
+TIME_LINE = {"update": int, "tokens": int, "seconds": Finite()}
+_FLOPS = dict.fromkeys(("nominal_flops", "realised_flops", "ratio"), Maybe(_NUMBER))
+_FIGURES = ("drop_share", "dead_experts", "max_over_mean", "load_cv", "gate_entropy", "margin", "churn")
+_LAYER = {"router": Maybe(str), "num_experts": int, **dict.fromkeys(_FIGURES, Maybe(_NUMBER))}
+HEALTH_LINE = {
+    **{"update": int, "tokens": Maybe(Finite()), "work": Maybe(_FLOPS)},
+    **{"pooled": Maybe(Each(Maybe(_NUMBER))), "layers": Maybe(Each(_LAYER))},
+}
+
+
+def wrong(value: Any, shape: Any, name: str = "") -> str:
+    """Say what is wrong with a value, and where; "" if nothing is."""
+    if isinstance(shape, Maybe):
+        return "" if value is None else wrong(value, shape.shape, name)
+    if isinstance(shape, Finite):
+        problem = wrong(value, _NUMBER, name) or ("" if abs(value) < _MOST else f"{name} is out of range")
+        return problem or ("" if value > shape.above else f"{name} must be above {shape.above:g}, got {value}")
+    if isinstance(shape, FolderName):
+        try:
+            plain_name(value, name)
+        except UserError:
+            return f"{name} is no name of a folder"
+        return ""
+    kind = list if isinstance(shape, list) else dict if isinstance(shape, dict | Each) else shape
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        return f"{name or 'it'} must be {_KINDS[kinds[-1]]}"
+    if isinstance(value, int) and abs(value) >= _MOST:
+        return f"{name} is out of range"
+    if isinstance(shape, list):
+        if len(value) < sum(shape[1:]):
+            return f"{name} is empty"
+        found = (wrong(item, shape[0], f"{name}[{number}]") for number, item in enumerate(value))
+    elif isinstance(shape, Each):
+        found = (wrong(item, shape.shape, _joined(name, key)) for key, item in value.items())
+    elif isinstance(shape, dict):
+        found = (wrong(value.get(key), inner, _joined(name, key)) for key, inner in shape.items())
+    else:
+        return ""
+    return next(filter(None, found), "")
+
+
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def read_json(path: Path, shape: Any = dict) -> Any:
+    """Read a file and check its shape.
+
+    Raises:
+        UserError: it cannot be read, or is damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except RecursionError:
+        raise UserError(f"{path} is damaged: it is nested too deep") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    if problem := wrong(found, shape):
+        raise UserError(f"{path} is damaged: {problem}")
+    return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file whole or not at all."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def read_json_or_note(path: Path, notes: list[str], shape: Any = dict) -> dict[str, Any] | None:
+    """Read the object in a JSON file; if it is missing return None, and if it is damaged, note that by name.
+
+    Args:
+        path: of the file.
+        notes: takes what is wrong with it.
+        shape: what the file should hold.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read ({_reason(error)})")
+        return None
+    if not isinstance(found, dict):
+        notes.append(f"{path.name} holds no JSON object")
+        return None
+    if problem := wrong(found, shape):
+        notes.append(f"{path.name} is damaged: {problem}")
+        return None
+    return found
+
+
+def read_lines_and_note(path: Path, notes: list[str], shape: Any = dict) -> list[dict[str, Any]]:
+    """Read a file with an object in each line; damaged lines are left out and counted in a note."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read ({_reason(error)})")
+        return []
+    found, damaged = [], 0
+    for line in filter(str.strip, lines):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not wrong(record, shape):
+            found.append(record)
+        else:
+            damaged += 1
+    if damaged:
+        notes.append(f"{path.name}: {damaged} of {len(found) + damaged} lines are damaged and left out")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else "it is not JSON"

@@ -1,0 +1,186 @@
+"""The machine that runs were trained on, how their environments differ, and the table of where their time went."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smlp.experiments.report.results import Model, Results, RunResult
+from smlp.experiments.report.speed import TIMES, TIMES_FIELD, TIMES_FILE, over_runs, training_seconds
+from smlp.experiments.report.table import Cell, Column, Estimate, Table, estimate, label, mean_cell, origin
+
+#: what may change the results of a run, or its speed
+_NAMES = ("smlp", "torch", "fairseq", "numpy", "python", "processor", "gpu", "threads", "world_size", "git", "plugins")
+#: what run.json calls an attempt to train; other attempts score
+_TRAIN = "train"
+_ATTEMPTS = ("run.json", "attempts.seconds")
+_WALL = ("train.log", "wall, the last")
+_LOST = "an attempt is missing from run.json, as where it was killed together with smlp compare run"
+_NO_WALL = "no attempt is in run.json, as on Slurm, and train.log has no wall that never falls"
+
+
+def hardware(results: Results) -> dict[str, Any]:
+    """Return what environment.json says, overridden by the first run's own record; ``gpus`` is a list."""
+    own = next((run.environments[-1] for run in results.runs if run.environments), None)
+    if own is None:
+        return dict(results.environment)
+    return {**results.environment, **own, "gpus": [own["gpu"]] * own["world_size"] if own.get("gpu") else []}
+
+
+def describe_gpus(results: Results) -> str:
+    """Describe the GPUs, such as ``2 GPUs (NVIDIA H200)``, or ``no GPU``."""
+    found = hardware(results).get("gpus") or []
+    return f"{_counted(len(found), 'GPU')} ({', '.join(dict.fromkeys(found))})" if found else "no GPU"
+
+
+def describe_machine(results: Results) -> str:
+    """Describe the machine in a sentence; empty if no file says what it was."""
+    found = hardware(results)
+    if not found:
+        return ""
+    parts = [describe_gpus(results), f"{found.get('cores')} cores"]
+    if found.get("processor"):
+        parts.append(found["processor"])
+    return (
+        f"Machine: {', '.join(parts)}; at a time {_counted(found.get('jobs'), 'run')}, each with "
+        f"{_counted(found.get('world_size'), 'rank')} of {_counted(found.get('threads'), 'thread')}."
+    )
+
+
+def differences(results: Results) -> list[str]:
+    """Return a sentence for each thing that was not the same at all starts of the finished runs."""
+    sentences = []
+    for name in _NAMES:
+        runs: dict[str, list[str]] = {}
+        for run in results.runs:
+            for record in run.environments if run.is_done else ():
+                names = runs.setdefault(_shown(record.get(name)), [])
+                if run.name not in names:
+                    names.append(run.name)
+        if len(runs) > 1:
+            parts = "; ".join(f"{value} ({', '.join(names)})" for value, names in runs.items())
+            sentences.append(f"Runs were not made with the same {name}: {parts}")
+    return sentences
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) and "revision" in value:
+        changed = value.get("changed")
+        return f"{value['revision']}{', changed: ' + value.get('difference_sha256', '')[:12] if changed else ''}"
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _counted(count: int | None, noun: str) -> str:
+    return f"{'an unknown number of' if count is None else count} {noun}{'s' * (count != 1)}"
+
+
+@dataclass(frozen=True)
+class WholeTime:
+    """How long a run's training commands took in all, or why that is not known."""
+
+    seconds: float | None
+    #: the file and field that the number comes from
+    source: tuple[str, str]
+    #: why the number is not known
+    reason: str = ""
+
+
+def whole_time(run: RunResult) -> WholeTime | None:
+    """Return how long the training commands of a run took; None if its log has no training steps.
+
+    Args:
+        run: of which it is known how long it trained.
+    """
+    training = training_seconds(run)
+    if training is None:
+        return None
+    attempts = [one for one in run.record.get("attempts") or [] if one.get("step", _TRAIN) == _TRAIN]
+    logged = run.logged_seconds or 0.0
+    if attempts:
+        seconds = sum(attempt.get("seconds") or 0.0 for attempt in attempts)
+        known = seconds >= max(training, logged)
+        return WholeTime(seconds, _ATTEMPTS) if known else WholeTime(None, _ATTEMPTS, _LOST)
+    return WholeTime(logged, _WALL) if logged >= training else WholeTime(None, _WALL, _NO_WALL)
+
+
+def split_table(results: Results) -> Table:
+    """Make the table of where each model's time went, of its memory, and of how well it used the machine."""
+    columns = [
+        Column("model", "model", "experiment.json: models.name"),
+        Column("training_s", "training steps (s)", TIMES),
+        Column(
+            "other_s",
+            "all else (s)",
+            "run.json: sum of attempts.seconds of training, less the training steps; on Slurm, where run.json has no "
+            "attempts, train.log: the last wall, which begins when fairseq's trainer is made, in their place",
+        ),
+        Column("memory_mib", "peak memory (MiB)", "run.json: peak_memory_mib, of the process"),
+        Column("device_memory_gib", "peak memory, log (GiB)", "train.log: largest mem_gb"),
+        Column(
+            "mfu_percent", "MFU (%)", "train.log: median of mfu, from line to line, evaluation and all else included"
+        ),
+        Column("data_wait_percent", "waiting for data (%)", "train.log: mean of data_wait"),
+    ]
+    rows = []
+    for model in results.models:
+        runs = results.done(model)
+        if not runs:
+            continue
+        log = origin(runs, "train.log", "")
+
+        def logged(name: str, combine: Callable, model: Model = model) -> Estimate | None:
+            return over_runs(results, model, lambda run: _combined(run, name, combine))
+
+        rows.append(
+            {
+                "model": label(model.name),
+                "training_s": mean_cell(
+                    over_runs(results, model, training_seconds), ",.1f", origin(runs, TIMES_FILE, TIMES_FIELD)
+                ),
+                "other_s": _other_cell(runs),
+                "memory_mib": mean_cell(
+                    over_runs(results, model, lambda run: run.record.get("peak_memory_mib")),
+                    ",.0f",
+                    origin(runs, "run.json", "peak_memory_mib"),
+                ),
+                "device_memory_gib": mean_cell(logged("mem_gb", max), ",.2f", log + "mem_gb"),
+                "mfu_percent": mean_cell(logged("mfu", statistics.median), ",.1f", log + "mfu"),
+                "data_wait_percent": mean_cell(logged("data_wait", statistics.fmean), ",.1f", log + "data_wait"),
+            }
+        )
+    title = "Where the time went, memory, use of the machine"
+    return Table("time-split", title, columns, rows, _notes(results))
+
+
+def _combined(run: RunResult, name: str, combine: Callable) -> float | None:
+    values = [float(line[name]) for line in run.lines.values() if name in line]
+    return combine(values) if values else None
+
+
+def _other_cell(runs: list[RunResult]) -> Cell:
+    """Return the cell of the time that was not spent in training steps, over the runs whose whole time is known."""
+    known = [(run, whole) for run in runs if (whole := whole_time(run)) and whole.seconds is not None]
+    other = estimate({run.seed: whole.seconds - training_seconds(run) for run, whole in known})
+    sources = dict.fromkeys(whole.source for _, whole in known)
+    source = "; ".join(origin([run for run, whole in known if whole.source == one], *one) for one in sources)
+    return mean_cell(other, ",.1f", source)
+
+
+def _notes(results: Results) -> list[str]:
+    notes = ["All else of the training command: starting, validation, saving, updates that a stopped run did twice."]
+    done = [run for model in results.models for run in results.done(model)]
+    unknown: dict[str, list[str]] = {}
+    for run in done:
+        whole = whole_time(run)
+        if whole is not None and whole.seconds is None:
+            unknown.setdefault(whole.reason, []).append(run.name)
+    notes += [f"Not known for {', '.join(names)}: {reason}." for reason, names in unknown.items()]
+    if not hardware(results).get("gpus"):
+        notes.append(
+            "MFU is of the rate of a product of matrices that is measured when a run starts; on a CPU that others "
+            "use at the time it varies by a third."
+        )
+    return notes

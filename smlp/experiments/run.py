@@ -1,0 +1,204 @@
+"""``smlp compare run``: data, models, the grid, the runs and their scores, on this machine or on a cluster."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from smlp.errors import UserError
+from smlp.experiments import slurm
+from smlp.experiments.data import check_subsets, data_of, describe, dictionary_size
+from smlp.experiments.folder import DONE, FAILED, WAITING, Folder
+from smlp.experiments.json_files import write_json
+from smlp.experiments.local import Machine, is_trained, run_here, time_here
+from smlp.experiments.plan import (
+    PlannedModel,
+    PlannedRun,
+    as_json,
+    main_runs,
+    not_done,
+    planned_models,
+    print_models,
+    tuning_runs,
+)
+from smlp.experiments.progress import Progress, reached
+from smlp.experiments.spec import Experiment
+from smlp.experiments.tuning import at_edge, choose
+from smlp.files import copy_whole
+from smlp.launch.environment import environment, keep_difference
+from smlp.launch.stop_signals import EXIT_STOPPED
+
+EXIT_INTERRUPTED = 130
+
+
+def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = False) -> int:
+    """Do what is left of an experiment; return the exit status.
+
+    Raises:
+        UserError: data or an option are wrong, or the folder belongs to another experiment.
+    """
+    on_cluster = experiment.resources.where == "slurm" and not only_scores
+    if on_cluster and (queued := slurm.jobs_in_queue(folder)):
+        print(f"jobs {', '.join(queued)} are in the queue: nothing is submitted (smlp compare status, squeue --me)")
+        return 0
+    with folder.locked():
+        data, models = _prepare(experiment, folder)
+        if on_cluster:
+            return _submit(experiment, folder, data, models)
+        is_alone = experiment.resources.ranks == 1  # the time of one rank alone would say nothing about several
+        if only_scores:  # scores are computed in one process, however many the training had
+            experiment = replace(experiment, resources=replace(experiment.resources, where="local", ranks=1, jobs=1))
+        machine = Machine.of(experiment, torch.cuda.device_count())
+        tuning = [] if only_scores else tuning_runs(experiment, models)
+        stopped, chosen = None, {}
+        if tuning:
+            _note_environment(experiment, folder, tuning, machine)
+            stopped = _train(experiment, folder, data, models, tuning, machine)
+        if stopped is None:
+            chosen = _chosen(experiment, folder, models)
+            runs = main_runs(experiment, models, chosen)
+            if only_scores:
+                runs = [run for run in runs if is_trained(folder.run(run.folder), run.updates)]
+            else:
+                _note_environment(experiment, folder, runs, machine)
+            stopped = _train(experiment, folder, data, models, runs, machine)
+        if stopped is None and is_alone:
+            stopped = time_here(experiment, folder, runs, machine)
+        if stopped is not None:
+            print(f"stopped by {stopped.name}; the same command goes on", flush=True)
+            return EXIT_INTERRUPTED if stopped == signal.SIGINT else EXIT_STOPPED
+        return _summary(experiment, folder, models, chosen)
+
+
+def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedModel]]:
+    """Prepare data and models, and write down what the experiment means before the first run."""
+    tasks = experiment.evaluation.zeroshot_data
+    if tasks is not None and not tasks.is_dir():
+        raise UserError(f"{experiment.path}: evaluate.zeroshot.data: there is no folder {tasks}")
+    data = data_of(experiment, folder)
+    check_subsets(experiment, data)
+    models = planned_models(experiment, data, dictionary_size(experiment, data))
+    described = describe(data, experiment.evaluation.subsets)
+    folder.settle({**as_json(experiment, models), "data_sha256": described["splits"]["train"]["sha256"]})
+    write_json(folder.data, described)
+    if not folder.yaml.exists() or not folder.yaml.samefile(experiment.path):
+        copy_whole(experiment.path, folder.yaml)
+    print_models(experiment, models)
+    return data, models
+
+
+def _train(
+    experiment: Experiment,
+    folder: Folder,
+    data: str,
+    models: Sequence[PlannedModel],
+    runs: Sequence[PlannedRun],
+    machine: Machine,
+) -> signal.Signals | None:
+    for run in runs:
+        folder.run(run.folder).claim(run.made_with(experiment))
+    left = not_done(folder, runs)
+    if left:
+        what, jobs = "runs of the grid" if left[0].tuning else "runs", experiment.resources.at_a_time(len(left))
+        print(f"{len(left)} of {len(runs)} {what} to do, {jobs} at a time, {machine.threads} threads each", flush=True)
+        if machine.runs_on_a_gpu > 1:
+            print(f"up to {machine.runs_on_a_gpu} of them share a GPU and slow each other down", flush=True)
+    prefix = max(model.config.prefix_tokens for model in models)
+    return run_here(experiment, folder, data, runs, machine, Progress(folder, runs), prefix) if runs else None
+
+
+def _note_environment(
+    experiment: Experiment, folder: Folder, runs: Sequence[PlannedRun], machine: Machine | None
+) -> None:
+    """If runs are left, write ``environment.json`` about the machine that starts them; each run has its own as well."""
+    if not not_done(folder, runs):
+        return
+    resources = experiment.resources
+    gpus = (
+        [] if resources.device == "cpu" else [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    )
+    threads = machine.threads if machine else resources.threads
+    record = {**environment(), "gpus": gpus, "world_size": resources.ranks, **asdict(resources), "threads": threads}
+    write_json(folder.environment, record)
+    keep_difference(record["git"], folder.path)
+
+
+def _chosen(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel]) -> dict[str, Any]:
+    """Return the tuned option's value for each model, and print them with those at the edge of the grid."""
+    if experiment.tuning is None:
+        return {}
+    chosen = choose(experiment, models, tuning_runs(experiment, models), folder)
+    name = experiment.tuning.option
+    print(f"tuned {name}: " + ", ".join(f"{model} {value}" for model, value in chosen.items()), flush=True)
+    edge = at_edge(experiment.tuning.values, chosen)
+    if edge:
+        print(f"at the edge of the grid, so a wider one could be better: {', '.join(edge)}", flush=True)
+    return chosen
+
+
+def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[PlannedModel]) -> int:
+    """Submit the next array of jobs that can start: the grid, then the runs."""
+    grid = tuning_runs(experiment, models)
+    left = [run for run in grid if not _is_over(folder, run)]
+    if not left:
+        for run in grid:
+            own = folder.run(run.folder)
+            if is_trained(own, run.updates):
+                own.update_state(model=run.model.name, seed=run.seed, state=DONE, trained=True)
+                own.drop_checkpoints(keep_last=False)
+        chosen = _chosen(experiment, folder, models)
+        runs = main_runs(experiment, models, chosen)
+        left = [run for run in runs if not is_trained(folder.run(run.folder), run.updates)]
+        if not left:
+            if any(folder.run(run.folder).state()["state"] != DONE for run in runs):
+                print(f"all runs are trained; job {slurm.submit_scores(experiment, folder)} scores them", flush=True)
+                return 0
+            if runs:
+                print("all runs are trained and scored", flush=True)
+            return _summary(experiment, folder, models, chosen)
+    _note_environment(experiment, folder, left, None)
+    for run in left:
+        folder.run(run.folder).claim(run.made_with(experiment))
+    print(slurm.submit(experiment, folder, data, left, then_score=not left[0].tuning), flush=True)
+    for run in left:
+        own = folder.run(run.folder)
+        own.update_state(model=run.model.name, seed=run.seed, state=WAITING, message=None)
+        own.update_state(submitted=[*own.state().get("submitted", []), reached(own.log).updates])
+    if left[0].tuning:
+        print("this is the grid: run the same command again when it is done", flush=True)
+    return 0
+
+
+def _is_over(folder: Folder, run: PlannedRun) -> bool:
+    """Return whether a run of the grid needs no job: it is trained, or two jobs in a row have brought it no further."""
+    own = folder.run(run.folder)
+    if is_trained(own, run.updates):
+        return True
+    before = own.state().get("submitted", [])  # updates at each submission; no job of the experiment is in the queue
+    if len(before) < 2 or reached(own.log).updates > before[-2]:
+        return False
+    own.update_state(state=FAILED, message=f"two jobs did not train it: see {folder.path / 'slurm' / 'logs'}")
+    return True
+
+
+def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel], chosen: dict[str, Any]) -> int:
+    runs = main_runs(experiment, models, chosen)
+    states = {run.name: folder.run(run.folder).state()["state"] for run in runs}
+    failed = [
+        run for run in runs if folder.run(run.folder).state()["message"]
+    ]  # including those that only lack answers to tasks
+    missing = [name for name, state in states.items() if state not in (DONE, FAILED)]
+    left_out = [model.name for model in models if experiment.tuning is not None and model.name not in chosen]
+    for run in failed:
+        print(f"failed: {run.name}: {folder.run(run.folder).state()['message']}", flush=True)
+    if missing:
+        print(f"not trained yet: {', '.join(missing)}", flush=True)
+    for name in left_out:
+        print(f"not trained: {name}: every run of its grid failed", flush=True)
+    done = list(states.values()).count(DONE)
+    print(f"{done} of {len(runs)} runs are done: smlp compare report {folder.path}", flush=True)
+    return 1 if failed or missing or left_out else 0

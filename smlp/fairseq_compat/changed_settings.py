@@ -1,0 +1,78 @@
+"""Warn if training resumes from a checkpoint with other settings of the model.
+
+fairseq says nothing as long as the parameters fit; those of Switch fit GShard, and four heads of attention fit eight.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from contextlib import nullcontext
+from typing import Any
+
+from omegaconf import open_dict
+
+from smlp.checkpoint.content import check_is_ours, config_of
+from smlp.checkpoint.torch_file import read_structure
+from smlp.config import ModelConfig, differences, flatten
+from smlp.config.ignored_settings import ignored_settings
+from smlp.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+#: settings that a trained model does not depend on: its initial weights, and how it is computed
+_WITHOUT_EFFECT = {
+    *("embed_init_std", "spatial_init_scale", "spatial_bias_init", "centroid_init_gain"),
+    "checkpoint_activations",
+}
+#: settings of the table of hash routing, which a checkpoint contains
+_BROUGHT_ALONG = ("hash_kind", "hash_seed")
+
+
+def compare_with(filename: str, trainer: Any, now: ModelConfig) -> None:
+    """Warn of settings that differ from those of the checkpoint that a trainer has loaded.
+
+    Args:
+        filename: of the checkpoint.
+        trainer: of one of this package's models. Its options take over the settings of the checkpoint's hash tables,
+            so that later checkpoints have them.
+        now: the configuration of the model.
+    """
+    try:
+        state = read_structure(filename)
+        check_is_ours(state, filename)
+        then = config_of(state, filename)
+    except UserError:  # another package's model, or it is not to be understood
+        return
+    _keep_brought_along(trainer, then, now, filename)
+    changed = changed_settings(then, now)
+    if changed is not None and trainer.is_data_parallel_master:
+        logger.warning(f"{filename} was trained with {changed}")
+
+
+def changed_settings(then: ModelConfig, now: ModelConfig) -> str | None:
+    """Return a clause with the settings that make another model of it, before and after; None if there are none."""
+    before, after = flatten(then), flatten(now)
+    without = {*_WITHOUT_EFFECT, *ignored_settings(now, before)}
+    names = [name for name in differences(now, then) if name not in (*without, *_BROUGHT_ALONG)]
+    if not names:
+        return None
+    values = [", ".join(f"{name}={some.get(name)}" for name in names) for some in (before, after)]
+    return f"{values[0]}; this run goes on with {values[1]}"
+
+
+def _keep_brought_along(trainer: Any, then: ModelConfig, now: ModelConfig, filename: str) -> None:
+    """Keep the settings of the checkpoint's hash tables in the trainer's options; warn of options without effect."""
+    if not then.moe.router == now.moe.router == "hash" or not then.num_sparse_layers:
+        return
+    made_with = {name: getattr(then.moe, name) for name in _BROUGHT_ALONG}
+    unused = {name: value for name in made_with if (value := getattr(now.moe, name)) != made_with[name]}
+    if not unused:
+        return
+    options = trainer.cfg.model
+    with nullcontext() if isinstance(options, Namespace) else open_dict(options):
+        for name in unused:
+            setattr(options, name, made_with[name])
+    if trainer.is_data_parallel_master:
+        shown = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in unused.items())
+        logger.warning(f"{shown} has no effect: tokens go to experts by the table that {filename} brings along")

@@ -1,0 +1,123 @@
+"""End diverged training in one sentence: the update, where numbers stopped being finite, and what to try."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smlp.errors import NaNError
+
+#: what the detector found that fairseq makes while an update fails
+_found: list[str] = []
+
+
+def apply() -> None:
+    from fairseq import trainer as fairseq_trainer
+    from fairseq.optim.amp_optimizer import AMPOptimizer
+
+    loss_scale = AMPOptimizer.next_loss_scale
+
+    def next_loss_scale(self: AMPOptimizer) -> float:
+        if not self.scaler.is_enabled():  # without a GPU: there is no scale to lower
+            raise FloatingPointError("gradients are not finite")
+        return loss_scale.fget(self)
+
+    AMPOptimizer.next_loss_scale = property(next_loss_scale)
+    fairseq_trainer.NanDetector = functools.partial(FirstNaN, report=_found.append)
+
+
+def diverged(trainer: Any, when: str, error: FloatingPointError) -> NaNError:
+    """Return the error that says in one sentence when and where numbers stopped being finite.
+
+    Args:
+        trainer: whose update or validation it was.
+        when: the update or validation.
+        error: what ended it.
+    """
+    if trainer.data_parallel_world_size > 1:
+        when = f"rank {trainer.data_parallel_rank}, {when}"
+    where = [damaged_weights(trainer.get_model()), *_found]
+    where = next((f", {place}" for place in where if place), "")
+    if isinstance(error, NaNError):  # says in which layer, and what to do
+        return NaNError(f"{when}{where}: {error}")
+    what = "gradients are not finite" if "gradients are" in str(error) else str(error).split(". ")[0]
+    return NaNError(
+        f"{when}: {what}{where}; training has diverged: lower --lr, lengthen --warmup-updates or set --clip-norm"
+    )
+
+
+def damaged_weights(model: nn.Module) -> str:
+    """Return the first parameter that is not finite, as the end of a sentence; "" if all are finite."""
+    for name, parameter in model.named_parameters():
+        num_bad = int((~torch.isfinite(parameter.detach())).sum())
+        if num_bad:
+            return f"with {num_bad:,} of {parameter.numel():,} weights of {name} not finite"
+    return ""
+
+
+class FirstNaN:
+    """Finds the module whose output, or else the gradient of whose output, is the first one with NaN or infinity.
+
+    It replaces fairseq's detector, with which fairseq repeats an update whose gradients are not finite. Outputs may be
+    nested structures of tensors. Minus infinity is allowed, because masked scores have it.
+
+    Args:
+        model: the model.
+        report: called with what is found, as the end of a sentence, at most once.
+    """
+
+    def __init__(self, model: nn.Module, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._in_forward: str | None = None
+        self._in_backward: str | None = None
+        self._hooks = [
+            module.register_forward_hook(functools.partial(self._look_at_output, name))
+            for name, module in model.named_modules()
+        ]
+
+    def __enter__(self) -> FirstNaN:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._in_forward is not None:
+            self._report(f"first in the output of {self._in_forward}")
+        elif self._in_backward is not None:
+            self._report(f"first in the gradient of the output of {self._in_backward}")
+
+    def _look_at_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if self._in_forward is None and has_nan(tensor):
+                self._in_forward = name or type(module).__name__
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._look_at_gradient, name or type(module).__name__))
+
+    def _look_at_gradient(self, name: str, grad: Tensor) -> None:
+        if self._in_backward is None and has_nan(grad):
+            self._in_backward = name
+
+
+def has_nan(x: Tensor) -> bool:
+    """Return whether any floating-point number is NaN or plus infinity."""
+    return x.is_floating_point() and bool((torch.isnan(x) | torch.isposinf(x)).any())
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, dictionaries and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name))

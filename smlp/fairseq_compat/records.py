@@ -1,0 +1,103 @@
+"""Files of JSON lines that rank 0 writes if options ask for them: what a run was trained on, how long, and where.
+
+``--data-order-file``: ``{"update": n, "digest": d}``. The digest is a sum over the sequences of all micro-batches of
+all ranks, padding left out, so that it does not depend on how the sequences of an update are dealt out; two runs that
+see the same tokens in the same order have equal files, and otherwise the first line that differs names the update.
+
+``--update-times-file``: ``{"update": n, "tokens": k, "seconds": s, "data_seconds": w}``: the tokens that the update
+predicted on all ranks, the seconds of its training step, and those of waiting for its batches. Validation and saving
+are in neither.
+
+``--environment-file``: a line for each start of the run, with versions, machine and revision.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smlp.errors import UserError
+from smlp.files import Journal
+from smlp.launch.environment import environment
+
+#: what a micro-batch adds to its logging output
+DIGEST = "data_digest"
+_PRIME = (1 << 31) - 1
+_BASE = 1_103_515_245  # any large number below the prime
+
+
+class UpdateRecord:
+    """A file with one line for each update, also after training was resumed.
+
+    Args:
+        path: of the file.
+        what: the content, for the warning if it cannot be written.
+    """
+
+    def __init__(self, path: str, what: str) -> None:
+        self.path, self.what = Path(path), what
+        self._journal: Journal | None = None
+
+    def add(self, update: int, **fields: Any) -> None:
+        """Write the line of an update; the first one drops lines of later updates, which training does again."""
+        if self._journal is None:
+            self._journal = Journal(self.path, update - 1, self.what)
+        self._journal.append({"update": update, **fields})
+
+
+def digest_of(logging_outputs: Iterable[Mapping[str, Any]]) -> int:
+    """Return the digest of an update from those of its micro-batches."""
+    return sum(int(output[DIGEST]) for output in logging_outputs) % _PRIME
+
+
+def digest(tokens_Bn: Tensor, pad: int) -> Tensor:
+    """Return a number below 2^31 for a set of sequences (B, n), whatever their order and the padding behind them.
+
+    It stays on the device of the tokens, and nothing waits for it.
+    """
+    kept_Bn = tokens_Bn.long() * (tokens_Bn != pad)
+    powers_n = _powers(kept_Bn.size(1), tokens_Bn.device)
+    row_B = (kept_Bn * powers_n % _PRIME).sum(dim=1) % _PRIME
+    return (row_B * row_B % _PRIME).sum() % _PRIME  # a square, so that parts of rows cannot change places
+
+
+@functools.lru_cache(maxsize=8)
+def _powers(length: int, device: torch.device) -> Tensor:
+    powers, power = [], 1
+    for _ in range(length):
+        powers.append(power)
+        power = power * _BASE % _PRIME
+    return torch.tensor(powers, device=device)
+
+
+def write_environment(path: Path, device: torch.device, world_size: int) -> None:
+    """Add the line of a start.
+
+    Args:
+        path: the file.
+        device: of rank 0; the others are taken to be alike.
+        world_size: number of ranks.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    record = {
+        "start": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "world_size": world_size,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        **environment(),
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise UserError(f"--environment-file {path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,285 @@
+"""Refuse, at the start and with a remedy, options that cannot work on this machine or with spread experts."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from smlp.config.presets import config_of, num_experts_of
+from smlp.costs.memory import check_training
+from smlp.errors import UserError
+from smlp.fairseq_compat.limits import check_numbers
+from smlp.fairseq_compat.needs import check_needs
+from smlp.parallel import ExpertLayout
+
+#: optimizers that treat every number of a parameter alike, so that it does not matter where an expert lives
+_POINTWISE = ("adam", "adamax", "adadelta", "adagrad", "nag", "sgd", "cpu_adam")
+#: options that are two numbers in one text: an example, and what both must be below
+_PAIRS = (
+    ("adam_betas", "(0.9, 0.98)", 1),
+    ("adamax_betas", "(0.9, 0.999)", 1),
+    ("lamb_betas", "(0.9, 0.999)", 1),
+    ("adafactor_eps", "(1e-30, 1e-3)", math.inf),
+)
+_BACKENDS = ("legacy_ddp", "no_c10d", "pytorch_ddp", "c10d")
+
+
+def apply() -> None:
+    # The main function of fairseq-hydra-train is at work by now: it fills in defaults, and then begins in earnest.
+    train = sys.modules.get("fairseq_cli.train")
+    if train is None or not HydraConfig.initialized():
+        return
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra would print a part of a traceback, and end
+    add_defaults = train.add_defaults
+
+    @functools.wraps(add_defaults)
+    def checked_add_defaults(cfg: Any) -> None:
+        try:
+            add_defaults(cfg)
+        except OmegaConfBaseException as error:
+            raise UserError(f"the configuration cannot be read: {str(error).partition(chr(10))[0]}") from error
+        check_before_start(cfg, cfg.distributed_training.distributed_world_size)
+
+    train.add_defaults = checked_add_defaults
+
+
+def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -> None:
+    """Refuse, before anything is built, what cannot work on these ranks.
+
+    Args:
+        cfg: fairseq's configuration.
+        num_ranks: W.
+        has_cuda: whether they run on GPUs; by default, whether this process would.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    if has_cuda is None:
+        has_cuda = torch.cuda.is_available() and not cfg.common.cpu
+    if OmegaConf.is_dict(cfg) and OmegaConf.is_missing(cfg, "model"):
+        raise UserError("there is no model to train: give its architecture")
+    check_given(cfg)
+    check_numbers(_by_option(cfg))  # again: fairseq-hydra-train reads no command line
+    check_needs(cfg, num_ranks, has_cuda)
+    check_backend(cfg, has_cuda)
+    check_profiling(cfg)
+    check_log_file(cfg)
+    check_pairs(cfg)
+    check_overrides(cfg)
+    check_beginning(cfg)
+    check_output_dictionary(cfg)
+    num_experts = num_experts_of(cfg.model)
+    asked = getattr(cfg.model, "expert_parallel_size", None)
+    group_size = ExpertLayout(num_experts, num_ranks, 0, asked).group_size if num_experts else 1
+    if group_size > 1:
+        check_settings(cfg)
+    # the dictionary, which is not loaded yet, adds little to what fits no memory
+    config = None if has_cuda else config_of(cfg.model, vocab_size=2)
+    if config is not None and getattr(cfg.optimizer, "_name", None) == "adam":
+        check_training(config, group_size)
+
+
+def _by_option(cfg: Any) -> dict[str, Any]:
+    """Return the values of all groups of a configuration, by the options' names."""
+    values: dict[str, Any] = {}
+    for group in cfg.values():
+        if isinstance(group, Namespace):
+            values |= vars(group)
+        elif OmegaConf.is_dict(group):
+            values |= OmegaConf.to_container(group)
+    return values | {"lr_scheduler": getattr(cfg.lr_scheduler, "_name", None)}
+
+
+def check_given(cfg: Any) -> None:
+    """Refuse to train without data, an optimizer or a size of batches; fairseq has no default for them.
+
+    Raises:
+        UserError: the message names the option to give.
+    """
+    if cfg.model is None:
+        return  # nothing is trained: evaluation without --path
+    if not getattr(cfg.task, "data", True):
+        raise UserError("there is no data to train on: give the folder that fairseq-preprocess made")
+    if cfg.optimizer is None:
+        raise UserError("there is no optimizer to train with: give --optimizer, such as --optimizer adam")
+    if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+        raise UserError("there is no size for the batches: give --batch-size or --max-tokens")
+
+
+def check_backend(cfg: Any, has_cuda: bool) -> None:
+    """Refuse what needs GPUs if there are none.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    backend = cfg.distributed_training.ddp_backend
+    if backend in ("fully_sharded", "slowmo") and not has_cuda:
+        raise UserError(f"--ddp-backend {backend} needs GPUs, and this run uses none: give --ddp-backend legacy_ddp")
+
+
+def check_profiling(cfg: Any) -> None:
+    """Refuse a profile of no updates, or one that cannot be written.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    num_updates, folder = (getattr(cfg.model, name, None) for name in ("profile_updates", "profile_dir"))
+    if num_updates is not None and num_updates < 1:
+        raise UserError(f"--profile-updates must be at least 1, got {num_updates}")
+    if folder is None:
+        return
+    if num_updates is None:
+        raise UserError(f"--profile-dir {folder} means nothing without --profile-updates (smlp train: --profile)")
+    existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write to --profile-dir {folder}: {existing} is not a folder that can be written to")
+
+
+def check_log_file(cfg: Any) -> None:
+    """Refuse a log file that cannot be written; fairseq opens it when it begins.
+
+    Raises:
+        UserError: the message names the file.
+    """
+    if cfg.common.log_file is None:
+        return
+    path = Path(cfg.common.log_file).absolute()
+    reason = None
+    if not path.parent.is_dir():
+        reason = f"there is no folder {path.parent}"
+    elif path.exists() and not path.is_file():
+        reason = "it is no regular file"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "permission denied"
+    if reason is not None:
+        raise UserError(f"cannot write --log-file {cfg.common.log_file}: {reason}")
+
+
+def check_output_dictionary(cfg: Any) -> None:
+    """Refuse a smaller output vocabulary for this package's models, which have one for input and output.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    size = getattr(cfg.task, "output_dictionary_size", -1)
+    if size >= 0 and hasattr(cfg.model, "num_sparse_layers"):
+        raise UserError(
+            f"--output-dictionary-size {size}: --arch {cfg.model._name} has one vocabulary for input and output; "
+            "leave the option out"
+        )
+
+
+def check_pairs(cfg: Any) -> None:
+    """Refuse options of an optimizer that should be two numbers and are not; fairseq evaluates them late.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    for name, example, most in _PAIRS:
+        given = getattr(cfg.optimizer, name, None)
+        if not isinstance(given, str):
+            continue
+        try:
+            first, second = map(float, ast.literal_eval(given))
+            is_right = 0 <= first < most and 0 <= second < most
+        except (ValueError, TypeError, SyntaxError):
+            is_right = False
+        if not is_right:
+            limits = "from 0 to below 1" if most == 1 else "of at least 0"
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} must be two numbers {limits}, such as '{example}', got {given!r}")
+
+
+def check_overrides(cfg: Any) -> None:
+    """Refuse overrides of an optimizer that are no dictionary; fairseq evaluates them when it loads a checkpoint.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    given = cfg.checkpoint.optimizer_overrides
+    try:
+        overrides = ast.literal_eval(given)
+        lists = [value if isinstance(value, (list, tuple)) else [value] for value in overrides.values()]
+        is_right = all(isinstance(number, (int, float)) for numbers in lists for number in numbers)
+    except (ValueError, TypeError, SyntaxError, AttributeError):
+        is_right = False
+    if not is_right:
+        raise UserError(
+            f"--optimizer-overrides must be a dictionary of numbers, such as '{{\"lr\": [0.1]}}', got {given!r}"
+        )
+
+
+def check_beginning(cfg: Any) -> None:
+    """Refuse two checkpoints to begin with, and resets beside ``--finetune-from-model``, which takes weights alone.
+
+    Raises:
+        UserError: the message names the options.
+    """
+    given = cfg.checkpoint
+    if given.finetune_from_model is None:
+        return
+    others = [f"--restore-file {given.restore_file}"] * (given.restore_file != "checkpoint_last.pt")
+    resets = ("reset_optimizer", "reset_lr_scheduler", "reset_meters", "reset_dataloader")
+    others += [f"--{name.replace('_', '-')}" for name in resets if getattr(given, name)]
+    if others:
+        raise UserError(
+            f"--finetune-from-model {given.finetune_from_model} and {others[0]} are both given: the first takes the "
+            "weights alone of a checkpoint; leave one of the two out"
+        )
+
+
+def check_settings(cfg: Any) -> None:
+    """Refuse what would let experts diverge or be lost.
+
+    Raises:
+        UserError: the message names the option and what to give instead.
+    """
+    distributed, remedy = cfg.distributed_training, "or give --expert-parallel-size 1"
+    optimizer = getattr(cfg.optimizer, "_name", None)
+    if distributed.ddp_backend not in _BACKENDS:
+        raise UserError(
+            f"--ddp-backend {distributed.ddp_backend} treats the experts of different ranks as copies of each other: "
+            f"give --ddp-backend legacy_ddp, {remedy}"
+        )
+    if optimizer is not None and optimizer not in _POINTWISE:
+        raise UserError(
+            f"--optimizer {optimizer} computes something over a whole parameter, which for experts would depend on "
+            f"where they live: give --optimizer adam, {remedy}"
+        )
+    refused = {
+        "--amp": (cfg.common.amp, "skips updates on single ranks", "--bf16"),
+        "--zero-sharding": (distributed.zero_sharding != "none", "takes the ranks' experts for copies", "none of it"),
+        "--use-bmuf": (cfg.optimization.use_bmuf, "averages the experts of different ranks", "none of it"),
+        "--store-ema": (cfg.ema.store_ema, "would save the averages of one rank's experts", "none of it"),
+        "--write-checkpoints-asynchronously": (
+            cfg.checkpoint.write_checkpoints_asynchronously,
+            "cannot tell when the files of all ranks are complete",
+            "none of it",
+        ),
+    }
+    for option, (is_given, reason, instead) in refused.items():
+        if is_given:
+            raise UserError(f"{option} {reason}, and experts are spread over ranks here: give {instead}, {remedy}")
+
+
+def check_half_precision(cfg: Any, has_cuda: bool) -> None:
+    """Raise ``UserError`` for fp16 training without a GPU.
+
+    fairseq's fp16 optimiser keys its flat parameters by CUDA device and creates a CUDA tensor at the first overflow of
+    the loss scale, so on a CPU it fails at once or, with the variants, some time later.
+    """
+    common = cfg.common
+    if common.fp16 and not common.tpu and not has_cuda:
+        flag = "--memory-efficient-fp16" if common.memory_efficient_fp16 else "--fp16"
+        raise UserError(f"{flag} trains on a GPU only and this run uses the CPU: leave it out, or use --bf16 instead")

@@ -1,0 +1,129 @@
+"""Speed and memory in fairseq's training log: ``mfu``, ``mem_gb`` and ``data_wait``.
+
+``mfu``, in percent: operations of the model in the forward and backward pass (:mod:`smlp.costs.formula`) a second
+of wall time, over what all ranks could do in matrix products. It is measured over the same time as fairseq's ``wps``.
+``mem_gb``: most memory held so far by rank 0, in units of 2^30 bytes as fairseq's own ``gb_free``: tensors on its GPU,
+or the process's resident set where it computes on CPUs.
+
+``data_wait``, in percent: the time that rank 0 waits for batches, over the time from the end of one update to the end
+of the next; the log shows both sums' ratio, over the same updates as ``wps``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from fairseq.data.iterators import GroupedIterator
+from fairseq.logging import metrics
+
+from smlp.costs.formula import training_flops
+from smlp.costs.matmul_rate import matmul_rate
+from smlp.nn.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+#: what a micro-batch adds to its logging output
+FLOPS = "model_flops"
+#: meters whose names begin like this are kept but not shown
+_FLOPS_METER = "_model_flops"
+
+
+class DataClock:
+    """Measures which share of the time between updates a rank spends waiting for the next batches.
+
+    A process has one clock, which starts with its first batch.
+    """
+
+    _waited = 0.0  # seconds since the last update
+    _done: float | None = None  # when that was done
+
+    @classmethod
+    def timed(cls, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap a method that returns the next batches, and count its time."""
+
+        @functools.wraps(following)
+        def next_batches(batches: Any) -> Any:
+            start = time.perf_counter()
+            if cls._done is None:
+                cls._done = start
+            try:
+                return following(batches)
+            finally:
+                cls._waited += time.perf_counter() - start
+
+        return next_batches
+
+    @classmethod
+    def log(cls) -> float:
+        """Log the share, in percent, at the end of an update; return the seconds of waiting."""
+        now = time.perf_counter()
+        if cls._done is not None and now > cls._done:
+            seconds = now - cls._done
+            metrics.log_scalar("data_wait", 100 * cls._waited / seconds, weight=seconds, priority=1490, round=2)
+        waited, cls._waited, cls._done = cls._waited, 0.0, now
+        return waited
+
+
+def apply() -> None:
+    GroupedIterator.__next__ = DataClock.timed(GroupedIterator.__next__)
+
+
+def model_flops(core: Decoder, sample: Any) -> float:
+    """Return the operations of the model in the forward and backward pass of a micro-batch."""
+    return sum(tokens * training_flops(core.config, length) for tokens, length in sizes_of([sample]))
+
+
+def log_speed(trainer: Any, logging_outputs: Iterable[Mapping[str, Any]]) -> None:
+    """Log ``mfu`` and ``mem_gb`` of an update whose micro-batches have their :data:`FLOPS` in the logging output."""
+    metrics.log_speed(_FLOPS_METER, sum(output[FLOPS] for output in logging_outputs), priority=95)
+    limit = measured_rate(trainer) * trainer.data_parallel_world_size
+    metrics.log_derived("mfu", functools.partial(_percent_of, limit), priority=95)
+    metrics.log_scalar("mem_gb", _peak_gigabytes(trainer), weight=0, priority=1500, round=3)
+
+
+def sizes_of(samples: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return the number of tokens and the sequence length of each micro-batch that has data."""
+    return [(sample["ntokens"], sample["net_input"]["src_tokens"].size(1)) for sample in samples if sample]
+
+
+def measured_rate(trainer: Any) -> float:
+    """Return how many operations a second the trainer's device does in matrix products, in the dtype of training."""
+    return _measured_once(trainer.device, training_type(trainer.cfg.common, trainer.cuda))
+
+
+def training_type(common: Any, on_gpu: bool) -> torch.dtype:
+    """Return the dtype of matrix products that these options of fairseq select."""
+    if common.fp16 or (common.amp and on_gpu):  # on CPUs --amp changes nothing
+        return torch.float16
+    return torch.bfloat16 if common.bf16 else torch.float32
+
+
+@functools.cache
+def _measured_once(device: torch.device, dtype: torch.dtype) -> float:
+    rate = matmul_rate(device, dtype)
+    name = str(dtype).removeprefix("torch.")
+    logger.info(f"measured matmul rate: {rate / 1e9:.1f} GFLOP/s ({name}, {device.type}, each rank)")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the matrices are no part of training
+    return rate
+
+
+def _percent_of(limit: float, meters: Any) -> float:
+    return float(f"{100 * float(meters[_FLOPS_METER].avg) / limit:.4g}")
+
+
+def _peak_gigabytes(trainer: Any) -> float:
+    if not trainer.cuda:
+        unit = 1 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    # fairseq has just logged what the update left free, and set torch's counter back
+    used = trainer.cuda_env.total_memory_in_GB - metrics.get_meter("default", "gb_free").val
+    trainer.peak_gigabytes = max(getattr(trainer, "peak_gigabytes", 0.0), used)
+    return trainer.peak_gigabytes

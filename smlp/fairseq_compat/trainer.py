@@ -1,0 +1,258 @@
+"""fairseq's trainer with what this package adds to it: each method is a moment in the life of a run.
+
+What a method needs besides a few lines is in the modules that it calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import nullcontext
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.trainer import Trainer
+from torch import Tensor, nn
+
+from smlp.criterions.choice import check_criterion
+from smlp.fairseq_compat.batches import batch_seeds, real_batches_last, seed_generators
+from smlp.fairseq_compat.changed_settings import compare_with
+from smlp.fairseq_compat.core import core_of
+from smlp.fairseq_compat.data import check_ids
+from smlp.fairseq_compat.divergence import diverged
+from smlp.fairseq_compat.expert_saving import ExpertSaving
+from smlp.fairseq_compat.experts import adapt_optimizer, experts_of, norm_with_experts
+from smlp.fairseq_compat.loading import check_moments, check_seen_by_all, said_in_one_sentence
+from smlp.fairseq_compat.needs import check_best_metric
+from smlp.fairseq_compat.profiling import UpdateProfiler
+from smlp.fairseq_compat.records import DIGEST, UpdateRecord, digest, digest_of, write_environment
+from smlp.fairseq_compat.settings import check_half_precision, check_settings
+from smlp.fairseq_compat.speed import FLOPS, DataClock, log_speed, measured_rate, model_flops
+from smlp.fairseq_compat.startup import keep_freed_memory
+from smlp.fairseq_compat.stopping import leave_if_asked, stop_signals
+from smlp.parallel.spans import REDUCTION, span
+
+logger = logging.getLogger(__name__)
+
+
+def apply() -> None:
+    """Let fairseq make this trainer wherever it makes its own; other subclasses of its own get this one as a base."""
+
+    def new(kind: type[Trainer], *args: Any, **kw: Any) -> Trainer:
+        if kind is Trainer:
+            kind = SparseTrainer
+        elif not issubclass(kind, SparseTrainer):
+            kind = type(kind.__name__, (kind, SparseTrainer), {})
+        return object.__new__(kind)
+
+    Trainer.__new__ = new
+
+
+class SparseTrainer(Trainer):
+    """Trains models of which each rank may hold other experts, and writes down what a run did.
+
+    Models of other packages are trained as by fairseq's own: for them, signals stop a run, batches of ids outside of
+    the dictionary are refused, and what goes wrong is said in one sentence.
+    """
+
+    def __init__(self, cfg: Any, task: Any, model: nn.Module, criterion: Any, quantizer: Any = None) -> None:
+        #: the decoder of one of this package's models; None of another
+        self.core = core_of(model)
+        #: None if every rank holds all of them
+        self.experts = experts_of(model)
+        self.profiler: UpdateProfiler | None = None
+        self.data_order: UpdateRecord | None = None
+        self.update_times: UpdateRecord | None = None
+        self._num_tokens = 0
+        #: on rank 0, while the ranks save together
+        self.expert_saving: ExpertSaving | None = None
+        self.train_iterator: Any = None
+        #: whether a rank had been asked to stop at the last sum over ranks
+        self.stop_agreed = False
+        self._update_just_done = False
+        if not isinstance(cfg, Namespace):
+            self._settle(cfg, model)
+        super().__init__(cfg, task, model, criterion, quantizer)
+        if not self.cuda:
+            keep_freed_memory()
+        if self.core is not None:
+            self._train_micro_batch, task.train_step = task.train_step, self.train_micro_batch
+            self._open_records()
+
+    def _settle(self, cfg: Any, model: nn.Module) -> None:
+        """Refuse settings that cannot work, and choose the layout of gradients that experts need.
+
+        Raises:
+            UserError: the message names the option.
+        """
+        if self.experts is not None:
+            check_settings(cfg)
+        if self.core is not None:
+            check_criterion(getattr(cfg.criterion, "_name", None), self.core.config)
+            if model.experts.names:
+                # One flat copy of all parameters knows no experts, and its moments would fit no other layout.
+                cfg.common.fp16_no_flatten_grads = True
+        check_half_precision(cfg, torch.cuda.is_available() and not cfg.common.cpu)
+
+    def _open_records(self) -> None:
+        """Prepare what the options of the model ask to write down."""
+        options = self.cfg.model
+        if getattr(options, "data_order_file", None) is not None:
+            self.data_order = UpdateRecord(options.data_order_file, "record of the data's order")
+        if getattr(options, "update_times_file", None) is not None:
+            self.update_times = UpdateRecord(options.update_times_file, "record of the updates' times")
+        if getattr(options, "environment_file", None) is not None and self.data_parallel_rank == 0:
+            write_environment(Path(options.environment_file), self.device, self.data_parallel_world_size)
+        if getattr(options, "profile_updates", None):
+            self.profiler = UpdateProfiler(self)
+
+    def _build_optimizer(self) -> None:
+        """Build it so that it takes the state of all experts and averages the gradients of spread ones."""
+        super()._build_optimizer()
+        if self.core is not None:
+            model = self.get_model()
+            adapt_optimizer(self._optimizer, model, model.experts)
+
+    def load_checkpoint(self, filename: str, *rest: Any, **kw: Any) -> Any:
+        """Load any checkpoint on any layout; say what this run does differently from the one that wrote it.
+
+        Raises:
+            UserError: ranks do not see the file, or it does not fit.
+        """
+        if self.data_parallel_world_size > 1:
+            check_seen_by_all(filename)
+        with said_in_one_sentence(filename):
+            extra_state = super().load_checkpoint(filename, *rest, **kw)
+        if self._optimizer is not None:
+            check_moments(filename, self)
+        if self.core is not None and extra_state is not None:
+            compare_with(filename, self, self.core.config)
+        return extra_state
+
+    def get_train_iterator(self, *args: Any, **kw: Any) -> Any:
+        """Get ready for signals before fairseq builds the first data loader, and keep the position in the data."""
+        stop_signals.prepare()
+        self.train_iterator = super().get_train_iterator(*args, **kw)
+        return self.train_iterator
+
+    def train_step(self, samples: list, raise_oom: bool = False) -> Any:
+        """Do one update: forward and backward pass of all micro-batches, sums over ranks, optimizer, log.
+
+        Raises:
+            NaNError: numbers are no longer finite.
+        """
+        stop_signals.install()
+        if self.core is not None:
+            measured_rate(self)  # once, and in no update's time
+            place = (self.data_parallel_rank, self.data_parallel_world_size)
+            self._seeds = batch_seeds(self.cfg.common.seed, self.get_num_updates(), *place)
+        # A rank that goes on alone after running out of memory would leave the others waiting for its tokens.
+        raise_oom = raise_oom or self.experts is not None
+        num_updates, start = self.get_num_updates(), time.perf_counter()
+        try:
+            with self.profiler.one_update(samples) if self.profiler is not None else nullcontext():
+                result = super().train_step(real_batches_last(samples), raise_oom)
+        except FloatingPointError as error:
+            norms = self._grad_norm_buf
+            if norms is not None and torch.isfinite(norms).all():  # of all ranks: they differ, but none has diverged
+                raise
+            raise diverged(self, f"update {self.get_num_updates() + 1}", error) from error
+        seconds, waited = time.perf_counter() - start, DataClock.log()
+        self._update_just_done = True
+        if self.update_times is not None and self.data_parallel_rank == 0 and self.get_num_updates() > num_updates:
+            times = {"seconds": round(seconds, 6), "data_seconds": round(waited, 6)}
+            self.update_times.add(self.get_num_updates(), tokens=self._num_tokens, **times)
+        return result
+
+    def _prepare_sample(self, sample: Any, *rest: Any, **kw: Any) -> Any:
+        """Bring a batch to the device, if its ids are in the dictionary."""
+        if isinstance(self.task, LanguageModelingTask):
+            check_ids(sample, len(self.task.source_dictionary))
+        return super()._prepare_sample(sample, *rest, **kw)
+
+    def train_micro_batch(
+        self, sample: Any, model: nn.Module, *args: Any, ignore_grad: bool = False, **kw: Any
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Do the task's ``train_step`` with random numbers of this batch's own; count operations and tokens seen.
+
+        ``ignore_grad`` is for a batch that only keeps the ranks together: it draws no seed and counts for nothing.
+        """
+        if not ignore_grad:
+            seed_generators(next(self._seeds))
+        loss, sample_size, logging_output = self._train_micro_batch(sample, model, *args, ignore_grad=ignore_grad, **kw)
+        logging_output = {**logging_output, FLOPS: 0.0 if ignore_grad else model_flops(self.core, sample)}
+        if self.data_order is not None:
+            tokens_Bn = sample["net_input"]["src_tokens"]
+            is_seen = 0 if ignore_grad else 1
+            logging_output[DIGEST] = is_seen * digest(tokens_Bn, self.task.source_dictionary.pad())
+        return loss, sample_size, logging_output
+
+    def _aggregate_logging_outputs(self, logging_outputs: list, *sums: Any, ignore: bool = False) -> Any:
+        """Sum statistics over ranks, and with them the wish to stop.
+
+        Signals reach ranks at different times: what counts is the sum, which all of them see after the same update.
+        """
+        asked = int(stop_signals.received is not None)
+        with span(REDUCTION):  # where ranks that are done sooner wait for the others
+            logging_outputs, (*sums, asked) = super()._aggregate_logging_outputs(
+                logging_outputs, *sums, asked, ignore=ignore
+            )
+        self.stop_agreed = bool(asked > 0)
+        return logging_outputs, sums
+
+    def clip_grad_norm(self, clip_norm: float) -> Tensor:
+        """Clip by the norm of all gradients, those of experts on other ranks included; return the norm."""
+        if self.experts is None:
+            return super().clip_grad_norm(clip_norm)
+        aggregate = norm_with_experts(self.optimizer, self.experts.ranks)
+        return self.optimizer.clip_grad_norm(clip_norm, aggregate_norm_fn=aggregate)
+
+    def _reduce_and_log_stats(self, logging_outputs: Any, sample_size: Any, grad_norm: Any = None) -> Any:
+        """Log an update or a validation batch; of an update also its speed, memory and data."""
+        result = super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
+        if logging_outputs and FLOPS in logging_outputs[0]:  # not in validation
+            log_speed(self, logging_outputs)
+            if self.update_times is not None:
+                self._num_tokens = sum(int(output.get("ntokens", 0)) for output in logging_outputs)
+            if self.data_order is not None and self.data_parallel_rank == 0:
+                self.data_order.add(self.get_num_updates(), digest=digest_of(logging_outputs))
+        return result
+
+    def cumulative_training_time(self) -> float:
+        """Return it in seconds, or leave: fairseq asks when an update is logged, before it validates or saves."""
+        if self._update_just_done:
+            self._update_just_done = False
+            leave_if_asked(self)
+        return super().cumulative_training_time()
+
+    def valid_step(self, sample: Any, raise_oom: bool = False) -> Mapping[str, Any]:
+        """Compute the loss of a validation batch; leave after it if a signal asked for that.
+
+        Raises:
+            NaNError: numbers are no longer finite.
+        """
+        when = f"validation after update {self.get_num_updates()}"
+        try:
+            result = super().valid_step(sample, raise_oom)
+        except FloatingPointError as error:
+            raise diverged(self, when, error) from error
+        check_best_metric(self)
+        leave_if_asked(self)
+        loss = float(result["loss"])  # over all ranks, which all of them see
+        if result["sample_size"] and not isfinite(loss):
+            raise diverged(self, when, FloatingPointError(f"the loss is {loss}"))
+        return result
+
+    def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> str | None:
+        """Save; spread experts where all ranks do it together, on rank 0 (:mod:`smlp.fairseq_compat.expert_saving`)."""
+        if self.experts is None:
+            return super().save_checkpoint(filename, extra_state)
+        if self.expert_saving is None:  # after an error, which other ranks may know nothing of
+            logger.warning(f"{filename} is not written: it would lack the experts of the other ranks")
+            return None
+        return self.expert_saving.save(filename, extra_state)
