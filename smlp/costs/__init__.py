@@ -1,1 +1,1 @@
-"""What a model costs: parameters and FLOPs by formula, by fvcore on the real module, and settings of equal FLOPs."""
+"""Count what a model costs: parameters, FLOPs, memory and time, and find settings of equal FLOPs."""

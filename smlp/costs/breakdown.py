@@ -182,7 +182,7 @@ class ComponentCost:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """Seconds of all updates."""
         return self.forward + self.backward + self.neither
 
 
@@ -201,7 +201,7 @@ class Breakdown:
         self._flops: Counter[str] = Counter()
 
     def add(self, events: Iterable[dict[str, Any]], batches: Iterable[tuple[int, int]]) -> None:
-        """One more update.
+        """Add one more update.
 
         Args:
             events: of its trace.
@@ -220,7 +220,7 @@ class Breakdown:
                 self._flops[kind] += num_tokens * flops
 
     def rows(self) -> list[ComponentCost]:
-        """Of all components that took time or have work to do."""
+        """Return the costs of all components that took time or have work to do."""
         rows = [
             ComponentCost(name, *(self._seconds[name, phase] for phase in (FORWARD, BACKWARD, None)), self._flops[name])
             for name in COMPONENTS
@@ -229,11 +229,11 @@ class Breakdown:
 
     @property
     def seconds(self) -> float:
-        """Of all updates."""
+        """Seconds of all updates."""
         return self._seconds.total()
 
     def as_json(self) -> dict[str, Any]:
-        """Times in milliseconds of an update, operations of an update, rates a second."""
+        """Return the times in milliseconds of an update, operations of an update, rates a second."""
         rows = self.rows()
         total = ComponentCost(
             "update", *(sum(getattr(row, name) for row in rows) for name in _PARTS_OF_TIME), self._flops.total()
@@ -260,7 +260,7 @@ class Breakdown:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The table of :meth:`Breakdown.as_json`."""
+    """Return :meth:`Breakdown.as_json` as a table."""
     lines = [
         f"{'':<24}{'forward':>9}{'backward':>9}{'all':>9}{'share':>8}{'work':>10}{'speed':>10}{'of limit':>9}",
         f"{'':<24}{'ms':>9}{'ms':>9}{'ms':>9}{'%':>8}{'GFLOP':>10}{'GFLOP/s':>10}{'%':>9}",

@@ -31,13 +31,13 @@ _ROOT = "decoder"
 
 
 def build_without_weights(config: ModelConfig) -> Decoder:
-    """The decoder on the meta device, in evaluation mode."""
+    """Return the decoder on the meta device, in evaluation mode."""
     with torch.device("meta"):
         return Decoder(config).eval()
 
 
 def counted_flops(decoder: Decoder, num_seqs: int = 1, num_tokens: int | None = None) -> dict[str, int]:
-    """Multiply-adds that fvcore counts in the forward pass of B sequences of n (default T) tokens.
+    """Return the multiply-adds that fvcore counts in the forward pass of B sequences of n (default T) tokens.
 
     Args:
         decoder: from :func:`build_without_weights`.
@@ -79,7 +79,7 @@ def counted_flops(decoder: Decoder, num_seqs: int = 1, num_tokens: int | None = 
 
 
 def counted_parameters(decoder: Decoder) -> dict[str, tuple[int, int]]:
-    """Parameters of all experts together, and the others, by component."""
+    """Return the parameters of all experts together, and the others, by component."""
     sizes = [{}, {}]
     for path, module in decoder.named_modules():
         name = f"{_ROOT}.{path}" if path else _ROOT
@@ -95,7 +95,8 @@ def counted_parameters(decoder: Decoder) -> dict[str, tuple[int, int]]:
 
 
 def distinct_blocks(blocks: nn.ModuleList) -> tuple[nn.ModuleList, list[int]]:
-    """The first block of each kind, and for every block which of these it is like: modules and sizes are the same."""
+    """Return the first block of each kind, and for every block which of these it is like: modules and sizes are the
+    same."""
     firsts: dict[Any, int] = {}
     distinct, kinds = nn.ModuleList(), []
     for block in blocks:
@@ -108,7 +109,7 @@ def distinct_blocks(blocks: nn.ModuleList) -> tuple[nn.ModuleList, list[int]]:
 
 
 def own_shares(by_module: Mapping[str, float], names: list[str]) -> dict[str, float]:
-    """What each named module has beside the named modules inside it.
+    """Return what each named module has beside the named modules inside it.
 
     Args:
         by_module: something that adds up over submodules, by path below the decoder's.
@@ -123,7 +124,8 @@ def own_shares(by_module: Mapping[str, float], names: list[str]) -> dict[str, fl
 
 
 def balanced_routing(decoder: Decoder, num_seqs: int, num_tokens: int) -> ForwardContext:
-    """Decisions for every sparse layer, dealt out in turn: token i goes to experts i*k, i*k + 1, ... (modulo E)."""
+    """Return routing decisions for every sparse layer, dealt out in turn: token i goes to experts i*k, i*k + 1, ...
+    (modulo E)."""
     config = decoder.config
     num_experts = config.moe.num_experts
     num_choices = min(config.experts_per_token, num_experts)

@@ -48,7 +48,7 @@ MAX_LAYERS = 500
 
 @dataclass(frozen=True)
 class Match:
-    """What was found for a family."""
+    """The settings that were found for a family."""
 
     #: the preset that the settings are told apart from
     arch: str
@@ -70,12 +70,12 @@ class Match:
 
     @property
     def matches(self) -> bool:
-        """Whether it is near enough."""
+        """Whether the difference is within :data:`TOLERANCE`."""
         return abs(self.difference) <= TOLERANCE
 
     @property
     def share_moved(self) -> float:
-        """How far the share of sparse layers is from where the search began."""
+        """Distance of the share of sparse layers from where the search began."""
 
         def share(config: ModelConfig) -> float:
             return config.num_sparse_layers / config.num_layers
@@ -84,12 +84,12 @@ class Match:
 
     @property
     def width_moved(self) -> float:
-        """How far the feed-forward width is from where the search began, relative."""
+        """Relative distance of the feed-forward width from where the search began."""
         return abs(self.config.ffn_dim / self.start.ffn_dim - 1)
 
     def arguments(self) -> list[str]:
-        """For ``fairseq-train``: the architecture, its layers, and what differs from its preset. The vocabulary comes
-        with the data."""
+        """Return arguments of ``fairseq-train``: the architecture, its layers, and what differs from its preset. The
+        vocabulary comes with the data."""
         shown = {name: getattr(self.config, name) for name in ("num_dense_layers", "num_sparse_layers")}
         other = differences(self.config, preset(self.arch))
         shown |= {name: value for name, value in other.items() if name not in FROM_TASK}
@@ -99,7 +99,7 @@ class Match:
 
 
 def families() -> list[str]:
-    """:data:`FAMILIES`, and the architectures of plugins, of each in one size."""
+    """Return :data:`FAMILIES` and the architectures of plugins, each in one size."""
     found = list(FAMILIES)
     for arch in PRESETS.added():
         base = next((arch.removesuffix(size) for size in _SIZES[1:] if arch.endswith(size)), arch)
@@ -112,7 +112,7 @@ def families() -> list[str]:
 def match(
     family: str, target: float, vary: str = "layers", size: str = "", overrides: dict[str, Any] | None = None
 ) -> Match:
-    """The settings of a family that come nearest to a target; see :attr:`Match.matches`.
+    """Return the settings of a family that come nearest to a target; see :attr:`Match.matches`.
 
     Args:
         family: one of :func:`families`.
@@ -145,7 +145,7 @@ def match(
 
 
 def check_target(target: float) -> None:
-    """Refuses what no model costs.
+    """Refuse a target that no model can cost.
 
     Raises:
         UserError: the target is not a positive number.
@@ -155,7 +155,7 @@ def check_target(target: float) -> None:
 
 
 def like(arch: str, overrides: dict[str, Any] | None = None) -> tuple[float, str, dict[str, Any]]:
-    """Target, size and shared settings for matching an architecture: the arguments of :func:`match`.
+    """Return the target, size and shared settings for matching an architecture: the arguments of :func:`match`.
 
     Args:
         arch: the architecture.
@@ -171,7 +171,7 @@ def like(arch: str, overrides: dict[str, Any] | None = None) -> tuple[float, str
 
 
 def _start(arch: str, overrides: dict[str, Any]) -> ModelConfig:
-    """The preset with shared settings; width and heads of its blocks follow the embedding's."""
+    """Return the preset with shared settings; width and heads of its blocks follow the embedding's."""
     config = preset(arch)
     width = overrides.get("embed_dim", config.embed_dim)
     scaled = max(FFN_STEP, round(config.ffn_dim * width / config.embed_dim / FFN_STEP) * FFN_STEP)
@@ -182,7 +182,7 @@ def _start(arch: str, overrides: dict[str, Any]) -> ModelConfig:
 
 
 def _layer_choices(start: ModelConfig, target: float) -> Iterator[ModelConfig]:
-    """For each number of sparse layers the two numbers of dense layers next to the target."""
+    """Yield, for each number of sparse layers, the two numbers of dense layers next to the target."""
 
     def cost(num_dense: int, num_sparse: int) -> float:
         return flops_per_token(replace(start, num_dense_layers=num_dense, num_sparse_layers=num_sparse))
@@ -201,7 +201,7 @@ def _layer_choices(start: ModelConfig, target: float) -> Iterator[ModelConfig]:
 
 
 def _with_nearest_width(config: ModelConfig, target: float, most: float) -> ModelConfig:
-    """The multiple of 8 for F, moved by at most a share ``most``, whose cost is nearest to the target.
+    """Return the multiple of 8 for F, moved by at most a share ``most``, whose cost is nearest to the target.
 
     The cost is linear in F. Halves of F must divide into the heads of spatial gating units.
     """

@@ -14,7 +14,8 @@ _FIRST_SIZE, _LARGEST_SIZE = 256, {"cpu": 2048, "cuda": 8192}
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:
-    """Floating-point operations a second of a square product as our linear layers take it (multiply and add are two).
+    """Return the floating-point operations a second of a square product as our linear layers take it (multiply and add
+    are two).
 
     Draws its numbers from a generator of its own, and takes about as long as is asked for: the product grows until a
     larger one would take more than the time that is left, and the fastest of the last size counts.

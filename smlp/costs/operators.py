@@ -1,4 +1,4 @@
-"""How fvcore counts the operators of this package: handles that it lacks, and what costs nothing, with the reason.
+"""Teach fvcore the operators of this package: handles that it lacks, and operators that cost nothing, with the reason.
 
 fvcore skips operators that it does not know, with a warning at most. Here an operator that is in none of its tables and
 none of these is taken for a matrix product until somebody has looked at it.
@@ -55,14 +55,14 @@ HANDLES = {
 
 
 def prepare(analysis: FlopCountAnalysis) -> FlopCountAnalysis:
-    """Teaches an analysis the operators above."""
+    """Teach an analysis the operators above."""
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     analysis.set_op_handle(**HANDLES, **{f"aten::{name}": None for name in FREE})
     return analysis
 
 
 def unknown_operators(analysis: FlopCountAnalysis) -> dict[str, dict[str, float]]:
-    """Estimated multiply-adds, by module, of each operator of a finished analysis that no table knows."""
+    """Return the estimated multiply-adds, by module, of each operator of a finished analysis that no table knows."""
     unknown = sorted(analysis.unsupported_ops())
     if not unknown:
         return {}
@@ -71,7 +71,7 @@ def unknown_operators(analysis: FlopCountAnalysis) -> dict[str, dict[str, float]
 
 
 def refuse_if_it_costs(name: str, estimate: float, counted: float) -> None:
-    """Lets an unknown operator pass if it costs next to nothing.
+    """Let an unknown operator pass if it costs next to nothing.
 
     Args:
         name: of the operator.
@@ -90,8 +90,8 @@ def refuse_if_it_costs(name: str, estimate: float, counted: float) -> None:
 
 
 def _estimate(name: str) -> Any:
-    """A handle for an unknown operator: sqrt(|a| * |b| * |out|) for its two largest operands, which is exact for a
-    product of matrices and too much for most else; the larger side of an operator with one operand."""
+    """Return a handle for an unknown operator: sqrt(|a| * |b| * |out|) for its two largest operands, which is exact for
+    a product of matrices and too much for most else; the larger side of an operator with one operand."""
 
     def handle(inputs: list[Any], outputs: list[Any]) -> Counter:
         sizes = sorted((size for value in inputs for size in _sizes(value)), reverse=True)
@@ -104,7 +104,7 @@ def _estimate(name: str) -> Any:
 
 
 def _sizes(value: Any) -> list[int]:
-    """Elements of a tensor, or of each tensor of a list."""
+    """Return the elements of a tensor, or of each tensor of a list."""
     if value.node().kind() in ("prim::ListConstruct", "prim::TupleConstruct"):
         return [size for item in value.node().inputs() for size in _sizes(item)]
     shape = get_shape(value)

@@ -28,7 +28,7 @@ _CLIP_NORM = 1.0
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank saw."""
+    """The measurements of one rank."""
 
     #: of each update without a profiler
     seconds: list[float]
@@ -39,7 +39,7 @@ class Measured:
 def measure(
     config: ModelConfig, ranks: Ranks, num_seqs: int, num_updates: int, device: torch.device, trace: Path | None = None
 ) -> Measured:
-    """Trains a model with random weights on random tokens; a collective over all ranks.
+    """Train a model with random weights on random tokens; a collective over all ranks.
 
     Args:
         config: the model.

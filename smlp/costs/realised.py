@@ -41,17 +41,17 @@ class Work:
     realised_expert_flops: float = 0
 
     def to_tensor(self) -> Tensor:
-        """(7,), float64, in the order above; sums of it are undone by :meth:`from_tensor`."""
+        """Return the counts in the order above, (7,) float64; :meth:`from_tensor` restores sums of such tensors."""
         return torch.tensor([getattr(self, field.name) for field in fields(self)], dtype=torch.double)
 
     @classmethod
     def from_tensor(cls, work: Tensor) -> Work:
-        """The inverse of :meth:`to_tensor`."""
+        """Restore what :meth:`to_tensor` wrote."""
         return cls(*work.tolist())
 
     @staticmethod
     def size() -> int:
-        """7."""
+        """Return 7, the number of counts."""
         return len(fields(Work))
 
     @property
@@ -66,7 +66,7 @@ class Work:
 
 
 def realised_work(decoder: Decoder, context: ForwardContext) -> Work:
-    """The work of a forward pass that is over.
+    """Return the work of a forward pass that is over.
 
     Args:
         decoder: its mode says whether blocks are to be recomputed in the backward pass.
@@ -103,7 +103,7 @@ def _expert_flops(part: Component, plan: RoutingPlan, context: ForwardContext) -
 
 
 def num_pairs(plan: RoutingPlan, context: ForwardContext) -> int:
-    """Ordered pairs of assignments of one sequence at one expert, each one with itself included."""
+    """Count ordered pairs of assignments of one sequence at one expert, each paired with itself too."""
     position_N = torch.arange(context.tokens_Bn.numel(), device=plan.token_A.device)
     if context.valid_Bn is not None:
         position_N = position_N[context.valid_Bn.flatten()]

@@ -27,7 +27,7 @@ from smlp.parallel.spans import SEPARATOR, UPDATE, span
 
 @contextmanager
 def recording(model: Decoder, device: torch.device) -> Iterator[profile]:
-    """A profile of what is done while this context is open, the parts of the model named."""
+    """Profile what is done while this context is open, with the parts of the model named."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its own starts and stops
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     if device.type == "cuda":
@@ -38,7 +38,7 @@ def recording(model: Decoder, device: torch.device) -> Iterator[profile]:
 
 @contextmanager
 def update_range(device: torch.device) -> Iterator[None]:
-    """The range of one update; on a GPU it ends when the device is done."""
+    """Open the range of one update; on a GPU it ends when the device is done."""
     with span(UPDATE):
         yield
         if device.type == "cuda":
@@ -46,7 +46,7 @@ def update_range(device: torch.device) -> Iterator[None]:
 
 
 def trace_of(recorded: profile, path: Path | None = None) -> dict[str, Any]:
-    """The Chrome trace of a profile that is over, which is also kept in a file where one is given.
+    """Return the Chrome trace of a finished profile, and keep it in a file where one is given.
 
     Raises:
         OSError: there is no room for it.
@@ -78,8 +78,8 @@ MODULE_PARTS = {
 
 @contextmanager
 def named_parts(model: Decoder) -> Iterator[None]:
-    """Opens a range around each block and the modules of :data:`MODULE_PARTS`, also where they are computed again,
-    while this context is open."""
+    """Open a range around each block and the modules of :data:`MODULE_PARTS`, also where they are computed again, while
+    this context is open."""
     open_spans: list[AbstractContextManager] = []
     handles = []
 
@@ -131,7 +131,7 @@ class TraceFile:
         self._num_arrows = 0
 
     def add(self, trace: dict[str, Any]) -> None:
-        """Adds a trace as torch's profiler writes it.
+        """Add a trace as torch's profiler writes it.
 
         Raises:
             OSError: it cannot be written.
@@ -152,7 +152,7 @@ class TraceFile:
         self._file.write(("" if is_first else ",\n") + ",\n".join(lines))
 
     def close(self) -> None:
-        """Completes the file, if there is one.
+        """Complete the file, if there is one.
 
         Raises:
             OSError: it cannot be written.
@@ -164,7 +164,7 @@ class TraceFile:
             os.replace(self._temporary, self.path)
 
     def discard(self) -> None:
-        """Leaves nothing behind, after a failure."""
+        """Leave nothing behind, after a failure."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()

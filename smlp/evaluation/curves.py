@@ -49,7 +49,7 @@ class TrainingCurve:
 
 
 def log_records(path: Path) -> list[dict[str, Any]]:
-    """The report in each line of a log, an empty one for a line that holds none (text, or cut short by a crash).
+    """Return the report in each line of a log; an empty one where there is none (text, or a line cut short by a crash).
 
     Raises:
         UserError: the file cannot be read.
@@ -61,7 +61,7 @@ def log_records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_training_log(path: Path, name: str) -> TrainingCurve:
-    """Reads a log, see :func:`curve_of`. Raises UserError if the file is missing or holds no loss."""
+    """Read a log, see :func:`curve_of`. Raises UserError if the file is missing or holds no loss."""
     records = log_records(path)
     curve = curve_of(records, name)
     if not curve.train and not curve.valid:
@@ -72,7 +72,7 @@ def read_training_log(path: Path, name: str) -> TrainingCurve:
 
 
 def curve_of(records: Iterable[Mapping[str, Any]], name: str, subset: str = "valid") -> TrainingCurve:
-    """The losses of a log; a point logged twice (repeated lines, a resumed run) counts once, the last time.
+    """Return the losses of a log; a point logged twice (repeated lines, a resumed run) counts once, the last time.
 
     A run that never reached its log interval is drawn from its epoch averages. Where a run has
     diverged, so that its loss or its perplexity is not finite, it has no point.
@@ -97,7 +97,7 @@ _NUMBERS = ("loss", "ups", "wps", "wpb", "wall", "data_wait", "mem_gb", "mfu")
 
 
 def log_record(line: str) -> dict[str, Any]:
-    """The report in a line of a log; empty if it holds none."""
+    """Return the report in a line of a log; empty if it holds none."""
     if not line.startswith("{"):
         return {}
     try:
@@ -108,7 +108,7 @@ def log_record(line: str) -> dict[str, Any]:
 
 
 def _has_numbers(record: dict[str, Any]) -> bool:
-    """Whether what should be a number is one, also as text; other lines are damaged."""
+    """Return whether every value that should be a number is one, as text too; other lines are damaged."""
     try:
         for name, value in record.items():
             if name.endswith("num_updates"):
@@ -125,7 +125,7 @@ def _ordered(points: dict[int, float]) -> tuple[LossPoint, ...]:
 
 
 def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[str, float] | None = None) -> None:
-    """Draws all runs into a PNG: perplexity per token on a logarithmic axis against updates.
+    """Draw all runs into a PNG: perplexity per token on a logarithmic axis against updates.
 
     Training is a thin line, validation a thick one with markers; ``baselines`` (name to perplexity per token, on the
     validation set) are dashed horizontal lines. The right-hand axis gives the loss in nats. Raises UserError if there

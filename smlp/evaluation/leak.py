@@ -1,4 +1,4 @@
-"""Does a later token change an earlier prediction? (Invariant 1.)
+"""Test whether a later token changes an earlier prediction (invariant 1).
 
 Letters: ``B`` sequences, ``T`` tokens, ``V`` vocabulary.
 
@@ -47,7 +47,7 @@ class LeakReport:
 
     @property
     def leaks(self) -> bool:
-        """Whether the change is more than rounding."""
+        """True if the change is more than rounding."""
         return not self.largest_change <= TOLERANCE[self.dtype] * self.largest_logit
 
     @property
@@ -57,7 +57,7 @@ class LeakReport:
 
 
 def default_positions(max_tokens: int, count: int = 9) -> list[int]:
-    """About ``count`` positions from 1 to T-1, ends included."""
+    """Return about ``count`` positions from 1 to T-1, ends included."""
     last = max_tokens - 1
     count = min(count, last)
     return sorted({1 + round(i * (last - 1) / max(count - 1, 1)) for i in range(count)}) if last >= 1 else []
@@ -70,7 +70,7 @@ def leak_test(
     num_seqs: int = 2,
     seed: int = 1,
 ) -> list[LeakReport]:
-    """Looks for influence of later tokens on earlier logits.
+    """Look for influence of later tokens on earlier logits.
 
     A copy of the decoder is tested, and the random state is what it was in the end. Dropout draws the same values for
     the two inputs that are compared.
@@ -111,7 +111,7 @@ def leak_test(
 
 
 def randomise(decoder: Decoder, seed: int = 1) -> Decoder:
-    """Gives every parameter values of ordinary size, in place, so that every path carries a signal."""
+    """Give every parameter values of ordinary size, in place, so that every path carries a signal."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -153,7 +153,7 @@ def _logits(decoder: Decoder, tokens: Tensor, context: ForwardContext) -> tuple[
 
 
 def _same_experts(before: ForwardContext, after: ForwardContext, tokens: Tensor, position: int) -> tuple[int, int]:
-    """How many unchanged tokens kept their experts, and how many there are, over all token-routed layers."""
+    """Count the unchanged tokens that kept their experts, and all unchanged tokens, over all token-routed layers."""
     unchanged = torch.ones_like(tokens, dtype=torch.bool)
     unchanged[0, position:] = False
     same = total = 0
@@ -166,7 +166,7 @@ def _same_experts(before: ForwardContext, after: ForwardContext, tokens: Tensor,
 
 
 def _assigned(plan: RoutingPlan) -> Tensor:
-    """Which token has which expert, (N, E)."""
+    """Return whether each token has each expert, (N, E)."""
     assigned_NE = torch.zeros(plan.num_tokens, plan.num_experts, dtype=torch.bool)
     assigned_NE[plan.token_A.cpu(), plan.expert_A.cpu()] = True
     return assigned_NE

@@ -1,4 +1,4 @@
-"""Whether a model's loss depends on how it is computed: batch size, ranks, places at experts."""
+"""Check that a model's loss does not depend on how it is computed: batch size, ranks, capacity of experts."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Parity:
     left_out: tuple[str, ...]
 
     def relative(self, cell: ParityCell) -> float:
-        """How far a cell's loss is from that of the first, as a share of the latter."""
+        """Return the difference of a cell's loss from the first cell's, relative to the latter."""
         first = self.cells[0].loss
         return (cell.loss - first) / first
 
     def check(self) -> None:
-        """Refuses dropless losses that differ.
+        """Refuse dropless losses that differ.
 
         Raises:
             UserError: by more than :data:`TOLERANCE`; the message names the cell.
@@ -64,13 +64,13 @@ class Parity:
                 )
 
     def to_plain(self) -> dict:
-        """For JSON."""
+        """Return plain values for JSON."""
         cells = [{**asdict(cell), "relative_difference": self.relative(cell)} for cell in self.cells]
         return {"tolerance": TOLERANCE, "cells": cells, "left_out": list(self.left_out)}
 
 
 def compare(decoder: Decoder, samples: Samples, num_tokens: int, team: Team) -> Parity:
-    """Scores samples in every way that the model has. A collective; every rank gets the result.
+    """Score samples in every way that the model has. A collective; every rank gets the result.
 
     Args:
         decoder: with all experts, in evaluation mode; its places in evaluation are changed.
@@ -105,7 +105,7 @@ def _cells(
 
 
 def largest_spread(decoder: Decoder, num_ranks: int) -> int:
-    """Over how many of so many ranks the experts can be spread evenly."""
+    """Return the largest part of so many ranks over which the experts can be spread evenly."""
     return int(np.gcd(decoder.config.moe.num_experts, num_ranks)) if decoder.config.num_sparse_layers else 1
 
 
@@ -116,7 +116,7 @@ def _why_not_spread(decoder: Decoder) -> str:
 
 
 def spread(decoder: Decoder) -> Decoder:
-    """The same model with its experts over the ranks of torch.distributed; a collective."""
+    """Return the same model with its experts over the ranks of torch.distributed; a collective."""
     ranks = connect(decoder.config.moe.num_experts)
     part = Decoder(decoder.config, ranks).to(decoder.embedding.weight.device).eval()
     names = [name for name, _, _ in expert_parameters(decoder)]

@@ -24,12 +24,12 @@ _MOST_BITS = 1000.0
 
 
 def of_nats(loss: float) -> float:
-    """e^loss, or infinity; NaN of NaN."""
+    """Return e^loss, or infinity; NaN for NaN."""
     return math.inf if loss > _MOST_BITS * math.log(2) else math.exp(loss)
 
 
 def of_bits(loss: float) -> float:
-    """2^loss, or infinity; NaN of NaN."""
+    """Return 2^loss, or infinity; NaN for NaN."""
     return math.inf if loss > _MOST_BITS else 2.0**loss
 
 
@@ -61,7 +61,7 @@ class Perplexity:
 
     @classmethod
     def of(cls, log_probs: np.ndarray, text: TextSize) -> Perplexity:
-        """From the natural log-probability of each token, shape (N,)."""
+        """Build a perplexity from the natural log-probability of each token, (N,)."""
         return cls(-float(log_probs.sum()), len(log_probs), text)
 
     @property
@@ -70,7 +70,7 @@ class Perplexity:
 
     @property
     def bits_per_token(self) -> float:
-        """What fairseq prints as its loss."""
+        """The loss that fairseq prints."""
         return self.nats_per_token / math.log(2)
 
     @property
@@ -95,7 +95,8 @@ class Perplexity:
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """The lines of a UTF-8 text file without their ends, which may be of any kind, as ``fairseq-preprocess`` reads it.
+    """Return the lines of a UTF-8 text file without their ends, which may be of any kind, as ``fairseq-preprocess``
+    reads it.
 
     Raises:
         UserError: it cannot be read.
@@ -110,13 +111,13 @@ def read_lines(path: str | Path) -> list[str]:
 
 
 def line_sizes(lines: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Words and bytes of each line, its end included, both (L,) int64."""
+    """Return the words and bytes of each line, its end included, both (L,) int64."""
     words_L = np.array([len(line.split()) for line in lines], dtype=np.int64)
     bytes_L = np.array([len(line.encode()) + 1 for line in lines], dtype=np.int64)
     return words_L, bytes_L
 
 
 def measure_text(path: Path) -> TextSize:
-    """Counts a UTF-8 text file's words, lines and bytes. Raises UserError if it cannot be read."""
+    """Count a UTF-8 text file's words, lines and bytes. Raises UserError if it cannot be read."""
     words_L, bytes_L = line_sizes(read_lines(path))
     return TextSize(int(words_L.sum()), len(words_L), int(bytes_L.sum()))

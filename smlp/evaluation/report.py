@@ -32,14 +32,15 @@ class TextSizes:
 
 
 def tokens_of(lines: list[str], tokenizer: Tokenizer) -> BinarizedTokens:
-    """The stream that ``fairseq-preprocess`` makes of a text's pieces: each line, empty ones too, ends in ``</s>``."""
+    """Return the stream that ``fairseq-preprocess`` makes of a text's pieces: each line, empty ones too, ends in
+    ``</s>``."""
     encoded = [[*tokenizer.encode(line), Vocabulary.eos] for line in lines]
     lengths_L = np.array([len(tokens) for tokens in encoded], dtype=np.int32)
     return BinarizedTokens(np.array([token for tokens in encoded for token in tokens], dtype=np.int64), lengths_L)
 
 
 def original_sizes(lines: list[str], stream: BinarizedTokens) -> TextSizes:
-    """Sizes of the original text; those of a line stand at its last token.
+    """Return the sizes of the original text; those of a line stand at its last token.
 
     Raises:
         UserError: the text has another number of lines than the stream.
@@ -55,7 +56,7 @@ def original_sizes(lines: list[str], stream: BinarizedTokens) -> TextSizes:
 
 
 def decoded_sizes(stream: BinarizedTokens, tokenizer: Tokenizer) -> TextSizes:
-    """Sizes of the text that the tokens decode to; a word counts at the token that it starts in.
+    """Return the sizes of the text that the tokens decode to; a word counts at the token that it starts in.
 
     A space other than ASCII's whose bytes lie in several tokens ends no word.
     """
@@ -80,17 +81,17 @@ def decoded_sizes(stream: BinarizedTokens, tokenizer: Tokenizer) -> TextSizes:
 
 
 def _leading_space(text: str) -> int:
-    """Bytes of white space that a text begins with."""
+    """Return how many bytes of white space a text begins with."""
     return len(text[: len(text) - len(text.lstrip())].encode())
 
 
 def _starts_inside(text: str) -> int:
-    """Words that start in a piece, but not at its beginning."""
+    """Count the words that start inside a piece, not at its beginning."""
     return sum(before.isspace() and not after.isspace() for before, after in itertools.pairwise(text))
 
 
 def documents_of(stream: BinarizedTokens, kind: str) -> np.ndarray:
-    """The number of the document that each token belongs to, (N,); an empty line belongs to the one before it.
+    """Return the number of the document that each token belongs to, (N,); an empty line belongs to the one before it.
 
     Args:
         stream: of the text.
@@ -108,7 +109,7 @@ def documents_of(stream: BinarizedTokens, kind: str) -> np.ndarray:
 
 
 def first_words(tokens_N: np.ndarray, tokenizer: Tokenizer) -> str:
-    """How a document begins, decoded."""
+    """Return the first words of a document, decoded."""
     return " ".join(tokenizer.decode(tokens_N[: 8 * _SHOWN_WORDS].tolist()).split()[:_SHOWN_WORDS])
 
 
@@ -123,7 +124,7 @@ class Evaluation:
 
     @property
     def is_scored_N(self) -> np.ndarray:
-        """(N,) bool."""
+        """Whether each token was scored, (N,) bool."""
         return ~np.isnan(self.log_probs_N)
 
     @property
@@ -133,7 +134,7 @@ class Evaluation:
 
     @property
     def total(self) -> Perplexity:
-        """Of all scored tokens.
+        """Perplexity of all scored tokens.
 
         Raises:
             UserError: there is none.
@@ -143,7 +144,7 @@ class Evaluation:
         return _perplexity(*sums)
 
     def documents(self, document_N: np.ndarray, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-        """A record for each document, in order; the sums over them are those of the whole.
+        """Yield a record for each document, in order; the sums over them are those of the whole.
 
         Args:
             document_N: which one each token belongs to, (N,), ascending from 0.
@@ -157,7 +158,7 @@ class Evaluation:
             yield record | figures(_perplexity(*sums) if sums[1] else None)
 
     def _sums(self, group_N: np.ndarray, num_groups: int) -> Iterator[tuple[float, int, int, int, int]]:
-        """Negative log-likelihood, tokens, words, line ends and bytes of the scored tokens of each group."""
+        """Return the negative log-likelihood, tokens, words, line ends and bytes of the scored tokens of each group."""
         scored = self.is_scored_N
         group_K = group_N[scored]
         counted = (
@@ -188,7 +189,7 @@ _RATES = {
 
 
 def figures(perplexity: Perplexity | None) -> dict[str, Any]:
-    """The numbers of a perplexity by name, for JSON; zeros and nulls where there is none."""
+    """Return the numbers of a perplexity by name, for JSON; zeros and nulls where there is none."""
     if perplexity is None:
         return dict.fromkeys(_COUNTS, 0) | {"nll": 0.0} | dict.fromkeys(_RATES)
     counted = {"num_tokens": perplexity.num_tokens, **vars(perplexity.text)}

@@ -18,7 +18,7 @@ from smlp.text.tokenizer import Vocabulary
 
 @dataclass(frozen=True)
 class Cutting:
-    """How to cut.
+    """Settings for cutting a stream into samples.
 
     Raises:
         UserError: the numbers do not fit each other; the message names fairseq's options.
@@ -99,7 +99,8 @@ class Samples:
         return int(np.maximum(self.lengths_S - self.scored_from_S, 0).sum())
 
     def batches(self, batch_size: int | None = None, max_tokens: int | None = None) -> list[np.ndarray]:
-        """Numbers of samples that are fed together, longest inputs first; those without a scored position are left out.
+        """Return the numbers of samples that are fed together, longest inputs first; those without a scored position
+        are left out.
 
         Args:
             batch_size: samples of a batch at most; None for any number.
@@ -118,7 +119,7 @@ class Samples:
         return batches
 
     def batch(self, numbers: np.ndarray) -> SampleBatch:
-        """The inputs of these samples; for none of them a batch of no row."""
+        """Return the inputs of these samples; for none of them a batch of no row."""
         lengths = self.lengths_S[numbers]
         shape = (len(numbers), int(lengths.max(initial=1)))
         sources, targets = np.full(shape, Vocabulary.pad), np.full(shape, Vocabulary.pad)
@@ -131,14 +132,14 @@ class Samples:
         return SampleBatch(*map(torch.from_numpy, (sources, targets, places)))
 
     def up_to(self, num_tokens: int) -> Samples:
-        """The first samples, until they hold so many tokens."""
+        """Return the first samples, until they hold so many tokens."""
         inside = int(np.searchsorted(self.end_S, num_tokens)) + 1
         per_sample = (self.first_S, self.end_S, self.context_S, self.scored_from_S)
         return Samples(self.sources_M, self.targets_M, self.places_M, *(values[:inside] for values in per_sample))
 
 
 def cut(tokens_N: np.ndarray, lengths_L: np.ndarray, cutting: Cutting) -> Samples:
-    """Cuts a stream as fairseq's TokenBlockDataset, MonolingualDataset and LMContextWindowDataset do.
+    """Cut a stream as fairseq's TokenBlockDataset, MonolingualDataset and LMContextWindowDataset do.
 
     Every token is predicted from the one before it; the first of a sample that starts with a line from ``</s>``.
     Samples longer than the model's context are left out, as fairseq leaves them out. Context is what was fed before, as
@@ -173,7 +174,7 @@ def cut(tokens_N: np.ndarray, lengths_L: np.ndarray, cutting: Cutting) -> Sample
 
 
 def block_bounds(lengths_L: np.ndarray, break_mode: str, size: int) -> np.ndarray:
-    """Where samples of ``size`` tokens at most begin and end in the stream, (S, 2) int64.
+    """Return the first and the end position of each sample of at most ``size`` tokens in the stream, (S, 2) int64.
 
     ``none`` cuts anywhere; ``eos`` makes a sample of each line, ``complete`` of as many whole lines as fit, of one that
     does not fit too; ``complete_doc`` does the same but begins anew after a line of one token, which is in no sample.

@@ -24,13 +24,14 @@ from smlp.nn.state import ForwardContext
 
 @dataclass
 class Choices:
-    """Of experts by tokens, over forward passes: how many could have been dropped for lack of places, how many were."""
+    """Choices of experts by tokens over forward passes: those that capacity could have dropped, and those it
+    dropped."""
 
     num_choices: int = 0
     num_dropped: int = 0
 
     def count(self, context: ForwardContext) -> None:
-        """Adds those of a forward pass that is over."""
+        """Add those of a forward pass that is over."""
         for plan in context.plans.values():
             if isinstance(plan, RoutingPlan) and "capacity" in plan.dropped:
                 self.num_choices += plan.choice_NK.numel()
@@ -44,7 +45,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Scores:
-    """What is known of a stream after its samples have been scored."""
+    """The scores of a stream, after its samples have been scored."""
 
     #: natural log-probability of each token, (N,) float32; NaN where it was not scored
     log_probs_N: np.ndarray
@@ -53,7 +54,7 @@ class Scores:
 
 @torch.no_grad()
 def score_batch(decoder: Decoder, batch: SampleBatch, context: ForwardContext) -> Tensor:
-    """Natural log-probability of each target that is to be scored, in order, (K,) float32 on the CPU.
+    """Return the natural log-probability of each target that is to be scored, in order, (K,) float32 on the CPU.
 
     Logits are made at these positions only, some at a time.
     """
@@ -74,7 +75,7 @@ def score_samples(
     in_step: bool = False,
     seen: Callable[[ForwardContext], None] | None = None,
 ) -> Scores:
-    """Scores samples, each batch on one of the ranks; every rank gets everything. A collective over the team.
+    """Score samples, each batch on one of the ranks; every rank gets everything. A collective over the team.
 
     A batch is computed in the same way whichever rank gets it, so that the numbers do not depend on how many there are.
 
@@ -122,7 +123,7 @@ def block_log_probs(
     batch_size: int = 16,
     seen: Callable[[ForwardContext], None] | None = None,
 ) -> Tensor:
-    """Natural log-probability of every token given those before it in its block, (N,) float32.
+    """Return the natural log-probability of every token given those before it in its block, (N,) float32.
 
     Token i stands at position ``i % T`` of its block and is predicted from the tokens before it in the block and the
     last one of the block before (or ``</s>``), as fairseq feeds them. The decoder's mode is the caller's.
@@ -141,7 +142,7 @@ def block_log_probs(
 
 @torch.no_grad()
 def stepwise_log_probs(decoder: Decoder, source_Bn: Tensor, target_Bn: Tensor, first: int = 0) -> Tensor:
-    """Log-probability of each target from ``first`` on, with no later token in sight, (B, n - first) float32.
+    """Return the log-probability of each target from ``first`` on, with no later token seen, (B, n - first) float32.
 
     Every position takes a forward pass of its own, on the input cut off behind it. For a model that does not leak this
     is what one pass over the whole input gives; for one that does, it is what the model can really do.

@@ -1,4 +1,4 @@
-"""Whether the ranks of this machine or cluster compute what one process computes; minutes at most.
+"""Check that the ranks of this machine or cluster compute what one process computes; takes minutes at most.
 
 Each check is a collective over all ranks and returns a sentence about what was seen, or raises.
 """
@@ -41,7 +41,7 @@ _SPEED_BYTES = 2**24
 
 
 def check_collectives(device: torch.device) -> str:
-    """Sums, maxima and gathered values are right; says how long the ranks need for a little and for a lot of data."""
+    """Check sums, maxima and gathered values; say how long the ranks need for a little and for a lot of data."""
     world = DistributedGroup(dist.group.WORLD)
     numbers = torch.arange(4, dtype=torch.float64, device=device) + world.rank
     _require_equal(world.all_reduce(numbers.clone(), "sum"), sum(numbers - world.rank + r for r in range(world.size)))
@@ -61,7 +61,7 @@ def _splits(num_rows: int, num_ranks: int) -> list[int]:
 
 
 def _seconds(collective: object, device: torch.device) -> float:
-    """The median of some calls."""
+    """Return the median time of some calls."""
     times = []
     for _ in range(7):
         start = time.perf_counter()
@@ -86,7 +86,7 @@ def check_uneven_splits(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def check_layout(arch: str, device: torch.device, timeout: timedelta) -> str:
-    """One update of a tiny model with experts spread over all ranks is that of one process with all experts.
+    """Check that one update of a tiny model with experts spread over all ranks is that of one process with all experts.
 
     Two experts for each rank, a batch of its own for each rank (one of them empty if there are several), float64.
     """
@@ -114,7 +114,7 @@ def check_layout(arch: str, device: torch.device, timeout: timedelta) -> str:
 
 
 def _models(arch: str, ranks: Ranks, device: torch.device) -> tuple[Decoder, Decoder]:
-    """A model with all experts, and one with this rank's, with the same weights."""
+    """Return a model with all experts, and one with this rank's, with the same weights."""
     num_experts = ranks.layout.num_experts
     config = preset(
         arch, **_SIZES, embed_dim=8 * num_experts, num_sparse_layers=2, num_experts=num_experts, dropout=0.0
@@ -146,7 +146,8 @@ def _dense_and_experts(model: Decoder) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def check_checkpoint(folder: Path, device: torch.device, timeout: timedelta) -> str:
-    """Experts that the ranks write into a folder are read back by all of them, on this layout and on others.
+    """Check that experts which the ranks write into a folder are read back by all of them, on this layout and on
+    others.
 
     Raises:
         UserError: the folder is not on a disk that all ranks share, or cannot be written.

@@ -34,22 +34,22 @@ class LanguageModel(nn.Module):
         return self.tokenizer.vocabulary
 
     def forward(self, tokens_Bn: Tensor, state: DecodingState | None = None) -> DecoderOutput:
-        """Next-token logits (B, n, V); see :meth:`smlp.nn.decoder.Decoder.forward`."""
+        """Return the next-token logits (B, n, V); see :meth:`smlp.nn.decoder.Decoder.forward`."""
         return self.decoder(tokens_Bn, state)
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text; the start symbol, which every prompt is given by itself, is not among them.
+        """Return the ids of a text; the start symbol, which every prompt is given by itself, is not among them.
 
         What the dictionary lacks becomes ``<unk>``, a line break ``</s>``, the end of a line in training.
         """
         return self.tokenizer.encode_lines(text)
 
     def detokenize(self, tokens: Iterable[int]) -> str:
-        """The text of ids; ``</s>`` ends a line."""
+        """Return the text of ids; ``</s>`` ends a line."""
         return self.tokenizer.decode(tokens)
 
     def encoding(self, newline: str = "eos", fill_prefix: bool = False) -> Encoding:
-        """How texts become what this model reads; arguments as in :meth:`score`."""
+        """Return how texts become ids that this model reads; arguments as in :meth:`score`."""
         return Encoding(self.tokenizer, self.decoder.config, self.start_token, newline, fill_prefix)
 
     def score(
@@ -60,7 +60,8 @@ class LanguageModel(nn.Module):
         fill_prefix: bool = False,
         batch_tokens: int = 8192,
     ) -> TextScore | list[TextScore]:
-        """Log-probabilities of a text, or of each of several; of a pair, those of its second text after its first::
+        """Return the log-probabilities of a text, or of each of several; of a pair, those of its second text after its
+        first::
 
             lm.score("The module is imported.").perplexity
             lm.score([("The sun", " rises."), ("The sun", " sings.")])[0].log_prob
@@ -93,7 +94,7 @@ class LanguageModel(nn.Module):
     def generate(
         self, prompt: str | Sequence[str], max_tokens: int = 50, method: Method | None = None, **options: Any
     ) -> str | list[str] | list[list[str]]:
-        """Continues a prompt, or each of several, with at most ``max_tokens`` new tokens; returns the new text.
+        """Continue a prompt, or each of several, with at most ``max_tokens`` new tokens; return the new text.
 
         Takes the options of :meth:`continuations`, which returns more than the text::
 
@@ -125,7 +126,7 @@ class LanguageModel(nn.Module):
         batch_size: int = 16,
         **options: Any,
     ) -> Iterator[list[Continuation]]:
-        """The continuations of each prompt with their ids, log-probabilities and why they ended, in order.
+        """Return the continuations of each prompt with their ids, log-probabilities and why they ended, in order.
 
         A text does not depend on what else is in its batch. It is written while the iterator is read; prompts that do
         not fit are refused at once.
@@ -147,7 +148,7 @@ class LanguageModel(nn.Module):
     def stream(
         self, prompt: str, max_tokens: int = 50, method: Sampling | None = None, **options: Any
     ) -> Iterator[str]:
-        """The continuation of a prompt, piece by piece; options are those of :meth:`writer`.
+        """Return the continuation of a prompt, piece by piece; options are those of :meth:`writer`.
 
         What may be the beginning of a stop string is held back until it is known.
 
@@ -170,7 +171,7 @@ class LanguageModel(nn.Module):
         fill_prefix: bool = False,
         **settings: Any,
     ) -> TextWriter:
-        """What continues prompts in one way.
+        """Return a writer that continues prompts in one way.
 
         Args:
             max_tokens: most new tokens of a text.

@@ -1,4 +1,4 @@
-"""What a trained model has learnt, in numbers and pictures: spatial filters, and what goes to which expert.
+"""Show what a trained model has learnt, in numbers and pictures: spatial filters, and what goes to which expert.
 
 The numbers (:mod:`~smlp.plots.filters`, :mod:`~smlp.plots.routing`) need numpy and torch
 alone; what draws them needs matplotlib, the extra ``plots``, which is imported only then. ``smlp plot weights`` does

@@ -32,7 +32,7 @@ _MARKERS = {"SGU": ("o", LINES[0]), "sMoE": ("D", LINES[1]), "gMLP-MoE": ("s", L
 def draw_filters(
     layer: SpatialLayer, numbers: Sequence[FilterNumbers], indices: Sequence[int], model_name: str
 ) -> Figure:
-    """Matrices of some heads or experts of a layer, three rows of each as curves, and their biases.
+    """Draw matrices of some heads or experts of a layer, three rows of each as curves, and their biases.
 
     Args:
         layer: of the model.
@@ -77,7 +77,7 @@ def _which(layer: SpatialLayer, indices: Sequence[int]) -> str:
 
 
 def _panels(figure: Figure, count: int, columns: int) -> list[list[Axes]]:
-    """For each matrix a panel for it, one for its rows and one for its bias: below it, or beside it if it is alone."""
+    """Return panels for each matrix, for its rows and for its bias: below the matrix, or beside it if it is alone."""
     if count == 1:
         grid = figure.add_gridspec(2, 2, width_ratios=[1, 1.15])
         placed = [[figure.add_subplot(part) for part in (grid[:, 0], grid[0, 1], grid[1, 1])]]
@@ -96,7 +96,8 @@ def _panels(figure: Figure, count: int, columns: int) -> list[list[Axes]]:
 
 
 def block_means(weight_TT: np.ndarray, step: int) -> np.ndarray:
-    """Means of the weights on and below the diagonal in blocks of ``step`` x ``step``; NaN where there are none.
+    """Return the means of the weights on and below the diagonal in blocks of ``step`` x ``step``; NaN where there are
+    none.
 
     A matrix with more rows than a page has pixels would otherwise lose some of its diagonals.
     """
@@ -135,7 +136,7 @@ def _draw_matrix(
 
 
 def _draw_rows(axes: Axes, layer: SpatialLayer, weight_TT: np.ndarray) -> None:
-    """Three rows, up to their diagonal."""
+    """Draw three rows, up to their diagonal."""
     for share, colour, width in zip((1.0, 0.66, 0.33), LINES, (0.8, 0.8, 1.0), strict=True):
         row = max(round(share * layer.size) - 1, 0)
         label = f"i = {row + layer.first_position}"
@@ -149,7 +150,7 @@ def _draw_rows(axes: Axes, layer: SpatialLayer, weight_TT: np.ndarray) -> None:
 def draw_toeplitz(
     layers: Sequence[SpatialLayer], numbers: Mapping[int, Sequence[FilterNumbers]], model_name: str
 ) -> Figure:
-    """How Toeplitz-like every head or expert of every layer is, beside what a random matrix of its size would be.
+    """Draw how Toeplitz-like every head or expert of every layer is, beside what a random matrix of its size would be.
 
     Args:
         layers: all of a model.

@@ -26,7 +26,7 @@ _AFFINITIES = {"BASE": "sigmoid of the score", "Switch": "softmax gate", "GShard
 
 
 def draw_tokens(counts: TokenCounts, symbols: Sequence[str], model_name: str, text: str) -> Figure:
-    """Experts by pieces: the share of each piece's tokens that goes to each expert; beside it the experts' loads.
+    """Draw experts by pieces: the share of each piece's tokens that goes to each expert; beside it the experts' loads.
 
     Below, where the router has scores: the mean affinity of the same pieces' tokens to the same experts, and beside it
     that of all tokens and of each expert's own. Like experts stand near each other, and each piece near the expert to
@@ -79,7 +79,7 @@ def draw_tokens(counts: TokenCounts, symbols: Sequence[str], model_name: str, te
 
 
 def _draw_map(axes: Axes, values_EP: np.ndarray, top: float, label: str) -> None:
-    """Colours from 0 to ``top``, and a colour bar with a label."""
+    """Draw a map in colours from 0 to ``top``, and a colour bar with a label."""
     image = axes.imshow(values_EP, cmap=SEQUENTIAL, vmin=0, vmax=top, aspect="auto", interpolation="nearest")
     bar = axes.figure.colorbar(image, ax=axes, pad=0.01, aspect=25)
     bar.set_label(label, fontsize=9)
@@ -101,7 +101,7 @@ def _draw_affinities(axes: Axes, own_E: np.ndarray, everyone_E: np.ndarray) -> N
 
 
 def orders(counts: TokenCounts) -> tuple[list[int], list[int]]:
-    """Orders of the experts and of the pieces in :func:`draw_tokens`."""
+    """Return the orders of the experts and of the pieces in :func:`draw_tokens`."""
     experts = like_beside_like(counts.counts_PE.T)
     shares_PE = counts.shares_PE[:, experts]
     favourite_P = shares_PE.argmax(axis=1)
@@ -109,7 +109,8 @@ def orders(counts: TokenCounts) -> tuple[list[int], list[int]]:
 
 
 def draw_features(counts: FeatureCounts, model_name: str, text: str) -> Figure:
-    """Experts by features: the share of the sequences in which a feature goes to each expert; and how stable that is.
+    """Draw experts by features: the share of the sequences in which a feature goes to each expert; and how stable that
+    is.
 
     Args:
         counts: of one layer; of two sequences at least.
@@ -150,14 +151,14 @@ def draw_features(counts: FeatureCounts, model_name: str, text: str) -> Figure:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most ``most`` of the numbers 0 .. count-1, spread evenly, the first and the last among them."""
+    """Return at most ``most`` of the numbers 0 .. count-1, spread evenly, the first and the last among them."""
     if count <= most:
         return list(range(count))
     return sorted({round(float(value)) for value in np.linspace(0, count - 1, most)})
 
 
 def like_beside_like(profiles_EP: np.ndarray) -> list[int]:
-    """An order of the rows in which like ones stand near each other.
+    """Return an order of the rows in which like ones stand near each other.
 
     Rows are counts; two are as like as ``sum_p sqrt(q_p r_p)`` of their shares q and r (Bhattacharyya). The order is
     that of the second eigenvector of the Laplacian of these likenesses (the Fiedler vector), which makes the sum of

@@ -1,4 +1,4 @@
-"""What all pictures have in common: matplotlib, colours that print and that colour-blind readers tell apart, files."""
+"""Shared parts of all pictures: matplotlib, colours that print and that colour-blind readers tell apart, files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MARGIN = 0.3  # left free beside a title, both sides together, in inches
 
 
 def check_matplotlib() -> None:
-    """Raises UserError where matplotlib is missing, before anything long is begun."""
+    """Raise UserError where matplotlib is missing, before anything long is begun."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -48,7 +48,8 @@ def check_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
-    """A figure of ``width`` x ``height`` inches with a title; higher by the lines by which the title is too long.
+    """Return a figure of ``width`` x ``height`` inches with a title; higher by the lines by which the title is too
+    long.
 
     Args:
         width, height: in inches.
@@ -65,7 +66,7 @@ def new_figure(width: float, height: float, title: str) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes a figure, as PNG or SVG by the name's ending; the same figure gives the same bytes.
+    """Write a figure, as PNG or SVG by the name's ending; the same figure gives the same bytes.
 
     Raises:
         UserError: the file cannot be written.
@@ -87,7 +88,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def readable(symbols: Sequence[str]) -> list[str]:
-    """Symbols as the font can show them: characters that it lacks as U+XXXX."""
+    """Return symbols as the font can show them: characters that it lacks as U+XXXX."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     font = get_font(findfont(FontProperties()))
@@ -100,7 +101,7 @@ def readable(symbols: Sequence[str]) -> list[str]:
 
 
 def label_ticks(axes: Axes, axis: str, names: Sequence[str], most: int, **text: Any) -> None:
-    """Names the items of a heat map's "x" or "y" axis; where there are more than ``most``, every second, third, ..."""
+    """Name the items of a heat map's "x" or "y" axis; where there are more than ``most``, every second, third, ..."""
     step = -(-len(names) // most)
     ticks = np.arange(0, len(names), step)
     getattr(axes, f"set_{axis}ticks")(ticks, [names[tick] for tick in ticks], parse_math=False, **text)
@@ -110,7 +111,7 @@ _POINTS = 72  # of an inch
 
 
 def broken(title: str, width: float, size: float) -> list[str]:
-    """The lines of a title, broken further between words where they are wider than ``width``; needs matplotlib.
+    """Return the lines of a title, broken further between words where they are wider than ``width``; needs matplotlib.
 
     Args:
         title: of one or several lines.
@@ -136,12 +137,12 @@ def broken(title: str, width: float, size: float) -> list[str]:
 
 
 def line_height(size: float) -> float:
-    """Of a line of letters of ``size`` points, in inches."""
+    """Return the height of a line of letters of ``size`` points, in inches."""
     return 1.2 * size / _POINTS
 
 
 def _ruler(size: float) -> Callable[[str], float]:
-    """Tells how wide a line of letters of ``size`` points is, in inches."""
+    """Return a function that measures the width of a line of letters of ``size`` points, in inches."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextToPath
 

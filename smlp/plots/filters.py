@@ -24,7 +24,8 @@ from smlp.nn.layers import SpatialWeights
 
 
 def diagonal_sums(weight_TT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of the weights and of their squares on each diagonal ``d`` of the lower triangle, (T,) float64 each."""
+    """Return the sums of the weights and of their squares on each diagonal ``d`` of the lower triangle, (T,) float64
+    each."""
     size = weight_TT.shape[0]
     rows, columns, distance = _lower_triangle(size)
     weights = weight_TT[rows, columns].astype(np.float64)
@@ -39,7 +40,7 @@ def _lower_triangle(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def toeplitz_share(weight_TT: np.ndarray) -> float:
-    """The share of the energy (sum of squares) of ``tril(W)`` that its nearest Toeplitz matrix holds.
+    """Return the share of the energy (sum of squares) of ``tril(W)`` that its nearest Toeplitz matrix holds.
 
     The nearest lower-triangular Toeplitz matrix (least squares: the orthogonal projection) has the mean of each
     diagonal in all its places, so that the share is ``sum_d (T-d) mean_d**2 / sum_{j<=i} W_ij**2``: 1 for a Toeplitz
@@ -55,7 +56,8 @@ def toeplitz_share(weight_TT: np.ndarray) -> float:
 
 
 def random_toeplitz_share(size: int) -> tuple[float, float]:
-    """Mean and standard deviation of :func:`toeplitz_share` for a random T x T matrix: what "not at all" looks like.
+    """Return the mean and standard deviation of :func:`toeplitz_share` for a random T x T matrix: what "not at all"
+    looks like.
 
     The projection is on T of the ``n = T(T+1)/2`` dimensions of lower-triangular matrices. For independent weights of
     one distribution that is symmetric about zero, such as that of untrained weights, each weight holds 1/n of the
@@ -68,7 +70,7 @@ def random_toeplitz_share(size: int) -> tuple[float, float]:
 
 
 def half_energy_distance(weight_TT: np.ndarray) -> int | None:
-    """The smallest ``d`` such that the diagonals 0 .. d hold half of the energy of ``tril(W)``; None for zeros.
+    """Return the smallest ``d`` such that the diagonals 0 .. d hold half of the energy of ``tril(W)``; None for zeros.
 
     Small where a filter looks at close tokens; about ``0.29 T`` for a random matrix.
     """
@@ -103,11 +105,11 @@ class SpatialLayer:
         return self.experts.max_tokens
 
     def weight(self, index: int) -> np.ndarray:
-        """What one head or expert multiplies by: ``tril(W)``, (T, T) float32."""
+        """Return the matrix of one head or expert, ``tril(W)``, (T, T) float32."""
         return np.tril(self.experts.weight[index].detach().float().cpu().numpy())
 
     def bias(self, index: int) -> np.ndarray:
-        """``b`` of one head or expert, (T,) float32."""
+        """Return the bias of one head or expert, (T,) float32."""
         return self.experts.bias[index].detach().float().cpu().numpy()
 
 
@@ -127,7 +129,7 @@ class FilterNumbers:
 
 
 def spatial_layers(decoder: Decoder) -> list[SpatialLayer]:
-    """The layers with spatial filters, in order; none for a model whose tokens are mixed in other ways."""
+    """Return the layers with spatial filters, in order; none for a model whose tokens are mixed in other ways."""
     config, found = decoder.config, []
     for index, block in enumerate(decoder.blocks):
         if isinstance(block, GatedMLPBlock):
@@ -142,7 +144,7 @@ def spatial_layers(decoder: Decoder) -> list[SpatialLayer]:
 
 
 def filter_numbers(layer: SpatialLayer) -> list[FilterNumbers]:
-    """Of every head or expert of a layer, in order.
+    """Return the numbers of every head or expert of a layer, in order.
 
     Raises:
         UserError: a weight is NaN or infinite.
@@ -168,7 +170,7 @@ def filter_numbers(layer: SpatialLayer) -> list[FilterNumbers]:
 
 
 def layer_facts(layer: SpatialLayer, numbers: list[FilterNumbers]) -> dict[str, Any]:
-    """A layer for JSON."""
+    """Return the facts about a layer for JSON."""
     mean, std = random_toeplitz_share(layer.size)
     return {
         "layer": layer.layer,
@@ -182,7 +184,7 @@ def layer_facts(layer: SpatialLayer, numbers: list[FilterNumbers]) -> dict[str, 
 
 
 def fixed_chunks(config: ModelConfig) -> str | None:
-    """What deterministic routing of features does, in a sentence; None for models without it."""
+    """Say in a sentence what deterministic routing of features does; None for models without it."""
     if not config.has_feature_moe or config.moe.feature_routing != "deterministic":
         return None
     experts, width = config.moe.num_experts, config.embed_dim // config.moe.num_experts

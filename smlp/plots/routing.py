@@ -1,4 +1,4 @@
-"""Which tokens and which features go to which expert, counted over a text in evaluation mode.
+"""Count which tokens and which features go to which expert, over a text in evaluation mode.
 
 Letters: ``B`` sequences, ``n`` positions, ``N`` routed tokens, ``P`` pieces of the vocabulary that are counted apart,
 ``E`` experts, ``H`` features, ``V`` vocabulary.
@@ -24,7 +24,7 @@ from smlp.nn.state import ForwardContext, Observation
 
 @dataclass
 class TokenCounts:
-    """Of one layer that routes tokens. A token counts once for each expert that it goes to (GShard: two)."""
+    """Counts of one layer that routes tokens. A token counts once for each expert that it goes to (GShard: two)."""
 
     name: str
     #: "BASE", "Switch", "GShard", "Hash" or that of a plugin
@@ -45,7 +45,7 @@ class TokenCounts:
 
     @property
     def choices_per_token(self) -> float:
-        """How many experts a token goes to: 2 for GShard, else 1."""
+        """Number of experts that a token goes to: 2 for GShard, else 1."""
         return float(self.load_E.sum()) / max(self.num_tokens, 1)
 
     @property
@@ -89,7 +89,7 @@ class TokenCounts:
 
 @dataclass
 class FeatureCounts:
-    """Of one sMoE whose features choose experts."""
+    """Counts of one sMoE whose features choose experts."""
 
     name: str
     #: "partial" or "leaky"
@@ -118,7 +118,7 @@ class FeatureCounts:
 
 @dataclass
 class RoutingCounts:
-    """What was counted over a text."""
+    """The counts of all routed layers over a text."""
 
     #: ids that are counted apart, by falling frequency, (P,)
     pieces_P: np.ndarray
@@ -138,7 +138,7 @@ def count_routing(
     batch_tokens: int = 4096,
     seen: Callable[[ForwardContext], None] | None = None,
 ) -> RoutingCounts:
-    """Feeds samples and counts what goes where.
+    """Feed samples and count what goes where.
 
     The decoder routes as in evaluation, and from now on no expert of it drops a token, so that the counts do not depend
     on what is fed together. A token is what is fed at a position (not what is to be predicted there).
@@ -209,7 +209,7 @@ class _Counter:
                 self.features[module] = FeatureCounts(module.name, routing, counts_HE)
 
     def add(self, context: ForwardContext) -> None:
-        """Counts a forward pass that is over."""
+        """Count a forward pass that is over."""
         ids_N = context.tokens_Bn.flatten()
         if context.valid_Bn is not None:
             ids_N = ids_N[context.valid_Bn.flatten()]
@@ -251,10 +251,10 @@ class _Counter:
 
 
 def _summed(num_rows: int, row_A: Tensor, values: Tensor) -> Tensor:
-    """Sums of the values (A, ...) of each row, (num_rows, ...)."""
+    """Return the sums of the values (A, ...) of each row, (num_rows, ...)."""
     return values.new_zeros(num_rows, *values.shape[1:]).index_add(0, row_A, values)
 
 
 def layer_number(name: str) -> int:
-    """The position in the stack of a layer with a ``name`` as in reports, "layer 3 (tMoE)"."""
+    """Return the position in the stack of a layer with a ``name`` as in reports, "layer 3 (tMoE)"."""
     return int(name.split()[1])

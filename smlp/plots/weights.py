@@ -23,7 +23,7 @@ MOST_LAYERS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """What to draw; numbers are made of all layers, heads and experts.
+    """The layers, heads and experts to draw; numbers are made of all of them.
 
     Raises:
         UserError: of :meth:`check`.
@@ -35,7 +35,7 @@ class Choice:
     experts: Sequence[int] | str | None = None
 
     def check(self, decoder: Decoder) -> None:
-        """Raises UserError if a layer, or a head or expert, is named that the model does not have."""
+        """Raise UserError if a layer, or a head or expert, is named that the model does not have."""
         config = decoder.config
         most = {"layers": config.num_layers, "experts": 1}
         most["experts"] = max([each.num_matrices for each in spatial_layers(decoder)], default=1)
@@ -47,13 +47,13 @@ class Choice:
                 raise UserError(f"--{name} names {wrong[0]}, but the model has {count} {what}: 0 to {count - 1}")
 
     def of_layers(self, numbers: Sequence[int]) -> list[int]:
-        """Which of the layers of one kind are drawn."""
+        """Return the layers of one kind that are drawn."""
         if self.layers is None:
             return [numbers[place] for place in evenly(len(numbers), MOST_LAYERS)]
         return [number for number in numbers if self.layers == "all" or number in self.layers]
 
     def of_matrices(self, count: int) -> list[list[int]]:
-        """Which heads or experts of a layer are drawn, figure by figure."""
+        """Return the heads or experts of a layer that are drawn, figure by figure."""
         if self.experts is None:
             chosen = evenly(count, MOST_MATRICES)
         else:
@@ -63,7 +63,7 @@ class Choice:
 
 @dataclass
 class WeightPlots:
-    """What was found and drawn."""
+    """The numbers that were found and the pictures that were drawn."""
 
     layers: list[SpatialLayer]
     #: of every head or expert, by layer number
@@ -77,7 +77,7 @@ class WeightPlots:
     left_out: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """All numbers as plain values."""
+        """Return all numbers as plain values."""
         found: dict[str, Any] = {
             "spatial": [layer_facts(layer, self.filters[layer.layer]) for layer in self.layers],
             "figures": [str(path) for path in self.figures],
@@ -105,7 +105,7 @@ def plot_weights(
     num_pieces: int = 40,
     seen: Callable[[ForwardContext], None] | None = None,
 ) -> WeightPlots:
-    """Draws what a model has learnt.
+    """Draw what a model has learnt.
 
     Args:
         decoder: holding all experts.
@@ -141,7 +141,7 @@ def plot_weights(
 
 
 def refuse_nothing(decoder: Decoder, has_data: bool) -> None:
-    """Raises UserError, with the reason, for a model of which there is nothing to draw."""
+    """Raise UserError, with the reason, for a model of which there is nothing to draw."""
     if spatial_layers(decoder) or (has_data and decoder.config.num_sparse_layers):
         return
     reason = (
@@ -246,5 +246,5 @@ def _feature_facts(counts: FeatureCounts) -> dict[str, Any]:
 
 
 def _or_null(numbers: Sequence[float]) -> list[float | None]:
-    """JSON has no NaN."""
+    """Replace NaN by None: JSON has no NaN."""
     return [None if number != number else number for number in numbers]

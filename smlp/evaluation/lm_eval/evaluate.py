@@ -74,7 +74,7 @@ def evaluate(
     limit: int | None = None,
     skip_too_long: bool = False,
 ) -> dict[str, Any] | None:
-    """The harness's results, with every sample; None on all ranks but the first.
+    """Return the harness's results, with every sample; None on all ranks but the first.
 
     They also have ``num_truncated`` and ``num_partly_scored``: records that had to give way, see :class:`HarnessModel`;
     and by task ``num_skipped``, records left out as too long, and ``num_repeated``, those in an official file again.
@@ -147,7 +147,7 @@ def evaluate(
 def _without(
     skipped: frozenset[tuple[str, int]], tasks: Mapping[str, Any], limit: int | None, num_ranks: int
 ) -> dict[str, list[int]]:
-    """The records of each task that are evaluated, by number.
+    """Return the records of each task that are evaluated, by number.
 
     Raises:
         UserError: too few are left of a task for every rank to have one.
@@ -162,7 +162,7 @@ def _without(
 
 
 def write_local_task(name: str, data_dir: str | Path, folder: str | Path, with_training: bool = False) -> int:
-    """Writes a task for the harness to include: its configuration (YAML) and the records as it wants them (JSONL).
+    """Write a task for the harness to include: its configuration (YAML) and the records as it wants them (JSONL).
 
     Args:
         name: a key of ``READERS``.
@@ -241,7 +241,7 @@ def _hellaswag(item: HellaSwagItem) -> dict[str, Any]:
 
 
 def _record(item: RecordItem) -> dict[str, Any]:
-    """A record as the task above reads it."""
+    """Return a record as the task above reads it."""
     written = example(item, "lm-eval")
     return {
         "prompt": written.choices[0].context,
@@ -263,6 +263,6 @@ _ROWS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def process_results(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, float]:
-    """F1 and exact match of the entity with the highest log-probability."""
+    """Return the F1 and exact match of the entity with the highest log-probability."""
     guess = doc["entities"][int(np.argmax([log_prob for log_prob, _ in results]))]
     return {"f1": best_f1(guess, doc["answers"]), "em": exact_match(guess, doc["answers"])}

@@ -105,12 +105,12 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Of ``</s>``, which ends lines and documents."""
+        """Id of ``</s>``, which ends lines and documents."""
         return self.lm.vocabulary.eos
 
     @property
     def prefix_token_id(self) -> int:
-        """Of the symbol before every text, which is put there once by what scores it."""
+        """Id of the symbol before every text; the scorer puts it there once."""
         return self.lm.start_token
 
     @property
@@ -119,11 +119,12 @@ class HarnessModel(TemplateLM):
         return self.lm.decoder.config.max_tokens
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-        """Ids of a text; no symbol is put before it."""
+        """Return the ids of a text; no symbol is put before it."""
         return self.lm.tokenizer.encode_lines(string, self.newline)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Result]:
-        """Log-probability of each continuation given its context, and whether it is what the model would write."""
+        """Return the log-probability of each continuation given its context, and whether it is what the model would
+        write."""
         groups: dict[Any, list[int]] = {}
         texts: list[TokenizedText | None] = []
         for number, request in enumerate(requests):
@@ -151,7 +152,7 @@ class HarnessModel(TemplateLM):
             raise UserError(f"{request.task_name}, example {request.doc_id}: {error}") from None
 
     def _check_lengths(self, groups: dict[tuple[str, int], list[TokenizedText]]) -> None:
-        """Refuses all records that the context cannot hold, of all ranks, before the first is scored.
+        """Refuse all records that the context cannot hold, of all ranks, before the first is scored.
 
         Raises:
             TooLongRecords: there are some.
@@ -173,7 +174,7 @@ class HarnessModel(TemplateLM):
         return self._fitted([texts[number] for number in numbers], f"{request.task_name}, example {request.doc_id}")
 
     def _fitted(self, texts: Sequence[TokenizedText], where: str) -> Candidates:
-        """Texts that fit the model, and a count of what had to give way."""
+        """Make texts fit the model, and count what had to give way."""
         prefix_tokens = self.lm.decoder.config.prefix_tokens
         try:
             group = self._encoding.group(texts)
@@ -191,7 +192,8 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
     ) -> list[Result]:
-        """The same for ids; a start symbol at the beginning of a context is not doubled."""
+        """Score ids as :meth:`loglikelihood` scores texts; a start symbol at the beginning of a context is not
+        doubled."""
         candidates = []
         for number, (_, context, continuation) in enumerate(requests):
             known = context[1:] if context[:1] == [self.lm.start_token] else context
@@ -202,7 +204,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text, see :func:`rolling_windows`.
+        """Return the log-probability of each whole text, see :func:`rolling_windows`.
 
         Raises:
             UserError: the model routes by a prefix, which is not to be filled.
@@ -227,8 +229,8 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text that the model writes after each context, up to a stop string; contexts that leave no room are cut
-        on the left, and counted.
+        """Return the text that the model writes after each context, up to a stop string; contexts that leave no room
+        are cut on the left, and counted.
 
         A request that is there several times (``repeats`` of a task) is answered each time with random numbers of its
         own, those of the texts of :meth:`smlp.inference.language_model.LanguageModel.continuations` with as many
@@ -262,7 +264,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def _writer(self, order: WritingOrder, count: int, task: str) -> TextWriter:
-        """What writes ``count`` texts after each context; one text where all would be the same."""
+        """Return a writer of ``count`` texts after each context; of one text where all would be the same."""
         room = self.max_length - self.lm.decoder.config.prefix_tokens - 1
         if order.max_tokens > room:
             warnings.warn(f"{task} asks for {order.max_tokens} new tokens, and at most {room} fit", stacklevel=2)
@@ -281,7 +283,7 @@ class HarnessModel(TemplateLM):
     def _written(
         self, contexts: Sequence[str], order: WritingOrder, writer: TextWriter
     ) -> Iterator[tuple[int, list[str]]]:
-        """Number of a context, and the texts that are written after it; in no particular order."""
+        """Yield the number of a context, and the texts that are written after it; in no particular order."""
         # the last new token is read only where it may be followed by the end of a text
         room = self.max_length - writer.limits.max_tokens - ("beam" in order.method)
         prompts = []
@@ -301,7 +303,7 @@ class HarnessModel(TemplateLM):
                 yield number, [order.until_stop(by_draw[draw]) for draw in sorted(by_draw)]
 
     def _scored(self, candidates: Sequence[Candidates], disable_tqdm: bool) -> Iterator[tuple[int, list[TokenScores]]]:
-        """Place and scores of every group, with a progress bar."""
+        """Yield the place and scores of every group, with a progress bar."""
         self.begins()
         with tqdm(total=len(candidates), disable=disable_tqdm or self.rank > 0, unit=" records") as progress:
             for found in self._scorer.each(candidates, self.batch_tokens):
@@ -309,23 +311,23 @@ class HarnessModel(TemplateLM):
                 progress.update()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Numbers of all ranks, one after the other."""
+        """Return the numbers of all ranks, one after the other."""
         return torch.tensor(self.team.gather(tensor.tolist())).flatten()
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        """Objects of all ranks on rank ``dst``, None elsewhere."""
+        """Return the objects of all ranks on rank ``dst``, None elsewhere."""
         found = self.team.gather(obj)
         return found if self.rank == dst else None
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Wait for all ranks."""
         self.team.gather(None)
 
 
 def rolling_windows(
     tokens: Sequence[int], start_token: int, max_tokens: int, prefix_tokens: int = 0
 ) -> Iterator[Candidates]:
-    """Windows of the model's context that score every token of a text once.
+    """Yield windows of the model's context that score every token of a text once.
 
     Each token is predicted from at least one token or start symbol before it, and from P more where the first P
     positions only choose experts; the last window goes back as far as the context holds, as in the harness.

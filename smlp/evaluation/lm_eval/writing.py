@@ -1,4 +1,4 @@
-"""What a task's ``generation_kwargs`` ask for, in the settings of :mod:`smlp.inference.generation`."""
+"""Translate a task's ``generation_kwargs`` into the settings of :mod:`smlp.inference.generation`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KNOWN = ("until", "do_sample", *_NUMBERS)
 
 @dataclass(frozen=True)
 class WritingOrder:
-    """How texts are to be written."""
+    """Settings for writing texts."""
 
     max_tokens: int
     #: strings before which a text ends
@@ -66,7 +66,7 @@ class WritingOrder:
         return cls(max_tokens, tuple(text for text in stop if text), _method(given, draws))
 
     def until_stop(self, text: str) -> str:
-        """A text up to its first stop string."""
+        """Return a text up to its first stop string."""
         stops = StopStrings(self.stop)
         return stops.push(text) + stops.rest()
 

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a task is put to a model."""
+    """Settings for putting a task to a model."""
 
     templates: str = "fair"
     #: a key of ``RULES``, or "auto" for the one that the templates' authors tell accuracy by
@@ -36,7 +36,7 @@ class Protocol:
     skip_too_long: bool = False
 
     def rule(self, task: str) -> str:
-        """The rule that decides."""
+        """Return the rule that decides."""
         return headline_rule(task, self.templates) if self.scoring == "auto" else self.scoring
 
 
@@ -61,7 +61,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model makes of one record."""
+    """A model's scores of one record's candidates, and its choice."""
 
     example: Example
     texts: tuple[ScoredText, ...]
@@ -71,12 +71,12 @@ class Answer:
     chosen: dict[str, int]
 
     def is_right(self, rule: str) -> bool:
-        """Whether the rule chooses a right candidate."""
+        """Return whether the rule chooses a right candidate."""
         return self.chosen[rule] in self.example.gold
 
 
 def read_task(name: str, data_dir: str | Path, protocol: Protocol, encoding: Encoding) -> Task:
-    """Reads a task's files and makes its records ready.
+    """Read a task's files and make its records ready.
 
     Raises:
         UserError: a file is missing or malformed, or records do not fit the model.
@@ -109,7 +109,7 @@ def read_task(name: str, data_dir: str | Path, protocol: Protocol, encoding: Enc
 
 
 def read_tasks(names: Sequence[str], data_dir: str | Path, protocol: Protocol, encoding: Encoding) -> list[Task]:
-    """:func:`read_task` for several.
+    """Read several tasks with :func:`read_task`.
 
     Raises:
         UserError: with what is wrong with each of them, a line for each where it is more than one.
@@ -118,7 +118,7 @@ def read_tasks(names: Sequence[str], data_dir: str | Path, protocol: Protocol, e
 
 
 def for_each_task(names: Sequence[str], read: Callable[[str], _T]) -> dict[str, _T]:
-    """What is read of each task, by name.
+    """Call ``read`` on each task and return the results by name.
 
     Raises:
         UserError: with what is wrong with each of them, a line for each where it is more than one.
@@ -146,7 +146,7 @@ def answer_task(
     scored: Callable[[int], None] | None = None,
     kept: PartialScores | None = None,
 ) -> list[Answer]:
-    """The model's choice for every record, in the order of the file.
+    """Return the model's choice for every record, in the order of the file.
 
     Args:
         task: from :func:`read_task`.

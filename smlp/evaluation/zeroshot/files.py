@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 29
 
 
 def find(data_dir: Path, folders: Sequence[str], names: Sequence[str], source: str) -> Path:
-    """The first file that exists, in one of the task's folders or in ``data_dir`` itself.
+    """Return the first file that exists, in one of the task's folders or in ``data_dir`` itself.
 
     Args:
         data_dir: what the user gave.
@@ -46,7 +46,7 @@ def find(data_dir: Path, folders: Sequence[str], names: Sequence[str], source: s
 
 
 def has_one(data_dir: Path, folders: Sequence[str], names: Sequence[str]) -> bool:
-    """Whether :func:`find` would find a file."""
+    """Return whether :func:`find` would find a file."""
     return data_dir.is_dir() and any(_candidates(data_dir, folders, names))
 
 
@@ -60,7 +60,8 @@ def _candidates(data_dir: Path, folders: Sequence[str], names: Sequence[str]) ->
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Objects of a file of one JSON object a line, each with its place for messages; empty lines are left out.
+    """Yield the objects of a file of one JSON object a line, each with its place for messages; empty lines are left
+    out.
 
     Raises:
         UserError: a line is no JSON object, or has half a character, or the file is not UTF-8.
@@ -84,7 +85,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_text(path: Path) -> str:
-    """The whole file, decompressed if its name ends with .gz, with any kind of line end as ``\\n``.
+    """Return the whole file, decompressed if its name ends with .gz, with any kind of line end as ``\n``.
 
     Raises:
         UserError: it cannot be read, is damaged, too large or not UTF-8.
@@ -111,7 +112,7 @@ def _decompressed(path: Path) -> bytes:
 
 
 def text_of(record: dict[str, Any], names: Sequence[str] | str, place: str) -> str:
-    """A text by its name, or by the first of several names that the record has.
+    """Return a text by its name, or by the first of several names that the record has.
 
     Raises:
         UserError: there is none, or it is no text.
@@ -126,7 +127,7 @@ def text_of(record: dict[str, Any], names: Sequence[str] | str, place: str) -> s
 
 
 def labels_beside(path: Path) -> Path | None:
-    """The file with the answers to the records of another, None without.
+    """Return the file with the answers to the records of another, None without.
 
     Raises:
         UserError: it is there, but compressed in another way than with gzip.
@@ -142,12 +143,12 @@ def labels_beside(path: Path) -> Path | None:
 
 
 def labels_path(path: Path) -> Path:
-    """Where the answers to the records of another file are, not compressed."""
+    """Return the path of the uncompressed file with the answers to the records of another file."""
     return path.with_name(Path(path.name.removesuffix(_GZIP)).stem + "-labels.lst")
 
 
 def label_of(value: Any, allowed: Collection[int], name: str, place: str) -> int:
-    """A label that may be given as a number or as text.
+    """Return a label that may be given as a number or as text.
 
     Raises:
         UserError: it is missing, as in test splits whose answers are kept secret, or none of those allowed.
@@ -164,7 +165,7 @@ def label_of(value: Any, allowed: Collection[int], name: str, place: str) -> int
 
 
 def label_lines(path: Path, count: int, allowed: Collection[int], beside: Path) -> list[int]:
-    """One label a line, as many as there are records in the file beside.
+    """Return the labels of a file, one a line, as many as there are records in the file beside.
 
     Raises:
         UserError: a line is no label, or there are more or fewer lines.

@@ -32,12 +32,12 @@ PARTS = ("in context", "alone")
 
 
 def partial_path(output: str) -> Path:
-    """Where the scores of an output are kept: beside the file itself, if the output is a link."""
+    """Return where the scores of an output are kept: beside it; if it is a link, beside the file that it names."""
     return Path(f"{os.path.realpath(output)}.partial" if os.path.islink(output) else f"{output}.partial")
 
 
 def digest_of(values: Iterable[Any]) -> str:
-    """A checksum of what plain values and dataclasses of them say."""
+    """Return a checksum of what plain values and dataclasses of them say."""
     digest = hashlib.sha256()
     for value in values:
         digest.update(repr(value).encode("utf-8", "backslashreplace"))
@@ -45,7 +45,7 @@ def digest_of(values: Iterable[Any]) -> str:
 
 
 def weights_digest(decoder: Decoder) -> str:
-    """A checksum of a model: its configuration and all its weights, wherever the checkpoint lies."""
+    """Return a checksum of a model: its configuration and all its weights, wherever the checkpoint lies."""
     digest = hashlib.blake2b(repr(decoder.config).encode())
     for name, tensor in decoder.state_dict().items():
         digest.update(name.encode())
@@ -64,7 +64,7 @@ class KeptBatches:
     path: Path | None = None
 
     def add(self, batches: Batches) -> None:
-        """Writes batches that have just been scored.
+        """Write batches that have just been scored.
 
         Raises:
             UserError: they cannot be written.
@@ -79,7 +79,7 @@ class KeptBatches:
 
 
 class PartialScores:
-    """What a run that was stopped has left, and where this one adds to it.
+    """The scores that a stopped run has left, to which this run adds its own.
 
     Every rank makes one; the first one reads and writes the file.
 
@@ -109,13 +109,13 @@ class PartialScores:
         return tuple(KeptBatches(task, part, self._known.get((task, part), {}), path) for part in PARTS)
 
     def remove(self) -> None:
-        """To be called once the output is written."""
+        """Remove the file; call this once the output is written."""
         if self._writes:
             self.path.unlink(missing_ok=True)
 
 
 def _read(path: Path, pins: dict[str, Any]) -> dict[tuple[str, str], Batches]:
-    """The batches in a file, which is made if it is not there."""
+    """Return the batches in a file, which is made if it is not there."""
     try:
         content = files.read_bytes(path) if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]  # the last line may be cut off

@@ -98,13 +98,13 @@ Item = CopaItem | PiqaItem | StoryClozeItem | WinograndeItem | HellaSwagItem | R
 
 
 def without_id(item: Item) -> Item:
-    """What a record says, for comparisons."""
+    """Return the content of a record without its id, for comparisons."""
     return dataclasses.replace(item, id="")
 
 
 def distinct(found: Iterable[Item]) -> list[Item]:
-    """The records, each once, in their order: one that is there again with its id is the same, and tells nothing more
-    about a model."""
+    """Return the records, each once, in their order: a repeated one with the same id tells nothing more about a
+    model."""
     return list(dict.fromkeys(found))
 
 
@@ -126,7 +126,7 @@ class Reader:
     priming: tuple[str, ...] = ("train",)
 
     def read(self, data_dir: str | Path, split: str | None = None) -> list[Item]:
-        """Records of a split; by default of the one for zero-shot scoring.
+        """Return the records of a split; by default of the one for zero-shot scoring.
 
         Raises:
             UserError: no such split, or a file is missing, malformed or without answers; the message names it.
@@ -141,13 +141,13 @@ class Reader:
         return records
 
     def files(self, data_dir: str | Path) -> list[Path]:
-        """The files of all splits that are there."""
+        """Return the files of all splits that are there."""
         folder = Path(data_dir)
         there = [names for names in self.splits.values() if has_one(folder, self.folders, names)]
         return [find(folder, self.folders, names, self.source) for names in there]
 
     def priming_split(self, data_dir: str | Path) -> str:
-        """The best split for priming of those that are there; the best of all if none is."""
+        """Return the best split for priming of those that are there; the best of all if none is."""
         for split in self.priming:
             if has_one(Path(data_dir), self.folders, self.splits[split]):
                 return split
@@ -294,7 +294,7 @@ def _record_item(
 
 
 def _span(words: str, span: dict[str, Any], name: str, place: str) -> str:
-    """The text of a span, whose end is its last character."""
+    """Return the text of a span, whose end is its last character."""
     start, end = span.get("start"), span.get("end")
     if type(start) is not int or type(end) is not int or not 0 <= start <= end < len(words):  # true is no place
         raise UserError(f"{place}: {name!r} has the span {start} to {end} in a passage of {len(words)} characters")

@@ -23,7 +23,7 @@ TABLE_6 = {
 
 
 def summarise(task: Task, answers: Sequence[Answer], prefix_tokens: int) -> dict[str, Any]:
-    """Accuracy with its uncertainty, and what it has to be compared with; shares, not per cent.
+    """Return the accuracy with its uncertainty, and what it has to be compared with; shares, not per cent.
 
     Args:
         task: as read.
@@ -71,19 +71,19 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _majority(answers: Sequence[Answer]) -> float | None:
-    """Accuracy of always giving the most frequent answer; None where records differ in their candidates."""
+    """Return the accuracy of always giving the most frequent answer; None where records differ in their candidates."""
     if isinstance(answers[0].example.item, RecordItem):
         return None
     return max(Counter(answer.example.gold[0] for answer in answers).values()) / len(answers)
 
 
 def average(summaries: Mapping[str, Mapping[str, Any]]) -> float:
-    """Mean accuracy of the tasks, each counting alike."""
+    """Return the mean accuracy of the tasks, each counting alike."""
     return _mean([summary["accuracy"] for summary in summaries.values()])
 
 
 def json_rows(task: Task, answers: Sequence[Answer], prefix: str, symbols: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """One object for each record.
+    """Yield one object for each record.
 
     Args:
         task: as read.
@@ -123,7 +123,7 @@ def json_rows(task: Task, answers: Sequence[Answer], prefix: str, symbols: Seque
 
 
 def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each task, in per cent, and the accuracy by every rule."""
+    """Return a line for each task, in per cent, and the accuracy by every rule."""
     heads = ("task", "n", "rule", "accuracy", "s.e.", "95 % interval", "chance", "majority", "cut", "left out", "<unk>")
     rows = [heads]
     for name, one in summaries.items():
@@ -172,7 +172,7 @@ def _notes(name: str, one: Mapping[str, Any]) -> str:
 
 
 def table_6(summaries: Mapping[str, Mapping[str, Any]], model: str) -> str:
-    """The tasks side by side as in the paper's Table 6, in per cent, with their average."""
+    """Return the tasks side by side as in the paper's Table 6, in per cent, with their average."""
     columns = [name for name in TABLE_6 if name in summaries]
     rows = [("accuracy, %", *(TABLE_6[name] for name in columns), "average")]
     for label, key in ((model, "accuracy"), ("chance", "chance")):

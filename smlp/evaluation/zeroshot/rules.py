@@ -33,7 +33,7 @@ class ScoredText:
     unconditional: float | None = None
 
     def since(self, place: int) -> np.ndarray:
-        """Log-probabilities of the tokens from a place on, as far as they are scored."""
+        """Return the log-probabilities of the tokens from a place on, as far as they are scored."""
         first = len(self.tokens) - len(self.log_probs)
         return self.log_probs[max(place - first, 0) :]
 
@@ -44,7 +44,7 @@ class ScoredText:
 
 
 def common_suffix(sequences: Sequence[Sequence[int]]) -> int:
-    """How many tokens all sequences end with alike."""
+    """Return how many tokens at their ends all sequences share."""
     return common_prefix([sequence[::-1] for sequence in sequences])
 
 
@@ -81,7 +81,7 @@ RULES: dict[str, Callable[[Sequence[ScoredText]], list[float]]] = {
 
 
 def headline_rule(task: str, templates: str) -> str:
-    """The rule that a task's accuracy is told by: that of the templates' authors.
+    """Return the rule behind a task's headline accuracy: that of the templates' authors.
 
     Artetxe et al. average after the beginning that all candidates share; GPT-3's paper compares "the per-token
     likelihood (to normalize for length)" of the completion (section 2.4); the harness sums.
@@ -92,7 +92,7 @@ def headline_rule(task: str, templates: str) -> str:
 
 
 def scores(rule: str, texts: Sequence[ScoredText]) -> list[float]:
-    """One score for each candidate; more is better.
+    """Return one score for each candidate; more is better.
 
     Raises:
         FloatingPointError: a score is NaN or infinite.
@@ -104,7 +104,7 @@ def scores(rule: str, texts: Sequence[ScoredText]) -> list[float]:
 
 
 def choice(found: Sequence[float]) -> int:
-    """The candidate with the highest score; the first one among equals."""
+    """Return the candidate with the highest score; the first one among equals."""
     return int(np.argmax(found))
 
 
@@ -113,12 +113,13 @@ _Z = 1.959963984540054
 
 
 def standard_error(share: float, count: int) -> float:
-    """Of a share of ``count`` records: ``sqrt(p (1 - p) / (n - 1))``; NaN for fewer than two."""
+    """Return the standard error of a share of ``count`` records, ``sqrt(p (1 - p) / (n - 1))``; NaN for fewer than
+    two."""
     return math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else math.nan
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval (1927), which is one also where all or none are right; NaN without records."""
+    """Return Wilson's 95 % interval (1927), which also holds where all or none are right; NaN without records."""
     if count == 0:
         return math.nan, math.nan
     weight = _Z**2 / count
@@ -128,18 +129,19 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def normalised_answer(text: str) -> str:
-    """Lower case, without punctuation, articles and extra spaces, as the official script of SQuAD and ReCoRD has it."""
+    """Return a text in lower case without punctuation, articles and extra spaces, as the official scripts of SQuAD and
+    ReCoRD normalise answers."""
     bare = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def exact_match(prediction: str, answers: Iterable[str]) -> float:
-    """1 if the prediction is one of the answers, both normalised, else 0."""
+    """Return 1 if the prediction is one of the answers, both normalised, else 0."""
     return float(any(normalised_answer(prediction) == normalised_answer(answer) for answer in answers))
 
 
 def best_f1(prediction: str, answers: Iterable[str]) -> float:
-    """Harmonic mean of precision and recall of words, with the answer that it is highest with."""
+    """Return the harmonic mean of precision and recall of words, with the answer that it is highest with."""
     return max(_f1(normalised_answer(prediction).split(), normalised_answer(answer).split()) for answer in answers)
 
 

@@ -37,7 +37,7 @@ class Prepared:
     num_unknown: int
 
     def parts(self) -> Iterator[Any]:
-        """What the scores depend on: every record with its candidates in tokens."""
+        """Yield everything that the scores depend on: every record with its candidates in tokens."""
         yield from self.examples
         yield from self.groups
         yield from self.bare_groups
@@ -48,7 +48,7 @@ class Prepared:
         return sum(group.num_cut > 0 for group in self.groups)
 
     def num_partly_scored(self, prefix_tokens: int) -> int:
-        """Records with continuations that begin within the model's prefix, where nothing is predicted."""
+        """Count records with continuations that begin within the model's prefix, where nothing is predicted."""
         return sum(group.begins_within(prefix_tokens) for group in self.groups)
 
 
@@ -59,7 +59,7 @@ def prepare(
     bare_context: str | None = None,
     skip_too_long: bool = False,
 ) -> Prepared:
-    """Tokenises records and makes them fit.
+    """Tokenise records and make them fit the model.
 
     Args:
         task: for messages.
@@ -124,8 +124,9 @@ def score_groups(
     scored: Callable[[int], None] | None = None,
     kept: KeptBatches | None = None,
 ) -> list[list[np.ndarray]]:
-    """Log-probabilities of all groups in their order, the same on every rank and for every number of ranks: the batches
-    are those of one rank, dealt out in turn, whether or not some of them are known from a run that was stopped.
+    """Return the log-probabilities of all groups in their order, the same on every rank and for every number of ranks:
+    the batches are those of one rank, dealt out in turn, whether or not some of them are known from a run that was
+    stopped.
 
     Args:
         scorer: with the model.
@@ -172,7 +173,7 @@ def score_prepared(
     scored: Callable[[int], None] | None = None,
     kept: tuple[KeptBatches, KeptBatches] | None = None,
 ) -> list[list[ScoredText]]:
-    """Every candidate of every record as the rules need it; ``kept`` has batches with and without contexts."""
+    """Return every candidate of every record as the rules need it; ``kept`` has batches with and without contexts."""
     team = team or Team()
     in_context, alone = kept or (None, None)
     results = score_groups(scorer, prepared.groups, batch_tokens, team, scored, in_context)

@@ -67,7 +67,7 @@ class Example:
 
 
 def _filled(before: str, candidate: str, bare: str, after: str = "") -> Candidate:
-    """A candidate between two texts; white space at the end of the first goes to the continuation."""
+    """Return a candidate between two texts; white space at the end of the first goes to the continuation."""
     context = before.rstrip()
     return Candidate(context, before[len(context) :] + candidate + after, bare, after)
 
@@ -196,7 +196,7 @@ TEMPLATES: dict[str, dict[type[Item], Template]] = {
 
 
 def example(item: Item, templates: str = "fair") -> Example:
-    """The texts of a record's candidates.
+    """Return the texts of a record's candidates.
 
     Args:
         item: a record of any of the six tasks.
@@ -209,7 +209,7 @@ _JOINT = " "
 
 
 def draw_shots(pool: Sequence[Item], evaluated: Sequence[Item], count: int, seed: int, templates: str) -> list[str]:
-    """Texts of ``count`` solved examples, none of them one that is evaluated.
+    """Return the texts of ``count`` solved examples, none of them one that is evaluated.
 
     Args:
         pool: records of the split for priming.
@@ -238,7 +238,7 @@ def _solved(solved: Example) -> str:
 
 
 def primed(unsolved: Example, shots: Sequence[str], seed: int) -> Example:
-    """The record with the solved examples before each of its contexts."""
+    """Return the record with the solved examples before each of its contexts."""
     if not shots:
         return unsolved
     order = list(shots)

@@ -1,4 +1,4 @@
-"""Beam search, with the semantics of fairseq's ``SequenceGenerator``.
+"""Beam search with the semantics of fairseq's ``SequenceGenerator``.
 
 At each step, the ``2 * size`` likeliest continuations of a prompt's hypotheses are ranked. Those of the first ``size``
 that end with the end symbol are finished; the likeliest ``size`` of the others go on. A search is over when ``size``
@@ -68,7 +68,7 @@ def beam_search(
     banned: Sequence[int] = (),
     fill: int | None = None,
 ) -> list[list[Text]]:
-    """The likeliest texts that were found for each prompt, best first; at most ``beam.size`` each.
+    """Return the likeliest texts that were found for each prompt, best first; at most ``beam.size`` each.
 
     A text ends with ``limits.end``, which is counted in ``tokens`` beside the ``max_tokens`` others. With an empty
     prompt (the start symbol alone), the first token is never the end symbol.
@@ -117,7 +117,7 @@ def beam_search(
 
 
 def _add_prompt_scores(batch: SharedPositions, rows: list[_Hypothesis], hidden_RnH: Tensor) -> None:
-    """Adds the log-probabilities of the prompts' tokens that the hidden states of the tokens just read predict."""
+    """Add the log-probabilities of the prompts' tokens that the hidden states of the tokens just read predict."""
     first = batch.num_read - hidden_RnH.size(1) + 1
     for row, hypothesis in enumerate(rows):
         known = hypothesis.search.prompt.tokens[first : batch.num_read + 1]
@@ -136,7 +136,7 @@ def _candidates(
     beam: BeamSearch,
     banned: list[int],
 ) -> dict[int, list[_Candidate]]:
-    """The likeliest next tokens of each row that waits for one."""
+    """Return the likeliest next tokens of each row that waits for one."""
     waiting = batch.waiting
     logits_WV = batch.decoder.project(last_RH[torch.tensor(waiting, device=last_RH.device)]).float()
     check_numbers(logits_WV)
@@ -164,7 +164,7 @@ def _candidates(
 def _advance(
     search: _Search, rows: list[_Hypothesis], best: list[_Candidate], end: int, beam: BeamSearch
 ) -> list[_Candidate]:
-    """Finishes hypotheses; returns those that go on, none where the search is over."""
+    """Finish hypotheses; return those that go on, none where the search is over."""
     going_on = []
     for rank, candidate in enumerate(best):
         if candidate.token != end:

@@ -37,7 +37,7 @@ class StopStrings:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """Takes the next piece of text; returns what is certain to come before every stop string."""
+        """Take the next piece of text; return what is certain to come before every stop string."""
         held = self._held + piece
         # what is complete first counts, so that it makes no difference how the text is cut
         complete = [(place + len(stop), place) for stop in self._stops if (place := held.find(stop)) >= 0]
@@ -49,13 +49,13 @@ class StopStrings:
         return held[: len(held) - keep]
 
     def rest(self) -> str:
-        """What is still held back, for a text that ends here."""
+        """Return the text that is still held back, for a text that ends here."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that ``stop`` begins with."""
+    """Return the length of the longest end of ``text`` that ``stop`` begins with."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
@@ -95,7 +95,7 @@ class Continuation:
 
 
 class _Shown:
-    """What is to be shown of a text that is being written."""
+    """Decide how much of a growing text can be shown."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end: int | None, before: int) -> None:
         self._decoder = tokenizer.decoder(before)
@@ -158,7 +158,7 @@ class TextWriter:
             raise UserError("sliding does not go with beam search, which compares texts in one context")
 
     def settings(self) -> dict[str, Any]:
-        """All settings by name, for reports."""
+        """Return all settings by name, for reports."""
         return {
             "method": "beam search" if self._searches else "sampling",
             **asdict(self.method),
@@ -169,7 +169,7 @@ class TextWriter:
         }
 
     def prompt_tokens(self, prompt: str) -> list[int]:
-        """Ids of a prompt, start symbol first; a line break is ``</s>``, as when it is written."""
+        """Return the ids of a prompt, start symbol first; a line break is ``</s>``, as when it is written."""
         return [self.start_token, *self.tokenizer.encode_lines(prompt)]
 
     def follow(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
@@ -188,7 +188,7 @@ class TextWriter:
         return self._with_shown(texts, prompts)
 
     def continuations(self, prompts: Sequence[str], batch_size: int) -> Iterator[list[Continuation]]:
-        """The continuations of each prompt, in order; ``batch_size`` prompts are written at a time.
+        """Return the continuations of each prompt, in order; ``batch_size`` prompts are written at a time.
 
         Prompts that do not fit are refused at once, before anything is asked for.
         """
@@ -201,7 +201,7 @@ class TextWriter:
         return self._in_batches(prompts, tokens, self.num_cut(tokens), batch_size)
 
     def num_cut(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """How many tokens at the beginning of each prompt of ids the model does not read, where texts slide.
+        """Return how many tokens at the beginning of each prompt of ids the model does not read, where texts slide.
 
         Raises:
             UserError: a prompt does not fit.
@@ -249,7 +249,7 @@ class TextWriter:
                 yield sorted(done.get(index, []), key=lambda continuation: continuation.draw)
 
     def finished(self, batch: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
-        """The finished texts of prompts of ids, and what they are as strings; in no particular order."""
+        """Yield the finished texts of prompts of ids, and what they are as strings; in no particular order."""
         if self._searches:
             found = beam_search(self.decoder, batch, self.limits, self.method, self._banned, self._fill)
             for text in (text for texts in found for text in texts[: self.num_return]):

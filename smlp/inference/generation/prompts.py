@@ -62,7 +62,7 @@ def ready_prompts(
     fill: int | None = None,
     reads_last: bool = False,
 ) -> list[Prompt]:
-    """Checks prompts and finds out how many new tokens there is room for.
+    """Check prompts and find out how many new tokens there is room for.
 
     Args:
         config: of the model.
@@ -143,7 +143,7 @@ class SharedPositions:
         return [row for row, ids in enumerate(self.rows) if len(ids) == self.num_read]
 
     def read(self) -> Tensor:
-        """Reads as many tokens as every row has; returns their hidden states (R, n, H).
+        """Read as many tokens as every row has; return their hidden states (R, n, H).
 
         At the end of the context, the later half of every row is read anew from position 0.
         """
@@ -159,7 +159,7 @@ class SharedPositions:
         return self.decoder.features(tokens_Rn, self._state)[0]
 
     def keep(self, index: Sequence[int]) -> None:
-        """Keeps the rows at ``index`` (repeats allowed), in that order."""
+        """Keep the rows at ``index`` (repeats allowed), in that order."""
         if list(index) == list(range(len(self.rows))):
             return
         self.rows = [list(self.rows[row]) for row in index]

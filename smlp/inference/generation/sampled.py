@@ -27,7 +27,7 @@ def generate(
     fill: int | None = None,
     when_full: str = "refuse",
 ) -> Iterator[int]:
-    """Continues one sequence of ids; yields each new id as it is chosen.
+    """Continue one sequence of ids; yield each new id as it is chosen.
 
     Arguments and errors as in :func:`sampled_texts`; ``max_tokens`` ids are yielded.
     """
@@ -45,7 +45,7 @@ def sampled_texts(
     banned: Sequence[int] = (),
     fill: int | None = None,
 ) -> Iterator[Text]:
-    """Continues sequences of ids side by side; yields a text each time that a token is added to it.
+    """Continue sequences of ids side by side; yield a text each time that a token is added to it.
 
     Each step costs one row of the spatial weights for each layer; no earlier token is computed again, except after a
     slide, when the kept half is read once. A prompt is read once for all its texts. A text leaves the batch when its
@@ -119,7 +119,7 @@ def _write(
 
 
 def _branch(batch: SharedPositions, drafts: list[_Draft], seed: int, num_return: int) -> tuple[list[int], list[_Draft]]:
-    """Makes ``num_return`` rows of each whose prompt has just been read; returns where rows come from, and the rows."""
+    """Make ``num_return`` rows of each whose prompt has just been read; return where rows come from, and the rows."""
     waiting = set(batch.waiting)
     index, branched = [], []
     for row, draft in enumerate(drafts):
@@ -144,7 +144,7 @@ def _adjusted(
     sampling: Sampling,
     banned: list[int],
 ) -> Tensor:
-    """Logits of the waiting rows, with what may not be chosen at minus infinity."""
+    """Return the logits of the waiting rows, with what may not be chosen at minus infinity."""
     logits_WV = logits_WV.clone()
     if sampling.repetition_penalty != 1:
         for logits_V, row in zip(logits_WV, waiting, strict=True):
@@ -157,14 +157,14 @@ def _adjusted(
 
 
 def random_stream(seed: int, prompt: Sequence[int], draw: int) -> torch.Generator:
-    """The random numbers of a prompt's draw: the same in every batch and beside any other draws."""
+    """Return the random numbers of a prompt's draw: the same in every batch and beside any other draws."""
     key = f"{seed} {draw} {' '.join(map(str, prompt))}"
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
 def check_numbers(logits_RV: Tensor) -> None:
-    """Refuses logits that cannot be chosen from.
+    """Refuse logits that cannot be chosen from.
 
     Raises:
         NaNError: some are not a number.
@@ -174,14 +174,14 @@ def check_numbers(logits_RV: Tensor) -> None:
 
 
 def penalise(logits_V: Tensor, tokens: Sequence[int], penalty: float) -> None:
-    """Makes ids that occur in ``tokens`` less likely, in place: see :attr:`Sampling.repetition_penalty`."""
+    """Make ids that occur in ``tokens`` less likely, in place: see :attr:`Sampling.repetition_penalty`."""
     seen = torch.tensor(sorted(set(tokens)), device=logits_V.device)
     before = logits_V[seen]
     logits_V[seen] = torch.where(before > 0, before / penalty, before * penalty)
 
 
 def choose(logits_RV: Tensor, sampling: Sampling, streams: Sequence[torch.Generator]) -> list[int]:
-    """One token for each row of (R, V); ties between likeliest tokens go to the lowest id.
+    """Return one token for each row of (R, V); ties between likeliest tokens go to the lowest id.
 
     A row takes one number from its own stream, so that its token does not depend on other rows.
 

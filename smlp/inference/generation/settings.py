@@ -1,4 +1,4 @@
-"""How tokens are chosen and when a text ends."""
+"""Settings for choosing tokens and ending texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn.
+    """Settings for drawing the next token.
 
     Raises:
         UserError: a value is out of range.
@@ -63,7 +63,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class BeamSearch:
-    """How the likeliest texts are looked for.
+    """Settings for searching the likeliest texts.
 
     Raises:
         UserError: a value is out of range.
@@ -86,7 +86,7 @@ class BeamSearch:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a text ends.
+    """Conditions that end a text.
 
     Raises:
         UserError: a value is out of range.
@@ -122,7 +122,7 @@ class Limits:
 
 
 def method_of(greedy: bool = False, beam: int | None = None, **settings: Any) -> Sampling | BeamSearch:
-    """What settings by name ask for: beam search with ``beam`` hypotheses, or else sampling.
+    """Return the method that settings by name ask for: beam search with ``beam`` hypotheses, or else sampling.
 
     Args:
         greedy: the same as ``temperature=0``.

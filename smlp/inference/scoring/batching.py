@@ -1,4 +1,4 @@
-"""Which candidates are read together: common beginnings once, little padding, full passes.
+"""Plan which candidates are read together: common beginnings once, little padding, full passes.
 
 Groups whose candidates begin with as many tokens alike are read together, as far as the shortest beginning of them
 reaches, once for each group. Then the candidates go on, in blocks of those of like length. The cost is positions:
@@ -20,7 +20,7 @@ from smlp.inference.scoring.texts import Candidates
 
 @dataclass(frozen=True)
 class Reading:
-    """How a group goes through a model: the inputs of every candidate, of which the first ``num_shared`` are alike."""
+    """The inputs of every candidate of a group, of which the first ``num_shared`` are alike."""
 
     #: ids, start symbols first and the last token left out
     inputs: tuple[tuple[int, ...], ...]
@@ -75,7 +75,8 @@ class CandidateBatch:
 
 
 def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: int) -> list[CandidateBatch]:
-    """Batches of all groups, those with the longest beginnings first, so that memory runs out at once if it does.
+    """Return the batches of all groups, those with the longest beginnings first, so that memory runs out at once if it
+    does.
 
     Args:
         readings: of the groups.
@@ -106,7 +107,7 @@ def _batch(
     batch_tokens: int,
     block_tokens: int,
 ) -> CandidateBatch:
-    """The batch of the groups ``order[begin:end]`` for all parts, which follow one another."""
+    """Return the batch of the groups ``order[begin:end]`` for all parts, which follow one another."""
     first = parts[0][0]
     members = tuple(order[first : parts[-1][1]])
     beginnings, blocks, sizes = [], [], []
@@ -124,7 +125,7 @@ def _batch(
 def _blocks(
     members: Sequence[int], beginning: Beginning, readings: Sequence[Reading], batch_tokens: int, block_tokens: int
 ) -> list[tuple[tuple[tuple[int, int], ...], int]]:
-    """Rows and padded size of the blocks that go on from a beginning."""
+    """Return the rows and padded size of the blocks that go on from a beginning."""
     rows = [
         (len(inputs) - beginning.num_shared, group, number)
         for group in beginning.groups
@@ -145,7 +146,8 @@ def _blocks(
 
 
 def _fill(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Runs (begin, end) of items, each as long as its sizes add up to at most ``most``; one item alone may be more."""
+    """Return runs (begin, end) of items, each as long as its sizes add up to at most ``most``; one item alone may be
+    more."""
     runs: list[tuple[int, int]] = []
     begin, total = 0, 0
     for end, size in enumerate(sizes):
@@ -165,7 +167,7 @@ def partition(
     max_size: int,
     cost_of_part: int,
 ) -> list[tuple[int, int]]:
-    """Cuts ``count`` items into runs (begin, end) with the least waste, counting a cost for each run.
+    """Cut ``count`` items into runs (begin, end) with the least waste, counting a cost for each run.
 
     Args:
         count: n.

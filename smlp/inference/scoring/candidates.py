@@ -31,7 +31,8 @@ _BLOCK_ON_CPU, _BLOCK_ON_GPU = 10, 1024
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Of the last ``s`` tokens of a text: those before them are the same for all candidates, or choose experts."""
+    """Scores of the last ``s`` tokens of a text; those before are the same for all candidates, or only choose
+    experts."""
 
     #: natural log-probabilities, (s,) float64
     log_probs: np.ndarray
@@ -60,7 +61,7 @@ class CandidateScorer:
 
     @torch.inference_mode()
     def score(self, groups: Sequence[Candidates], batch: CandidateBatch) -> list[list[TokenScores]]:
-        """Scores of every candidate of the groups of a batch, in its order.
+        """Return the scores of every candidate of the groups of a batch, in its order.
 
         Positions of the model's prefix predict nothing: what comes there is left out of the scores.
 
@@ -83,7 +84,7 @@ class CandidateScorer:
     def score_within_memory(
         self, groups: Sequence[Candidates], batch: CandidateBatch, batch_tokens: int
     ) -> list[list[TokenScores]]:
-        """:meth:`score` of a batch that was planned with ``batch_tokens``.
+        """Call :meth:`score` on a batch that was planned with ``batch_tokens``.
 
         Raises:
             UserError: the batch does not fit into memory.
@@ -97,7 +98,7 @@ class CandidateScorer:
             ) from None
 
     def each(self, groups: Sequence[Candidates], batch_tokens: int) -> Iterator[tuple[int, list[TokenScores]]]:
-        """Place and scores of every group, batch by batch.
+        """Yield the place and scores of every group, batch by batch.
 
         Raises:
             UserError: a batch does not fit into memory.
@@ -109,7 +110,7 @@ class CandidateScorer:
         return Reading.of(group, self.share)
 
     def _read_beginnings(self, readings: Sequence[Reading], batch: CandidateBatch) -> list[DecodingState | None]:
-        """For each beginning the state after it; None where nothing is shared."""
+        """Return the state after each beginning; None where nothing is shared."""
         states = [DecodingState(one.num_shared) if one.num_shared else None for one in batch.beginnings]
         reading = [
             (self._ids([readings[group].inputs[0][: one.num_shared] for group in one.groups]), state)
@@ -127,7 +128,7 @@ class CandidateScorer:
         block: CandidateBlock,
         states: Sequence[DecodingState | None],
     ) -> tuple[Tensor, DecodingState | None]:
-        """What a block's candidates go on with, (R, n), and a state of their own."""
+        """Return the inputs with which a block's candidates continue, (R, n), and a state of their own."""
         beginning, state = batch.beginnings[block.beginning], states[block.beginning]
         inputs = [readings[member].inputs[number][beginning.num_shared :] for member, number in block.rows]
         width = max(map(len, inputs))
@@ -148,7 +149,7 @@ class CandidateScorer:
         blocks: Sequence[CandidateBlock],
         shapes: Sequence[torch.Size],
     ) -> Iterator[TokenScores]:
-        """Scores of the candidates of blocks of these shapes (R, n), whose features follow one another."""
+        """Return the scores of the candidates of blocks of these shapes (R, n), whose features follow one another."""
         prefix_tokens = self.decoder.config.prefix_tokens
         places, targets, sizes, start = [], [], [], 0
         for block, shape in zip(blocks, shapes, strict=True):
@@ -169,7 +170,7 @@ class CandidateScorer:
     def _predict(
         self, features_NH: Tensor, places: Sequence[int], targets: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probabilities of targets at places, and whether each target is the likeliest one."""
+        """Return the log-probabilities of targets at places, and whether each target is the likeliest one."""
         place_K = torch.tensor(places, dtype=torch.int64, device=self._device)
         targets_K = torch.tensor(targets, dtype=torch.int64, device=self._device)
         log_probs, is_greedy = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
@@ -186,7 +187,7 @@ class CandidateScorer:
 
 @dataclass(frozen=True)
 class TextScore:
-    """What a model makes of one text."""
+    """The log-probabilities of one text."""
 
     #: what comes before the text that is scored
     context: str
@@ -202,7 +203,7 @@ class TextScore:
 
     @property
     def log_prob(self) -> float:
-        """Of the whole text, in nats."""
+        """Log-probability of the whole text, in nats."""
         return sum(self.log_probs)
 
     @property
@@ -214,7 +215,7 @@ class TextScore:
 def score_texts(
     decoder: Decoder, encoding: Encoding, pairs: Sequence[tuple[str, str]], batch_tokens: int = 8192
 ) -> list[TextScore]:
-    """Scores of texts after their contexts, in order.
+    """Return the scores of texts after their contexts, in order.
 
     Args:
         decoder: in evaluation mode; should drop no token.
@@ -262,7 +263,7 @@ _MOST_LOGITS = 2**25
 
 
 def logits_in_pieces(decoder: Decoder, x_KH: Tensor, targets_K: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits (R, V) in float32 and their targets (R,), in order; nothing for K = 0.
+    """Yield the logits (R, V) in float32 and their targets (R,), in order; nothing for K = 0.
 
     Args:
         decoder: with the output matrix.
@@ -277,7 +278,7 @@ def logits_in_pieces(decoder: Decoder, x_KH: Tensor, targets_K: Tensor) -> Itera
 
 
 def scored(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Natural log-probability of each target, (R,), and whether no token is likelier, (R,).
+    """Return the natural log-probability of each target, (R,), and whether no token is likelier, (R,).
 
     The logits are used up: overwritten, because at a large vocabulary a second tensor of their size costs more than the
     arithmetic.
@@ -289,18 +290,18 @@ def scored(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def routers_with_places(decoder: Decoder) -> list[RouterWithPlaces]:
-    """The routers that can drop tokens; none in models where every token finds its expert."""
+    """Return the routers that can drop tokens; none in models where every token finds its expert."""
     routers = [module.router for module in decoder.modules() if isinstance(module, TokenMoE)]
     return [router for router in routers if isinstance(router, RouterWithPlaces)]
 
 
 def limit_places(decoder: Decoder, factor: float) -> None:
-    """Sets the capacity factor of evaluation in place; 0 drops nothing."""
+    """Set the capacity factor of evaluation in place; 0 drops nothing."""
     for router in routers_with_places(decoder):
         router.limit_places(factor)
 
 
 def drop_nothing(decoder: Decoder) -> None:
-    """Lets experts take every token in evaluation, whatever a model was trained with: a score must not depend on what
+    """Let experts take every token in evaluation, whatever the model was trained with: a score must not depend on what
     else is in a batch."""
     limit_places(decoder, 0.0)

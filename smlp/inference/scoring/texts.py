@@ -60,16 +60,17 @@ class Candidates:
         return min(shared, *(text.num_context for text in self.texts))
 
     def ends_within(self, prefix_tokens: int) -> bool:
-        """Whether a whole text lies among the first positions, which only choose experts: nothing of it is scored."""
+        """Return whether a whole text lies among the first positions, which only choose experts, so that none of it is
+        scored."""
         return any(len(text.tokens) + self.num_filled <= prefix_tokens for text in self.texts)
 
     def begins_within(self, prefix_tokens: int) -> bool:
-        """Whether a continuation begins there, so that not all of it is scored."""
+        """Return whether a continuation begins among the first positions, so that not all of it is scored."""
         return any(text.num_context + self.num_filled < prefix_tokens for text in self.texts)
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """How many tokens all sequences begin with alike."""
+    """Return how many tokens at their beginnings all sequences share."""
     shortest = min(map(len, sequences))
     first = sequences[0]
     same = (all(sequence[place] == first[place] for sequence in sequences) for place in range(shortest))
@@ -77,7 +78,7 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, newline: str = "eos") -> TokenizedText:
-    """Ids of both texts joined; the context ends where its own ids cease to be the beginning of theirs.
+    """Return the ids of both texts joined; the context ends where its own ids cease to be the beginning of theirs.
 
     Raises:
         UserError: the continuation has no token of its own.
@@ -96,7 +97,7 @@ def _end(text: str, length: int = 40) -> str:
 def fit(
     texts: Sequence[TokenizedText], max_tokens: int, start_token: int = Vocabulary.eos, prefix_tokens: int = 0
 ) -> Candidates:
-    """Makes candidates short enough for a model, and long enough if its prefix is to be filled.
+    """Make candidates short enough for a model, and long enough if its prefix is to be filled.
 
     Positions count: nothing is ever padded on the left, contexts are cut there. All candidates lose the same number of
     tokens, so that they still begin alike; none of a continuation. (Where contexts differ and a short one is filled up,
@@ -145,10 +146,10 @@ class Encoding:
     fill_prefix: bool = False
 
     def pair(self, context: str, continuation: str) -> TokenizedText:
-        """Both texts as ids; see :func:`smlp.inference.scoring.texts.encode_pair`."""
+        """Return both texts as ids; see :func:`smlp.inference.scoring.texts.encode_pair`."""
         return encode_pair(self.tokenizer, context, continuation, self.newline)
 
     def group(self, texts: Sequence[TokenizedText]) -> Candidates:
-        """Candidates that fit the model; see :func:`smlp.inference.scoring.texts.fit`."""
+        """Return the candidates that fit the model; see :func:`smlp.inference.scoring.texts.fit`."""
         prefix_tokens = self.config.prefix_tokens if self.fill_prefix else 0
         return fit(texts, self.config.max_tokens, self.start_token, prefix_tokens)
