@@ -1,4 +1,4 @@
-"""Write files atomically, lock folders, keep journals, and check file names that come from other files.
+"""Write files atomically, lock folders, and check file names that come from other files.
 
 An error of the operating system becomes a :class:`~smlp.errors.UserError` of one sentence.
 """
@@ -9,7 +9,6 @@ import contextlib
 import errno
 import fcntl
 import io
-import json
 import logging
 import os
 import shutil
@@ -18,7 +17,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from smlp.errors import UserError
 
@@ -350,51 +349,3 @@ def _cannot_write(target: Path, error: OSError) -> str:
     except OSError:
         free = "that directory is gone"
     return f"cannot write {target}: {error.strerror} ({free}); the files saved before are untouched"
-
-
-class Journal:
-    """A file of JSON lines, one for each reported update, in order and without repetition after training resumes.
-
-    Opening it drops damaged lines and lines of updates after the one that training resumes from, which a run wrote
-    between its last checkpoint and its end. If the file cannot be written, a warning is logged once and training
-    continues.
-
-    Args:
-        path: of the file; its folder is made.
-        num_updates: updates done before this process.
-        what: is recorded, for the warning.
-    """
-
-    def __init__(self, path: Path, num_updates: int, what: str) -> None:
-        self.path: Path | None = path
-        self.what = what
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                text = path.read_bytes()
-                kept = b"".join(line for line in text.splitlines(keepends=True) if _is_up_to(line, num_updates))
-                if kept != text:
-                    write_whole(path, kept)
-        except (OSError, UserError) as error:
-            self._give_up(error)
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Append a record, whose ``"update"`` is the number of its update."""
-        if self.path is None:
-            return
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        logger.warning(f"no {self.what} from here on: cannot write {self.path}: {error}")
-        self.path = None
-
-
-def _is_up_to(line: bytes, num_updates: int) -> bool:
-    try:
-        return line.endswith(b"\n") and json.loads(line)["update"] <= num_updates
-    except (ValueError, KeyError, TypeError):
-        return False

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from smlp.criterions.choice import OURS
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder
 from smlp.fairseq_compat.core import core_of, prefix_of
-from smlp.files import Journal
+from smlp.fairseq_compat.records import Journal
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import ForwardContext
 from smlp.ops import token_losses

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smlp.costs.realised import Work, realised_work
-from smlp.files import Journal
+from smlp.fairseq_compat.records import Journal
 from smlp.moe.balance import first_choices, layer_record, num_sums, pooled_record, routing_sums
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE

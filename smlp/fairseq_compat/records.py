@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,63 @@ import torch
 from torch import Tensor
 
 from smlp.errors import UserError
-from smlp.files import Journal
+from smlp.files import write_whole
 from smlp.launch.environment import environment
+
+logger = logging.getLogger(__name__)
 
 #: what a micro-batch adds to its logging output
 DIGEST = "data_digest"
 _PRIME = (1 << 31) - 1
 _BASE = 1_103_515_245  # any large number below the prime
+
+
+class Journal:
+    """A file of JSON lines, one for each reported update, in order and without repetition after training resumes.
+
+    Opening it drops damaged lines and lines of updates after the one that training resumes from, which a run wrote
+    between its last checkpoint and its end. If the file cannot be written, a warning is logged once and training
+    continues.
+
+    Args:
+        path: of the file; its folder is made.
+        num_updates: updates done before this process.
+        what: is recorded, for the warning.
+    """
+
+    def __init__(self, path: Path, num_updates: int, what: str) -> None:
+        self.path: Path | None = path
+        self.what = what
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                text = path.read_bytes()
+                kept = b"".join(line for line in text.splitlines(keepends=True) if _is_up_to(line, num_updates))
+                if kept != text:
+                    write_whole(path, kept)
+        except (OSError, UserError) as error:
+            self._give_up(error)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append a record, whose ``"update"`` is the number of its update."""
+        if self.path is None:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning(f"no {self.what} from here on: cannot write {self.path}: {error}")
+        self.path = None
+
+
+def _is_up_to(line: bytes, num_updates: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["update"] <= num_updates
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 class UpdateRecord:

@@ -109,6 +109,13 @@ class Anything:
     """A class that no checkpoint should hold."""
 
 
+class Bomb:
+    """Half a gigabyte, in a file of one kilobyte that torch reads, also with ``weights_only``."""
+
+    def __reduce__(self) -> tuple:
+        return bytearray, (500_000_000,)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -119,6 +126,7 @@ class Anything:
         (lambda path: path.write_bytes(pickle.dumps({"model": 1})), ["truncated or is no checkpoint"]),
         (lambda path: torch.save(Anything(), path), ["Anything", "not read"]),
         (lambda path: torch.save(os.system, path), ["system", "not read"]),
+        (lambda path: torch.save(Bomb(), path), ["bytearray", "not read"]),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, damage, words) -> None:
@@ -146,6 +154,7 @@ def test_lazy_tensors_compute_what_torch_does(tmp_path: Path, pieces) -> None:
     tensors = [torch.randn(6, 5, 3), torch.randn(4, 5, 3)]
     held = [HeldTensor(tensor) for tensor in tensors]
     assert torch.equal(rows_of(held[0], [1, 2, 5]).load(), tensors[0][[1, 2, 5]])
+    assert rows_of(HeldTensor(torch.empty(4, 0)), [1, 2]).load().shape == (2, 0)
     mixed = joined_rows([(held[1], 3), (held[0], 0), (held[0], 1)])
     assert torch.equal(mixed.load(), torch.stack([tensors[1][3], tensors[0][0], tensors[0][1]]))
     for start, stop in itertools.combinations(range(0, 46, 7), 2):

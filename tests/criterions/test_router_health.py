@@ -11,7 +11,7 @@ from running import USER_DIR
 
 import smlp
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder, probe_choices
-from smlp.files import Journal
+from smlp.fairseq_compat.records import Journal
 from smlp.nn.state import ForwardContext
 
 T = 24
