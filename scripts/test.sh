@@ -32,7 +32,7 @@ make_environment "test"
 cd "$ROOT"
 if [ "$#" -eq 0 ] || [ "$*" = --all ]; then
     static_checks
-    # tests of one file share their fixtures, so they stay together; the longest files first (tests/conftest.py)
+    # tests of one file share their fixtures, so they stay together; files marked as long come first
     set -- ${1:+-m "not large and not slurm"} --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 fi
 # One thread for each process: tests start several at a time, and results do not depend on the number of cores.

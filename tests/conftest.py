@@ -13,15 +13,6 @@ from pathlib import Path
 import pytest
 from running import HELPERS, TINY_LM, USER_DIR, Finished, run_python, start_python
 
-# tests in them take half a minute or more in all, the longest first
-LONGEST = (
-    *("test_layouts.py", "test_spread_checkpoints.py", "test_readme.py", "test_scripts.py", "test_parallel_models.py"),
-    *("test_fairseq_model.py", "test_data_recipes.py", "test_fairseq_archs.py", "test_costs.py"),
-    *("test_fairseq_bad_input.py", "test_accounting.py", "test_data_memory.py", "test_checkpoint_tools.py"),
-    *("test_doctor_parallel.py", "test_profile.py", "test_leak.py", "test_eval_lm.py", "test_rank_failures.py"),
-    *("test_triton_spatial.py", "test_atomic_checkpoints.py"),
-)
-
 
 def tiny_sentences(count: int, seed: int) -> list[str]:
     """Sentences with something to learn: the subject decides the verb and the object."""
@@ -35,10 +26,9 @@ def tiny_sentences(count: int, seed: int) -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where the files are shared out among processes, the longest come first, so that none is left alone at the end."""
+    """Let each of several processes begin with the files marked as long, so that none is left to the end."""
     if hasattr(config, "workerinput"):
-        place = {name: number for number, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: place.get(item.path.name, len(place)))
+        items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ assignments, ``S`` = E + len(FIELDS).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ FIELDS = (
 )
 
 #: how the figures of layers are pooled where it is not by their mean
-_POOLED_BY = {
+_POOLED_BY: dict[str, Callable[[Sequence[float]], float]] = {
     "load_min": min,
     "load_max": max,
     "min_over_mean": min,
@@ -100,7 +100,7 @@ def layer_record(sums_S: Tensor) -> dict[str, float]:
     num_experts = len(sums) - len(FIELDS)
     loads, fields = [int(load) for load in sums[:num_experts]], dict(zip(FIELDS, sums[num_experts:], strict=True))
     total = sum(loads)
-    record = {
+    record: dict[str, float] = {
         "num_experts": num_experts,
         "num_items": int(fields["items"]),
         "num_assignments": total,

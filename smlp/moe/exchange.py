@@ -174,7 +174,7 @@ class FeatureExchange:
         own = torch.zeros(num_sizes(self.num_local), dtype=torch.long, device=x_BmH.device)
         own[:_FEATURE_SIZES] = torch.tensor([x_BmH.size(0), x_BmH.size(1), start])
         received = agree_on_sizes(self.group, self.name, x_BmH, own.expand(self.group.size, -1))
-        return [tuple(row[:_FEATURE_SIZES]) for row in received]
+        return [(row[0], row[1], row[2]) for row in received]
 
     def combine(self, y_SqEc: Tensor, record: FeatureExchangeRecord) -> Tensor:
         """Send outputs at positions ``record.start`` and on, (S, q, e, c), back to their ranks, (B, q, H)."""

@@ -53,7 +53,9 @@ class FeedForwardExperts(nn.Module):
 
     def forward(self, x_AH: Tensor, counts: Sequence[int]) -> Tensor:
         """(A, H), sorted by expert with ``counts`` tokens each, to (A, H)."""
-        norm = None if self.norm_weight is None else (self.norm_weight, self.norm_bias)
+        norm = None
+        if self.norm_weight is not None and self.norm_bias is not None:
+            norm = (self.norm_weight, self.norm_bias)
         return expert_feed_forward(x_AH, counts, norm, self.w1, self.b1, self.w2, self.b2, self.activation)
 
 

@@ -144,8 +144,10 @@ class RoutedFeatureMoE(FeatureMoE):
 
     def _choose(self, seen_BmH: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Return experts and their probabilities, (B, H) each, decided once for each sequence."""
-        if context.state is not None and (kept := context.state.kept((self, "experts"))) is not None:
-            return kept, context.state.kept((self, "probabilities"))
+        if context.state is not None:
+            experts, probabilities = (context.state.kept((self, name)) for name in ("experts", "probabilities"))
+            if experts is not None and probabilities is not None:
+                return experts, probabilities
         v_BHL = seen_BmH[:, : self.router.weight.size(1)].transpose(1, 2)
         try:
             with stage_of(self.name, GATE):

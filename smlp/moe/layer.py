@@ -71,7 +71,7 @@ class TokenMoE(nn.Module):
             outputs = self.experts(inputs, record.counts, *beside)
         with stage_of(self.name, PERMUTE):
             update_NH = self.dispatcher.combine(outputs, routing.weight_A, record)
-        if way_back is not None:
+        if self.shuffle is not None and way_back is not None:
             update_NH = self.shuffle.back(update_NH, way_back)
         if rows_N is not None:
             with stage_of(self.name, PERMUTE):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from smlp.config.presets import preset
 from smlp.costs.memory import check_weights
 from smlp.errors import UserError
 from smlp.moe.layer import TokenMoE
-from smlp.nn.blocks.base import AuxLosses, build_blocks
+from smlp.nn.blocks.base import AuxLosses, Block, build_blocks
 from smlp.nn.layers import Dropout
 from smlp.nn.state import DecodingState, ForwardContext, pytree
 from smlp.ops import linear
@@ -51,6 +51,8 @@ class Decoder(nn.Module):
     Raises:
         UserError: ``ranks`` is for another number of experts.
     """
+
+    positions: Tensor
 
     def __init__(self, config: ModelConfig, ranks: Ranks | None = None) -> None:
         super().__init__()
@@ -150,7 +152,7 @@ class Decoder(nn.Module):
         *blocks, last = self.blocks
         for block in blocks:
             x_1NH, _ = block(x_1NH, context)
-        last.read(x_1NH, context)
+        cast(Block, last).read(x_1NH, context)
         _advance(groups)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
@@ -216,7 +218,7 @@ class Decoder(nn.Module):
         if self.needs_token_counts:
             for module in self.modules():
                 if isinstance(module, TokenMoE):
-                    module.router.balance(frequencies_V)
+                    cast(Any, module.router).balance(frequencies_V)
 
     def _valid(self, tokens_Bn: Tensor) -> Tensor | None:
         """Return True at real tokens, (B, n), or None where there is no padding."""

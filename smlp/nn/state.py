@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import GetAttrKey, register_pytree_node
+from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from smlp.errors import UserError
 
@@ -34,7 +34,7 @@ def pytree(cls: Class) -> Class:
     def flatten(instance: Any) -> tuple[list[Any], None]:
         return [getattr(instance, name) for name in names], None
 
-    def flatten_with_keys(instance: Any) -> tuple[list[tuple[GetAttrKey, Any]], None]:
+    def flatten_with_keys(instance: Any) -> tuple[list[tuple[KeyEntry, Any]], None]:
         return [(GetAttrKey(name), getattr(instance, name)) for name in names], None
 
     def unflatten(values: Iterable[Any], _: None) -> Any:
@@ -179,14 +179,19 @@ class ForwardContext:
     groups: tuple[ForwardContext, ...] = ()
 
     @property
+    def _tokens(self) -> Tensor:
+        assert self.tokens_Bn is not None, "the decoder sets it before the first block"
+        return self.tokens_Bn
+
+    @property
     def num_seqs(self) -> int:
         """B."""
-        return self.tokens_Bn.size(0)
+        return self._tokens.size(0)
 
     @property
     def num_new_tokens(self) -> int:
         """n."""
-        return self.tokens_Bn.size(1)
+        return self._tokens.size(1)
 
     @property
     def start(self) -> int:
@@ -213,7 +218,7 @@ class ForwardContext:
         """
         if not self.groups:
             return mix(*inputs_BnC, self)
-        shapes = [group.tokens_Bn.shape for group in self.groups]
+        shapes = [group._tokens.shape for group in self.groups]
         parts = zip(*(x_1NC[0].split([shape.numel() for shape in shapes]) for x_1NC in inputs_BnC), strict=True)
         mixed = [
             mix(*(part.unflatten(0, shape) for part in own), group).flatten(0, 1)

@@ -37,7 +37,7 @@ def reduce_expert_gradients(parameters: Iterable[nn.Parameter], replicas: Group)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     with torch.no_grad(), span(REDUCTION):
-        for bucket in _buckets([parameter.grad for parameter in parameters]):
+        for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
             flat = torch.cat([grad.flatten() for grad in bucket])
             replicas.all_reduce(flat, "expert gradients")
             for grad, summed in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):

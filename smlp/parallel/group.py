@@ -87,7 +87,7 @@ class DistributedGroup:
         self.members = dist.get_process_group_ranks(process_group)
         self.only_cuda = dist.get_backend(process_group) == dist.Backend.NCCL
 
-    def __deepcopy__(self, memo: dict) -> DistributedGroup:
+    def __deepcopy__(self, memo: dict[int, object]) -> DistributedGroup:
         return self  # copies of a model talk through the same connections
 
     def all_to_all(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:

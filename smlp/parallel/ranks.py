@@ -40,7 +40,7 @@ class ExpertLayout:
     num_experts: int
     world_size: int = 1
     rank: int = 0
-    group_size: int | None = None
+    group_size: int = None  # type: ignore[assignment]  # None becomes the largest that fits
 
     def __post_init__(self) -> None:
         num_experts, world_size, group_size = self.num_experts, self.world_size, self.group_size
@@ -122,9 +122,9 @@ def connect(num_experts: int, group_size: int | None = None, timeout: timedelta 
         UserError: P does not divide W and E.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        layout = ExpertLayout(num_experts, group_size=group_size)
+        layout = ExpertLayout(num_experts, group_size=group_size)  # type: ignore[arg-type]
         return Ranks(layout, LocalGroup(), LocalGroup(), LocalGroup())
-    layout = ExpertLayout(num_experts, dist.get_world_size(), dist.get_rank(), group_size)
+    layout = ExpertLayout(num_experts, dist.get_world_size(), dist.get_rank(), group_size)  # type: ignore[arg-type]
     world = DistributedGroup(dist.group.WORLD) if layout.world_size > 1 else LocalGroup()
     experts = _own_group(layout.expert_groups, layout.rank, timeout)
     replicas = _own_group(layout.replica_groups, layout.rank, timeout)

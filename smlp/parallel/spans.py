@@ -10,6 +10,7 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 #: stages of a sparse layer. Scores and auxiliary losses; who goes where; into the order of the experts and back; the
 #: way to the experts' ranks; the experts; the way back; waiting for other ranks to arrive at the layer
@@ -58,22 +59,22 @@ class _Span:
 
 def span(name: str) -> AbstractContextManager[None]:
     """Return a range with this name where a profiler is running; otherwise, and in a whole one, nothing."""
-    return _Span(name) if torch.autograd._profiler_enabled() and not _open.num_whole else _NOTHING
+    return _Span(name) if _profiler_enabled() and not _open.num_whole else _NOTHING
 
 
 def whole_span(name: str) -> AbstractContextManager[None]:
     """Return a range as :func:`span` does, inside which no other opens, so that all of its time is its own."""
-    return _Span(name, is_whole=True) if torch.autograd._profiler_enabled() else _NOTHING
+    return _Span(name, is_whole=True) if _profiler_enabled() else _NOTHING
 
 
 def stage_of(layer: str, stage: str) -> AbstractContextManager[None]:
     """Return a range for one of the :data:`STAGES` of a layer; inner ranges take their time from outer ones."""
-    return span(layer + SEPARATOR + stage) if torch.autograd._profiler_enabled() else _NOTHING
+    return span(layer + SEPARATOR + stage) if _profiler_enabled() else _NOTHING
 
 
 def stage(stage: str) -> AbstractContextManager[None]:
     """Return the range of a stage of the layer whose range is open, for code that does not know its layer."""
-    if not torch.autograd._profiler_enabled():
+    if not _profiler_enabled():
         return _NOTHING
     return span((current_span() or "").partition(SEPARATOR)[0] + SEPARATOR + stage)
 

@@ -15,7 +15,7 @@ from smlp import files
 from smlp.errors import UserError
 from smlp.fairseq_compat import saving
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 # Starts a training run in a fork, lets it save a few times, kills it a random moment after it began to save once more
 # (a checkpoint has its first name, and the others are being written), and tries to load every checkpoint it left; again

@@ -17,7 +17,7 @@ from smlp.checkpoint import lazy
 from smlp.checkpoint.index import INDEX_KEY
 from smlp.checkpoint.opened import open_checkpoint
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 SPARSE = ["base_lm_tiny", "switch_lm_tiny", "hash_lm_tiny", "smlp_tiny", "smlp_partial_tiny", "gmlp_moe_tiny"]
 

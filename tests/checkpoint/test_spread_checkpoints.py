@@ -15,7 +15,7 @@ from running import USER_DIR
 import smlp
 from smlp.errors import UserError
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
 
 def train(run_fairseq_many, *cases) -> list:

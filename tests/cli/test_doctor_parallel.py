@@ -14,7 +14,7 @@ from smlp.cli import doctor
 from smlp.cli.doctor import OK, PROBLEM, Check
 from smlp.launch import team
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 
 def test_two_ranks_of_this_machine_pass_all_checks(tmp_path):

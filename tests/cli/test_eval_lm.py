@@ -22,7 +22,7 @@ from smlp.errors import UserError
 from smlp.evaluation.leak import randomise
 from smlp.evaluation.parity import Parity, ParityCell
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 ARCHS = ("gmlp_lm_tiny", "smlp_tiny", "smlp_partial_tiny", "switch_lm_tiny")
 #: options that fairseq has too; how batches are cut makes no difference

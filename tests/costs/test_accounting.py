@@ -20,6 +20,8 @@ from smlp.nn.blocks.gmlp import SPATIAL_GATING
 from smlp.nn.blocks.smlp import FEATURE_MOE
 from smlp.nn.blocks.transformer import ATTENTION
 
+pytestmark = pytest.mark.long
+
 SMALL = {"vocab_size": 10, "max_tokens": 4, "embed_dim": 4, "ffn_dim": 8, "num_experts": 2}
 
 

@@ -23,7 +23,7 @@ from smlp.nn.decoder import Decoder
 from smlp.parallel import one_process, spans
 from smlp.parallel.spans import STAGES, span, split_name, stage, stage_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 SMALL = {"vocab_size": 40, "max_tokens": 10, "embed_dim": 16, "ffn_dim": 16, "num_heads": 2, "num_experts": 4}
 SMALL |= {"num_dense_layers": 2, "num_sparse_layers": 2}

@@ -22,7 +22,7 @@ from smlp.errors import UserError
 from smlp.fairseq_compat.profiling import WARM_UP
 from smlp.fairseq_compat.settings import check_profiling
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 T, BATCH = 32, 4
 SIZES = {"embed_dim": 64, "ffn_dim": 128, "num_dense_layers": 1, "num_sparse_layers": 1, "num_experts": 4}

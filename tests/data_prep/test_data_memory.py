@@ -23,7 +23,7 @@ from running import run_python
 
 from smlp.cli.main import main
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")]
 
 # argv: a limit in bytes on the address space of each process (this one and, inherited, the workers; 0 for none), and
 # the command. Prints the largest peak of any in KiB: of this process from /proc, for what getrusage says of a process

@@ -8,6 +8,8 @@ import subprocess
 import pytest
 from running import REPOSITORY, as_user
 
+pytestmark = pytest.mark.long
+
 RECIPES = REPOSITORY / "examples" / "data"
 # Runs each job at once, all tasks of an array together, and prints its number: what 'sbatch --parsable' prints.
 SBATCH = """#!/usr/bin/env bash

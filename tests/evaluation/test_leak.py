@@ -8,6 +8,8 @@ from torch import nn
 import smlp
 from smlp.evaluation.leak import default_positions, leak_test, randomise
 
+pytestmark = pytest.mark.long
+
 NARROW = {"vocab_size": 64, "max_tokens": 24, "embed_dim": 64, "ffn_dim": 64}
 
 LAYERS = ("num_dense_layers", "num_sparse_layers")

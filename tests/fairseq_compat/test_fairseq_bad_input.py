@@ -23,7 +23,7 @@ from smlp.fairseq_compat.data import check_dictionary, check_split, check_text
 from smlp.fairseq_compat.loading import check_dictionary_of, check_restore_file
 from smlp.files import locked
 
-pytestmark = pytest.mark.timeout(720)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(720)]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ from smlp.evaluation.scoring import block_log_probs
 from smlp.moe.routers.hashed import balanced_table
 from smlp.text.binarized import count_tokens, read_fairseq_tokens
 
+pytestmark = pytest.mark.long
+
 TOKENS = 24
 NARROW = [
     *("--embed-dim", "16", "--ffn-dim", "16", "--num-dense-layers", "1", "--num-sparse-layers", "1"),

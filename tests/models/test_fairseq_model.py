@@ -12,6 +12,8 @@ import smlp
 from smlp.config.presets import PRESETS, from_training_options
 from smlp.fairseq_compat.changed_settings import changed_settings
 
+pytestmark = pytest.mark.long
+
 NARROW = [
     *("--embed-dim", "16", "--ffn-dim", "16", "--num-dense-layers", "1", "--num-sparse-layers", "1"),
     *("--num-experts", "4", "--tokens-per-sample", "24"),

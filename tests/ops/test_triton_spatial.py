@@ -20,6 +20,8 @@ from smlp.ops import causal_spatial_projection, fast_paths
 from smlp.ops.fast_paths import FUSED_TOKENS, fuse, product_precision, reference_ops
 from smlp.ops.tolerances import SHARE_TF32, allowed_share, largest_share
 
+pytestmark = pytest.mark.long
+
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 

@@ -12,7 +12,7 @@ import pytest
 from layouts import ARCHS, DENSE, UPDATES, command, same, saved
 from recording import updates_of
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
 TOLERANCE = 1e-5
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)]

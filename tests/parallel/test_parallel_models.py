@@ -4,7 +4,7 @@ import pytest
 from rank_cases import ARCHS
 from rank_running import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 SPARSE = [arch for arch in ARCHS if arch not in ("dense", "gmlp")]
 # without expert parallelism, architectures differ in one process already

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from layouts import command
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(200)]
 
 #: what goes wrong, the exit code of the rank it happens to, and what its message says (nothing: it cannot say anything)
 FAULTS = {

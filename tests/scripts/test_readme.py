@@ -10,6 +10,8 @@ import pytest
 from running import REPOSITORY, as_user, shell
 from zeroshot_data import write_tasks
 
+pytestmark = pytest.mark.long
+
 MARK = "<!-- run by tests/scripts/test_readme.py -->\n"
 BLOCK = re.compile(re.escape(MARK) + r"```(\w+)\n(.*?)```", re.S)
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from running import REPOSITORY, as_user, shell
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def refused(monkeypatch, capsys):

@@ -53,6 +53,8 @@ class HashRouter(nn.Module):
         seed: of the random table; None for a table that is still to come, by :meth:`balance` or from a checkpoint.
     """
 
+    table: Tensor
+
     def __init__(self, vocab_size: int, num_experts: int, seed: int | None) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -77,7 +79,7 @@ class HashRouter(nn.Module):
             UserError: the table is still to come.
         """
         if not self._is_complete:
-            if not self.table.is_meta and (self.table < 0).any():
+            if not self.table.is_meta and bool((self.table < 0).any()):
                 raise UserError(
                     "hash_kind=balanced has no table: it is made from the training split (mmap format) when training "
                     "starts, or comes with a checkpoint"

@@ -9,6 +9,7 @@ Riquelme et al., 2021, section 4.1 (places by gate); Zoph et al., 2022, equation
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,7 @@ def assignment_weights(gate_NE: Tensor, plan: RoutingPlan, normalise: str) -> Te
         normalise: ``before_drop`` divides by the gates of both choices (GShard), ``after_drop`` by those of the
             choices that were not dropped (fairscale).
     """
+    assert plan.choice_NK is not None
     gate_NK = gate_NE.gather(1, plan.choice_NK)
     if gate_NK.size(1) > 1:
         divisor_NK = gate_NK
@@ -121,6 +123,7 @@ class TopKRouter(nn.Module):
                 plan = self._decide(logits_NE, gate_NE, noise)
         aux_losses = {}
         if self.training and settings.load_balance_weight > 0:
+            assert plan.choice_NK is not None
             balance = load_balance_loss(gate_NE, plan.choice_NK[:, 0])
             aux_losses["load_balance"] = settings.load_balance_weight * balance
         if self.training and settings.router_z_weight > 0:
@@ -164,7 +167,13 @@ class TopKRouter(nn.Module):
 class Switch(ScoredRouterKind):
     """The best expert by a softmax gate (Fedus et al., 2021)."""
 
-    takes = ("capacity_factor", "eval_capacity_factor", "drop_order", *_LOSS_WEIGHTS, "router_jitter")
+    takes: ClassVar[tuple[str, ...]] = (
+        "capacity_factor",
+        "eval_capacity_factor",
+        "drop_order",
+        *_LOSS_WEIGHTS,
+        "router_jitter",
+    )
     title = "Switch"
 
     def build(self, config: ModelConfig) -> TopKRouter:
@@ -182,7 +191,7 @@ class Switch(ScoredRouterKind):
 class GShard(Switch):
     """The two best (Lepikhin et al., 2021)."""
 
-    takes = (*Switch.takes, "second_expert", "gate_normalisation")
+    takes: ClassVar[tuple[str, ...]] = (*Switch.takes, "second_expert", "gate_normalisation")
     title = "GShard"
 
     def experts_per_token(self, config: ModelConfig) -> int:

@@ -153,9 +153,10 @@ class GatedMLPExperts(nn.Module):
         key_BnKC[sequence_A, step_A, rank_A] = key_AC
         owner_BnK = owner_A.new_zeros(num_seqs, num_new, num_each)
         owner_BnK[sequence_A, step_A, rank_A] = owner_A
-        max_tokens = self.gating.max_tokens
-        key_BmKC = context.state.append((self, "keys"), key_BnKC.flatten(2), max_tokens).unflatten(2, (num_each, -1))
-        owner_BmK = context.state.append((self, "owners"), owner_BnK, max_tokens)
+        state, max_tokens = context.state, self.gating.max_tokens
+        assert state is not None
+        key_BmKC = state.append((self, "keys"), key_BnKC.flatten(2), max_tokens).unflatten(2, (num_each, -1))
+        owner_BmK = state.append((self, "owners"), owner_BnK, max_tokens)
         found = [(owner_BmK == owner).nonzero() for owner in range(1, len(counts) + 1)]
         return [(place[:, :2], key_BmKC[place[:, 0], place[:, 1], place[:, 2]]) for place in found]
 
