@@ -1,4 +1,4 @@
-"""Where the time of an update goes: by stage of the sparse layers, part of the update, and component of the model.
+"""Divide the time of an update by stage of the sparse layers, part of the update, and component of the model.
 
 A trace is classified once (:func:`rows_of_trace`). ``smlp costs`` groups its rows by stage and part (:class:`Costs`);
 ``--profile-updates`` groups them by component, beside the operations of each and the rate that the device can reach

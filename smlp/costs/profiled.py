@@ -80,7 +80,7 @@ class _Trainer:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
 
     def update(self, tokens_BT: Tensor) -> None:
-        """Returns when it is done, on the device as well."""
+        """Do one update; return when it is done on the device as well."""
         with update_range(tokens_BT.device):
             with span(FORWARD):
                 loss = self._loss(tokens_BT)

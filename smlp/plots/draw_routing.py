@@ -132,15 +132,10 @@ def draw_features(counts: FeatureCounts, model_name: str, text: str) -> Figure:
         f"{text}; {agreement if counts.num_seqs > 1 else 'one sequence'}",
     )
     map_axes, side = figure.subplots(1, 2, width_ratios=[3.2, 1])
-    image = map_axes.imshow(
-        shares_HE[features].T, cmap=SEQUENTIAL, vmin=0, vmax=1, aspect="auto", interpolation="nearest"
-    )
+    _draw_map(map_axes, shares_HE[features].T, 1.0, "share of the sequences")
     label_ticks(map_axes, "y", [str(expert) for expert in experts], most=40, fontsize=8)
     map_axes.set_xlabel("feature, by the expert to which it goes most often")
     map_axes.set_ylabel("expert")
-    bar = figure.colorbar(image, ax=map_axes, pad=0.01, aspect=25)
-    bar.set_label("share of the sequences", fontsize=9)
-    bar.ax.tick_params(labelsize=8)
     side.hist(agreement_H, bins=np.linspace(0, 1, 21), color="0.65")
     side.axvline(1 / num_experts, color="black", linestyle=(0, (4, 2)), linewidth=1, label="at random")
     side.set_xlim(0, 1)

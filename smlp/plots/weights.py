@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smlp.errors import UserError
 from smlp.evaluation.samples import Samples
@@ -16,6 +16,9 @@ from smlp.plots.draw_routing import draw_features, draw_tokens, evenly, orders
 from smlp.plots.drawing import check_matplotlib, save
 from smlp.plots.filters import FilterNumbers, SpatialLayer, filter_numbers, fixed_chunks, layer_facts, spatial_layers
 from smlp.plots.routing import FeatureCounts, RoutingCounts, TokenCounts, count_routing, layer_number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: layers of a kind that are drawn where nobody says which
 MOST_LAYERS = 4
@@ -189,22 +192,20 @@ def _draw_filters(plots: WeightPlots, choice: Choice, out: Path, model_name: str
 
 
 def _draw_routing(plots: WeightPlots, choice: Choice, out: Path, model_name: str, file_format: str, text: str) -> None:
-    fed = f"{plots.routing.num_tokens:,} tokens of {text}"
-    tokens = {layer_number(counts.name): counts for counts in plots.routing.tokens}
-    chosen = choice.of_layers(list(tokens))
-    _note_layers(plots, choice, "tokens to experts", chosen, len(tokens))
-    for number in chosen:
-        figure = draw_tokens(tokens[number], plots.symbols, model_name, fed)
-        plots.figures.append(save(figure, out / f"tokens_layer{number}.{file_format}"))
-    features = {layer_number(counts.name): counts for counts in plots.routing.features}
-    if features and plots.routing.num_seqs < 2:
+    def draw(what: str, counted: Sequence[Any], figure_of: Callable[[Any], Figure]) -> None:
+        layers = {layer_number(counts.name): counts for counts in counted}
+        chosen = choice.of_layers(list(layers))
+        _note_layers(plots, choice, f"{what} to experts", chosen, len(layers))
+        for number in chosen:
+            plots.figures.append(save(figure_of(layers[number]), out / f"{what}_layer{number}.{file_format}"))
+
+    routing = plots.routing
+    fed, num_seqs = f"{routing.num_tokens:,} tokens of {text}", f"{routing.num_seqs:,} sequences of {text}"
+    draw("tokens", routing.tokens, lambda counts: draw_tokens(counts, plots.symbols, model_name, fed))
+    if routing.features and routing.num_seqs < 2:
         plots.left_out.append("features to experts: a single sequence shows nothing; give more text")
-        return
-    chosen = choice.of_layers(list(features))
-    _note_layers(plots, choice, "features to experts", chosen, len(features))
-    for number in chosen:
-        figure = draw_features(features[number], model_name, f"{plots.routing.num_seqs:,} sequences of {text}")
-        plots.figures.append(save(figure, out / f"features_layer{number}.{file_format}"))
+    else:
+        draw("features", routing.features, lambda counts: draw_features(counts, model_name, num_seqs))
 
 
 def _note_layers(plots: WeightPlots, choice: Choice, what: str, chosen: Sequence[int], count: int) -> None:

@@ -25,12 +25,7 @@ from smlp.evaluation.lm_eval.model import HarnessModel, TooLongRecords
 from smlp.evaluation.zeroshot.evaluate import for_each_task
 from smlp.evaluation.zeroshot.readers import (
     READERS,
-    CopaItem,
-    HellaSwagItem,
-    PiqaItem,
     RecordItem,
-    StoryClozeItem,
-    WinograndeItem,
     distinct,
 )
 from smlp.evaluation.zeroshot.rules import best_f1, exact_match
@@ -213,33 +208,6 @@ def _definition(name: str) -> dict[str, Any]:
     return {"include": str(Path(lm_eval.__file__).resolve().parent / "tasks" / _DEFINITIONS[name])}
 
 
-def _copa(item: CopaItem) -> dict[str, Any]:
-    choices = dict(zip(("choice1", "choice2"), item.choices, strict=True))
-    return {"premise": item.premise, **choices, "question": item.question, "label": item.gold}
-
-
-def _piqa(item: PiqaItem) -> dict[str, Any]:
-    return {"goal": item.goal, "sol1": item.solutions[0], "sol2": item.solutions[1], "label": item.gold}
-
-
-def _storycloze(item: StoryClozeItem) -> dict[str, Any]:
-    sentences = {f"input_sentence_{number}": text for number, text in enumerate(item.sentences, start=1)}
-    endings = {f"sentence_quiz{number}": text for number, text in enumerate(item.endings, start=1)}
-    return {**sentences, **endings, "answer_right_ending": item.gold + 1}
-
-
-def _winogrande(item: WinograndeItem) -> dict[str, Any]:
-    first, second = item.options
-    return {"sentence": item.sentence, "option1": first, "option2": second, "answer": str(item.gold + 1)}
-
-
-def _hellaswag(item: HellaSwagItem) -> dict[str, Any]:
-    return {
-        "activity_label": item.activity, "ctx_a": item.ctx_a, "ctx_b": item.ctx_b, "endings": list(item.endings),
-        "label": str(item.gold),
-    }  # fmt: skip
-
-
 def _record(item: RecordItem) -> dict[str, Any]:
     """Return a record as the task above reads it."""
     written = example(item, "lm-eval")
@@ -252,14 +220,29 @@ def _record(item: RecordItem) -> dict[str, Any]:
     }
 
 
+#: records as the harness's tasks read them
 _ROWS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "copa": _copa,
-    "piqa": _piqa,
-    "storycloze": _storycloze,
-    "winogrande": _winogrande,
-    "hellaswag": _hellaswag,
+    "copa": lambda item: {
+        "premise": item.premise, "choice1": item.choices[0], "choice2": item.choices[1], "question": item.question,
+        "label": item.gold,
+    },
+    "piqa": lambda item: {
+        "goal": item.goal, "sol1": item.solutions[0], "sol2": item.solutions[1], "label": item.gold
+    },
+    "storycloze": lambda item: {
+        **{f"input_sentence_{number}": text for number, text in enumerate(item.sentences, start=1)},
+        **{f"sentence_quiz{number}": text for number, text in enumerate(item.endings, start=1)},
+        "answer_right_ending": item.gold + 1,
+    },
+    "winogrande": lambda item: {
+        "sentence": item.sentence, "option1": item.options[0], "option2": item.options[1], "answer": str(item.gold + 1)
+    },
+    "hellaswag": lambda item: {
+        "activity_label": item.activity, "ctx_a": item.ctx_a, "ctx_b": item.ctx_b, "endings": list(item.endings),
+        "label": str(item.gold),
+    },
     "record": _record,
-}
+}  # fmt: skip
 
 
 def process_results(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, float]:

@@ -136,8 +136,9 @@ class HarnessModel(TemplateLM):
             groups.setdefault((request.task_name, request.doc_id), []).append(number)
         results: list[Result] = [(0.0, True)] * len(requests)
         members = list(groups.values())
-        self._check_lengths({key: [texts[number] for number in numbers] for key, numbers in groups.items()})
-        candidates = [self._group(requests, numbers, texts) for numbers in members]
+        by_record = {key: [texts[number] for number in numbers] for key, numbers in groups.items()}
+        self._check_lengths(by_record)
+        candidates = [self._fitted(own, f"{task}, example {number}") for (task, number), own in by_record.items()]
         for place, scored in self._scored(candidates, disable_tqdm):
             for number, text, scores in zip(members[place], candidates[place].texts, scored, strict=True):
                 results[number] = _of_continuation(text, scores)
@@ -166,12 +167,6 @@ class HarnessModel(TemplateLM):
         found = {record: reason for part in self.team.gather(too_long) for record, reason in part.items()}
         if found:
             raise TooLongRecords(found)
-
-    def _group(
-        self, requests: Sequence[Instance], numbers: Sequence[int], texts: Sequence[TokenizedText | None]
-    ) -> Candidates:
-        request = requests[numbers[0]]
-        return self._fitted([texts[number] for number in numbers], f"{request.task_name}, example {request.doc_id}")
 
     def _fitted(self, texts: Sequence[TokenizedText], where: str) -> Candidates:
         """Make texts fit the model, and count what had to give way."""
