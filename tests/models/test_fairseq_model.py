@@ -257,14 +257,16 @@ def test_bad_settings_are_one_sentence(tiny_data, tools, tmp_path, run_fairseq_m
             (other / f"{name}.{kind}").write_bytes((tiny_data / f"{name}.{kind}").read_bytes())
     lines = (tiny_data / "dict.txt").read_text().splitlines()
     (other / "dict.txt").write_text("\n".join([*lines, *(f"other{number} 1" for number in range(16))]) + "\n")
-    wider = [*COMMON, "--arch", "smlp_tiny", *NARROW, "--batch-size", "4", "--save-dir", tmp_path / "x"]
+    wider = [*COMMON, "--arch", "smlp_tiny", *NARROW, "--batch-size", "4"]
     cases = {
         "experts": ([tiny_data, *wider, "--num-experts", "3"], ["num_experts=3", "embed_dim=16"]),
         "dictionary": ([other, *wider, "--restore-file", path], ["dict.txt"]),
         "context": ([tiny_data, *wider, "--restore-file", path, "--tokens-per-sample", "32"], ["24", "32"]),
         "width": ([tiny_data, *wider, "--restore-file", path, "--ffn-dim", "32"], ["(16,", "(32,"]),
     }
-    runs = run_fairseq_many([{"tool": "train", "args": arguments} for arguments, _ in cases.values()])
+    # they run side by side, and a save-dir has one writer
+    tried = [[*arguments, "--save-dir", tmp_path / name] for name, (arguments, _) in cases.items()]
+    runs = run_fairseq_many([{"tool": "train", "args": arguments} for arguments in tried])
     for (name, (_, words)), run in zip(cases.items(), runs, strict=True):
         assert run.rc == 1, (name, run.rc)
         errors = [line for line in run.stderr.splitlines() if line.startswith("smlp: error: ")]
