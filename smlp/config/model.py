@@ -206,7 +206,7 @@ class ModelConfig(MoEConfig):
 
     @property
     def has_feature_moe(self) -> bool:
-        """Whether it has sMoEs: experts of features."""
+        """Return whether it has sMoEs: experts of features."""
         return any(kind.has_feature_moe for kind in self.block_kinds)
 
     @property
@@ -229,7 +229,7 @@ class ModelConfig(MoEConfig):
 
     @property
     def is_leaky(self) -> bool:
-        """Whether the model sees the tokens that it predicts (smlp.txt, appendix B)."""
+        """Return whether the model sees the tokens that it predicts (smlp.txt, appendix B)."""
         return self.has_feature_moe and self.feature_routing == "leaky"
 
     def sparse_layer_indices(self) -> tuple[int, ...]:

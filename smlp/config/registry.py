@@ -1,4 +1,4 @@
-"""What a model can be made of, by name: routers, dense and sparse blocks, architectures.
+"""Tables of what a model can be made of, by name: routers, dense and sparse blocks, architectures.
 
 The tables hold what comes with this package and what the files named in ``SMLP_PLUGINS`` register in the same way. Both
 are imported, and torch with them, when a table is first looked at: importing this module is cheap.

@@ -70,7 +70,7 @@ class Match:
 
     @property
     def matches(self) -> bool:
-        """Whether the difference is within :data:`TOLERANCE`."""
+        """Return whether the difference is within :data:`TOLERANCE`."""
         return abs(self.difference) <= TOLERANCE
 
     @property

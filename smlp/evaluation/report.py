@@ -124,7 +124,7 @@ class Evaluation:
 
     @property
     def is_scored_N(self) -> np.ndarray:
-        """Whether each token was scored, (N,) bool."""
+        """Return whether each token was scored, (N,) bool."""
         return ~np.isnan(self.log_probs_N)
 
     @property

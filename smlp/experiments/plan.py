@@ -1,4 +1,4 @@
-"""What an experiment means: its models with their costs, and the command of every run."""
+"""Plan an experiment: its models with their costs, and the command of every run."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a step ended."""
+    """The end of a step."""
 
     step: Step
     #: exit status, or 128 + the number of the signal that killed it

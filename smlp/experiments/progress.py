@@ -1,4 +1,4 @@
-"""How far the runs of an experiment are, and how long the rest takes: read from their logs."""
+"""Read from the logs how far the runs of an experiment are, and how long the rest takes."""
 
 from __future__ import annotations
 

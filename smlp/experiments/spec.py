@@ -1,4 +1,4 @@
-"""What the file of an experiment says (:mod:`smlp.experiments.reading` reads it)."""
+"""The content of an experiment's file (:mod:`smlp.experiments.reading` reads it)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What is measured beside the training."""
+    """Measurements besides the training."""
 
     validations: int
     subsets: tuple[str, ...]
@@ -70,7 +70,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Resources:
-    """Where the runs are trained, and with what."""
+    """The machine that the runs are trained on, and its resources."""
 
     where: str
     device: str | None
@@ -87,7 +87,7 @@ class Resources:
 
     @property
     def is_on_gpus(self) -> bool:
-        """Whether the file asks for GPUs."""
+        """Return whether the file asks for GPUs."""
         return bool(self.gpus_per_node) or self.device == "gpu"
 
     def at_a_time(self, num_runs: int) -> int:

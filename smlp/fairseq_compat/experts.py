@@ -45,7 +45,7 @@ class SpreadExperts:
 
     @property
     def are_spread(self) -> bool:
-        """Whether other ranks hold experts that this rank does not (P > 1)."""
+        """Return whether other ranks hold experts that this rank does not (P > 1)."""
         return bool(self.names) and self.ranks.layout.group_size > 1
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""What a process may use of this machine, and how its threads wait for each other. Imports no torch."""
+"""Find what a process may use of this machine, and how its threads wait for each other. Imports no torch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _MOST_RANKS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRank:
-    """Where a rank would run."""
+    """The place where a rank would run."""
 
     host: str
     device: str

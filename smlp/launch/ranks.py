@@ -1,4 +1,4 @@
-"""Which rank this process is, and which device it gets, according to its launcher."""
+"""Ask the launcher which rank this process is, and which device it gets."""
 
 from __future__ import annotations
 

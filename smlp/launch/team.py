@@ -32,7 +32,7 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that reports."""
+        """Return whether this is the rank that reports."""
         return self.rank == 0
 
     def gather(self, part: _T) -> list[_T]:

@@ -103,7 +103,7 @@ class RoutedFeatureMoE(FeatureMoE):
 
     @property
     def is_leaky(self) -> bool:
-        """Whether positions after the prefix take part in the routing."""
+        """Return whether positions after the prefix take part in the routing."""
         return self.router.weight.size(1) > self.prefix_tokens
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:

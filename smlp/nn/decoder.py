@@ -210,7 +210,7 @@ class Decoder(nn.Module):
 
     @property
     def needs_token_counts(self) -> bool:
-        """Whether routers wait for :meth:`balance_routers`, unless a checkpoint is loaded."""
+        """Return whether routers wait for :meth:`balance_routers`, unless a checkpoint is loaded."""
         return self.config.num_sparse_layers > 0 and self.config.router_kind.needs_token_counts(self.config)
 
     def balance_routers(self, frequencies_V: Tensor) -> None:

@@ -81,7 +81,7 @@ def _by_loss(owner_K: np.ndarray, best_K: np.ndarray, worth_KE: np.ndarray, exce
 
 
 def _place_in_queue(group: np.ndarray) -> np.ndarray:
-    """How many of the same group stand before each item."""
+    """Count the items of the same group before each item."""
     order = np.argsort(group, kind="stable")
     sorted_group = group[order]
     place = np.empty_like(order)

@@ -51,7 +51,7 @@ def equal_load_prices(values_BNE: Tensor) -> Tensor:
 
 
 def finest_prices(values_BNE: Tensor) -> Tensor:
-    """What is left to add to prices that are found and taken off the values already, (B, 1, E).
+    """Return what to add to prices that are already subtracted from the values, (B, 1, E).
 
     For values of which many are equal, where experts compete for whole groups of tokens at once: Newton's method on the
     whole Hessian, which knows how loads answer to the prices of other experts, down to temperatures far below the noise

@@ -107,7 +107,7 @@ class OneExpert:
 
 
 class _SeveralExperts(ABC):
-    """What is the same for any numbers of tokens: the norm in one go, then each token's gain and offset."""
+    """The part that is the same for any numbers of tokens: one norm, then each token's gain and offset."""
 
     continues = False
 

@@ -1,4 +1,4 @@
-"""Which inputs take a fast path instead of the obvious one; measured, and all in this place (docs/performance.md).
+"""Choose between fast paths and obvious ones, from measured ranges, all in this file (docs/performance.md).
 
 ``SMLP_REFERENCE_OPS=1`` in the environment takes the obvious path everywhere.
 """
@@ -60,7 +60,7 @@ def reference_ops() -> Iterator[None]:
 
 
 def allowed(*tensors: Tensor) -> bool:
-    """Whether a fast path may be taken at all: not where a mixture of types (autocast) has to be sorted out first."""
+    """Return whether a fast path may be taken at all: not for mixed dtypes (autocast)."""
     first = tensors[0]
     return (
         not _reference_only.get()
@@ -75,13 +75,15 @@ def triangle_strip(num_tokens: int) -> int | None:
 
 
 def reads_in_place(x_Bnhc: Tensor, start: int) -> bool:
-    """Whether a spatial projection of the last positions takes each sequence where it lies instead of copying all of
-    them together, which on a CPU takes longer than the product."""
+    """Return whether a spatial projection of the last positions reads each sequence in place.
+
+    Copying all sequences together first takes longer on a CPU than the product.
+    """
     return start > 0 and x_Bnhc.size(0) > 0 and allowed(x_Bnhc) and x_Bnhc.device.type == "cpu"
 
 
 def takes_bands(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
-    """Whether a linear map takes a batched product of bands of its matrix: few rows on a CPU, and no gradients."""
+    """Return whether a linear map uses a batched product of bands: for few rows on a CPU, without gradients."""
     given = (x, weight_OI) if bias_O is None else (x, weight_OI, bias_O)
     few = x.numel() == weight_OI.size(1) or 0 < x.numel() <= min(BANDED_INPUTS, 4 * weight_OI.size(1))
     return (
@@ -97,7 +99,7 @@ def takes_bands(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
 
 
 def takes_onednn(num_multiplications: int, *tensors: Tensor) -> bool:
-    """Whether a product of these tensors is taken to oneDNN: a large one, in float32, on a CPU on which MKL is slow."""
+    """Return whether oneDNN computes a product of these tensors: a large one in float32, on a CPU where MKL is slow."""
     first = tensors[0]
     return (
         num_multiplications >= ONEDNN_MULTIPLICATIONS
@@ -111,7 +113,7 @@ def takes_onednn(num_multiplications: int, *tensors: Tensor) -> bool:
 
 
 def fuse(num_tokens: int, start: int, *tensors: Tensor) -> bool:
-    """Whether a causal product over so many positions takes Triton's kernels, which compute all of them (start 0).
+    """Return whether Triton's kernels compute a causal product over so many positions, all of them (start 0).
 
     Not where somebody records what torch does: operators that are traced or counted one by one (modes, subclasses of
     tensors, ``torch.jit.trace``, ``torch.compile``) must be torch's own.
@@ -129,7 +131,7 @@ def fuse(num_tokens: int, start: int, *tensors: Tensor) -> bool:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and the device is an NVIDIA GPU with the instructions that the kernels want."""
+    """Return whether Triton is installed and the device is an NVIDIA GPU with the instructions that kernels need."""
     if device.type != "cuda" or torch.version.hip is not None or not _triton_is_installed():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -141,8 +143,10 @@ def _triton_is_installed() -> bool:
 
 
 def _recorded(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether somebody looks at single operators, and may know those of torch only: a mode that takes any operator says
-    so by an attribute ``any_operator``."""
+    """Return whether some mode records single operators and may know only those of torch.
+
+    A mode that accepts any operator has the attribute ``any_operator``.
+    """
     return (
         any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
@@ -153,7 +157,7 @@ def _recorded(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def product_precision(dtype: torch.dtype, device: torch.device) -> str:
-    """How torch takes products on this device: "tf32" where it rounds factors in float32, or "ieee"."""
+    """Return how torch computes products on this device: "tf32" if it rounds float32 factors, else "ieee"."""
     if dtype != torch.float32 or device.type != "cuda":
         return "ieee"
     matmul = torch.backends.cuda.matmul
@@ -163,7 +167,7 @@ def product_precision(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def assign_exactly(num_tokens: int, num_experts: int) -> bool:
-    """Whether a balanced assignment is repaired to the optimum, which takes long where it is large."""
+    """Return whether a balanced assignment is repaired to the optimum, which takes long where it is large."""
     return _reference_only.get() or num_tokens * num_experts <= EXACT_SCORES or num_tokens < 4 * num_experts
 
 
@@ -175,7 +179,7 @@ def bands_of_tokens(weight_BNE: Tensor) -> int:
 
 
 def loses_by_rows(logits_NV: Tensor) -> bool:
-    """Whether losses of tokens are made for some positions at a time; not for none at all."""
+    """Return whether losses of tokens are made for some positions at a time; not for none at all."""
     return logits_NV.numel() > 0 and allowed(logits_NV) and not _recorded((logits_NV,))
 
 
@@ -185,19 +189,21 @@ def rows_of_logits(logits_NV: Tensor) -> int:
 
 
 def groups_products(x_AI: Tensor, num_hidden: int) -> bool:
-    """Whether experts with unequal numbers of tokens share one grouped product: torch has a kernel for bf16 only, and
-    wants rows of a multiple of 16 bytes."""
+    """Return whether experts with unequal numbers of tokens share one grouped product.
+
+    torch has a kernel for bf16 only, and rows must be multiples of 16 bytes.
+    """
     whole_rows = x_AI.size(1) % 8 == 0 and num_hidden % 8 == 0
     return x_AI.is_cuda and x_AI.dtype == torch.bfloat16 and whole_rows and hasattr(F, "grouped_mm")
 
 
 def draws_own_masks(x: Tensor) -> bool:
-    """Whether dropout draws its mask itself instead of leaving it to torch, which is fast on a GPU only."""
+    """Return whether dropout draws its mask itself instead of leaving it to torch, which is fast on a GPU only."""
     return not _reference_only.get() and x.device.type == "cpu"
 
 
 def fuses_adam(parameters: Iterable[Tensor]) -> bool:
-    """Whether one kernel updates these parameters: all in float32 on a CPU, with gradients alike."""
+    """Return whether one kernel updates these parameters: all in float32 on a CPU, with gradients alike."""
     return not _reference_only.get() and all(
         value.device.type == "cpu" and value.dtype == torch.float32 and value.layout == torch.strided
         for parameter in parameters

@@ -27,7 +27,7 @@ _NUM_SEQS = (3, 16)
 
 
 def fused_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None) -> Tensor | None:
-    """What :func:`smlp.ops.causal_spatial_projection` returns, by Triton's kernels; None where they fail the check."""
+    """Compute :func:`smlp.ops.causal_spatial_projection` by Triton's kernels; return None if they fail the check."""
     kind = (x_Bnhc.device, x_Bnhc.dtype, product_precision(x_Bnhc.dtype, x_Bnhc.device), gate_Bnhc is not None)
     believed = _believed.get(kind)
     if believed is None:
@@ -40,7 +40,7 @@ def fused_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_B
 
 
 def _check(device: torch.device, dtype: torch.dtype, with_gate: bool) -> bool:
-    """Whether outputs and gradients of the kernels are right; if not, warns."""
+    """Return whether outputs and gradients of the kernels are right; warn if not."""
     try:
         with torch.inference_mode(False), torch.no_grad():
             for num_seqs in _NUM_SEQS:

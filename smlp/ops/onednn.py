@@ -54,7 +54,7 @@ def outer(y_NO: Tensor, x_NI: Tensor) -> Tensor:
 
 @cache
 def faster_than_mkl() -> bool:
-    """Whether products in float32 are to be taken here: an AMD CPU with AVX-512, a torch that would ask MKL,
+    """Return whether products in float32 are to be taken here: an AMD CPU with AVX-512, a torch that would ask MKL,
     and right values."""
     return (
         torch.backends.mkl.is_available()
@@ -75,7 +75,7 @@ def _made_by_amd() -> bool:
 
 
 def right() -> bool:
-    """Whether the operator is there and its values are right; where they are wrong, warns."""
+    """Return whether the operator is there and its values are right; where they are wrong, warns."""
     generator = torch.Generator("cpu").manual_seed(0)
     x_NI, weight_OI, y_NO = (
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""How far a fast path may be from its reference in float64, outputs and every gradient: by dtype, in this one place.
+"""Tolerances by dtype: how far a fast path may be from its reference in float64, outputs and every gradient.
 
 Used by the check of kernels at their first use (:mod:`smlp.ops.first_use`) and by the tests of operations and layers.
 """

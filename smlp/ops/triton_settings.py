@@ -109,7 +109,7 @@ def _measured(run: Callable[[Settings], None], choices: Sequence[Settings]) -> S
 
 
 def _milliseconds(run: Callable[[Settings], None], choice: Settings) -> float:
-    """Of ``_REPEATS`` launches one after the other."""
+    """Time ``_REPEATS`` launches, one after the other."""
     for _ in range(_WARM_UP):
         run(choice)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -161,5 +161,5 @@ def _strides(tensor_Bnhc: Tensor | None) -> tuple[int, ...]:
 
 
 def _precision(x: Tensor) -> dict[str, str | bool]:
-    """How products are taken: as torch takes its own on this device."""
+    """Return how to compute products: as torch computes its own on this device."""
     return {"PRECISION": product_precision(x.dtype, x.device), "WIDEN": INTERPRETED}

@@ -1,4 +1,4 @@
-"""Where experts live and how ranks talk: layout, groups, the one all-to-all, gradients, whole and cut state.
+"""Experts on several ranks: layout, groups, the one all-to-all, gradients, whole and partial state.
 
 Letters: ``W`` ranks, ``P`` ranks that share one set of experts, ``E`` experts, ``e`` = E/P experts on a rank.
 """

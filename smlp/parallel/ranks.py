@@ -1,4 +1,4 @@
-"""Which rank holds which experts, the groups to talk through, and state dicts that are whole or cut to one rank.
+"""The layout of experts over ranks, the groups to talk through, and state dicts, whole or of one rank.
 
 Expert tensors are stacked along their first axis, in order of global id; that is how a model in one process names and
 stores them. :func:`whole_state` and :func:`cut_state` serve optimizer state with the shapes of the parameters (Adam's

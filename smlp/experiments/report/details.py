@@ -136,7 +136,7 @@ def state_table(results: Results) -> Table | None:
 
 @dataclass(frozen=True)
 class SeedOrder:
-    """Whether the runs of a seed read the same data in the same order."""
+    """Return whether the runs of a seed read the same data in the same order."""
 
     seed: int
     runs: tuple[RunResult, ...]

@@ -54,7 +54,7 @@ _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (
 
 @dataclass(frozen=True)
 class Style:
-    """How one model's line is drawn."""
+    """The style of one model's line."""
 
     colour: str
     marker: str

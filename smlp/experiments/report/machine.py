@@ -79,7 +79,7 @@ def _counted(count: int | None, noun: str) -> str:
 
 @dataclass(frozen=True)
 class WholeTime:
-    """How long a run's training commands took in all, or why that is not known."""
+    """The time that a run's training commands took in all, or why it is not known."""
 
     seconds: float | None
     #: the file and field that the number comes from

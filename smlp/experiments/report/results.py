@@ -59,7 +59,7 @@ class Model:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What is known of the training of a model with a seed."""
+    """The training of a model with one seed, as far as it is recorded."""
 
     model: Model
     seed: int
@@ -105,7 +105,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Results:
-    """What an experiment's folder holds."""
+    """The contents of an experiment's folder."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -156,7 +156,7 @@ class Results:
 
     @property
     def has_prefix(self) -> bool:
-        """Whether some model leaves the beginning of a block unpredicted."""
+        """Return whether some model leaves the beginning of a block unpredicted."""
         return any(model.config.prefix_tokens for model in self.models)
 
     @cached_property

@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True)
 class TimeToTarget:
-    """When a model reached a target."""
+    """The time at which a model reached a target."""
 
     #: seconds in training steps, by seed of the runs that reached it
     seconds: Estimate | None

@@ -1,4 +1,4 @@
-"""How long a run trained: seconds in training steps by number of updates, evaluation left out.
+"""Read how long a run trained: seconds in training steps by number of updates, without evaluation.
 
 A run writes the seconds of each update to ``update_times.jsonl``. Runs of older versions have fairseq's log alone:
 ``train_wall`` of a training line is the time in training steps since the line before, rounded to whole seconds.

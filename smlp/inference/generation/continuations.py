@@ -103,7 +103,7 @@ class _Shown:
         self._end = end
 
     def follow(self, text: Text) -> str:
-        """What to show after the text's last token; sets its ``finish`` where a stop string has come."""
+        """Return what to show after the text's last token; set its ``finish`` at a stop string."""
         token = text.tokens[-1]
         piece = "" if token == self._end else self._decoder.push(token)
         if token == self._end or text.finish is not None:

@@ -1,4 +1,4 @@
-"""What all routers share: the result of routing, the interface of their modules, and what the package has to know.
+"""Base classes of routers: the result of routing, the interface of modules, and what the package has to know.
 
 Letters: ``N`` tokens, ``H`` features, ``E`` experts of which each token is due ``k``, ``A`` assignments.
 """
@@ -58,7 +58,7 @@ class RouterWithPlaces(Protocol):
 
 
 class RouterKind(ModelPart):
-    """What the package has to know of a router beside its module. Methods are given the whole model's configuration."""
+    """Describes a router to the package, beside its module. Methods are given the whole model's configuration."""
 
     #: fields of ``MoEConfig`` that it reads; for models with another router they have no effect
     takes: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""What all blocks share: the interface of their modules, what the package has to know of them, and the stack.
+"""Base classes of blocks: the interface of modules, what the package has to know of them, and the stack.
 
 A file of this folder holds one block whole: its module, checks, parameters, FLOPs, memory and registration.
 
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class DenseBlock(Block):
-    """What mixes the tokens (self-attention in a Transformer), then ``x + FFN(LN(x))``.
+    """A sublayer that mixes the tokens (self-attention in a Transformer), then ``x + FFN(LN(x))``.
 
     Args:
         config: of the model.
@@ -92,7 +92,7 @@ def feed_forward_keeps(config: ModelConfig) -> float:
 
 
 class BlockKind(ModelPart):
-    """What the package has to know of a block beside its module. Methods are given the whole model's configuration."""
+    """Describes a block to the package, beside its module. Methods are given the whole model's configuration."""
 
     #: whether it has an sMoE: ``feature_routing`` then says whether a prefix chooses experts
     has_feature_moe: ClassVar[bool] = False

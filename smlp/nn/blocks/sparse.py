@@ -1,4 +1,4 @@
-"""What sparse blocks share: something that mixes tokens, then experts of tokens.
+"""Base classes of sparse blocks: a sublayer that mixes tokens, then experts of tokens.
 
 Letters: ``B`` sequences, ``n`` tokens, ``H``, ``F``, ``E`` experts of which each token is due ``k``.
 """
@@ -33,7 +33,7 @@ TOKEN_EXPERTS = "tMoE experts"
 
 
 class SparseBlock(Block):
-    """What mixes the tokens (self-attention, the sMoE), then ``x + tMoE(x)``.
+    """A sublayer that mixes the tokens (self-attention, the sMoE), then ``x + tMoE(x)``.
 
     BASE routes x itself and has a norm of its own in each expert; the others route and transform ``LN(x)``.
 
