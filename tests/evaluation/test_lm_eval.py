@@ -322,6 +322,22 @@ def test_mistakes_in_a_task_of_ones_own_are_one_sentence(path, data, tmp_path, c
         (tmp_path / "mine.yaml").write_text(json.dumps({**definition, **change}))
         assert lm_eval(path, "--tasks", "mine", "--include-path", tmp_path) == 1
         assert words in capsys.readouterr().err.splitlines()[-1]
+    (tmp_path / "mine.yaml").write_text("task: 5\n")
+    assert lm_eval(path, "--tasks", "mine", "--include-path", tmp_path) == 1
+    error = capsys.readouterr().err
+    assert f"cannot read the tasks in {tmp_path} (" in error.splitlines()[-1] and "Traceback" not in error
+
+
+def test_files_that_the_harness_cannot_read_are_one_sentence(path, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("no JSON\n")
+    definition = {
+        "task": "mine", "dataset_path": "json", "output_type": "generate_until", "validation_split": "validation",
+        "dataset_kwargs": {"data_files": {"validation": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path)},
+        "doc_to_text": "{{premise}}", "doc_to_target": "{{choice1}}",
+    }  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(json.dumps(definition))
+    assert lm_eval(path, "--tasks", "mine", "--include-path", tmp_path) == 1
+    assert "cannot run mine (DatasetGenerationError: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_is_wrong_with_every_file_is_said_at_once(path, tmp_path, capsys):

@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 import lm_eval
 import numpy as np
+from datasets.exceptions import DatasetsError
 from lm_eval.tasks import TaskManager
 
 from smlp.errors import UserError
@@ -32,7 +33,10 @@ from smlp.evaluation.zeroshot.rules import best_f1, exact_match
 from smlp.evaluation.zeroshot.templates import example
 
 #: no network, too few examples, a mistake in somebody's task
-_THEIRS = (OSError, ValueError, AssertionError, ImportError, LookupError, ArithmeticError, jinja2.TemplateError)
+_THEIRS = (
+    *(OSError, ValueError, AssertionError, ImportError, LookupError, ArithmeticError),
+    *(jinja2.TemplateError, DatasetsError),
+)
 
 
 #: name here: file of the harness's task, below its folder of tasks
@@ -93,9 +97,9 @@ def evaluate(
             local, lambda name: write_local_task(name, data_dir, folder, with_training=bool(num_fewshot))
         )
         paths = [folder] if include_path is None else [folder, str(include_path)]
-        manager = TaskManager(include_path=paths, include_defaults=False)
+        manager = _tasks_in(paths, include_defaults=False)
         if not set(tasks) <= set(manager.all_tasks):  # only now its own: thousands of files
-            manager = TaskManager(include_path=paths, include_defaults=True)
+            manager = _tasks_in(paths, include_defaults=True)
         unknown = sorted(set(tasks) - set(manager.all_tasks))
         if unknown:
             raise UserError(f"lm-evaluation-harness has no task {', '.join(unknown)}")
@@ -137,6 +141,21 @@ def evaluate(
             found["num_skipped"] = dict(sorted(Counter(task for task, _ in skipped).items()))
             found["num_repeated"] = {name: count for name, count in num_repeated.items() if count}
         return found
+
+
+def _tasks_in(paths: Sequence[str], include_defaults: bool) -> TaskManager:
+    """Let the harness read the definitions of tasks in some folders, and its own if asked.
+
+    Raises:
+        UserError: it cannot; only the last folder is of the user.
+    """
+    try:
+        return TaskManager(include_path=list(paths), include_defaults=include_defaults)
+    except Exception as error:  # whatever it makes of somebody's YAML: no code of this package runs in it
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise UserError(
+            f"lm-evaluation-harness cannot read the tasks in {paths[-1]} ({type(error).__name__}: {reason})"
+        ) from error
 
 
 def _without(
