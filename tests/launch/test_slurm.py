@@ -38,7 +38,7 @@ def wait():
     if os.environ["SLURM_PROCID"] == "0":
         Path(os.environ["SLURM_SUBMIT_DIR"], "slurm-logs", "waiting").touch()
     limit = time.monotonic() + 60
-    while stopping._signals.received is None and time.monotonic() < limit:
+    while stopping.stop_signals.received is None and time.monotonic() < limit:
         time.sleep(0.05)
 
 first = "SLURM_RESTART_COUNT" not in os.environ
