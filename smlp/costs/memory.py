@@ -60,13 +60,18 @@ def check_weights(config: ModelConfig, world_size: int = 1) -> None:
     Raises:
         UserError: the message has the sizes.
     """
-    own = parameters(config, world_size)
-    needed, present = 4 * (own.expert_per_rank + own.other), memory_bytes()
+    needed, present = _weight_bytes(config, world_size), memory_bytes()
     if needed > present:
         raise UserError(
             f"the weights of this model take {needed / 2**30:,.0f} GiB, and this machine has a memory of "
             f"{present / 2**30:,.0f} GiB ({_sizes(config)}, {config.vocab_size} symbols)"
         )
+
+
+def _weight_bytes(config: ModelConfig, world_size: int) -> int:
+    """Return the bytes of one rank's weights in float32."""
+    own = parameters(config, world_size)
+    return 4 * (own.expert_per_rank + own.other)
 
 
 def _sizes(config: ModelConfig) -> str:
@@ -86,9 +91,8 @@ def check_training(config: ModelConfig, world_size: int = 1) -> None:
     Raises:
         UserError: the message has the sizes.
     """
-    own = parameters(config, world_size)
-    weights, present = 4 * (own.expert_per_rank + own.other), memory_bytes()
-    total = 4 * weights
+    weights, present = _weight_bytes(config, world_size), memory_bytes()
+    total = 4 * weights  # a gradient and two moments for each
     if total > present:
         raise UserError(
             f"the weights of this model take {weights / 2**30:,.0f} GiB, with gradients and moments of Adam "
