@@ -24,14 +24,15 @@ from smlp.errors import UserError
 from smlp.evaluation.scoring import block_log_probs
 from smlp.moe.feature_layer import FeatureMoE
 from smlp.moe.layer import TokenMoE
-from smlp.nn.blocks import CausalSelfAttention, GatedMLPBlock
+from smlp.nn.attention import SelfAttention
+from smlp.nn.blocks import GatedMLPBlock
 from smlp.nn.decoder import Decoder
 from smlp.nn.layers import FeedForward, SpatialWeights
 from smlp.text.binarized import read_fairseq_tokens
 
 #: what is added to a residual stream, and its name
 SUBLAYERS: dict[type[nn.Module], str] = {
-    CausalSelfAttention: "attention",
+    SelfAttention: "attention",
     FeedForward: "feed-forward network",
     FeatureMoE: "sMoE",
     TokenMoE: "tMoE",

@@ -18,7 +18,7 @@ _LAZY = {
     "UserError": "smlp.errors",
     "PRESETS": "smlp.config.presets",
     "preset": "smlp.config.presets",
-    "build": "smlp.nn.decoder",
+    "build": "smlp.nn.build",
     "load_pretrained": "smlp.checkpoint.load",
     "generate": "smlp.inference.generation",
 }

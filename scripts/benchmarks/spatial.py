@@ -11,6 +11,7 @@ from benchmarks import peers
 from benchmarks.report import Row, compared
 from benchmarks.settings import Settings
 from benchmarks.timing import interleaved, training_step
+from smlp.config.presets import preset
 from smlp.nn.blocks import SpatialGatingUnit
 from smlp.nn.state import ForwardContext
 from smlp.ops import causal_spatial_projection, linear
@@ -77,7 +78,8 @@ def _units(settings: Settings, heads: int) -> Iterator[Row]:
     num_seqs, length, width = settings.sized(4, 1024, 4096)
     x = settings.tensor(num_seqs, length, width)
     given = settings.tensor(num_seqs, length, width // 2, learnt=False)
-    ours = SpatialGatingUnit(width, length, heads, 1e-3).to(settings.device, settings.dtype)
+    config = preset("gmlp_lm", ffn_dim=width, max_tokens=length, num_heads=heads)
+    ours = SpatialGatingUnit(config).to(settings.device, settings.dtype)
     units: dict[str, Callable[[], Tensor]] = {"ours": lambda: ours(*x.chunk(2, dim=2), ForwardContext())}
     modules = {"ours": ours}
     lucid = peers.module("g_mlp_pytorch.g_mlp_pytorch", "g-mlp-pytorch")

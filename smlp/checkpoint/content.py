@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smlp.checkpoint.export import PREFIX
+from smlp.checkpoint.export import PREFIXES
 from smlp.config import ModelConfig
 from smlp.config.presets import from_training_options
 from smlp.errors import UserError
 from smlp.text.tokenizer import Vocabulary
 
-_EMBEDDING = PREFIX + "embedding.weight"
-_BLOCKS = PREFIX + "blocks."
+_EMBEDDING = "embedding.weight"
 _MOST_TOKENS = 1 << 20  # largest context, where no tensor bounds it
 
 _ABSENT = object()
@@ -124,14 +123,20 @@ def check_is_ours(state: Any, path: str | Path) -> None:
     if not is_checkpoint or not isinstance(state.get("cfg"), Mapping):
         raise UserError(f"{path} is no checkpoint of fairseq-train: it has no model and configuration")
     options = state["cfg"].get("model")
-    if not isinstance(options, Mapping) or _EMBEDDING not in state["model"]:
+    embedding = embedding_name(state["model"])
+    if not isinstance(options, Mapping) or embedding is None:
         name = options.get("_name") if isinstance(options, Mapping) else getattr(options, "arch", None)
         raise UserError(f"{path} holds another kind of model ({name}), not one of smlp's")
     for name, tensor in state["model"].items():
         if not hasattr(tensor, "shape") or not isinstance(name, str):
             raise UserError(f"{path} is damaged: it has {tensor!r:.40} as {name}, which is no tensor")
-    if len(state["model"][_EMBEDDING].shape) != 2:
-        raise UserError(f"{path} is damaged: {_EMBEDDING} has shape {tuple(state['model'][_EMBEDDING].shape)}")
+    if len(state["model"][embedding].shape) != 2:
+        raise UserError(f"{path} is damaged: {embedding} has shape {tuple(state['model'][embedding].shape)}")
+
+
+def embedding_name(model: Mapping[str, Any]) -> str | None:
+    """Return the name of the embedding among a checkpoint's tensors; None in another package's model."""
+    return next((prefix + _EMBEDDING for prefix in PREFIXES if prefix + _EMBEDDING in model), None)
 
 
 def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
@@ -140,13 +145,15 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     Raises:
         UserError: no such model can be built, or its sizes exceed those of the tensors.
     """
-    options, (num_rows, width) = state["cfg"]["model"], state["model"][_EMBEDDING].shape
+    embedding = embedding_name(state["model"])
+    assert embedding is not None, "the caller has checked it"
+    options, (num_rows, width) = state["cfg"]["model"], state["model"][embedding].shape
     try:
         config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
     except (UserError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the configuration in {path} is of no model that can be built: {error}") from error
     # The configuration may hold any numbers: compare them before anything of these sizes is allocated.
-    blocks = {name.split(".")[3] for name in state["model"] if name.startswith(_BLOCKS)}
+    blocks = {name.split(".")[3] for name in state["model"] if ".core.blocks." in name}
     axis = max(max(tensor.shape, default=0) for tensor in state["model"].values())
     experts = config.moe.num_experts if config.num_sparse_layers else 0
     for what, size, most in (

@@ -37,8 +37,8 @@ from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 FORMAT_KEY = "smlp_export"
 FORMAT = 1
-#: of the decoder's names in the ``model`` of a fairseq checkpoint
-PREFIX = "decoder.core."
+#: of the core's names in the ``model`` of a fairseq checkpoint: of language models, of encoders
+PREFIXES = ("decoder.core.", "encoder.core.")
 _FILES = "files/"
 #: names of the files in an export: they are written to folders of those who open it
 _TEXT_FILES = (DICTIONARY, *TOKENIZER_FILES)
@@ -75,9 +75,14 @@ def export_of(
         "settings": settings,
         "num_updates": num_updates,
         "cfg": {**cfg, "model": {**cfg["model"], **resolved}},
-        "weights": {name.removeprefix(PREFIX): tensor for name, tensor in state["model"].items()},
+        "weights": {name.removeprefix(prefix_of(config)): tensor for name, tensor in state["model"].items()},
         "files": dict(files),
     }
+
+
+def prefix_of(config: ModelConfig) -> str:
+    """Return what the names of a model's tensors begin with in a fairseq checkpoint."""
+    return PREFIXES[config.is_bidirectional]
 
 
 def write_export(file: BinaryIO, export: Mapping[str, Any], as_safetensors: bool) -> None:
@@ -160,7 +165,8 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
     try:
         cfg = content["cfg"]
         history = new_history(cfg, content["num_updates"])
-        model = {PREFIX + name: tensor for name, tensor in content["weights"].items()}
+        prefix = PREFIXES[content["settings"].get("direction") == "bidirectional"]
+        model = {prefix + name: tensor for name, tensor in content["weights"].items()}
         files = dict(content["files"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is a damaged export ({type(error).__name__}: {error})") from error

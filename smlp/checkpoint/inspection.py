@@ -112,7 +112,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     state, config, index = checkpoint.state, checkpoint.config, checkpoint.index
     model, cfg = state["model"], state["cfg"]
-    parameters = {name for name, _ in checkpoint.skeleton.named_parameters(prefix="decoder.core")}
+    parameters = {name for name, _ in checkpoint.skeleton.named_parameters(prefix=checkpoint.prefix.removesuffix("."))}
     experts = set(checkpoint.expert_names)
     distributed = cfg.get("distributed_training") or {}
     files: list[dict[str, Any]] = [

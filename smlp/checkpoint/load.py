@@ -12,14 +12,16 @@ from pathlib import Path
 
 import torch
 
-from smlp.checkpoint.export import PREFIX, check_sums
+from smlp.checkpoint.export import check_sums
 from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes
 from smlp.checkpoint.opened import Checkpoint, fit_problems, open_checkpoint
 from smlp.config import LEAKY_WARNING
 from smlp.errors import UserError
 from smlp.files import write_whole
 from smlp.inference.language_model import LanguageModel
-from smlp.nn.decoder import Decoder
+from smlp.inference.masked import MaskedLanguageModel
+from smlp.nn.build import model_of
+from smlp.nn.encoder import Encoder, add_heads
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, files_of, find_tokenizer
 
@@ -67,6 +69,8 @@ def tokenizer_of(
 
 def _read(dictionary: Path, tokenizer: str | Path | None, checkpoint: Checkpoint) -> Tokenizer:
     vocabulary, num_rows = Vocabulary.load(dictionary), checkpoint.config.vocab_size
+    if checkpoint.config.is_bidirectional:
+        vocabulary = vocabulary.with_mask()
     if len(vocabulary) != num_rows:
         raise UserError(
             f"dictionary {dictionary} has {len(vocabulary)} symbols but checkpoint {checkpoint.path} was trained with "
@@ -133,7 +137,7 @@ def load_pretrained(
     path: str | Path,
     dictionary: str | Path | None = None,
     tokenizer: str | Path | None = None,
-) -> LanguageModel:
+) -> LanguageModel | MaskedLanguageModel:
     """Load a model from a checkpoint of ``fairseq-train --user-dir smlp``, in evaluation mode, on the CPU.
 
     The checkpoint may be in one file, in parts written by several ranks, or an export. An export contains its
@@ -146,6 +150,9 @@ def load_pretrained(
         dictionary: a ``dict.txt`` to use instead.
         tokenizer: a SentencePiece model or ``encoder.json`` to use instead.
 
+    Returns:
+        A language model, or, from an encoder's checkpoint, a masked language model.
+
     Raises:
         UserError: a file is missing or damaged, or the dictionary does not fit the checkpoint.
     """
@@ -157,9 +164,30 @@ def load_pretrained(
         raise UserError(problem)
     if checkpoint.config.is_leaky:
         warnings.warn(LEAKY_WARNING, stacklevel=2)
-    decoder = Decoder(checkpoint.config)
-    for name, tensor in decoder.state_dict().items():
-        tensor.copy_(checkpoint.state["model"][PREFIX + name].load())
+    model = model_of(checkpoint.config)
+    if isinstance(model, Encoder):
+        add_heads(model, checkpoint.state["model"])
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(checkpoint.state["model"][checkpoint.prefix + name].load())
+    if isinstance(model, Encoder):
+        return MaskedLanguageModel(model, text).eval()
     options = checkpoint.state["cfg"]["model"]
     start_token = Vocabulary.bos if options.get("add_bos_token") else Vocabulary.eos
-    return LanguageModel(decoder, text, start_token).eval()
+    return LanguageModel(model, text, start_token).eval()
+
+
+def load_language_model(
+    path: str | Path, dictionary: str | Path | None = None, tokenizer: str | Path | None = None, what: str = "this"
+) -> LanguageModel:
+    """Load a model that predicts next tokens; arguments as of :func:`load_pretrained`.
+
+    Args:
+        what: needs such a model, in the message.
+
+    Raises:
+        UserError: it is an encoder, or cannot be loaded.
+    """
+    model = load_pretrained(path, dictionary, tokenizer)
+    if isinstance(model, MaskedLanguageModel):
+        raise UserError(f"{path} is an encoder, which predicts no next tokens: {what} needs a language model")
+    return model

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from smlp.checkpoint.content import check_is_ours, config_of, moment_problems, progress_problems
-from smlp.checkpoint.export import PREFIX, is_export, read_export, read_safetensors
+from smlp.checkpoint.export import is_export, prefix_of, read_export, read_safetensors
 from smlp.checkpoint.index import ExpertIndex
 from smlp.checkpoint.lazy import LazyTensor
 from smlp.checkpoint.parts import attach
@@ -18,7 +18,9 @@ from smlp.checkpoint.torch_file import existing_file, read_structure
 from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.moe.experts import expert_parameters
+from smlp.nn.build import model_of
 from smlp.nn.decoder import Decoder
+from smlp.nn.encoder import Encoder, add_heads
 
 _SHOWN = 3  # tensors named in a sentence
 
@@ -59,20 +61,28 @@ class Checkpoint:
         return (self.state.get("last_optimizer_state") or {}).get("state")
 
     @functools.cached_property
-    def skeleton(self) -> Decoder:
-        """Return the model on the meta device, without weights."""
+    def skeleton(self) -> Decoder | Encoder:
+        """Return the model on the meta device, without weights, with the heads that the checkpoint has."""
         with torch.device("meta"):
-            return Decoder(self.config)
+            model = model_of(self.config)
+            if isinstance(model, Encoder):
+                add_heads(model, self.state["model"])
+            return model
+
+    @property
+    def prefix(self) -> str:
+        """Return what the names in ``state["model"]`` begin with."""
+        return prefix_of(self.config)
 
     @property
     def expert_names(self) -> list[str]:
         """Return the names of the expert parameters in ``state["model"]``."""
-        return [PREFIX + name for name, _, _ in expert_parameters(self.skeleton)]
+        return [self.prefix + name for name, _, _ in expert_parameters(self.skeleton)]
 
     @property
     def positions(self) -> dict[str, int]:
         """Return the positions of the expert parameters in the optimizer's state, by name."""
-        numbers = {PREFIX + name: number for number, (name, _) in enumerate(self.skeleton.named_parameters())}
+        numbers = {self.prefix + name: number for number, (name, _) in enumerate(self.skeleton.named_parameters())}
         return {name: numbers[name] for name in self.expert_names}
 
 
@@ -101,7 +111,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         state["last_optimizer_state"]["state"] = dict(sorted(state["last_optimizer_state"]["state"].items()))
     checkpoint = Checkpoint(path, state, config_of(state, path), reader and reader.index)
     if reader:
-        order = [PREFIX + name for name in checkpoint.skeleton.state_dict()]
+        order = [checkpoint.prefix + name for name in checkpoint.skeleton.state_dict()]
         model = state["model"]
         state["model"] = {name: model[name] for name in [*order, *model] if name in model}
     return checkpoint
@@ -109,9 +119,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def fit_problems(checkpoint: Checkpoint) -> list[str]:
     """Return where the tensors do not fit the configuration, one sentence each."""
-    path, skeleton = checkpoint.path, checkpoint.skeleton
-    wanted = {PREFIX + name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
-    is_real = {PREFIX + name: tensor.is_floating_point() for name, tensor in skeleton.state_dict().items()}
+    path, skeleton, prefix = checkpoint.path, checkpoint.skeleton, checkpoint.prefix
+    wanted = {prefix + name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+    is_real = {prefix + name: tensor.is_floating_point() for name, tensor in skeleton.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in checkpoint.state["model"].items()}
     problems = []
     for what, names in (("lacks", wanted.keys() - found.keys()), ("has besides", found.keys() - wanted.keys())):

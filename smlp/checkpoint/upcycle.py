@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.export import PREFIX, new_history, new_state
+from smlp.checkpoint.export import PREFIXES, new_history, new_state
 from smlp.checkpoint.lazy import HeldTensor, LazyTensor, MadeTensor, repeated, scaled
 from smlp.checkpoint.opened import Checkpoint
 from smlp.config import SETTINGS, ModelConfig, differences, flatten, unflatten
@@ -44,10 +44,13 @@ TINY = 1e-20
 #: the smallest number above zero in float16
 TINY_FP16 = 2.0**-24
 
+_PREFIX, _ = PREFIXES
+
 # Settings taken from the dense model; the others are the new architecture's.
 _FROM_DENSE = (
     *FROM_TASK,
     *("embed_dim", "ffn_dim", "dense_block", "num_heads", "positions", "activation", "dropout"),
+    *("attention_dropout", "layer_norm", "spatial_weights"),
     *("checkpoint_activations", "embed_init_std", "spatial_init_scale"),
 )
 _GROWN = ("smlp", "gmlp_moe")
@@ -69,6 +72,8 @@ def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) ->
         UserError: the dense model cannot become such a model with equal outputs.
     """
     own, goal = dense.config, preset(arch)
+    if own.is_bidirectional:
+        raise UserError(f"{dense.path} ({dense.arch}) is an encoder, and there are no sparse ones")
     if own.num_sparse_layers:
         raise UserError(f"{dense.path} ({dense.arch}) has {own.num_sparse_layers} sparse blocks already")
     if not goal.num_sparse_layers:
@@ -144,8 +149,8 @@ def upcycled(
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
     making = _Making(dense, config, shapes, router_scale, seed, frequencies_V)
-    model = {PREFIX + name: making.tensor(name) for name in shapes}
-    assert all(model[PREFIX + name].shape == shape for name, shape in shapes.items())
+    model = {_PREFIX + name: making.tensor(name) for name in shapes}
+    assert all(model[_PREFIX + name].shape == shape for name, shape in shapes.items())
     own = {name: value for name, value in flatten(config).items() if name not in FROM_TASK}
     cfg = dense.state["cfg"]
     cfg = {**cfg, "model": {**cfg["model"], **own, "_name": arch}}
@@ -177,7 +182,7 @@ class _Making:
         frequencies_V: Tensor | None,
     ) -> None:
         self.config, self.shapes, self.seed, self.frequencies_V = config, shapes, seed, frequencies_V
-        self.weights = {name.removeprefix(PREFIX): tensor for name, tensor in dense.state["model"].items()}
+        self.weights = {name.removeprefix(_PREFIX): tensor for name, tensor in dense.state["model"].items()}
         self.dtype = self.weights["embedding.weight"].dtype
         if router_scale is None:
             common = dense.state["cfg"].get("common") or {}

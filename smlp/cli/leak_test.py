@@ -39,18 +39,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the test; return 1 if there is an unexpected leak."""
-    from smlp.checkpoint.load import load_pretrained
+    from smlp.checkpoint.load import load_language_model
     from smlp.cli.json_file import check_outputs, remove_outputs, write_json
+    from smlp.errors import UserError
     from smlp.evaluation.leak import default_positions, leak_test, randomise
-    from smlp.nn.decoder import build
+    from smlp.nn.build import build
+    from smlp.nn.decoder import Decoder
 
     check_outputs(json=args.json)
     if args.path:
-        decoder = load_pretrained(args.path, args.dict).decoder
+        decoder = load_language_model(args.path, args.dict, what="smlp leak-test").decoder
     else:
         overrides = {"max_tokens": args.tokens} if args.tokens is not None else {}
         overrides |= {"embed_dim": args.width, "ffn_dim": args.width, "vocab_size": 1000}
-        decoder = randomise(build(args.arch, **overrides), args.seed)
+        decoder = build(args.arch, **overrides)
+        if not isinstance(decoder, Decoder):
+            raise UserError(
+                f"--arch {args.arch} is an encoder, whose positions see later ones: there is no leak to find"
+            )
+        decoder = randomise(decoder, args.seed)
     positions = default_positions(decoder.config.max_tokens, args.positions)
     config = decoder.config
     size = f"T={config.max_tokens}, H={config.embed_dim}, {config.num_dense_layers} + {config.num_sparse_layers} blocks"

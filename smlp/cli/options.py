@@ -43,10 +43,10 @@ def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageMo
     Raises:
         UserError: a file is missing or damaged, or the device does not exist.
     """
-    from smlp.checkpoint.load import load_pretrained
+    from smlp.checkpoint.load import load_language_model
 
     device = (team or Team()).device(args.device)
-    return load_pretrained(args.path, args.dict, args.tokenizer).to(device)
+    return load_language_model(args.path, args.dict, args.tokenizer, what=f"smlp {args.command}").to(device)
 
 
 def add_team_options(parser: argparse.ArgumentParser) -> None:

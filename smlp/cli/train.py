@@ -123,14 +123,16 @@ def default_arguments(given: list[str]) -> list[str]:
     from smlp.config.presets import PRESETS, preset
 
     added: list[str] = []
-    if not has_option(given, "--task"):
-        added += ["--task", "language_modeling"]
     arch = option_value(given, "--arch", "-a")
+    is_encoder = PRESETS.get(arch or DEFAULT_ARCH, {}).get("direction") == "bidirectional"
+    if not has_option(given, "--task"):
+        added += ["--task", "masked_lm" if is_encoder else "language_modeling"]
     if arch is None:
         arch = DEFAULT_ARCH
         added += ["--arch", arch]
     tokens = option_value(given, "--tokens-per-sample")
-    if tokens is None and arch in PRESETS:
+    makes_samples = option_value(given, "--task") in (None, "language_modeling", "masked_lm")
+    if tokens is None and arch in PRESETS and makes_samples:
         tokens = str(preset(arch).max_tokens)
         added += ["--tokens-per-sample", tokens]
     if not has_option(given, "--batch-size", "--max-sentences", "--max-tokens"):
@@ -157,11 +159,11 @@ def prepare(cfg: Any) -> None:
     from smlp.fairseq_compat.loading import check_dictionary_of
 
     task = cfg.task
-    if getattr(task, "_name", None) != "language_modeling":
+    if getattr(task, "_name", None) not in ("language_modeling", "masked_lm"):
         return
     directories = split_paths(task.data)
     check_dictionary(directories[0])
-    if cfg.dataset.dataset_impl not in ("raw", "fasta"):
+    if getattr(cfg.dataset, "dataset_impl", None) not in ("raw", "fasta"):
         check_split(directories[0], cfg.dataset.train_subset)
     if cfg.distributed_training.distributed_rank == 0 and not cfg.checkpoint.no_save:
         last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"

@@ -20,9 +20,12 @@ from smlp.errors import UserError
 
 ACTIVATIONS = ("gelu", "relu", "swish")
 POSITIONS = ("none", "sinusoidal", "learned")
+DIRECTIONS = ("causal", "bidirectional")
+SPATIAL_WEIGHTS = ("full", "toeplitz")
+LAYER_NORMS = ("before", "after")
 SPARSE_PLACEMENTS = ("spread", "alternate")
 FEATURE_ROUTINGS = ("deterministic", "partial", "leaky")
-FEATURE_EXPERTS = ("gated", "linear")
+FEATURE_EXPERTS = ("gated", "linear", "additive")
 DROP_ORDERS = ("position", "gate")
 SECOND_EXPERTS = ("random", "sampled", "all")
 GATE_NORMALISATIONS = ("before_drop", "after_drop")
@@ -52,7 +55,7 @@ class MoEConfig:
     prefix_fraction: float = setting(0.2, "share of the context that chooses experts for features (partial, leaky)")
     feature_experts: str = setting(
         "gated",
-        "what an expert of the sMoE makes of its features z: z * (W norm(z) + b), or W norm(z) + b",
+        "what an expert of the sMoE makes of its features z: z * (W norm(z) + b), W norm(z) + b, or z + W norm(z) + b",
         FEATURE_EXPERTS,
     )
     spatial_bias_init: float = setting(0.0, "initial value of the sMoE's spatial bias")
@@ -104,7 +107,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig(MoEConfig):
-    """A decoder-only language model: one stack of dense and sparse blocks.
+    """One stack of dense and sparse blocks: a decoder-only language model, or an encoder (``direction``).
 
     The settings of :class:`MoEConfig` are its own; ``moe`` is another name for it.
 
@@ -116,6 +119,9 @@ class ModelConfig(MoEConfig):
     max_tokens: int = setting(1024, "T, the context length that the spatial weights are built for")
     embed_dim: int = setting(1024, "H, embedding width")
     ffn_dim: int = setting(4096, "F, width of a feed-forward network; a gMLP block splits it in halves")
+    direction: str = setting(
+        "causal", "what a position sees: earlier positions (a language model), or all (an encoder)", DIRECTIONS
+    )
     dense_block: str = setting("gmlp", "what the dense blocks are", DENSE_BLOCKS)
     sparse_block: str = setting("smlp", "what the sparse blocks are", SPARSE_BLOCKS)
     num_dense_layers: int = setting(28, "N1, number of dense blocks")
@@ -125,10 +131,17 @@ class ModelConfig(MoEConfig):
     )
     num_heads: int = setting(1, "h, heads of self-attention, or of the spatial gating unit of gMLP blocks")
     positions: str = setting("none", "position vectors added to the embedding; MLP models need none", POSITIONS)
+    layer_norm: str = setting(
+        "before", "where Transformer blocks have their layer norms, before each sublayer or after it", LAYER_NORMS
+    )
     dropout: float = setting(0.1, "dropout probability after the embedding and after every sublayer")
+    attention_dropout: float = setting(0.0, "dropout probability of the weights of self-attention")
     activation: str = setting("gelu", "activation function", ACTIVATIONS)
     checkpoint_activations: bool = setting(False, "recompute each block in the backward pass to save memory")
     embed_init_std: float | None = setting(None, "standard deviation of the initial embedding (default: H ** -0.5)")
+    spatial_weights: str = setting(
+        "full", "matrices over positions: any, or Toeplitz, whose entries depend on the distance alone", SPATIAL_WEIGHTS
+    )
     spatial_init_scale: float = setting(1e-3, "spatial weights start as U(-s/T, s/T) with this s: near zero")
     padding_idx: int = setting(1, "id of the padding symbol")
     #: settings that routers and blocks bring along, by name, those that are not as they are by default
@@ -153,7 +166,8 @@ class ModelConfig(MoEConfig):
             require(
                 value is None or 0 <= value < MOST_INIT, f"{name} must be from 0 to below {MOST_INIT:g}, got {value}"
             )
-        require(0.0 <= self.dropout < 1.0, f"dropout must be in [0, 1), got {self.dropout}")
+        for name in ("dropout", "attention_dropout"):
+            require(0.0 <= getattr(self, name) < 1.0, f"{name} must be in [0, 1), got {getattr(self, name)}")
         require(
             0 <= self.padding_idx < self.vocab_size,
             f"padding_idx must be an id below vocab_size={self.vocab_size}, got {self.padding_idx}",
@@ -167,6 +181,15 @@ class ModelConfig(MoEConfig):
             f"sparse_placement=alternate starts with a dense block: num_sparse_layers={self.num_sparse_layers} must "
             f"not exceed num_dense_layers={self.num_dense_layers}",
         )
+        require(
+            not (self.is_bidirectional and self.num_sparse_layers),
+            f"direction=bidirectional is for dense models, but num_sparse_layers={self.num_sparse_layers}",
+        )
+        for kind in self.block_kinds:
+            require(
+                self.layer_norm == "before" or kind.can_norm_after,
+                f"layer_norm=after is for Transformer blocks without experts, not for {kind.name} blocks",
+            )
         for name, _ in self.extra:
             require(name in own_fields(), f"unknown model setting {name!r} in extra")
         for kind in self.kinds:
@@ -208,6 +231,11 @@ class ModelConfig(MoEConfig):
     def has_feature_moe(self) -> bool:
         """Return whether it has sMoEs: experts of features."""
         return any(kind.has_feature_moe for kind in self.block_kinds)
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Return whether every position sees all others, as in an encoder."""
+        return self.direction == "bidirectional"
 
     @property
     def num_layers(self) -> int:

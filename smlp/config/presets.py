@@ -35,6 +35,35 @@ _SMLP = {"num_dense_layers": 28, "num_sparse_layers": 12, "num_experts": 32}
 _SMLP_TINY = {**_TINY, "ffn_dim": 1024, "num_dense_layers": 6, "num_sparse_layers": 2, "num_experts": 8}
 
 
+# Masked language models (gmlp.txt, Tables 3 to 6). All matrices over positions are Toeplitz matrices there. Where its
+# captions contradict its counts of parameters, the sizes are those that the counts follow from: 2048 features instead
+# of 3072 in gates that do not split them, and 18 instead of 24 layers of the Mixer.
+_MLM = {
+    "direction": "bidirectional",
+    "vocab_size": 32000,
+    "max_tokens": 128,
+    "dropout": 0.0,
+    "embed_init_std": 0.02,
+    "num_sparse_layers": 0,
+}
+_GMLP_MLM = {**_MLM, "spatial_weights": "toeplitz", "embed_dim": 512, "ffn_dim": 3072}
+_UNSPLIT = {**_GMLP_MLM, "ffn_dim": 2048, "num_dense_layers": 36}
+_BERT = {
+    **_MLM,
+    "dense_block": "transformer",
+    "embed_dim": 768,
+    "ffn_dim": 3072,
+    "num_heads": 12,
+    "num_dense_layers": 12,
+}
+_REL = {**_BERT, "transformer_attention": "relative"}
+_LONG = {"max_tokens": 512}
+_WIDE = {**_LONG, "embed_dim": 768}
+# for two cores: the paper's ratios of width and depth
+_TINY_MLM = {"vocab_size": 8192, "max_tokens": 64, "embed_dim": 64, "ffn_dim": 384, "num_dense_layers": 9}
+_TINY_BERT = {**_TINY_MLM, "embed_dim": 96, "num_dense_layers": 3, "num_heads": 4}
+
+
 def _layers(num_dense: int, num_sparse: int) -> dict[str, int]:
     return {"num_dense_layers": num_dense, "num_sparse_layers": num_sparse}
 
@@ -75,6 +104,52 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
     "hash_lm": {**_HASH, **_layers(11, 12)},
     "hash_lm_tiny": {**_HASH, **_TINY_TRANSFORMER, **_layers(2, 2)},
     "hash_lm_large": {**_HASH, **_LARGE, **_layers(8, 8)},
+    # gMLP as a masked language model; numbers are layers
+    "gmlp_mlm": {**_GMLP_MLM, "num_dense_layers": 36},
+    "gmlp_mlm_18": {**_GMLP_MLM, "num_dense_layers": 18},
+    "gmlp_mlm_36": {**_GMLP_MLM, "num_dense_layers": 36},
+    "gmlp_mlm_72": {**_GMLP_MLM, "num_dense_layers": 72},
+    "gmlp_mlm_144": {**_GMLP_MLM, "num_dense_layers": 144},
+    "gmlp_mlm_base": {**_GMLP_MLM, **_LONG, "num_dense_layers": 48},
+    "gmlp_mlm_large": {**_GMLP_MLM, **_WIDE, "num_dense_layers": 96},
+    "gmlp_mlm_xlarge": {**_GMLP_MLM, **_LONG, "embed_dim": 1024, "ffn_dim": 4096, "num_dense_layers": 144},
+    "gmlp_mlm_tiny": {**_GMLP_MLM, **_TINY_MLM},
+    # other gates (section 4.1)
+    "gmlp_mlm_multiplicative": {**_UNSPLIT, "gmlp_gate": "multiplicative"},
+    "gmlp_mlm_additive": {**_UNSPLIT, "gmlp_gate": "additive"},
+    "gmlp_mlm_linear": {**_UNSPLIT, "gmlp_gate": "linear"},
+    "gmlp_mlm_multiplicative_tiny": {**_UNSPLIT, **_TINY_MLM, "ffn_dim": 256, "gmlp_gate": "multiplicative"},
+    "gmlp_mlm_additive_tiny": {**_UNSPLIT, **_TINY_MLM, "ffn_dim": 256, "gmlp_gate": "additive"},
+    "gmlp_mlm_linear_tiny": {**_UNSPLIT, **_TINY_MLM, "ffn_dim": 256, "gmlp_gate": "linear"},
+    # gMLP with a tiny attention (section 4.3)
+    "amlp_mlm": {**_GMLP_MLM, "num_dense_layers": 36, "gmlp_attention_dim": 64},
+    "amlp_mlm_base": {**_GMLP_MLM, **_LONG, "num_dense_layers": 36, "gmlp_attention_dim": 64},
+    "amlp_mlm_large": {**_GMLP_MLM, **_WIDE, "num_dense_layers": 72, "gmlp_attention_dim": 128},
+    "amlp_mlm_tiny": {**_GMLP_MLM, **_TINY_MLM, "num_dense_layers": 7, "gmlp_attention_dim": 16},
+    # BERT, with learnt positions, and with a bias for each distance instead (+rel), alone (+rel-attn)
+    "bert_mlm": {**_BERT, "positions": "learned"},
+    "bert_mlm_base": {**_BERT, **_LONG, "positions": "learned"},
+    "bert_mlm_large": {
+        **_BERT,
+        **_LONG,
+        "positions": "learned",
+        "embed_dim": 1024,
+        "ffn_dim": 4096,
+        "num_heads": 16,
+        "num_dense_layers": 24,
+    },
+    "bert_mlm_tiny": {**_BERT, **_TINY_BERT, "positions": "learned"},
+    "bert_mlm_rel": _REL,
+    "bert_mlm_rel_6": {**_REL, "num_dense_layers": 6},
+    "bert_mlm_rel_12": {**_REL, "num_dense_layers": 12},
+    "bert_mlm_rel_24": {**_REL, "num_dense_layers": 24},
+    "bert_mlm_rel_48": {**_REL, "num_dense_layers": 48},
+    "bert_mlm_rel_tiny": {**_REL, **_TINY_BERT},
+    "bert_mlm_rel_attn": {**_BERT, "transformer_attention": "relative_only"},
+    "bert_mlm_rel_attn_tiny": {**_BERT, **_TINY_BERT, "transformer_attention": "relative_only"},
+    # MLP-Mixer (section 4.1)
+    "mixer_mlm": {**_BERT, "dense_block": "mixer", "num_dense_layers": 18},
+    "mixer_mlm_tiny": {**_BERT, **_TINY_BERT, "dense_block": "mixer", "mixer_token_dim": 192},
 }
 
 for _name, _settings in _BUILT_IN.items():
@@ -84,7 +159,7 @@ PRESETS = ARCHITECTURES
 
 # Settings that follow from the data and from fairseq's task, not from options of the model; and the task's options.
 FROM_TASK = ("vocab_size", "max_tokens", "padding_idx")
-TASK_OPTIONS = ("tokens_per_sample", "max_target_positions", "add_bos_token")
+TASK_OPTIONS = ("tokens_per_sample", "max_target_positions", "max_positions", "add_bos_token")
 
 
 def preset(arch: str, **overrides: Any) -> ModelConfig:
@@ -135,7 +210,9 @@ def _context(options: Mapping[str, Any]) -> int:
     has_start = options.get("add_bos_token")
     if has_start not in (None, False, True):
         raise UserError(f"--add-bos-token must be true or false, got {has_start!r}")
-    name = "max_target_positions" if options.get("max_target_positions") else "tokens_per_sample"
+    # an encoder's model has max_positions, a language model's task the others
+    names = ("max_positions", "max_target_positions")
+    name = next((name for name in names if options.get(name)), "tokens_per_sample")
     value = options.get(name)
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise UserError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")

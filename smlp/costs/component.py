@@ -22,6 +22,9 @@ ROUTER = "router"
 EXPERTS = "experts"
 OUTPUT = "output layer and loss"
 
+#: a kind of component that several blocks have
+ATTENTION = "self-attention"
+
 #: multiply-adds of a layer norm for each element
 LAYER_NORM_FLOPS = 5
 #: numbers that a layer norm keeps of each position beside its input: mean and deviation

@@ -1,13 +1,13 @@
 """FLOPs and parameters of the real module, counted: the check on :mod:`smlp.costs.formula`.
 
-The whole decoder is built, with all its layers and experts, and traced by fvcore on torch's meta device: tensors have
+The whole model is built, with all its layers and experts, and traced by fvcore on torch's meta device: tensors have
 shapes and no content, so that no weight takes memory and no product takes time. Only routing needs numbers; it is
 given, with equal loads, on the CPU. Blocks that are alike are traced once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,30 +17,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from smlp.config import ModelConfig
-from smlp.costs.formula import components
+from smlp.costs.formula import components, num_masked, root_of
 from smlp.costs.operators import TracedConvolutions, prepare, refuse_if_it_costs, unknown_operators
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
 from smlp.nn.blocks import GatedMLPMoEBlock
+from smlp.nn.build import model_of
 from smlp.nn.decoder import Decoder
+from smlp.nn.encoder import Encoder
 from smlp.nn.state import ForwardContext
 from smlp.ops.fast_paths import reference_ops
 
-_ROOT = "decoder"
 
-
-def build_without_weights(config: ModelConfig) -> Decoder:
-    """Return the decoder on the meta device, in evaluation mode."""
+def build_without_weights(config: ModelConfig) -> Decoder | Encoder:
+    """Return the model on the meta device, in evaluation mode."""
     with torch.device("meta"):
-        return Decoder(config).eval()
+        return model_of(config).eval()
 
 
-def counted_flops(decoder: Decoder, num_seqs: int = 1, num_tokens: int | None = None) -> dict[str, int]:
+def counted_flops(model: Decoder | Encoder, num_seqs: int = 1, num_tokens: int | None = None) -> dict[str, int]:
     """Return the multiply-adds that fvcore counts in the forward pass of B sequences of n (default T) tokens.
 
     Args:
-        decoder: from :func:`build_without_weights`.
+        model: from :func:`build_without_weights`.
         num_seqs, num_tokens: B, n.
 
     Returns:
@@ -49,9 +49,9 @@ def counted_flops(decoder: Decoder, num_seqs: int = 1, num_tokens: int | None = 
     Raises:
         UserError: the model runs an operator that nobody knows the cost of; the message names it.
     """
-    num_tokens = decoder.config.max_tokens if num_tokens is None else num_tokens
-    parts = components(decoder.config, num_tokens)
-    blocks, (distinct, kind_of_layer) = decoder.blocks, distinct_blocks(decoder.blocks)
+    num_tokens = model.config.max_tokens if num_tokens is None else num_tokens
+    root, parts = root_of(model.config), components(model.config, num_tokens)
+    blocks, (distinct, kind_of_layer) = model.blocks, distinct_blocks(model.blocks)
     traced = {
         part.name: part.name.replace(f"blocks.{part.layer}", f"blocks.{kind_of_layer[part.layer]}")
         if part.layer is not None
@@ -60,37 +60,37 @@ def counted_flops(decoder: Decoder, num_seqs: int = 1, num_tokens: int | None = 
     }
 
     def by_component(by_module: Mapping[str, float]) -> dict[str, float]:
-        own = own_shares(by_module, list(dict.fromkeys(traced.values())))
+        own = own_shares(by_module, list(dict.fromkeys(traced.values())), root)
         return {name: own[where] for name, where in traced.items()}
 
     tokens_Bn = torch.empty(num_seqs, num_tokens, dtype=torch.long, device="meta")
-    decoder.blocks = distinct
+    model.blocks = distinct
     try:
-        forward = _Forward(decoder, balanced_routing(decoder, num_seqs, num_tokens))
+        forward = _Forward(model, num_seqs, num_tokens)
         with _MetaAndNumbers(), TracedConvolutions(), reference_ops():  # what the convention counts: the dense products
             analysis = prepare(FlopCountAnalysis(forward, (tokens_Bn,)))
             flops = by_component(analysis.by_module())
             unknown = unknown_operators(analysis)
     finally:
-        decoder.blocks = blocks
+        model.blocks = blocks
     for name, by_module in unknown.items():
         refuse_if_it_costs(name, sum(by_component(by_module).values()), sum(flops.values()))
     return flops
 
 
-def counted_parameters(decoder: Decoder) -> dict[str, tuple[int, int]]:
+def counted_parameters(model: Decoder | Encoder) -> dict[str, tuple[int, int]]:
     """Return the parameters of all experts together, and the others, by component."""
-    sizes = [{}, {}]
-    for path, module in decoder.named_modules():
-        name = f"{_ROOT}.{path}" if path else _ROOT
+    root, sizes = root_of(model.config), [{}, {}]
+    for path, module in model.named_modules():
+        name = f"{root}.{path}" if path else root
         for of_experts in (True, False):
             sizes[not of_experts][name] = sum(
                 parameter.numel()
                 for own, parameter in module.named_parameters(prefix=path)
                 if (".experts." in own) == of_experts
             )
-    names = [part.name for part in components(decoder.config)]
-    experts, others = (own_shares(size, names) for size in sizes)
+    names = [part.name for part in components(model.config)]
+    experts, others = (own_shares(size, names, root) for size in sizes)
     return {name: (experts[name], others[name]) for name in names}
 
 
@@ -108,14 +108,15 @@ def distinct_blocks(blocks: nn.ModuleList) -> tuple[nn.ModuleList, list[int]]:
     return distinct, kinds
 
 
-def own_shares(by_module: Mapping[str, float], names: list[str]) -> dict[str, float]:
+def own_shares(by_module: Mapping[str, float], names: list[str], root: str) -> dict[str, float]:
     """Return what each named module has beside the named modules inside it.
 
     Args:
-        by_module: something that adds up over submodules, by path below the decoder's.
+        by_module: something that adds up over submodules, by path below the model's.
         names: components.
+        root: name of the whole model, itself a component.
     """
-    path = {name: name if name == _ROOT else f"{_ROOT}.{name}" for name in names}
+    path = {name: name if name == root else f"{root}.{name}" for name in names}
     own: dict[str, float] = {}
     for name in sorted(names, key=lambda name: path[name].count("."), reverse=True):
         inner = sum(share for other, share in own.items() if path[other].startswith(path[name] + "."))
@@ -145,15 +146,21 @@ def balanced_routing(decoder: Decoder, num_seqs: int, num_tokens: int) -> Forwar
 
 
 class _Forward(nn.Module):
-    """The decoder as a function of tokens alone, which is what fvcore can trace."""
+    """The model as a function of tokens alone, which is what fvcore can trace."""
 
-    def __init__(self, decoder: Decoder, context: ForwardContext) -> None:
+    def __init__(self, model: Decoder | Encoder, num_seqs: int, num_tokens: int) -> None:
         super().__init__()
-        self.decoder = decoder
-        self.context = context
+        self.add_module(root_of(model.config), model)
+        self.run: Callable[[Tensor], Tensor]
+        if isinstance(model, Encoder):
+            masked_M = torch.arange(num_seqs * num_masked(num_tokens), device="meta")
+            self.run = lambda tokens_Bn: model(tokens_Bn, masked_M)
+        else:
+            context = balanced_routing(model, num_seqs, num_tokens)
+            self.run = lambda tokens_Bn: model(tokens_Bn, context=context).logits
 
     def forward(self, tokens_Bn: Tensor) -> Tensor:
-        return self.decoder(tokens_Bn, context=self.context).logits
+        return self.run(tokens_Bn)
 
 
 class _MetaAndNumbers(TorchDispatchMode):

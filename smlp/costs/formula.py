@@ -18,19 +18,27 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from smlp.config import ModelConfig
 from smlp.config.registry import DENSE_BLOCKS, SPARSE_BLOCKS
-from smlp.costs.component import LAYER_NORM_FLOPS, NORMS, OUTPUT, Component
+from smlp.costs.component import LAYER_NORM_FLOPS, NORMS, OUTPUT, PROJECTIONS, Component, linear_parameters
 from smlp.errors import UserError
 
 #: ranks (GPUs) that the paper trains every model on (smlp.txt, appendix C.2)
 PAPER_WORLD_SIZE = 32
 
 EMBEDDING = "embedding and head"
+MASKED_HEAD = "masked LM head"
+#: positions of a text that a masked language model is asked for (Devlin et al., 2019)
+MASKED_SHARE = 0.15
+
+
+def num_masked(num_tokens: int) -> int:
+    """Return how many of n positions of a sequence a masked language model is asked for, nominally."""
+    return max(1, round(MASKED_SHARE * num_tokens))
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ def components(config: ModelConfig, num_tokens: int | None = None) -> list[Compo
     if not 1 <= n <= config.max_tokens:
         raise UserError(f"num_tokens={n} must be between 1 and max_tokens={config.max_tokens}")
     sparse = set(config.sparse_layer_indices())
-    parts = [_embedding(config)]
+    parts = list(_embedding(config, n))
     for layer in range(config.num_layers):
         kind = SPARSE_BLOCKS[config.sparse_block] if layer in sparse else DENSE_BLOCKS[config.dense_block]
         parts += kind.components(config, layer, n)
@@ -65,11 +73,13 @@ def components(config: ModelConfig, num_tokens: int | None = None) -> list[Compo
 def work_per_token(config: ModelConfig, num_tokens: int | None = None, causal: bool = False) -> dict[str, float]:
     """Return the nominal multiply-adds of a token's forward pass by what they are spent on.
 
+    ``causal`` has no meaning for encoders, all of whose positions see each other.
+
     Arguments are those of :func:`components` and :meth:`Component.nominal_work`.
     """
     total: Counter[str] = Counter()
     for part in components(config, num_tokens):
-        total.update(part.nominal_work(num_tokens or config.max_tokens, causal))
+        total.update(part.nominal_work(num_tokens or config.max_tokens, causal and not config.is_bidirectional))
     return dict(total)
 
 
@@ -120,17 +130,34 @@ def parameters(config: ModelConfig, world_size: int | None = None) -> Parameters
     return Parameters(per_rank, other, other + config.num_experts * expert)
 
 
-def _embedding(config: ModelConfig) -> Component:
-    """Return the costs of the tied embedding, learnt positions and the final norm."""
+def _embedding(config: ModelConfig, num_tokens: int) -> Iterator[Component]:
+    """Yield the costs of the tied embedding, learnt positions and the final norm, and of an encoder's head.
+
+    An encoder's output is computed for masked positions only, see :func:`num_masked`.
+    """
     H, V = config.embed_dim, config.vocab_size
     positions = config.max_tokens * H if config.positions == "learned" else 0
-    return Component(
-        "decoder",
+    asked = num_masked(num_tokens) / num_tokens if config.is_bidirectional else 1
+    yield Component(
+        root_of(config),
         None,
         EMBEDDING,
         other_params=V * H + positions + 2 * H,
-        work={OUTPUT: V * H, NORMS: LAYER_NORM_FLOPS * H},
+        work={OUTPUT: asked * V * H, NORMS: LAYER_NORM_FLOPS * H},
     )
+    if config.is_bidirectional:
+        yield Component(
+            "head",
+            None,
+            MASKED_HEAD,
+            other_params=linear_parameters(H, H) + 2 * H + V,
+            work={PROJECTIONS: asked * H * H, NORMS: asked * LAYER_NORM_FLOPS * H},
+        )
+
+
+def root_of(config: ModelConfig) -> str:
+    """Return the name of the component that is the whole model without its named parts."""
+    return "encoder" if config.is_bidirectional else "decoder"
 
 
 _PER_MULTIPLY_ADD = 2 * 3

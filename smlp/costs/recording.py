@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from smlp.costs.component import NORMS, PROJECTIONS, SCORES, SPATIAL
 from smlp.files import copy_whole
 from smlp.moe.feature_layer import FeatureMoE
-from smlp.nn.blocks import CausalSelfAttention, SpatialGatingUnit
+from smlp.nn.attention import SelfAttention
+from smlp.nn.blocks import SpatialGatingUnit
 from smlp.nn.decoder import Decoder
 from smlp.parallel.spans import SEPARATOR, UPDATE, span
 
@@ -72,7 +73,7 @@ MODULE_PARTS = {
     nn.Linear: PROJECTIONS,
     SpatialGatingUnit: SPATIAL,
     FeatureMoE: SPATIAL,
-    CausalSelfAttention: SCORES,
+    SelfAttention: SCORES,
 }
 
 

@@ -5,24 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from smlp.config import ModelConfig
-from smlp.config.presets import from_training_options
+from smlp.config.presets import PRESETS, from_training_options
 from smlp.errors import UserError
 
 OURS = "moe_cross_entropy"
 _DEFAULT = "cross_entropy"  # fairseq's
+_OF_TASKS = {"masked_lm": "masked_lm", "sentence_prediction": "sentence_prediction", "squad": "span"}
 
 
 def settle_criterion(args: Any, arch: str) -> None:
     """Replace fairseq's ``cross_entropy``, which knows neither auxiliary losses nor a prefix, by our criterion.
 
-    If a model has neither, ours computes the same. ``args`` are fairseq's parsed options, those of the architecture
-    filled in; without a criterion among them (tools that only evaluate) nothing is done.
+    If a model has neither, ours computes the same. An encoder gets the criterion of its task. ``args`` are fairseq's
+    parsed options, those of the architecture filled in; without a criterion among them (tools that only evaluate)
+    nothing is done.
 
     Raises:
         UserError: another criterion is asked for that would leave out a part of the model's loss, or count too much.
     """
     asked = getattr(args, "criterion", None)
-    if asked == _DEFAULT:
+    if PRESETS[arch].get("direction") == "bidirectional":
+        if asked == _DEFAULT:
+            args.criterion = _OF_TASKS.get(getattr(args, "task", None), _DEFAULT)
+        elif asked == OURS:
+            raise UserError(f"--criterion {OURS} is for language models, and --arch {arch} is an encoder: leave it out")
+    elif asked == _DEFAULT:
         args.criterion = OURS
     elif asked not in (None, OURS):
         # the dictionary, which is not loaded yet, plays no part in it

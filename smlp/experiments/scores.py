@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from smlp.checkpoint.load import load_pretrained
+from smlp.checkpoint.load import load_language_model
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.config import unflatten
 from smlp.errors import UserError
@@ -44,7 +44,7 @@ def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict
         raise UserError(
             f"{run.last_checkpoint()} is of update {num_updates}, not of update {experiment['updates']}, the run's last"
         )
-    model = load_pretrained(run.last_checkpoint())
+    model = load_language_model(run.last_checkpoint())
     decoder = model.decoder.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     own_prefix, width = decoder.config.prefix_tokens, decoder.config.max_tokens
     subsets = {}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.load import load_pretrained
+from smlp.checkpoint.load import load_language_model
 from smlp.errors import UserError
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import read_json, write_json
@@ -92,7 +92,7 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
     tokens = torch.from_numpy(read_fairseq_tokens(Path(data["data"].split(":")[0]) / "train").tokens)
     models = {
         model["name"]: TimedUpdates(
-            load_pretrained(checkpoint).decoder, device, dtype_of(model["recipe"]), _LEARNING_RATE
+            load_language_model(checkpoint).decoder, device, dtype_of(model["recipe"]), _LEARNING_RATE
         )
         for model in experiment["models"]
         if (checkpoint := _checkpoint(folder, model, experiment)) is not None

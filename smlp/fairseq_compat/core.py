@@ -1,19 +1,21 @@
-"""Find this package's decoder in the models that fairseq passes around."""
+"""Find this package's decoder or encoder in the models that fairseq passes around."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from smlp.nn.decoder import Decoder
+from smlp.nn.encoder import Encoder
 
 
-def core_of(model: Any) -> Decoder | None:
-    """Return the plain decoder inside one of this package's fairseq models; None for other models.
+def core_of(model: Any) -> Decoder | Encoder | None:
+    """Return the plain model inside one of this package's fairseq models; None for other models.
 
     The model may be wrapped for several ranks.
     """
-    core = getattr(getattr(model, "decoder", None), "core", None)
-    return core if isinstance(core, Decoder) else None
+    shell = getattr(model, "decoder", None) or getattr(model, "encoder", None)
+    core = getattr(shell, "core", None)
+    return core if isinstance(core, Decoder | Encoder) else None
 
 
 def prefix_of(model: Any) -> int:

@@ -25,9 +25,12 @@ def apply() -> None:
     from fairseq.data import Dictionary
     from fairseq.sequence_scorer import SequenceScorer
     from fairseq.tasks.language_modeling import LanguageModelingTask
+    from fairseq.tasks.masked_lm import MaskedLMTask
 
     setup_dictionary = LanguageModelingTask.setup_dictionary.__func__
     load_dataset = LanguageModelingTask.load_dataset
+    load_dict = MaskedLMTask.load_dict.__func__
+    load_dataset_split = MaskedLMTask._load_dataset_split
     add_file = Dictionary.add_file_to_dictionary
     binarize = FileBinarizer.multiprocess_dataset.__func__
     score = SequenceScorer.generate
@@ -51,6 +54,21 @@ def apply() -> None:
         check_format(str(Path(directory) / split), wanted)
         return load_dataset(self, split, epoch=epoch, combine=combine, **kw)
 
+    @functools.wraps(load_dict)
+    def checked_load_dict(cls: type, cfg: Any) -> Any:
+        for folder in utils.split_paths(cfg.data):
+            check_folder(folder)
+        check_dictionary(utils.split_paths(cfg.data)[0])
+        return load_dict(cls, cfg)
+
+    @functools.wraps(load_dataset_split)
+    def checked_load_dataset_split(self: Any, split: str, epoch: int, combine: bool) -> Any:
+        shards = utils.split_paths(self.cfg.data)
+        directory = shards[(epoch - 1) % len(shards)]
+        for name in subsets(directory, split) if combine else [split]:
+            check_split(directory, name, len(self.dictionary))
+        return load_dataset_split(self, split, epoch, combine)
+
     @functools.wraps(add_file)
     def checked_add_file(filename: str, *rest: Any, **kw: Any) -> None:
         check_text(filename)
@@ -71,6 +89,8 @@ def apply() -> None:
     SequenceScorer.generate = checked_score
     LanguageModelingTask.setup_dictionary = classmethod(checked_setup_dictionary)
     LanguageModelingTask.load_dataset = checked_load_dataset
+    MaskedLMTask.load_dict = classmethod(checked_load_dict)
+    MaskedLMTask._load_dataset_split = checked_load_dataset_split
     Dictionary.add_file_to_dictionary = staticmethod(checked_add_file)
     FileBinarizer.multiprocess_dataset = classmethod(checked_binarize)
 

@@ -8,12 +8,13 @@ import math
 import os
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from smlp.config.presets import config_of, num_experts_of
@@ -69,6 +70,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
         has_cuda = torch.cuda.is_available() and not cfg.common.cpu
     if OmegaConf.is_dict(cfg) and OmegaConf.is_missing(cfg, "model"):
         raise UserError("there is no model to train: give its architecture")
+    settle_context(cfg.model, cfg.task)
     check_given(cfg)
     check_numbers(_by_option(cfg))  # again: fairseq-hydra-train reads no command line
     check_needs(cfg, num_ranks, has_cuda)
@@ -88,6 +90,19 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     config = None if has_cuda else config_of(cfg.model, vocab_size=2)
     if config is not None and getattr(cfg.optimizer, "_name", None) == "adam":
         check_training(config, group_size)
+
+
+def settle_context(options: Any, task: Any) -> None:
+    """Write the task's longest sequence into an encoder's options, if these say nothing, for checkpoints to keep it.
+
+    Args:
+        options: of the model.
+        task: the task's options.
+    """
+    if getattr(options, "max_positions", 0) is None:
+        longest = getattr(task, "max_positions", None) or getattr(task, "tokens_per_sample", None)
+        with nullcontext() if isinstance(options, Namespace) else open_dict(options):
+            options.max_positions = longest
 
 
 def _by_option(cfg: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from fairseq.logging import metrics
 from smlp.costs.formula import training_flops
 from smlp.costs.matmul_rate import matmul_rate
 from smlp.nn.decoder import Decoder
+from smlp.nn.encoder import Encoder
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def apply() -> None:
     GroupedIterator.__next__ = DataClock.timed(GroupedIterator.__next__)
 
 
-def model_flops(core: Decoder, sample: Any) -> float:
+def model_flops(core: Decoder | Encoder, sample: Any) -> float:
     """Return the operations of the model in the forward and backward pass of a micro-batch."""
     return sum(tokens * training_flops(core.config, length) for tokens, length in sizes_of([sample]))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.tasks.masked_lm import MaskedLMTask
 from fairseq.trainer import Trainer
 from torch import Tensor, nn
 
@@ -171,7 +172,7 @@ class SparseTrainer(Trainer):
 
     def _prepare_sample(self, sample: Any, *rest: Any, **kw: Any) -> Any:
         """Bring a batch to the device, if its ids are in the dictionary."""
-        if isinstance(self.task, LanguageModelingTask):
+        if isinstance(self.task, LanguageModelingTask | MaskedLMTask):
             check_ids(sample, len(self.task.source_dictionary))
         return super()._prepare_sample(sample, *rest, **kw)
 

@@ -1,108 +1,47 @@
-"""The fairseq model ``smlp``, a thin shell around :class:`smlp.nn.decoder.Decoder`, and every preset as an architecture
-of it (``--arch NAME``)."""
+"""The fairseq model ``smlp``, a thin shell around :class:`smlp.nn.decoder.Decoder`; its architectures are the presets
+of language models (``--arch NAME``)."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from fairseq.dataclass import FairseqDataclass
 from fairseq.models import (
-    ARCH_CONFIG_REGISTRY,
-    ARCH_MODEL_REGISTRY,
     FairseqIncrementalDecoder,
     FairseqLanguageModel,
     register_model,
-    register_model_architecture,
 )
+from fairseq.tasks.masked_lm import MaskedLMTask
+from fairseq.tasks.sentence_prediction import SentencePredictionTask
 from fairseq.utils import split_paths
 from omegaconf import II
 from torch import Tensor
 
-from smlp.config import LEAKY_WARNING, ModelConfig, all_settings
-from smlp.config.ignored_settings import ignored_settings
-from smlp.config.presets import FROM_TASK, PRESETS, TASK_OPTIONS, from_training_options
-from smlp.config.settings import help_of
 from smlp.costs.memory import check_weights
-from smlp.criterions.choice import settle_criterion
 from smlp.errors import UserError
 from smlp.fairseq_compat.experts import SpreadExperts
 from smlp.fairseq_compat.lost_ranks import collective_timeout
-from smlp.fairseq_compat.profiling import WARM_UP
+from smlp.models.fitting import check_fit
+from smlp.models.options import MODEL_OPTIONS, RUN_OPTIONS, configuration, register_architectures
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import DecodingState, ForwardContext
 from smlp.parallel import Ranks, connect, one_process
 from smlp.text.binarized import count_tokens
 
-logger = logging.getLogger(__name__)
-
 _STATE_KEY = "smlp_decoding_state"
-#: endings of the names of spatial weights, whose last axis is the context
-_SPATIAL_WEIGHTS = (".heads.weight", ".experts.weight", ".gating.weight")
-_OPTION_TYPES = {"int": int, "float": float, "float | None": float, "str": str, "bool": bool}
-
-
-def _option(name: str, kind: type, help_text: str, default: Any = None) -> tuple[str, Any, Any]:
-    """Return an option of the command line, for a dataclass; None means: as the architecture says."""
-    # fairseq knows typing.Optional, not `|`; a flag, too, is None where it is not given
-    option_type = Optional[kind] if default is None else kind  # noqa: UP045
-    return name, option_type, dataclasses.field(default=default, metadata={"help": help_text})
-
-
-_SETTINGS = [
-    _option(setting.name, _OPTION_TYPES[setting.type], help_of(setting))
-    for name, setting in all_settings().items()
-    if name not in FROM_TASK
-]
-_OPTIONS = [
-    _option(
-        "expert_parallel_size",
-        int,
-        "ranks that share one set of experts: 1 puts all experts on every rank (default: the largest number that "
-        "divides both the ranks and the experts)",
-    ),
-    _option(
-        "profile_updates",
-        int,
-        f"profile so many updates, after {WARM_UP} that warm up: a Chrome trace of each rank and a table of what each "
-        "component of the model costs",
-    ),
-    _option("profile_dir", str, "where to write them (default: the --save-dir)"),
-    _option(
-        "data_order_file", str, "write down here what each update is trained on: a line with a digest of its tokens"
-    ),
-    _option(
-        "update_times_file",
-        str,
-        "write down here how long each update took: a line with its tokens, seconds and seconds of waiting for data",
-    ),
-    _option(
-        "environment_file",
-        str,
-        "add a line to this file at each start: versions, machine, ranks, git revision, plugins",
-    ),
-    _option(
-        "other_dictionary",
-        bool,
-        "train on from a checkpoint whose dictionary has the same size as that of the data, but other symbols or "
-        "another order; otherwise that is refused",
-        default=False,
-    ),
-]
 LanguageModelConfig = dataclasses.make_dataclass(
     "LanguageModelConfig",
     [
-        *_SETTINGS,
+        *MODEL_OPTIONS,
         ("add_bos_token", bool, II("task.add_bos_token")),
         ("tokens_per_sample", int, II("task.tokens_per_sample")),
         ("train_subset", str, II("dataset.train_subset")),
         ("max_target_positions", Optional[int], II("task.max_target_positions")),  # noqa: UP045
-        *_OPTIONS,
+        *RUN_OPTIONS,
         ("heartbeat_timeout", int, II("distributed_training.heartbeat_timeout")),
     ],
     bases=(FairseqDataclass,),
@@ -200,13 +139,12 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
     def build_model(cls, args, task) -> SparseMLPLanguageModel:
         """Build the model for fairseq's options and the task's dictionary."""
         dictionary = task.target_dictionary
-        arch = getattr(args, "_name", None) or getattr(args, "arch", "smlp")
-        options = {name: getattr(args, name, None) for name in (*all_settings(), *TASK_OPTIONS)}
-        config = from_training_options(arch, options, len(dictionary), dictionary.pad())
-        if config.is_leaky:
-            logger.warning(LEAKY_WARNING)
-        for name, reason in ignored_settings(config, PRESETS.get(arch, {})).items():
-            logger.warning("--%s has no effect: %s", name.replace("_", "-"), reason)
+        config = configuration(args, dictionary)
+        if isinstance(task, MaskedLMTask | SentencePredictionTask):
+            raise UserError(
+                f"--arch {args._name} is a language model, whose positions see earlier ones only: --task "
+                f"{task.cfg._name} needs an encoder, such as --arch gmlp_mlm_tiny"
+            )
         ranks = _ranks_for(config.moe.num_experts if config.num_sparse_layers else 1, args)
         check_weights(config, ranks.layout.group_size)
         core = Decoder(config, ranks)
@@ -234,72 +172,4 @@ def _ranks_for(num_experts: int, args: Any) -> Ranks:
     return connect(num_experts, getattr(args, "expert_parallel_size", None), timeout)
 
 
-def check_fit(
-    state: Mapping[str, Any], shapes: Mapping[str, torch.Size], config: ModelConfig, strict: bool = True
-) -> None:
-    """Refuse tensors of another vocabulary, context or size.
-
-    Args:
-        state: of the checkpoint, by name; all experts.
-        shapes: of the model's tensors, by name, with all experts.
-        config: of the model.
-        strict: every name must be in both.
-
-    Raises:
-        UserError: they do not fit; one sentence says what to give instead.
-    """
-    different = sorted(shapes.keys() ^ state.keys())
-    if strict and different:
-        raise UserError(
-            f"the checkpoint is of another architecture: {len(different)} parameters are in one of the two only, "
-            f"the first being {different[0]}; give the --arch, --router, --feature-routing, --positions and "
-            "numbers of layers that it was trained with"
-        )
-    for name, tensor in state.items():
-        if name not in shapes or shapes[name] == tensor.shape:
-            continue
-        theirs, ours = tuple(tensor.shape), tuple(shapes[name])
-        if name == "decoder.core.embedding.weight" and theirs[0] != ours[0]:
-            raise UserError(
-                f"the checkpoint has a vocabulary of {theirs[0]} symbols but the dictionary has {ours[0]}: "
-                "use the dict.txt that the checkpoint was trained with"
-            )
-        if len(theirs) == len(ours) == 3 and name.endswith(_SPATIAL_WEIGHTS) and theirs[-1] != ours[-1]:
-            if config.prefix_tokens:
-                raise UserError(
-                    f"the checkpoint predicts {theirs[-1]} positions of a sample, but --tokens-per-sample "
-                    f"{config.max_tokens} with --prefix-fraction {config.moe.prefix_fraction} asks for {ours[-1]} "
-                    f"after a prefix of {config.prefix_tokens}"
-                )
-            raise UserError(
-                f"the checkpoint has a context of {theirs[-1]} tokens but --tokens-per-sample asks for a model of "
-                f"{ours[-1]}"
-            )
-        is_of_experts = ".experts." in name or name.endswith((".router.centroids", ".router.weight"))
-        if is_of_experts and theirs[0] != ours[0] and theirs[1:] == ours[1:]:
-            raise UserError(f"the checkpoint has {theirs[0]} experts in a layer but --num-experts asks for {ours[0]}")
-        if name.endswith(".heads.weight") and theirs[0] != ours[0] and theirs[1:] == ours[1:]:
-            raise UserError(f"the checkpoint has {theirs[0]} heads in a layer but --num-heads asks for {ours[0]}")
-        raise UserError(f"the checkpoint does not fit the model: {name} has shape {theirs}, the model needs {ours}")
-
-
-def _fill_in(args: Any, arch: str) -> None:
-    """Set what the command line does not say: the architecture's settings, and the criterion that it needs."""
-    for name, value in PRESETS[arch].items():
-        if name not in FROM_TASK and getattr(args, name, None) is None:
-            setattr(args, name, value)
-    settle_criterion(args, arch)
-
-
-def _register(arch: str) -> None:
-    def fill_in(args: Any) -> None:
-        _fill_in(args, arch)
-
-    if arch in ARCH_MODEL_REGISTRY:  # the model's own name, for which fairseq registers an empty function
-        ARCH_CONFIG_REGISTRY[arch] = fill_in
-    else:
-        register_model_architecture("smlp", arch)(fill_in)
-
-
-for _arch in PRESETS:
-    _register(_arch)
+register_architectures("smlp", is_bidirectional=False)

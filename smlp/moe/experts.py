@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smlp.nn.layers import SpatialWeights, uniform_rows
-from smlp.ops import causal_spatial_projection, expert_feed_forward
+from smlp.ops import expert_feed_forward
 
 
 def xavier_bound(fan_in: int, fan_out: int) -> float:
@@ -65,16 +65,23 @@ class SpatialExperts(SpatialWeights):
     Args:
         max_tokens: T.
         expert_ids: global ids of the experts on this rank.
-        weight_bound, bias_init: as in :class:`smlp.nn.layers.SpatialWeights`.
+        weight_bound, bias_init, is_toeplitz: as in :class:`smlp.nn.layers.SpatialWeights`.
     """
 
-    def __init__(self, max_tokens: int, expert_ids: Sequence[int], weight_bound: float, bias_init: float) -> None:
-        super().__init__(max_tokens, expert_ids, weight_bound, bias_init)
+    def __init__(
+        self,
+        max_tokens: int,
+        expert_ids: Sequence[int],
+        weight_bound: float,
+        bias_init: float,
+        is_toeplitz: bool = False,
+    ) -> None:
+        super().__init__(max_tokens, expert_ids, weight_bound, bias_init, is_toeplitz=is_toeplitz)
         self.expert_ids = tuple(expert_ids)
 
     def forward(self, x_Bnec: Tensor, start: int = 0) -> Tensor:
         """(B, n, e, c) to (B, n - start, e, c): chunk i through expert i, at positions start .. n-1."""
-        return causal_spatial_projection(x_Bnec, self.weight, self.bias, start)
+        return self.project(x_Bnec, start)
 
 
 def expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, tuple[int, ...]]]:

@@ -21,9 +21,10 @@ from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 class FeatureMoE(nn.Module):
     """sMoE with deterministic routing: expert i has the i-th chunk of the features (smlp.txt, section 3.2.1).
 
-    ``z = LN(x)``; chunk i of the update is ``z_i * (tril(W_i) @ norm(z)_i + b_i)``, as in gMLP's gating unit, or, not
-    ``gated``, ``tril(W_i) @ norm(z)_i + b_i`` (equation 2 and Figure 2 of smlp.txt). ``norm`` is taken over all
-    features before they are cut, so that the result does not depend on where an expert lives.
+    ``z = LN(x)``; chunk i of the update is ``z_i * m_i`` with ``m_i = tril(W_i) @ norm(z)_i + b_i``, as in gMLP's
+    gating unit (``gated``), or ``m_i`` alone (``linear``: equation 2 and Figure 2 of smlp.txt), or ``z_i + m_i``
+    (``additive``). ``norm`` is taken over all features before they are cut, so that the result does not depend on
+    where an expert lives.
 
     Args:
         embed_dim: H, a multiple of E.
@@ -31,7 +32,7 @@ class FeatureMoE(nn.Module):
         experts: the spatial experts of this rank.
         dispatcher: moves chunks; the local one by default.
         name: of the layer, for error messages and reports.
-        gated: whether the features multiply what their expert makes of them.
+        kind: "gated", "linear" or "additive".
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class FeatureMoE(nn.Module):
         experts: SpatialExperts,
         dispatcher: FeatureDispatcher | None = None,
         name: str = "sMoE",
-        gated: bool = True,
+        kind: str = "gated",
     ) -> None:
         super().__init__()
         self.name = name
@@ -49,7 +50,7 @@ class FeatureMoE(nn.Module):
         self.spatial_norm = nn.LayerNorm(embed_dim)
         self.experts = experts
         self.num_experts = num_experts
-        self.gated = gated
+        self.kind = kind
         self.dispatcher = dispatcher or LocalFeatureDispatcher()
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
@@ -57,7 +58,13 @@ class FeatureMoE(nn.Module):
         z_BnH = self.norm(x_BnH)
         seen_BmH, start = context.remember(self, self.spatial_norm(z_BnH), self.experts.max_tokens)
         mixed_BnH = self._mix(seen_BmH, start)
-        return z_BnH * mixed_BnH if self.gated else mixed_BnH
+        return self._combine(z_BnH, mixed_BnH)
+
+    def _combine(self, z_BnH: Tensor, mixed_BnH: Tensor) -> Tensor:
+        """Make the update of the features and what their experts make of them."""
+        if self.kind == "gated":
+            return z_BnH * mixed_BnH
+        return z_BnH + mixed_BnH if self.kind == "additive" else mixed_BnH
 
     def _mix(self, seen_BmH: Tensor, start: int) -> Tensor:
         """Send each chunk of the features through its expert: (B, m, H) to (B, m - start, H)."""
@@ -73,8 +80,8 @@ class RoutedFeatureMoE(FeatureMoE):
     """sMoE in which the features of each sequence choose their experts (smlp.txt, section 3.2.2 and appendix B).
 
     Each feature, seen as a vector over positions, goes to one expert, each expert getting H/E of them; the update of
-    feature j is ``p_j * z_j * (tril(W) @ norm(z)_j + b)`` with its expert's W and b and the softmax probability p_j,
-    without ``z_j`` if it is not ``gated``.
+    feature j is ``p_j * z_j * (tril(W) @ norm(z)_j + b)`` with its expert's W and b and the softmax probability p_j;
+    for the other kinds, ``p_j`` times their update.
     Experts are as wide as the positions after the prefix, on which alone they act; the prefix passes through.
 
     Args:
@@ -82,7 +89,7 @@ class RoutedFeatureMoE(FeatureMoE):
         router: reads the prefix (partial), or all T positions (leaky: it sees the tokens to be predicted).
         prefix_tokens: P.
         name: of the layer, for error messages and reports.
-        dispatcher, gated: as in :class:`FeatureMoE`.
+        dispatcher, kind: as in :class:`FeatureMoE`.
     """
 
     def __init__(
@@ -94,9 +101,9 @@ class RoutedFeatureMoE(FeatureMoE):
         prefix_tokens: int,
         name: str,
         dispatcher: FeatureDispatcher | None = None,
-        gated: bool = True,
+        kind: str = "gated",
     ) -> None:
-        super().__init__(embed_dim, num_experts, experts, dispatcher, name, gated)
+        super().__init__(embed_dim, num_experts, experts, dispatcher, name, kind)
         self.router = router
         self.prefix_tokens = prefix_tokens
         self.max_tokens = prefix_tokens + experts.max_tokens
@@ -137,8 +144,7 @@ class RoutedFeatureMoE(FeatureMoE):
         with stage_of(self.name, PERMUTE):
             mixed_BqH = permuted_columns(mixed_BqH, place_BH, order_BH)
         num_before = z_BnH.size(1) - num_outputs
-        if self.gated:
-            mixed_BqH = z_BnH[:, num_before:] * mixed_BqH
+        mixed_BqH = self._combine(z_BnH[:, num_before:], mixed_BqH)
         update_BqH = mixed_BqH * probability_BH.to(z_BnH.dtype).unsqueeze(1)
         return F.pad(update_BqH, (0, 0, num_before, 0))
 

@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smlp.errors import UserError
-from smlp.ops import ACTIVATION_FUNCTIONS, dropout, linear
+from smlp.ops import (
+    ACTIVATION_FUNCTIONS,
+    causal_spatial_projection,
+    dropout,
+    linear,
+    spatial_projection,
+    toeplitz_matrices,
+)
 
 
 class Linear(nn.Linear):
@@ -115,15 +123,57 @@ def uniform_rows(ids: Sequence[int], *shape: int, bound: float) -> nn.Parameter:
 class SpatialWeights(nn.Module):
     """Weights of spatial projections: a T x T matrix and a bias of length T for each head or expert.
 
+    The weights of a Toeplitz matrix are one number for each distance: (h, 2T-1), or, in a causal model, (h, T) for the
+    distances from T-1 positions back to none (gmlp.txt, appendix C).
+
     Args:
         max_tokens: T.
         ids: numbers of the heads, or global ids of the experts.
         weight_bound: weights start as U(-bound, bound), near zero.
         bias_init: initial value of every bias.
+        is_causal: whether no position sees a later one.
+        is_toeplitz: whether a matrix depends on the distance alone.
     """
 
-    def __init__(self, max_tokens: int, ids: Sequence[int], weight_bound: float, bias_init: float) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        ids: Sequence[int],
+        weight_bound: float,
+        bias_init: float,
+        is_causal: bool = True,
+        is_toeplitz: bool = False,
+    ) -> None:
         super().__init__()
         self.max_tokens = max_tokens
-        self.weight = uniform_rows(ids, max_tokens, max_tokens, bound=weight_bound)
+        self.is_causal = is_causal
+        self.is_toeplitz = is_toeplitz
+        shape = (spatial_parameters(max_tokens, is_causal, True),) if is_toeplitz else (max_tokens, max_tokens)
+        self.weight = uniform_rows(ids, *shape, bound=weight_bound)
         self.bias = nn.Parameter(torch.full((len(ids), max_tokens), float(bias_init)))
+
+    def matrices(self, num_tokens: int | None = None) -> Tensor:
+        """Return the leading rows and columns, for n (default T) tokens, of all matrices, (h, n, n).
+
+        Of a causal model, what is above the diagonal has no influence.
+        """
+        num_tokens = self.max_tokens if num_tokens is None else num_tokens
+        if not self.is_toeplitz:
+            return self.weight if num_tokens == self.max_tokens else self.weight[:, :num_tokens, :num_tokens]
+        w_hL = F.pad(self.weight, (0, self.max_tokens - 1)) if self.is_causal else self.weight
+        return toeplitz_matrices(w_hL, num_tokens)
+
+    def project(self, x_Bnhc: Tensor, start: int = 0, gate_Bmhc: Tensor | None = None) -> Tensor:
+        """Mix positions 0 .. n-1, chunk i by matrix i: (B, n, h, c) to (B, n - start, h, c), times the gate if any."""
+        # all of a free matrix is given away: slicing it is the product's business, and its gradient stays whole
+        weight_hTT = self.matrices(x_Bnhc.size(1)) if self.is_toeplitz else self.weight
+        if self.is_causal:
+            return causal_spatial_projection(x_Bnhc, weight_hTT, self.bias, start, gate_Bmhc)
+        return spatial_projection(x_Bnhc, weight_hTT, self.bias, gate_Bmhc)
+
+
+def spatial_parameters(max_tokens: int, is_causal: bool, is_toeplitz: bool) -> int:
+    """Return the numbers in one matrix over T positions."""
+    if not is_toeplitz:
+        return max_tokens * max_tokens
+    return max_tokens if is_causal else 2 * max_tokens - 1

@@ -7,7 +7,7 @@ from smlp.ops.feed_forward import expert_feed_forward
 from smlp.ops.linear import linear
 from smlp.ops.losses import token_losses
 from smlp.ops.rows import permuted_columns, permuted_rows, summed_rows
-from smlp.ops.spatial import causal_spatial_projection
+from smlp.ops.spatial import causal_spatial_projection, spatial_projection, toeplitz_matrices
 
 __all__ = [
     "ACTIVATION_FUNCTIONS",
@@ -20,6 +20,8 @@ __all__ = [
     "linear",
     "permuted_columns",
     "permuted_rows",
+    "spatial_projection",
     "summed_rows",
+    "toeplitz_matrices",
     "token_losses",
 ]

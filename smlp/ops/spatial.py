@@ -1,4 +1,7 @@
-"""Causal spatial projection: the linear map over the token axis in spatial gating units and sMoE experts.
+"""Spatial projections: the linear maps over the token axis in spatial gating units and sMoE experts.
+
+In a causal one no position sees a later one; in the other one every position sees all. Their matrices are free, or
+Toeplitz matrices made of one vector.
 
 Long inputs skip the empty half of the product (:mod:`smlp.ops.triangular`); on NVIDIA GPUs one kernel does it all, bias
 and gate included (:mod:`smlp.ops.triton_spatial`).
@@ -41,6 +44,48 @@ def causal_spatial_projection(
             return out_Bnhc
     out_Bmhc = _projection(x_Bnhc, weight_hTT, bias_hT, start)
     return out_Bmhc if gate_Bmhc is None else gate_Bmhc * out_Bmhc
+
+
+def spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None = None) -> Tensor:
+    """``(W_i @ x_i + b_i) * gate_i`` for every head i, over the token axis, each position seeing all (gmlp.txt, eq. 2).
+
+    Inputs shorter than T use the leading rows and columns of ``W`` and the leading entries of ``b``.
+
+    Args:
+        x_Bnhc: features, (B, n, h, c).
+        weight_hTT: (h, T, T).
+        bias_hT: (h, T).
+        gate_Bnhc: what each output is multiplied with, or None for nothing.
+
+    Returns:
+        (B, n, h, c).
+    """
+    num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
+    weight_hnn, bias_hn1 = weight_hTT[:, :num_tokens, :num_tokens], bias_hT[:, :num_tokens, None]
+    if num_heads == 1:  # by sequence: nothing is copied
+        over_seqs = (num_seqs, -1, -1)
+        out_Bnc = torch.baddbmm(bias_hn1.expand(over_seqs), weight_hnn.expand(over_seqs), x_Bnhc.squeeze(2))
+        out_Bnhc = out_Bnc.unsqueeze(2)
+    else:
+        x_hnBc = x_Bnhc.permute(2, 1, 0, 3).reshape(num_heads, num_tokens, num_seqs * width)
+        out_hnBc = torch.baddbmm(bias_hn1, weight_hnn, x_hnBc)
+        out_Bnhc = out_hnBc.view(num_heads, num_tokens, num_seqs, width).permute(2, 1, 0, 3)
+    return out_Bnhc if gate_Bnhc is None else gate_Bnhc * out_Bnhc
+
+
+def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:
+    """Return ``W_i[a, b] = w_i[T - 1 + b - a]``, matrices that depend on the distance alone (gmlp.txt, appendix C).
+
+    Args:
+        w_hL: (h, 2T-1): of the distances -(T-1) .. T-1.
+        num_tokens: n <= T; the distances within n positions are the central 2n-1 of w.
+
+    Returns:
+        (h, n, n).
+    """
+    first = (w_hL.size(1) + 1) // 2 - num_tokens
+    central_hL = w_hL[:, first : first + 2 * num_tokens - 1]
+    return central_hL.unfold(1, num_tokens, 1).flip(1)
 
 
 def _projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int) -> Tensor:

@@ -14,7 +14,10 @@ from smlp.errors import UserError
 from smlp.files import read_text
 
 DICTIONARY = "dict.txt"
+#: what stands for a token that a masked language model restores
+MASK = "<mask>"
 SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # of every dictionary, before the first line of its file
+MASK = "<mask>"  # stands for a token that a masked language model restores
 SENTENCEPIECE_MODEL = "sentencepiece.model"
 ENCODER_JSON, VOCAB_BPE = "encoder.json", "vocab.bpe"
 #: all files of a tokenizer, by the one that names it
@@ -33,6 +36,10 @@ class Vocabulary:
 
     def __len__(self) -> int:
         return len(self.symbols)
+
+    def with_mask(self) -> Vocabulary:
+        """Return the vocabulary of a masked language model: with ``<mask>`` as the last symbol, if it lacks it."""
+        return self if MASK in self.index else Vocabulary([*self.symbols[len(SPECIAL_SYMBOLS) :], MASK])
 
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:

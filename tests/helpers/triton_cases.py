@@ -18,6 +18,7 @@ from comparing import spatial_reference
 from torch.utils.checkpoint import checkpoint
 from triton_problems import Broken, allowed, apply, compare, drawn, given_gradient, small_tiles
 
+from smlp.config.presets import preset
 from smlp.nn.blocks import SpatialGatingUnit
 from smlp.nn.state import ForwardContext
 from smlp.ops import causal_spatial_projection, fast_paths, first_use
@@ -193,7 +194,7 @@ def the_operation_takes_the_kernels():
 @case
 def a_gating_unit_takes_one_kernel():
     torch.manual_seed(0)
-    unit = SpatialGatingUnit(16, 20, num_heads=2, weight_bound=1.0)
+    unit = SpatialGatingUnit(preset("gmlp_lm", ffn_dim=16, max_tokens=20, num_heads=2, spatial_init_scale=20.0))
     z = torch.randn(2, 18, 16, requires_grad=True)
     leaves = [z, *unit.parameters()]
 

@@ -141,13 +141,16 @@ def test_nan_names_the_layer(training):
         layer(x, ForwardContext())
 
 
-@pytest.mark.parametrize(("num_experts", "gated"), [(1, True), (2, True), (7, True), (8, True), (1, False), (4, False)])
-def test_feature_moe_against_the_reference(num_experts, gated):
+@pytest.mark.parametrize(
+    ("num_experts", "kind"),
+    [(1, "gated"), (2, "gated"), (7, "gated"), (8, "gated"), (1, "linear"), (4, "linear"), (4, "additive")],
+)
+def test_feature_moe_against_the_reference(num_experts, kind):
     """z_i * (tril(W_i) @ norm(z)_i + b_i), for each chunk and each position by itself (smlp.txt, 3.2.1; equation 2)."""
     torch.manual_seed(0)
     width, max_tokens, num_tokens = 14 if num_experts == 7 else 16, 6, 5
     experts = SpatialExperts(max_tokens, range(num_experts), 0.1, 0.0)
-    layer = FeatureMoE(width, num_experts, experts, gated=gated).double()
+    layer = FeatureMoE(width, num_experts, experts, kind=kind).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(3, num_tokens, width, dtype=torch.double, requires_grad=True)
@@ -158,7 +161,8 @@ def test_feature_moe_against_the_reference(num_experts, gated):
     for feature in range(width):
         weight, bias = layer.experts.weight[feature // chunk], layer.experts.bias[feature // chunk]
         gates = [sum(weight[t, s] * normed[:, s, feature] for s in range(t + 1)) + bias[t] for t in range(num_tokens)]
-        columns.append((z[:, :, feature] if gated else 1) * torch.stack(gates, dim=1))
+        z_Bn, mixed_Bn = z[:, :, feature], torch.stack(gates, dim=1)
+        columns.append({"gated": z_Bn * mixed_Bn, "linear": mixed_Bn, "additive": z_Bn + mixed_Bn}[kind])
     expected = torch.stack(columns, dim=2)
     assert_same(y, expected, [x, *layer.parameters()], tolerance=EXACT_LAYER)
 

@@ -11,8 +11,9 @@ from torch import nn
 
 import smlp
 from smlp.evaluation.leak import randomise
-from smlp.nn.blocks import AttentionSublayer, CausalSelfAttention, DenseBlock
-from smlp.nn.decoder import sinusoidal_positions
+from smlp.nn.attention import SelfAttention, relative_buckets
+from smlp.nn.blocks import AttentionSublayer, DenseBlock
+from smlp.nn.stack import sinusoidal_positions
 from smlp.nn.state import DecodingState, ForwardContext
 from smlp.ops.tolerances import EXACT
 
@@ -27,35 +28,91 @@ def inputs(num_seqs, num_tokens):
     return torch.randn(num_seqs, num_tokens, WIDTH, dtype=torch.double, generator=generator, requires_grad=True)
 
 
-def slow_attention(module, x_BnH, num_heads):
-    """Vaswani et al., 2017, section 3.2, for each sequence, head and position by itself."""
-    weights = [*module.proj_in.weight.chunk(3), *module.proj_in.bias.chunk(3)]
-    query, key, value = (x_BnH @ w.t() + b for w, b in zip(weights[:3], weights[3:], strict=True))
+def attention(num_heads, scores="content", direction="causal"):
+    return randomised(
+        SelfAttention(
+            smlp.preset("dense_lm", **SMALL | {"num_heads": num_heads, "direction": direction}), scores=scores
+        )
+    )
+
+
+def bucket_of(distance, is_causal):
+    """T5's buckets (Raffel et al., 2020, section 2.1), key minus query, one by one."""
+    if is_causal:
+        return slow_bucket(max(-distance, 0), 32)
+    return slow_bucket(abs(distance), 16) + 16 * (distance > 0)
+
+
+def slow_bucket(far, buckets):
+    exact = buckets // 2
+    if far < exact:
+        return far
+    return min(exact + int(math.log(far / exact) / math.log(128 / exact) * (buckets - exact)), buckets - 1)
+
+
+def slow_attention(module, x_BnH, num_heads, seen=None):
+    """Vaswani et al., 2017, section 3.2, for each sequence, head and position by itself; with T5's biases."""
+    parts = 3 if module.has_content else 1
+    weights = [*module.proj_in.weight.chunk(parts), *module.proj_in.bias.chunk(parts)]
+    projected = [x_BnH @ w.t() + b for w, b in zip(weights[:parts], weights[parts:], strict=True)]
+    query, key, value = projected if module.has_content else (None, None, *projected)
     depth, rows = WIDTH // num_heads, []
+    n = x_BnH.size(1)
+
+    def score(b, h, t, s):
+        part, total = slice(h * depth, (h + 1) * depth), torch.zeros((), dtype=x_BnH.dtype)
+        if module.has_content:
+            total = total + query[b, t, part] @ key[b, s, part] / math.sqrt(depth)
+        if module.relative is not None:
+            total = total + module.relative.weight[h, bucket_of(s - t, module.is_causal)]
+        return total
+
     for b in range(x_BnH.size(0)):
         for t in range(x_BnH.size(1)):
             heads = []
-            for part in (slice(h * depth, (h + 1) * depth) for h in range(num_heads)):
-                scores = torch.stack([query[b, t, part] @ key[b, s, part] / math.sqrt(depth) for s in range(t + 1)])
+            visible = range(t + 1) if module.is_causal else range(n if seen is None else seen[b])
+            for h in range(num_heads):
+                scores = torch.stack([score(b, h, t, s) for s in visible])
                 share = scores.exp() / scores.exp().sum()
-                heads.append(sum(share[s] * value[b, s, part] for s in range(t + 1)))
+                part = slice(h * depth, (h + 1) * depth)
+                heads.append(sum(share[s] * value[b, s, part] for s in visible))
             rows.append(module.proj_out.weight @ torch.cat(heads) + module.proj_out.bias)
     return torch.stack(rows).view(x_BnH.shape)
 
 
-@pytest.mark.parametrize("num_heads", [1, 3, 12])
+@pytest.mark.parametrize(
+    ("num_heads", "scores", "direction"),
+    [(h, "content", "causal") for h in (1, 3, 12)]
+    + [(3, scores, "causal") for scores in ("relative", "relative_only")]
+    + [(3, scores, "bidirectional") for scores in ("content", "relative", "relative_only")],
+)
 @pytest.mark.parametrize("num_tokens", [1, 6, MAX_TOKENS])
-def test_attention_against_a_masked_softmax(num_heads, num_tokens):
-    module, x = randomised(CausalSelfAttention(WIDTH, num_heads, MAX_TOKENS)), inputs(2, num_tokens)
+def test_attention_against_a_masked_softmax(num_heads, scores, direction, num_tokens):
+    module, x = attention(num_heads, scores, direction), inputs(2, num_tokens)
     with torch.no_grad():
         module.proj_in.weight.mul_(0.3)  # softmax neither flat nor one-hot
     want = slow_attention(module, x, num_heads)
     assert_same(module(x, ForwardContext()), want, [x, *module.parameters()], 1e-9)
 
 
+@pytest.mark.parametrize("scores", ["content", "relative", "relative_only"])
+def test_no_token_sees_padding(scores):
+    module, x = attention(3, scores, "bidirectional"), inputs(2, 6)
+    valid = torch.arange(6) < torch.tensor([[6], [4]])
+    got, want = module(x, ForwardContext(valid_Bn=valid)), slow_attention(module, x, 3, seen=(6, 4))
+    assert_same(got[valid], want[valid], [x, *module.parameters()], 1e-9)
+
+
+def test_buckets_of_distances():
+    for is_causal in (True, False):
+        got = relative_buckets(200, is_causal).tolist()
+        assert got == [bucket_of(distance, is_causal) for distance in range(-199, 200)]
+
+
+@pytest.mark.parametrize("scores", ["content", "relative", "relative_only"])
 @pytest.mark.parametrize("chunks", [[1] * 10, [4, 1, 5], [1, 9], [3, 3, 4], [10]])
-def test_attention_in_chunks(chunks):
-    module, x = randomised(CausalSelfAttention(WIDTH, 3, MAX_TOKENS)), inputs(2, MAX_TOKENS).detach()
+def test_attention_in_chunks(chunks, scores):
+    module, x = attention(3, scores), inputs(2, MAX_TOKENS).detach()
     state, steps = DecodingState(), []
     with torch.no_grad():
         for part in x.split(chunks, dim=1):
@@ -65,11 +122,14 @@ def test_attention_in_chunks(chunks):
     torch.testing.assert_close(torch.cat(steps, dim=1), full, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+@pytest.mark.parametrize("layer_norm", ["before", "after"])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_a_block_is_torchs_encoder_layer_with_a_causal_mask(activation):
-    config = smlp.preset("dense_lm", activation=activation, **SMALL)
+def test_a_block_is_torchs_encoder_layer(activation, layer_norm, direction):
+    config = smlp.preset("dense_lm", activation=activation, layer_norm=layer_norm, direction=direction, **SMALL)
     block = randomised(DenseBlock(config, AttentionSublayer(config)))
-    settings = {"dropout": 0.0, "activation": activation, "batch_first": True, "norm_first": True}
+    settings = {"dropout": 0.0, "activation": activation, "batch_first": True}
+    settings["norm_first"] = layer_norm == "before"
     theirs = nn.TransformerEncoderLayer(WIDTH, 3, 20, dtype=torch.double, **settings)
     pairs = {
         "self_attn.in_proj": block.mixing.attention.proj_in, "self_attn.out_proj.": block.mixing.attention.proj_out,
@@ -83,7 +143,9 @@ def test_a_block_is_torchs_encoder_layer_with_a_causal_mask(activation):
     theirs.load_state_dict({name: weight.detach() for name, weight in weights.items()})
     x = inputs(3, 7)
     got, aux_losses = block(x, ForwardContext())
-    want = theirs(x, src_mask=nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.double), is_causal=True)
+    is_causal = direction == "causal"
+    mask = nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.double) if is_causal else None
+    want = theirs(x, src_mask=mask, is_causal=is_causal)
     torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
     named = dict(theirs.named_parameters())
     ours = torch.autograd.grad(got.square().sum(), [x, *weights.values()])

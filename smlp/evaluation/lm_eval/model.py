@@ -20,7 +20,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
-from smlp.checkpoint.load import load_pretrained
+from smlp.checkpoint.load import load_language_model
 from smlp.errors import UserError
 from smlp.evaluation.lm_eval.writing import WritingOrder
 from smlp.inference.generation import TextWriter
@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         team = team or Team()
         if not isinstance(path, LanguageModel):
-            path = load_pretrained(path, dictionary, tokenizer).to(team.device(device))
+            path = load_language_model(path, dictionary, tokenizer, what="the harness").to(team.device(device))
         self.lm = path
         self.team = team
         self.newline = newline

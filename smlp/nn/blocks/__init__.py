@@ -5,7 +5,8 @@ from smlp.nn.blocks.base import AuxLosses, Block, BlockKind, DenseBlock, build_b
 from smlp.nn.blocks.sparse import SparseBlock, SparseBlockKind
 from smlp.nn.blocks.gmlp import GatedMLPBlock, SpatialGatingUnit
 from smlp.nn.blocks.smlp import FeatureSublayer
-from smlp.nn.blocks.transformer import AttentionSublayer, CausalSelfAttention
+from smlp.nn.blocks.transformer import AttentionSublayer
+from smlp.nn.blocks.mixer import TokenMixing
 from smlp.nn.blocks.gmlp_moe import GatedMLPExperts, GatedMLPMoEBlock
 
 __all__ = [
@@ -13,7 +14,6 @@ __all__ = [
     "AuxLosses",
     "Block",
     "BlockKind",
-    "CausalSelfAttention",
     "DenseBlock",
     "FeatureSublayer",
     "GatedMLPBlock",
@@ -22,6 +22,7 @@ __all__ = [
     "SparseBlock",
     "SparseBlockKind",
     "SpatialGatingUnit",
+    "TokenMixing",
     "build_blocks",
     "sparse_block",
 ]

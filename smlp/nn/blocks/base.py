@@ -53,6 +53,8 @@ class Block(nn.Module):
 class DenseBlock(Block):
     """A sublayer that mixes the tokens (self-attention in a Transformer), then ``x + FFN(LN(x))``.
 
+    With ``layer_norm=after`` the second is ``LN(x + FFN(x))``.
+
     Args:
         config: of the model.
         mixing: the sublayer before, with its residual.
@@ -64,9 +66,12 @@ class DenseBlock(Block):
         self.norm = nn.LayerNorm(config.embed_dim)
         self.feed_forward = FeedForward(config.embed_dim, config.ffn_dim, config.activation)
         self.dropout = Dropout(config.dropout)
+        self.norms_after = config.layer_norm == "after"
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
         x_BnH = self.mixing(x_BnH, context)
+        if self.norms_after:
+            return self.norm(x_BnH + self.dropout(self.feed_forward(x_BnH))), {}
         return x_BnH + self.dropout(self.feed_forward(self.norm(x_BnH))), {}
 
     def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
@@ -98,6 +103,8 @@ class BlockKind(ModelPart):
     has_feature_moe: ClassVar[bool] = False
     #: whether it has matrices over positions, which start as ``spatial_init_scale`` says
     has_spatial_weights: ClassVar[bool] = False
+    #: whether it can have its layer norms after the sublayers (``layer_norm=after``)
+    can_norm_after: ClassVar[bool] = False
 
     @abstractmethod
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:

@@ -25,7 +25,7 @@ from smlp.moe.plan import slots
 from smlp.nn.blocks.base import AuxLosses, Block, BlockKind, register_sparse_block
 from smlp.nn.blocks.gmlp import check_halves
 from smlp.nn.blocks.sparse import router_costs, token_dispatcher
-from smlp.nn.layers import Dropout, SpatialWeights, uniform_rows
+from smlp.nn.layers import Dropout, SpatialWeights, spatial_parameters, uniform_rows
 from smlp.nn.state import ForwardContext
 from smlp.ops import activated_halves, linear
 from smlp.parallel import Ranks, one_process
@@ -73,6 +73,7 @@ class GatedMLPExperts(nn.Module):
         activation: "gelu", "relu" or "swish".
         weight_bound: spatial weights start as U(-bound, bound).
         experts_per_token: k, most experts that a token goes to.
+        is_toeplitz: whether the spatial weights depend on the distance alone.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class GatedMLPExperts(nn.Module):
         activation: str,
         weight_bound: float,
         experts_per_token: int = 1,
+        is_toeplitz: bool = False,
     ) -> None:
         super().__init__()
         num_local = len(expert_ids)
@@ -96,7 +98,7 @@ class GatedMLPExperts(nn.Module):
         self.b_in = nn.Parameter(torch.zeros(num_local, ffn_dim))
         self.gate_norm_weight = nn.Parameter(torch.ones(num_local, ffn_dim // 2))
         self.gate_norm_bias = nn.Parameter(torch.zeros(num_local, ffn_dim // 2))
-        self.gating = SpatialWeights(max_tokens, expert_ids, weight_bound, bias_init=1.0)
+        self.gating = SpatialWeights(max_tokens, expert_ids, weight_bound, bias_init=1.0, is_toeplitz=is_toeplitz)
         self.w_out = uniform_rows(expert_ids, embed_dim, ffn_dim // 2, bound=xavier_bound(ffn_dim // 2, embed_dim))
         self.b_out = nn.Parameter(torch.zeros(num_local, embed_dim))
 
@@ -131,7 +133,7 @@ class GatedMLPExperts(nn.Module):
         if context.state is not None:
             seen = self._remember(torch.cat(keys), place_A2, counts, context)
         outputs = []
-        spatial = zip(self.gating.weight.unbind(), self.gating.bias.unbind(), strict=True)
+        spatial = zip(self.gating.matrices().unbind(), self.gating.bias.unbind(), strict=True)
         outer = zip(self.w_out.unbind(), self.b_out.unbind(), strict=True)
         for z1, place, own, weights, proj_out in zip(gated, places, seen, spatial, outer, strict=True):
             gate = sparse_spatial_projection(place, *own, *weights, num_seqs)
@@ -212,6 +214,7 @@ def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = N
         config.activation,
         config.spatial_weight_bound,
         config.experts_per_token,
+        config.spatial_weights == "toeplitz",
     )
     return PlacedTokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(ranks, name))
 
@@ -232,12 +235,13 @@ class GatedMLPMoE(BlockKind):
         H, F, T = config.embed_dim, config.ffn_dim, config.max_tokens
         E, half = config.num_experts, F // 2
         norms = 2 * H + 2 * half
+        spatial = spatial_parameters(T, True, config.spatial_weights == "toeplitz")
         yield from router_costs(config, layer_index)
         yield Component(
             f"blocks.{layer_index}",
             layer_index,
             GATED_MLP_EXPERTS,
-            expert_params=norms + linear_parameters(H, F) + T * T + T + linear_parameters(half, H),
+            expert_params=norms + linear_parameters(H, F) + spatial + T + linear_parameters(half, H),
             num_experts=E,
             flops_per_assignment=LAYER_NORM_FLOPS * (H + half) + H * F + half * H,
             assignments_per_token=min(config.experts_per_token, E),

@@ -19,7 +19,7 @@ from smlp.moe.feature_layer import FeatureMoE, RoutedFeatureMoE
 from smlp.moe.routers import FeatureRouter
 from smlp.nn.blocks.base import register_sparse_block
 from smlp.nn.blocks.sparse import SparseBlockKind
-from smlp.nn.layers import Dropout
+from smlp.nn.layers import Dropout, spatial_parameters
 from smlp.nn.state import ForwardContext
 from smlp.parallel import Ranks, one_process
 
@@ -43,15 +43,18 @@ def feature_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = Non
     prefix, width, num_experts = config.prefix_tokens, config.embed_dim, config.num_experts
     ranks, name = ranks or one_process(num_experts), f"layer {layer_index} (sMoE)"
     experts = SpatialExperts(
-        config.max_tokens - prefix, ranks.layout.expert_ids, config.spatial_weight_bound, config.spatial_bias_init
+        config.max_tokens - prefix,
+        ranks.layout.expert_ids,
+        config.spatial_weight_bound,
+        config.spatial_bias_init,
+        config.spatial_weights == "toeplitz",
     )
     is_spread = ranks.experts.size > 1
     dispatcher = FeatureExchange(ranks.experts, ranks.layout, name) if is_spread else LocalFeatureDispatcher()
-    gated = config.feature_experts == "gated"
     if config.feature_routing == "deterministic":
-        return FeatureMoE(width, num_experts, experts, dispatcher, name, gated)
+        return FeatureMoE(width, num_experts, experts, dispatcher, name, config.feature_experts)
     router = FeatureRouter(prefix if config.feature_routing == "partial" else config.max_tokens, num_experts)
-    return RoutedFeatureMoE(width, num_experts, experts, router, prefix, name, dispatcher, gated)
+    return RoutedFeatureMoE(width, num_experts, experts, router, prefix, name, dispatcher, config.feature_experts)
 
 
 @register_sparse_block("smlp")
@@ -85,7 +88,7 @@ class SparseMLP(SparseBlockKind):
             f"blocks.{layer_index}.mixing",
             layer_index,
             FEATURE_MOE,
-            expert_params=width * width + width,
+            expert_params=spatial_parameters(width, True, config.spatial_weights == "toeplitz") + width,
             num_experts=E,
             other_params=4 * H + read * E,
             work={NORMS: 2 * LAYER_NORM_FLOPS * H, SPATIAL: max(n - P, 0) ** 2 * H / n, ROUTER: routing},

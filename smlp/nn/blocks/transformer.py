@@ -1,19 +1,19 @@
-"""Transformer blocks, dense and with experts: causal self-attention (Vaswani et al., 2017), and what it costs.
+"""Transformer blocks, dense and with experts: self-attention (Vaswani et al., 2017), and what it costs.
 
-Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``H`` width, ``h`` heads, ``d`` = H/h.
+Letters: ``B`` sequences, ``n`` tokens, ``H`` width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smlp.config import ModelConfig
-from smlp.config.settings import require
+from smlp.config.settings import require, setting
 from smlp.costs.component import (
+    ATTENTION,
     LAYER_NORM_FLOPS,
     LAYER_NORM_KEEPS,
     NORMS,
@@ -23,6 +23,7 @@ from smlp.costs.component import (
     dropout_keeps,
     linear_parameters,
 )
+from smlp.nn.attention import BUCKETS, SelfAttention
 from smlp.nn.blocks.base import (
     Block,
     BlockKind,
@@ -33,67 +34,37 @@ from smlp.nn.blocks.base import (
     register_sparse_block,
 )
 from smlp.nn.blocks.sparse import SparseBlockKind
-from smlp.nn.layers import Dropout, xavier_linear
+from smlp.nn.layers import Dropout
 from smlp.nn.state import ForwardContext
 from smlp.parallel import Ranks
 
-ATTENTION = "self-attention"
+SCORES_OF = ("content", "relative", "relative_only")
 
 
-class CausalSelfAttention(nn.Module):
-    """Multi-head self-attention in which no position sees a later one.
+@dataclass(frozen=True)
+class TransformerSettings:
+    """What the scores of self-attention are made of (gmlp.txt, Table 3)."""
 
-    Padding stands on the right, so that no real token can see it.
-
-    Args:
-        embed_dim: H.
-        num_heads: h, divides H.
-        max_tokens: T, how many keys and values incremental decoding keeps.
-    """
-
-    def __init__(self, embed_dim: int, num_heads: int, max_tokens: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.max_tokens = max_tokens
-        self.proj_in = xavier_linear(embed_dim, 3 * embed_dim)
-        self.proj_out = xavier_linear(embed_dim, embed_dim)
-
-    def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
-        """(B, n, H) to (B, n, H)."""
-        return self.proj_out(context.by_sequences(self._mix, self.proj_in(x_BnH)))
-
-    def _mix(self, x_Bn3H: Tensor, context: ForwardContext) -> Tensor:
-        """Map queries, keys and values, (B, n, 3H), to what each position sees, (B, n, H)."""
-        width = x_Bn3H.size(2) // (3 * self.num_heads)
-        # (B, 3h, n, d): each head's keys lie together where they are kept, which makes a single query twice as fast
-        heads = x_Bn3H.unflatten(2, (-1, width)).transpose(1, 2)
-        query, key_value = heads.split([self.num_heads, 2 * self.num_heads], dim=1)
-        key_value, start = context.remember(self, key_value, self.max_tokens)
-        key, value = key_value.chunk(2, dim=1)
-        if start == 0:
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        else:
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=_visible(query.size(2), start, query))
-        return mixed.transpose(1, 2).flatten(2)
-
-
-def _visible(num_new: int, start: int, like: Tensor) -> Tensor | None:
-    """Return which tokens each new one sees, (n, m), or None for all of them, which a single new one does."""
-    if num_new == 1:
-        return None
-    return torch.ones(num_new, start + num_new, dtype=torch.bool, device=like.device).tril(diagonal=start)
+    attention: str = setting(
+        "content",
+        "scores of self-attention: queries times keys, the same plus a bias for each distance, or the bias alone",
+        SCORES_OF,
+    )
 
 
 class AttentionSublayer(nn.Module):
-    """``x + attention(LN(x))``."""
+    """``x + attention(LN(x))``, or, with ``layer_norm=after``, ``LN(x + attention(x))``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.embed_dim)
-        self.attention = CausalSelfAttention(config.embed_dim, config.num_heads, config.max_tokens)
+        self.attention = SelfAttention(config, scores=config.own("transformer").attention)
         self.dropout = Dropout(config.dropout)
+        self.norms_after = config.layer_norm == "after"
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
+        if self.norms_after:
+            return self.norm(x_BnH + self.dropout(self.attention(x_BnH, context)))
         return x_BnH + self.dropout(self.attention(self.norm(x_BnH), context))
 
 
@@ -106,13 +77,19 @@ def _check_heads(config: ModelConfig) -> None:
 
 def _attention_costs(config: ModelConfig, layer: int, num_tokens: int) -> Component:
     """Return the costs of projections, and of n scores and n values of width H for each query."""
-    H = config.embed_dim
+    H, scores = config.embed_dim, config.own("transformer").attention
+    content = scores != "relative_only"
+    projections = linear_parameters(H, 3 * H if content else H) + linear_parameters(H, H)
     return Component(
         f"blocks.{layer}.mixing",
         layer,
         ATTENTION,
-        other_params=2 * H + linear_parameters(H, 3 * H) + linear_parameters(H, H),
-        work={NORMS: LAYER_NORM_FLOPS * H, PROJECTIONS: 4 * H * H, SCORES: 2 * num_tokens * H},
+        other_params=2 * H + projections + (scores != "content") * config.num_heads * BUCKETS,
+        work={
+            NORMS: LAYER_NORM_FLOPS * H,
+            PROJECTIONS: (4 if content else 2) * H * H,
+            SCORES: (2 if content else 1) * num_tokens * H,
+        },
         num_mixed=num_tokens,
     )
 
@@ -125,6 +102,9 @@ def _attention_keeps(config: ModelConfig) -> float:
 @register_dense_block("transformer")
 class Transformer(BlockKind):
     """Self-attention and a feed-forward network."""
+
+    settings = TransformerSettings
+    can_norm_after = True
 
     def check(self, config: ModelConfig) -> None:
         _check_heads(config)
@@ -142,6 +122,8 @@ class Transformer(BlockKind):
 @register_sparse_block("transformer")
 class SparseTransformer(SparseBlockKind):
     """Self-attention, then the tMoE."""
+
+    settings = TransformerSettings
 
     def check(self, config: ModelConfig) -> None:
         _check_heads(config)

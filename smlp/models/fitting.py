@@ -1,0 +1,63 @@
+"""Refuse, in one sentence, tensors of a checkpoint that are of another vocabulary, context or size than the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from smlp.config import ModelConfig
+from smlp.errors import UserError
+
+#: endings of the names of spatial weights, whose last axis is the context
+_SPATIAL_WEIGHTS = (".heads.weight", ".experts.weight", ".gating.weight")
+
+
+def check_fit(
+    state: Mapping[str, Any], shapes: Mapping[str, torch.Size], config: ModelConfig, strict: bool = True
+) -> None:
+    """Refuse tensors of another vocabulary, context or size.
+
+    Args:
+        state: of the checkpoint, by name; all experts.
+        shapes: of the model's tensors, by name, with all experts.
+        config: of the model.
+        strict: every name must be in both.
+
+    Raises:
+        UserError: they do not fit; one sentence says what to give instead.
+    """
+    different = sorted(shapes.keys() ^ state.keys())
+    if strict and different:
+        raise UserError(
+            f"the checkpoint is of another architecture: {len(different)} parameters are in one of the two only, "
+            f"the first being {different[0]}; give the --arch, --router, --feature-routing, --positions and "
+            "numbers of layers that it was trained with"
+        )
+    for name, tensor in state.items():
+        if name not in shapes or shapes[name] == tensor.shape:
+            continue
+        theirs, ours = tuple(tensor.shape), tuple(shapes[name])
+        if name.endswith(".core.embedding.weight") and theirs[0] != ours[0]:
+            raise UserError(
+                f"the checkpoint has a vocabulary of {theirs[0]} symbols but the dictionary has {ours[0]}: "
+                "use the dict.txt that the checkpoint was trained with"
+            )
+        if len(theirs) == len(ours) == 3 and name.endswith(_SPATIAL_WEIGHTS) and theirs[-1] != ours[-1]:
+            if config.prefix_tokens:
+                raise UserError(
+                    f"the checkpoint predicts {theirs[-1]} positions of a sample, but --tokens-per-sample "
+                    f"{config.max_tokens} with --prefix-fraction {config.moe.prefix_fraction} asks for {ours[-1]} "
+                    f"after a prefix of {config.prefix_tokens}"
+                )
+            raise UserError(
+                f"the checkpoint has a context of {theirs[-1]} tokens but --tokens-per-sample asks for a model of "
+                f"{ours[-1]}"
+            )
+        is_of_experts = ".experts." in name or name.endswith((".router.centroids", ".router.weight"))
+        if is_of_experts and theirs[0] != ours[0] and theirs[1:] == ours[1:]:
+            raise UserError(f"the checkpoint has {theirs[0]} experts in a layer but --num-experts asks for {ours[0]}")
+        if name.endswith(".heads.weight") and theirs[0] != ours[0] and theirs[1:] == ours[1:]:
+            raise UserError(f"the checkpoint has {theirs[0]} heads in a layer but --num-heads asks for {ours[0]}")
+        raise UserError(f"the checkpoint does not fit the model: {name} has shape {theirs}, the model needs {ours}")

@@ -1,0 +1,138 @@
+"""Self-attention (Vaswani et al., 2017), causal or over all positions, by content or by distance.
+
+Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``H`` width, ``h`` heads, ``d`` width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smlp.config import ModelConfig
+from smlp.nn.layers import xavier_linear
+from smlp.nn.state import ForwardContext
+from smlp.ops import toeplitz_matrices
+
+BUCKETS, _FARTHEST = 32, 128
+
+
+class RelativeBias(nn.Module):
+    """A score for each distance between two positions, for each head (T5: Raffel et al., 2020, section 2.1).
+
+    Distances share 32 buckets: near ones have one each, farther ones up to 128 share them logarithmically, all beyond
+    have the last. Where every position sees all, either direction has half of the buckets.
+
+    Args:
+        num_heads: h.
+        max_tokens: T.
+        is_causal: whether no position sees a later one.
+    """
+
+    def __init__(self, num_heads: int, max_tokens: int, is_causal: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, BUCKETS))
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=0.02)
+        self.max_tokens, self.is_causal = max_tokens, is_causal
+
+    def forward(self, num_tokens: int) -> Tensor:
+        """Return the scores (h, n, n) of n tokens, query by key."""
+        bucket_L = relative_buckets(num_tokens, self.is_causal, self.weight.device)
+        return toeplitz_matrices(self.weight[:, bucket_L], num_tokens)
+
+
+def relative_buckets(num_tokens: int, is_causal: bool, device: torch.device | None = None) -> Tensor:
+    """Return the buckets of the distances from -(n-1) to n-1 (key minus query), (2n-1,); causal: 0 for later keys."""
+    distance_L = torch.arange(1 - num_tokens, num_tokens, device=device)
+    buckets = BUCKETS if is_causal else BUCKETS // 2
+    exact = buckets // 2
+    far_L = (-distance_L).clamp(min=0) if is_causal else distance_L.abs()
+    share_L = (far_L.clamp(min=1) / exact).log() / math.log(_FARTHEST / exact)
+    shared_L = (exact + (share_L * (buckets - exact)).long()).clamp(max=buckets - 1)
+    bucket_L = torch.where(far_L < exact, far_L, shared_L)
+    return bucket_L if is_causal else bucket_L + (distance_L > 0) * buckets
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention. In a causal model no position sees a later one; no token sees padding.
+
+    In a causal model padding stands on the right, so that no real token could see it.
+
+    Args:
+        config: of the model.
+        width: of queries, keys and values, a multiple of the heads; by default H.
+        num_heads: h; by default those of the model.
+        out_dim: width of the output; by default H.
+        scores: "content" (queries times keys), "relative" (the same plus a bias for each distance) or "relative_only"
+            (the bias alone: there are no queries and keys).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        width: int | None = None,
+        num_heads: int | None = None,
+        out_dim: int | None = None,
+        scores: str = "content",
+    ) -> None:
+        super().__init__()
+        width = config.embed_dim if width is None else width
+        self.num_heads = config.num_heads if num_heads is None else num_heads
+        self.max_tokens = config.max_tokens
+        self.is_causal = not config.is_bidirectional
+        self.has_content = scores != "relative_only"
+        self.dropout = config.attention_dropout
+        self.proj_in = xavier_linear(config.embed_dim, (3 if self.has_content else 1) * width)
+        self.proj_out = xavier_linear(width, config.embed_dim if out_dim is None else out_dim)
+        self.relative = None
+        if scores != "content":
+            self.relative = RelativeBias(self.num_heads, config.max_tokens, self.is_causal)
+
+    def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
+        """(B, n, H) to (B, n, O)."""
+        return self.proj_out(context.by_sequences(self._mix, self.proj_in(x_BnH)))
+
+    def _mix(self, x_Bn3H: Tensor, context: ForwardContext) -> Tensor:
+        """Map queries, keys and values (B, n, 3H), or values alone (B, n, H), to what each position sees, (B, n, H)."""
+        num_parts = 3 if self.has_content else 1
+        width = x_Bn3H.size(2) // (num_parts * self.num_heads)
+        # (B, 3h, n, d): each head's keys lie together where they are kept, which makes a single query twice as fast
+        heads = x_Bn3H.unflatten(2, (-1, width)).transpose(1, 2)
+        num_queries = self.num_heads if self.has_content else 0
+        query, key_value = heads.split([num_queries, heads.size(1) - num_queries], dim=1)
+        key_value, start = context.remember(self, key_value, self.max_tokens)
+        dropout = self.dropout if self.training else 0.0
+        if self.is_causal and self.relative is None and start == 0:
+            key, value = key_value.chunk(2, dim=1)
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
+            return mixed.transpose(1, 2).flatten(2)
+        mask = self._mask(x_Bn3H, start, context.valid_Bn)
+        if self.has_content:
+            key, value = key_value.chunk(2, dim=1)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+        else:
+            assert mask is not None, "what has no content has a bias"
+            shares = F.dropout(mask.softmax(-1), dropout)
+            mixed = shares.expand(key_value.size(0), -1, -1, -1) @ key_value
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _mask(self, x_Bn3H: Tensor, start: int, valid_Bn: Tensor | None) -> Tensor | None:
+        """Return what is added to the scores, or where they count, as (B, h, n, m) or less; None for nothing."""
+        num_new = x_Bn3H.size(1)
+        visible = _visible(num_new, start, x_Bn3H) if self.is_causal else None
+        if valid_Bn is not None and not self.is_causal:
+            visible = valid_Bn[:, None, None, :]
+        if self.relative is None:
+            return visible
+        bias = self.relative(start + num_new)[:, start:].to(x_Bn3H.dtype)
+        return bias if visible is None else bias.masked_fill(~visible, -math.inf)
+
+
+def _visible(num_new: int, start: int, like: Tensor) -> Tensor | None:
+    """Return which tokens each new one sees, (n, m), or None for all of them, which a single new one does."""
+    if num_new == 1:
+        return None
+    return torch.ones(num_new, start + num_new, dtype=torch.bool, device=like.device).tril(diagonal=start)

@@ -1,0 +1,45 @@
+"""Building a model by its configuration or by the name of its architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smlp.config import ModelConfig
+from smlp.config.presets import preset
+from smlp.costs.memory import check_weights
+from smlp.nn.decoder import Decoder
+from smlp.nn.encoder import Encoder
+from smlp.parallel import Ranks
+
+
+def model_of(config: ModelConfig, ranks: Ranks | None = None) -> Decoder | Encoder:
+    """Build the model that a configuration describes, a decoder or an encoder, with random weights.
+
+    Args:
+        config: of the whole model.
+        ranks: who holds which experts; one process with all of them by default.
+
+    Raises:
+        UserError: ``ranks`` is for another number of experts.
+    """
+    return Encoder(config, ranks) if config.is_bidirectional else Decoder(config, ranks)
+
+
+def build(arch: str, **overrides: Any) -> Decoder | Encoder:
+    """Build a model with random weights for a named architecture.
+
+    Args:
+        arch: a name of :data:`smlp.config.presets.PRESETS`, such as ``"smlp_tiny"``.
+        **overrides: settings by name: fields of ``ModelConfig`` and ``MoEConfig``, such as ``num_experts=4``, and those
+            that plugins bring (docs/extending.md).
+
+    Raises:
+        UserError: the name or a setting is unknown, a value is out of range, or the weights take more memory than this
+            machine has.
+    """
+    config = preset(arch, **overrides)
+    if torch.get_default_device().type == "cpu":
+        check_weights(config)
+    return model_of(config)

@@ -1,0 +1,159 @@
+"""What decoders and encoders share: embedding, positions, blocks and the last layer norm.
+
+Letters: ``B`` sequences, ``n`` tokens (n <= T), ``T`` context, ``H`` width, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from smlp.config import ModelConfig
+from smlp.errors import UserError
+from smlp.nn.blocks.base import AuxLosses, build_blocks
+from smlp.nn.layers import Dropout
+from smlp.nn.state import ForwardContext
+from smlp.ops import linear
+from smlp.parallel import Ranks
+from smlp.parallel.spans import EMBEDDING, LOGITS, span
+
+_S = TypeVar("_S", bound="Stack")
+
+
+class Stack(nn.Module):
+    """Embedding, blocks and layer norm; every architecture is a choice of blocks.
+
+    With the same random state, every rank of any layout starts from the same dense weights, and every expert from the
+    same values wherever it lives.
+
+    Args:
+        config: of the whole model.
+        ranks: who holds which experts; one process with all of them by default.
+
+    Raises:
+        UserError: ``ranks`` is for another number of experts.
+    """
+
+    positions: Tensor
+
+    def __init__(self, config: ModelConfig, ranks: Ranks | None = None) -> None:
+        super().__init__()
+        if ranks is not None and config.num_sparse_layers and ranks.layout.num_experts != config.num_experts:
+            raise UserError(
+                f"the ranks are laid out for {ranks.layout.num_experts} experts, but num_experts is "
+                f"{config.num_experts}"
+            )
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, padding_idx=config.padding_idx)
+        std = config.embed_dim**-0.5 if config.embed_init_std is None else config.embed_init_std
+        if not self.embedding.weight.is_meta:
+            nn.init.normal_(self.embedding.weight, std=std)
+            nn.init.zeros_(self.embedding.weight[config.padding_idx])
+        if config.positions == "sinusoidal":
+            self.register_buffer("positions", None, persistent=False)
+            self._compute_positions(self.embedding.weight)
+            self.register_load_state_dict_post_hook(_complete)
+        elif config.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(config.max_tokens, config.embed_dim))
+            if not self.positions.is_meta:
+                nn.init.normal_(self.positions, std=std if config.is_bidirectional else config.embed_dim**-0.5)
+        self.dropout = Dropout(config.dropout)
+        self.blocks = build_blocks(config, ranks)
+        #: after the blocks, or, where these have their norms after the sublayers, before them
+        self.norm = nn.LayerNorm(config.embed_dim)
+
+    def _features(self, tokens_Bn: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
+        """Return final hidden states (B, n, H) and auxiliary losses of ids (B, n)."""
+        x_BnH = self._embedded(tokens_Bn, context)
+        total: AuxLosses = {}
+        recompute = self.config.checkpoint_activations and self.training and context.state is None
+        for block in self.blocks:
+            if recompute:
+                x_BnH, aux_losses = checkpoint(block, x_BnH, context, use_reentrant=False)
+            else:
+                x_BnH, aux_losses = block(x_BnH, context)
+            for name, loss in aux_losses.items():
+                total[name] = total[name] + loss if name in total else loss
+        return self._normed(x_BnH), total
+
+    def _normed(self, x_BnH: Tensor) -> Tensor:
+        """Return the output of the last block with its layer norm, which blocks that end with one do not need."""
+        return x_BnH if self.config.layer_norm == "after" else self.norm(x_BnH)
+
+    def _apply(self: _S, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _S:
+        """Apply a function as torch does, and keep the table of sinusoidal positions right.
+
+        No checkpoint holds the table, and :meth:`to_empty` makes a new tensor of it without values.
+        """
+        before = self._buffers.get("positions")
+        super()._apply(fn, recurse)
+        if before is not None and self.positions is not before:
+            self._compute_positions(self.positions)
+        return self
+
+    def _compute_positions(self, like: Tensor) -> None:
+        table = sinusoidal_positions(self.config.max_tokens, self.config.embed_dim)
+        self.positions = table.to(like.device, like.dtype)
+
+    def _embedded(self, tokens_Bn: Tensor, context: ForwardContext) -> Tensor:
+        """Return the input of the first block, (B, n, H), and write into the context what is known of the tokens."""
+        start = context.start
+        end = start + tokens_Bn.size(1)
+        if end > self.config.max_tokens:
+            raise UserError(
+                f"sequence of {end} tokens is longer than the model's context of max_tokens={self.config.max_tokens}"
+            )
+        if context.state is not None:
+            context.state.check(*tokens_Bn.shape)
+        context.tokens_Bn = tokens_Bn
+        prefix = self.config.prefix_tokens
+        if self.training and tokens_Bn.size(0) and prefix and tokens_Bn.size(1) <= prefix:
+            raise UserError(
+                f"a sequence of {tokens_Bn.size(1)} tokens has none to learn from: the first "
+                f"{prefix} only choose experts; give batches with longer sequences"
+            )
+        if not tokens_Bn.is_meta:
+            context.valid_Bn = self._valid(tokens_Bn)
+        with span(EMBEDDING):
+            x_BnH = self.embedding(tokens_Bn)
+            if self.config.positions != "none":
+                # as each kind of model usually is: Transformer decoders scale the embedding, BERT does not
+                scale = 1.0 if self.config.is_bidirectional else math.sqrt(self.config.embed_dim)
+                x_BnH = x_BnH * scale + self.positions[start:end].to(x_BnH.dtype)
+            if self.config.layer_norm == "after":
+                x_BnH = self.norm(x_BnH)
+            x_BnH = self.dropout(x_BnH)
+        return x_BnH
+
+    def _valid(self, tokens_Bn: Tensor) -> Tensor | None:
+        """Return True at real tokens, (B, n), or None where there is no padding."""
+        valid_Bn = tokens_Bn != self.config.padding_idx
+        return None if valid_Bn.all() else valid_Bn
+
+    def project(self, x_BnH: Tensor) -> Tensor:
+        """Return the logits (B, n, V) of hidden states (B, n, H); the output matrix is the embedding."""
+        with span(LOGITS):
+            return linear(x_BnH, self.embedding.weight)
+
+
+def _complete(stack: Stack, _: Any) -> None:
+    """Compute the table of positions after a model on the meta device was given tensors (``assign=True``)."""
+    if stack.positions.is_meta:
+        stack._compute_positions(stack.embedding.weight)
+
+
+def sinusoidal_positions(max_tokens: int, embed_dim: int) -> Tensor:
+    """Return fixed position vectors (T, H): sines in the first half, cosines in the second (Vaswani et al., 2017).
+
+    Computed on the CPU in float32, whatever torch's defaults are, so that a model always has the same ones.
+    """
+    half = embed_dim // 2
+    number_f = torch.arange(half, dtype=torch.float32, device="cpu")
+    frequency_f = torch.exp(number_f * -(math.log(10000.0) / max(half - 1, 1)))
+    angle = torch.arange(max_tokens, device="cpu").unsqueeze(1) * frequency_f
+    return torch.cat([angle.sin(), angle.cos()], dim=1)
