@@ -12,10 +12,10 @@ from pathlib import Path
 
 from smlp.config import ModelConfig
 from smlp.config.presets import PRESETS, preset
+from smlp.costs.component import ATTENTION
 from smlp.costs.formula import components, default_world_size, flops_per_token, forward_flops, parameters
 from smlp.nn.blocks.gmlp import SPATIAL_GATING
 from smlp.nn.blocks.smlp import FEATURE_MOE
-from smlp.nn.blocks.transformer import ATTENTION
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
 NUM_SEQS = 2

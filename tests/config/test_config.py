@@ -41,6 +41,39 @@ PINNED = {
     "hash_lm": (100_724_736, 241_419_264),
     "hash_lm_tiny": (1_280_960, 4_435_392),
     "hash_lm_large": (268_517_376, 642_076_672),
+    "gmlp_mlm": (0, 101_905_628),
+    "gmlp_mlm_18": (0, 59_293_166),
+    "gmlp_mlm_36": (0, 101_905_628),
+    "gmlp_mlm_72": (0, 187_130_552),
+    "gmlp_mlm_144": (0, 357_580_400),
+    "gmlp_mlm_base": (0, 130_369_232),
+    "gmlp_mlm_large": (0, 365_898_656),
+    "gmlp_mlm_xlarge": (0, 941_666_416),
+    "gmlp_mlm_tiny": (0, 879_031),
+    "gmlp_mlm_multiplicative": (0, 92_468_444),
+    "gmlp_mlm_additive": (0, 92_468_444),
+    "gmlp_mlm_linear": (0, 92_468_444),
+    "gmlp_mlm_multiplicative_tiny": (0, 842_167),
+    "gmlp_mlm_additive_tiny": (0, 842_167),
+    "gmlp_mlm_linear_tiny": (0, 842_167),
+    "amlp_mlm": (0, 109_045_724),
+    "amlp_mlm_base": (0, 109_087_196),
+    "amlp_mlm_large": (0, 316_252_088),
+    "amlp_mlm_tiny": (0, 847_689),
+    "bert_mlm": (0, 110_354_432),
+    "bert_mlm_base": (0, 110_649_344),
+    "bert_mlm_large": (0, 336_687_360),
+    "bert_mlm_tiny": (0, 1_145_984),
+    "bert_mlm_rel": (0, 110_260_736),
+    "bert_mlm_rel_6": (0, 67_731_200),
+    "bert_mlm_rel_12": (0, 110_260_736),
+    "bert_mlm_rel_24": (0, 195_319_808),
+    "bert_mlm_rel_48": (0, 365_437_952),
+    "bert_mlm_rel_tiny": (0, 1_140_224),
+    "bert_mlm_rel_attn": (0, 96_086_528),
+    "bert_mlm_rel_attn_tiny": (0, 1_084_352),
+    "mixer_mlm": (0, 112_039_424),
+    "mixer_mlm_tiny": (0, 1_102_592),
 }
 
 
@@ -163,7 +196,7 @@ def test_flat_settings_are_the_inverse_of_the_nested_ones():
     config = smlp.preset("smlp_tiny", num_experts=4, dropout=0.3)
     assert config.moe.num_experts == config.num_experts == 4 and config.dropout == 0.3
     assert unflatten(flatten(config)) == config
-    assert set(flatten(config)) == set(SETTINGS)
+    assert set(flatten(config)) == {*SETTINGS, "gmlp_gate", "gmlp_attention_dim"}
     assert all(field.metadata["help"] for field in SETTINGS.values())
 
 

@@ -34,7 +34,8 @@ def test_own_settings_are_settings(plugged_in):
     config = smlp.preset("smlp_tiny", router="cosine", cosine_temperature=0.5)
     assert config.own("cosine").temperature == 0.5 and config.own("cosine").balance_weight == 0.01
     flat = flatten(config)
-    assert flat.keys() - SETTINGS.keys() == {"cosine_temperature", "cosine_balance_weight"}
+    own = {"cosine_temperature", "cosine_balance_weight", "gmlp_gate", "gmlp_attention_dim"}
+    assert flat.keys() - SETTINGS.keys() == own
     assert unflatten(flat) == config and hash(unflatten(flat)) == hash(config)
     assert differences(config, smlp.preset("smlp_tiny")) == {"router": "cosine", "cosine_temperature": 0.5}
     assert needs_ours(config).endswith("cosine_balance_weight=0.01")

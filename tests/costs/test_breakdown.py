@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from architectures import LANGUAGE_MODELS
 from test_costs import BACKWARD, FORWARD, SMALL, _entry, _range
 
-from smlp.config.presets import PRESETS, preset
+from smlp.config.presets import preset
 from smlp.costs.breakdown import COMPONENTS, Breakdown
 from smlp.costs.formula import flops_per_token, training_flops, training_work, work_per_token
 from smlp.costs.matmul_rate import matmul_rate
@@ -107,7 +108,7 @@ def test_nothing_divides_a_whole_range():
     assert "after" in {event.name for event in profile.events()}
 
 
-@pytest.mark.parametrize("arch", PRESETS)
+@pytest.mark.parametrize("arch", LANGUAGE_MODELS)
 def test_kinds_of_work_are_all_of_it(arch):
     config = preset(arch)
     for n in (None, 7, config.max_tokens // 2 + 1):

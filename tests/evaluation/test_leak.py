@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from architectures import LANGUAGE_MODELS
 from sparse_references import unmasked_projection
 from torch import nn
 
@@ -21,7 +22,7 @@ def shallow(arch):
     return smlp.build(arch, **NARROW, **quarter)
 
 
-HONEST = [arch for arch in smlp.PRESETS if not arch.startswith("smlp_leaky")]
+HONEST = [arch for arch in LANGUAGE_MODELS if not arch.startswith("smlp_leaky")]
 
 
 @pytest.mark.parametrize("arch", HONEST)
@@ -121,9 +122,9 @@ def test_a_leak_in_training_alone_is_caught():
 
 
 def test_an_unmasked_spatial_projection_is_caught(monkeypatch):
-    from smlp.nn.blocks import gmlp
+    from smlp.nn import layers
 
-    monkeypatch.setattr(gmlp, "causal_spatial_projection", unmasked_projection)
+    monkeypatch.setattr(layers, "causal_spatial_projection", unmasked_projection)
     reports = leak_test(randomise(smlp.build("gmlp_lm_tiny", **NARROW)))
     assert not any(report.passed for report in reports)
 

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from architectures import LANGUAGE_MODELS
 
 import smlp
 from smlp.errors import UserError
@@ -17,7 +18,7 @@ from smlp.moe.routers import TopKRouter
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 
 START, CONTEXT = 2, 20
-ARCHS = [arch for arch in smlp.PRESETS if arch.endswith("_tiny")]
+ARCHS = [arch for arch in LANGUAGE_MODELS if arch.endswith("_tiny")]
 NARROW = {"vocab_size": 40, "max_tokens": CONTEXT, "embed_dim": 64, "ffn_dim": 64}
 
 

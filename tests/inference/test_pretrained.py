@@ -154,9 +154,9 @@ def test_leak_test_passes_on_a_checkpoint_and_an_architecture(checkpoint, tmp_pa
 
 def test_leak_test_fails_on_a_leak(checkpoint, capsys, monkeypatch):
     path, _ = checkpoint
-    from smlp.nn.blocks import gmlp
+    from smlp.nn import layers
 
-    monkeypatch.setattr(gmlp, "causal_spatial_projection", unmasked_projection)
+    monkeypatch.setattr(layers, "causal_spatial_projection", unmasked_projection)
     assert main(["leak-test", "--path", str(path)]) == 1
     assert "LEAK: a later token changes an earlier prediction" in capsys.readouterr().out
 

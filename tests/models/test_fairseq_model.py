@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from architectures import ENCODERS
 from running import USER_DIR, run_python
 
 import smlp
@@ -280,7 +281,8 @@ def test_every_preset_is_an_architecture_with_its_settings():
     import smlp.models
 
     for arch in PRESETS:
-        assert ARCH_MODEL_REGISTRY[arch].__name__ == "SparseMLPLanguageModel"
+        name = "MLPEncoder" if arch in ENCODERS else "SparseMLPLanguageModel"
+        assert ARCH_MODEL_REGISTRY[arch].__name__ == name
         args = argparse.Namespace(tokens_per_sample=1024)
         ARCH_CONFIG_REGISTRY[arch](args)
         config = from_training_options("", vars(args), 51200, 1)

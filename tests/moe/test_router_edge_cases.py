@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from architectures import LANGUAGE_MODELS
 from sparse_references import randomised
 from torch import nn
 
@@ -187,7 +188,7 @@ NARROW = {"vocab_size": 64, "max_tokens": 20, "embed_dim": 64, "ffn_dim": 64}
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("arch", [arch for arch in smlp.PRESETS if arch.endswith("_tiny")])
+@pytest.mark.parametrize("arch", [arch for arch in LANGUAGE_MODELS if arch.endswith("_tiny")])
 def test_a_batch_of_padding_trains_nothing_and_breaks_nothing(arch, recompute):
     model = randomise(smlp.build(arch, checkpoint_activations=recompute, **NARROW)).train()
     output = model(torch.full((2, 20), model.config.padding_idx))

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import LANGUAGE_MODELS
 from tiny_decoders import VARIANTS, make, random_tokens
 
 import smlp
@@ -88,7 +89,7 @@ def test_step_by_step_equals_the_full_forward(variant, first):
     assert state.length == 12
 
 
-@pytest.mark.parametrize("arch", [arch for arch in smlp.PRESETS if "leaky" not in arch])
+@pytest.mark.parametrize("arch", [arch for arch in LANGUAGE_MODELS if "leaky" not in arch])
 def test_step_by_step_equals_the_full_forward_for_every_preset(arch):
     # every preset's own layer pattern and expert count, narrowed so that it runs in a moment
     narrow = {"vocab_size": 64, "max_tokens": 20, "embed_dim": 64, "ffn_dim": 64}

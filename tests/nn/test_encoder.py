@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import ENCODERS
 from comparing import assert_same
 
 import smlp
-from smlp.config.presets import PRESETS, preset
+from smlp.config.presets import preset
 from smlp.errors import UserError
 from smlp.evaluation.leak import randomise
 from smlp.nn.blocks import GatedMLPBlock, TokenMixing
@@ -18,7 +19,7 @@ from smlp.nn.layers import SpatialWeights
 from smlp.nn.state import DecodingState, ForwardContext
 from smlp.ops import toeplitz_matrices
 
-TINY = [name for name in PRESETS if name.endswith("_tiny") and "_mlm" in name]
+TINY = [arch for arch in ENCODERS if arch.endswith("_tiny")]
 SMALL = {"vocab_size": 30, "max_tokens": 12, "embed_dim": 8, "ffn_dim": 12, "num_dense_layers": 2}
 GATES = ("split", "multiplicative", "additive", "linear")
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from architectures import LANGUAGE_MODELS
 
 import smlp
 from smlp.evaluation.leak import randomise
@@ -13,7 +14,7 @@ from smlp.nn.state import ForwardContext
 def decoders():
     """Every tiny architecture, and routers in blocks that no architecture combines, narrowed."""
     noise = {"router_jitter": 0.1, "base_shuffle": True, "second_expert": "random"}
-    cases = {arch: (arch, noise) for arch in smlp.PRESETS if arch.endswith("_tiny")}
+    cases = {arch: (arch, noise) for arch in LANGUAGE_MODELS if arch.endswith("_tiny")}
     cases["gshard_lm_tiny, sampled"] = ("gshard_lm_tiny", {**noise, "second_expert": "sampled"})
     cases["switch_lm_tiny, by gate"] = ("switch_lm_tiny", {**noise, "drop_order": "gate"})
     for router in ("switch", "gshard", "hash"):

@@ -7,9 +7,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from architectures import LANGUAGE_MODELS
 from running import REPOSITORY, run_python
 
-from smlp.config.presets import PRESETS, preset
+from smlp.config.presets import preset
 
 EXAMPLES = REPOSITORY / "examples"
 PRINT_ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:]))"
@@ -38,22 +39,22 @@ def commands(tmp_path_factory):
     script = tmp_path_factory.mktemp("train") / "print.py"
     script.write_text(PRINT_ARGUMENTS)
     lines = []
-    for arch in PRESETS:
+    for arch in LANGUAGE_MODELS:
         gpus = "1" if arch.endswith("_tiny") else "32"
         done = shell(arch, "DATA", "SAVE", "--seed", "7", TRAIN_COMMAND=f"{sys.executable} {script}", GPUS=gpus)
         assert done.returncode == 0, done.stderr
         lines.append(done.stdout.strip())
     parsed = run_python("-c", PARSE, stdin=f"[{', '.join(lines)}]")
     assert parsed.rc == 0, parsed.stderr
-    return dict(zip(PRESETS, (SimpleNamespace(**args) for args in json.loads(parsed.stdout)), strict=True))
+    return dict(zip(LANGUAGE_MODELS, (SimpleNamespace(**args) for args in json.loads(parsed.stdout)), strict=True))
 
 
 def test_every_architecture_has_a_command_and_no_other():
-    names = {path.stem for path in EXAMPLES.glob("*.sh")} - {"recipe"}
-    assert names == set(PRESETS)
+    names = {path.stem for path in EXAMPLES.glob("*.sh")} - {"recipe", "masked_lm"}
+    assert names == set(LANGUAGE_MODELS)
 
 
-@pytest.mark.parametrize("arch", PRESETS)
+@pytest.mark.parametrize("arch", LANGUAGE_MODELS)
 def test_the_command_trains_its_architecture(commands, arch):
     args = commands[arch]
     assert (args.arch, args.data, args.save_dir, args.seed) == (arch, "DATA", "SAVE", 7)
@@ -62,7 +63,7 @@ def test_the_command_trains_its_architecture(commands, arch):
     assert args.adam_betas == "(0.9, 0.98)" and args.weight_decay == 0.1 and args.ddp_backend == "legacy_ddp"
 
 
-@pytest.mark.parametrize("arch", [arch for arch in PRESETS if not arch.endswith("_tiny")])
+@pytest.mark.parametrize("arch", [arch for arch in LANGUAGE_MODELS if not arch.endswith("_tiny")])
 def test_the_recipe_is_the_papers(commands, arch):
     args = commands[arch]
     large = arch.endswith(("_large", "_enlarged"))
