@@ -1,8 +1,8 @@
-"""One benchmark of the hot paths, beside other people's code in the same run.
+"""One benchmark of the hot paths, compared with other people's code in the same run.
 
   python scripts/benchmark.py                     everything, on the CPU
   python scripts/benchmark.py --quick             less of it, in under three minutes
-  python scripts/benchmark.py --only neighbour    instead: beside a program that keeps one core busy
+  python scripts/benchmark.py --only neighbour    instead: next to a program that keeps one core busy
   python scripts/benchmark.py --device cuda --markdown docs/benchmark_h200.md
 
 Peers that are not installed are named and left out: pip install -e '.[bench]'. Exit status: 0; targets that are missed
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from smlp.launch.machine import SPIN_COUNT
 
-if "neighbour" in sys.argv:  # what the smlp command sets beside busy programs; torch reads it when it is imported
+if "neighbour" in sys.argv:  # what the smlp command sets next to busy programs; torch reads it when it is imported
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 import torch

@@ -1,4 +1,4 @@
-"""Writes docs/presets.md: parameters and FLOPs of every preset beside the paper's.
+"""Writes docs/presets.md: parameters and FLOPs of every preset, compared with the paper's.
 
     python scripts/preset_table.py
 
@@ -80,11 +80,11 @@ def difference(arch: str, quantity: str, printed: str) -> float:
 
 
 def dispatch_masks(config: ModelConfig) -> float:
-    """Multiply-adds that dense masks (tokens x experts x places) would take to dispatch and to combine the tokens of a
-    batch, with places for k tokens each: 2 * N * (k * N) * H in every sparse layer."""
+    """Multiply-adds that dense masks (tokens x experts x capacity) would take to dispatch and combine the tokens of a
+    batch, at a capacity of k*N/E: 2 * N * (k * N) * H in every sparse layer."""
     num_tokens = NUM_SEQS * config.max_tokens
-    places = config.experts_per_token * num_tokens
-    return 2 * num_tokens * places * config.embed_dim * config.num_sparse_layers
+    slots = config.experts_per_token * num_tokens  # of all experts together
+    return 2 * num_tokens * slots * config.embed_dim * config.num_sparse_layers
 
 
 def remarks() -> dict[str, str]:
@@ -124,8 +124,8 @@ def remarks() -> dict[str, str]:
         "layers.",
         "masks": "We count the experts' work only, k experts for each token. The paper measures with fvcore and says "
         "that GShard and Switch have larger FLOPs for the same structure (section 4.1): an implementation with dense "
-        "dispatch masks (tokens x experts x places) multiplies with them to dispatch and to combine. At a capacity of "
-        f"k*N/E places that would make it {masks}. Nothing here builds such masks. Table 5's 2.0 T and 2.3 T "
+        "dispatch masks (tokens x experts x capacity) multiplies with them to dispatch and to combine. At a capacity "
+        f"of k*N/E tokens that would make it {masks}. Nothing here builds such masks. Table 5's 2.0 T and 2.3 T "
         "follow from neither count.",
         "base_lm": "Table 8 prints 12 dense layers. Its parameters need 11; its FLOPs need 12 "
         f"({ours('base_lm', 'FLOPs', 3, num_dense_layers=12)}, with {ours('base_lm', 'other', num_dense_layers=12)} "
@@ -207,7 +207,7 @@ AFTER_PRESETS = """
 The tiny presets cost the same within 1 %. `smlp_partial` and `smlp_leaky` cost less than `smlp` because their spatial
 experts are 0.8 T wide.
 
-## Beside the paper's numbers
+## Compared with the paper's numbers
 """
 AFTER_MODULES = """
 Our self-attention includes the layer norm before it. Our s-MoE is an expert with the two layer norms that it shares,

@@ -206,7 +206,7 @@ def main() -> None:
     for step, arch in enumerate(MODELS, start=3):
         announce(step, f"train {arch}: {num_updates} updates of {TOKENS_PER_UPDATE} tokens, through fairseq-train")
         train(options, arch, data, folders[arch], num_updates)
-    announce(5, "evaluate with fairseq-eval-lm, beside n-gram models of the same tokens\n")
+    announce(5, "evaluate with fairseq-eval-lm, and with n-gram models of the same tokens\n")
     report(options, text, data, folders, num_updates)
     print()
     announce(6, "three continuations by smlp_tiny")

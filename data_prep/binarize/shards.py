@@ -58,6 +58,18 @@ def index_content(
         position = int(ends_L[-1])
 
 
+def write_tokens(
+    out: Path, name: str, tokens_N: np.ndarray, lengths_L: np.ndarray, dtype: np.dtype
+) -> list[dict[str, Any]]:
+    """Write lines that are in memory as ``out/NAME.bin`` and then ``.idx``; return the rows of both for a manifest."""
+    with write_stream(out / f"{name}.bin") as (stream, written_bin):
+        stream.write(tokens_N.astype(dtype).tobytes())
+    with write_stream(out / f"{name}.idx") as (stream, written_idx):
+        for block in index_content(dtype, len(lengths_L), lambda: [lengths_L]):
+            stream.write(block)
+    return [written_bin.row(out), written_idx.row(out)]
+
+
 SEGMENT_TOKENS = 1 << 19
 LENGTH = np.dtype("<i4")
 

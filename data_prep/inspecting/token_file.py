@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from smlp.errors import UserError
-from smlp.text.binarized import HEADER, MAGIC, TOKEN_TYPES
+from smlp.text.binarized import FIRST_LENGTH, read_header
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 
 BLOCK_LINES = 1 << 18
@@ -75,21 +75,10 @@ class TokenFile:
         for path in (index, data):
             if not path.is_file():
                 raise UserError(f"{path} is missing")
-        size, first = index.stat().st_size, len(MAGIC) + HEADER.size
         with index.open("rb") as file:
-            start = file.read(first)
-        if len(start) < first or not start.startswith(MAGIC):
-            raise UserError(f"{index} is no fairseq index of the mmap kind: it has {size} bytes, first {start[:9]!r}")
-        version, code, num_lines = HEADER.unpack_from(start, len(MAGIC))
-        if version != 1 or code not in TOKEN_TYPES:
-            raise UserError(f"{index} has version {version} and token type {code}: version 1 and integers are known")
-        if size != first + 12 * num_lines:
-            raise UserError(f"{index} has {size} bytes, but {num_lines} lines need {first + 12 * num_lines}")
-        if not num_lines:
-            raise UserError(f"{index} lists no line")
-        dtype = np.dtype(TOKEN_TYPES[code])
-        lengths = Numbers(index, np.dtype("<i4"), first, num_lines, seen)
-        pointers = Numbers(index, np.dtype("<i8"), first + 4 * num_lines, num_lines, seen)
+            dtype, num_lines = read_header(file.read(FIRST_LENGTH), index.stat().st_size, index)
+        lengths = Numbers(index, np.dtype("<i4"), FIRST_LENGTH, num_lines, seen)
+        pointers = Numbers(index, np.dtype("<i8"), FIRST_LENGTH + 4 * num_lines, num_lines, seen)
         num_tokens = sum(int(lengths_L.sum(dtype=np.int64)) for lengths_L in lengths.blocks(BLOCK_LINES))
         listed, found = num_tokens * dtype.itemsize, data.stat().st_size
         if listed != found:

@@ -20,7 +20,7 @@ from benchmarks.timing import interleaved
 from benchmarks.updates import build, update
 from smlp.launch.local import end_with_parent
 
-SECTION = "Beside a program that keeps one core busy"
+SECTION = "Next to a program that keeps one core busy"
 #: how much longer an update may take than on an idle machine
 SLOWER = 2.2
 

@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         actions, "report", "tables and figures from the folder of the runs", _REPORT_EPILOG, _report
     )
     report_parser.add_argument(
-        "--to", metavar="DIR", type=Path, help="folder for the report (default: report, beside the runs)"
+        "--to", metavar="DIR", type=Path, help="folder for the report (default: report, next to the runs)"
     )
     report_parser.add_argument(
         "--baseline",

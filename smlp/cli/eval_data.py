@@ -28,7 +28,7 @@ class EvaluationText:
 
 
 def load_model_for(args: argparse.Namespace, team: Team) -> LanguageModel:
-    """Load the model; DATA is searched for its dictionary and tokenizer, after the places beside the checkpoint.
+    """Load the model; DATA is searched for its dictionary and tokenizer, after the checkpoint's folder.
 
     Raises:
         UserError: a file is missing or damaged, or DATA has a dictionary with other symbols.

@@ -82,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--eval-capacity-factor",
         type=float,
         metavar="F",
-        help="Switch, GShard: places at each expert in units of k*N/E; 0 drops nothing (default: as in the checkpoint)",
+        help="Switch, GShard: an expert's capacity in units of k*N/E; 0 drops nothing (default: as in the checkpoint)",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="also write the result here")
@@ -207,12 +207,12 @@ def _evaluate(
     args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team
 ) -> int:
     from smlp.evaluation.scoring import score_samples
-    from smlp.inference.scoring.candidates import limit_places, routers_with_places
+    from smlp.inference.scoring.candidates import capacity_limits, limit_capacity
 
     if args.eval_capacity_factor is not None:
-        if not routers_with_places(model.decoder):
-            raise UserError(f"--eval-capacity-factor: no expert of {args.path} has limited places, in training neither")
-        limit_places(model.decoder, args.eval_capacity_factor)
+        if not capacity_limits(model.decoder):
+            raise UserError(f"--eval-capacity-factor: no expert of {args.path} has a capacity, not in training either")
+        limit_capacity(model.decoder, args.eval_capacity_factor)
     max_tokens = args.max_tokens
     if max_tokens is None and args.batch_size is None:
         is_cpu = model.decoder.embedding.weight.device.type == "cpu"
@@ -296,7 +296,7 @@ def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_
         )
     if choices.num_dropped:
         notes.append(
-            f"{choices.dropped_share:.2%} of the choices of experts found no place: the loss depends on the batches, "
+            f"{choices.dropped_share:.2%} of the choices of experts were dropped: the loss depends on the batches, "
             "and on later tokens of a sequence; --eval-capacity-factor 0 drops none"
         )
     return notes

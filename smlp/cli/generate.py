@@ -24,7 +24,7 @@ EPILOG = """examples:
   smlp generate --path checkpoints/checkpoint_best.pt --prompt "The module" --beam 5 --num-return 5
   smlp generate --path checkpoints/checkpoint_best.pt --interactive --temperature 0.8
 
-dict.txt and the tokenizer are looked for beside the checkpoint, then with the data it was trained on; an export
+dict.txt and the tokenizer are looked for next to the checkpoint, then with the data it was trained on; an export
 (smlp checkpoint merge) brings its own.
 A single text is written to standard output as it is made; of several, each has a line, where " / " stands for a line
 end. --output keeps ids, log-probabilities and why each text ended. Beam search finds what fairseq-generate finds.

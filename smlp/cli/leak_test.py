@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--arch", help="architecture to build with random weights")
     model.add_argument("--path", help="checkpoint to test")
-    parser.add_argument("--dict", help="dict.txt of the checkpoint, if it is not beside it or with its data")
+    parser.add_argument("--dict", help="dict.txt of the checkpoint, if it is not next to it or with its data")
     size = whole(1, MOST_SIZE)
     parser.add_argument("--width", **size, default=64, help="H and F to build --arch with (default: %(default)s)")
     parser.add_argument("--tokens", **size, help="context to build --arch with (default: the architecture's)")

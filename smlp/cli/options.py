@@ -33,7 +33,7 @@ def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *("--tokenizer", "--sentencepiece-model"),
         metavar="FILE",
-        help="SentencePiece model, or encoder.json with vocab.bpe beside it, if it is not found",
+        help="SentencePiece model, or encoder.json with vocab.bpe next to it, if it is not found",
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from smlp.errors import UserError
 from smlp.evaluation.samples import Samples
 from smlp.evaluation.scoring import score_samples
-from smlp.inference.scoring.candidates import limit_places, routers_with_places
+from smlp.inference.scoring.candidates import capacity_limits, limit_capacity
 from smlp.launch.team import Team
 from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder
@@ -32,7 +32,7 @@ class ParityCell:
     batch_size: int
     #: mean over the scored tokens, in nats
     loss: float
-    #: share of the choices of experts that found no place
+    #: share of the choices of experts that were dropped
     dropped_share: float
 
 
@@ -73,7 +73,7 @@ def compare(decoder: Decoder, samples: Samples, num_tokens: int, team: Team) -> 
     """Score samples in every way that the model has. A collective; every rank gets the result.
 
     Args:
-        decoder: with all experts, in evaluation mode; its places in evaluation are changed.
+        decoder: with all experts, in evaluation mode; its capacity in evaluation is changed.
         samples: of a stream.
         num_tokens: of the stream.
         team: the ranks to spread experts over.
@@ -84,10 +84,10 @@ def compare(decoder: Decoder, samples: Samples, num_tokens: int, team: Team) -> 
     else:
         left_out.append(f"{team.size} ranks: {_why_not_spread(decoder)}")
     trained = decoder.config.moe.capacity_factor
-    if routers_with_places(decoder) and trained > 0:
+    if capacity_limits(decoder) and trained > 0:
         factors.append(trained)
     else:
-        left_out.append("capacity: no token is ever dropped for lack of places in this model, in training neither")
+        left_out.append("capacity: no token is ever dropped in this model, not in training either")
     return Parity(tuple(_cells(decoders, factors, samples, num_tokens, team)), tuple(left_out))
 
 
@@ -96,7 +96,7 @@ def _cells(
 ) -> Iterator[ParityCell]:
     for factor in factors:
         for decoder, num_ranks in decoders:
-            limit_places(decoder, factor)
+            limit_capacity(decoder, factor)
             for batch_size in BATCH_SIZES:
                 batches = samples.batches(batch_size)
                 scores = score_samples(decoder, samples, batches, num_tokens, team, in_step=num_ranks > 1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -89,19 +87,16 @@ def check_needs(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
     """
     if cfg.model is None:
         return  # nothing is trained
-    for trouble in itertools.chain(
-        _names(cfg),
-        _of_devices(cfg, num_ranks, has_cuda),
-        _of_optimizer(cfg.optimizer, has_cuda),
-        _of_schedule(cfg.lr_scheduler),
-        _of_criterion(cfg),
-        _of_files(cfg),
-    ):
-        raise UserError(trouble)
+    _check_names(cfg)
+    _check_devices(cfg, num_ranks, has_cuda)
+    _check_optimizer(cfg.optimizer, has_cuda)
+    _check_schedule(cfg.lr_scheduler)
+    _check_criterion(cfg)
+    _check_files(cfg)
 
 
-def _names(cfg: Any) -> Iterator[str]:
-    """Yield what is wrong with names that are not registered; ``fairseq-hydra-train`` accepts any."""
+def _check_names(cfg: Any) -> None:
+    """Refuse names that are not registered; ``fairseq-hydra-train`` accepts any."""
     from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
     from fairseq.registry import REGISTRIES
     from fairseq.tasks import TASK_REGISTRY
@@ -112,49 +107,55 @@ def _names(cfg: Any) -> Iterator[str]:
         given = getattr(cfg, group)
         name = given if isinstance(given, str) else getattr(given, "_name", None)
         if name not in table:
-            yield f"there is no {group.replace('_', ' ')} {name!r}" if name else f"there is no {group} to train with"
+            raise UserError(
+                f"there is no {group.replace('_', ' ')} {name!r}" if name else f"there is no {group} to train with"
+            )
 
 
-def _of_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> Iterator[str]:
+def _check_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
     common, distributed = cfg.common, cfg.distributed_training
     if common.tpu and not _is_installed("torch_xla"):
-        yield "--tpu needs torch_xla, which is not installed: leave it out"
+        raise UserError("--tpu needs torch_xla, which is not installed: leave it out")
     if common.amp and common.memory_efficient_bf16:
-        yield "--amp and --memory-efficient-bf16 are both given: choose one of the two"
+        raise UserError("--amp and --memory-efficient-bf16 are both given: choose one of the two")
     if distributed.cpu_offload and distributed.ddp_backend != "fully_sharded":
-        yield f"--cpu-offload needs --ddp-backend fully_sharded, got {distributed.ddp_backend}"
+        raise UserError(f"--cpu-offload needs --ddp-backend fully_sharded, got {distributed.ddp_backend}")
     if distributed.zero_sharding != "none" and (num_ranks == 1 or not has_cuda):
-        yield (
+        raise UserError(
             f"--zero-sharding {distributed.zero_sharding} shares out the optimizer's state among GPUs, and this run "
             f"has {num_ranks if has_cuda else 'none'}: leave it out"
         )
     if getattr(distributed, "pipeline_model_parallel", False):
-        yield "--pipeline-model-parallel is for fairseq's pipelines of translation models: leave it out"
+        raise UserError("--pipeline-model-parallel is for fairseq's pipelines of translation models: leave it out")
     if cfg.dataset.combine_valid_subsets and cfg.dataset.valid_subset != "valid":
-        yield (
+        raise UserError(
             f"--combine-valid-subsets reads valid, valid1, ... as one: leave out --valid-subset "
             f"{cfg.dataset.valid_subset}, or --combine-valid-subsets"
         )
 
 
-def _of_optimizer(optimizer: Any, has_cuda: bool) -> Iterator[str]:
+def _check_optimizer(optimizer: Any, has_cuda: bool) -> None:
     from fairseq.optim.fused_adam import get_fused_adam_class
 
     name = getattr(optimizer, "_name", None)
     library = _LIBRARIES.get(name)
     if library is not None and not _is_installed(library):
-        yield f"--optimizer {name} needs {library}, which is not installed: give another one, such as adam"
+        raise UserError(f"--optimizer {name} needs {library}, which is not installed: give another one, such as adam")
     if name == "composite" and not optimizer.groups:
-        yield "--optimizer composite needs groups, which only a configuration of fairseq-hydra-train can give it"
+        raise UserError(
+            "--optimizer composite needs groups, which only a configuration of fairseq-hydra-train can give it"
+        )
     if name == "adam" and optimizer.fp16_adam_stats and (get_fused_adam_class() is None or not has_cuda):
-        yield "--fp16-adam-stats needs a GPU and the fused Adam of apex: leave it out"
+        raise UserError("--fp16-adam-stats needs a GPU and the fused Adam of apex: leave it out")
     if name == "adafactor" and optimizer.relative_step:
-        yield "--relative-step sets a learning rate of its own, and fairseq always gives it --lr: leave it out"
+        raise UserError(
+            "--relative-step sets a learning rate of its own, and fairseq always gives it --lr: leave it out"
+        )
     if name == "adafactor" and optimizer.warmup_init:
-        yield "--warmup-init needs --relative-step, which fairseq cannot give: leave it out"
+        raise UserError("--warmup-init needs --relative-step, which fairseq cannot give: leave it out")
 
 
-def _of_schedule(schedule: Any) -> Iterator[str]:
+def _check_schedule(schedule: Any) -> None:
     if getattr(schedule, "_name", None) != "manual":
         return
     for option in ("epoch2lr", "update2lr"):
@@ -171,13 +172,13 @@ def _of_schedule(schedule: Any) -> Iterator[str]:
         except (ValueError, TypeError, SyntaxError, AttributeError):
             is_right = False
         if not is_right:
-            yield (
+            raise UserError(
                 f"--{option} must be a dictionary of learning rates by number, numbers or range, such as "
                 f"\"{{'1-3': 0.1, '4': 0.01}}\", got {given!r}"
             )
 
 
-def _of_criterion(cfg: Any) -> Iterator[str]:
+def _check_criterion(cfg: Any) -> None:
     from fairseq.registry import REGISTRIES
 
     if getattr(cfg.task, "_name", None) != "language_modeling":
@@ -185,28 +186,34 @@ def _of_criterion(cfg: Any) -> Iterator[str]:
     name, metric = getattr(cfg.criterion, "_name", None), cfg.checkpoint.best_checkpoint_metric
     made_by = REGISTRIES["criterion"]["registry"][name].__module__.partition(".")[0]
     if made_by == "fairseq" and name not in _CRITERIONS:
-        yield f"--criterion {name} is for another task than language_modeling: leave it out"
+        raise UserError(f"--criterion {name} is for another task than language_modeling: leave it out")
     if name == "adaptive_loss" and not getattr(cfg.model, "adaptive_softmax_cutoff", None):
-        yield "--criterion adaptive_loss needs a model with --adaptive-softmax-cutoff"
+        raise UserError("--criterion adaptive_loss needs a model with --adaptive-softmax-cutoff")
     if name == "vocab_parallel_cross_entropy":
-        yield "--criterion vocab_parallel_cross_entropy needs Megatron, which fairseq comes without: leave it out"
+        raise UserError(
+            "--criterion vocab_parallel_cross_entropy needs Megatron, which fairseq comes without: leave it out"
+        )
     if made_by in ("fairseq", "smlp") and name != "composite_loss" and metric not in _METRICS:
-        yield f"--best-checkpoint-metric {metric} is none that {name} measures: give one of {', '.join(_METRICS[:3])}"
+        raise UserError(
+            f"--best-checkpoint-metric {metric} is none that {name} measures: give one of {', '.join(_METRICS[:3])}"
+        )
 
 
-def _of_files(cfg: Any) -> Iterator[str]:
+def _check_files(cfg: Any) -> None:
     if cfg.ema.store_ema and cfg.ema.ema_seed_model and is_missing(cfg.ema.ema_seed_model):
-        yield f"--ema-seed-model: there is no checkpoint {cfg.ema.ema_seed_model}"
+        raise UserError(f"--ema-seed-model: there is no checkpoint {cfg.ema.ema_seed_model}")
     elif cfg.ema.store_ema and cfg.ema.ema_seed_model:
         state = read_structure(cfg.ema.ema_seed_model)
         if "ema" not in (state.get("extra_state") or {}):
-            yield f"--ema-seed-model {cfg.ema.ema_seed_model} has no averages: it was trained without --store-ema"
+            raise UserError(
+                f"--ema-seed-model {cfg.ema.ema_seed_model} has no averages: it was trained without --store-ema"
+            )
     config = cfg.common.quantization_config_path
     if config is not None:
-        yield from _of_quantization(config, cfg.optimization)
+        _check_quantization(config, cfg.optimization)
 
 
-def _of_quantization(path: str, optimization: Any) -> Iterator[str]:
+def _check_quantization(path: str, optimization: Any) -> None:
     import yaml
     from fairseq.quantization_utils import Quantizer
 
@@ -214,12 +221,12 @@ def _of_quantization(path: str, optimization: Any) -> Iterator[str]:
     try:
         Quantizer(path, optimization.max_epoch, optimization.max_update)
     except AssertionError as error:
-        yield f"--quantization-config-path {path}: {error}"
+        raise UserError(f"--quantization-config-path {path}: {error}") from None
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, ZeroDivisionError) as error:
-        yield (
+        raise UserError(
             f"--quantization-config-path {path} is not what fairseq reads, a YAML file of n_centroids, block_sizes and "
             f"layers_to_quantize ({type(error).__name__})"
-        )
+        ) from None
 
 
 def _is_installed(library: str) -> bool:

@@ -71,16 +71,16 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     if OmegaConf.is_dict(cfg) and OmegaConf.is_missing(cfg, "model"):
         raise UserError("there is no model to train: give its architecture")
     settle_context(cfg.model, cfg.task)
-    check_given(cfg)
+    _check_given(cfg)
     check_numbers(_by_option(cfg))  # again: fairseq-hydra-train reads no command line
     check_needs(cfg, num_ranks, has_cuda)
     check_backend(cfg, has_cuda)
     check_profiling(cfg)
-    check_log_file(cfg)
+    _check_log_file(cfg)
     check_pairs(cfg)
-    check_overrides(cfg)
-    check_beginning(cfg)
-    check_output_dictionary(cfg)
+    _check_overrides(cfg)
+    _check_beginning(cfg)
+    _check_output_dictionary(cfg)
     num_experts = num_experts_of(cfg.model)
     asked = getattr(cfg.model, "expert_parallel_size", None)
     group_size = ExpertLayout(num_experts, num_ranks, 0, asked).group_size if num_experts else 1
@@ -116,12 +116,8 @@ def _by_option(cfg: Any) -> dict[str, Any]:
     return values | {"lr_scheduler": getattr(cfg.lr_scheduler, "_name", None)}
 
 
-def check_given(cfg: Any) -> None:
-    """Refuse to train without data, an optimizer or a size of batches; fairseq has no default for them.
-
-    Raises:
-        UserError: the message names the option to give.
-    """
+def _check_given(cfg: Any) -> None:
+    """Refuse to train without data, an optimizer or a size of batches; fairseq has no default for them."""
     if cfg.model is None:
         return  # nothing is trained: evaluation without --path
     if not getattr(cfg.task, "data", True):
@@ -161,12 +157,8 @@ def check_profiling(cfg: Any) -> None:
         raise UserError(f"cannot write to --profile-dir {folder}: {existing} is not a folder that can be written to")
 
 
-def check_log_file(cfg: Any) -> None:
-    """Refuse a log file that cannot be written; fairseq opens it when it begins.
-
-    Raises:
-        UserError: the message names the file.
-    """
+def _check_log_file(cfg: Any) -> None:
+    """Refuse a log file that cannot be written; fairseq opens it when it begins."""
     if cfg.common.log_file is None:
         return
     path = Path(cfg.common.log_file).absolute()
@@ -181,12 +173,8 @@ def check_log_file(cfg: Any) -> None:
         raise UserError(f"cannot write --log-file {cfg.common.log_file}: {reason}")
 
 
-def check_output_dictionary(cfg: Any) -> None:
-    """Refuse a smaller output vocabulary for this package's models, which have one for input and output.
-
-    Raises:
-        UserError: the message names the option.
-    """
+def _check_output_dictionary(cfg: Any) -> None:
+    """Refuse a smaller output vocabulary for this package's models, which have one for input and output."""
     size = getattr(cfg.task, "output_dictionary_size", -1)
     if size >= 0 and hasattr(cfg.model, "num_sparse_layers"):
         raise UserError(
@@ -216,12 +204,8 @@ def check_pairs(cfg: Any) -> None:
             raise UserError(f"{option} must be two numbers {limits}, such as '{example}', got {given!r}")
 
 
-def check_overrides(cfg: Any) -> None:
-    """Refuse overrides of an optimizer that are no dictionary; fairseq evaluates them when it loads a checkpoint.
-
-    Raises:
-        UserError: the message names the option.
-    """
+def _check_overrides(cfg: Any) -> None:
+    """Refuse overrides of an optimizer that are no dictionary; fairseq evaluates them when it loads a checkpoint."""
     given = cfg.checkpoint.optimizer_overrides
     try:
         overrides = ast.literal_eval(given)
@@ -235,12 +219,8 @@ def check_overrides(cfg: Any) -> None:
         )
 
 
-def check_beginning(cfg: Any) -> None:
-    """Refuse two checkpoints to begin with, and resets beside ``--finetune-from-model``, which takes weights alone.
-
-    Raises:
-        UserError: the message names the options.
-    """
+def _check_beginning(cfg: Any) -> None:
+    """Refuse two checkpoints to begin with, and resets beside ``--finetune-from-model``, which takes weights alone."""
     given = cfg.checkpoint
     if given.finetune_from_model is None:
         return

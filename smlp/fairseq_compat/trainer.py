@@ -75,7 +75,7 @@ class SparseTrainer(Trainer):
         self.train_iterator: Any = None
         #: whether a rank had been asked to stop at the last sum over ranks
         self.stop_agreed = False
-        self._update_just_done = False
+        self._update_just_done = self._metric_checked = False
         if not isinstance(cfg, Namespace):
             self._settle(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
@@ -242,7 +242,9 @@ class SparseTrainer(Trainer):
             result = super().valid_step(sample, raise_oom)
         except FloatingPointError as error:
             raise diverged(self, when, error) from error
-        check_best_metric(self)
+        if not self._metric_checked:
+            check_best_metric(self)
+            self._metric_checked = True
         leave_if_asked(self)
         loss = float(result["loss"])  # over all ranks, which all of them see
         if result["sample_size"] and not isfinite(loss):

@@ -1,10 +1,8 @@
 """Functions on tensors, each with a slow and obvious reference in the tests; no parameters, no state."""
 
-from smlp.ops.activations import ACTIVATION_FUNCTIONS, activated_halves
 from smlp.ops.assignment import balanced_assignment, balanced_assignments
-from smlp.ops.dropout import dropout
 from smlp.ops.feed_forward import expert_feed_forward
-from smlp.ops.linear import linear
+from smlp.ops.functional import ACTIVATION_FUNCTIONS, activated_halves, dropout, linear
 from smlp.ops.losses import token_losses
 from smlp.ops.rows import permuted_columns, permuted_rows, summed_rows
 from smlp.ops.spatial import causal_spatial_projection, spatial_projection, toeplitz_matrices

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smlp.ops import onednn
 from smlp.ops.fast_paths import TOKENS_AT_A_TIME, groups_products, takes_bands, takes_onednn
-from smlp.ops.linear import few_rows
+from smlp.ops.functional import few_rows
 
 Statistics = tuple[Tensor, Tensor]
 _EPSILON = 1e-5  # torch's default for a layer norm

@@ -1,19 +1,24 @@
-"""Feed-forward networks of many experts, each over its own run of tokens.
+"""Feed-forward networks of many experts, each over its own run of tokens, with gradients by hand.
 
-Letters: ``A`` routed tokens sorted by expert, ``e`` experts on this rank, ``H``, ``F``.
+What is kept for the backward pass is the input and what goes into the activation. The gradients of the weights are
+written once, where and as they are to lie: autograd makes them transposed and copies them.
+
+Letters: ``A`` routed tokens sorted by expert, ``e`` experts on this rank, ``n`` tokens of a run, ``H``, ``F``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from smlp.ops.activations import ACTIVATION_FUNCTIONS
+from smlp.ops.expert_runs import Run, runs
 from smlp.ops.fast_paths import allowed
-from smlp.ops.fused_experts import FusedExperts
+from smlp.ops.functional import ACTIVATION_FUNCTIONS, activation_gradient
 
 
 def expert_feed_forward(
@@ -49,3 +54,82 @@ def expert_feed_forward(
         w1, b1, w2, b2 = (value[expert] for value in weights)
         outputs.append(F.linear(act(F.linear(x_nH, w1, b1)), w2, b2))
     return torch.cat(outputs)
+
+
+class FusedExperts(torch.autograd.Function):
+    """``w2 @ act(w1 @ LN(x) + b1) + b2``; shapes are those of :func:`smlp.ops.expert_feed_forward`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_AH: Tensor,
+        gain_eH: Tensor | None,
+        offset_eH: Tensor | None,
+        w1_eFH: Tensor,
+        b1_eF: Tensor,
+        w2_eHF: Tensor,
+        b2_eH: Tensor,
+        counts: Sequence[int],
+        activation: str,
+    ) -> Tensor:
+        out_AH = torch.empty_like(x_AH)
+        act = ACTIVATION_FUNCTIONS[activation]
+        ctx.runs = list(runs(counts, x_AH, w1_eFH.size(1)))
+        hidden = []
+        for run in ctx.runs:
+            rows, own = run.rows, run.experts
+            if rows.start == rows.stop:
+                hidden.append(x_AH.new_empty(0, w1_eFH.size(1)))
+                continue
+            normed_nH = x_AH[rows]
+            if gain_eH is not None and offset_eH is not None:
+                normed_nH, _ = run.norm(normed_nH, gain_eH[own], offset_eH[own])
+            hidden.append(run.product(normed_nH, w1_eFH[own], b1_eF[own]))
+            run.product(act(hidden[-1]), w2_eHF[own], b2_eH[own], out_AH[rows])
+        ctx.save_for_backward(x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, *hidden)
+        ctx.activation = activation
+        return out_AH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_AH: Tensor) -> tuple[Tensor | None, ...]:
+        x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, *hidden = ctx.saved_tensors
+        grad_AH = grad_AH.contiguous()
+        grad_x_AH, grad_w1_eFH, grad_w2_eHF = (torch.empty_like(value) for value in (x_AH, w1_eFH, w2_eHF))
+        grad_gain_eH, grad_offset_eH = (
+            None if value is None else torch.empty_like(value) for value in (gain_eH, offset_eH)
+        )
+        grad_b1_eF, grad_b2_eH = w1_eFH.new_empty(w1_eFH.shape[:2]), w2_eHF.new_empty(w2_eHF.shape[:2])
+        act = ACTIVATION_FUNCTIONS[ctx.activation]
+        for run, hidden_nF in zip(ctx.runs, hidden, strict=True):
+            rows, own = run.rows, run.experts
+            x_nH, grad_nH = x_AH[rows], grad_AH[rows]
+            _total(run, grad_b2_eH, run.sums(grad_nH))
+            run.outer(grad_nH, act(hidden_nF), grad_w2_eHF[own])
+            grad_hidden_nF = run.transposed(grad_nH, w2_eHF[own])
+            activation_gradient(ctx.activation, grad_hidden_nF, hidden_nF, out=grad_hidden_nF)
+            _total(run, grad_b1_eF, run.sums(grad_hidden_nF))
+            normed_nH = x_nH
+            if gain_eH is not None:
+                normed_nH, statistics = run.norm(x_nH, gain_eH[own], offset_eH[own])
+            run.outer(grad_hidden_nF, normed_nH, grad_w1_eFH[own])
+            grad_nH = run.transposed(grad_hidden_nF, w1_eFH[own])
+            if gain_eH is not None:
+                grad_nH, of_gain_eH, of_offset_eH = run.norm_gradients(
+                    grad_nH, x_nH, statistics, gain_eH[own], offset_eH[own]
+                )
+                _total(run, grad_gain_eH, of_gain_eH)
+                _total(run, grad_offset_eH, of_offset_eH)
+            grad_x_AH[rows] = grad_nH
+        return (
+            grad_x_AH, grad_gain_eH, grad_offset_eH, grad_w1_eFH, grad_b1_eF, grad_w2_eHF, grad_b2_eH, None, None,
+        )  # fmt: skip
+
+
+def _total(run: Run, total_e: Tensor | None, of_run_e: Tensor) -> None:
+    """Puts the sums over a run's tokens where those over all tokens of its experts are to be."""
+    assert total_e is not None
+    if run.continues:
+        total_e[run.experts] += of_run_e
+    else:
+        total_e[run.experts] = of_run_e

@@ -64,8 +64,7 @@ def _compare(device: torch.device, dtype: torch.dtype, with_gate: bool, num_seqs
     Raises:
         FloatingPointError: a value is too far off; the message says which.
     """
-    from smlp.ops.triton_settings import NUM_CHOICES, prescribed
-    from smlp.ops.triton_spatial import fused_backward, fused_forward
+    from smlp.ops.triton_spatial import NUM_CHOICES, fused_backward, fused_forward, prescribed
 
     num_tokens, context, num_heads, width = _SIZES
     # all by name: the user may have set another default device and dtype

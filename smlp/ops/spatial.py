@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smlp.ops.bands import columns_by_bands
 from smlp.ops.fast_paths import BANDS, allowed, fuse, reads_in_place, triangle_strip
 from smlp.ops.first_use import fused_projection
+from smlp.ops.functional import columns_by_bands
 from smlp.ops.triangular import TriangularProjection
 
 

@@ -1,7 +1,7 @@
 """Triton kernels of the causal spatial projection. Importing this module imports Triton: see :mod:`smlp.ops.first_use`.
 
 All sums are taken in float32 and in one order, which depends on shapes alone: no atomics, and the settings among which
-the fastest is chosen (:mod:`smlp.ops.triton_settings`) differ in the size of a tile, never in the steps of a sum.
+the fastest is chosen (:mod:`smlp.ops.triton_spatial`) differ in the size of a tile, never in the steps of a sum.
 
 Letters: ``B`` sequences, ``n`` tokens (n <= T), ``h`` heads, ``c`` features of one head. The columns of a product are
 the B * c pairs of sequence and feature.

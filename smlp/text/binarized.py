@@ -27,6 +27,7 @@ from smlp.files import regular_file
 _PIECE = 2**24  # tokens read at a time
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQ")  # version, type code, number of sentences
+FIRST_LENGTH = len(MAGIC) + HEADER.size
 OLDER_MAGIC = b"TNTIDX\x00\x00"
 OLDER_HEADER = struct.Struct("<8sQQQQQ")  # and version, type code, its bytes, number of sentences, and of dimensions
 TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
@@ -234,20 +235,32 @@ def _record_of(path: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def _parse_index(content: bytes | mmap.mmap, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    start = len(MAGIC) + HEADER.size
-    if content[: len(MAGIC)] != MAGIC or len(content) < start:
-        raise UserError(f"{path} is no fairseq index of the mmap kind: it starts with {content[:9]!r}")
-    version, code, num_sentences = HEADER.unpack_from(content, len(MAGIC))
-    if version != 1 or code not in TOKEN_TYPES:
-        raise UserError(f"{path} has version {version} and token type {code}; version 1 and an integer type are known")
-    if len(content) != start + 12 * num_sentences or num_sentences == 0:
-        raise UserError(
-            f"{path} holds {len(content)} bytes, but {num_sentences} sentences need {start + 12 * num_sentences}"
-            if num_sentences
-            else f"{path} lists no sentence"
-        )
-    lengths = np.frombuffer(content, "<i4", num_sentences, start)
-    offsets = np.frombuffer(content, "<i8", num_sentences, start + 4 * num_sentences)
+    dtype, num_sentences = read_header(content[:FIRST_LENGTH], len(content), path)
+    lengths = np.frombuffer(content, "<i4", num_sentences, FIRST_LENGTH)
+    offsets = np.frombuffer(content, "<i8", num_sentences, FIRST_LENGTH + 4 * num_sentences)
     if lengths.min() < 0:
         raise UserError(f"{path} is damaged: a sentence of {lengths.min()} tokens")
-    return np.dtype(TOKEN_TYPES[code]), lengths, offsets
+    return dtype, lengths, offsets
+
+
+def read_header(start: bytes, num_bytes: int, path: Path) -> tuple[np.dtype, int]:
+    """Return the type of tokens and the number of sentences of an index.
+
+    Args:
+        start: its first ``FIRST_LENGTH`` bytes; fewer if it has no more.
+        num_bytes: its size.
+        path: of the index, for messages.
+
+    Raises:
+        UserError: it is not in this format, empty, or of another size than its sentences need.
+    """
+    if not start.startswith(MAGIC) or len(start) < FIRST_LENGTH:
+        raise UserError(f"{path} is no fairseq index of the mmap kind: it starts with {start[:9]!r}")
+    version, code, num_sentences = HEADER.unpack_from(start, len(MAGIC))
+    if version != 1 or code not in TOKEN_TYPES:
+        raise UserError(f"{path} has version {version} and token type {code}; version 1 and an integer type are known")
+    if num_sentences == 0:
+        raise UserError(f"{path} lists no sentence")
+    if num_bytes != (needed := FIRST_LENGTH + 12 * num_sentences):
+        raise UserError(f"{path} holds {num_bytes} bytes, but {num_sentences} sentences need {needed}")
+    return np.dtype(TOKEN_TYPES[code]), num_sentences

@@ -190,11 +190,11 @@ def test_an_export_brings_its_dictionary(folder, evaluate, capsys):
     assert capsys.readouterr().out.count(f"Loss (base 2): {loss:.4f}") == 2
 
 
-def test_places_at_experts_can_be_limited(evaluate):
+def test_capacity_can_be_limited(evaluate):
     dropless, printed = evaluate("switch_lm_tiny")
-    assert dropless["dropped_share"] == 0 and "found no place" not in printed
+    assert dropless["dropped_share"] == 0 and "were dropped" not in printed
     limited, printed = evaluate("switch_lm_tiny", "--eval-capacity-factor", 0.5)
-    assert 0.5 < limited["dropped_share"] < 1 and "of the choices of experts found no place" in printed
+    assert 0.5 < limited["dropped_share"] < 1 and "of the choices of experts were dropped" in printed
     assert limited["nll"] != pytest.approx(dropless["nll"], rel=1e-4)
     plenty, _ = evaluate("switch_lm_tiny", "--eval-capacity-factor", 4)
     assert plenty["nll"] == pytest.approx(dropless["nll"], rel=1e-6) and plenty["dropped_share"] == 0
@@ -219,7 +219,7 @@ REFUSED = {
     "documents of nothing": (["{data}", "--document", "line"], "names the file to write"),
     "batch": (["{data}", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
     "too long": (["{data}", "--tokens-per-sample", "13"], "--tokens-per-sample 13 must be"),
-    "no places": (["{data}", "--eval-capacity-factor", "1"], "no expert of"),
+    "no capacity": (["{data}", "--eval-capacity-factor", "1"], "no expert of"),
     "negative": (["{data}", "--eval-capacity-factor=-1"], "must be at least 0, got -1"),
     "parity": (["{data}", "--parity", "--batch-size", "3"], "leave --batch-size out"),
     "parity of one": (["{data}", "--parity", "--nproc", "1"], "leave --nproc 1 out"),

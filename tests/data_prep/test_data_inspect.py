@@ -193,7 +193,7 @@ def a_file_more(data):
         (spoil_document_end, "shard01/train.bin does not end with a document: its last line has"),
         (spoil_pointer, "begins at byte 3, but the lines before it end at"),
         (cut_bin, "bytes, but the lines of valid.idx need"),
-        (cut_index, "lines need"),
+        (cut_index, "sentences need"),
         (lose_bin, "shard01/train.bin is missing"),
         (lose_both, "shard01/train.idx is missing, but the manifest lists it"),
         (other_dictionary, "shard01/dict.txt ("),

@@ -124,8 +124,8 @@ def the_same_every_time():
 
 @case
 def the_fastest_settings_are_kept():
-    from smlp.ops import triton_settings
-    from smlp.ops.triton_settings import OutOfResources, launch, prescribed, size_class
+    from smlp.ops import triton_spatial
+    from smlp.ops.triton_spatial import OutOfResources, launch, prescribed, size_class
 
     launched, choices = [], [{"BLOCK": size} for size in (16, 32, 64)]
 
@@ -141,7 +141,7 @@ def the_fastest_settings_are_kept():
 
         return run
 
-    with mock.patch.multiple(triton_settings, INTERPRETED=False, _milliseconds=milliseconds, _fastest={}):
+    with mock.patch.multiple(triton_spatial, INTERPRETED=False, _milliseconds=milliseconds, _fastest={}):
         for largest, kind, want in [(64, "a", [16, 32, 64, 32]), (64, "a", [32]), (16, "b", [16, 16]), (16, "b", [16])]:
             launched.clear()
             launch(on_device(largest), choices, kind)

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from smlp.ops import triton_kernels, triton_settings
+from smlp.ops import triton_kernels, triton_spatial
 
 POINTERS = {"x", "weight", "bias", "gate", "grad", "out", "grad_gate", "parts"}
 #: strides of one between neighbours, as the launcher finds them in the models
@@ -34,7 +34,7 @@ def compiled(kernel, dtype, precision, constants, capability):
     """What the compiler makes of a kernel with its first launch settings."""
     function = getattr(triton_kernels, kernel)
     num_bytes = 4 if dtype == "fp32" else 2
-    choices = {"project": triton_settings.PROJECTION, "weight_gradient": triton_settings.WEIGHT_GRADIENT}
+    choices = {"project": triton_spatial.PROJECTION, "weight_gradient": triton_spatial.WEIGHT_GRADIENT}
     settings = choices[kernel][num_bytes][0] if kernel in choices else {}
     options = {name: value for name, value in settings.items() if name.startswith("num_")}
     given = {**NEIGHBOURS, **constants, **settings, "PRECISION": precision, "WIDEN": False}

@@ -9,12 +9,12 @@ from smlp.ops.tolerances import allowed_share, largest_share
 
 def small_tiles():
     """Tiles of the least size that a GPU's matrix products have, so that little data takes many."""
-    from smlp.ops import triton_settings
+    from smlp.ops import triton_spatial
 
     for num_bytes in (2, 4):
-        triton_settings.PROJECTION[num_bytes] = [{"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 16}]
-        triton_settings.WEIGHT_GRADIENT[num_bytes] = [{"BLOCK": 16}]
-    triton_settings.NUM_CHOICES = 1
+        triton_spatial.PROJECTION[num_bytes] = [{"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 16}]
+        triton_spatial.WEIGHT_GRADIENT[num_bytes] = [{"BLOCK": 16}]
+    triton_spatial.NUM_CHOICES = 1
     first_use._SIZES, first_use._NUM_SEQS = (21, 32, 1, 8), (2,)
 
 

@@ -114,6 +114,15 @@ def test_a_model_that_was_trained_with_a_capacity_drops_nothing():
     assert routers and all(router.settings.capacity_factor == 1.0 for router in routers)  # training's stays
 
 
+def test_a_plug_in_may_still_name_its_capacity_places(monkeypatch):
+    monkeypatch.setattr(TopKRouter, "limit_places", TopKRouter.limit_capacity, raising=False)
+    monkeypatch.delattr(TopKRouter, "limit_capacity")
+    decoder = smlp.build("switch_lm_tiny", **NARROW, eval_capacity_factor=0.5)
+    drop_nothing(decoder)
+    routers = [module for module in decoder.modules() if isinstance(module, TopKRouter)]
+    assert routers and all(router.settings.eval_capacity_factor == 0 for router in routers)
+
+
 def test_parts_with_the_least_waste():
     """Against all ways to cut a list."""
     draw = random.Random(1)

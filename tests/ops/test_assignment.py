@@ -9,8 +9,8 @@ from comparing import assert_balanced
 from scipy.optimize import linear_sum_assignment
 
 from smlp.ops import balanced_assignment, balanced_assignments
-from smlp.ops.assignment_paths import PathRepair
-from smlp.ops.assignment_prices import equal_load_prices, finest_prices
+from smlp.ops.assignment import equal_load_prices, finest_prices
+from smlp.ops.assignment_repair import PathRepair
 from smlp.ops.fast_paths import reference_ops
 from smlp.ops.tolerances import EXACT
 
@@ -235,7 +235,7 @@ def test_large_problems_are_partitioned(kind, priced, large, monkeypatch):
 
 
 def test_the_fallback_beyond_the_repair_limit_is_a_partition_too(monkeypatch):
-    monkeypatch.setattr("smlp.ops.assignment_paths.REPAIRS_PER_EXPERT", 0)
+    monkeypatch.setattr("smlp.ops.assignment_repair.REPAIRS_PER_EXPERT", 0)
     without_prices(monkeypatch)
     for num_tokens in (5, 64, 65, 1023):
         for kind in KINDS:

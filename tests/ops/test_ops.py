@@ -189,7 +189,7 @@ def test_experts_in_batches_as_on_a_gpu(counts, with_norm, monkeypatch):
     norm = (gain, offset) if with_norm else None
     with reference_ops():
         expected = expert_feed_forward(x, counts, norm, *weights)
-    monkeypatch.setattr("smlp.ops.fused_experts.runs", batched)
+    monkeypatch.setattr("smlp.ops.feed_forward.runs", batched)
     out = expert_feed_forward(x, counts, norm, *weights)
     assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=SHARE[torch.float32])
 

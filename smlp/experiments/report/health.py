@@ -57,11 +57,11 @@ def work_table(results: Results) -> Table:
             }
         )
     notes = [
-        "Of the logged updates in training. Dropped: choices without a place at an expert (Switch, GShard; for GShard "
+        "Of the logged updates in training. Dropped: choices beyond an expert's capacity (Switch, GShard; for GShard "
         "second experts that its policy gives up as well). Evaluation drops nothing.",
         "Where all of a model's routing is balanced or fixed, nothing can be dropped, and the columns are empty.",
     ]
-    return Table("work", "Realised beside nominal multiply-adds", columns, rows, notes)
+    return Table("work", "Realised and nominal multiply-adds", columns, rows, notes)
 
 
 _FIGURES = (

@@ -142,9 +142,7 @@ def zeroshot_table(results: Results) -> Table | None:
             Column(name, TABLE_6[name], f"zeroshot.json: tasks.{name}.accuracy, per cent; the paper's Table 6")
             for name in names
         ),
-        Column(
-            "average", "average", f"mean of {', '.join(names)} (the paper's, of all six tasks, only beside all six)"
-        ),
+        Column("average", "average", f"mean of {', '.join(names)} (of all six tasks, also the paper's)"),
     ]
     rows = []
     for model in results.models:

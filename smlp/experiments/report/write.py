@@ -153,7 +153,7 @@ def document(results: Results, tables: Mapping[str, Table], pictures: Mapping[st
     page.table("summary", level=2, before=_outcome(results, tables))
     page.picture("final")
     page.picture("perplexity-updates")
-    page.lines += ["## Beside the paper", "", *(f"- {sentence}" for sentence in paper.scale_sentences(results)), ""]
+    page.lines += ["## The paper's figures", "", *(f"- {sentence}" for sentence in paper.scale_sentences(results)), ""]
     page.table("paper-table-4", level=3)
     page.lines += ["## Perplexity", ""]
     for subset in results.subsets:

@@ -50,7 +50,7 @@ def sampled_texts(
     Each step costs one row of the spatial weights for each layer; no earlier token is computed again, except after a
     slide, when the kept half is read once. A prompt is read once for all its texts. A text leaves the batch when its
     ``finish`` is set: here, or by the caller as soon as it is yielded. It does not depend on the others, apart from
-    rounding; it does where ``eval_capacity_factor`` limits the places at experts.
+    rounding; it does where ``eval_capacity_factor`` limits the capacity of experts.
 
     Args:
         decoder: put in evaluation mode by the caller.

@@ -9,7 +9,7 @@ pass, ``K`` scored positions, ``H`` width, ``V`` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,6 @@ from smlp.evaluation.perplexity import of_nats
 from smlp.inference.scoring.batching import CandidateBatch, CandidateBlock, Reading, plan_batches
 from smlp.inference.scoring.texts import Candidates, Encoding
 from smlp.moe.layer import TokenMoE
-from smlp.moe.routers import RouterWithPlaces
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import DecodingState
 
@@ -289,19 +288,23 @@ def scored(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
     return chosen_R - largest_R - sum_R.log(), chosen_R == largest_R
 
 
-def routers_with_places(decoder: Decoder) -> list[RouterWithPlaces]:
-    """Return the routers that can drop tokens; none in models where every token finds its expert."""
+def capacity_limits(decoder: Decoder) -> list[Callable[[float], None]]:
+    """Return ``limit_capacity`` of each router that can drop tokens; none in models where every token finds its expert.
+
+    Plug-ins may still call it by its former name, ``limit_places``.
+    """
     routers = [module.router for module in decoder.modules() if isinstance(module, TokenMoE)]
-    return [router for router in routers if isinstance(router, RouterWithPlaces)]
+    limits = [getattr(router, "limit_capacity", getattr(router, "limit_places", None)) for router in routers]
+    return [limit for limit in limits if limit is not None]
 
 
-def limit_places(decoder: Decoder, factor: float) -> None:
+def limit_capacity(decoder: Decoder, factor: float) -> None:
     """Set the capacity factor of evaluation in place; 0 drops nothing."""
-    for router in routers_with_places(decoder):
-        router.limit_places(factor)
+    for limit in capacity_limits(decoder):
+        limit(factor)
 
 
 def drop_nothing(decoder: Decoder) -> None:
     """Let experts take every token in evaluation, whatever the model was trained with: a score must not depend on what
     else is in a batch."""
-    limit_places(decoder, 0.0)
+    limit_capacity(decoder, 0.0)

@@ -1,7 +1,7 @@
 """Routers. A file holds one of them whole: plan from scores, module, and what the package has to know of it."""
 
 # ruff: noqa: I001  help and messages name routers in this order
-from smlp.moe.routers.routing import Router, RouterKind, RouterWithPlaces, Routing, register_router
+from smlp.moe.routers.routing import Router, RouterKind, Routing, register_router
 from smlp.moe.routers.balanced import BalancedRouter
 from smlp.moe.routers.top_k import TopKRouter, TopKSettings
 from smlp.moe.routers.hashed import HashRouter
@@ -13,7 +13,6 @@ __all__ = [
     "HashRouter",
     "Router",
     "RouterKind",
-    "RouterWithPlaces",
     "Routing",
     "TopKRouter",
     "TopKSettings",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +36,11 @@ class Routing:
 
 
 class Router(Protocol):
-    """Chooses experts for tokens."""
+    """Chooses experts for tokens.
+
+    A router that can drop tokens in evaluation too has ``limit_capacity(factor)``, which sets the capacity factor of
+    evaluation in place; 0 drops nothing.
+    """
 
     def __call__(self, x_NH: Tensor, token_ids_N: Tensor | None, plan: RoutingPlan | None = None) -> Routing:
         """Route tokens (N, H) with ids (N,).
@@ -47,14 +51,6 @@ class Router(Protocol):
 
     def looks_ahead(self) -> bool:
         """Tell whether, in the present mode, other tokens of the batch can change where a token goes."""
-
-
-@runtime_checkable
-class RouterWithPlaces(Protocol):
-    """A router that can drop tokens in evaluation too."""
-
-    def limit_places(self, factor: float) -> None:
-        """Set the capacity factor of evaluation in place; 0 drops nothing."""
 
 
 class RouterKind(ModelPart):

@@ -3,7 +3,7 @@
 Letters: ``N`` tokens, ``E`` experts, ``K`` choices of each token, ``A`` assignments.
 
 Sources: Fedus et al., 2021 (Switch), section 2.2 and appendix A; Lepikhin et al., 2020 (GShard), algorithm 1;
-Riquelme et al., 2021, section 4.1 (places by gate); Zoph et al., 2022, equation 5 (z-loss).
+Riquelme et al., 2021, section 4.1 (capacity filled by gate); Zoph et al., 2022, equation 5 (z-loss).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class TopKRouter(nn.Module):
         priority_N = gate_NE.amax(dim=1) if settings.drop_order == "gate" else None
         return RoutingPlan.from_choices(choice_NK, num_experts, capacity, priority_N, wanted_NK)
 
-    def limit_places(self, factor: float) -> None:
+    def limit_capacity(self, factor: float) -> None:
         """Set the capacity factor of evaluation in place; 0 drops nothing."""
         self.settings = replace(self.settings, eval_capacity_factor=factor)
 

@@ -1,0 +1,257 @@
+"""``smlp data glue``: GLUE's tasks, and sentences or pairs of one's own, for fairseq's task ``sentence_prediction``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import shlex
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.binarize.encoding import LINES, check_tokenizer
+from data_prep.binarize.shards import token_type, with_ends, write_tokens
+from data_prep.finetuning.glue_tasks import (
+    TASKS,
+    TEST,
+    TRAIN,
+    VALID,
+    GlueTask,
+    SplitFile,
+    files_in,
+    labels_of,
+    read_rows,
+)
+from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
+from data_prep.flow.options import add_run_options, check_apart, run_of, tokenizer_setting
+from data_prep.flow.parts import FilePart
+from data_prep.flow.running import Report, aligned, begin, run_parts
+from data_prep.flow.streams import sha256_of, write_bytes
+from smlp.errors import UserError
+from smlp.text.tokenizer import load_tokenizer
+from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
+
+DESCRIPTION = """GLUE's tasks, and sentences or pairs of one's own, for fairseq's task sentence_prediction
+
+Reads the official TSV folders and writes OUT/input0, OUT/input1 (of pairs) and OUT/label. Class numbers are fixed by
+the task, not by frequency as in fairseq-preprocess. dev becomes valid, test stays without labels; of MNLI, valid and
+valid1 are matched and mismatched. Prints the command that fine-tunes on the data."""
+EPILOG = """examples:
+  smlp data glue --task MNLI --in glue/MNLI --tokenizer data/tokenizer --out data/mnli
+  smlp data glue --task SST-2 --train a.tsv --valid b.tsv --tokenizer data/tokenizer --out data/sst2
+  smlp data glue --columns sentence1,sentence2 --label label --train train.tsv --valid dev.tsv \\
+      --tokenizer data/tokenizer --out data/pairs
+"""
+OWN_FILES = {"train": "train.tsv", "valid": "dev.tsv", "test": "test.tsv"}
+BLOCK_LINES = 10_000  # that are encoded at a time
+EPOCHS, BATCH_SIZE, POSITIONS, WARM_UP = 5, 32, 128, 0.1  # gMLP, appendix A, fine-tuning on SST-2 and MNLI
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the step."""
+    group = parser.add_argument_group("input")
+    group.add_argument("--task", choices=TASKS, help="a task of GLUE, which says columns and labels")
+    group.add_argument(
+        "--columns", metavar="NAME[,NAME]", help="instead: the columns of the sentences in files with a header"
+    )
+    group.add_argument("--label", metavar="NAME", help="with --columns: the column of the label")
+    group.add_argument(
+        "--labels", metavar="NAME,NAME", help="with --columns: classes in order (default: those of train, sorted)"
+    )
+    group.add_argument("--regression", action="store_true", help="with --columns: the label is a number to predict")
+    group.add_argument(
+        "--in", dest="folder", type=Path, metavar="DIR", help="folder with train.tsv, dev.tsv and, if any, test.tsv"
+    )
+    group.add_argument("--train", type=Path, metavar="FILE", help="instead of --in: the file of train")
+    for split in (VALID, TEST):
+        help_text = f"files of {split}, {split}1, ..."
+        group.add_argument(f"--{split}", type=Path, nargs="+", metavar="FILE", help=help_text)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="dict.txt, with sentencepiece.model or encoder.json, as the model was trained with",
+    )
+    add_run_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Encode every split, write dictionaries and manifest; return the exit status."""
+    task, files = _task_of(args), _files_of(args)
+    vocab_size = len(check_tokenizer(args.tokenizer, LINES))
+    if args.folder is not None:
+        check_apart(args.out, [args.folder])
+    if task.labels is None:
+        task = replace(task, labels=labels_of(files[TRAIN], task))
+    run = run_of(args)
+    settings = {
+        "task": args.task,
+        "columns": list(task.columns),
+        "label": task.label,
+        "labels": list(task.labels or ()),
+        "files": {split: str(file.path) for split, file in files.items()},
+        "ids": {split: sha256_of(file.ids) for split, file in files.items() if file.ids},
+        "tokenizer": tokenizer_setting(args.tokenizer),
+    }
+    begin(run, "glue", settings, args.restart)
+    report = Report("glue", run)
+    parts = [replace(FilePart.whole(file.path), name=split) for split, file in files.items()]
+    work = functools.partial(encode_split, task=task, files=files, tokenizer=args.tokenizer)
+    done = run_parts(run, "encode", parts, work)
+    if done.results is None:
+        return report.waiting(done, "the splits")
+    if not is_whole(run.out, done.inputs):
+        splits = {part.name: result.facts for part, result in zip(parts, done.results, strict=True)}
+        names = [f"input{number}" for number in range(len(task.columns))]
+        outputs = [
+            _write(run.out, f"{name}/{DICTIONARY}", (args.tokenizer / DICTIONARY).read_bytes()) for name in names
+        ]
+        if task.labels:
+            counts = splits[TRAIN]["labels"]
+            content = "".join(f"{label} {counts[label]}\n" for label in task.labels)
+            outputs.append(_write(run.out, f"label/{DICTIONARY}", content.encode()))
+        facts = {"splits": splits, "dictionary": vocab_size, "classes": list(task.labels or ())}
+        results = [*done.results, PartResult(outputs, Counts())]
+        write_manifest(run.out, "glue", settings, done.inputs, results, facts)
+    manifest = read_manifest(run.out, "glue")
+    return report.finished(manifest, *_lines(manifest["splits"]), "", *command(run.out, task, manifest["splits"]))
+
+
+def _task_of(args: argparse.Namespace) -> GlueTask:
+    if (args.task is None) == (args.columns is None):
+        raise UserError("give --task, or --columns and --label for files of your own")
+    if args.task is not None:
+        given = [name for name in ("label", "labels", "regression") if getattr(args, name)]
+        if given:
+            raise UserError(f"--{given[0]} goes with --columns: --task {args.task} says it")
+        return TASKS[args.task]
+    columns = tuple(args.columns.split(","))
+    if len(columns) > 2 or not all(columns) or len(set(columns)) < len(columns):
+        raise UserError(
+            f"--columns {args.columns!r}: one or two different names with a comma between them are expected"
+        )
+    if args.label is None or args.label in columns:
+        raise UserError("--columns needs --label, the name of another column")
+    if args.regression:
+        if args.labels:
+            raise UserError("--labels are of classes, --regression has none: give one of the two")
+        report = "--report-pearson-and-spearman"
+        return GlueTask(columns, args.label, (), OWN_FILES, metric="pearson_and_spearman", report=report)
+    labels = tuple(args.labels.split(",")) if args.labels else None
+    if labels is not None and (len(labels) < 2 or not all(labels) or len(set(labels)) < len(labels)):
+        raise UserError(f"--labels {args.labels!r}: at least two different names with commas between them are expected")
+    return GlueTask(columns, args.label, labels, OWN_FILES)
+
+
+def _files_of(args: argparse.Namespace) -> dict[str, SplitFile]:
+    """Return the file of each split.
+
+    Raises:
+        UserError: one is missing, or none is named.
+    """
+    named = {split: getattr(args, split) for split in (TRAIN, VALID, TEST) if getattr(args, split)}
+    if (args.folder is None) == (not named):
+        raise UserError("name the files with --in DIR or with --train, --valid and --test, not both")
+    if args.folder is not None:
+        return files_in(args.folder, _task_of(args))
+    files = {}
+    for split, paths in named.items():
+        for number, path in enumerate([paths] if isinstance(paths, Path) else paths):
+            if not path.is_file():
+                raise UserError(f"--{split}: there is no file {path}")
+            files[f"{split}{number or ''}"] = SplitFile(path)
+    if TRAIN not in files:
+        raise UserError("--train is missing: it says which labels there are and what is learnt")
+    return files
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(folder: Path) -> Any:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the splits are what is parallel
+    return load_tokenizer(folder)
+
+
+def encode_split(part: FilePart, out: Path, task: GlueTask, files: dict[str, SplitFile], tokenizer: Path) -> PartResult:
+    """Write the sentences and labels of one split.
+
+    Raises:
+        UserError: as :func:`read_rows`.
+    """
+    split, encoder = part.name, _tokenizer(tokenizer)
+    vocabulary = encoder.vocabulary
+    dtype = token_type(len(vocabulary))
+    rows = read_rows(files[split], task, split)
+    outputs, lengths, unknown = [], [], 0
+    for number, texts in enumerate(rows.texts):
+        blocks = [encoder.encode_batch(texts[at : at + BLOCK_LINES]) for at in range(0, len(texts), BLOCK_LINES)]
+        ids_N, lengths_L = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
+        unknown += int(np.count_nonzero(ids_N == vocabulary.unk))
+        lengths.append(lengths_L + 1)
+        tokens_N = with_ends(ids_N, lengths_L, vocabulary.eos, dtype)
+        outputs += write_tokens(out, f"input{number}/{split}", tokens_N, lengths[-1], dtype)
+    found: Counter[str] = Counter()
+    if rows.labels is not None and task.labels:
+        found.update(rows.labels)
+        ids_L = np.array([len(SPECIAL_SYMBOLS) + task.labels.index(label) for label in rows.labels])
+        ends_L2 = np.stack([ids_L, np.full_like(ids_L, vocabulary.eos)], axis=1)
+        dtype = token_type(len(SPECIAL_SYMBOLS) + len(task.labels))
+        outputs += write_tokens(out, f"label/{split}", ends_L2.ravel(), np.full(len(ids_L), 2), dtype)
+    elif rows.labels is not None:
+        content = "".join(f"{label}\n" for label in rows.labels)
+        outputs.append(_write(out, f"label/{split}.label", content.encode()))
+    length_L = 1 + sum(lengths)  # with <s>
+    facts = {
+        "rows": len(length_L),
+        "tokens": int(length_L.sum()),
+        "unknown": unknown,
+        "longest": int(length_L.max()),
+        "too_long": int((length_L > POSITIONS).sum()),
+        "labels": {label: found[label] for label in task.labels or ()} if rows.labels is not None else None,
+    }
+    return PartResult(outputs, Counts(other=rows.left_out), facts=facts)
+
+
+def _write(out: Path, name: str, content: bytes) -> dict[str, Any]:
+    return {**write_bytes(out / name, content), "name": name}
+
+
+def _lines(splits: dict[str, dict[str, Any]]) -> list[str]:
+    """Return lines for the terminal: what each split holds."""
+    rows = [("split", "rows", "tokens", "unknown", "longest", f"above {POSITIONS}", "labels")]
+    for split, facts in splits.items():
+        labels = facts["labels"]
+        said = "none" if labels is None else ", ".join(f"{label}: {count:,}" for label, count in labels.items())
+        numbers = (facts[name] for name in ("rows", "tokens", "unknown", "longest", "too_long"))
+        rows.append((split, *(f"{number:,}" for number in numbers), said or "numbers"))
+    return aligned(rows, right=range(1, 6)).split("\n")
+
+
+def command(out: Path, task: GlueTask, splits: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the lines of the command that fine-tunes on the data, as the gMLP paper does on SST-2 and MNLI."""
+    valid = [split for split in splits if split.startswith(VALID)]
+    updates = -(-splits[TRAIN]["rows"] // BATCH_SIZE) * EPOCHS
+    classes = f"--num-classes {len(task.labels)}" if task.labels else "--num-classes 1 --regression-target"
+    lines = [
+        f"fairseq-train {shlex.quote(str(out))} --user-dir $(smlp user-dir) --arch ARCH --save-dir DIR",
+        "--restore-file PRETRAINED.pt --reset-optimizer --reset-dataloader --reset-meters",
+        f"--task sentence_prediction --criterion sentence_prediction {classes}",
+        f"--init-token 0 --max-positions {POSITIONS} --shorten-method truncate",
+        f"--batch-size {BATCH_SIZE} --max-epoch {EPOCHS} --optimizer adam --adam-betas '(0.9,0.999)' --adam-eps 1e-6",
+        f"--weight-decay 0.01 --dropout 0.1 --lr 2e-5 --lr-scheduler polynomial_decay --total-num-update {updates}",
+        f"--warmup-updates {round(WARM_UP * updates)} --no-epoch-checkpoints",
+        f"--valid-subset {','.join(valid)} {task.report} --best-checkpoint-metric {task.metric} "
+        "--maximize-best-checkpoint-metric"
+        if valid
+        else "--disable-validation",
+    ]
+    return [
+        "to fine-tune:",
+        *(f"  {' '.join(line.split())} \\" for line in lines[:-1]),
+        f"  {' '.join(lines[-1].split())}",
+    ]
