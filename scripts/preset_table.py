@@ -13,7 +13,14 @@ from pathlib import Path
 from smlp.config import ModelConfig
 from smlp.config.presets import PRESETS, preset
 from smlp.costs.component import ATTENTION
-from smlp.costs.formula import components, default_world_size, flops_per_token, forward_flops, parameters
+from smlp.costs.formula import (
+    MASKED_HEAD,
+    components,
+    default_world_size,
+    flops_per_token,
+    forward_flops,
+    parameters,
+)
 from smlp.nn.blocks.gmlp import SPATIAL_GATING
 from smlp.nn.blocks.smlp import FEATURE_MOE
 
@@ -56,6 +63,36 @@ PAPER = [
     ("hash_lm", "FLOPs", "0.8", "Table 4", None),
     ("hash_lm_large", "total", "10.29", "Tables 4, 5", "10.31 B"),
     ("hash_lm_large", "FLOPs", "2.0", "Table 5", None),
+]
+# What gmlp.txt prints of masked language models: preset, M parameters, GFLOPs of one text (None where it prints none),
+# where, and remark. After a preset may stand other layers, H (F is four times that) and heads.
+MASKED = [
+    ("bert_mlm", 110, None, "Table 3", None),
+    ("bert_mlm_rel", 110, None, "Tables 3, 4", None),
+    ("bert_mlm_rel_attn", 96, None, "Table 3", None),
+    ("mixer_mlm", 112, None, "Table 3", "mixer"),
+    ("gmlp_mlm_linear", 92, None, "Table 3", "unsplit"),
+    ("gmlp_mlm_additive", 92, None, "Table 3", "unsplit"),
+    ("gmlp_mlm_multiplicative", 92, None, "Table 3", "unsplit"),
+    ("gmlp_mlm", 102, None, "Table 3", None),
+    ("bert_mlm_rel_6", 67, None, "Table 4", None),
+    ("bert_mlm_rel_24", 195, None, "Table 4", None),
+    ("bert_mlm_rel_48", 365, None, "Table 4", None),
+    ("gmlp_mlm_18", 59, None, "Table 4", None),
+    ("gmlp_mlm_36", 102, None, "Table 4", None),
+    ("gmlp_mlm_72", 187, None, "Table 4", None),
+    ("gmlp_mlm_144", 357, None, "Table 4", None),
+    ("bert_mlm_base", 110, 100.8, "Tables 5, 6", None),
+    ("gmlp_mlm_base", 130, 158.0, "Tables 5, 6", "toeplitz"),
+    ("amlp_mlm_base", 109, 128.9, "Tables 5, 6", None),
+    ("bert_mlm_large", 336, 341.2, "Tables 5, 6", None),
+    ("gmlp_mlm_large", 365, 430.1, "Tables 5, 6", None),
+    ("amlp_mlm_large", 316, 370.3, "Tables 5, 6", None),
+    ("gmlp_mlm_xlarge", 941, 1091.3, "Tables 5, 6", None),
+    ("bert_mlm_rel", 110, None, "Table 10", None),
+    ("bert_mlm_rel 24 512 8", 92, None, "Table 10", None),
+    ("bert_mlm_rel 48 384 12", 98, None, "Table 10", None),
+    ("bert_mlm_rel 96 256 8", 84, None, "Table 10", None),
 ]
 UNITS = {"expert": (1e6, "M"), "other": (1e6, "M"), "total": (1e9, "B"), "FLOPs": (1e12, "T")}
 
@@ -138,13 +175,61 @@ def remarks() -> dict[str, str]:
     }
 
 
+def masked_quantities(name: str) -> tuple[float, float, float]:
+    """M parameters of an encoder without its masked LM head, with it, and GFLOPs, two for a multiply-add, of a text."""
+    arch, *sizes = name.split()
+    settings = {}
+    if sizes:
+        layers, width, heads = map(int, sizes)
+        settings = {"num_dense_layers": layers, "embed_dim": width, "ffn_dim": 4 * width, "num_heads": heads}
+    config = replace(preset(arch), **settings)
+    whole = sum(part.other_params for part in components(config))
+    head = sum(part.other_params for part in components(config) if part.kind == MASKED_HEAD)
+    return (whole - head) / 1e6, whole / 1e6, 2 * config.max_tokens * flops_per_token(config) / 1e9
+
+
+def encoders_table() -> list[str]:
+    """A row for each encoder."""
+    lines = [
+        "| preset | layers | T | parameters (M) | of these the masked LM head | GFLOPs |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for arch in PRESETS:
+        config = preset(arch)
+        if config.is_bidirectional:
+            without, params, flops = masked_quantities(arch)
+            lines.append(
+                f"| `{arch}` | {config.num_dense_layers} | {config.max_tokens} | {params:.2f} | {params - without:.2f} "
+                f"| {flops:.2f} |"
+            )
+    return lines
+
+
+def masked_table() -> list[str]:
+    """A row for each number that gmlp.txt prints of masked language models."""
+    lines = [
+        "| preset | M parameters without head | with it | paper | GFLOPs | paper | difference | printed in | remark |",
+        "|---|---:|---:|---:|---:|---:|---:|---|---|",
+    ]
+    for name, printed, printed_flops, where, remark in MASKED:
+        without, params, flops = masked_quantities(name)
+        arch, *sizes = name.split()
+        shown = f"`{arch}`" + (" with {} layers, H = {}, {} heads".format(*sizes) if sizes else "")
+        work = f"{flops:.1f} | {printed_flops} | {flops / printed_flops - 1:+.2%}" if printed_flops else "| |"
+        counts = f"{without:.2f} | {params:.2f} | {printed}"
+        lines.append(f"| {shown} | {counts} | {work} | {where} | {MASKED_REMARKS.get(remark, '')} |")
+    return lines
+
+
 def presets_table() -> list[str]:
-    """A row for each preset."""
+    """A row for each language model."""
     lines = [
         "| preset | layers | E | ranks | expert per rank (M) | other (M) | total (M) | GFLOPs | MFLOPs per token |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for arch in PRESETS:
+        if preset(arch).is_bidirectional:
+            continue
         config, values = preset(arch), quantities(preset(arch))
         sparse = config.num_sparse_layers > 0
         lines.append(
@@ -209,6 +294,23 @@ experts are 0.8 T wide.
 
 ## Compared with the paper's numbers
 """
+MASKED_REMARKS = {
+    "unsplit": "the caption's F = 3072 would give 130 M; 92 M follows from F = 2048",
+    "mixer": "the caption's 24 layers would give 140 M; 112 M follows from 18",
+    "toeplitz": "full matrices would give 143 M",
+}
+MASKED_INTRODUCTION = """
+## Masked language models
+
+A text has T tokens; the head computes 15 % of them, the masked ones. Here a multiply-add is two FLOPs, as gmlp.txt
+counts them.
+"""
+MASKED_PAPER = """
+### Next to the numbers of gmlp.txt
+
+The counts of Tables 3 and 10 follow with the masked LM head (a layer before the output, and the output's bias), those
+of Tables 4 to 6 without it. FLOPs are computed with 15 % of the positions masked.
+"""
 AFTER_MODULES = """
 Our self-attention includes the layer norm before it. Our s-MoE is an expert with the two layer norms that it shares,
 and the work of all experts of a layer on the H features. The paper's FLOPs are near those of a gating unit on F/2 =
@@ -234,7 +336,12 @@ def page() -> str:
         "## Table 3: what mixes the tokens",
         "",
         *modules_table(),
-        AFTER_MODULES,
+        AFTER_MODULES.rstrip("\n"),
+        MASKED_INTRODUCTION,
+        *encoders_table(),
+        MASKED_PAPER,
+        *masked_table(),
+        "",
     ]
     return "\n".join(lines)
 

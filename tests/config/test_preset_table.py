@@ -18,8 +18,15 @@ def test_the_page_is_what_the_script_writes():
 
 
 def test_every_preset_has_a_row():
-    rows = preset_table.presets_table()[2:]
+    rows = preset_table.presets_table()[2:] + preset_table.encoders_table()[2:]
     assert [row.split("`")[1] for row in rows] == list(PRESETS)
+
+
+@pytest.mark.parametrize(("name", "printed", "flops", "where", "remark"), preset_table.MASKED)
+def test_masked_language_models_are_as_large_as_the_papers(name, printed, flops, where, remark):
+    without, params, work = preset_table.masked_quantities(name)
+    assert round(params if where in ("Table 3", "Table 10") else without) == printed
+    assert flops is None or abs(work / flops - 1) <= 0.01
 
 
 @pytest.mark.parametrize(
