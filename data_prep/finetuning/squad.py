@@ -178,7 +178,7 @@ def _field(row: Any, name: str, kind: type, place: str) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         words = {list: "a list", str: "a text", int: "a whole number"}
         raise UserError(
-            f"{place}: {name!r} must be {words[kind]}, {'is missing' if value is None else f'found {value!r:.80}'}"
+            f"{place}: {name!r} must be {words[kind]}, {'but is missing' if value is None else f'found {value!r:.80}'}"
         )
     return value
 
