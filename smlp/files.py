@@ -296,7 +296,9 @@ def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object
     temporary = _temporary(target)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            _write_and_rename(temporary, target, content)
+            _check_replaceable(target, str(target))
+            with renamed_when_whole(temporary, target) as file:
+                file.write(content) if isinstance(content, bytes) else content(file)
             return
         except Exception as error:
             cause = _os_error(error)
@@ -313,11 +315,12 @@ def _temporary(target: Path) -> Path:
     return target.with_name(f"{target.name}.{os.getpid()}.tmp")
 
 
-def _write_and_rename(temporary: Path, target: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
-    _check_replaceable(target, str(target))
+@contextlib.contextmanager
+def renamed_when_whole(temporary: Path, target: Path) -> Iterator[BinaryIO]:
+    """Open a file that is renamed to ``target``, on the disk, when the block ends, and removed if it fails."""
     try:
         with open(temporary, "wb") as file:
-            file.write(content) if isinstance(content, bytes) else content(file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

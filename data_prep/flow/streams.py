@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from smlp.errors import UserError
+from smlp.files import renamed_when_whole
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 PARTIAL = ".partial"
@@ -173,19 +174,12 @@ def write_stream(path: Path) -> Any:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL}")
-    try:
-        with open(partial, "wb") as file:
-            written = WrittenFile(path, file)
-            stream = _compressing(path, written)
-            yield stream, written
-            if stream is not written:
-                stream.close()
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with renamed_when_whole(partial, path) as file:
+        written = WrittenFile(path, file)
+        stream = _compressing(path, written)
+        yield stream, written
+        if stream is not written:
+            stream.close()
 
 
 def _compressing(path: Path, file: Any) -> IO[bytes]:

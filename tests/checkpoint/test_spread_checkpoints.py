@@ -211,7 +211,7 @@ def test_killed_while_saving(moment, tiny_data, own_spread, tmp_path, run_fairse
 
 
 def test_a_full_disk_on_one_rank_ends_all_with_its_message(tiny_data, own_spread, run_fairseq_many):
-    fault = {"rank": 3, "place": "smlp.files:_write_and_rename", "how": "full"}
+    fault = {"rank": 3, "place": "smlp.files:renamed_when_whole", "how": "full"}
     (run,) = run_fairseq_many([case(tiny_data, own_spread, 4, 4, 6, fault=fault, timeout=40)])
     for code, seconds, message in run.ranks:
         last = message.strip().splitlines()[-1]
