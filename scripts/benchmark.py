@@ -29,13 +29,13 @@ from benchmarks import (
     decoding,
     experts,
     growth,
-    limits,
     memory,
     neighbour,
     peers,
     scoring,
     spatial,
     startup,
+    timing,
     updates,
 )
 from benchmarks.report import Row, as_json, as_markdown, as_text, machine
@@ -91,7 +91,7 @@ def main(options: argparse.Namespace) -> int:
         with reference_ops():
             by_torch = matmul_rate(torch.device("cpu"), settings.dtype, SECONDS_FOR_LIMIT)
         about["the same by MKL, torch's choice"] = round(by_torch / 1e9)
-    about["GB/s of a copy"] = round(limits.copy_rate(options.device, settings.repeats) / 1e9, 1)
+    about["GB/s of a copy"] = round(timing.copy_rate(options.device, settings.repeats) / 1e9, 1)
     print(", ".join(f"{name} {value}" for name, value in about.items() if value))
     print(f"{'':<58} {'against':<30} {'ours':>10} {'theirs':>10} {'':<3} {'ratio':>8}")
     rows: list[Row] = []

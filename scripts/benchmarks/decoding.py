@@ -7,9 +7,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.models import VOCABULARY, matched
 from benchmarks.report import Row, compared
-from benchmarks.settings import Settings
+from benchmarks.settings import VOCABULARY, Settings, matched
 from benchmarks.timing import interleaved
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import DecodingState

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks import peers
-from benchmarks.models import HIDDEN, LENGTH, WIDTH, through
 from benchmarks.report import Row, compared
-from benchmarks.settings import Settings
+from benchmarks.settings import HIDDEN, LENGTH, WIDTH, Settings, through
 from benchmarks.timing import interleaved, peak_extra_bytes, training_step
 from smlp.config import ModelConfig
 from smlp.config.presets import preset

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.models import HIDDEN, LENGTH, WIDTH, through
 from benchmarks.report import Row, compared
-from benchmarks.settings import Settings
+from benchmarks.settings import HIDDEN, LENGTH, WIDTH, Settings, through
 from benchmarks.timing import interleaved, training_step
 from smlp.config import ModelConfig
 from smlp.config.presets import preset

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.models import VOCABULARY, matched
 from benchmarks.report import Row
-from benchmarks.settings import Settings
+from benchmarks.settings import VOCABULARY, Settings, matched
 from benchmarks.timing import peak_extra_bytes
 from benchmarks.updates import build, update
 from smlp.costs.memory import update_memory

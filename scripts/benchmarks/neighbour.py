@@ -13,9 +13,8 @@ from functools import partial
 import torch
 
 from benchmarks import assignment, decoding, spatial
-from benchmarks.models import VOCABULARY, matched
 from benchmarks.report import Row, compared
-from benchmarks.settings import Settings
+from benchmarks.settings import VOCABULARY, Settings, matched
 from benchmarks.timing import interleaved
 from benchmarks.updates import build, update
 from smlp.launch.local import end_with_parent

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.models import matched
 from benchmarks.report import Row, compared
-from benchmarks.settings import Settings
+from benchmarks.settings import Settings, matched
 from benchmarks.timing import interleaved
 from smlp.inference.scoring.candidates import CandidateScorer
 from smlp.inference.scoring.texts import Candidates, TokenizedText, fit

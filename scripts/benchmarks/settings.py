@@ -1,10 +1,22 @@
-"""What a run of the benchmark was asked for."""
+"""What a run of the benchmark was asked for; its models: the paper's shapes, with fewer layers and half the width."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
+
+from smlp.config.presets import preset
+from smlp.costs.formula import flops_per_token
+from smlp.costs.match import Match, match
+from smlp.nn.state import ForwardContext
+
+#: the paper's models have 28 + 12 layers, H = 1024, F = 4096, T = 1024 and an expert per rank
+WIDTH, HIDDEN, LENGTH, VOCABULARY, EXPERTS = 512, 2048, 1024, 4096, 4
+LAYERS = {"num_dense_layers": 5, "num_sparse_layers": 2}
+FULL_SIZE = {"num_dense_layers": 28, "num_sparse_layers": 12}
 
 
 @dataclass(frozen=True)
@@ -34,3 +46,29 @@ class Settings:
     def sized(self, *sizes: int) -> tuple[int, ...]:
         """The sizes of a test where one is asked for."""
         return tuple(max(size // self.scale, 1) for size in sizes)
+
+
+def matched(settings: Settings, archs: list[str]) -> dict[str, Match]:
+    """Each architecture at the cost of sMLP: on a CPU a model for two cores, on a GPU the paper's small size."""
+    gpu = settings.device == "cuda"
+    width, hidden, length, vocabulary = settings.sized(WIDTH, HIDDEN, LENGTH, VOCABULARY)
+    if gpu:
+        width, hidden, vocabulary = 1024, 4096, 51200
+    shared = {"embed_dim": width, "max_tokens": length, "vocab_size": vocabulary}
+    smlp = preset("smlp", ffn_dim=hidden, num_experts=EXPERTS, **shared, **(FULL_SIZE if gpu else LAYERS))
+    target = flops_per_token(smlp)
+    # the paper's GShard has two experts on a rank where the others have one
+    return {
+        arch: match(arch, target, overrides={**shared, "num_experts": 2 * EXPERTS if arch == "gshard_lm" else EXPERTS})
+        for arch in archs
+    }
+
+
+def through(layer: nn.Module, x_BnH: Tensor, tokens_Bn: Tensor | None = None) -> Callable[[], Tensor]:
+    """The forward pass of a layer or block with auxiliary losses, whose gradients are wanted too."""
+
+    def run() -> Tensor:
+        update_BnH, aux_losses = layer(x_BnH, ForwardContext(tokens_Bn=tokens_Bn))
+        return update_BnH + sum(aux_losses.values())
+
+    return run

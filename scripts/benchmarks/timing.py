@@ -91,3 +91,10 @@ class _LiveStorages(TorchDispatchMode):
 
 def _is_dense(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def copy_rate(device: str, repeats: int) -> float:
+    """Bytes a second in a copy on the device as it is just now, those read and those written."""
+    source = torch.ones(2**28 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / interleaved({"copy": lambda: target.copy_(source)}, repeats, device)["copy"]

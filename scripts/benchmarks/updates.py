@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import peers
-from benchmarks.models import VOCABULARY, matched
 from benchmarks.report import Row, compared
-from benchmarks.settings import Settings
+from benchmarks.settings import VOCABULARY, Settings, matched
 from benchmarks.timing import interleaved
 from smlp.config import ModelConfig
 from smlp.nn.decoder import Decoder

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +20,6 @@ from typing import BinaryIO, TextIO
 
 from smlp.errors import UserError
 from smlp.launch.machine import memory_bytes, num_cores
-from smlp.launch.ports import free_port
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 # After a failure the other ranks notice their broken connections and say so; then they are ended.
@@ -29,6 +30,12 @@ TERMINATION_SECONDS = 5.0
 RANK_BYTES = 2**28
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+#: a port where the ranks meet: from here to the ports that the system hands out by itself
+_LOWEST = 10000
+# The default on Linux; macOS and Windows begin at 49152.
+_FIRST_EPHEMERAL = 32768
+_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_TRIES = 100
 
 
 def run_ranks(
@@ -261,3 +268,35 @@ def _copy_lines(prefix: bytes, source: BinaryIO, target: TextIO, lock: threading
                 target.flush()
         except (BrokenPipeError, ValueError):
             continue  # nobody reads any more, but the rank would block if the pipe were not emptied
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that nobody listens on and that the system does not hand out by itself.
+
+    Ranks take seconds until they listen on it. By then, a port of the ephemeral range, which binding to port 0 returns,
+    may be one end of another connection, so that the ranks cannot bind to it or talk to a stranger. So the port is
+    drawn from those below that range, if the system leaves any there.
+
+    Raises:
+        OSError: no port can be bound.
+    """
+    below = range(_LOWEST, max(_LOWEST, _first_ephemeral()))
+    for port in random.SystemRandom().sample(below, min(_TRIES, len(below))):
+        try:
+            return _bound(port)
+        except OSError:
+            continue
+    return _bound(0)
+
+
+def _bound(port: int) -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+        return listener.getsockname()[1]
+
+
+def _first_ephemeral() -> int:
+    try:
+        return int(_RANGE_FILE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _FIRST_EPHEMERAL

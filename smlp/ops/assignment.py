@@ -49,7 +49,6 @@ _LARGEST_STEP = 4.0
 _LARGEST_FINE_STEP = 5.0
 #: smallest logarithm of a weight. Its square is still a normal float32: a CPU takes many times as long for others
 _SMALLEST_LOG = -40.0
-_SMALLEST = 1e-12
 
 
 def balanced_assignment(scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What :mod:`torch.nn.functional` also has, faster: linear maps, dropout, activation functions.
+"""Faster versions of three functions of :mod:`torch.nn.functional`: linear maps, dropout, activation functions.
 
 Linear maps of few rows (a token of a sequence that is being written) and other products with few vectors are taken by
 bands: one batched product of bands of the matrix's rows. Such a product reads each number of the matrix once and is

@@ -18,7 +18,7 @@ from smlp.costs.breakdown import PARTS, costs_of_trace
 from smlp.costs.profiled import _Trainer, measure
 from smlp.costs.recording import named_parts
 from smlp.errors import UserError
-from smlp.launch.ports import free_port
+from smlp.launch.local import free_port
 from smlp.nn.decoder import Decoder
 from smlp.parallel import one_process, spans
 from smlp.parallel.spans import STAGES, span, split_name, stage, stage_of

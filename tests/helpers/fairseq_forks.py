@@ -26,7 +26,7 @@ from typing import Any
 import faults
 import recording
 
-from smlp.launch.ports import free_port
+from smlp.launch.local import free_port
 
 
 class Run:

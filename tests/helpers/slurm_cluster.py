@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from smlp.launch.ports import free_port
+from smlp.launch.local import free_port
 
 HOSTS = Path("/etc/hosts")
 MARK = "# a node of smlp's tests"

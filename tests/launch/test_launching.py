@@ -12,7 +12,7 @@ from slurm_variables import ALLOCATION, BATCH_SCRIPT, INTERACTIVE_STEP, LAST_TAS
 
 from smlp.errors import UserError
 from smlp.fairseq_compat import apply
-from smlp.launch.ports import free_port
+from smlp.launch.local import free_port
 from smlp.launch.ranks import Place, device_index, place_of
 from smlp.launch.slurm import expand_counts, expand_hosts, port_of, tasks_of_job
 

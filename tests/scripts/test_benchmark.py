@@ -111,7 +111,7 @@ def test_projection_also_beside_the_same_library(monkeypatch):
 def test_the_command_writes_its_reports(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "Settings", lambda device, quick: Settings(device, quick, scale=32))
     monkeypatch.setattr(benchmark, "matmul_rate", lambda *args: 1e9)
-    monkeypatch.setattr(benchmark.limits, "copy_rate", lambda *args: 2e9)
+    monkeypatch.setattr(benchmark.timing, "copy_rate", lambda *args: 2e9)
     files = ["--json", str(tmp_path / "b.json"), "--markdown", str(tmp_path / "b.md")]
     assert benchmark.main(benchmark.parse(["--quick", "--only", "assignment", *files])) == 0
     report = json.loads((tmp_path / "b.json").read_text())
