@@ -65,10 +65,11 @@ setup(
         "docs": DOCS,
         "export": ["safetensors>=0.4.3"],
         "plots": ["matplotlib>=3.8", "scipy>=1.11"],
+        "squad": ["torchmetrics>=1.9,<2"],
         "test": [
             *("mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", "lm-eval>=0.4.13,<0.5"),
-            *(*DATA, *DOCS),
+            *("torchmetrics>=1.9,<2", *DATA, *DOCS),
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },

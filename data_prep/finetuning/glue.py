@@ -32,7 +32,7 @@ from data_prep.flow.parts import FilePart
 from data_prep.flow.running import Report, aligned, begin, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
 from smlp.errors import UserError
-from smlp.text.tokenizer import load_tokenizer
+from smlp.text.tokenizer import Tokenizer, load_tokenizer
 from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
 
 DESCRIPTION = """GLUE's tasks, and sentences or pairs of one's own, for fairseq's task sentence_prediction
@@ -110,12 +110,12 @@ def run(args: argparse.Namespace) -> int:
         splits = {part.name: result.facts for part, result in zip(parts, done.results, strict=True)}
         names = [f"input{number}" for number in range(len(task.columns))]
         outputs = [
-            _write(run.out, f"{name}/{DICTIONARY}", (args.tokenizer / DICTIONARY).read_bytes()) for name in names
+            write_named(run.out, f"{name}/{DICTIONARY}", (args.tokenizer / DICTIONARY).read_bytes()) for name in names
         ]
         if task.labels:
             counts = splits[TRAIN]["labels"]
             content = "".join(f"{label} {counts[label]}\n" for label in task.labels)
-            outputs.append(_write(run.out, f"label/{DICTIONARY}", content.encode()))
+            outputs.append(write_named(run.out, f"label/{DICTIONARY}", content.encode()))
         facts = {"splits": splits, "dictionary": vocab_size, "classes": list(task.labels or ())}
         results = [*done.results, PartResult(outputs, Counts())]
         write_manifest(run.out, "glue", settings, done.inputs, results, facts)
@@ -155,24 +155,35 @@ def _files_of(args: argparse.Namespace) -> dict[str, SplitFile]:
     Raises:
         UserError: one is missing, or none is named.
     """
-    named = {split: getattr(args, split) for split in (TRAIN, VALID, TEST) if getattr(args, split)}
+    named = named_files(args)
     if (args.folder is None) == (not named):
         raise UserError("name the files with --in DIR or with --train, --valid and --test, not both")
     if args.folder is not None:
         return files_in(args.folder, _task_of(args))
+    if TRAIN not in named:
+        raise UserError("--train is missing: it says which labels there are and what is learnt")
+    return {split: SplitFile(path) for split, path in named.items()}
+
+
+def named_files(args: argparse.Namespace) -> dict[str, Path]:
+    """Return the files of ``--train``, ``--valid`` and ``--test`` by split: several of valid are valid, valid1, ...
+
+    Raises:
+        UserError: one is missing.
+    """
     files = {}
-    for split, paths in named.items():
+    for split in (TRAIN, VALID, TEST):
+        paths = getattr(args, split) or []
         for number, path in enumerate([paths] if isinstance(paths, Path) else paths):
             if not path.is_file():
                 raise UserError(f"--{split}: there is no file {path}")
-            files[f"{split}{number or ''}"] = SplitFile(path)
-    if TRAIN not in files:
-        raise UserError("--train is missing: it says which labels there are and what is learnt")
+            files[f"{split}{number or ''}"] = path
     return files
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer(folder: Path) -> Any:
+def cached_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder, which is loaded once in each process."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the splits are what is parallel
     return load_tokenizer(folder)
 
@@ -183,7 +194,7 @@ def encode_split(part: FilePart, out: Path, task: GlueTask, files: dict[str, Spl
     Raises:
         UserError: as :func:`read_rows`.
     """
-    split, encoder = part.name, _tokenizer(tokenizer)
+    split, encoder = part.name, cached_tokenizer(tokenizer)
     vocabulary = encoder.vocabulary
     dtype = token_type(len(vocabulary))
     rows = read_rows(files[split], task, split)
@@ -204,7 +215,7 @@ def encode_split(part: FilePart, out: Path, task: GlueTask, files: dict[str, Spl
         outputs += write_tokens(out, f"label/{split}", ends_L2.ravel(), np.full(len(ids_L), 2), dtype)
     elif rows.labels is not None:
         content = "".join(f"{label}\n" for label in rows.labels)
-        outputs.append(_write(out, f"label/{split}.label", content.encode()))
+        outputs.append(write_named(out, f"label/{split}.label", content.encode()))
     length_L = 1 + sum(lengths)  # with <s>
     facts = {
         "rows": len(length_L),
@@ -217,7 +228,8 @@ def encode_split(part: FilePart, out: Path, task: GlueTask, files: dict[str, Spl
     return PartResult(outputs, Counts(other=rows.left_out), facts=facts)
 
 
-def _write(out: Path, name: str, content: bytes) -> dict[str, Any]:
+def write_named(out: Path, name: str, content: bytes) -> dict[str, Any]:
+    """Write a small file of a step's folder; return its row for the manifest."""
     return {**write_bytes(out / name, content), "name": name}
 
 

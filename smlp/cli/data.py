@@ -28,6 +28,7 @@ STEPS: dict[str, tuple[str, str]] = {
     "tokenizer": ("data_prep.tokenize.command", "a SentencePiece model or byte-level BPE, and its dictionary"),
     "binarize": ("data_prep.binarize.command", "text into fairseq's binary shards"),
     "glue": ("data_prep.finetuning.glue", "GLUE's tasks, or sentences of one's own, for fine-tuning"),
+    "squad": ("data_prep.finetuning.squad", "question answering in SQuAD's JSON, for fine-tuning"),
     "inspect": ("data_prep.inspecting.command", "what binary data hold, and whether they are whole"),
 }
 

@@ -4,7 +4,7 @@ from smlp import fairseq_compat
 
 fairseq_compat.apply()
 
-from smlp.criterions import moe_cross_entropy  # noqa: E402  fairseq does not look into criterions/ itself
+from smlp.criterions import moe_cross_entropy, span  # noqa: E402  fairseq does not look into criterions/ itself
 from smlp.models import encoder, language_model  # noqa: E402
 
-__all__ = ["encoder", "language_model", "moe_cross_entropy"]
+__all__ = ["encoder", "language_model", "moe_cross_entropy", "span"]

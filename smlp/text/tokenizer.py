@@ -16,6 +16,7 @@ from smlp.text.tokenizer_kinds import kind_of
 
 #: what a line break becomes: ``</s>``, or a space
 NEWLINES = ("eos", "space")
+_LINE_BREAKS = str.maketrans("\n\r", "  ")
 
 
 class Tokenizer:
@@ -55,6 +56,22 @@ class Tokenizer:
         for line in lines:
             check_characters(line)
         return self._kind.encode_batch(lines)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
+        """Return the ids of a text, and the characters that each comes from: (N, 2) int32.
+
+        Of the characters, the first and the one after the last are given. A line break counts as a space. White space
+        around a token is not part of it; each of several tokens that share a character has all of it.
+
+        Raises:
+            UserError: as :meth:`encode`.
+        """
+        check_characters(text)
+        ids, offsets = self._kind.encode_with_offsets(text.translate(_LINE_BREAKS))
+        for place, (begin, end) in enumerate(offsets):
+            begin += len(text[begin:end]) - len(text[begin:end].lstrip())
+            offsets[place] = begin, begin + len(text[begin:end].rstrip())
+        return ids, np.array(offsets, np.int32).reshape(-1, 2)
 
     def encode_lines(self, text: str, newline: str = "eos") -> list[int]:
         """Return the ids of a text of any number of lines, with no symbol at either end.

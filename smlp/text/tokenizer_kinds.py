@@ -43,6 +43,10 @@ class Kind(Protocol):
         """Return all ids of some lines joined, (N,) int64, and the number of ids of each line, (L,) int64."""
         ...
 
+    def encode_with_offsets(self, line: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a line, and where the characters of each token begin and end in it."""
+        ...
+
     def content(self, symbol: str) -> bytes:
         """Return the bytes that a symbol of the dictionary stands for within a line."""
         ...
@@ -61,6 +65,9 @@ class Words:
 
     def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         return _joined(self._index.__getitem__, [line.split() for line in lines])
+
+    def encode_with_offsets(self, line: str) -> tuple[list[int], list[tuple[int, int]]]:
+        return self.encode(line), [match.span() for match in re.finditer(r"\S+", line)]
 
     def content(self, symbol: str) -> bytes:
         return f" {symbol}".encode()
@@ -95,6 +102,13 @@ class SentencePieces:
 
     def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         return _joined(self._id_O.__getitem__, self._model.encode(list(lines), out_type=int, num_threads=1))
+
+    def encode_with_offsets(self, line: str) -> tuple[list[int], list[tuple[int, int]]]:
+        if hasattr(self._model, "encode_as_offset_mapping"):  # of sentencepiece 0.2.2 or newer, which lacks the other
+            found = self._model.encode(line, return_type="offset_mapping")
+            return [self._id_O[number] for number in found["ids"]], found["offsets"]
+        pieces = self._model.encode(line, out_type="immutable_proto").pieces
+        return [self._id_O[piece.id] for piece in pieces], [(piece.begin, piece.end) for piece in pieces]
 
     def content(self, symbol: str) -> bytes:
         return self._bytes.get(symbol) or symbol.replace(WORD_START, " ").encode()
@@ -153,6 +167,10 @@ class ByteLevelBPE:
         first_L = np.cumsum([0, *map(len, stretches)])[:-1]
         lengths_L = np.add.reduceat(np.concatenate(lengths), first_L) if len(lines) else np.empty(0, np.int64)
         return np.concatenate(ids), lengths_L
+
+    def encode_with_offsets(self, line: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = self._model.encode(line, add_special_tokens=False)
+        return [self._id_O[number] for number in encoded.ids], encoded.offsets
 
     def content(self, symbol: str) -> bytes:
         return self._bytes.get(symbol) or symbol.encode()
