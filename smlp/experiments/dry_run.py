@@ -31,6 +31,7 @@ from smlp.experiments.plan import (
 from smlp.experiments.progress import duration
 from smlp.experiments.spec import Experiment, option_words
 from smlp.experiments.speed import TimedUpdates, dtype_of
+from smlp.nn.build import model_of
 from smlp.nn.decoder import Decoder
 
 #: peak of a GPU in bf16, without sparsity, if the file does not give it: an A100's data sheet
@@ -198,9 +199,10 @@ def measure_update(model: PlannedModel, experiment: Experiment, threads: int) ->
     torch.set_num_threads(threads)
     try:
         words = option_words({**experiment.recipe, **model.recipe})
-        decoder = Decoder(model.config)
-        decoder.balance_routers(torch.ones(model.config.vocab_size, dtype=torch.long))  # as ids are drawn below
-        timed = TimedUpdates(decoder, device, dtype_of(words), _LEARNING_RATE)
+        built = model_of(model.config)
+        if isinstance(built, Decoder):
+            built.balance_routers(torch.ones(model.config.vocab_size, dtype=torch.long))  # as ids are drawn below
+        timed = TimedUpdates(built, device, dtype_of(words), _LEARNING_RATE)
         shape = (experiment.batch_size, experiment.tokens_per_sample + 1)
         tokens = torch.randint(4, model.config.vocab_size, shape, device=device)
         for _ in range(_MEASURED_UPDATES):

@@ -15,7 +15,7 @@ from smlp.costs.match import FAMILIES, like, match
 from smlp.errors import UserError
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.reading import check_names
-from smlp.experiments.spec import Experiment, ModelEntry, option_words
+from smlp.experiments.spec import MASKED, Experiment, ModelEntry, option_words
 
 #: sequences of a batch in validation over those in training
 VALID_BATCHES = 4
@@ -160,13 +160,14 @@ def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[P
     """
     from smlp.config.presets import config_of
     from smlp.fairseq_compat.command_line import training_configuration
-    from smlp.fairseq_compat.settings import check_pairs
+    from smlp.fairseq_compat.settings import check_pairs, settle_context
 
     def configure(words: list[str]) -> Any:
         budget = ["--max-update", str(experiment.updates)]  # schedules of the rate are checked against it
-        cfg = training_configuration([data, "--task", "language_modeling", *words, *budget])
+        cfg = training_configuration([data, "--task", experiment.task, *words, *budget])
         check_pairs(cfg)
-        return config_of(cfg.model, vocab_size)
+        settle_context(cfg.model, cfg.task)
+        return config_of(cfg.model, vocab_size + (experiment.task == MASKED))  # and <mask>
 
     return plan_models(experiment, vocab_size, configure)
 
@@ -224,7 +225,7 @@ def training_words(experiment: Experiment, run: PlannedRun, data: str, save_dir:
     # only the end of a run of the grid counts
     validations = 1 if run.tuning else experiment.evaluation.validations
     interval = str(math.ceil(run.updates / validations))  # the last one comes with the end
-    words = [data, "--task", "language_modeling", *_model_words(run.model), *shape_words(experiment)]
+    words = [data, "--task", experiment.task, *_model_words(run.model), *shape_words(experiment)]
     words += ["--batch-size-valid", str(VALID_BATCHES * experiment.batch_size)]
     words += ["--valid-subset", ",".join(experiment.evaluation.subsets)]
     words += option_words({**experiment.recipe, **run.model.recipe, **run.recipe})
@@ -292,6 +293,7 @@ def as_json(experiment: Experiment, models: list[PlannedModel]) -> dict[str, Any
         "update_freq": experiment.update_freq,
         "log_interval": experiment.log_interval,
         "max_spread": experiment.max_spread,
+        "task": experiment.task,
         "evaluation_subsets": list(experiment.evaluation.subsets),
         "targets": list(experiment.evaluation.targets),
         "tuned_option": experiment.tuning.option if experiment.tuning else None,

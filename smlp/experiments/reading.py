@@ -26,7 +26,7 @@ from smlp.experiments.yaml_file import Section, read_yaml, shown
 #: options of fairseq-train that `smlp compare` sets, and the setting of the file that decides them
 RESERVED = {
     "seed": "seeds", "max_update": "tokens or updates", "max_epoch": "tokens or updates", "save_dir": "--out",
-    "arch": "models", "task": "nothing: it is language_modeling", "tokens_per_sample": "tokens_per_sample",
+    "arch": "models", "task": "models", "tokens_per_sample": "tokens_per_sample",
     "batch_size": "batch_size", "update_freq": "update_freq", "max_tokens": "batch_size", "data": "data",
     "log_file": "nothing", "log_format": "nothing", "log_interval": "log_interval", "valid_subset": "evaluate.subsets",
     "validate_interval_updates": "evaluate.validations", "save_interval_updates": "evaluate.validations",
@@ -209,6 +209,13 @@ def _models(top: Section) -> tuple[ModelEntry, ...]:
                 raise own.error(setting, f"is the same for all models; what says it: {RESERVED[setting]}")
         entries.append(ModelEntry(name, arch, overrides, recipe))
     check_names(top.path, entries)
+    encoders = [entry for entry in entries if entry.is_encoder]
+    if encoders and ("match" in top or len(encoders) < len(entries)):
+        other = next((entry.name for entry in entries if not entry.is_encoder), "match")
+        raise UserError(
+            f"{top.path}: {encoders[0].name} is a masked language model and {other} predicts next tokens: their losses "
+            "are of different tasks and cannot be compared"
+        )
     return tuple(entries)
 
 

@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 
-from smlp.checkpoint.load import load_language_model
+from smlp.checkpoint.load import load_language_model, load_pretrained
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.config import unflatten
 from smlp.errors import UserError
 from smlp.evaluation.curves import curve_of, log_records
+from smlp.evaluation.masked import masked_nll
 from smlp.evaluation.scoring import block_log_probs
 from smlp.experiments.folder import Folder, RunFolder
 from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.spec import MASKED
 from smlp.experiments.speed import dtype_of
+from smlp.inference.masked import MaskedLanguageModel
 from smlp.text.binarized import read_fairseq_tokens
 
 #: largest difference from fairseq's own validation in nats per token; fairseq rounds its losses to 0.001 bits
@@ -44,8 +47,27 @@ def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict
         raise UserError(
             f"{run.last_checkpoint()} is of update {num_updates}, not of update {experiment['updates']}, the run's last"
         )
+    words = next(model["recipe"] for model in experiment["models"] if model["name"] == run.state()["model"])
+    tolerance = AGREEMENT if dtype_of(words) == torch.float32 else HALF_AGREEMENT
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    score = _masked_scores if experiment.get("task") == MASKED else _scores
+    subsets = score(experiment, data, run, device, prefix)
+    for subset, own in subsets.items():
+        if subset == experiment["evaluation_subsets"][0]:
+            check_agreement(run, subset, num_updates, own["nll_own"], tolerance)
+        del own["nll_own"]
+    return {
+        "subsets": subsets,
+        "prefix": prefix,
+        "checkpoint": run.last_checkpoint().name,
+        "num_updates": num_updates,
+    }
+
+
+def _scores(experiment: Any, data: Any, run: RunFolder, device: str, prefix: int) -> dict[str, dict[str, Any]]:
+    """Return the losses of next tokens, by subset."""
     model = load_language_model(run.last_checkpoint())
-    decoder = model.decoder.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    decoder = model.decoder.to(device)
     own_prefix, width = decoder.config.prefix_tokens, decoder.config.max_tokens
     subsets = {}
     for subset in experiment["evaluation_subsets"]:
@@ -55,19 +77,23 @@ def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict
         subsets[subset] = {
             "nll_all": None if own_prefix else _mean_nll(log_probs),
             "nll_after_prefix": _mean_nll(log_probs[position >= prefix]),
+            "nll_own": _mean_nll(log_probs[position >= own_prefix]),
             "tokens": len(tokens),
             "words": data["splits"][subset]["words"],
         }
-        if subset == experiment["evaluation_subsets"][0]:
-            words = next(model["recipe"] for model in experiment["models"] if model["name"] == run.state()["model"])
-            tolerance = AGREEMENT if dtype_of(words) == torch.float32 else HALF_AGREEMENT
-            check_agreement(run, subset, num_updates, _mean_nll(log_probs[position >= own_prefix]), tolerance)
-    return {
-        "subsets": subsets,
-        "prefix": prefix,
-        "checkpoint": run.last_checkpoint().name,
-        "num_updates": num_updates,
-    }
+    return subsets
+
+
+def _masked_scores(experiment: Any, data: Any, run: RunFolder, device: str, prefix: int) -> dict[str, dict[str, Any]]:
+    """Return the losses of masked tokens, by subset; there is none for each word."""
+    model = load_pretrained(run.last_checkpoint()).to(device)
+    assert isinstance(model, MaskedLanguageModel), "it was trained on masked tokens"
+    options = open_checkpoint(run.last_checkpoint()).state["cfg"]["task"]
+    subsets = {}
+    for subset in experiment["evaluation_subsets"]:
+        nll, count = masked_nll(model, options, data["data"].split(":")[0], subset, 4 * experiment["batch_size"])
+        subsets[subset] = {"nll_all": nll, "nll_after_prefix": nll, "nll_own": nll, "tokens": count, "words": None}
+    return subsets
 
 
 def updates_of(checkpoint: Path) -> int:

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smlp.config.presets import PRESETS
+
+#: the task of encoders
+MASKED = "masked_lm"
+
 
 @dataclass(frozen=True)
 class ModelEntry:
@@ -17,6 +22,12 @@ class ModelEntry:
     arch: str
     overrides: dict[str, Any]
     recipe: dict[str, Any]
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it is a masked language model."""
+        direction = self.overrides.get("direction", PRESETS.get(self.arch, {}).get("direction"))
+        return direction == "bidirectional"
 
     @property
     def folder(self) -> str:
@@ -124,6 +135,11 @@ class Experiment:
     def name(self) -> str:
         """The name of the file without its ending; for the copy in a folder of runs, the folder's name."""
         return name_of(self.path)
+
+    @property
+    def task(self) -> str:
+        """The task of fairseq that all models are trained on."""
+        return MASKED if any(entry.is_encoder for entry in self.models) else "language_modeling"
 
     @property
     def tokens_per_update(self) -> int:

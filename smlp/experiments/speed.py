@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.load import load_language_model
+from smlp.checkpoint.load import load_pretrained
+from smlp.costs.formula import num_masked
 from smlp.errors import UserError
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.launch.environment import environment
 from smlp.nn.decoder import Decoder
+from smlp.nn.encoder import Encoder
 from smlp.ops import token_losses
 from smlp.text.binarized import read_fairseq_tokens
 
@@ -43,15 +45,15 @@ class TimedUpdates:
     With 16 bits, weights and moments are kept in 32 bits as well, as in fairseq's training.
 
     Args:
-        decoder: the model; its weights change.
+        model: a decoder or an encoder; its weights change.
         device: on which it computes.
         dtype: in which it computes; losses are float32.
         learning_rate: of Adam.
     """
 
-    def __init__(self, decoder: Decoder, device: str, dtype: torch.dtype, learning_rate: float) -> None:
-        self.decoder, self.device = decoder.to(device, dtype).train(), device
-        self.weights = list(self.decoder.parameters())
+    def __init__(self, model: Decoder | Encoder, device: str, dtype: torch.dtype, learning_rate: float) -> None:
+        self.model, self.device = model.to(device, dtype).train(), device
+        self.weights = list(self.model.parameters())
         #: what Adam updates; in float16 its squared gradients would be 0
         self.masters = (
             [weight.detach().float().requires_grad_() for weight in self.weights] if dtype.itemsize == 2 else []
@@ -63,11 +65,8 @@ class TimedUpdates:
     def update(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Do one update with batches of tokens (B, T) and their targets."""
         start = time.perf_counter()
-        prefix = self.decoder.config.prefix_tokens
         for source_BT, target_BT in batches:
-            output = self.decoder(source_BT)
-            losses_BT = token_losses(output.logits, target_BT)
-            (losses_BT[:, prefix:].mean() + sum(output.aux_losses.values())).backward()
+            self._loss(source_BT, target_BT).backward()
         for master, weight in zip(self.masters, self.weights, strict=False):
             master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
         self.optimizer.step()
@@ -78,6 +77,16 @@ class TimedUpdates:
         if self.device == "cuda":
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - start)
+
+    def _loss(self, source_BT: Tensor, target_BT: Tensor) -> Tensor:
+        """Return the loss of next tokens, or, of an encoder, of as many tokens as are masked in training."""
+        if isinstance(self.model, Encoder):
+            num_asked = source_BT.size(0) * num_masked(source_BT.size(1))
+            asked_M = torch.arange(num_asked, device=source_BT.device) * source_BT.numel() // num_asked
+            return token_losses(self.model(source_BT, asked_M), source_BT.flatten()[asked_M]).mean()
+        output, prefix = self.model(source_BT), self.model.config.prefix_tokens
+        losses_BT = token_losses(output.logits, target_BT)
+        return losses_BT[:, prefix:].mean() + sum(output.aux_losses.values())
 
 
 def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
@@ -91,9 +100,7 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
     batch_size, width = experiment["batch_size"], experiment["tokens_per_sample"]
     tokens = torch.from_numpy(read_fairseq_tokens(Path(data["data"].split(":")[0]) / "train").tokens)
     models = {
-        model["name"]: TimedUpdates(
-            load_language_model(checkpoint).decoder, device, dtype_of(model["recipe"]), _LEARNING_RATE
-        )
+        model["name"]: TimedUpdates(load_pretrained(checkpoint).core, device, dtype_of(model["recipe"]), _LEARNING_RATE)
         for model in experiment["models"]
         if (checkpoint := _checkpoint(folder, model, experiment)) is not None
     }

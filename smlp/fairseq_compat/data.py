@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import copy
 import functools
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ def apply() -> None:
     load_dataset = LanguageModelingTask.load_dataset
     load_dict = MaskedLMTask.load_dict.__func__
     load_dataset_split = MaskedLMTask._load_dataset_split
+    load_masked = MaskedLMTask.load_dataset
     add_file = Dictionary.add_file_to_dictionary
     binarize = FileBinarizer.multiprocess_dataset.__func__
     score = SequenceScorer.generate
@@ -69,6 +73,11 @@ def apply() -> None:
             check_split(directory, name, len(self.dictionary))
         return load_dataset_split(self, split, epoch, combine)
 
+    @functools.wraps(load_masked)
+    def load_masked_dataset(self: Any, split: str, *rest: Any, **kw: Any) -> Any:
+        with held_out_masks(self, split):
+            return load_masked(self, split, *rest, **kw)
+
     @functools.wraps(add_file)
     def checked_add_file(filename: str, *rest: Any, **kw: Any) -> None:
         check_text(filename)
@@ -91,8 +100,28 @@ def apply() -> None:
     LanguageModelingTask.load_dataset = checked_load_dataset
     MaskedLMTask.load_dict = classmethod(checked_load_dict)
     MaskedLMTask._load_dataset_split = checked_load_dataset_split
+    MaskedLMTask.load_dataset = load_masked_dataset
     Dictionary.add_file_to_dictionary = staticmethod(checked_add_file)
     FileBinarizer.multiprocess_dataset = classmethod(checked_binarize)
+
+
+#: seed of the masks of held-out text
+MASK_SEED = 1
+
+
+@contextlib.contextmanager
+def held_out_masks(task: Any, split: str) -> Iterator[None]:
+    """Let held-out text be masked alike in all runs; fairseq draws its masks by ``--seed``, so that runs with other
+    seeds would be validated on other tokens."""
+    if split.startswith("train"):
+        yield
+        return
+    given, task.cfg = task.cfg, copy.copy(task.cfg)
+    task.cfg.seed = MASK_SEED
+    try:
+        yield
+    finally:
+        task.cfg = given
 
 
 def how_to_make(directory: str | Path) -> str:

@@ -29,6 +29,11 @@ class LanguageModel(nn.Module):
         self.start_token = start_token
 
     @property
+    def core(self) -> Decoder:
+        """The model without its text; every kind of trained model has one of that name."""
+        return self.decoder
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """Symbols and ids."""
         return self.tokenizer.vocabulary

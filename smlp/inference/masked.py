@@ -36,6 +36,11 @@ class MaskedLanguageModel(nn.Module):
         self.tokenizer = tokenizer
 
     @property
+    def core(self) -> Encoder:
+        """The model without its text."""
+        return self.encoder
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """Symbols and ids, those of ``<mask>`` too."""
         return self.tokenizer.vocabulary

@@ -101,19 +101,19 @@ def test_updates_are_timed_in_the_precision_of_the_training(planned, words, dtyp
     config = planned()[1][1].config
     timed = TimedUpdates(Decoder(config), "cpu", dtype, 1e-3)
     tokens = torch.randint(4, 64, (2, 17))
-    before = timed.decoder.embedding.weight.clone()
+    before = timed.model.embedding.weight.clone()
     for _ in range(3):
         timed.update([(tokens[:, :-1], tokens[:, 1:])] * 2)
     assert len(timed.seconds) == 3
-    assert not torch.equal(timed.decoder.embedding.weight, before)
-    assert all(weight.dtype == dtype and weight.isfinite().all() for weight in timed.decoder.parameters())
+    assert not torch.equal(timed.model.embedding.weight, before)
+    assert all(weight.dtype == dtype and weight.isfinite().all() for weight in timed.model.parameters())
 
 
 def test_timed_updates_in_16_bits_change_weights_by_less_than_these_tell_apart(planned):
     """As the training's optimizer does: in sum they are seen."""
     torch.manual_seed(1)
     timed = TimedUpdates(Decoder(planned()[1][0].config), "cpu", torch.bfloat16, 3e-4)
-    gain = timed.decoder.norm.weight
+    gain = timed.model.norm.weight
     tokens = torch.randint(4, 64, (2, 17))
     changed = []
     for _ in range(40):  # each by 3e-4 or so; between bfloat16's numbers below 1 lie 4e-3
