@@ -14,7 +14,7 @@ from smlp.errors import UserError
 from smlp.text.tokenizer import Vocabulary
 
 _EMBEDDING = "embedding.weight"
-_MOST_TOKENS = 1 << 20  # largest context, where no tensor bounds it
+_MOST_TOKENS = 1 << 20  # largest context if no tensor bounds it
 
 _ABSENT = object()
 
@@ -49,7 +49,7 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
     moments = _at(state, ("last_optimizer_state", "state"))
     if moments is _ABSENT or not moments:
         return []
-    # An optimizer may keep other moments of matrices than of vectors, but keeps the same of all matrices.
+    # An optimizer may keep different moments for matrices and vectors, but the same ones for all matrices.
     kinds: dict[int, set[str]] = {}
     for of_parameter in moments.values():
         kinds.setdefault(_num_dims(of_parameter), set()).update(of_parameter)
@@ -94,8 +94,8 @@ def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
 
 
 _MAPPING = (lambda value: value is None or isinstance(value, Mapping), "not a dictionary")
-#: what training resumes from: path of keys in a checkpoint (-1: the last of a list), test of the value, and what the
-#: message says of a value that fails
+#: entries that training resumes from: path of keys in a checkpoint (-1: the last of a list), test of the value, and the
+#: wording of the message if it fails
 _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] = (
     (("optimizer_history",), lambda value: not value or isinstance(value, list), "not a list"),
     (("extra_state",), *_MAPPING),
@@ -160,7 +160,7 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
         ("blocks", config.num_layers, len(blocks)),
         ("experts", experts, axis),
         ("features", config.embed_dim, width),
-        ("positions", config.max_tokens, max(axis, _MOST_TOKENS)),  # sinusoids are in no tensor
+        ("positions", config.max_tokens, max(axis, _MOST_TOKENS)),  # sinusoidal positions are not stored
     ):
         if size > most:
             raise UserError(

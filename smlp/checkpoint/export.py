@@ -40,7 +40,7 @@ FORMAT = 1
 #: of the core's names in the ``model`` of a fairseq checkpoint: of language models, of encoders
 PREFIXES = ("decoder.core.", "encoder.core.")
 _FILES = "files/"
-#: names of the files in an export: they are written to folders of those who open it
+#: the only names that files in an export may have, because opening an export writes them to the user's folder
 _TEXT_FILES = (DICTIONARY, *TOKENIZER_FILES)
 _HEADER = struct.Struct("<Q")
 _NO_DIGEST = "0" * 64

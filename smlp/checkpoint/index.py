@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 #: key of the index in a checkpoint
 INDEX_KEY = "smlp_experts"
-#: folder of the parts, beside the checkpoints
+#: folder of the parts, in the folder of the checkpoints
 PARTS_FOLDER = "experts"
 FORMAT = 1
-_SHOWN = 64  # experts in a message
+_SHOWN = 64  # most experts listed in a message
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class ExpertIndex:
 
     token: str
     num_experts: int
-    #: W and P of the run that wrote it; a run with any others can read it
+    #: W and P of the run that wrote it; a run with other values can read it
     world_size: int
     group_size: int
     parts: tuple[Part, ...]
     #: shape of one expert's tensor and its dtype such as "float32", by key
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
-    #: position in the optimizer's state, by name of the parameter
+    #: position in the optimizer's state, by parameter name
     positions: Mapping[str, int]
 
     def to_plain(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class ExpertIndex:
         for part in parts:
             if not name_below(part.file, f"the index of experts in {path}").startswith(f"{PARTS_FOLDER}/"):
                 raise UserError(f"the index of experts in {path} names {part.file}, which is not in {PARTS_FOLDER}/")
-        # num_experts may be any number, so no list of that length is made
+        # a damaged index may hold any num_experts, so no list of that length is made
         if held != list(range(len(held))) or len(held) != index.num_experts:
             listed = f"experts {held}" if len(held) <= _SHOWN else f"{len(held)} experts"
             raise UserError(f"the index of {path} lists {listed} where there are {index.num_experts}")
@@ -139,7 +139,7 @@ def id_range(expert_ids: Sequence[int]) -> str:
 
 
 def size_problem(path: str | Path, part: Part) -> str | None:
-    """Return the sentence for a part that is missing or of another size than the index says; else None."""
+    """Return the error message for a part that is missing or whose size differs from the index; else None."""
     file = Path(path).parent / part.file
     if not file.exists():
         return (

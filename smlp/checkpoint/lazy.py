@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smlp.errors import UserError
 
-#: bytes held in memory at a time, of each tensor that a piece is computed from
+#: bytes held in memory at a time for each source tensor
 PIECE_BYTES = 1 << 20
 
 
@@ -67,7 +67,7 @@ class HeldTensor(LazyTensor):
 
 @dataclass(frozen=True)
 class FileVersion:
-    """A file as it was when it was opened: if its content has been replaced since, reading fails."""
+    """Identity of an opened file: reading fails if the content has been replaced since."""
 
     path: Path
     stamp: tuple[int, int, int]
@@ -114,7 +114,7 @@ class StoredTensor(LazyTensor):
     """A contiguous tensor in a file."""
 
     version: FileVersion
-    #: of the first byte, in the file
+    #: offset of the first byte in the file
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -189,7 +189,7 @@ def rows_of(source: LazyTensor, rows: Sequence[int]) -> SplicedTensor:
 
 
 def joined_rows(places: Sequence[tuple[LazyTensor, int]]) -> SplicedTensor:
-    """Return rows of several tensors as one tensor; each place is a tensor and the number of a row in it."""
+    """Return rows of several tensors as one tensor; each item is a tensor and the number of a row in it."""
     shape = places[0][0].shape[1:]
     length = math.prod(shape)
     return SplicedTensor((len(places), *shape), ((source, row * length, length) for source, row in places))

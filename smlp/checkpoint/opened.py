@@ -22,7 +22,7 @@ from smlp.nn.build import model_of
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder, add_heads
 
-_SHOWN = 3  # tensors named in a sentence
+_SHOWN = 3  # most tensors named in a message
 
 
 @dataclass
@@ -30,12 +30,12 @@ class Checkpoint:
     """A checkpoint as fairseq writes it in one file, with lazy tensors."""
 
     path: Path
-    #: ``cfg``, ``model`` and so on; for a checkpoint in parts, with all experts and without the index
+    #: ``cfg``, ``model`` and so on; a checkpoint in parts has all experts here, and no index
     state: dict[str, Any]
     config: ModelConfig
-    #: for a checkpoint in parts
+    #: None unless the checkpoint is in parts
     index: ExpertIndex | None = None
-    #: for an export: the dictionary and the tokenizer, by file name
+    #: the dictionary and the tokenizer of an export, by file name
     files: dict[str, LazyTensor] = field(default_factory=dict)
     is_export: bool = False
 
@@ -146,7 +146,7 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
 
 
 def _moment_problems(checkpoint: Checkpoint) -> list[str]:
-    """Return which moments have another shape than their parameter; --fp16 joins all parameters, so its pass."""
+    """Return the moments whose shape differs from their parameter's; --fp16 flattens them all, and so passes."""
     problems = moment_problems(checkpoint.state, checkpoint.path)
     if problems:
         return problems

@@ -28,7 +28,7 @@ from smlp.checkpoint.torch_file import write_torch_file
 from smlp.errors import UserError
 from smlp.files import check_writable, write_whole
 
-# names of fairseq's checkpoints; the group is the number that orders them
+# names of fairseq's checkpoints; they are ordered by the number in the group
 _EPOCH = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
@@ -111,10 +111,10 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> Expe
     except BaseException:
         shutil.rmtree((target.parent / files[0]).parent, ignore_errors=True)
         with contextlib.suppress(OSError):
-            (target.parent / files[0]).parent.parent.rmdir()  # if it is empty
+            (target.parent / files[0]).parent.parent.rmdir()  # only succeeds if it is empty
         raise
     write_beside(checkpoint.files, target.parent)
-    # A run that trains in this folder may just have removed the parts, while no checkpoint referred to them.
+    # A run that trains in this folder may have removed the parts before the new checkpoint referred to them.
     for part in parts:
         if problem := size_problem(target, part):
             raise UserError(f"{problem}; if a run is training in {target.parent}, write to another folder")
@@ -153,7 +153,7 @@ def write_exported(
     """
     as_safetensors = target.suffix == ".safetensors"
     if as_safetensors:
-        safetensors_library()  # the file could not be read here without it
+        safetensors_library()  # fail now if it is missing: the export could not be read on this machine
     files = text_files(checkpoint, dictionary, tokenizer)
     export = export_of(checkpoint.state, checkpoint.config, checkpoint.num_updates, files)
     write_whole(target, lambda file: write_export(file, export, as_safetensors))

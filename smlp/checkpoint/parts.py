@@ -202,7 +202,7 @@ def detach(state: dict[str, Any], expert_names: Sequence[str], positions: Mappin
     for name in expert_names:
         if positions.get(name) not in optimizer:
             continue
-        of_parameter = optimizer[positions[name]]  # may be the optimizer's own dictionary: it is replaced, not changed
+        of_parameter = optimizer[positions[name]]  # the optimizer's own dictionary: replace it, never change it
         moments = {key for key, value in of_parameter.items() if len(getattr(value, "shape", ())) > 0}
         tensors |= {f"optimizer/{name}/{moment}": of_parameter[moment] for moment in sorted(moments)}
         optimizer[positions[name]] = {key: value for key, value in of_parameter.items() if key not in moments}

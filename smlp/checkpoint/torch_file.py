@@ -37,14 +37,14 @@ from smlp.errors import UserError
 from smlp.files import regular_file
 
 VARIABLE = "SMLP_VERIFY_CHECKPOINTS"
-_SHOWN = 3  # tensors named in a sentence
-_IS_FOLDER = 0x10  # bit of a record's attributes: a folder, to MS-DOS and to torch
+_SHOWN = 3  # most tensors named in a message
+_IS_FOLDER = 0x10  # attribute bit that marks a folder for MS-DOS and torch
 _FOLDER = "archive"
-_ALIGNMENT = 64  # bytes, of tensors in the file, so that they can be used in place when it is mapped into memory
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record; its last fields are the lengths of name and extra field
+_ALIGNMENT = 64  # of tensors in the file, in bytes; a memory-mapped file can then be used in place
+_LOCAL_HEADER = struct.Struct("<26xHH")  # header of a zip record; it ends in the lengths of name and extra field
 _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
-_PADDING_ID = 0x4246  # of the extra field with which torch, too, aligns records
-_MOST_VALUES = 10_000_000  # in a file; a list that is referred to twice counts twice
+_PADDING_ID = 0x4246  # extra field with which torch also aligns records
+_MOST_VALUES = 10_000_000  # most values in a file; a list that is referenced twice counts twice
 _STORAGES = {
     getattr(torch, dtype): f"{name}Storage"
     for dtype, name in zip(
@@ -132,11 +132,11 @@ def _stored_records(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInf
 
 
 def _count_values(content: Any, counted: dict[int, int]) -> int:
-    """Return how many values a walk through nested dictionaries and sequences meets."""
+    """Return the number of values in nested dictionaries and sequences; shared ones count each time."""
     if not isinstance(content, (Mapping, list, tuple, set, argparse.Namespace)):
         return 1
     if id(content) not in counted:
-        counted[id(content)] = _MOST_VALUES  # until it is known, so that content that holds itself is refused
+        counted[id(content)] = _MOST_VALUES  # until the count is known: content that contains itself is refused
         held = vars(content) if isinstance(content, argparse.Namespace) else content
         inner = [*held.keys(), *held.values()] if isinstance(held, Mapping) else held
         total = 1 + sum(_count_values(value, counted) for value in inner)
@@ -146,7 +146,7 @@ def _count_values(content: Any, counted: dict[int, int]) -> int:
     return counted[id(content)]
 
 
-class _Reader(pickle._Unpickler):  # the one in C allocates as large a memo as the file asks for
+class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as the file demands
     """An unpickler that makes plain values and lazy tensors, and nothing else."""
 
     def __init__(self, data: bytes, version: FileVersion, records: Mapping[str, zipfile.ZipInfo]) -> None:
@@ -180,7 +180,7 @@ class _Reader(pickle._Unpickler):  # the one in C allocates as large a memo as t
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if numel else 0
         record = self._records[f"data/{storage.key}"]
         held = record.file_size
-        # an expanded tensor has more elements than its record: torch.save writes one, but only a small one is taken
+        # an expanded tensor has more elements than its record; torch.save writes it, but only small ones are accepted
         if (start + span) * itemsize > held or numel * itemsize > max(held, PIECE_BYTES):
             raise _Refused(f"a tensor of shape {shape} in a record of {held:,} bytes")
         offset = self._begin_of(record) + start * itemsize
@@ -212,7 +212,7 @@ class _Writer(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=2)
         self.tensors: list[LazyTensor] = []
-        # Equal StoredTensors are two names of one tensor, which is written once. Others are told apart by identity.
+        # Equal StoredTensors are the same tensor, which is written once. Other tensors are compared by identity.
         self._numbers: dict[Any, int] = {}
 
     def reducer_override(self, value: Any) -> Any:
@@ -259,9 +259,9 @@ def write_torch_file(file: BinaryIO, content: Any) -> None:
 
 def _padding(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bytes:
     """Return an extra field for a record's header, such that the bytes after it are aligned."""
-    is_large = record.file_size * 1.05 > zipfile.ZIP64_LIMIT  # the condition in zipfile
+    is_large = record.file_size * 1.05 > zipfile.ZIP64_LIMIT  # the same condition as in zipfile
     header = _LOCAL_HEADER.size + len(record.filename) + (_ZIP64_EXTRA if is_large else 0)
-    begin = archive.fp.tell() + header + 4  # of the field itself
+    begin = archive.fp.tell() + header + 4  # offset of the field itself
     size = -begin % _ALIGNMENT
     return struct.pack("<HH", _PADDING_ID, size) + bytes(size)
 
@@ -313,7 +313,7 @@ def record_problem(path: Path) -> str | None:
         return None
     try:
         content = read_structure(path)
-    except UserError:  # the record that says which tensor is where is damaged itself
+    except UserError:  # data.pkl, which maps records to tensors, is damaged itself
         content = None
     names = []
     stored = [(name, tensor) for name, tensor in named_tensors(content) if isinstance(tensor, StoredTensor)]
@@ -346,7 +346,7 @@ def damaged_places(path: str | Path) -> list[tuple[str, int, int]]:
 
 
 def _is_intact(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
-    if info.external_attr & _IS_FOLDER or info.volume:  # zipfile ignores these, but torch would read nothing
+    if info.external_attr & _IS_FOLDER or info.volume:  # zipfile ignores these fields, but torch would read nothing
         return False
     try:
         with archive.open(info) as record:

@@ -39,9 +39,9 @@ from smlp.moe.routers.hashed import balanced_table, random_table
 from smlp.nn.blocks import sparse_block
 from smlp.nn.decoder import Decoder
 
-#: so small that the gate in float32 or float64 is exactly that of a zero router; representable in bfloat16
+#: small enough that the gate in float32 or float64 equals that of a zero router exactly; representable in bfloat16
 TINY = 1e-20
-#: the smallest number above zero in float16
+#: the smallest positive float16
 TINY_FP16 = 2.0**-24
 
 _PREFIX, _ = PREFIXES
@@ -54,7 +54,7 @@ _FROM_DENSE = (
     *("checkpoint_activations", "embed_init_std", "spatial_init_scale"),
 )
 _GROWN = ("smlp", "gmlp_moe")
-# Inverse of the sum of a token's gates at the start, by the number of experts E.
+# Inverse of the sum of a token's initial gates, as a function of the number of experts E.
 _INVERSE_GATE = {"hash": lambda E: 1, "gshard": lambda E: 1, "switch": lambda E: E, "base": lambda E: 2}
 # Parameters that are zero in a new sparse block, so that it adds nothing.
 _SILENT = ("feature_moe.experts.weight", "feature_moe.experts.bias", "experts.w2", "experts.b2", "w_out", "b_out")
@@ -92,7 +92,7 @@ def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) ->
             f"{goal.dense_block} blocks"
         )
     numbers = _layer_numbers(dense, arch, goal, overrides)
-    # settings that a plug-in's blocks define are kept too
+    # also keep settings that a plug-in's blocks define
     kept = {name: value for name, value in flatten(own).items() if name in _FROM_DENSE or name not in SETTINGS}
     return unflatten({**flatten(goal), **kept, **overrides, **numbers})
 
@@ -191,7 +191,7 @@ class _Making:
         self.router_scale = router_scale
         self.sparse = set(config.sparse_layer_indices())
         self.grows = config.sparse_block in _GROWN
-        # number of the dense model's block that becomes, or stays, the block at each index
+        # for each block, the number of the dense model's block it is made from
         kept = [index for index in range(config.num_layers) if not (self.grows and index in self.sparse)]
         self.source = {index: number for number, index in enumerate(kept)}
 
@@ -234,7 +234,7 @@ class _Making:
         if moe.router == "gshard":
             weight = (2 * torch.rand(shape, generator=generator) - 1) * self.config.embed_dim**-0.5
         else:
-            # Random signs times one number, which float16 can hold; it has few other numbers as small.
+            # Random signs times one magnitude: float16 has hardly any other numbers this small.
             signs = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1
             weight = signs * self.router_scale
         return HeldTensor(weight.to(self.dtype))
@@ -253,7 +253,7 @@ class _Making:
             return HeldTensor(self._table())
         return MadeTensor(shape, self.dtype, lambda: self._new_block(index)[name])
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019  lives as long as what is made
+    @functools.lru_cache(maxsize=1)  # noqa: B019  the cache lives as long as the result
     def _new_block(self, index: int) -> dict[str, Tensor]:
         """Return the initial values of a new sparse block; only the last one is kept in memory."""
         with torch.random.fork_rng(devices=[]):

@@ -30,9 +30,9 @@ DROP_ORDERS = ("position", "gate")
 SECOND_EXPERTS = ("random", "sampled", "all")
 GATE_NORMALISATIONS = ("before_drop", "after_drop")
 HASHES = ("random", "balanced")
-MOST_SIZE = 2**31 - 1  # of rows, columns and experts: what torch and the formulas can count
-MOST_INIT = 1e6  # of a scale of initial weights, which single precision holds
-MOST_LAYERS = 10_000  # deeper than any model; each takes time and memory to build however narrow it is
+MOST_SIZE = 2**31 - 1  # rows, columns, experts: the limit of torch and the formulas
+MOST_INIT = 1e6  # scale of initial weights; safe in single precision
+MOST_LAYERS = 10_000  # a layer takes time and memory to build however narrow it is
 
 
 def _check_most(config: Any, names: Iterable[str]) -> None:
@@ -144,7 +144,7 @@ class ModelConfig(MoEConfig):
     )
     spatial_init_scale: float = setting(1e-3, "spatial weights start as U(-s/T, s/T) with this s: near zero")
     padding_idx: int = setting(1, "id of the padding symbol")
-    #: settings that routers and blocks bring along, by name, those that are not as they are by default
+    #: settings that routers and blocks define, by name; only those that differ from their default
     extra: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -199,32 +199,32 @@ class ModelConfig(MoEConfig):
 
     @property
     def moe(self) -> ModelConfig:
-        """This configuration itself, which holds the settings of its sparse part too."""
+        """Return this configuration itself, which also holds the settings of the sparse part."""
         return self
 
     @property
     def block_kinds(self) -> tuple[Any, ...]:
-        """The kinds of its blocks (:class:`smlp.extend.BlockKind`), dense ones first."""
+        """Return the kinds of its blocks (:class:`smlp.extend.BlockKind`), dense ones first."""
         dense = (DENSE_BLOCKS[self.dense_block],) if self.num_dense_layers else ()
         return (*dense, SPARSE_BLOCKS[self.sparse_block]) if self.num_sparse_layers else dense
 
     @property
     def router_kind(self) -> Any:
-        """The kind of its router (:class:`smlp.extend.RouterKind`), for models with sparse blocks."""
+        """Return the kind of its router (:class:`smlp.extend.RouterKind`); only for models with sparse blocks."""
         return ROUTERS[self.router]
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The kinds of its blocks, and of its router if it has experts."""
+        """Return the kinds of its blocks and, if it has experts, of its router."""
         return (*self.block_kinds, self.router_kind) if self.num_sparse_layers else self.block_kinds
 
     def own(self, name: str) -> Any:
-        """Return the settings that the router or block of a name brings along, as an object of its class."""
+        """Return the settings that the router or block ``name`` defines, as an object of its settings class."""
         return own_object(name, dict(self.extra))
 
     @property
     def experts_per_token(self) -> int:
-        """k, the number of experts that each token goes to where none is dropped."""
+        """Return k, the number of experts that each token goes to if none is dropped."""
         return self.router_kind.experts_per_token(self)
 
     @property
@@ -239,18 +239,20 @@ class ModelConfig(MoEConfig):
 
     @property
     def num_layers(self) -> int:
-        """N1 + N2."""
+        """Return N1 + N2."""
         return self.num_dense_layers + self.num_sparse_layers
 
     @property
     def spatial_weight_bound(self) -> float:
-        """Spatial weights start as U(-bound, bound)."""
+        """Return the bound of initial spatial weights, U(-bound, bound)."""
         return self.spatial_init_scale / self.max_tokens
 
     @property
     def prefix_tokens(self) -> int:
-        """Leading positions that only choose experts for features: ``ceil(prefix_fraction * T)``, or 0 without such
-        routing. The training loss and every score leave them out (smlp.txt, section 3.2.2)."""
+        """Return the number of leading positions that only choose experts for features, ``ceil(prefix_fraction * T)``.
+
+        It is 0 without such routing. The training loss and every score exclude these positions (smlp.txt, section
+        3.2.2)."""
         if not self.has_feature_moe or self.feature_routing == "deterministic":
             return 0
         return math.ceil(round(self.prefix_fraction * self.max_tokens, 6))
@@ -272,23 +274,23 @@ class ModelConfig(MoEConfig):
         return tuple(i * self.num_layers // (num_sparse + 1) for i in range(1, num_sparse + 1))
 
 
-#: what to tell whoever builds or loads a model with ``is_leaky``
+#: warning shown when a model with ``is_leaky`` is built or loaded
 LEAKY_WARNING = (
     "feature_routing=leaky routes features by the whole sequence, later tokens included: losses and scores of this "
     "model look better than they are; it is an ablation (smlp.txt, appendix B)"
 )
 
 _MOE_NAMES = [f.name for f in dataclasses.fields(MoEConfig)]
-#: every setting of this package by name: those of the whole model, then those of its sparse part
+#: every setting of this package by name: the whole model's, then the sparse part's
 SETTINGS: dict[str, dataclasses.Field[Any]] = {
     f.name: f for f in sorted(dataclasses.fields(ModelConfig), key=lambda f: f.name in _MOE_NAMES) if f.name != "extra"
 }
-#: settings of older checkpoints and records that changed no result; they are read and have no effect
+#: settings in older checkpoints and records that never affected results; they are accepted and ignored
 RETIRED_SETTINGS = ("overlap_chunks",)
 
 
 def all_settings() -> dict[str, dataclasses.Field[Any]]:
-    """Return every setting by name: :data:`SETTINGS`, and those that registered routers and blocks bring along."""
+    """Return every setting by name: :data:`SETTINGS`, and those that registered routers and blocks define."""
     return SETTINGS | own_fields()
 
 

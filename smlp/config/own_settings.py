@@ -1,4 +1,4 @@
-"""Settings that routers and blocks bring along: an option of a command line each, ``NAME_FIELD``; needs no torch."""
+"""Settings that routers and blocks define; each is an option ``NAME_FIELD`` of the command line. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field[Any]]:
         settings: a frozen dataclass whose fields :func:`smlp.config.settings.setting` made.
 
     Raises:
-        UserError: it is another kind of class.
+        UserError: ``settings`` is not such a dataclass.
     """
     if not (dataclasses.is_dataclass(settings) and typing.cast(Any, settings).__dataclass_params__.frozen):
         raise UserError(f"the settings of {name!r} ({settings.__qualname__}) are no frozen dataclass")
@@ -58,10 +58,10 @@ def own_object(name: str, values: Mapping[str, Any]) -> Any:
 
     Args:
         name: of the part.
-        values: by the names that a user gives; what is missing has its default.
+        values: by the names that a user gives; missing ones take their defaults.
 
     Raises:
-        UserError: it has none, or a value is none of its choices or refused by the class itself.
+        UserError: the part has no settings, or a value is not among the choices or is refused by the class itself.
     """
     # a dense and a sparse block of one name share their settings
     found = (table[name].settings for table in (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS) if name in table)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from smlp.errors import UserError
 
-#: environment variable that names the files, separated as in PATH; every process of a run inherits it
+#: environment variable that names the files, separated as in PATH; all processes of a run inherit it
 VARIABLE = "SMLP_PLUGINS"
 
 
@@ -42,13 +42,13 @@ def import_file(path: Path) -> None:
     files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     if any(Path(file).resolve() == path for file in files if file.endswith(path.name)):
         return
-    # a name that no other module has: the file may be called like one of Python's
+    # a name that no other module has: the file may share its name with one of Python's modules
     name = f"smlp_plugin_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
     loader = importlib.machinery.SourceFileLoader(name, str(path))
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
+    sys.modules[name] = module  # dataclasses look up their module there
     try:
         loader.exec_module(module)
     except BaseException as error:
@@ -60,8 +60,8 @@ def import_file(path: Path) -> None:
 
 
 def _line(path: Path, error: Exception) -> str:
-    """Return where in the file it failed, if that is known."""
+    """Return the line of the file at which it failed, if known."""
     if isinstance(error, SyntaxError):
-        return ""  # says so itself
+        return ""  # its message names the line
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f", line {lines[-1]}," if lines else ""

@@ -35,9 +35,9 @@ _SMLP = {"num_dense_layers": 28, "num_sparse_layers": 12, "num_experts": 32}
 _SMLP_TINY = {**_TINY, "ffn_dim": 1024, "num_dense_layers": 6, "num_sparse_layers": 2, "num_experts": 8}
 
 
-# Masked language models (gmlp.txt, Tables 3 to 6). All matrices over positions are Toeplitz matrices there. Where its
-# captions contradict its counts of parameters, the sizes are those that the counts follow from: 2048 features instead
-# of 3072 in gates that do not split them, and 18 instead of 24 layers of the Mixer.
+# Masked language models (gmlp.txt, Tables 3 to 6); all matrices over positions are Toeplitz matrices. Where the tables'
+# captions contradict the parameter counts, sizes follow the counts: 2048 features instead of 3072 for gates that do not
+# split them, and 18 Mixer layers instead of 24.
 _MLM = {
     "direction": "bidirectional",
     "vocab_size": 32000,
@@ -76,7 +76,7 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
     # sMLP whose features are routed by the first 20 % of the tokens (section 3.2.2)
     "smlp_partial": {**_SMLP, "feature_routing": "partial"},
     "smlp_partial_tiny": {**_SMLP_TINY, "feature_routing": "partial"},
-    # the same routed by all tokens: it sees what it predicts (appendix B)
+    # the same, routed by all tokens: the model sees what it predicts (appendix B)
     "smlp_leaky": {**_SMLP, "feature_routing": "leaky"},
     "smlp_leaky_tiny": {**_SMLP_TINY, "feature_routing": "leaky"},
     # gMLP (gmlp.txt, section 2), the dense counterpart
@@ -126,7 +126,7 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
     "amlp_mlm_base": {**_GMLP_MLM, **_LONG, "num_dense_layers": 36, "gmlp_attention_dim": 64},
     "amlp_mlm_large": {**_GMLP_MLM, **_WIDE, "num_dense_layers": 72, "gmlp_attention_dim": 128},
     "amlp_mlm_tiny": {**_GMLP_MLM, **_TINY_MLM, "num_dense_layers": 7, "gmlp_attention_dim": 16},
-    # BERT, with learnt positions, and with a bias for each distance instead (+rel), alone (+rel-attn)
+    # BERT with learned positions; with a bias for each distance instead (+rel); with the bias alone (+rel-attn)
     "bert_mlm": {**_BERT, "positions": "learned"},
     "bert_mlm_base": {**_BERT, **_LONG, "positions": "learned"},
     "bert_mlm_large": {
@@ -154,10 +154,10 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
 
 for _name, _settings in _BUILT_IN.items():
     ARCHITECTURES.add(_name, _settings)
-#: those above, and what plugins register
+#: the presets above, and those that plug-ins register
 PRESETS = ARCHITECTURES
 
-# Settings that follow from the data and from fairseq's task, not from options of the model; and the task's options.
+# Settings that follow from the data and fairseq's task instead of model options, and the task's options.
 FROM_TASK = ("vocab_size", "max_tokens", "padding_idx")
 TASK_OPTIONS = ("tokens_per_sample", "max_target_positions", "max_positions", "add_bos_token")
 
@@ -202,7 +202,7 @@ def from_training_options(arch: str, options: Mapping[str, Any], vocab_size: int
 
 
 def _context(options: Mapping[str, Any]) -> int:
-    """T, from :data:`TASK_OPTIONS`.
+    """Return T, from :data:`TASK_OPTIONS`.
 
     Raises:
         UserError: one of them is no number, or out of range.
@@ -210,13 +210,13 @@ def _context(options: Mapping[str, Any]) -> int:
     has_start = options.get("add_bos_token")
     if has_start not in (None, False, True):
         raise UserError(f"--add-bos-token must be true or false, got {has_start!r}")
-    # an encoder's model has max_positions, a language model's task the others
+    # max_positions is an option of the encoder model, the others belong to the language modelling task
     names = ("max_positions", "max_target_positions")
     name = next((name for name in names if options.get(name)), "tokens_per_sample")
     value = options.get(name)
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise UserError(f"--{name.replace('_', '-')} must be a whole number of at least 1, got {value!r}")
-    # With --add-bos-token fairseq puts one token more in front of each sample.
+    # With --add-bos-token, fairseq prepends a token to each sample.
     return int(value) + int(bool(has_start) and name == "tokens_per_sample")
 
 
@@ -230,5 +230,5 @@ def config_of(options: Any, vocab_size: int, padding_idx: int = 1) -> ModelConfi
 
 def num_experts_of(options: Any) -> int:
     """Return E of the model that fairseq's options (``cfg.model``) select; 0 if it is dense or of another package."""
-    config = config_of(options, vocab_size=2**16)  # any: experts do not depend on it
+    config = config_of(options, vocab_size=2**16)  # any size: experts do not depend on it
     return config.num_experts if config is not None and config.num_sparse_layers else 0

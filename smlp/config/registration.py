@@ -1,4 +1,4 @@
-"""Entering routers, blocks and architectures into the tables of :mod:`smlp.config.registry`.
+"""Register routers, blocks and architectures in the tables of :mod:`smlp.config.registry`.
 
 :func:`register` checks a part and enters it. ``register_router``, ``register_dense_block`` and
 ``register_sparse_block``, which users call (:mod:`smlp.extend`), are defined beside the base classes that they ask for.
@@ -23,13 +23,13 @@ from smlp.errors import UserError
 class ModelPart(ABC):
     """A part that a model can be made of. Register a subclass under a name; it is instantiated without arguments."""
 
-    #: the name under which it is registered
+    #: name under which it is registered
     name: ClassVar[str]
-    #: frozen dataclass of the settings that it brings along, made with :func:`smlp.extend.setting`; a field F is the
+    #: frozen dataclass of the settings that it defines, made with :func:`smlp.extend.setting`; a field F is the
     #: model's setting ``NAME_F`` and fairseq's option ``--NAME-F``; ``config.own(NAME)`` returns the object
     settings: ClassVar[type | None] = None
 
-    def check(self, config: ModelConfig) -> None:  # noqa: B027  most have nothing to refuse
+    def check(self, config: ModelConfig) -> None:  # noqa: B027  most parts refuse nothing
         """Refuse a model whose settings do not fit this part.
 
         Raises:
@@ -60,7 +60,7 @@ def register(table: Registry[Any], name: str, base: type[ModelPart]) -> Callable
         if kind.settings is not None:
             _check_settings(table, name, kind.settings, what)
         part = kind()
-        part.name = name  # type: ignore[misc]  # of this registration: a class may have several
+        part.name = name  # type: ignore[misc]  # a class may be registered several times
         table.add(name, part, _origin_of(kind))
         return kind
 

@@ -17,7 +17,7 @@ from smlp.config import plugins
 from smlp.errors import UserError
 
 _T = TypeVar("_T")
-#: origin of what comes with it
+#: origin of parts that come with the package
 PACKAGE = "smlp"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -58,7 +58,7 @@ class Registry(Mapping[str, _T], Generic[_T]):
 
     @property
     def hint(self) -> str:
-        """The end of a sentence that tells what to do about an unknown name."""
+        """Return the end of an error message for an unknown name: what to do about it."""
         return f" (one of your own? name its file in {plugins.VARIABLE})"
 
     def __getitem__(self, name: str) -> _T:
@@ -80,13 +80,13 @@ ROUTERS: Registry[Any] = Registry("router")
 DENSE_BLOCKS: Registry[Any] = Registry("dense block")
 #: the same for ``sparse_block``
 SPARSE_BLOCKS: Registry[Any] = Registry("sparse block")
-#: settings of named architectures, see :mod:`smlp.config.presets`
+#: settings of named architectures; see :mod:`smlp.config.presets`
 ARCHITECTURES: Registry[dict[str, Any]] = Registry("architecture")
 
-#: modules that register what comes with this package when they are imported
+#: modules that register the package's own parts when imported
 _BUILT_IN = ("smlp.config.presets", "smlp.moe.routers", "smlp.nn.blocks")
 _TABLES = (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS, ARCHITECTURES)
-#: what ``SMLP_PLUGINS`` was when all was loaded; paths in it may be relative to where the process was then
+#: ``SMLP_PLUGINS`` when its files were loaded; its relative paths were resolved in the working directory of that time
 _loaded: str | None = None
 _is_loading = False
 
@@ -99,7 +99,7 @@ def load() -> None:
     """
     global _is_loading, _loaded
     wanted = os.environ.get(plugins.VARIABLE, "")
-    if wanted == _loaded or _is_loading:  # the second: a plugin looks something up while it is loaded
+    if wanted == _loaded or _is_loading:  # _is_loading: a plug-in looks something up while it is loaded
         return
     _is_loading = True
     try:

@@ -14,7 +14,7 @@ def setting(default: Any, help_text: str, choices: Iterable[str] | None = None) 
     """Return a field with its documentation, which command lines show as well, and the values it may take.
 
     Args:
-        default: its value where nothing is said.
+        default: value if nothing is given.
         help_text: one clause.
         choices: the values; those of a :class:`smlp.config.registry.Registry` are looked up when they are needed.
     """
@@ -32,10 +32,10 @@ def check_choices(config: Any, prefix: str = "") -> None:
 
     Args:
         config: a dataclass with fields made by :func:`setting`.
-        prefix: stands before the names of its fields where a user gives them.
+        prefix: of the field names as a user gives them.
 
     Raises:
-        UserError: one is not; the message names the field.
+        UserError: the message names the field.
     """
     for field in dataclasses.fields(config):
         allowed, value = field.metadata.get("allowed"), getattr(config, field.name)

@@ -1,4 +1,4 @@
-"""fairseq registration, imported by fairseq itself for ``--user-dir smlp``: translates arguments, nothing more."""
+"""Registration with fairseq, which imports this package for ``--user-dir smlp``. It only translates arguments."""
 
 from smlp import fairseq_compat
 

@@ -1,4 +1,4 @@
-"""The fairseq model ``smlp_encoder``, a thin shell around :class:`smlp.nn.encoder.Encoder`; its architectures are the
+"""The fairseq model ``smlp_encoder``, a thin wrapper of :class:`smlp.nn.encoder.Encoder`; its architectures are the
 presets of encoders (``--arch gmlp_mlm`` and others)."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smlp.parallel import one_process
 
 logger = logging.getLogger(__name__)
 
-#: in the names of a checkpoint's tensors, before those of the core's heads
+#: prefix of the heads' tensors in a checkpoint
 _HEADS = ("encoder.core.sentence_heads.", "encoder.core.span_head.")
 
 EncoderConfig = dataclasses.make_dataclass(
@@ -59,7 +59,7 @@ class MLPEncoder(FairseqEncoderModel):
     """Every encoder of this package, as a fairseq model for the tasks ``masked_lm``, ``sentence_prediction`` and
     ``squad``."""
 
-    #: which of its parameters are of experts: none yet
+    #: experts among its parameters: none yet
     experts: SpreadExperts
 
     @classmethod
@@ -83,12 +83,12 @@ class MLPEncoder(FairseqEncoderModel):
 
     @property
     def core(self) -> Encoder:
-        """The model without fairseq."""
+        """Return the model without fairseq."""
         return self.encoder.core
 
     @property
     def classification_heads(self) -> nn.ModuleDict:
-        """The heads for sentences, by name; fairseq's criterion asks for it."""
+        """Return the heads for sentences, by name; fairseq's criterion reads this."""
         return self.core.sentence_heads
 
     def forward(
@@ -101,7 +101,7 @@ class MLPEncoder(FairseqEncoderModel):
         span: bool = False,
         **unused: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return what is asked for, and an empty dictionary.
+        """Return logits, hidden states or scores, as the arguments ask, and an empty dictionary.
 
         Args:
             src_tokens: ids (B, n).

@@ -10,7 +10,7 @@ import torch
 from smlp.config import ModelConfig
 from smlp.errors import UserError
 
-#: endings of the names of spatial weights, whose last axis is the context
+#: endings of the names of spatial weights; their last axis is the context
 _SPATIAL_WEIGHTS = (".heads.weight", ".experts.weight", ".gating.weight")
 
 

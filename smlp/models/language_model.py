@@ -1,4 +1,4 @@
-"""The fairseq model ``smlp``, a thin shell around :class:`smlp.nn.decoder.Decoder`; its architectures are the presets
+"""The fairseq model ``smlp``, a thin wrapper of :class:`smlp.nn.decoder.Decoder`; its architectures are the presets
 of language models (``--arch NAME``)."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def balance_routers(core: Decoder, data: str, subset: str) -> None:
         return
     present = []
     for folder in split_paths(data):
-        # fairseq reads SUBSET, SUBSET1, SUBSET2, ... as one
+        # fairseq reads SUBSET, SUBSET1, SUBSET2, ... as one subset
         for number in itertools.count():
             prefix = Path(folder) / f"{subset}{number or ''}"
             if not Path(f"{prefix}.idx").exists():
@@ -92,8 +92,8 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Return logits (B, n, V), or features (B, n, H), and a dictionary with ``"aux_losses"`` (and no attention).
 
-        With ``incremental_state``, ``prev_output_tokens`` is the whole sequence so far, and the result is for the
-        tokens that were not seen before. With ``context``, routing is observed (or fixed) there.
+        With ``incremental_state``, ``prev_output_tokens`` is the whole sequence so far, and the result is for the new
+        tokens only. ``context`` records routing decisions, or fixes them.
         """
         state = None
         if incremental_state is not None:
@@ -115,7 +115,7 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
         return self.core.config.max_tokens
 
     def reorder_incremental_state(self, incremental_state: dict, new_order: Tensor) -> None:
-        """Reorder the state of decoding to follow the beams."""
+        """Reorder the decoding state to follow the beams."""
         state = incremental_state.get(_STATE_KEY)
         if state is not None:
             state.reorder(new_order)
@@ -125,9 +125,9 @@ class LanguageModelDecoder(FairseqIncrementalDecoder):
 class SparseMLPLanguageModel(FairseqLanguageModel):
     """Every architecture of this package, as a fairseq language model."""
 
-    #: updates of the weights done so far; fairseq says so before each forward pass in training
+    #: updates done so far; in training, fairseq sets it before each forward pass
     num_updates = 0
-    #: which of its parameters are of experts, and where they live
+    #: which parameters belong to experts, and the ranks that hold them
     experts: SpreadExperts
 
     def set_num_updates(self, num_updates: int) -> None:

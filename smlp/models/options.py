@@ -22,8 +22,8 @@ _OPTION_TYPES = {"int": int, "float": float, "float | None": float, "str": str, 
 
 
 def option(name: str, kind: type, help_text: str, default: Any = None) -> tuple[str, Any, Any]:
-    """Return an option of the command line, for a dataclass; None means: as the architecture says."""
-    # fairseq knows typing.Optional, not `|`; a flag, too, is None where it is not given
+    """Return a dataclass field for a command-line option; None stands for the architecture's value."""
+    # fairseq understands typing.Optional but not `|`; flags are also None if not given
     option_type = Optional[kind] if default is None else kind  # noqa: UP045
     return name, option_type, dataclasses.field(default=default, metadata={"help": help_text})
 
@@ -87,7 +87,7 @@ def configuration(args: Any, dictionary: Any) -> ModelConfig:
 
 
 def _fill_in(args: Any, arch: str) -> None:
-    """Set what the command line does not say: the architecture's settings, and the criterion that it needs."""
+    """Fill in what the command line omits: the architecture's settings, and the criterion that it needs."""
     for name, value in PRESETS[arch].items():
         if name not in FROM_TASK and getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -105,7 +105,7 @@ def register_architectures(model: str, is_bidirectional: bool) -> None:
         if (PRESETS[arch].get("direction") == "bidirectional") != is_bidirectional:
             continue
         fill_in = functools.partial(_fill_in, arch=arch)
-        if arch in ARCH_MODEL_REGISTRY:  # the model's own name, for which fairseq registers an empty function
+        if arch in ARCH_MODEL_REGISTRY:  # fairseq has registered an empty function under the model's own name
             ARCH_CONFIG_REGISTRY[arch] = fill_in
         else:
             register_model_architecture(model, arch)(fill_in)

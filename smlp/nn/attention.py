@@ -22,8 +22,8 @@ BUCKETS, _FARTHEST = 32, 128
 class RelativeBias(nn.Module):
     """A score for each distance between two positions, for each head (T5: Raffel et al., 2020, section 2.1).
 
-    Distances share 32 buckets: near ones have one each, farther ones up to 128 share them logarithmically, all beyond
-    have the last. Where every position sees all, either direction has half of the buckets.
+    There are 32 buckets: one for each small distance, logarithmically wider ones up to distance 128, and the last for
+    all larger distances. Without causality each direction has half of the buckets.
 
     Args:
         num_heads: h.
@@ -92,14 +92,14 @@ class SelfAttention(nn.Module):
             self.relative = RelativeBias(self.num_heads, config.max_tokens, self.is_causal)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
-        """(B, n, H) to (B, n, O)."""
+        """Map (B, n, H) to (B, n, O)."""
         return self.proj_out(context.by_sequences(self._mix, self.proj_in(x_BnH)))
 
     def _mix(self, x_Bn3H: Tensor, context: ForwardContext) -> Tensor:
         """Map queries, keys and values (B, n, 3H), or values alone (B, n, H), to what each position sees, (B, n, H)."""
         num_parts = 3 if self.has_content else 1
         width = x_Bn3H.size(2) // (num_parts * self.num_heads)
-        # (B, 3h, n, d): each head's keys lie together where they are kept, which makes a single query twice as fast
+        # (B, 3h, n, d): the cached keys of a head are contiguous, which makes a single query twice as fast
         heads = x_Bn3H.unflatten(2, (-1, width)).transpose(1, 2)
         num_queries = self.num_heads if self.has_content else 0
         query, key_value = heads.split([num_queries, heads.size(1) - num_queries], dim=1)
@@ -120,7 +120,7 @@ class SelfAttention(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
     def _mask(self, x_Bn3H: Tensor, start: int, valid_Bn: Tensor | None) -> Tensor | None:
-        """Return what is added to the scores, or where they count, as (B, h, n, m) or less; None for nothing."""
+        """Return a mask that broadcasts to (B, h, n, m), bool (visible keys) or float (to add); None if unmasked."""
         num_new = x_Bn3H.size(1)
         visible = _visible(num_new, start, x_Bn3H) if self.is_causal else None
         if valid_Bn is not None and not self.is_causal:
@@ -132,7 +132,7 @@ class SelfAttention(nn.Module):
 
 
 def _visible(num_new: int, start: int, like: Tensor) -> Tensor | None:
-    """Return which tokens each new one sees, (n, m), or None for all of them, which a single new one does."""
+    """Return which tokens each new one sees, (n, m); None if it sees all of them, as a single new token does."""
     if num_new == 1:
         return None
     return torch.ones(num_new, start + num_new, dtype=torch.bool, device=like.device).tril(diagonal=start)

@@ -28,7 +28,7 @@ class DecoderOutput:
 
     #: next-token logits, (B, n, V)
     logits: Tensor
-    #: scalar losses to add to the training loss, by name; layers of a kind are summed
+    #: scalar losses to add to the training loss, by name, summed over layers
     aux_losses: AuxLosses
 
 

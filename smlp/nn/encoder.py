@@ -32,7 +32,7 @@ class MaskedHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, x_MH: Tensor) -> Tensor:
-        """(..., H) to (..., H)."""
+        """Map (..., H) to (..., H)."""
         return self.norm(self.activation(self.proj(x_MH)))
 
 
@@ -46,17 +46,17 @@ class SentenceHead(nn.Module):
         self.proj = xavier_linear(embed_dim, num_classes)
 
     def forward(self, x_BnH: Tensor) -> Tensor:
-        """(B, n, H) to (B, C)."""
+        """Map (B, n, H) to (B, C)."""
         pooled_BH = self.pooler(self.dropout(x_BnH[:, 0])).tanh()
         return self.proj(self.dropout(pooled_BH))
 
 
 class Encoder(Stack):
-    """A masked language model, and what is fine-tuned from it.
+    """A masked language model, with heads for fine-tuning.
 
     Args:
         config: of the whole model, with ``direction="bidirectional"``.
-        ranks: of one process: every rank has a whole copy.
+        ranks: must be a single process, since every rank holds a whole copy.
 
     Raises:
         UserError: the configuration is that of a language model.
@@ -73,11 +73,11 @@ class Encoder(Stack):
         self.span_head: nn.Linear | None = None
 
     def forward(self, tokens_Bn: Tensor, masked: Tensor | None = None) -> Tensor:
-        """Return the logits of what stands at masked positions.
+        """Return the logits of the original tokens at masked positions.
 
         Args:
             tokens_Bn: ids (B, n). Padding may stand on the right only; it changes no other output.
-            masked: which positions are asked for, (B, n) bool, or their indices in ``tokens_Bn.flatten()``, (M,); all
+            masked: positions to predict, (B, n) bool, or their indices in ``tokens_Bn.flatten()``, (M,); all
                 by default.
 
         Returns:
@@ -120,7 +120,7 @@ def add_heads(model: Encoder, state: Mapping[str, Tensor]) -> None:
 
 _OF_SENTENCES = re.compile(r"sentence_heads\.(.+)\.proj\.weight$")
 
-#: endings of the names of tensors with an axis over positions
+#: endings of the names of tensors that have a position axis
 _OVER_POSITIONS = (
     *("positions", ".heads.weight", ".heads.bias"),
     *(".tokens_in.weight", ".tokens_out.weight", ".tokens_out.bias"),
@@ -128,10 +128,10 @@ _OVER_POSITIONS = (
 
 
 def cut_context(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], num_tokens: int) -> dict[str, Tensor]:
-    """Return tensors of a model of a longer context as a model of T tokens needs them, to fine-tune it at less cost.
+    """Cut the tensors of a model with a longer context to a context of T tokens, which makes fine-tuning cheaper.
 
-    Weights over positions keep their leading rows and columns, Toeplitz weights the distances that are left, the
-    central 2T-1 of them. The model with these computes for T tokens what the longer one did.
+    Weights over positions keep their leading rows and columns, Toeplitz weights the central 2T-1 distances. For inputs
+    of up to T tokens the outputs do not change.
 
     Args:
         state: tensors by name.

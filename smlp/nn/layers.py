@@ -23,7 +23,7 @@ from smlp.ops import (
 
 
 class Linear(nn.Linear):
-    """torch's layer, fast for the few rows of a text that is being written."""
+    """torch's layer, faster for the few rows of incremental decoding."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) to (..., O)."""
@@ -64,7 +64,7 @@ class Dropout(nn.Module):
         probability: of an element to be set to zero.
     """
 
-    #: whether it drops in evaluation too
+    #: whether to drop in evaluation too
     is_retained = False
 
     def __init__(self, probability: float) -> None:
@@ -165,7 +165,7 @@ class SpatialWeights(nn.Module):
 
     def project(self, x_Bnhc: Tensor, start: int = 0, gate_Bmhc: Tensor | None = None) -> Tensor:
         """Mix positions 0 .. n-1, chunk i by matrix i: (B, n, h, c) to (B, n - start, h, c), times the gate if any."""
-        # all of a free matrix is given away: slicing it is the product's business, and its gradient stays whole
+        # a free matrix is returned whole: the product slices it, so that its gradient stays one tensor
         weight_hTT = self.matrices(x_Bnhc.size(1)) if self.is_toeplitz else self.weight
         if self.is_causal:
             return causal_spatial_projection(x_Bnhc, weight_hTT, self.bias, start, gate_Bmhc)

@@ -1,4 +1,4 @@
-"""What decoders and encoders share: embedding, positions, blocks and the last layer norm.
+"""Base class of decoders and encoders: embedding, positions, blocks and the last layer norm.
 
 Letters: ``B`` sequences, ``n`` tokens (n <= T), ``T`` context, ``H`` width, ``V`` vocabulary.
 """
@@ -64,7 +64,7 @@ class Stack(nn.Module):
                 nn.init.normal_(self.positions, std=std if config.is_bidirectional else config.embed_dim**-0.5)
         self.dropout = Dropout(config.dropout)
         self.blocks = build_blocks(config, ranks)
-        #: after the blocks, or, where these have their norms after the sublayers, before them
+        #: follows the blocks; precedes them if their own norms follow the sublayers
         self.norm = nn.LayerNorm(config.embed_dim)
 
     def _features(self, tokens_Bn: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
@@ -82,7 +82,7 @@ class Stack(nn.Module):
         return self._normed(x_BnH), total
 
     def _normed(self, x_BnH: Tensor) -> Tensor:
-        """Return the output of the last block with its layer norm, which blocks that end with one do not need."""
+        """Apply the last layer norm, unless the blocks end with one."""
         return x_BnH if self.config.layer_norm == "after" else self.norm(x_BnH)
 
     def _apply(self: _S, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _S:
@@ -101,7 +101,7 @@ class Stack(nn.Module):
         self.positions = table.to(like.device, like.dtype)
 
     def _embedded(self, tokens_Bn: Tensor, context: ForwardContext) -> Tensor:
-        """Return the input of the first block, (B, n, H), and write into the context what is known of the tokens."""
+        """Return the input of the first block, (B, n, H); put the ids and the padding mask into the context."""
         start = context.start
         end = start + tokens_Bn.size(1)
         if end > self.config.max_tokens:
@@ -122,7 +122,7 @@ class Stack(nn.Module):
         with span(EMBEDDING):
             x_BnH = self.embedding(tokens_Bn)
             if self.config.positions != "none":
-                # as each kind of model usually is: Transformer decoders scale the embedding, BERT does not
+                # by convention, Transformer decoders scale the embedding and BERT does not
                 scale = 1.0 if self.config.is_bidirectional else math.sqrt(self.config.embed_dim)
                 x_BnH = x_BnH * scale + self.positions[start:end].to(x_BnH.dtype)
             if self.config.layer_norm == "after":

@@ -1,4 +1,4 @@
-"""State that travels beside the activations through one forward pass.
+"""State that accompanies the activations through one forward pass.
 
 Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``T`` the model's context, ``C`` features,
 ``N`` routed items (tokens, or features of a sequence), ``E`` experts.
@@ -25,8 +25,8 @@ def pytree(cls: Class) -> Class:
     """Register a dataclass whose instances torch may take apart and put together again; a class decorator.
 
     Wrappers such as ``DistributedDataParallel(static_graph=True)`` and FSDP look with ``torch.utils._pytree`` for the
-    tensors that a module returns, and it sees none in a dataclass that it does not know. Not for an object through
-    which modules hand something to each other, such as a :class:`ForwardContext`: what is written into the copy that a
+    tensors that a module returns, and find none in a dataclass that is not registered. Do not register a class through
+    which modules pass values to each other, such as :class:`ForwardContext`: values written into the copy that a
     wrapper makes would be lost.
     """
     names = [field.name for field in dataclasses.fields(cls)]
@@ -51,7 +51,7 @@ def pytree(cls: Class) -> Class:
 
 
 class DecodingState:
-    """Values of earlier positions that token-mixing modules keep, so that no earlier token is computed again.
+    """A cache of values of earlier positions for token-mixing modules, so that no earlier token is recomputed.
 
     Pass one object to successive calls of the decoder, each with the next tokens only.
 
@@ -63,14 +63,14 @@ class DecodingState:
         self.capacity = capacity
         #: positions seen so far, the same for all sequences of the batch
         self.length = 0
-        #: what is kept of positions, (B, ..., room, C), of which the first ``length`` are filled
+        #: cached values of positions, (B, ..., room, C); the first ``length`` are filled
         self._buffers: dict[Any, Tensor] = {}
-        #: what is kept of whole sequences, (B, ...)
+        #: cached values of whole sequences, (B, ...)
         self._values: dict[Any, Tensor] = {}
 
     @property
     def num_seqs(self) -> int | None:
-        """B, or None before the first tokens."""
+        """Return B, or None before the first tokens."""
         kept = self._some_tensor()
         return None if kept is None else kept.size(0)
 
@@ -78,7 +78,7 @@ class DecodingState:
         """Refuse tokens (B, n) that do not continue these sequences.
 
         Raises:
-            UserError: it is of another number of sequences, or has no room for so many positions.
+            UserError: the number of sequences differs, or there is no room for so many positions.
         """
         own = self.num_seqs
         if own not in (None, num_seqs):
@@ -92,7 +92,7 @@ class DecodingState:
     def append(self, key: Any, x_BnC: Tensor, max_tokens: int) -> Tensor:
         """Keep (B, n, C) as the key's next positions; return all of them so far, (B, m, C).
 
-        Between B and n may be more axes: what is read head by head should lie so.
+        There may be more axes between B and n; values that are read by head should be stored by head.
         """
         *leading, num_new, width = x_BnC.shape
         end = self.length + num_new
@@ -121,7 +121,7 @@ class DecodingState:
         """Return a new state with the sequences at ``index_B`` (any length, repeats allowed), in that order.
 
         Args:
-            index_B: places of sequences, (B,).
+            index_B: indices of sequences, (B,).
             capacity: positions to have room for, at least ``length``; by default as before.
         """
         chosen = DecodingState(self.capacity if capacity is None else capacity)
@@ -143,7 +143,7 @@ class DecodingState:
         return self.select(torch.arange(kept.size(0), device=kept.device))
 
     def _some_tensor(self) -> Tensor | None:
-        """Return one of the tensors kept, all of which are of the same sequences; None before the first tokens."""
+        """Return any one of the cached tensors, to read the batch size from; None before the first tokens."""
         return next(itertools.chain(self._buffers.values(), self._values.values()), None)
 
 
@@ -167,15 +167,15 @@ class ForwardContext:
     valid_Bn: Tensor | None = None
     #: None outside incremental decoding
     state: DecodingState | None = None
-    #: routing decisions by layer; a layer finding its own here keeps to it, so that a block that is computed again
-    #: in the backward pass (activation checkpointing) routes as the first time
+    #: routing decisions by layer; a layer that finds its own here reuses it, so that a block that is recomputed in the
+    #: backward pass (activation checkpointing) routes as in the forward pass
     plans: dict[nn.Module, Any] = field(default_factory=dict)
-    #: whether routers shall leave their observations below
+    #: whether routers record their observations below
     observe: bool = False
-    #: by layer (which has a ``name``), so that a block that is computed again does not count twice
+    #: by layer (which has a ``name``), so that a recomputed block does not count twice
     observations: dict[nn.Module, Observation] = field(default_factory=dict)
-    #: where the batch is groups of sequences, (1, N, C) with those of one group after another: each group's
-    #: own ids (B, n) and state. Only what mixes tokens has to tell them apart, see :meth:`by_sequences`
+    #: ids (B, n) and state of each group, if the batch is several groups of sequences concatenated to (1, N, C); only
+    #: functions that mix tokens have to tell them apart, see :meth:`by_sequences`
     groups: tuple[ForwardContext, ...] = ()
 
     @property
@@ -185,17 +185,17 @@ class ForwardContext:
 
     @property
     def num_seqs(self) -> int:
-        """B."""
+        """Return B."""
         return self._tokens.size(0)
 
     @property
     def num_new_tokens(self) -> int:
-        """n."""
+        """Return n."""
         return self._tokens.size(1)
 
     @property
     def start(self) -> int:
-        """Position of the first new token."""
+        """Return the position of the first new token."""
         return 0 if self.state is None else self.state.length
 
     def remember(self, key: Any, x_BnC: Tensor, max_tokens: int) -> tuple[Tensor, int]:

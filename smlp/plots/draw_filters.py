@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: matrices in a figure
+#: most matrices in a figure
 MOST_MATRICES = 8
 _COLUMNS = 4
-#: the share of the weights that the colours tell apart; the few beyond would leave all others pale
+#: quantile of the weights at which the colour scale ends; a few outliers would leave all others pale
 _COLOURED = 0.995
-#: rows of a matrix that are drawn one by one; of more, some together
+#: rows of a matrix drawn individually; larger matrices are averaged in blocks
 _MOST_CELLS = 300
 _MARKERS = {"SGU": ("o", LINES[0]), "sMoE": ("D", LINES[1]), "gMLP-MoE": ("s", LINES[2])}
 
@@ -77,7 +77,7 @@ def _which(layer: SpatialLayer, indices: Sequence[int]) -> str:
 
 
 def _panels(figure: Figure, count: int, columns: int) -> list[list[Axes]]:
-    """Return panels for each matrix, for its rows and for its bias: below the matrix, or beside it if it is alone."""
+    """Return panels for each matrix, its rows and its bias: below the matrix, or next to it if there is only one."""
     if count == 1:
         grid = figure.add_gridspec(2, 2, width_ratios=[1, 1.15])
         placed = [[figure.add_subplot(part) for part in (grid[:, 0], grid[0, 1], grid[1, 1])]]

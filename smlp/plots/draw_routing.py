@@ -1,4 +1,4 @@
-"""Pictures of what goes where: pieces of the vocabulary, and features, to experts.
+"""Pictures of routing: which experts receive which pieces of the vocabulary, and which features.
 
 Letters: ``P`` pieces, ``E`` experts, ``H`` features.
 """
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: of a column of the map, in inches
+#: width of a column of the map, in inches
 _PIECE_WIDTH = 0.2
-#: what an affinity is to the routers that come with the toolkit
+#: what the toolkit's routers use as affinity
 _AFFINITIES = {"BASE": "sigmoid of the score", "Switch": "softmax gate", "GShard": "softmax gate"}
 
 
@@ -29,8 +29,8 @@ def draw_tokens(counts: TokenCounts, symbols: Sequence[str], model_name: str, te
     """Draw experts by pieces: the share of each piece's tokens that goes to each expert; beside it the experts' loads.
 
     Below, where the router has scores: the mean affinity of the same pieces' tokens to the same experts, and beside it
-    that of all tokens and of each expert's own. Like experts stand near each other, and each piece near the expert to
-    which most of its tokens go.
+    the mean over all tokens and over each expert's own. Similar experts are adjacent, and each piece is near the expert
+    that most of its tokens go to.
 
     Args:
         counts: of one layer.
@@ -153,11 +153,11 @@ def evenly(count: int, most: int) -> list[int]:
 
 
 def like_beside_like(profiles_EP: np.ndarray) -> list[int]:
-    """Return an order of the rows in which like ones stand near each other.
+    """Return an order of the rows in which similar rows are close to each other.
 
-    Rows are counts; two are as like as ``sum_p sqrt(q_p r_p)`` of their shares q and r (Bhattacharyya). The order is
-    that of the second eigenvector of the Laplacian of these likenesses (the Fiedler vector), which makes the sum of
-    squared distances between like rows small; rows that it does not tell apart go by the next eigenvectors. Rows
+    Rows are counts. The similarity of two is ``sum_p sqrt(q_p r_p)`` for their shares q and r (Bhattacharyya). Rows are
+    sorted by the second eigenvector of the similarities' Laplacian (the Fiedler vector), which makes the sum of
+    squared distances between similar rows small; ties are broken by the next eigenvectors. Rows
     without a count come last. The half with the fullest row comes first, so that an eigenvector's sign does not matter.
     """
     totals_E = profiles_EP.sum(axis=1)
@@ -166,7 +166,7 @@ def like_beside_like(profiles_EP: np.ndarray) -> list[int]:
     if len(full) < 3:
         return [*sorted(full.tolist(), key=lambda row: -totals_E[row]), *empty]
     roots = np.sqrt(profiles_EP[full] / totals_E[full, None])
-    # The constant keeps the graph in one piece; it moves no eigenvector but the constant one.
+    # The constant connects the graph and affects only the constant eigenvector.
     likeness = roots @ roots.T + 1.0
     laplacian = np.diag(likeness.sum(axis=1)) - likeness
     vectors = np.linalg.eigh(laplacian)[1][:, 1:].round(6)

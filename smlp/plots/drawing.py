@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 FORMATS = ("png", "svg")
-#: from zero to one, or from none to most
+#: colour map for values from zero up
 SEQUENTIAL = "cividis"
-#: around zero: orange below, purple above
+#: colour map for values around zero: orange below, purple above
 DIVERGING = "PuOr"
-#: where there is no weight
+#: colour of cells without a weight
 NOTHING = "0.87"
-#: Okabe and Ito's colours, told apart with any kind of colour vision; their yellow is too pale for lines on white
+#: Okabe and Ito's colour-blind-safe colours without their yellow, which is too pale for lines on white
 OKABE_ITO = {
     "black": "#000000",
     "blue": "#0072B2",
@@ -32,15 +32,15 @@ OKABE_ITO = {
     "orange": "#E69F00",
     "sky": "#56B4E9",
 }
-#: three lines that differ in brightness too
+#: colours of three lines; they also differ in brightness
 LINES = (OKABE_ITO["blue"], OKABE_ITO["orange"], OKABE_ITO["black"])
 _DPI = 120
 _TITLE_SIZE = 11  # points
-_MARGIN = 0.3  # left free beside a title, both sides together, in inches
+_MARGIN = 0.3  # total space to the left and right of a title, in inches
 
 
 def check_matplotlib() -> None:
-    """Raise UserError where matplotlib is missing, before anything long is begun."""
+    """Raise UserError if matplotlib is missing; called before any long computation."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -53,7 +53,7 @@ def new_figure(width: float, height: float, title: str) -> Figure:
 
     Args:
         width, height: in inches.
-        title: its lines are broken further where they are wider than the figure.
+        title: lines wider than the figure are broken.
     """
     check_matplotlib()
     from matplotlib.figure import Figure
@@ -88,7 +88,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def readable(symbols: Sequence[str]) -> list[str]:
-    """Return symbols as the font can show them: characters that it lacks as U+XXXX."""
+    """Return symbols that the font can show; characters that it lacks become U+XXXX."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     font = get_font(findfont(FontProperties()))
@@ -101,21 +101,21 @@ def readable(symbols: Sequence[str]) -> list[str]:
 
 
 def label_ticks(axes: Axes, axis: str, names: Sequence[str], most: int, **text: Any) -> None:
-    """Name the items of a heat map's "x" or "y" axis; where there are more than ``most``, every second, third, ..."""
+    """Label the items of a heat map's "x" or "y" axis; every second, third, ... if there are more than ``most``."""
     step = -(-len(names) // most)
     ticks = np.arange(0, len(names), step)
     getattr(axes, f"set_{axis}ticks")(ticks, [names[tick] for tick in ticks], parse_math=False, **text)
 
 
-_POINTS = 72  # of an inch
+_POINTS = 72  # per inch
 
 
 def broken(title: str, width: float, size: float) -> list[str]:
-    """Return the lines of a title, broken further between words where they are wider than ``width``; needs matplotlib.
+    """Return a title with lines wider than ``width`` broken between words; needs matplotlib.
 
     Args:
         title: of one or several lines.
-        width: in inches; only words wider than that are cut in two.
+        width: in inches; words wider than that are cut in two.
         size: of the letters, in points.
     """
     inches = _ruler(size)

@@ -1,7 +1,7 @@
-"""The spatial filters of a model: which layers have them, and numbers about each, above all how Toeplitz-like they are.
+"""The spatial filters of a model: the layers that have them, and statistics, above all how Toeplitz-like they are.
 
-A Toeplitz matrix takes from another position what depends on the distance alone: it is a convolution over positions.
-The filters of trained gMLPs are close to that (gmlp.txt, figure 9).
+The weights of a Toeplitz matrix depend on the distance between positions alone: it is a convolution over positions. The
+filters of trained gMLPs are close to that (gmlp.txt, figure 9).
 
 Letters: ``E`` heads or experts, ``T`` positions that a matrix spans, ``d`` = i - j, the distance from an output
 position i back to an input position j, 0 .. T-1.
@@ -43,9 +43,9 @@ def toeplitz_share(weight_TT: np.ndarray) -> float:
     """Return the share of the energy (sum of squares) of ``tril(W)`` that its nearest Toeplitz matrix holds.
 
     The nearest lower-triangular Toeplitz matrix (least squares: the orthogonal projection) has the mean of each
-    diagonal in all its places, so that the share is ``sum_d (T-d) mean_d**2 / sum_{j<=i} W_ij**2``: 1 for a Toeplitz
-    matrix, 0 where every diagonal has mean zero, NaN for a matrix of zeros. What stands above the diagonal does not
-    count.
+    diagonal in all its entries, so that the share is ``sum_d (T-d) mean_d**2 / sum_{j<=i} W_ij**2``: 1 for a Toeplitz
+    matrix, 0 where every diagonal has mean zero, NaN for a matrix of zeros. Entries above the diagonal are
+    ignored.
     """
     sums, squares = diagonal_sums(weight_TT)
     energy = squares.sum()
@@ -56,8 +56,7 @@ def toeplitz_share(weight_TT: np.ndarray) -> float:
 
 
 def random_toeplitz_share(size: int) -> tuple[float, float]:
-    """Return the mean and standard deviation of :func:`toeplitz_share` for a random T x T matrix: what "not at all"
-    looks like.
+    """Return the mean and standard deviation of :func:`toeplitz_share` for a random T x T matrix, as a baseline.
 
     The projection is on T of the ``n = T(T+1)/2`` dimensions of lower-triangular matrices. For independent weights of
     one distribution that is symmetric about zero, such as that of untrained weights, each weight holds 1/n of the
@@ -72,7 +71,7 @@ def random_toeplitz_share(size: int) -> tuple[float, float]:
 def half_energy_distance(weight_TT: np.ndarray) -> int | None:
     """Return the smallest ``d`` such that the diagonals 0 .. d hold half of the energy of ``tril(W)``; None for zeros.
 
-    Small where a filter looks at close tokens; about ``0.29 T`` for a random matrix.
+    It is small for a filter that attends to near tokens, and about ``0.29 T`` for a random matrix.
     """
     _, squares = diagonal_sums(weight_TT)
     if squares.sum() == 0:
@@ -88,20 +87,20 @@ class SpatialLayer:
     layer: int
     #: "SGU", "sMoE (deterministic)", "sMoE (partial)", "sMoE (leaky)" or "gMLP-MoE"
     kind: str
-    #: what has a matrix each: "head" or "expert"
+    #: unit that has a matrix of its own: "head" or "expert"
     unit: str
-    #: the position of the first row and column: the prefix of partial and leaky routing, else 0
+    #: position of the first row and column: the length of the prefix for partial and leaky routing, else 0
     first_position: int
     experts: SpatialWeights
 
     @property
     def num_matrices(self) -> int:
-        """E."""
+        """Return E."""
         return self.experts.weight.size(0)
 
     @property
     def size(self) -> int:
-        """T."""
+        """Return T."""
         return self.experts.max_tokens
 
     def weight(self, index: int) -> np.ndarray:
@@ -115,7 +114,7 @@ class SpatialLayer:
 
 @dataclass(frozen=True)
 class FilterNumbers:
-    """About the matrix and the bias of one head or expert."""
+    """Statistics of the matrix and the bias of one head or expert."""
 
     index: int
     #: :func:`smlp.plots.filters.toeplitz_share`
@@ -184,7 +183,7 @@ def layer_facts(layer: SpatialLayer, numbers: list[FilterNumbers]) -> dict[str, 
 
 
 def fixed_chunks(config: ModelConfig) -> str | None:
-    """Say in a sentence what deterministic routing of features does; None for models without it."""
+    """Describe deterministic routing of features in a sentence; None for models without it."""
     if not config.has_feature_moe or config.moe.feature_routing != "deterministic":
         return None
     experts, width = config.moe.num_experts, config.embed_dim // config.moe.num_experts

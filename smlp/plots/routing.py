@@ -24,48 +24,48 @@ from smlp.nn.state import ForwardContext, Observation
 
 @dataclass
 class TokenCounts:
-    """Counts of one layer that routes tokens. A token counts once for each expert that it goes to (GShard: two)."""
+    """Counts of one layer that routes tokens. A token counts once for each of its experts (GShard: two)."""
 
     name: str
     #: "BASE", "Switch", "GShard", "Hash" or that of a plugin
     router: str
-    #: for each piece that is counted apart, how many of its tokens go to each expert, (P, E) int64
+    #: tokens of each counted piece that go to each expert, (P, E) int64
     counts_PE: np.ndarray
-    #: the same of all tokens, (E,) int64
+    #: all tokens that go to each expert, (E,) int64
     load_E: np.ndarray
     #: sum over all tokens of their affinity to each expert, (E,); None where there are no scores (Hash)
     affinity_E: np.ndarray | None = None
-    #: the same over the tokens that go to it
+    #: the same sum over only the tokens that go to the expert
     own_affinity_E: np.ndarray | None = None
     num_tokens: int = 0
-    #: how many tokens of each piece were fed, (P,) int64, each once whatever its number of choices; None if not counted
+    #: tokens of each piece that were fed, (P,) int64, each counted once for all its choices; None if not counted
     tokens_P: np.ndarray | None = None
-    #: sum over each piece's tokens of their affinity to each expert, gone to or not, (P, E); None without scores (Hash)
+    #: sum over each piece's tokens of their affinity to every expert, (P, E); None without scores (Hash)
     affinity_PE: np.ndarray | None = None
 
     @property
     def choices_per_token(self) -> float:
-        """Number of experts that a token goes to: 2 for GShard, else 1."""
+        """Return the number of experts that a token goes to: 2 for GShard, else 1."""
         return float(self.load_E.sum()) / max(self.num_tokens, 1)
 
     @property
     def shares_PE(self) -> np.ndarray:
-        """The share of each piece's tokens (for GShard: of its choices) that goes to each expert; rows sum to 1."""
+        """Return the share of each piece's tokens (GShard: choices) that goes to each expert; rows sum to 1."""
         return self.counts_PE / np.maximum(self.counts_PE.sum(axis=1, keepdims=True), 1)
 
     @property
     def load_share_E(self) -> np.ndarray:
-        """The share of all tokens (choices) that goes to each expert."""
+        """Return the share of all tokens (choices) that goes to each expert."""
         return self.load_E / max(int(self.load_E.sum()), 1)
 
     @property
     def mean_affinity_E(self) -> np.ndarray | None:
-        """Mean affinity of all tokens to each expert."""
+        """Return the mean affinity of all tokens to each expert."""
         return None if self.affinity_E is None else self.affinity_E / max(self.num_tokens, 1)
 
     @property
     def mean_affinity_PE(self) -> np.ndarray | None:
-        """Mean affinity of each piece's tokens to each expert; NaN for pieces that were not fed."""
+        """Return the mean affinity of each piece's tokens to each expert; NaN for pieces that were not fed."""
         if self.affinity_PE is None:
             return None
         tokens_P1 = self.tokens_P[:, None]
@@ -73,16 +73,16 @@ class TokenCounts:
 
     @property
     def mean_own_affinity_E(self) -> np.ndarray | None:
-        """Mean affinity to each expert of the tokens that go there; NaN at experts without any."""
+        """Return the mean affinity to each expert of the tokens that go to it; NaN for experts without tokens."""
         if self.own_affinity_E is None:
             return None
         return np.where(self.load_E > 0, self.own_affinity_E / np.maximum(self.load_E, 1), np.nan)
 
     @property
     def loyalty(self) -> float:
-        """The share of the counted pieces' tokens (choices) that go to the expert to which most of their piece go.
+        """Return the share of the counted pieces' tokens (choices) that go to the most frequent expert of their piece.
 
-        1 where the piece alone decides (GShard: 1/2); about the greatest load where pieces decide nothing.
+        It is 1 (GShard: 1/2) if the piece alone decides, and about the largest load if pieces do not matter.
         """
         return float(self.counts_PE.max(axis=1).sum() / max(int(self.counts_PE.sum()), 1))
 
@@ -94,21 +94,21 @@ class FeatureCounts:
     name: str
     #: "partial" or "leaky"
     routing: str
-    #: in how many sequences each feature went to each expert, (H, E) int64
+    #: number of sequences in which each feature went to each expert, (H, E) int64
     counts_HE: np.ndarray
     num_seqs: int = 0
 
     @property
     def shares_HE(self) -> np.ndarray:
-        """The share of the sequences in which a feature goes to each expert; rows sum to 1."""
+        """Return the share of the sequences in which a feature goes to each expert; rows sum to 1."""
         return self.counts_HE / max(self.num_seqs, 1)
 
     @property
     def agreement_H(self) -> np.ndarray:
-        """For each feature, the chance that two different sequences send it to the same expert; NaN for fewer than two.
+        """Return, for each feature, how often two different sequences send it to one expert; NaN for a single sequence.
 
-        ``sum_e n_e (n_e - 1) / (S (S - 1))`` over S sequences: 1 where a feature always goes to one expert, and 1/E on
-        average where every sequence draws a balanced assignment at random.
+        ``sum_e n_e (n_e - 1) / (S (S - 1))`` over S sequences: 1 if a feature always goes to one expert, and 1/E on
+        average if every sequence draws a balanced assignment at random.
         """
         num_pairs = self.num_seqs * (self.num_seqs - 1)
         if num_pairs == 0:
@@ -120,11 +120,11 @@ class FeatureCounts:
 class RoutingCounts:
     """The counts of all routed layers over a text."""
 
-    #: ids that are counted apart, by falling frequency, (P,)
+    #: ids that are counted individually, in decreasing order of frequency, (P,)
     pieces_P: np.ndarray
     #: how often each was fed, (P,)
     frequency_P: np.ndarray
-    #: tokens that were fed
+    #: number of tokens that were fed
     num_tokens: int
     num_seqs: int
     tokens: list[TokenCounts] = field(default_factory=list)
@@ -138,14 +138,14 @@ def count_routing(
     batch_tokens: int = 4096,
     seen: Callable[[ForwardContext], None] | None = None,
 ) -> RoutingCounts:
-    """Feed samples and count what goes where.
+    """Feed samples and count which tokens and features go to which expert.
 
-    The decoder routes as in evaluation, and from now on no expert of it drops a token, so that the counts do not depend
-    on what is fed together. A token is what is fed at a position (not what is to be predicted there).
+    The decoder routes as in evaluation. From now on, its experts drop no tokens, so that the counts do not depend on
+    how samples are batched. A token is the input at a position, not the prediction.
 
     Args:
         decoder: holding all experts; its mode is as before when this returns.
-        samples: to feed; those too short to predict anything are left out.
+        samples: to feed; those too short for a prediction are skipped.
         num_pieces: the most frequent ids that are counted one by one.
         batch_tokens: positions in a batch.
         seen: called with each forward pass's context.
@@ -187,11 +187,11 @@ def count_routing(
 
 
 class _Counter:
-    """Adds up what layers did.
+    """Sums the routing counts of layers.
 
     Args:
         decoder: whose layers are counted.
-        pieces_P: ids that are counted apart.
+        pieces_P: ids that are counted individually.
     """
 
     def __init__(self, decoder: Decoder, pieces_P: np.ndarray) -> None:
@@ -209,7 +209,7 @@ class _Counter:
                 self.features[module] = FeatureCounts(module.name, routing, counts_HE)
 
     def add(self, context: ForwardContext) -> None:
-        """Count a forward pass that is over."""
+        """Count a finished forward pass."""
         ids_N = context.tokens_Bn.flatten()
         if context.valid_Bn is not None:
             ids_N = ids_N[context.valid_Bn.flatten()]
@@ -236,7 +236,7 @@ class _Counter:
             affinity_NE = self.config.router_kind.affinities(observation.logits_NE).double()
             own_A = affinity_NE[plan.token_A, plan.expert_A]
             all_E, own_E = affinity_NE.sum(dim=0), _summed(num_experts, plan.expert_A, own_A)
-            # the rows of tokens, not of assignments: a token with two choices has one affinity to each expert
+            # rows are tokens, not assignments: a token with two choices has one affinity to each expert
             pieces_PE = _summed(len(counts.tokens_P), row_N[is_counted_N], affinity_NE[is_counted_N])
             names = ("affinity_E", "own_affinity_E", "affinity_PE")
             for name, new in zip(names, (all_E, own_E, pieces_PE), strict=True):

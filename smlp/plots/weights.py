@@ -1,4 +1,4 @@
-"""All pictures and numbers of one model: what ``smlp plot weights`` makes."""
+"""All pictures and numbers of one model, as made by ``smlp plot weights``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from smlp.plots.routing import FeatureCounts, RoutingCounts, TokenCounts, count_
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: layers of a kind that are drawn where nobody says which
+#: layers of a kind that are drawn by default
 MOST_LAYERS = 4
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The layers, heads and experts to draw; numbers are made of all of them.
+    """The layers, heads and experts to draw; numbers always cover all of them.
 
     Raises:
         UserError: of :meth:`check`.
@@ -38,7 +38,7 @@ class Choice:
     experts: Sequence[int] | str | None = None
 
     def check(self, decoder: Decoder) -> None:
-        """Raise UserError if a layer, or a head or expert, is named that the model does not have."""
+        """Raise UserError if a named layer, head or expert does not exist in the model."""
         config = decoder.config
         most = {"layers": config.num_layers, "experts": 1}
         most["experts"] = max([each.num_matrices for each in spatial_layers(decoder)], default=1)
@@ -69,14 +69,14 @@ class WeightPlots:
     """The numbers that were found and the pictures that were drawn."""
 
     layers: list[SpatialLayer]
-    #: of every head or expert, by layer number
+    #: numbers of every head or expert, by layer number
     filters: dict[int, list[FilterNumbers]]
-    #: None without a text, and for models without experts
+    #: None if there is no text, and for models without experts
     routing: RoutingCounts | None = None
     #: symbols of ``routing.pieces_P``
     symbols: list[str] = field(default_factory=list)
     figures: list[Path] = field(default_factory=list)
-    #: sentences about what is not drawn, and why
+    #: sentences that explain what is not drawn, and why
     left_out: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -116,15 +116,15 @@ def plot_weights(
         model_name: for titles.
         choice: which layers, heads and experts.
         file_format: "png" or "svg".
-        samples: of the text whose tokens are to be followed; none by default.
+        samples: of the text whose routing is counted; none by default.
         symbols: of the vocabulary, (V,); with samples.
         text: names the text in titles.
         num_pieces: pieces of the vocabulary in a map.
         seen: called with each forward pass's context.
 
     Raises:
-        UserError: matplotlib is missing, the choice names what there is not, nothing can be drawn, or a file cannot be
-            written.
+        UserError: matplotlib is missing, ``choice`` names something that does not exist, nothing can be drawn, or a
+            file cannot be written.
     """
     check_matplotlib()
     choice = choice or Choice()
@@ -144,7 +144,7 @@ def plot_weights(
 
 
 def refuse_nothing(decoder: Decoder, has_data: bool) -> None:
-    """Raise UserError, with the reason, for a model of which there is nothing to draw."""
+    """Raise UserError, with the reason, if there is nothing to draw for this model."""
     if spatial_layers(decoder) or (has_data and decoder.config.num_sparse_layers):
         return
     reason = (

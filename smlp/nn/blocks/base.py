@@ -1,6 +1,6 @@
-"""Base classes of blocks: the interface of modules, what the package has to know of them, and the stack.
+"""Base classes of blocks: the interface of modules, their description to the package, and the stack.
 
-A file of this folder holds one block whole: its module, checks, parameters, FLOPs, memory and registration.
+Each file of this folder holds one block: its module, checks, parameters, FLOPs, memory and registration.
 
 Letters: ``B`` sequences, ``n`` tokens of an input (n <= T), ``H`` embedding width, ``F`` feed-forward width.
 """
@@ -40,20 +40,20 @@ class Block(nn.Module):
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
         """Return the new x (B, n, H), and losses to add to that of training, by name.
 
-        What mixes the tokens of a sequence goes through :meth:`ForwardContext.by_sequences`, and keeps what later
-        positions need by :meth:`ForwardContext.remember`.
+        Functions that mix the tokens of a sequence are called through :meth:`ForwardContext.by_sequences`, and cache
+        values for later positions with :meth:`ForwardContext.remember`.
         """
         raise NotImplementedError
 
     def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
-        """Keep in ``context.state`` what later positions need of these, where this last block predicts nothing."""
+        """Cache in ``context.state`` what later positions need; called for the last block, if nothing is predicted."""
         self.forward(x_BnH, context)
 
 
 class DenseBlock(Block):
     """A sublayer that mixes the tokens (self-attention in a Transformer), then ``x + FFN(LN(x))``.
 
-    With ``layer_norm=after`` the second is ``LN(x + FFN(x))``.
+    With ``layer_norm=after`` the second sublayer is ``LN(x + FFN(x))``.
 
     Args:
         config: of the model.
@@ -80,7 +80,7 @@ class DenseBlock(Block):
 
 
 def feed_forward_costs(config: ModelConfig, layer: int) -> Component:
-    """Return the costs of a :class:`DenseBlock` beside its mixing: a norm, then F wide."""
+    """Return the costs of a :class:`DenseBlock` without its mixing: a norm and a feed-forward network of width F."""
     H, F = config.embed_dim, config.ffn_dim
     return Component(
         f"blocks.{layer}",
@@ -92,39 +92,39 @@ def feed_forward_costs(config: ModelConfig, layer: int) -> Component:
 
 
 def feed_forward_keeps(config: ModelConfig) -> float:
-    """Return how many numbers of each position a norm and a feed-forward network keep for the backward pass."""
+    """Return how many numbers a norm and a feed-forward network keep per position for the backward pass."""
     return 2 * config.embed_dim + LAYER_NORM_KEEPS + 2 * config.ffn_dim
 
 
 class BlockKind(ModelPart):
-    """Describes a block to the package, beside its module. Methods are given the whole model's configuration."""
+    """Describes a block to the package. Methods receive the whole model's configuration."""
 
     #: whether it has an sMoE: ``feature_routing`` then says whether a prefix chooses experts
     has_feature_moe: ClassVar[bool] = False
-    #: whether it has matrices over positions, which start as ``spatial_init_scale`` says
+    #: whether it has matrices over positions, initialised as ``spatial_init_scale`` says
     has_spatial_weights: ClassVar[bool] = False
     #: whether it can have its layer norms after the sublayers (``layer_norm=after``)
     can_norm_after: ClassVar[bool] = False
 
     @abstractmethod
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
-        """Build the module at a place of the stack.
+        """Build the module for a layer of the stack.
 
         Args:
             config: of the model.
-            layer_index: the place, from 0.
+            layer_index: position in the stack, from 0.
             ranks: who holds which experts; one process with all of them by default.
         """
 
     @abstractmethod
     def components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
-        """Return its parameters and its work for inputs of n tokens: together all that its module has and does."""
+        """Return all parameters of the module, and its work for inputs of n tokens."""
 
     def activations_per_position(self, config: ModelConfig) -> float:
-        """Return how many numbers are kept for the backward pass, for each position, to estimate memory.
+        """Return how many numbers are kept per position for the backward pass, to estimate memory.
 
         Raises:
-            UserError: it does not say.
+            UserError: the block does not define it.
         """
         raise UserError(f"{self.name} blocks do not say how much they keep: the memory of an update is unknown")
 

@@ -90,7 +90,7 @@ class SpatialGatingUnit(nn.Module):
             z2_Bnf = z2_Bnf * context.valid_Bn.unsqueeze(2)  # no token may see padding
         seen_Bmf, start = context.remember(self, z2_Bnf, self.heads.max_tokens)
         z1_Bnhc, seen_Bmhc = (z.unflatten(2, (self.num_heads, -1)) for z in (z1_Bnf, seen_Bmf))
-        # by head: flattened before the product, what comes of the projection need not lie in this order
+        # by head: if flattened before the product, the projection's output need not be contiguous in this order
         mixed_Bnf = self.heads.project(seen_Bmhc, start, z1_Bnhc if self.is_product else None).flatten(2)
         if attended_Bnf is not None:
             mixed_Bnf = mixed_Bnf + (z1_Bnf * attended_Bnf if self.is_product else attended_Bnf)
@@ -201,9 +201,9 @@ class GatedMLP(BlockKind):
 
     def activations_per_position(self, config: ModelConfig) -> float:
         f, a = _mixed_features(config), config.own("gmlp").attention_dim
-        # the norm's input and output, before and after the activation, normed part, gate, product
+        # input and output of the norm, input and output of the activation, normed part, gate, product
         kept = 2 * config.embed_dim + 2 * LAYER_NORM_KEEPS + 2 * config.ffn_dim + 3 * f + dropout_keeps(config)
-        # queries, keys and values, what they give and the sums of the softmax; what was attended to, and its product
+        # queries, keys, values, the heads' outputs and the softmax sums; then the projected output and its product
         return kept + (4 * a + 1 + 2 * f if a else 0)
 
     def ffn_multiple(self, config: ModelConfig) -> int:

@@ -57,7 +57,7 @@ def sparse_spatial_projection(
 
 
 def _by_sequence(sequence_A: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
-    """Return items as a table with a row for each sequence: their indices (S, M), and where there are any."""
+    """Return a table of items with a row for each sequence: their indices (S, M), and a mask of filled cells."""
     counts_S = torch.bincount(sequence_A, minlength=num_seqs)
     index_SM = sequence_A.new_zeros(num_seqs, int(counts_S.max()) if num_seqs else 0)
     index_SM[sequence_A, slots(sequence_A, num_seqs)] = torch.arange(sequence_A.numel(), device=sequence_A.device)
@@ -143,10 +143,10 @@ class GatedMLPExperts(nn.Module):
     def _remember(
         self, key_AC: Tensor, place_A2: Tensor, counts: list[int], context: ForwardContext
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return, for each expert, the places and gating features of all its tokens up to now, in order."""
+        """Return, for each expert, the positions and gating features of all its tokens so far, in order."""
         sequence_A, step_A = place_A2[:, 0], place_A2[:, 1] - context.start
         num_seqs, num_new, num_each = context.num_seqs, context.num_new_tokens, self.experts_per_token
-        # which of its token's experts, and whose key: 1 + the expert's row, or 0 where there is none
+        # column: rank of the expert among its token's choices; value: 1 + the expert's row, or 0 for none
         rank_A = slots(sequence_A * num_new + step_A, num_seqs * num_new)
         owner_A = torch.arange(1, len(counts) + 1, device=key_AC.device).repeat_interleave(
             torch.tensor(counts, device=key_AC.device)
@@ -164,7 +164,7 @@ class GatedMLPExperts(nn.Module):
 
 
 class PlacedTokenMoE(TokenMoE):
-    """A tMoE whose experts mix the tokens of a sequence, and so are told where their tokens stand."""
+    """A tMoE whose experts mix the tokens of a sequence and therefore receive the tokens' positions."""
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
         """Return the update (B, n, H) to add to x, and the router's auxiliary losses.
@@ -251,9 +251,8 @@ class GatedMLPMoE(BlockKind):
     def activations_per_position(self, config: ModelConfig) -> float:
         width, hidden = config.embed_dim, config.ffn_dim
         keys = config.experts_per_token * config.max_tokens / config.num_experts
-        # for each choice: input, normed input, before and after the activation; key, gate, and the product with it;
-        # the weights that are picked for its keys, and which of them are earlier ones; the output, which a weight
-        # multiplies
+        # for each choice: input, normed input, input and output of the activation; key, gate and their product;
+        # the spatial weights of its keys and their causal mask; the output, which a routing weight multiplies
         each = 2 * width + 2 * hidden + 3 * hidden / 2 + 1.25 * keys + width
         return width + config.experts_per_token * each + dropout_keeps(config)
 

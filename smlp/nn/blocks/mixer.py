@@ -91,7 +91,7 @@ class Mixer(BlockKind):
         yield feed_forward_costs(config, layer_index)
 
     def activations_per_position(self, config: ModelConfig) -> float:
-        # the norm's input and output; before and after the activation, D numbers of each feature for T positions
+        # input and output of the norm; input and output of the activation, D numbers for each feature, per T positions
         hidden = 2 * config.embed_dim * config.own("mixer").token_dim / config.max_tokens
         mixing = 2 * config.embed_dim + LAYER_NORM_KEEPS + hidden
         return mixing + feed_forward_keeps(config) + 2 * dropout_keeps(config)

@@ -82,7 +82,7 @@ class SparseMLP(SparseBlockKind):
         H, E, P, n = config.embed_dim, config.num_experts, config.prefix_tokens, num_tokens
         width = config.max_tokens - P
         read = {"deterministic": 0, "partial": P, "leaky": config.max_tokens}[config.feature_routing]
-        # a sequence that is all prefix passes through unrouted
+        # a sequence no longer than the prefix passes through unrouted
         routing = H * min(n, read) * E / n if n > P else 0
         yield Component(
             f"blocks.{layer_index}.mixing",
@@ -98,10 +98,10 @@ class SparseMLP(SparseBlockKind):
     def mixing_activations(self, config: ModelConfig) -> float:
         width, share = config.embed_dim, 1 - config.prefix_tokens / config.max_tokens
         norms = 2 * LAYER_NORM_KEEPS
-        gates = width if config.feature_experts == "gated" else 0  # what the features multiply
-        # the norms' inputs, and the second one's output in the experts' order
+        gates = width if config.feature_experts == "gated" else 0  # the gates that multiply the features
+        # inputs of the norms, and the second norm's output in the experts' order
         if config.feature_routing == "deterministic":
             return 3 * width + norms + gates
-        # the norms' inputs, what the router reads, and after the prefix: sorted features, and what probabilities
-        # multiply
+        # inputs of the norms, input of the router; after the prefix, sorted features and the values that routing
+        # probabilities multiply
         return 2 * width + norms + (1 - share) * width + share * (2 * width + gates)

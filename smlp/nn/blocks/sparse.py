@@ -38,7 +38,7 @@ class SparseBlock(Block):
     BASE routes x itself and has a norm of its own in each expert; the others route and transform ``LN(x)``.
 
     Args:
-        mixing: the sublayer before, with its residual.
+        mixing: the first sublayer, with its residual.
         token_moe: the sparse layer.
         norm: the layer norm before it, or the identity.
         dropout: after it.
@@ -66,14 +66,14 @@ class SparseBlockKind(BlockKind):
 
     @abstractmethod
     def mixing(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> nn.Module:
-        """Build the first of the two, from (x (B, n, H), context) to (B, n, H), with the residual."""
+        """Build the first sublayer, which maps (x (B, n, H), context) to (B, n, H), with the residual."""
 
     @abstractmethod
     def mixing_components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
-        """Return its parameters and work; the module is ``blocks.{layer_index}.mixing``."""
+        """Return parameters and work of the first sublayer, ``blocks.{layer_index}.mixing``."""
 
     def mixing_activations(self, config: ModelConfig) -> float:
-        """Return how many numbers it keeps, as :meth:`activations_per_position`."""
+        """Return how many numbers the first sublayer keeps, as :meth:`activations_per_position`."""
         return super().activations_per_position(config)
 
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
@@ -91,7 +91,7 @@ class SparseBlockKind(BlockKind):
 
 
 def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:
-    """Build the tMoE: feed-forward experts over tokens, those of this rank; of all in one process by default."""
+    """Build the tMoE: feed-forward experts over tokens, those of this rank; by default all experts."""
     ranks, name = ranks or one_process(config.num_experts), f"layer {layer_index} (tMoE)"
     experts = FeedForwardExperts(
         config.embed_dim,
@@ -107,14 +107,14 @@ def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None 
 
 
 def token_dispatcher(ranks: Ranks, name: str) -> TokenDispatcher:
-    """Build what moves the tokens of a layer. Nothing leaves a rank that holds all experts."""
+    """Build the dispatcher of a layer's tokens. A rank that holds all experts sends nothing."""
     if ranks.experts.size == 1:
         return LocalDispatcher()
     return TokenExchange(ranks.experts, ranks.layout, name)
 
 
 def router_costs(config: ModelConfig, layer: int) -> Iterator[Component]:
-    """Yield the costs of a block's router; nothing if it has nothing to learn and computes nothing."""
+    """Yield the costs of a block's router; nothing if it has no parameters and computes nothing."""
     kind = config.router_kind
     num_parameters, flops = kind.num_parameters(config), kind.flops_per_token(config)
     if num_parameters or flops:
@@ -123,7 +123,7 @@ def router_costs(config: ModelConfig, layer: int) -> Iterator[Component]:
 
 
 def _token_experts_costs(config: ModelConfig, layer: int) -> Component:
-    """Return the costs of feed-forward experts of tokens, with a norm each (as in BASE) or one for all."""
+    """Return the costs of feed-forward experts of tokens, with one norm per expert (as in BASE) or one for all."""
     H, F, E = config.embed_dim, config.ffn_dim, config.num_experts
     own_norm = config.router_kind.experts_as_in_base
     return Component(
@@ -140,9 +140,9 @@ def _token_experts_costs(config: ModelConfig, layer: int) -> Component:
 
 
 def _token_experts_keep(config: ModelConfig) -> float:
-    """Return how many numbers the tMoE keeps for each position, those of its router included."""
-    # for each choice the expert's input and what goes into its activation
+    """Return how many numbers the tMoE and its router keep per position."""
+    # for each choice, the inputs of the expert and of its activation
     kept = config.experts_per_token * (config.embed_dim + config.ffn_dim)
     if not config.router_kind.experts_as_in_base:
-        kept += config.embed_dim + LAYER_NORM_KEEPS  # what goes into the norm before
+        kept += config.embed_dim + LAYER_NORM_KEEPS  # input of the preceding norm
     return kept + config.router_kind.activations_per_position(config)

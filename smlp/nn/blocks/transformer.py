@@ -95,7 +95,7 @@ def _attention_costs(config: ModelConfig, layer: int, num_tokens: int) -> Compon
 
 
 def _attention_keeps(config: ModelConfig) -> float:
-    # the norm's input and output, queries, keys and values, what they give, the sum of each softmax
+    # input and output of the norm, queries, keys, values, the heads' outputs, the sum of each softmax
     return 6 * config.embed_dim + LAYER_NORM_KEEPS + config.num_heads
 
 
