@@ -11,7 +11,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Public names and where they live; looked up on first use, so that `import smlp` loads no torch.
+# Public names and their modules; resolved on first use, so that `import smlp` loads no torch.
 _LAZY = {
     "ModelConfig": "smlp.config",
     "MoEConfig": "smlp.config",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-#: begins each line of a message that lists several problems
+#: begins each line of a message with several problems
 _LIST_ITEM = "\n  "
 
 
@@ -23,7 +23,7 @@ def one_line(error: Exception | str) -> str:
 
 def out_of_memory(error: BaseException) -> str | None:
     """Return the sentence for an error of memory that ran out; None for another error."""
-    # torch on CPUs has no exception of its own for it
+    # torch has no exception class of its own for this on CPUs
     words = ("can't allocate memory", "out of memory", "size calculation overflowed")
     if not isinstance(error, MemoryError) and not (
         isinstance(error, RuntimeError) and any(part in str(error) for part in words)

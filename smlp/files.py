@@ -23,7 +23,7 @@ from smlp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Errors of network file systems that may pass; on a full disk a second attempt only loses time.
+# Errors of network file systems that may be temporary; on a full disk a second attempt would only lose time.
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT}
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 2.5
@@ -107,7 +107,7 @@ def read_bytes(path: str | Path) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
         content = b""
         if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
-            content = file.read(1)  # None where there is a writer that has not written yet
+            content = file.read(1)  # None if a writer has not written yet
             if content == b"":
                 raise OSError(errno.EPIPE, "nothing writes to this pipe", str(path))
         os.set_blocking(file.fileno(), True)
@@ -157,7 +157,7 @@ def check_writable(target: str | Path, option: str = "") -> None:
         os.stat(target.parent)
         _check_replaceable(target, named)
         with contextlib.suppress(FileNotFoundError):
-            os.stat(_temporary(target))  # its name is longer
+            os.stat(_temporary(target))  # the temporary name is longer
     except OSError as error:
         raise UserError(f"cannot write {named}: {error.strerror}") from None
     except ValueError as error:
@@ -205,7 +205,7 @@ def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> 
     try:
         yield
     finally:
-        if lock in _held:  # not in a process that was forked
+        if lock in _held:  # a forked process does not hold it
             with contextlib.suppress(OSError):
                 os.unlink(folder / _LOCK)
             _held.remove(lock)
@@ -232,11 +232,11 @@ def _opened_lock(path: Path) -> int:
         _held.add(lock)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(lock)):
-                with contextlib.suppress(OSError):  # on a full disk, only the message to others lacks it
+                with contextlib.suppress(OSError):  # on a full disk only the message to other processes is incomplete
                     os.ftruncate(lock, 0)
                     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
                 return lock
-        # Its previous owner has just removed the file: try again.
+        # The previous owner has just removed the file: try again.
         _held.remove(lock)
         os.close(lock)
 
@@ -253,7 +253,7 @@ def is_locked(folder: str | Path) -> bool:
     return False
 
 
-#: descriptors of the locks of this process
+#: descriptors of this process's locks
 _held: set[int] = set()
 
 
@@ -311,7 +311,7 @@ def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object
 
 def _temporary(target: Path) -> Path:
     """Return the name under which a file is written until it is complete."""
-    # The process id keeps ranks apart that save the same name at once, as fairseq does with crash.pt.
+    # The process id separates ranks that save the same name at once, as fairseq does with crash.pt.
     return target.with_name(f"{target.name}.{os.getpid()}.tmp")
 
 
@@ -328,7 +328,7 @@ def renamed_when_whole(temporary: Path, target: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    # The new name is on the disk only when the directory is. Some file systems cannot sync a directory.
+    # The new name is on disk only once the directory is synced, which some file systems cannot do.
     with contextlib.suppress(OSError):
         directory = os.open(target.parent, os.O_RDONLY)
         try:

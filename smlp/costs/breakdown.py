@@ -22,7 +22,7 @@ from smlp.parallel import spans
 from smlp.parallel.spans import BACKWARD, FORWARD, SEPARATOR, STAGES, split_name
 
 OTHER = "other"
-#: what an update consists of beside the stages of its sparse layers
+#: parts of an update other than the stages of sparse layers
 PARTS = _REST_OF_SPARSE, _DENSE, _ENDS, _, _, _ = (
     *("rest of sparse blocks", "dense blocks", "embedding, head and loss"),
     *(spans.REDUCTION, spans.OPTIMIZER, OTHER),
@@ -37,7 +37,7 @@ ALL_TO_ALL = "all-to-all"
 REST_OF_BLOCKS = "rest of blocks"
 REDUCTION = "gradients: reduce, clip"
 OTHER = "other"
-#: in the order of the table
+#: in the order of the table's rows
 COMPONENTS = (
     *(EMBEDDING, NORMS, PROJECTIONS, SPATIAL, SCORES, ROUTER, DISPATCH, EXPERTS, ALL_TO_ALL, REST_OF_BLOCKS, OUTPUT),
     *(spans.HEALTH, REDUCTION, spans.OPTIMIZER, OTHER),
@@ -63,7 +63,7 @@ _OF_RANGE = {
     **dict.fromkeys(("reduce-grads", "multiply-grads", "clip-grads"), REDUCTION),
     spans.OPTIMIZER: spans.OPTIMIZER,
 }
-#: where a component spends time: fields of :class:`ComponentCost`
+#: phases of a component, which are fields of :class:`ComponentCost`
 _PARTS_OF_TIME = ("forward", "backward", "neither")
 
 
@@ -74,7 +74,7 @@ class TimeRow(NamedTuple):
     place: str | tuple[str, str]
     #: one of :data:`COMPONENTS`
     component: str
-    #: FORWARD, BACKWARD (what is computed again included), or None outside both
+    #: FORWARD, BACKWARD (recomputation included), or None outside both
     phase: str | None
     seconds: float
 
@@ -173,7 +173,7 @@ class ComponentCost:
     """One component in all profiled updates of one rank."""
 
     component: str
-    #: seconds in the forward pass, in the backward pass (what is computed again included), and in neither
+    #: seconds in the forward pass, in the backward pass (recomputation included), and in neither
     forward: float
     backward: float
     neither: float

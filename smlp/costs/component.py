@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from smlp.config import ModelConfig
 
-# what multiply-adds are spent on, whichever component spends them
+# kinds of work that multiply-adds are spent on, in any component
 NORMS = "norms"
 PROJECTIONS = "dense projections"
 SPATIAL = "spatial"
@@ -22,12 +22,12 @@ ROUTER = "router"
 EXPERTS = "experts"
 OUTPUT = "output layer and loss"
 
-#: a kind of component that several blocks have
+#: a kind of component that several blocks share
 ATTENTION = "self-attention"
 
-#: multiply-adds of a layer norm for each element
+#: multiply-adds of a layer norm per element
 LAYER_NORM_FLOPS = 5
-#: numbers that a layer norm keeps of each position beside its input: mean and deviation
+#: numbers that a layer norm keeps per position in addition to its input: mean and deviation
 LAYER_NORM_KEEPS = 2
 
 
@@ -51,25 +51,25 @@ class Component:
 
     #: path of its module in the decoder, such as ``blocks.3.mixing``; ``decoder`` for the decoder itself
     name: str
-    #: index of its block in the stack; None for what belongs to no block
+    #: index of its block in the stack; None outside blocks
     layer: int | None
-    #: what it is, the name of a row in tables, or :data:`ROUTER`, which chooses experts for tokens: padding
-    #: is not routed and costs it nothing
+    #: its kind, which names a row in tables; :data:`ROUTER` chooses experts for tokens, and padding costs it
+    #: nothing
     kind: str
     #: parameters of one expert (all experts of a layer are alike)
     expert_params: int = 0
-    #: E, or 0 where there are no experts
+    #: E, or 0 if there are no experts
     num_experts: int = 0
     #: parameters that every rank holds
     other_params: int = 0
-    #: multiply-adds for each position of the batch, padding included, by what they are spent on; what is done once for
-    #: each sequence is shared among its n positions
+    #: multiply-adds per position of the batch, padding included, by kind of work; work done once per sequence is
+    #: divided among its n positions
     work: Mapping[str, float] = field(default_factory=dict)
-    #: positions of a sequence that are mixed, if it mixes some
+    #: number of positions of a sequence that it mixes, if any
     num_mixed: int = 0
-    #: multiply-adds for each (token, expert) pair; 0 where tokens are not routed
+    #: multiply-adds per (token, expert) pair; 0 if tokens are not routed
     flops_per_assignment: float = 0
-    #: k, experts that each token is due; 0 where tokens are not routed
+    #: k, nominal number of experts per token; 0 if tokens are not routed
     assignments_per_token: int = 0
     #: gMLP-MoE: multiply-adds for each ordered (query, key) pair of tokens of one sequence at one expert, the token
     #: with itself and later keys included; nominally a token has k*n/E keys at each of its experts

@@ -67,7 +67,7 @@ def counted_flops(model: Decoder | Encoder, num_seqs: int = 1, num_tokens: int |
     model.blocks = distinct
     try:
         forward = _Forward(model, num_seqs, num_tokens)
-        with _MetaAndNumbers(), TracedConvolutions(), reference_ops():  # what the convention counts: the dense products
+        with _MetaAndNumbers(), TracedConvolutions(), reference_ops():  # by convention, dense products are counted
             analysis = prepare(FlopCountAnalysis(forward, (tokens_Bn,)))
             flops = by_component(analysis.by_module())
             unknown = unknown_operators(analysis)
@@ -139,7 +139,7 @@ def balanced_routing(decoder: Decoder, num_seqs: int, num_tokens: int) -> Forwar
             context.plans[layer] = plan
         elif isinstance(layer, RoutedFeatureMoE):
             context.plans[layer] = expert_BH
-    # A mask, although nothing is padded: from it gMLP-MoE learns the places of its tokens as numbers.
+    # A mask, although nothing is padded: gMLP-MoE reads its tokens' positions from it as numbers.
     if any(isinstance(block, GatedMLPMoEBlock) for block in decoder.blocks):
         context.valid_Bn = torch.ones(num_seqs, num_tokens, dtype=torch.bool)
     return context
@@ -170,7 +170,7 @@ class _MetaAndNumbers(TorchDispatchMode):
         kwargs = kwargs or {}
         on_meta = {tensor.is_meta for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         if len(on_meta) == 2:
-            if func is torch.ops.aten.index.Tensor:  # how many rows a mask selects, only its numbers tell
+            if func is torch.ops.aten.index.Tensor:  # the number of selected rows depends on the mask's values
                 args = (args[0], [place for index in args[1] for place in _places(index)])
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         return func(*args, **kwargs)

@@ -32,7 +32,7 @@ PAPER_WORLD_SIZE = 32
 
 EMBEDDING = "embedding and head"
 MASKED_HEAD = "masked LM head"
-#: positions of a text that a masked language model is asked for (Devlin et al., 2019)
+#: share of positions that a masked language model predicts (Devlin et al., 2019)
 MASKED_SHARE = 0.15
 
 
@@ -45,11 +45,11 @@ def num_masked(num_tokens: int) -> int:
 class Parameters:
     """Numbers of parameters."""
 
-    #: of the experts that live on one rank
+    #: parameters of the experts on one rank
     expert_per_rank: int
-    #: that every rank holds
+    #: parameters that every rank holds
     other: int
-    #: of the whole model, every expert counted once
+    #: parameters of the whole model, each expert counted once
     total: int
 
 

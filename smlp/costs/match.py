@@ -32,17 +32,17 @@ FAMILIES = (
     "hash_lm",
 )
 _SIZES = ("", "_tiny", "_large")
-#: largest difference from the target, relative
+#: largest relative difference from the target
 TOLERANCE = 0.005
 #: feed-forward widths are multiples of this
 FFN_STEP = 8
-#: how far the feed-forward width may move, relative, where whole layers do not do
+#: largest relative change of the feed-forward width if whole layers are too coarse
 FFN_RANGE = 0.25
-#: how far the share of sparse layers may move from the preset's so that the feed-forward width need not
+#: largest change of the preset's share of sparse layers that is preferred to a change of the feed-forward width
 SHARE_RANGE = 0.05
-#: and how far at all
+#: largest change of that share at all
 WIDEST_SHARE_RANGE = 0.15
-#: deeper models are not looked for
+#: deeper models are not tried
 MAX_LAYERS = 500
 
 
@@ -50,9 +50,9 @@ MAX_LAYERS = 500
 class Match:
     """The settings that were found for a family."""
 
-    #: the preset that the settings are told apart from
+    #: the preset that the settings are compared with
     arch: str
-    #: where the search began: that preset with the settings that all families share
+    #: start of the search: the preset with the settings that all families share
     start: ModelConfig
     config: ModelConfig
     #: X

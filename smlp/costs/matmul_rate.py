@@ -9,7 +9,7 @@ from torch import Tensor
 
 from smlp.ops import linear
 
-#: sides of the square products: doubled from the first to at most the largest, as long as the time allows
+#: sides of the square matrices: doubled from the first up to the largest, as time allows
 _FIRST_SIZE, _LARGEST_SIZE = 256, {"cpu": 2048, "cuda": 8192}
 
 
@@ -33,7 +33,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.25)
         left = end - time.perf_counter()
         if left <= times[-1]:
             return 2 * size**3 / min(times)
-        # twice the size is eight times the work; a first call and at least three more should fit
+        # twice the size is eight times the work; a warm-up call and at least three more should fit
         if 2 * size <= _LARGEST_SIZE[device.type] and 4 * 8 * times[-1] < left:
             size, times = 2 * size, []
             factors = _factors(device, dtype, size)

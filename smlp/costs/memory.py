@@ -92,7 +92,7 @@ def check_training(config: ModelConfig, world_size: int = 1) -> None:
         UserError: the message has the sizes.
     """
     weights, present = _weight_bytes(config, world_size), memory_bytes()
-    total = 4 * weights  # a gradient and two moments for each
+    total = 4 * weights  # weight, gradient and two moments
     if total > present:
         raise UserError(
             f"the weights of this model take {weights / 2**30:,.0f} GiB, with gradients and moments of Adam "
@@ -114,6 +114,6 @@ def activations_per_position(config: ModelConfig) -> float:
         ).activations_per_position(config)
         for layer in range(config.num_layers)
     )
-    # the norm's input and output, and logits
+    # input and output of the norm, and logits
     head = 2 * config.embed_dim + LAYER_NORM_KEEPS + config.vocab_size
     return dropout_keeps(config) + blocks + head

@@ -25,7 +25,7 @@ TOLERATED_SHARE = 1e-3
 _ELEMENTWISE = "a few operations for each element, which the convention does not count"
 _MOVES = "moves or makes data, no arithmetic"
 _INDICES = "integers about routing, not features"
-#: operators that fvcore does not know and that count as 0, and why
+#: operators that fvcore does not know and that count as 0, with the reason
 FREE = {
     **dict.fromkeys(("add", "sub", "mul", "div", "neg", "clamp_min", "sum", "linalg_vector_norm"), _ELEMENTWISE),
     **dict.fromkeys(("gelu", "silu", "sigmoid", "softmax"), _ELEMENTWISE),
@@ -49,7 +49,7 @@ def _attention(inputs: list[Any], outputs: list[Any]) -> int:
 HANDLES = {
     "aten::baddbmm": _baddbmm,
     "aten::scaled_dot_product_attention": _attention,
-    # the gain and offset of layer norms of many experts at once: what an affine norm costs above a plain one
+    # gain and offset of several experts' layer norms: the extra cost of an affine norm
     "aten::addcmul": elementwise_flop_counter(0, 1),
 }
 

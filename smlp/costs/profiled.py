@@ -30,9 +30,9 @@ _CLIP_NORM = 1.0
 class Measured:
     """The measurements of one rank."""
 
-    #: of each update without a profiler
+    #: seconds of each update without a profiler
     seconds: list[float]
-    #: of as many updates with one, which makes them slower
+    #: seconds of as many updates with a profiler, which slows them down
     costs: Costs
 
 
@@ -52,7 +52,7 @@ def measure(
     torch.manual_seed(1)
     trainer = _Trainer(config, ranks, device)
     generator = torch.Generator().manual_seed(ranks.layout.rank)
-    # every id but that of padding
+    # every id except padding
     tokens_BT = torch.randint(config.vocab_size - 1, (num_seqs, config.max_tokens), generator=generator)
     tokens_BT = (tokens_BT + (tokens_BT >= config.padding_idx)).to(device)
     for _ in range(WARM_UP):

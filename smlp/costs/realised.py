@@ -29,15 +29,15 @@ class Work:
     tokens: float = 0
     #: all positions of the batch, padding included
     positions: float = 0
-    #: of one forward pass over the tokens: each one with the k experts that it is due, at equal loads
+    #: one forward pass over the tokens, with k experts per token and equal loads
     nominal_flops: float = 0
-    #: what was done, recomputation included
+    #: work actually done, recomputation included
     realised_flops: float = 0
-    #: the part of ``realised_flops`` that did the blocks' forward pass a second time
+    #: the part of ``realised_flops`` that recomputed the blocks' forward pass
     recomputed_flops: float = 0
-    #: the part of ``nominal_flops`` that experts over tokens do
+    #: the token experts' part of ``nominal_flops``
     nominal_expert_flops: float = 0
-    #: what they did, recomputation left out
+    #: the token experts' actual work, without recomputation
     realised_expert_flops: float = 0
 
     def to_tensor(self) -> Tensor:

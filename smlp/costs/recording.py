@@ -29,10 +29,10 @@ from smlp.parallel.spans import SEPARATOR, UPDATE, span
 @contextmanager
 def recording(model: Decoder, device: torch.device) -> Iterator[profile]:
     """Profile what is done while this context is open, with the parts of the model named."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its own starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's messages about its own starts and stops
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # what came before is not to be seen
+        torch.cuda.synchronize(device)  # exclude earlier work
     with named_parts(model), profile(activities=activities) as recorded:
         yield recorded
 
@@ -58,16 +58,16 @@ def trace_of(recorded: profile, path: Path | None = None) -> dict[str, Any]:
         recorded.export_chrome_trace(str(written))
         try:
             trace = json.loads(written.read_text(encoding="utf-8"))
-        except json.JSONDecodeError:  # torch says nothing of a write that failed
+        except json.JSONDecodeError:  # torch does not report failed writes
             raise OSError(errno.ENOSPC, "the trace was cut short (is the disk full?)", str(written)) from None
         if path is not None:
             copy_whole(written, path)
         return trace
 
 
-#: endings of the names of ranges around whole blocks
+#: suffixes of the names of ranges around whole blocks
 DENSE_BLOCK, SPARSE_BLOCK = ", dense block", ", sparse block"
-#: what modules inside blocks are; of nested ones the inner one counts
+#: kinds of modules inside blocks; of nested modules, the inner one counts
 MODULE_PARTS = {
     nn.LayerNorm: NORMS,
     nn.Linear: PROJECTIONS,
@@ -93,7 +93,7 @@ def named_parts(model: Decoder) -> Iterator[None]:
             open_spans.pop().__exit__(None, None, None)
 
         handles.append(module.register_forward_pre_hook(enter))
-        # also where recomputation stops half-way, which it does by an exception
+        # also when recomputation stops early, which it does by an exception
         handles.append(module.register_forward_hook(leave, always_call=True))
 
     for index, block in enumerate(model.blocks):
@@ -114,7 +114,7 @@ def _part_of(module: nn.Module) -> str | None:
     return next((part for kind, part in MODULE_PARTS.items() if isinstance(module, kind)), None)
 
 
-#: entries that only join others by arrows
+#: entries that only draw arrows between others
 _ARROWS = ("s", "t", "f")
 
 
@@ -127,7 +127,7 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = path.with_name(f"{path.name}.tmp")  # a killed run's is written over
+        self._temporary = path.with_name(f"{path.name}.tmp")  # a killed run's file is overwritten
         self._file: Any = None
         self._num_arrows = 0
 
@@ -142,7 +142,7 @@ class TraceFile:
             self._file = gzip.open(self._temporary, "wt", compresslevel=5, encoding="utf-8")  # noqa: SIM115
             head = {key: value for key, value in trace.items() if key not in ("traceEvents", "traceName")}
             self._file.write(json.dumps({**head, "traceEvents": []}).removesuffix("]}") + "\n")
-        # each profile counts its arrows from one
+        # each profile numbers its arrows from one
         last = self._num_arrows
         lines = []
         for entry in trace["traceEvents"]:

@@ -21,7 +21,7 @@ from smlp.parallel.spans import BACKWARD, FORWARD, UPDATE
 
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
 _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-#: who is believed where several are busy at a moment
+#: precedence if several are busy at the same time
 _MAIN_THREAD, _BACKWARD_THREAD, _COMMUNICATION, _COMPUTATION = range(4)
 
 #: what a piece of time belongs to, by as many classifications as the caller has; None where one of them knows nothing
@@ -42,7 +42,7 @@ class Event:
     sequence: int | None
     external_id: int | None
     parent: Event | None = field(default=None, repr=False)
-    #: the pass that it is a part of
+    #: the pass that it belongs to
     phase: str | None = None
 
     @classmethod
@@ -91,9 +91,9 @@ class TraceTimeline:
         self.busy_on_cpu = [event for event in on_cpu if event.thread == self.main or event.thread in backward]
         self.on_device = [event for event in events if event.category in _DEVICE_CATEGORIES]
         self.by_external_id = {event.external_id: event for event in on_cpu if event.external_id is not None}
-        #: the forward operation of a sequence number: the last one to begin with it makes the backward node
+        #: forward operation by sequence number; the last one to begin with it creates the backward node
         self.forward: dict[int, Event] = {}
-        #: what the backward pass did just before its gradients are added to a parameter's
+        #: the backward operation just before its gradients are accumulated into a parameter's
         self.before: dict[Event, Event] = {}
         self.found: dict[Event, Claim] = {}
         for thread, own in by_thread.items():
@@ -156,7 +156,7 @@ class TraceTimeline:
         events = [(rank, event) for rank, event in events if event.end > start and event.start < end]
         events.sort(key=lambda item: (item[1].start, -item[1].end))
         moments = sorted({start, end, *(t for _, e in events for t in (e.start, e.end) if start < t < end)})
-        # the busiest first: by rank, then the last to begin, then the innermost
+        # in order of precedence: by rank, then the last to begin, then the innermost
         active: list[tuple[int, float, int, Event]] = []
         totals: Counter[Event] = Counter()
         position = 0

@@ -32,7 +32,7 @@ def settle_criterion(args: Any, arch: str) -> None:
     elif asked == _DEFAULT:
         args.criterion = OURS
     elif asked not in (None, OURS):
-        # the dictionary, which is not loaded yet, plays no part in it
+        # the dictionary is not loaded yet, and does not matter here
         reason = needs_ours(from_training_options(arch, vars(args), vocab_size=2, padding_idx=1))
         if reason:
             raise UserError(f"--criterion {asked} cannot train --arch {arch}: {reason}; leave --criterion out")

@@ -36,7 +36,7 @@ _AUX = "aux_"
 class MoECrossEntropyConfig(CrossEntropyCriterionConfig):
     """Options of the criterion; those without a help text are settings of other parts of fairseq."""
 
-    # fairseq knows typing.Optional, not `|`
+    # fairseq understands typing.Optional but not `|`
     router_health_file: Optional[str] = field(  # noqa: UP045
         default=None,
         metadata={"help": f"file for the router-health record, JSON lines (default: SAVE_DIR/{HEALTH_FILE})"},
@@ -57,9 +57,9 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
     in the loss nor in ``ntokens`` and ``sample_size``. With neither this is fairseq's ``cross_entropy``.
     """
 
-    # Fairseq hands the summed logging outputs to a function of the class, which knows no instance. So the instance
-    # whose forward passes were just observed leaves its recorder here, and `reduce_metrics`, which follows in the same
-    # update of the same process, takes it away. On all ranks: each keeps the choices of its own probe set.
+    # Fairseq passes the summed logging outputs to a class method, which has no access to the instance. The instance
+    # therefore leaves its recorder here after the observed forward passes, and `reduce_metrics` takes it in the same
+    # update. This happens on all ranks, each of which keeps the choices of its own probe set.
     _reporting: ClassVar[HealthRecorder | None] = None
 
     def __init__(
@@ -113,7 +113,7 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
             target_Bn[:, :prefix] = self.padding_idx
             is_token_Bn = target_Bn != self.padding_idx
             num_tokens, num_seqs = int(is_token_Bn.sum()), int(is_token_Bn.any(dim=1).sum())
-        if core_of(model) is None:  # a model of fairseq's, whose outputs need not be logits
+        if core_of(model) is None:  # a fairseq model, whose outputs need not be logits
             loss, _ = self.compute_loss(model, net_output, sample, reduce=reduce)
         else:
             losses_Bn = token_losses(net_output[0], target_Bn, ignored=self.padding_idx)
@@ -179,7 +179,7 @@ def _repeat_health() -> None:
     """Log the figures of the last record again: a meter without a value in an epoch would be shown as None."""
     everything = metrics.get_meters("default")
     if not any(meters is everything for meters in metrics.get_active_aggregators()):
-        return  # validation, which has its own
+        return  # validation has its own
     for key in (*LOGGED, REALISED):
         if key in everything and everything[key].val is not None:
             metrics.log_scalar(key, everything[key].val, weight=0, priority=600, round=3)

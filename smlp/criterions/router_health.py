@@ -19,7 +19,7 @@ from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import ForwardContext
 
-#: what fairseq's logs get, however many layers and experts there are: names there, and in the pooled record
+#: figures in fairseq's logs, for any number of layers and experts: name there, name in the pooled record
 LOGGED = {
     "router_load_cv": "load_cv",
     "router_min_over_mean": "min_over_mean",
@@ -55,7 +55,7 @@ class HealthRecorder:
         self.layers = [module for module in decoder.modules() if isinstance(module, TokenMoE | RoutedFeatureMoE)]
         self.probe_Bn = tokens_Bn[: max(1, _PROBE_TOKENS // tokens_Bn.size(1))].clone()
         self._update: int | None = None
-        # first choices of the probe set's items, (M,) for each layer: at the update reported before, and at this one
+        # first choices of the probe set's items, (M,) per layer: at the previous report and at this one
         self._before: list[Tensor] | None = None
         self._now: list[Tensor] | None = None
 
@@ -75,7 +75,7 @@ class HealthRecorder:
         parts = [realised_work(self.decoder, context).to_tensor().to(device)]
         for index, layer in enumerate(self.layers):
             observation = context.observations.get(layer)
-            if observation is None:  # a layer that passed everything through
+            if observation is None:  # the layer routed nothing
                 parts.append(torch.zeros(num_sums(num_experts), dtype=torch.double, device=device))
                 continue
             probe = None if self._before is None else (self._before[index], self._now[index])

@@ -1,6 +1,6 @@
 """Measure trained models: perplexity, invariants, and the paper's zero-shot tasks."""
 
-#: fairseq's ``--sample-break-mode``: how a text is cut into samples
+#: values of fairseq's ``--sample-break-mode``: how a text is cut into samples
 BREAK_MODES = ("none", "complete", "complete_doc", "eos")
-#: what ends a document: an empty line, or every line
+#: end of a document: an empty line, or every line
 DOCUMENTS = ("empty-line", "line")

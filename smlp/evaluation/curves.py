@@ -92,7 +92,7 @@ def curve_of(records: Iterable[Mapping[str, Any]], name: str, subset: str = "val
     return TrainingCurve(name, _ordered(points[""] or points["train_"]), _ordered(points[f"{subset}_"]))
 
 
-#: how the names of numbers end that are read from a log
+#: suffixes of the names of numbers read from a log
 _NUMBERS = ("loss", "ups", "wps", "wpb", "wall", "data_wait", "mem_gb", "mfu")
 
 
@@ -102,7 +102,7 @@ def log_record(line: str) -> dict[str, Any]:
         return {}
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # the configuration, which is a Python literal, or a line cut short
+    except (ValueError, RecursionError):  # the configuration (a Python literal) or a truncated line
         return {}
     return record if _has_numbers(record) else {}
 
@@ -155,7 +155,7 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
         axes.axhline(perplexity, color=_BASELINE_COLOUR, linewidth=1, linestyle=(0, (5, 3)))
         axes.annotate(
             f"{name}: {perplexity:,.0f}",
-            (0.1 * right, perplexity),  # where curves are still above the lines that they may come to
+            (0.1 * right, perplexity),  # the curves are still above the baselines here
             xytext=(0, -3),
             textcoords="offset points",
             va="top",

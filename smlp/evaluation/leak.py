@@ -23,8 +23,8 @@ from smlp.moe.plan import RoutingPlan
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import ForwardContext
 
-#: largest change that rounding explains, as a share of the largest logit: a matrix product may sum in another order
-#: when an expert gets another number of tokens
+#: largest change due to rounding, as a share of the largest logit: matrix products may sum in a different order if an
+#: expert receives a different number of tokens
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -36,13 +36,13 @@ class LeakReport:
     dtype: torch.dtype
     #: largest absolute change of a logit at a position < t
     largest_change: float
-    #: largest absolute logit, which rounding errors scale with
+    #: largest absolute logit; rounding errors scale with it
     largest_logit: float
     #: t at which it was found
     position: int
-    #: share of the tokens before the changed ones that went to other experts, over all token-routed layers and all t
+    #: share of unchanged earlier tokens that went to other experts, over all token-routed layers and all t
     rerouted: float
-    #: whether this mode is known to let later tokens act, by design of a router
+    #: whether later tokens affect earlier ones in this mode by design of the router
     expected: bool
 
     @property

@@ -17,7 +17,7 @@ from smlp.nn.decoder import Decoder
 from smlp.parallel import connect, cut_state
 
 BATCH_SIZES = (1, 8)
-#: largest relative difference of losses that rounding explains
+#: largest relative difference of losses due to rounding
 TOLERANCE = 1e-5
 
 
@@ -32,7 +32,7 @@ class ParityCell:
     batch_size: int
     #: mean over the scored tokens, in nats
     loss: float
-    #: share of the choices of experts that were dropped
+    #: share of the tokens' expert choices that were dropped
     dropped_share: float
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from smlp.errors import UserError
 from smlp.files import read_text
 
-#: a loss above so many bits has no finite perplexity: a float would hold some more, but not sums of a few of them
+#: losses above this many bits have no finite perplexity; below it, even sums of a few perplexities fit into a float
 _MOST_BITS = 1000.0
 
 

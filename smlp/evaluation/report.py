@@ -25,7 +25,7 @@ _SHOWN_WORDS = 8
 class TextSizes:
     """Words and bytes by token: to be added up over tokens that were scored."""
 
-    #: whether they are of the original text; otherwise of the decoded tokens
+    #: whether they were counted in the original text instead of the decoded tokens
     of_original: bool
     words_N: np.ndarray
     bytes_N: np.ndarray
@@ -74,7 +74,7 @@ def decoded_sizes(stream: BinarizedTokens, tokenizer: Tokenizer) -> TextSizes:
     after_space_N = line_start_N.copy()
     after_space_N[1:] |= ends_in_space_V[number_N[:-1]]
     is_end_N = stream.tokens == Vocabulary.eos
-    # where the tokenizer strips lines, decoded ones have no space at their start
+    # if the tokenizer strips lines, decoded lines have no leading space
     bytes_N = bytes_V[number_N] - leading_V[number_N] * (line_start_N & ~is_end_N)
     words_N = starts_inside_V[number_N] + (begins_with_word_V[number_N] & after_space_N)
     return TextSizes(False, words_N, bytes_N)
@@ -119,7 +119,7 @@ class Evaluation:
 
     stream: BinarizedTokens
     log_probs_N: np.ndarray
-    #: words and bytes; of the original text only where every token was scored
+    #: words and bytes; of the original text only if every token was scored
     sizes: TextSizes
 
     @property
@@ -176,7 +176,7 @@ def _perplexity(nll: float, num_tokens: int, num_words: int, num_lines: int, num
     return Perplexity(nll, num_tokens, TextSize(num_words, num_lines, num_bytes))
 
 
-#: names in JSON of what a perplexity counts and of what it says
+#: JSON names of a perplexity's unit, and of its value
 _COUNTS = {"tokens": "num_tokens", "words": "num_words", "line_ends": "num_lines", "bytes": "num_bytes"}
 _RATES = {
     "nats_per_token": "nats_per_token",

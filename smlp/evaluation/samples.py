@@ -24,17 +24,17 @@ class Cutting:
         UserError: the numbers do not fit each other; the message names fairseq's options.
     """
 
-    #: T, positions that the model can take
+    #: T, the model's context
     max_tokens: int
     #: fairseq's ``--tokens-per-sample``: tokens of a sample, its context included
     tokens_per_sample: int
     #: one of :data:`smlp.evaluation.BREAK_MODES`
     break_mode: str = "none"
-    #: fairseq's ``--context-window``: so many tokens before a sample are fed with it, as far as there are any
+    #: fairseq's ``--context-window``: the number of preceding tokens fed with a sample, as far as available
     context_window: int = 0
     #: leading positions of each input that a model does not predict
     prefix: int = 0
-    #: what a sample begins with: ``</s>``, or ``<s>``, which then stands before it
+    #: start symbol of a sample: ``</s>``, or ``<s>``, which is then prepended
     start_token: int = Vocabulary.eos
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Samples:
 
     #: ids fed, (M,)
     sources_M: np.ndarray
-    #: what follows each, (M,)
+    #: the token after each, (M,)
     targets_M: np.ndarray
     #: which token of the stream each target is, (M,); -1 at symbols that stand before samples
     places_M: np.ndarray
@@ -150,7 +150,7 @@ def cut(tokens_N: np.ndarray, lengths_L: np.ndarray, cutting: Cutting) -> Sample
         lengths_L: of the lines (L,), which sum to N.
         cutting: how.
     """
-    # fairseq takes the room for the context from the samples
+    # fairseq shortens samples to make room for the context
     size = cutting.tokens_per_sample - cutting.context_window
     bounds_S2 = block_bounds(lengths_L, cutting.break_mode, size)
     size_S = bounds_S2[:, 1] - bounds_S2[:, 0]

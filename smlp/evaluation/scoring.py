@@ -47,7 +47,7 @@ class Choices:
 class Scores:
     """The scores of a stream, after its samples have been scored."""
 
-    #: natural log-probability of each token, (N,) float32; NaN where it was not scored
+    #: natural log-probability of each token, (N,) float32; NaN for tokens that were not scored
     log_probs_N: np.ndarray
     choices: Choices = field(default_factory=Choices)
 

@@ -33,7 +33,7 @@ from smlp.parallel import (
     reduce_expert_gradients,
 )
 
-#: architectures that are compared: features and tokens by all-to-all, learnt and balanced routing, dropped tokens
+#: architectures to compare: all-to-all of features and tokens, learned and balanced routing, dropped tokens
 ARCHS = ("smlp_tiny", "smlp_partial_tiny", "switch_lm_tiny", "base_lm_tiny")
 _SIZES = {"vocab_size": 40, "max_tokens": 12, "ffn_dim": 16, "num_heads": 2, "num_dense_layers": 2}
 _TOLERANCE = 1e-9

@@ -25,7 +25,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.tokenizer = tokenizer
-        #: what every training sample began with: ``</s>``, or ``<s>`` after training with --add-bos-token
+        #: first token of every training sample: ``</s>``, or ``<s>`` after training with --add-bos-token
         self.start_token = start_token
 
     @property

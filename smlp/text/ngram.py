@@ -20,7 +20,7 @@ import numpy as np
 from smlp.errors import UserError
 
 NUM_DISCOUNTS = 3  # for counts 1, 2, and 3 or more
-DEFAULT_DISCOUNT = 0.75  # where a text is too small to estimate one
+DEFAULT_DISCOUNT = 0.75  # if a text is too small to estimate one
 
 
 @dataclass(frozen=True)

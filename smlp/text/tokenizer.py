@@ -14,7 +14,7 @@ from smlp.errors import UserError
 from smlp.text.tokenizer_files import DICTIONARY, Vocabulary, find_tokenizer
 from smlp.text.tokenizer_kinds import kind_of
 
-#: what a line break becomes: ``</s>``, or a space
+#: replacement of a line break: ``</s>``, or a space
 NEWLINES = ("eos", "space")
 _LINE_BREAKS = str.maketrans("\n\r", "  ")
 

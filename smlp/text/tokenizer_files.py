@@ -16,11 +16,11 @@ from smlp.files import read_text
 DICTIONARY = "dict.txt"
 #: what stands for a token that a masked language model restores
 MASK = "<mask>"
-SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # of every dictionary, before the first line of its file
+SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # in every dictionary, before the entries of its file
 MASK = "<mask>"  # stands for a token that a masked language model restores
 SENTENCEPIECE_MODEL = "sentencepiece.model"
 ENCODER_JSON, VOCAB_BPE = "encoder.json", "vocab.bpe"
-#: all files of a tokenizer, by the one that names it
+#: all files of a tokenizer, by the file that identifies it
 TOKENIZERS = {SENTENCEPIECE_MODEL: (SENTENCEPIECE_MODEL,), ENCODER_JSON: (ENCODER_JSON, VOCAB_BPE)}
 TOKENIZER_FILES = tuple(name for names in TOKENIZERS.values() for name in names)
 

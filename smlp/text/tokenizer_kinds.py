@@ -138,7 +138,7 @@ class ByteLevelBPE:
         ids, merges = read_encoder(encoder_json), read_merges(encoder_json.with_name(VOCAB_BPE))
         try:
             model = tokenizers.models.BPE(vocab=ids, merges=merges)
-        except Exception as error:  # the library has no narrower one
+        except Exception as error:  # the library has no narrower exception
             raise UserError(f"{encoder_json} and {VOCAB_BPE} beside it do not fit each other ({error})") from None
         self._model = tokenizers.Tokenizer(model)
         self._model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

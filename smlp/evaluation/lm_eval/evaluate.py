@@ -32,14 +32,14 @@ from smlp.evaluation.zeroshot.readers import (
 from smlp.evaluation.zeroshot.rules import best_f1, exact_match
 from smlp.evaluation.zeroshot.templates import example
 
-#: no network, too few examples, a mistake in somebody's task
+#: missing network, too few examples, an error in a user's task
 _THEIRS = (
     *(OSError, ValueError, AssertionError, ImportError, LookupError, ArithmeticError),
     *(jinja2.TemplateError, DatasetsError),
 )
 
 
-#: name here: file of the harness's task, below its folder of tasks
+#: by our name, the file of the harness's task in its folder of tasks
 _DEFINITIONS = {
     "copa": "super_glue/copa/default.yaml",
     "piqa": "piqa/piqa.yaml",
@@ -98,7 +98,7 @@ def evaluate(
         )
         paths = [folder] if include_path is None else [folder, str(include_path)]
         manager = _tasks_in(paths, include_defaults=False)
-        if not set(tasks) <= set(manager.all_tasks):  # only now its own: thousands of files
+        if not set(tasks) <= set(manager.all_tasks):  # its own tasks are thousands of files
             manager = _tasks_in(paths, include_defaults=True)
         unknown = sorted(set(tasks) - set(manager.all_tasks))
         if unknown:
@@ -151,7 +151,7 @@ def _tasks_in(paths: Sequence[str], include_defaults: bool) -> TaskManager:
     """
     try:
         return TaskManager(include_path=list(paths), include_defaults=include_defaults)
-    except Exception as error:  # whatever it makes of somebody's YAML: no code of this package runs in it
+    except Exception as error:  # any error in a user's YAML; no code of this package runs here
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise UserError(
             f"lm-evaluation-harness cannot read the tasks in {paths[-1]} ({type(error).__name__}: {reason})"

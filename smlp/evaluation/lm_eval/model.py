@@ -93,7 +93,7 @@ class HarnessModel(TemplateLM):
         self.newline = newline
         self.fill_prefix = fill_prefix
         self.batch_tokens = batch_tokens
-        #: records whose contexts were cut on the left, and with continuations that begin within the model's prefix
+        #: records whose contexts were cut on the left, and records whose continuations begin within the model's prefix
         self.num_truncated = self.num_partly_scored = 0
         #: called before anything is scored or written; may be set
         self.begins: Callable[[], None] = lambda: None
@@ -279,7 +279,7 @@ class HarnessModel(TemplateLM):
         self, contexts: Sequence[str], order: WritingOrder, writer: TextWriter
     ) -> Iterator[tuple[int, list[str]]]:
         """Yield the number of a context, and the texts that are written after it; in no particular order."""
-        # the last new token is read only where it may be followed by the end of a text
+        # the last new token is only fed if the end of a text may follow
         room = self.max_length - writer.limits.max_tokens - ("beam" in order.method)
         prompts = []
         for context in contexts:

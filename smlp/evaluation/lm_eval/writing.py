@@ -9,7 +9,7 @@ from typing import Any
 from smlp.errors import UserError
 from smlp.inference.generation.continuations import StopStrings
 
-#: names under which tasks say how many tokens may be written, the first that is given counts
+#: names by which tasks limit the number of new tokens; the first one given counts
 _MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DEFAULT_MAX_TOKENS = 256
 #: of drawing tokens, by the field of :class:`smlp.inference.generation.Sampling`; they mean nothing without do_sample

@@ -25,11 +25,11 @@ class Protocol:
     """Settings for putting a task to a model."""
 
     templates: str = "fair"
-    #: a key of ``RULES``, or "auto" for the one that the templates' authors tell accuracy by
+    #: a key of ``RULES``, or "auto" for the one with which the templates' authors report accuracy
     scoring: str = "auto"
-    #: None for the task's own split for scoring
+    #: None for the task's usual split
     split: str | None = None
-    #: records at most, the first ones of the file; None for all
+    #: most records, from the start of the file; None for all
     limit: int | None = None
     num_fewshot: int = 0
     fewshot_seed: int = 1
@@ -46,15 +46,15 @@ class Task:
 
     name: str
     split: str
-    #: where the examples for priming come from, None without
+    #: split of the few-shot examples; None if there are none
     fewshot_split: str | None
     #: the rule that decides
     rule: str
     prepared: Prepared
-    #: records of the split, each once, whatever the limit; and how many more lines say the same as one of them
+    #: distinct records of the split, regardless of the limit; and the number of further lines that repeat one of them
     num_records: int
     num_repeated: int
-    #: records that say the same as another but for their id, or have the id of another but say something else
+    #: records that repeat another one under a different id, or share the id of another one with different content
     num_alike: int
     num_shared_ids: int
 
@@ -65,9 +65,9 @@ class Answer:
 
     example: Example
     texts: tuple[ScoredText, ...]
-    #: score of every candidate by every rule that can be applied
+    #: score of every candidate by every applicable rule
     scores: dict[str, list[float]]
-    #: candidate that is chosen, by rule
+    #: index of the chosen candidate, by rule
     chosen: dict[str, int]
 
     def is_right(self, rule: str) -> bool:

@@ -14,11 +14,11 @@ from smlp import files
 from smlp.errors import UserError
 from smlp.text.tokenizer import check_characters
 
-#: of a file that is read where the plain one is missing
+#: suffixes of compressed files, read if the plain file is missing
 _GZIP = ".gz"
-#: of files that are not decompressed here, but named where the plain file is missing
+#: suffixes of archives, which are not read but named in the message about a missing file
 _COMPRESSED = (".zst", ".xz", ".bz2", ".zip")
-#: decompressed, of a file: several times the largest of the six tasks
+#: limit of a decompressed file in bytes: several times the largest of the six tasks
 _MOST_BYTES = 1 << 29
 
 
@@ -76,7 +76,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise UserError(f"{path}, line {number}: not JSON ({reason})") from None
         if not isinstance(record, dict):
             raise UserError(f"{path}, line {number}: expected a JSON object, found {type(record).__name__}")
-        if "\\u" in line:  # nothing else can be half a character
+        if "\\u" in line:  # only such escapes can produce half a surrogate pair
             try:
                 check_characters(json.dumps(record, ensure_ascii=False))
             except UserError as error:

@@ -60,7 +60,7 @@ class KeptBatches:
     task: str
     part: str
     known: Batches = field(default_factory=dict)
-    #: where new ones are written; None on all ranks but the first
+    #: file for new scores; None except on the first rank
     path: Path | None = None
 
     def add(self, batches: Batches) -> None:
@@ -118,7 +118,7 @@ def _read(path: Path, pins: dict[str, Any]) -> dict[tuple[str, str], Batches]:
     """Return the batches in a file, which is made if it is not there."""
     try:
         content = files.read_bytes(path) if path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]  # the last line may be cut off
+        whole = content[: content.rfind(b"\n") + 1]  # the last line may be truncated
         if not whole and _first_line(pins).startswith(content):
             path.write_bytes(b"")
             _append(path, [pins])

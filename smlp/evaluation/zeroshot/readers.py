@@ -34,7 +34,7 @@ class CopaItem:
     id: str
     premise: str
     choices: tuple[str, str]
-    #: "cause" or "effect": what of the premise the choices are
+    #: "cause" or "effect": relation of the choices to the premise
     question: str
     gold: int
 
@@ -88,9 +88,9 @@ class RecordItem:
     id: str
     passage: str
     query: str
-    #: texts of all mentions, in the order of the passage, each text once
+    #: distinct texts of all mentions, in the order of the passage
     entities: tuple[str, ...]
-    #: texts that are right; each is one of ``entities``
+    #: correct texts, a subset of ``entities``
     answers: tuple[str, ...]
 
 
@@ -119,10 +119,10 @@ class Reader:
     #: file names of each split; the first split is the one for zero-shot scoring
     splits: dict[str, tuple[str, ...]]
     folders: tuple[str, ...]
-    #: where the files come from
+    #: address of the files
     source: str
     parse: Callable[[Path], list[Item]]
-    #: splits to take examples for prompts from, the best first
+    #: splits for few-shot examples, in order of preference
     priming: tuple[str, ...] = ("train",)
 
     def read(self, data_dir: str | Path, split: str | None = None) -> list[Item]:
@@ -236,7 +236,7 @@ def _each_row(rows: csv.DictReader, path: Path) -> Iterator[dict[str, Any]]:
 def _storycloze(path: Path) -> list[Item]:
     content = read_text(path)
     header = content.partition("\n")[0]
-    # released as csv; fairseq's users convert it to tsv, without quotes
+    # released as CSV; fairseq users convert it to TSV without quotes
     if "\t" in header:
         rows = csv.DictReader(io.StringIO(content), delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
@@ -258,7 +258,7 @@ def _storycloze(path: Path) -> list[Item]:
 def _record(path: Path) -> list[Item]:
     found = []
     for place, record in json_lines(path):
-        if isinstance(record.get("passage"), str):  # Hugging Face: one query a line
+        if isinstance(record.get("passage"), str):  # Hugging Face's format: one query per line
             entities, answers = _list_of(str, record, "entities", place), _list_of(str, record, "answers", place)
             identity = str(record.get("idx", len(found)))
             found.append(
@@ -296,7 +296,7 @@ def _record_item(
 def _span(words: str, span: dict[str, Any], name: str, place: str) -> str:
     """Return the text of a span, whose end is its last character."""
     start, end = span.get("start"), span.get("end")
-    if type(start) is not int or type(end) is not int or not 0 <= start <= end < len(words):  # true is no place
+    if type(start) is not int or type(end) is not int or not 0 <= start <= end < len(words):  # excludes booleans
         raise UserError(f"{place}: {name!r} has the span {start} to {end} in a passage of {len(words)} characters")
     return words[start : end + 1]
 

@@ -21,15 +21,15 @@ from smlp.inference.scoring.texts import common_prefix
 class ScoredText:
     """A candidate's text as a model sees it."""
 
-    #: ids, (L,), what stands before every text left out
+    #: ids (L,), without the symbols that precede every text
     tokens: tuple[int, ...]
     #: natural log-probability of each from the first that is scored on, (L - f,), float64
     log_probs: np.ndarray
-    #: how many of them are of the context
+    #: number of context tokens
     num_context: int
     #: characters of the candidate alone
     num_chars: int
-    #: log-probability of the candidate without its context; None where it was not asked for
+    #: log-probability of the candidate without its context; None if not requested
     unconditional: float | None = None
 
     def since(self, place: int) -> np.ndarray:
@@ -54,7 +54,7 @@ def _sum(texts: Sequence[ScoredText]) -> list[float]:
 
 def _mean(texts: Sequence[ScoredText]) -> list[float]:
     shared = common_prefix([text.tokens for text in texts])
-    # a text that is the beginning of another has nothing of its own: its last token speaks for it
+    # a text that is a prefix of another has no tokens of its own, so its last token is scored
     return [float(text.since(min(shared, len(text.tokens) - 1)).mean()) for text in texts]
 
 

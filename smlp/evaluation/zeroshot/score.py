@@ -17,8 +17,8 @@ from smlp.inference.scoring.texts import Candidates, Encoding, TooLongError
 from smlp.launch.team import Team
 from smlp.text.tokenizer import Vocabulary
 
-#: what stands before a candidate that is scored without its context: the field's "Answer:" (Brown et al., 2020,
-#: section 2.4), or nothing, as in lm-evaluation-harness
+#: prefix of a candidate that is scored without its context: the usual "Answer:" (Brown et al., 2020, section 2.4), or
+#: nothing, as in lm-evaluation-harness
 UNCONDITIONAL_CONTEXT = {"fair": "Answer:", "gpt3": "Answer:", "lm-eval": ""}
 
 
@@ -28,11 +28,11 @@ class Prepared:
 
     examples: tuple[Example, ...]
     groups: tuple[Candidates, ...]
-    #: candidates without their context, only if asked for
+    #: candidates without their context, if requested
     bare_groups: tuple[Candidates, ...]
-    #: records left out because a candidate is longer than the model's context
+    #: records skipped because a candidate exceeds the model's context
     num_skipped: int
-    #: tokens of all candidates, context included, and how many of them the dictionary does not know
+    #: tokens of all candidates, context included, and how many of them are not in the dictionary
     num_tokens: int
     num_unknown: int
 

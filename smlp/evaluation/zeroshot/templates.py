@@ -38,11 +38,11 @@ class Candidate:
     """One candidate in its place. The model sees ``context + continuation``; white space belongs to the latter."""
 
     context: str
-    #: from the candidate on: what is scored
+    #: the text from the candidate on, which is scored
     continuation: str
-    #: the candidate alone, as the data has it
+    #: the candidate alone, as in the data
     bare: str
-    #: what of the continuation comes after the candidate
+    #: the part of the continuation after the candidate
     tail: str = ""
 
     @property
@@ -57,7 +57,7 @@ class Example:
 
     item: Item
     choices: tuple[Candidate, ...]
-    #: candidates that are right
+    #: indices of the correct candidates
     gold: tuple[int, ...]
 
     @property

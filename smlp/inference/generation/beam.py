@@ -106,7 +106,7 @@ def beam_search(
             if own[0] in candidates:
                 best = sorted((c for row in own for c in candidates[row]), key=lambda c: -c.total)[: 2 * beam.size]
                 going_on += [(c.row, c) for c in _advance(searches[search], rows, best, limits.end, beam)]
-            else:  # its prompt is not read to the end yet
+            else:  # its prompt is not fully read yet
                 going_on += [(row, None) for row in own]
         batch.keep([row for row, _ in going_on])
         rows = [rows[row] if candidate is None else _extended(rows[row], candidate) for row, candidate in going_on]

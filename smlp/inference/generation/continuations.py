@@ -33,13 +33,13 @@ class StopStrings:
             raise UserError("a stop string must not be empty: every text would end at once")
         self._stops = tuple(stops)
         self._held = ""
-        #: whether one of the strings has come
+        #: whether one of the strings has occurred
         self.found = False
 
     def push(self, piece: str) -> str:
         """Take the next piece of text; return what is certain to come before every stop string."""
         held = self._held + piece
-        # what is complete first counts, so that it makes no difference how the text is cut
+        # the string completed first counts, so that the result does not depend on how the text is split
         complete = [(place + len(stop), place) for stop in self._stops if (place := held.find(stop)) >= 0]
         if complete:
             self.found, self._held = True, ""
@@ -60,9 +60,9 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
-#: batches whose prompts are sorted by length, so that those in a batch are about as long as each other
+#: number of batches whose prompts are sorted by length, so that prompts of a batch have similar lengths
 BATCHES_AHEAD = 8
-#: texts of a prompt, which are written side by side
+#: continuations of a prompt generated in one batch
 _MAX_RETURN = 2**16
 
 
@@ -81,11 +81,11 @@ class Continuation:
     tokens: list[int]
     #: natural logarithm of the model's probability of each of them
     log_probs: list[float]
-    #: why it ended: "length", "end" (``</s>``), "stop" (a stop string) or "context" (no position is left)
+    #: reason for its end: "length", "end" (``</s>``), "stop" (a stop string) or "context" (no position is left)
     finish: str
-    #: what beam search ranked by; None for sampled texts
+    #: ranking score of beam search; None for sampled texts
     score: float | None = None
-    #: tokens at the beginning of the prompt that the model did not read, where texts slide
+    #: tokens at the start of the prompt that were discarded by a sliding context
     num_cut_tokens: int = 0
 
     @property
@@ -130,7 +130,7 @@ class TextWriter:
     start_token: int
     method: Sampling | BeamSearch
     limits: Limits
-    #: strings before which a text ends
+    #: a text ends before any of these strings
     stop: Sequence[str] = ()
     #: continuations of each prompt
     num_return: int = 1

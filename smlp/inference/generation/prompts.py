@@ -34,10 +34,10 @@ class Text:
     tokens: list[int] = field(default_factory=list)
     #: natural logarithm of the model's probability of each of them, before temperature, penalties and bans
     log_probs: list[float] = field(default_factory=list)
-    #: what beam search ranks by; None for sampled texts
+    #: ranking score of beam search; None for sampled texts
     score: float | None = None
-    #: why it ended: "length" (max_tokens), "end" (the id that ends texts), "context" (no position is left) or "stop"
-    #: (set from outside); None while it is written
+    #: its end: "length" (max_tokens), "end" (the id that ends texts), "context" (no position is left) or "stop"
+    #: (set by the caller); None while it is being generated
     finish: str | None = None
 
 
@@ -45,11 +45,11 @@ class Text:
 class Prompt:
     """A prompt that fits the model, and how long its continuations may be."""
 
-    #: ids, filled up where the model routes by a prefix, cut where the text slides anyway
+    #: ids; padded to the prefix if the model routes by one, cut if the context slides
     tokens: list[int]
     #: most new tokens (in beam search without the end symbol)
     room: int
-    #: why a text of so many new tokens ends: "length", or "context" where that is what sets the room
+    #: reason if the text reaches this limit: "length", or "context" if the context sets the limit
     finish: str
     #: tokens that were cut from its beginning
     num_cut: int = 0
@@ -129,7 +129,7 @@ class SharedPositions:
         self.rows = [list(row) for row in rows]
         self._capacity = min(capacity, decoder.config.max_tokens)
         self._state = DecodingState(self._capacity)
-        #: ids at the start of each row that were forgotten
+        #: number of ids dropped from the start of each row
         self._forgotten = 0
 
     @property

@@ -203,7 +203,7 @@ def choose(logits_RV: Tensor, sampling: Sampling, streams: Sequence[torch.Genera
         probabilities_RV = probabilities_RV.masked_fill(before_RV >= sampling.top_p, 0.0)
     up_to_RV = probabilities_RV.cumsum(1)
     draws = [torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams]
-    # beyond the last token of any probability there is nothing to draw, whatever the sums round to
+    # never draw beyond the last token with nonzero probability, however the sums are rounded
     aim_R1 = torch.stack(draws).to(up_to_RV.device) * up_to_RV[:, -1:]
     place_R1 = torch.searchsorted(up_to_RV, aim_R1, right=True)
     last_R1 = torch.searchsorted(up_to_RV, up_to_RV[:, -1:].contiguous())

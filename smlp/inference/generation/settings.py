@@ -13,9 +13,9 @@ from smlp.errors import UserError
 WHEN_FULL = ("refuse", "stop", "slide")
 
 
-#: numbers beyond which float32 has only zeros and infinities for what is computed with them
+#: beyond this, float32 results would be zeros and infinities
 _TINY, _HUGE = 1e-30, 1e30
-#: a text's length to the power of more has no place in a float64
+#: a text's length to a higher power would overflow float64
 _MAX_LENGTH_PENALTY = 50
 #: counted in 32 bits, signed
 _MAX_TOKENS = 2**31 - 1
@@ -34,14 +34,14 @@ class Sampling:
         UserError: a value is out of range.
     """
 
-    #: 0 takes the likeliest token always (greedy)
+    #: 0 always takes the most likely token (greedy)
     temperature: float = 1.0
-    #: only the k likeliest tokens are drawn, and those that tie with the last of them; 0 for all
+    #: draw only from the k most likely tokens and ties with the last of them; 0 for all
     top_k: int = 0
-    #: only the likeliest tokens whose probabilities sum to at least p are drawn; 1 for all
+    #: draw only from the most likely tokens whose probabilities sum to at least p; 1 for all
     top_p: float = 1.0
-    #: logits of tokens that the text (prompt included) has already are divided by it if positive, multiplied if
-    #: negative (Keskar et al., 2019); 1 leaves them
+    #: logits of tokens that already occur in the text (prompt included) are divided by it if positive, multiplied by it
+    #: if negative (Keskar et al., 2019); 1 has no effect
     repetition_penalty: float = 1.0
     #: the same seed and prompt give the same text
     seed: int = 1
@@ -71,8 +71,8 @@ class BeamSearch:
 
     #: hypotheses that are kept at every step, and that are finished before a search ends
     size: int = 5
-    #: a hypothesis is ranked by its log-probability over length ** length_penalty: 0 ranks by the probability itself,
-    #: which favours short texts; more favours long ones
+    #: hypotheses are ranked by log-probability / length ** length_penalty; 0 ranks by the probability itself, which
+    #: favours short texts, and larger values favour long ones
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Limits:
 
     #: most new tokens
     max_tokens: int = 50
-    #: ``end`` is not chosen before so many new tokens
+    #: ``end`` is not chosen before this many new tokens
     min_tokens: int = 0
     #: id that ends a text (``</s>``), or None where it is a token like others; beam search needs one
     end: int | None = None

@@ -181,7 +181,7 @@ def partition(
         begin_of[end] = end - 1
         for begin in range(end - 2, -1, -1):
             wasted = waste(begin, end)
-            # a run that wastes more than another run would cost is never worth it, nor are longer ones
+            # a batch whose padding costs more than another batch is never worthwhile, nor are longer ones
             if size(begin, end) > max_size or wasted > (end - begin) * cost_of_part:
                 break
             total = best[begin] + wasted + cost_of_part

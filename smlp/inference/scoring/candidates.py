@@ -24,7 +24,7 @@ from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import DecodingState
 
-#: positions that take as long as what a block costs whatever its size
+#: fixed cost of a block, as the number of positions that take as long
 _BLOCK_ON_CPU, _BLOCK_ON_GPU = 10, 1024
 
 
@@ -35,7 +35,7 @@ class TokenScores:
 
     #: natural log-probabilities, (s,) float64
     log_probs: np.ndarray
-    #: whether no token is likelier, (s,)
+    #: whether no other token is more likely, (s,)
     is_greedy: np.ndarray
 
 
@@ -188,16 +188,16 @@ class CandidateScorer:
 class TextScore:
     """The log-probabilities of one text."""
 
-    #: what comes before the text that is scored
+    #: the text before the scored text
     context: str
     text: str
     #: ids of the text
     tokens: list[int]
     #: natural log-probability of each of them
     log_probs: list[float]
-    #: whether greedy decoding would write the text after its context
+    #: whether greedy decoding would generate the text after its context
     is_greedy: bool
-    #: tokens that the context lost on its left to make room
+    #: tokens cut from the left of the context to make room
     num_cut: int
 
     @property
@@ -236,7 +236,7 @@ def score_texts(
                 "longer context or fill the prefix"
             )
         alone.append(one)
-        # contexts that lost as much are still alike
+        # contexts from which equally many tokens were cut still match
         alike.setdefault((pair[0], one.lead, one.num_cut), []).append(number)
     groups = [
         Candidates(tuple(alone[number].texts[0] for number in numbers), num_cut, lead)

@@ -29,7 +29,7 @@ class TokenizedText:
 
     #: ids of both together, (L,)
     tokens: tuple[int, ...]
-    #: how many of them are of the context
+    #: number of context tokens
     num_context: int
 
     @property
@@ -122,7 +122,7 @@ def fit(
         )
     num_cut = max(0, *(len(text.tokens) - max_tokens for text in texts))
     num_filled = max(0, prefix_tokens - min(text.num_context - min(num_cut, text.num_context) for text in texts))
-    # a long context beside a short one that is filled up has to make more room than that
+    # a long context batched with a short padded one has to be cut further
     cuts = [max(num_cut, num_filled + len(text.tokens) - max_tokens) for text in texts]
     cut = tuple(_cut(text, min(count, text.num_context)) for text, count in zip(texts, cuts, strict=True))
     return Candidates(cut, max(cuts), (start_token,) * (num_filled + 1))
