@@ -33,7 +33,7 @@ or srun the command finds the others by itself.
 The trace (with several ranks one each: trace.rank0.json, ...) opens in chrome://tracing and https://ui.perfetto.dev.
 """
 
-#: short names of stages for the heads of columns
+#: short names of stages for column heads
 _HEADS = {"assignment": "assign", "all-to-all out": "out", "all-to-all back": "back"}
 
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if place is not None and args.nproc > 1:
         raise UserError(f"--nproc {args.nproc}, but {place.launcher} started {place.world_size} ranks already")
     num_ranks = args.nproc if place is None else place.world_size
-    # dense models have no experts to lay out
+    # dense models have no expert layout
     layout = ExpertLayout(
         config.moe.num_experts if config.num_sparse_layers else 1,
         num_ranks,

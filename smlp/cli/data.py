@@ -19,7 +19,7 @@ Every step reads and writes plain files, works in parallel (--workers), goes on 
 leaves a manifest.json. 'smlp data STEP --help' shows the options of each.
 """
 
-# name: (module, one line). A module has DESCRIPTION, EPILOG, add_options(parser) and run(args) -> exit status.
+# name: (module, summary). A module has DESCRIPTION, EPILOG, add_options(parser) and run(args) -> exit status.
 STEPS: dict[str, tuple[str, str]] = {
     "fetch": ("data_prep.fetch.command", "download corpora, and turn them into documents"),
     "clean": ("data_prep.clean.command", "characters, boilerplate, language, length and repetition, rule by rule"),

@@ -32,7 +32,7 @@ EPILOG = """examples:
   smlp doctor --parallel --nproc 2
   srun --ntasks-per-node=8 smlp doctor --parallel --dir /shared/scratch"""
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-# package: (oldest version that works, newest that was tested); the same twice means exactly this one
+# package: (oldest version that works, newest tested version); equal versions allow only that one
 TESTED = {
     "torch": ("2.6", "2.13"),
     "numpy": ("1.26", "2.4"),
@@ -43,13 +43,13 @@ TESTED = {
     "fvcore": ("0.1.5", "0.1.5"),
 }
 PYTHON = ("3.11", "3.12")
-# Both re-releases of fairseq 0.12 import as `fairseq`; the original does not import on these Pythons.
+# Both re-releases of fairseq 0.12 are imported as `fairseq`; the original fails on these Python versions.
 FAIRSEQ = ("ve-fairseq", "fairseq-fixed")
 INSTALL = "pip install -e . in the repository installs the pinned versions"
 
 LITTLE_DISK = 2 << 30  # bytes: three copies of a small model with its optimizer's state
-SLOW_BF16 = 2.0  # from this many times slower than fp32 on, there is no fast bf16
-#: limit of one collective: if it takes longer, a rank is taken to be gone
+SLOW_BF16 = 2.0  # bf16 counts as unsupported by the hardware if it is this many times slower than fp32
+#: timeout of a collective, after which a rank is considered lost
 TIMEOUT = timedelta(seconds=60)
 _ASK_THE_OTHERS = "look at the messages of the other ranks; docs/parallel.md says what each check means"
 
@@ -294,7 +294,7 @@ def _check(place: Any, args: argparse.Namespace) -> int:
     meet(place, "nccl" if device.type == "cuda" else "gloo", TIMEOUT)
     checks = _all_checks(device, Path(args.dir).resolve())
     if place.rank > 0:
-        statuses = [check.status for check in checks]  # all of them: every check needs all ranks
+        statuses = [check.status for check in checks]  # run all checks: each of them needs all ranks
         status = 1 if PROBLEM in statuses else 0
     else:
         status = report(checks, args.json)

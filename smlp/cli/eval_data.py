@@ -23,7 +23,7 @@ class EvaluationText:
     name: str
     stream: BinarizedTokens
     original: TextSizes | None
-    #: remarks for readers of the result
+    #: notes on the result
     notes: tuple[str, ...] = ()
 
 

@@ -34,7 +34,7 @@ EPILOG = """examples:
 Options that fairseq-eval-lm has too mean the same there, and the loss is the same. What this command lacks:
   fairseq-eval-lm --user-dir $(smlp user-dir) DATA --path CHECKPOINT ...
 """
-#: default tokens of a batch: more do not fit into a CPU's caches, fewer leave a GPU idle
+#: default batch size in tokens: more would not fit into a CPU's caches, fewer would leave a GPU idle
 CPU_MAX_TOKENS, GPU_MAX_TOKENS = 2**12, 2**15
 #: tokens that ``--parity`` scores by default
 PARITY_TOKENS = 2**14

@@ -31,7 +31,7 @@ end. --output keeps ids, log-probabilities and why each text ended. Beam search 
 """
 DEFAULT_TOKENS = 60
 DEFAULT_BATCH = 16
-#: options that are passed on by name, if they are given
+#: options that are passed on by name if given
 SETTINGS = ("greedy", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "beam", "length_penalty")
 
 
@@ -191,7 +191,7 @@ def _write_as_it_comes(writer: TextWriter, prompt: str) -> None:
 def _write_file(args: argparse.Namespace, writer: TextWriter, prompts: Sequence[str], batch_size: int) -> None:
     from smlp.cli.json_file import json_lines
 
-    # first, so that a prompt that does not fit is refused before the file is touched
+    # read prompts first, so that one that does not fit is refused before the file is touched
     texts = writer.continuations(prompts, batch_size)
     settings = {"path": args.path, **writer.settings()}
     num_texts, num_tokens, start = 0, 0, time.perf_counter()

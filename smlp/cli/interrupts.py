@@ -33,7 +33,7 @@ def interrupted_after_imports() -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    outermost = sys._getframe(2)  # the caller's frame; contextlib lies between
+    outermost = sys._getframe(2)  # the caller's frame, above contextlib's
 
     def handle(number: int, frame: FrameType | None) -> None:
         if _is_importing(frame, outermost):
@@ -50,7 +50,7 @@ def interrupted_after_imports() -> Iterator[None]:
         if signal.getsignal(signal.SIGINT) is handle:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit.unregister(_ignore)
-        atexit.register(_ignore)  # registered after the libraries' functions, so called before them
+        atexit.register(_ignore)  # called before the libraries' functions, because it is registered after them
 
 
 def _ignore() -> None:

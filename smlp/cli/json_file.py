@@ -13,7 +13,7 @@ from typing import Any
 from smlp.errors import UserError
 from smlp.files import write_whole
 
-#: pipes stay open until the process ends, so that their readers wait for the result
+#: pipes kept open until the process ends, so that their readers wait for the result
 _PIPES: dict[str, int] = {}
 
 
@@ -118,7 +118,7 @@ def _line(row: Any) -> str:
     text = json.dumps(row, ensure_ascii=False, default=_plain) + "\n"
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a character, from bytes or escapes that are not text
+    except UnicodeEncodeError:  # half a surrogate pair, from bytes or escapes that are not text
         text = json.dumps(row, default=_plain) + "\n"
     return text
 
@@ -130,7 +130,7 @@ def _plain(value: Any) -> Any:
 
 def _write(option: str, path: str, text: str) -> None:
     with _naming(option, path):
-        if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):  # streams stay what they are
+        if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):  # streams cannot be replaced
             Path(path).write_text(text, encoding="utf-8")
         else:
             write_whole(path, lambda file: file.write(text.encode()))

@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "user-dir": ("smlp.cli.user_dir", "print the directory to give to fairseq's --user-dir"),
 }
 
-_SHOWN = 300  # characters of a file's name in a message
+_SHOWN = 300  # most characters of a file name in a message
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -57,17 +57,17 @@ def main(argv: list[str] | None = None) -> int:
     let_waiting_threads_sleep()
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
-            # file names and generated text may have characters that the terminal's encoding lacks
+            # file names and generated text may contain characters that the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
     try:
         with interrupted_after_imports():
             status = _dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()  # here a closed pipe can still be handled
+        sys.stdout.flush()  # a closed pipe can still be handled here
         return status
     except (UserError, ParallelError) as error:
         return _failed(str(error))
     except (MemoryError, RuntimeError) as error:
-        is_loop = str(error).startswith("Symlink loop")  # what pathlib raises
+        is_loop = str(error).startswith("Symlink loop")  # pathlib's error
         reason = str(error) if is_loop else out_of_memory(error)
         if reason is None:
             raise
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Nobody reads any more, and Python would complain again when it flushes at exit.
+        # The reader is gone, and Python would report that again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:  # no permission, disk full, a name that is too long, ...

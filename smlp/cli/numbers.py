@@ -8,12 +8,12 @@ from typing import Any
 
 from smlp.errors import UserError
 
-MOST = (1 << 31) - 1  # of anything that is counted
-MOST_SIZE = 1 << 24  # of a dimension of a model: torch can still handle the product of two
+MOST = (1 << 31) - 1  # limit of counts
+MOST_SIZE = 1 << 24  # limit of a model dimension: torch can handle the product of two
 MOST_BYTES = 1 << 40
-MOST_SEED = (1 << 64) - 1  # torch's
+MOST_SEED = (1 << 64) - 1  # torch's limit
 MOST_SECONDS = 1e6
-MOST_PROCESSES = 1024  # on one machine
+MOST_PROCESSES = 1024  # limit on one machine
 
 
 def whole(least: int = 1, most: int = MOST) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class _Bounded(argparse.Action):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, value: Any, option_string: str | None = None
     ) -> None:
-        if not (value > self._least if self._above else value >= self._least):  # also true of NaN
+        if not (value > self._least if self._above else value >= self._least):  # also refuses NaN
             raise UserError(
                 f"{option_string} must be {'above' if self._above else 'at least'} {self._least:,}, got {value}"
             )

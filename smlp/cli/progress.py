@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from smlp.nn.state import ForwardContext
 
-#: seconds between two lines on a terminal, where each replaces the last, and elsewhere
+#: seconds between lines: on a terminal, where each replaces the last, and elsewhere
 TERMINAL_SECONDS, LOG_SECONDS = 0.1, 30.0
 
 
@@ -24,7 +24,7 @@ class ProgressLine:
     def say(self, text: str, is_last: bool = False) -> None:
         """Show the text, unless one was shown just now."""
         is_terminal = sys.stderr.isatty()
-        # work that is over at once leaves no line in a log
+        # short work leaves no line in a log
         since = time.monotonic() - (self._said if is_terminal else max(self._said, self._start))
         if not (is_last and is_terminal) and since < (TERMINAL_SECONDS if is_terminal else LOG_SECONDS):
             return

@@ -35,7 +35,7 @@ class PromptLoop:
         """Run until the end of input, or /quit; return 0."""
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  arrow keys and earlier lines
+                import readline  # noqa: F401  enables arrow keys and history
             print("/help shows what can be typed here.")
         while True:
             try:
@@ -119,7 +119,7 @@ class PromptLoop:
         except KeyboardInterrupt:
             print(" (stopped)", end="")
         print()
-        # a stop string is not shown and does not belong to the text
+        # a stop string is neither shown nor part of the text
         answer = writer.tokenizer.encode(shown) if written.finish == "stop" else written.tokens
         self._tokens = tokens + answer
 

@@ -167,7 +167,7 @@ def prepare(cfg: Any) -> None:
         check_split(directories[0], cfg.dataset.train_subset)
     if cfg.distributed_training.distributed_rank == 0 and not cfg.checkpoint.no_save:
         last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
-        if last.is_file():  # before a dictionary is copied beside it
+        if last.is_file():  # check before a dictionary is copied into its folder
             check_dictionary_of(str(last), directories[0], cfg.model)
         copy_companions(Path(directories[0]), Path(cfg.checkpoint.save_dir))
 

@@ -34,19 +34,19 @@ from smlp.experiments.speed import TimedUpdates, dtype_of
 from smlp.nn.build import model_of
 from smlp.nn.decoder import Decoder
 
-#: peak of a GPU in bf16, without sparsity, if the file does not give it: an A100's data sheet
+#: default peak of a GPU in bf16 without sparsity, from an A100's data sheet
 GPU_TFLOPS = 312.0
-#: share of the peak that is assumed if the file does not give it
+#: default share of the peak
 MFU = 0.3
-#: weights and Adam's two moments, 4 bytes each
+#: bytes per parameter: the weight and Adam's two moments, 4 bytes each
 _BYTES_PER_PARAMETER = 12
-#: updates in fairseq's loop with validations and checkpoints, over those in a bare loop, measured on CPUs
+#: time of fairseq's loop with validation and checkpoints relative to a bare training loop, measured on CPUs
 OVERHEAD = 1.15
-#: seconds of starting a process, and of scoring
+#: seconds to start a process, and to score
 SECONDS_AROUND = 14.0
-#: files that fairseq writes for each checkpoint: the numbered, the best and the last one
+#: files that fairseq writes per checkpoint: the numbered, the best and the last one
 CHECKPOINT_FILES = 3
-#: assumed speed of a node that writes them
+#: assumed write speed of a node
 BYTES_PER_SECOND = 1e9
 _MEASURED_UPDATES = 3
 _LEARNING_RATE = 1e-3
@@ -59,11 +59,11 @@ class Cost:
     seconds_per_update: dict[str, float]
     #: wall-clock time
     seconds: float
-    #: hours of all devices together
+    #: total hours over all devices
     device_hours: float
-    #: of both passes; a multiply-add counts as two
+    #: of forward and backward pass; a multiply-add counts as two
     flops: float
-    #: checkpoints that stay, one for each run of the comparison, and the most there are at any moment
+    #: size of the remaining checkpoints, one per run of the comparison, and the largest size at any time
     disk_bytes: int
     most_disk_bytes: int
     how: str
@@ -156,9 +156,9 @@ def estimate(
         rate = f"{BYTES_PER_SECOND / 1e9:g} GB/s for each node"
         how = f"{mfu:.0%} of {tflops:.0f} TFLOP/s for each GPU (run.mfu, run.tflops), checkpoints at {rate}"
         overhead, around = 1.0, SECONDS_AROUND
-    # a run of the grid has one at the end; the others are scored as well
+    # runs of the grid validate once, at the end; the others are scored as well
     validations = {True: 1, False: experiment.evaluation.validations + 1}
-    passes = held_out / experiment.tokens_per_update / 3  # a forward pass is a third of an update
+    passes = held_out / experiment.tokens_per_update / 3  # a forward pass costs a third of an update
     sizes = {model.name: _BYTES_PER_PARAMETER * parameters(model.config, 1).total for model in models}
     writing = {name: CHECKPOINT_FILES * size / (BYTES_PER_SECOND * resources.nodes) for name, size in sizes.items()}
     each = [
@@ -201,7 +201,7 @@ def measure_update(model: PlannedModel, experiment: Experiment, threads: int) ->
         words = option_words({**experiment.recipe, **model.recipe})
         built = model_of(model.config)
         if isinstance(built, Decoder):
-            built.balance_routers(torch.ones(model.config.vocab_size, dtype=torch.long))  # as ids are drawn below
+            built.balance_routers(torch.ones(model.config.vocab_size, dtype=torch.long))  # uniform ids below
         timed = TimedUpdates(built, device, dtype_of(words), _LEARNING_RATE)
         shape = (experiment.batch_size, experiment.tokens_per_sample + 1)
         tokens = torch.randint(4, model.config.vocab_size, shape, device=device)

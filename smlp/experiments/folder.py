@@ -17,7 +17,7 @@ from smlp.files import is_locked, locked
 
 #: states of a run
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
-#: variables of the user's environment that change what a training does
+#: environment variables that affect training
 _OWN_VARIABLES = (plugins.VARIABLE, "SMLP_REFERENCE_OPS", "PYTHONPATH")
 #: settings that must be the same for all runs of a folder
 _SHARED = (

@@ -17,7 +17,7 @@ from typing import Any
 from smlp.errors import UserError
 from smlp.files import plain_name, write_whole
 
-_MOST = 1 << 64  # above every number that is written here
+_MOST = 1 << 64  # larger than any number written here
 _KINDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "names with values"}
 
 
@@ -47,7 +47,7 @@ class FolderName:
     """The name of a folder, not its path."""
 
 
-#: also what a loss is where a run diverged
+#: also the loss of a diverged run
 _NUMBER = (int, float)
 _MODEL = {
     **{"name": str, "folder": FolderName(), "arch": str, "config": dict, "flops_per_token": Finite(above=0)},

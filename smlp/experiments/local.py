@@ -31,7 +31,7 @@ class Machine:
     """The share of this machine that each run gets."""
 
     threads: int
-    #: for each run that runs at a time, the numbers of its GPUs; empty on CPUs
+    #: GPU numbers for each concurrent run; empty on CPUs
     gpus: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -100,7 +100,7 @@ class RunChain(Chain):
             self.folder.update_state(state=DONE, message=None)
             self._report()
             return None
-        if name in self._begun:  # it ended well, but its result does not exist
+        if name in self._begun:  # it ended successfully, but its result does not exist
             self._fail(name, "left nothing behind, although it ended with status 0")
             return None
         self._begun.add(name)
@@ -121,7 +121,7 @@ class RunChain(Chain):
             changes["trained"] = result.status == 0 and reached(self.folder.log).updates >= self.run.updates
         if result.step.name == ZEROSHOT and result.status == 0:
             changes["zeroshot_of"] = _zeroshot_of(self.experiment)
-        if result.status == EXIT_STOPPED or result.is_stopping:  # nothing more is started
+        if result.status == EXIT_STOPPED or result.is_stopping:  # start nothing more
             changes["state"] = STOPPED
         self.folder.update_state(**changes)
         if "state" not in changes and (result.status != 0 or changes.get("trained") is False):
@@ -171,11 +171,11 @@ def is_trained(run: RunFolder, updates: int) -> bool:
     state = run.state()
     if "trained" in state:
         return state["trained"]
-    if reached(run.log).updates < updates:  # cheaper than a checkpoint
+    if reached(run.log).updates < updates:  # cheaper to read than a checkpoint
         return False
     try:
         return updates_of(run.last_checkpoint()) >= updates
-    except UserError:  # the training says what is wrong with it
+    except UserError:  # the training will report the problem
         return False
 
 
@@ -257,7 +257,7 @@ def time_here(
     log = folder.path / "logs" / "speed.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [*this_module("smlp.experiments.speed"), str(folder.path), str(rounds)]
-    threads = machine.threads * experiment.resources.at_a_time(len(runs))  # nothing else is running
+    threads = machine.threads * experiment.resources.at_a_time(len(runs))  # nothing else runs now
     environment = {**machine.environment(0), "OMP_NUM_THREADS": str(threads)}
     return run_chains([_Timing(command, log, environment)], 1, lambda: None)
 

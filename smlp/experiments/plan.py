@@ -17,12 +17,12 @@ from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.reading import check_names
 from smlp.experiments.spec import MASKED, Experiment, ModelEntry, option_words
 
-#: sequences of a batch in validation over those in training
+#: batch size in validation relative to training
 VALID_BATCHES = 4
-#: the number of epochs after which fairseq would validate and save by itself
+#: number of epochs after which fairseq would validate and save on its own
 _NEVER = "1000000000"
 
-#: builds the configuration of a model from options of fairseq-train
+#: function that builds a model's configuration from options of fairseq-train
 Configure = Callable[[list[str]], ModelConfig]
 
 
@@ -36,7 +36,7 @@ class PlannedModel:
     family: str | None
     arch: str
     overrides: dict[str, Any]
-    #: options of its training, which override those that all models share
+    #: its own training options, which override the shared ones
     recipe: dict[str, Any]
     config: ModelConfig
     #: nominal multiply-adds of the forward pass
@@ -114,7 +114,7 @@ def entries_of(experiment: Experiment, vocab_size: int) -> list[ModelEntry]:
     return entries
 
 
-#: settings that come with the data and the task
+#: settings determined by data and task
 _FROM_DATA = ("vocab_size", "max_tokens", "padding_idx", "dropout")
 
 
@@ -136,7 +136,7 @@ def plan_models(experiment: Experiment, vocab_size: int, configure: Configure) -
         words = [*_model_words(entry), *shape_words(experiment), *option_words(recipe)]
         try:
             config = configure(words)
-            for value in tuning.values if tuning and not models else ():  # checked once, for the first model
+            for value in tuning.values if tuning and not models else ():  # check once, for the first model
                 if configure([*words, *option_words({tuning.option: value})]) != config:
                     raise UserError(f"tune.{tuning.option} is a setting of the model, not of its training")
         except UserError as error:
@@ -163,7 +163,7 @@ def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[P
     from smlp.fairseq_compat.settings import check_pairs, settle_context
 
     def configure(words: list[str]) -> Any:
-        budget = ["--max-update", str(experiment.updates)]  # schedules of the rate are checked against it
+        budget = ["--max-update", str(experiment.updates)]  # learning rate schedules are checked against it
         cfg = training_configuration([data, "--task", experiment.task, *words, *budget])
         check_pairs(cfg)
         settle_context(cfg.model, cfg.task)
@@ -216,7 +216,7 @@ def shape_words(experiment: Experiment) -> list[str]:
     return [
         *("--tokens-per-sample", str(experiment.tokens_per_sample), "--batch-size", str(experiment.batch_size)),
         *("--update-freq", str(experiment.update_freq)),
-        *("--required-batch-size-multiple", "1"),  # without it fairseq turns a batch of 12 into one of 8
+        *("--required-batch-size-multiple", "1"),  # otherwise fairseq would reduce a batch of 12 to 8
     ]
 
 
@@ -224,7 +224,7 @@ def training_words(experiment: Experiment, run: PlannedRun, data: str, save_dir:
     """Return the arguments of ``smlp train`` for a run."""
     # only the end of a run of the grid counts
     validations = 1 if run.tuning else experiment.evaluation.validations
-    interval = str(math.ceil(run.updates / validations))  # the last one comes with the end
+    interval = str(math.ceil(run.updates / validations))  # the last one happens at the end
     words = [data, "--task", experiment.task, *_model_words(run.model), *shape_words(experiment)]
     words += ["--batch-size-valid", str(VALID_BATCHES * experiment.batch_size)]
     words += ["--valid-subset", ",".join(experiment.evaluation.subsets)]

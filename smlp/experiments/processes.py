@@ -41,13 +41,13 @@ class Ended:
     """The end of a step."""
 
     step: Step
-    #: exit status, or 128 + the number of the signal that killed it
+    #: exit status, or 128 + the signal number if it was killed
     status: int
     seconds: float
     #: largest resident set of the process, in MiB
     peak_memory_mib: float
     start: float
-    #: whether everything was being stopped by then
+    #: whether a stop had been requested by then
     is_stopping: bool = False
 
 
@@ -130,7 +130,7 @@ def _start(chain: Chain, step: Step, slot: int) -> _Running:
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **step.environment},
-            process_group=0,  # Ctrl-C reaches it once, through this process
+            process_group=0,  # Ctrl-C reaches it only once, through this process
             preexec_fn=end_with_parent(),
         )
     return _Running(chain, step, process, slot)
@@ -144,7 +144,7 @@ def _still_running(running: list[_Running], free: list[int], stopping: bool) -> 
             kept.append(one)
             continue
         code = one.process.returncode = os.waitstatus_to_exitcode(status)
-        with suppress(ProcessLookupError):  # processes that it left behind, such as data loaders
+        with suppress(ProcessLookupError):  # processes it left behind, such as data loaders
             os.killpg(pid, signal.SIGKILL)
         code = code if code >= 0 else 128 - code
         one.chain.ended(Ended(one.step, code, time.time() - one.start, usage.ru_maxrss / 1024, one.start, stopping))
@@ -162,5 +162,5 @@ def _signal_all(running: list[_Running], number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(one.process.pid, number)
-            else:  # send_signal would reap a process that has ended, and its resource usage with it
+            else:  # send_signal would reap an ended process and lose its resource usage
                 os.kill(one.process.pid, number)

@@ -22,7 +22,7 @@ from smlp.experiments.spec import Experiment
 
 _TAIL_BYTES = 1 << 16
 _SECONDS_BETWEEN = 1.0
-#: on a terminal the line is redrawn; elsewhere one is printed for each such share of the updates
+#: share of the updates between printed lines; on a terminal the line is redrawn instead
 _SHARE_BETWEEN_LINES = 0.05
 
 
@@ -31,10 +31,10 @@ class Reached:
     """The last update of a run's log."""
 
     updates: int = 0
-    #: perplexity per token, from the last lines that have one
+    #: perplexity per token, from the last log lines that have one
     train: float | None = None
     valid: float | None = None
-    #: from the last training line
+    #: from the last training line of the log
     updates_per_second: float | None = None
 
 
@@ -143,7 +143,7 @@ def _has_no_jobs(experiment: Experiment, folder: Folder) -> bool:
         return False
     try:
         return not slurm.jobs_in_queue(folder)
-    except UserError:  # away from the cluster
+    except UserError:  # not on the cluster
         return False
 
 
@@ -162,7 +162,7 @@ def _status_of(folder: Folder, name: str, updates: int, is_over: bool) -> dict[s
     run = folder.run(name)
     state, found = run.state(), reached(run.log)
     what, message, pace = state["state"], state["message"], found.updates_per_second
-    if what == WAITING:  # on a cluster nobody else writes it down
+    if what == WAITING:  # on a cluster nothing else records it
         if found.updates >= updates:
             what = "trained"
         elif is_over and state.get("submitted"):

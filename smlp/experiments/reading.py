@@ -23,7 +23,7 @@ from smlp.experiments.spec import (
 )
 from smlp.experiments.yaml_file import Section, read_yaml, shown
 
-#: options of fairseq-train that `smlp compare` sets, and the setting of the file that decides them
+#: options of fairseq-train that `smlp compare` sets, and the setting of the file that determines each
 RESERVED = {
     "seed": "seeds", "max_update": "tokens or updates", "max_epoch": "tokens or updates", "save_dir": "--out",
     "arch": "models", "task": "models", "tokens_per_sample": "tokens_per_sample",
@@ -46,9 +46,9 @@ RESERVED = {
 WHERE = ("local", "slurm")
 MOST_SEED = 2**32 - 1
 TEXT_SOURCES = ("python",)
-_MOST_NAME = 150  # characters of a model's name, which names folders and figures
-_MOST_RUNS = 5000  # models times seeds, or times values of a grid
-_MOST_THREADS = 1024  # of all runs that run at a time on one machine: OpenMP crashes on many more
+_MOST_NAME = 150  # most characters of a model's name, which becomes part of file names
+_MOST_RUNS = 5000  # limit of models times seeds, or models times grid values
+_MOST_THREADS = 1024  # limit over all concurrent runs on one machine: OpenMP crashes with many more
 
 
 def read_experiment(path: Path) -> Experiment:

@@ -49,8 +49,8 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
         data, models = _prepare(experiment, folder)
         if on_cluster:
             return _submit(experiment, folder, data, models)
-        is_alone = experiment.resources.ranks == 1  # the time of one rank alone would say nothing about several
-        if only_scores:  # scores are computed in one process, however many the training had
+        is_alone = experiment.resources.ranks == 1  # the speed of one rank says nothing about several
+        if only_scores:  # scoring uses one process, however many the training used
             experiment = replace(experiment, resources=replace(experiment.resources, where="local", ranks=1, jobs=1))
         machine = Machine.of(experiment, torch.cuda.device_count())
         tuning = [] if only_scores else tuning_runs(experiment, models)
@@ -190,7 +190,7 @@ def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedMod
     states = {run.name: folder.run(run.folder).state()["state"] for run in runs}
     failed = [
         run for run in runs if folder.run(run.folder).state()["message"]
-    ]  # including those that only lack answers to tasks
+    ]  # including runs that only lack zero-shot results
     missing = [name for name, state in states.items() if state not in (DONE, FAILED)]
     left_out = [model.name for model in models if experiment.tuning is not None and model.name not in chosen]
     for run in failed:

@@ -28,9 +28,9 @@ from smlp.experiments.speed import dtype_of
 from smlp.inference.masked import MaskedLanguageModel
 from smlp.text.binarized import read_fairseq_tokens
 
-#: largest difference from fairseq's own validation in nats per token; fairseq rounds its losses to 0.001 bits
+#: largest difference from fairseq's own validation, in nats per token; fairseq rounds losses to 0.001 bits
 AGREEMENT = 2e-3
-#: the same if the training, and so its validation, computed in 16 bits
+#: the same for training, and therefore validation, in 16 bits
 HALF_AGREEMENT = 2e-2
 
 

@@ -21,7 +21,7 @@ from smlp.experiments.plan import PlannedRun, training_words
 from smlp.experiments.spec import Experiment
 from smlp.launch.program import this_program
 
-_SECONDS = 1800.0  # to check all runs
+_SECONDS = 1800.0  # time to check all runs
 
 
 def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[PlannedRun], then_score: bool) -> str:
@@ -91,7 +91,7 @@ def jobs_in_queue(folder: Folder) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"cannot ask Slurm for the jobs {', '.join(jobs)}: {error}") from None
-    if done.returncode != 0 and "invalid job id" not in done.stderr.lower():  # one that Slurm has forgotten
+    if done.returncode != 0 and "invalid job id" not in done.stderr.lower():  # Slurm forgets old jobs
         raise UserError(f"cannot ask Slurm for the jobs {', '.join(jobs)}: {done.stderr.strip()}")
     return [job for job in jobs if job in done.stdout.split()]
 

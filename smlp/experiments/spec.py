@@ -85,7 +85,7 @@ class Resources:
 
     where: str
     device: str | None
-    #: runs at a time; None on a cluster: as many as it starts
+    #: concurrent runs; None on a cluster, which decides itself
     jobs: int | None
     threads: int | None
     ranks: int
@@ -112,10 +112,10 @@ class Experiment:
 
     path: Path
     title: str
-    #: folders joined by colons, or None
+    #: data folders joined by colons, or None
     data: str | None
     text: TextSource | None
-    #: number of symbols of the dictionary, for a dry run without data
+    #: size of the dictionary, for a dry run without data
     vocab_size: int | None
     tokens_per_sample: int
     batch_size: int

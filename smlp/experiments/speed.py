@@ -27,7 +27,7 @@ from smlp.ops import token_losses
 from smlp.text.binarized import read_fairseq_tokens
 
 HOW = "forward, backward and Adam in a plain loop, models in turn, no run of the experiment beside it"
-_LEARNING_RATE = 1e-5  # the weights hardly change, so that tokens are routed as before
+_LEARNING_RATE = 1e-5  # so small that routing hardly changes
 
 
 def dtype_of(words: Sequence[str]) -> torch.dtype:
@@ -54,12 +54,12 @@ class TimedUpdates:
     def __init__(self, model: Decoder | Encoder, device: str, dtype: torch.dtype, learning_rate: float) -> None:
         self.model, self.device = model.to(device, dtype).train(), device
         self.weights = list(self.model.parameters())
-        #: what Adam updates; in float16 its squared gradients would be 0
+        #: parameters for Adam, in float32: squared gradients would underflow in float16
         self.masters = (
             [weight.detach().float().requires_grad_() for weight in self.weights] if dtype.itemsize == 2 else []
         )
         self.optimizer = torch.optim.Adam(self.masters or self.weights, lr=learning_rate)
-        #: seconds of each update so far
+        #: seconds of each update
         self.seconds: list[float] = []
 
     def update(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -108,7 +108,7 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
     for number in range(rounds + 1):
         stretch = batch_size * width
         places = number * stretch + torch.arange(stretch + 1)
-        rows = tokens[places % len(tokens)].to(device)  # repeated if the text is shorter
+        rows = tokens[places % len(tokens)].to(device)  # repeat a shorter text
         for model in models.values():
             model.update([(rows[:-1].view(batch_size, width), rows[1:].view(batch_size, width))])
     return {

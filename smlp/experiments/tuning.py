@@ -38,7 +38,7 @@ def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequenc
                 valid = read_training_log(own.log, run.name).valid
             except UserError:  # no finite loss
                 valid = ()
-            is_last = valid and valid[-1].num_updates == run.updates  # a run that diverged has no later one
+            is_last = valid and valid[-1].num_updates == run.updates  # a diverged run has no validation at the end
             results[run.model.name][value] = valid[-1].perplexity if is_last else None
     by_text = {str(value): value for value in tuning.values}
     chosen = {}

@@ -16,8 +16,8 @@ from smlp.errors import UserError
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _COUNT = re.compile(r"([0-9][0-9_]{0,99}(?:\.[0-9]{1,99})?(?:e[0-9]{1,3})?)\s*([kmb]?)", re.IGNORECASE)
 MOST_COUNT = 10**18
-_MOST_VALUES = 10**6  # values that aliases may expand a file to
-_SHOWN = 100  # characters of a value in a message
+_MOST_VALUES = 10**6  # most values of a file after expanding aliases
+_SHOWN = 100  # most characters of a value in a message
 _MERGE = "tag:yaml.org,2002:merge"
 _NAME = re.compile(r"[A-Za-z]\w*")
 
@@ -77,7 +77,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def _num_values(value: Any, known: dict[int, int]) -> int:
     """Count the values with every alias written out; ``known`` has the counts by identity of lists and mappings."""
     if isinstance(value, str):
-        value.encode()  # half of a surrogate pair is no text: UnicodeEncodeError
+        value.encode()  # raises UnicodeEncodeError for half a surrogate pair
     if not isinstance(value, (list, dict)):
         return 1
     if id(value) not in known:
@@ -90,7 +90,7 @@ def shown(value: Any) -> str:
     """Return a value for a message, shortened if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not print numbers of more than 4300 digits
+    except ValueError:  # Python refuses to print numbers of more than 4300 digits
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 

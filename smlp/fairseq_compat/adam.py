@@ -60,7 +60,7 @@ def _update(group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None
             [states[parameter]["exp_avg"] for parameter in parameters],
             [states[parameter]["exp_avg_sq"] for parameter in parameters],
             [],
-            [torch.tensor(float(step - 1)) for _ in parameters],  # the kernel counts on
+            [torch.tensor(float(step - 1)) for _ in parameters],  # the kernel increments it
             fused=True,
             amsgrad=False,
             beta1=beta1,

@@ -107,7 +107,7 @@ def apply() -> None:
 
     @functools.wraps(validate)
     def valid_step(self: FairseqTask, sample: Any, model: Any, criterion: Any) -> Any:
-        # fairseq-validate knows no such batches, unlike validation in training
+        # unlike validation during training, fairseq-validate has no such batches
         if sample:
             self.last_valid_sample = sample
             return validate(self, sample, model, criterion)

@@ -42,9 +42,9 @@ def _until(is_dropped: threading.Event, source: Iterable[Any]) -> Iterator[Any]:
 def _stop_reading(buffer: Any) -> None:
     """End the thread of a buffer, if it was started, and wait for it."""
     thread = getattr(buffer, "_consumer", None)
-    if thread is None or sys.is_finalizing():  # at the end of Python such threads do not run any more
+    if thread is None or sys.is_finalizing():  # such threads no longer run when Python shuts down
         return
     buffer._is_dropped.set()
     while thread.is_alive():
-        with suppress(queue.Empty):  # room for what it is about to put there
+        with suppress(queue.Empty):  # make room for the item that it is about to put
             buffer._queue.get(timeout=0.05)

@@ -20,12 +20,12 @@ from smlp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-#: settings that a trained model does not depend on: its initial weights, and how it is computed
+#: settings that do not affect a trained model: initial weights, and how it is computed
 _WITHOUT_EFFECT = {
     *("embed_init_std", "spatial_init_scale", "spatial_bias_init", "centroid_init_gain"),
     "checkpoint_activations",
 }
-#: settings of the table of hash routing, which a checkpoint contains
+#: settings of the hash routing table, which is part of a checkpoint
 _BROUGHT_ALONG = ("hash_kind", "hash_seed")
 
 
@@ -42,7 +42,7 @@ def compare_with(filename: str, trainer: Any, now: ModelConfig) -> None:
         state = read_structure(filename)
         check_is_ours(state, filename)
         then = config_of(state, filename)
-    except UserError:  # another package's model, or it is not to be understood
+    except UserError:  # another package's model, or an invalid configuration
         return
     _keep_brought_along(trainer, then, now, filename)
     changed = changed_settings(then, now)

@@ -29,7 +29,7 @@ def load_plugin() -> None:
     from smlp.fairseq_compat.logs import quiet_known_warnings
     from smlp.fairseq_compat.startup import without_statistics
 
-    quiet_known_warnings()  # before fairseq is imported: its import warns too
+    quiet_known_warnings()  # must precede the import of fairseq, which also warns
     with without_statistics():
         import fairseq  # noqa: F401
 
@@ -111,7 +111,7 @@ def _command_line(arguments: list[str]) -> Iterator[None]:
     """Make this process look like ``fairseq-train ARGUMENTS``, with mistakes in them as one sentence."""
 
     def usage_error(self: argparse.ArgumentParser, message: str) -> NoReturn:
-        # argparse would print fairseq's options, some 200 lines, before the reason
+        # argparse would print fairseq's 200 lines of options before the reason
         raise UserError(f"{message} (smlp train --help shows an example)")
 
     with (
@@ -143,14 +143,14 @@ def _with_user_dir(arguments: list[str]) -> list[str]:
     if given is None:
         return ["--user-dir", directory, *arguments]
     if os.path.realpath(given) == os.path.realpath(directory):
-        return [*arguments, "--user-dir", directory]  # the last one counts
+        return [*arguments, "--user-dir", directory]  # the last --user-dir counts
     if Path(given).name == Path(directory).name:
         raise UserError(
             f"--user-dir {given} is not the package that this command belongs to ({directory}): leave --user-dir out"
         )
     import fairseq
 
-    # fairseq looks for it in these places
+    # fairseq searches these places
     if not any((folder / given).is_dir() for folder in (Path(), *Path(fairseq.__file__).parents[:2])):
         raise UserError(f"there is no folder {given}, which --user-dir names")
     return arguments

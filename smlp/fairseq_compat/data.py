@@ -16,10 +16,10 @@ from smlp.errors import UserError
 from smlp.text.binarized import MAGIC, OLDER_MAGIC, check_older, check_recorded, open_data_file, open_tokens
 
 #: bytes up to which a .bin file is read whole before training: 500 million tokens of two bytes take 0.1 s for their ids
-#: and 1 s for their SHA-256 once the disk has delivered them. Of a larger one each batch is checked as it comes.
+#: and 1 s for their SHA-256 once they are read. Larger files are checked batch by batch.
 READ_AT_START = 1 << 30
 _OVERWRITE = " #fairseq:overwrite"
-_MOST_DIGITS = 18  # of a count, which numpy holds in 64 bits
+_MOST_DIGITS = 18  # of a count, which numpy stores in 64 bits
 
 
 def apply() -> None:
@@ -92,7 +92,7 @@ def apply() -> None:
     def checked_score(self: Any, models: Any, sample: Any, **kw: Any) -> Any:
         decoder = getattr(models[0], "decoder", None)
         if hasattr(decoder, "dictionary"):
-            check_ids(sample, len(decoder.dictionary), on_gpu=True)  # scores are waited for as well
+            check_ids(sample, len(decoder.dictionary), on_gpu=True)  # scoring waits for the GPU anyway
         return score(self, models, sample, **kw)
 
     SequenceScorer.generate = checked_score
@@ -156,7 +156,7 @@ def check_dictionary(directory: str | Path) -> None:
     lines_of = dict.fromkeys(("<s>", "<pad>", "</s>", "<unk>"), "those that fairseq adds")
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
-            # "SYMBOL COUNT", with one flag that fairseq knows
+            # "SYMBOL COUNT", optionally with fairseq's flag
             entry = line.rstrip().removesuffix(_OVERWRITE)
             symbol, _, count = entry.rpartition(" ")
             if not count.isdecimal() or len(count) > _MOST_DIGITS or " " not in entry:
@@ -194,7 +194,7 @@ def check_split(directory: str | Path, split: str, vocab_size: int | None = None
     with open_data_file(Path(f"{prefix}.idx")) as file:
         start = file.read(len(MAGIC))
     try:
-        if start.startswith(OLDER_MAGIC.rstrip(b"\0")):  # the ids of their batches are checked
+        if start.startswith(OLDER_MAGIC.rstrip(b"\0")):  # ids are checked batch by batch instead
             check_older(prefix)
             return None
         files = open_tokens(prefix)
@@ -204,7 +204,7 @@ def check_split(directory: str | Path, split: str, vocab_size: int | None = None
                 for _ in files.pieces(vocab_size):
                     pass
     except UserError as error:
-        if isinstance(error.__cause__, OSError):  # permission denied, and the like
+        if isinstance(error.__cause__, OSError):  # for example, permission denied
             raise
         raise UserError(f"{error}; {remedy}") from error
     return files.num_tokens

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smlp.errors import NaNError
 
-#: what the detector found that fairseq makes while an update fails
+#: findings of the NaN detector, which fairseq creates when an update fails
 _found: list[str] = []
 
 
@@ -23,7 +23,7 @@ def apply() -> None:
     loss_scale = AMPOptimizer.next_loss_scale
 
     def next_loss_scale(self: AMPOptimizer) -> float:
-        if not self.scaler.is_enabled():  # without a GPU: there is no scale to lower
+        if not self.scaler.is_enabled():  # without a GPU there is no scale to lower
             raise FloatingPointError("gradients are not finite")
         return loss_scale.fget(self)
 
@@ -43,7 +43,7 @@ def diverged(trainer: Any, when: str, error: FloatingPointError) -> NaNError:
         when = f"rank {trainer.data_parallel_rank}, {when}"
     where = [damaged_weights(trainer.get_model()), *_found]
     where = next((f", {place}" for place in where if place), "")
-    if isinstance(error, NaNError):  # says in which layer, and what to do
+    if isinstance(error, NaNError):  # its message names the layer and the remedy
         return NaNError(f"{when}{where}: {error}")
     what = "gradients are not finite" if "gradients are" in str(error) else str(error).split(". ")[0]
     return NaNError(

@@ -43,12 +43,12 @@ def apply() -> None:
         experts = getattr(trainer, "experts", None)
         if experts is None or cfg.no_save:
             path = save(cfg, trainer, epoch_itr, val_loss)
-            if path is not None:  # it may have taken the place of one whose experts were spread
+            if path is not None:  # it may have replaced a checkpoint in parts
                 remove_unused_parts(cfg.save_dir)
             return path
         saving = ExpertSaving(trainer, experts)
         if trainer.data_parallel_rank > 0:
-            save(cfg, trainer, epoch_itr, val_loss)  # only remembers the best value
+            save(cfg, trainer, epoch_itr, val_loss)  # only updates the best value
             saving.follow()
             return None
         trainer.expert_saving = saving

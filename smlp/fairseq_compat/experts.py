@@ -25,7 +25,7 @@ class SpreadExperts:
     """The experts of a model, all of them on this rank or only a part."""
 
     ranks: Ranks
-    #: of the expert parameters, in the model's state dict
+    #: names of the expert parameters in the model's state dict
     names: tuple[str, ...]
 
     @classmethod
@@ -102,7 +102,7 @@ def adapt_optimizer(optimizer: Any, model: nn.Module, experts: SpreadExperts) ->
 
     def all_reduce_grads(module: nn.Module) -> None:
         reduce_dense(module)
-        if experts_of(module) is not None:  # else it is a criterion with parameters
+        if experts_of(module) is not None:  # otherwise a criterion with parameters
             average_expert_gradients(experts.parameters(module), experts.ranks)
 
     if experts.names:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from smlp.errors import UserError
 from smlp.launch.machine import num_cores
 
-_LARGEST = 2**63 - 1  # of what fairseq's compiled parts count with
+_LARGEST = 2**63 - 1  # largest count of fairseq's compiled code
 _INT32 = 2**31 - 1
-_SEED = 2**32 - 2**20  # numpy's seeds end at 2^32 - 1, and fairseq adds the number of the epoch
+_SEED = 2**32 - 2**20  # numpy's seeds end at 2^32 - 1, and fairseq adds the epoch
 
 
 class Limit(NamedTuple):
@@ -34,7 +34,7 @@ class Limit(NamedTuple):
 _POSITIVE, _NOT_NEGATIVE, _SHARE = Limit(1), Limit(0), Limit(0, 1)
 _OR_OFF = Limit(-1, why="-1 switches it off")
 
-#: by the option's name as a Python attribute; for options that are lists, each of their numbers
+#: limits by option, named as a Python attribute; for lists, limits of each number
 LIMITS: dict[str, Limit] = {
     # batches
     "batch_size": Limit(1, why="without it, --max-tokens alone makes the batches"),
@@ -55,7 +55,7 @@ LIMITS: dict[str, Limit] = {
     # random numbers
     "seed": Limit(0, _SEED),
     "fixed_validation_seed": Limit(0, _SEED),
-    # when to log, validate, save and stop
+    # intervals of logging, validation, saving and stopping
     "log_interval": _POSITIVE,
     "validate_interval": _POSITIVE,
     "validate_interval_updates": _NOT_NEGATIVE,

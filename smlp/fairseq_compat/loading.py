@@ -28,9 +28,9 @@ from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
 
 logger = logging.getLogger(__name__)
 
-#: errors of what is put together from a checkpoint's parts; memory, disks and other ranks have others
+#: errors due to a checkpoint's content, as opposed to memory, disks and other ranks
 _OF_UNFITTING = (ValueError, TypeError, LookupError, AttributeError)
-#: moments that have the shape of their parameter, whatever the optimizer
+#: moments that have their parameter's shape with every optimizer
 _SHAPED_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 _DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 
@@ -64,7 +64,7 @@ def apply() -> None:
     def load_model_ensemble_and_task(
         filenames: list[str], arg_overrides: dict[str, Any] | None = None, *rest: Any, **kw: Any
     ) -> Any:
-        # Scoring and generation: ranks have other numbers of batches and lengths, so each has all experts.
+        # In scoring and generation, ranks have different numbers of batches and lengths, so each holds all experts.
         overrides = {"expert_parallel_size": 1, **(arg_overrides or {})}
         if None in filenames:
             raise UserError("no checkpoint to load: give one with --path")
@@ -202,7 +202,7 @@ def check_file(path: str) -> None:
     try:
         check_records(path)
         problems = progress_problems(read_structure(path), path)
-    except OtherClassError:  # torch may know it, or says what to do
+    except OtherClassError:  # torch may know the class, or explains what to do
         return
     except UserError as error:
         problems = [f"{error}; {remedy_for(path)}"]
@@ -264,7 +264,7 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
     if theirs is None or not ours.is_file():
         return
     then, now = (Vocabulary.load(dictionary).symbols for dictionary in (theirs, ours))
-    if len(then) != len(now) or then == now:  # a dictionary of another size does not fit the parameters
+    if len(then) != len(now) or then == now:  # parameters already refuse a dictionary of another size
         return
     place = next(place for place, pair in enumerate(zip(then, now, strict=True)) if pair[0] != pair[1])
     difference = (
@@ -286,7 +286,7 @@ def _dictionary_of(path: str) -> Path | None:
         return beside
     try:
         data = str(read_structure(path)["cfg"]["task"]["data"]).split(":")[0]
-    except (UserError, KeyError, TypeError):  # what is wrong with it is said when it is read
+    except (UserError, KeyError, TypeError):  # the problem is reported when it is read
         return None
     return Path(data) / DICTIONARY if (Path(data) / DICTIONARY).is_file() else None
 
@@ -335,7 +335,7 @@ def exported(path: str) -> str | None:
 
 def damaged(path: str, error: BaseException) -> str:
     """Return the message for a file that is no complete checkpoint, with its size and a neighbour that loads."""
-    if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside the file
+    if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: an offset outside the file
         return f"cannot read {path}: {error.strerror or error}"
     size, reason = Path(path).stat().st_size, type(error).__name__
     return (

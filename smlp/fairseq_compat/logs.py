@@ -9,26 +9,26 @@ from types import TracebackType
 
 from smlp.errors import ParallelError, UserError, one_line, out_of_memory
 
-# (category, start of the message, module that warns): all of them are about how fairseq calls its libraries, none is
-# about anything the user typed. Nothing is silenced by category alone.
+# (category, start of the message, module that warns). All of them concern how fairseq calls its libraries, none the
+# user's input. Nothing is silenced by category alone.
 _NOISE: list[tuple[type[Warning], str, str]] = [
-    # fairseq drives hydra 1.3 through the interface of hydra 1.0
+    # fairseq uses hydra 1.3 through hydra 1.0's interface
     (UserWarning, r"hydra\.experimental\.(initialize|compose)\(\) is no longer experimental", r"hydra\.experimental\."),
     (UserWarning, r"\s*The version_base parameter is not specified", r"hydra\.experimental\.initialize$"),
     (UserWarning, r"In 'config': Usage of deprecated keyword in package header", r"hydra\.core\.default_element$"),
-    (UserWarning, r"\s*'config' is validated against ConfigStore schema", r""),  # names whichever module started it
+    (UserWarning, r"\s*'config' is validated against ConfigStore schema", r""),  # in any module
     (UserWarning, r"\s*The strict flag in the compose API is deprecated", r"hydra\.compose$"),
-    # old spellings inside fairseq and fairscale of what torch still does
+    # deprecated names in fairseq and fairscale that torch still supports
     (FutureWarning, r"`torch\.cuda\.amp\.custom_(fwd|bwd)", r"fairscale\.experimental\.nn\.offload$"),
     (FutureWarning, r"`torch\.cuda\.amp\.autocast", r"fairseq\.tasks\.fairseq_task$"),
     (FutureWarning, r"`torch\.cuda\.amp\.GradScaler", r"fairseq\.optim\.amp_optimizer$"),
     (FutureWarning, r"`broadcast_buffers` is deprecated", r"smlp\.fairseq_compat\.processes$"),
     (UserWarning, r"Support for mismatched key_padding_mask and attn_mask", r"torch\.nn\.functional$"),
-    # fairseq asks for pinned memory and CUDA helpers whether or not there is a GPU
+    # fairseq requests pinned memory and CUDA helpers even without a GPU
     (UserWarning, r"'pin_memory' argument is set as true but no accelerator", r"torch\.utils\.data\.dataloader$"),
-    # where no bytecode can be written every start compiles fairseq
+    # fairseq is recompiled at every start if bytecode cannot be written
     (SyntaxWarning, r'"is not" with ', r".*fairseq.tasks.multires_hubert_pretraining$"),
-    # a block of one token: only the "past" target is affected, which no language model here reads
+    # a block of one token; affects only the "past" target, which no language model here reads
     (RuntimeWarning, r"overflow encountered in scalar subtract", r"fairseq\.data\.token_block_dataset$"),
 ]
 

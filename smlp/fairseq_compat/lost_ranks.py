@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from smlp.errors import ParallelError
 
-# what torch raises, beside classes of its own, are RuntimeErrors of its libraries
+# besides its own classes, torch raises RuntimeErrors of its libraries
 _OF_LIBRARIES = re.compile("gloo|nccl|tcpstore|c10d|socket", re.IGNORECASE)
-# functions that a failing collective may be in, by their names in tracebacks; {} is the number of the update
+# what a rank was doing, by function name in its traceback; {} is the number of the update
 _PLACES = {
     "distributed_init": "meeting the other ranks",
     "Trainer.load_checkpoint": "loading a checkpoint",
@@ -30,7 +30,7 @@ _PLACES = {
     "Trainer.valid_step": "validation",
     "save_checkpoint": "saving a checkpoint",
 }
-# if none of these is there
+# if none of these functions is in the traceback
 _OTHER_PLACES = {"main": "start of training", "distributed_main": "end of the run"}
 
 
@@ -46,7 +46,7 @@ def lost_rank(error: RuntimeError, distributed: Any) -> ParallelError | None:
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [frame.f_code.co_qualname for frame in frames]
-    found: dict[str, None] = {}  # each place once, the outermost first
+    found: dict[str, None] = {}  # each place once, outermost first
     for name, frame in zip(names, frames, strict=True):
         place = _PLACES.get(name)
         if place is not None:

@@ -18,9 +18,9 @@ _CRITERIONS = (
     *("cross_entropy", "label_smoothed_cross_entropy", "label_smoothed_cross_entropy_with_alignment"),
     *("adaptive_loss", "composite_loss", "vocab_parallel_cross_entropy"),
 )
-#: what they and ours log of a validation
+#: names that they and ours log in validation
 _METRICS = ("loss", "nll_loss", "ppl", "accuracy", "total", "n_correct", "wps", "wpb", "bsz", "num_updates")
-_LIBRARIES = {"lamb": "apex", "cpu_adam": "deepspeed"}  # of optimizers
+_LIBRARIES = {"lamb": "apex", "cpu_adam": "deepspeed"}  # required by optimizers
 
 
 def apply() -> None:
@@ -86,7 +86,7 @@ def check_needs(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
         UserError: the message names the option.
     """
     if cfg.model is None:
-        return  # nothing is trained
+        return  # no training
     _check_names(cfg)
     _check_devices(cfg, num_ranks, has_cuda)
     _check_optimizer(cfg.optimizer, has_cuda)

@@ -18,9 +18,9 @@ from smlp.fairseq_compat.limits import check_numbers
 from smlp.fairseq_compat.needs import check_tools
 
 _PRINT_USAGE = argparse.ArgumentParser.error
-_MANDATORY = "???"  # hydra's default for what must be given; fairseq hands it to argparse as any other
+_MANDATORY = "???"  # hydra's default for required options; fairseq passes it to argparse like any other
 _OF_LANGUAGE_MODELS = ("tokens_per_sample", "max_target_positions", "add_bos_token")
-# What has another option's value by default is left without a type, and read much later.
+# Options that default to another option's value have no type, and are read much later.
 _UNTYPED = {"batch_size_valid": int, "max_tokens_valid": int, "total_num_update": float}
 
 
@@ -51,14 +51,14 @@ def apply() -> None:
         check_arch(words, is_needed=any("--max-update" in action.option_strings for action in parser._actions))
         check_task(words, parser.get_default("task"))
         check_precision(words)
-        if argparse.ArgumentParser.error is _PRINT_USAGE:  # the smlp command has an answer of its own
+        if argparse.ArgumentParser.error is _PRINT_USAGE:  # the smlp command replaces it
             parser.error = usage_error
         parsed = parse(parser, input_args, *rest, modify_parser=modify, **kw)
         args = parsed[0] if isinstance(parsed, tuple) else parsed
-        # fairseq reads --bf16 as "on a TPU", on every machine, and then fails for want of torch_xla.
+        # fairseq takes --bf16 to mean "on a TPU" on every machine, and then fails because torch_xla is missing.
         if getattr(args, "bf16", False) and importlib.util.find_spec("torch_xla") is None:
             args.tpu = False
-        # By default it is --max-update, says fairseq, but what is not given arrives as None.
+        # Documented to default to --max-update, but fairseq passes None if it is not given.
         if getattr(args, "total_num_update", 0) is None:
             args.total_num_update = args.max_update
         check_numbers(vars(args))

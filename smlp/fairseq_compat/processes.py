@@ -59,7 +59,7 @@ def apply() -> None:
 
     @functools.wraps(wrapper, updated=())
     def data_parallel(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
-        # fairseq names a CUDA device for every rank; torch accepts none for a model on the CPU.
+        # fairseq passes a CUDA device for every rank, which torch refuses for a model on the CPU.
         if not any(p.is_cuda for p in module.parameters()):
             kwargs.update(device_ids=None, output_device=None)
         return wrapper(module=module, **kwargs)
@@ -90,14 +90,14 @@ def settle_ranks(cfg: Any) -> None:
         return
     is_given = _is_given(distributed)
     if "eval-lm" in Path(sys.argv[0]).name.replace("_", "-"):
-        # over ranks, fairseq reports the part of rank 0 as if it were the whole
+        # with several ranks, fairseq would report rank 0's part as the whole
         if is_given and distributed.distributed_world_size > 1:
             raise UserError(f"fairseq-eval-lm scores in one process: leave {_WORLD_SIZE} out")
         distributed.distributed_world_size, distributed.distributed_init_method = 1, None
         return
     if distributed.distributed_init_method is None:
         if cfg.common.cpu and not is_given:
-            distributed.distributed_world_size = 1  # the default is the number of GPUs, which --cpu leaves alone
+            distributed.distributed_world_size = 1  # the default is the number of GPUs even with --cpu
         place = place_of(os.environ, distributed.distributed_port, has_terminal())
         training = cfg.common_eval.path is None
         if place is not None and (training or distributed.distributed_world_size > 1):
@@ -115,7 +115,7 @@ def settle_ranks(cfg: Any) -> None:
             "--distributed-init-method, --distributed-rank and --distributed-no-spawn"
         )
     if distributed.distributed_init_method is not None and not distributed.distributed_no_spawn:
-        # fairseq would spawn one process per GPU, that is none, and exit with status 0.
+        # Without GPUs, fairseq would spawn no process at all and exit with status 0.
         raise UserError(
             "--distributed-init-method without a GPU needs --distributed-no-spawn, with one process for each rank "
             f"(--distributed-rank 0 to {world_size - 1})"
@@ -136,7 +136,7 @@ def _take(distributed: Any, place: Place, asked: int | None, visible: int) -> No
     Raises:
         UserError: another number of ranks was asked for, or ranks would share a GPU.
     """
-    # As fairseq does it where srun starts one task on each machine: that task spawns a process for each of its GPUs.
+    # As in fairseq, if srun starts one task per machine, the task spawns a process per GPU.
     spawns = place.nodes_of_one_rank is not None and visible > 1 and not distributed.distributed_no_spawn
     world_size = place.world_size * visible if spawns else place.world_size
     if asked not in (None, world_size):
@@ -148,7 +148,7 @@ def _take(distributed: Any, place: Place, asked: int | None, visible: int) -> No
     distributed.distributed_world_size = world_size
     distributed.distributed_no_spawn = not spawns
     if spawns:
-        distributed.distributed_rank = place.node * visible  # of the first process to spawn
+        distributed.distributed_rank = place.node * visible  # rank of the first process to spawn
         distributed.distributed_num_procs = visible
     else:
         distributed.distributed_rank = place.rank

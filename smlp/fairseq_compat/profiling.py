@@ -26,7 +26,7 @@ from smlp.files import write_whole
 
 logger = logging.getLogger(__name__)
 
-#: first updates of a process that do not count; the last of them is under the profiler, which takes its time to start
+#: warm-up updates of a process; the last one already runs under the profiler, which is slow to start
 WARM_UP = 3
 
 
@@ -47,7 +47,7 @@ class UpdateProfiler:
         self.breakdown: Breakdown | None = None
         self.num_seen = 0
         self.is_running = self.is_over = False
-        # However the process ends, write what was profiled until then.
+        # Write the profile however the process ends.
         Finalize(None, self.finish, exitpriority=10)
 
     @contextmanager
@@ -57,7 +57,7 @@ class UpdateProfiler:
         Args:
             samples: micro-batches of the update on this rank.
         """
-        if self.is_over or self.is_running:  # fairseq may try an update again from inside
+        if self.is_over or self.is_running:  # fairseq may retry an update from inside
             yield
             return
         if self.num_seen < WARM_UP - 1:
@@ -70,7 +70,7 @@ class UpdateProfiler:
                 yield
         finally:
             self.is_running = False
-        if self.trainer.get_num_updates() > done:  # not where numbers overflowed, and nothing was updated
+        if self.trainer.get_num_updates() > done:  # unless an overflow skipped the update
             self.num_seen += 1
             if self.num_seen > WARM_UP:
                 self._attempt(lambda: self._add(recorded, samples))

@@ -30,7 +30,7 @@ from smlp.launch.environment import environment
 
 logger = logging.getLogger(__name__)
 
-#: what a micro-batch adds to its logging output
+#: entry of a micro-batch's logging output
 DIGEST = "data_digest"
 _PRIME = (1 << 31) - 1
 _BASE = 1_103_515_245  # any large number below the prime
@@ -116,7 +116,7 @@ def digest(tokens_Bn: Tensor, pad: int) -> Tensor:
     kept_Bn = tokens_Bn.long() * (tokens_Bn != pad)
     powers_n = _powers(kept_Bn.size(1), tokens_Bn.device)
     row_B = (kept_Bn * powers_n % _PRIME).sum(dim=1) % _PRIME
-    return (row_B * row_B % _PRIME).sum() % _PRIME  # a square, so that parts of rows cannot change places
+    return (row_B * row_B % _PRIME).sum() % _PRIME  # squared, so that swapped parts of rows change the sum
 
 
 @functools.lru_cache(maxsize=8)

@@ -58,7 +58,7 @@ def apply() -> None:
 
     checkpoint_utils.torch_persistent_save = torch_persistent_save
     checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory
-    checkpoint_utils.PathManager = CheckpointPathManager  # in this module only: nothing else copies over a checkpoint
+    checkpoint_utils.PathManager = CheckpointPathManager  # only this module copies over checkpoints
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ from smlp.fairseq_compat.limits import check_numbers
 from smlp.fairseq_compat.needs import check_needs
 from smlp.parallel import ExpertLayout
 
-#: optimizers that treat every number of a parameter alike, so that it does not matter where an expert lives
+#: optimizers that treat every element of a parameter alike, so that expert placement does not matter
 _POINTWISE = ("adam", "adamax", "adadelta", "adagrad", "nag", "sgd", "cpu_adam")
-#: options that are two numbers in one text: an example, and what both must be below
+#: options that hold two numbers in one string: an example, and the limit of both
 _PAIRS = (
     ("adam_betas", "(0.9, 0.98)", 1),
     ("adamax_betas", "(0.9, 0.999)", 1),
@@ -37,11 +37,11 @@ _BACKENDS = ("legacy_ddp", "no_c10d", "pytorch_ddp", "c10d")
 
 
 def apply() -> None:
-    # The main function of fairseq-hydra-train is at work by now: it fills in defaults, and then begins in earnest.
+    # Called within fairseq-hydra-train's main function, which fills in defaults and then starts the training.
     train = sys.modules.get("fairseq_cli.train")
     if train is None or not HydraConfig.initialized():
         return
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra would print a part of a traceback, and end
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra would print part of a traceback and exit
     add_defaults = train.add_defaults
 
     @functools.wraps(add_defaults)
@@ -72,7 +72,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
         raise UserError("there is no model to train: give its architecture")
     settle_context(cfg.model, cfg.task)
     _check_given(cfg)
-    check_numbers(_by_option(cfg))  # again: fairseq-hydra-train reads no command line
+    check_numbers(_by_option(cfg))  # check here too: fairseq-hydra-train parses no command line
     check_needs(cfg, num_ranks, has_cuda)
     check_backend(cfg, has_cuda)
     check_profiling(cfg)
@@ -86,7 +86,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     group_size = ExpertLayout(num_experts, num_ranks, 0, asked).group_size if num_experts else 1
     if group_size > 1:
         check_settings(cfg)
-    # the dictionary, which is not loaded yet, adds little to what fits no memory
+    # the dictionary is not loaded yet, but hardly matters to whether the model fits into memory
     config = None if has_cuda else config_of(cfg.model, vocab_size=2)
     if config is not None and getattr(cfg.optimizer, "_name", None) == "adam":
         check_training(config, group_size)
@@ -119,7 +119,7 @@ def _by_option(cfg: Any) -> dict[str, Any]:
 def _check_given(cfg: Any) -> None:
     """Refuse to train without data, an optimizer or a size of batches; fairseq has no default for them."""
     if cfg.model is None:
-        return  # nothing is trained: evaluation without --path
+        return  # no training: evaluation without --path
     if not getattr(cfg.task, "data", True):
         raise UserError("there is no data to train on: give the folder that fairseq-preprocess made")
     if cfg.optimizer is None:

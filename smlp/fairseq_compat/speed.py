@@ -30,9 +30,9 @@ from smlp.nn.encoder import Encoder
 
 logger = logging.getLogger(__name__)
 
-#: what a micro-batch adds to its logging output
+#: entry of a micro-batch's logging output
 FLOPS = "model_flops"
-#: meters whose names begin like this are kept but not shown
+#: prefix of meters that are kept but not shown
 _FLOPS_METER = "_model_flops"
 
 
@@ -43,7 +43,7 @@ class DataClock:
     """
 
     _waited = 0.0  # seconds since the last update
-    _done: float | None = None  # when that was done
+    _done: float | None = None  # end of the last update
 
     @classmethod
     def timed(cls, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -101,7 +101,7 @@ def measured_rate(trainer: Any) -> float:
 
 def training_type(common: Any, on_gpu: bool) -> torch.dtype:
     """Return the dtype of matrix products that these options of fairseq select."""
-    if common.fp16 or (common.amp and on_gpu):  # on CPUs --amp changes nothing
+    if common.fp16 or (common.amp and on_gpu):  # --amp has no effect on CPUs
         return torch.float16
     return torch.bfloat16 if common.bf16 else torch.float32
 
@@ -112,7 +112,7 @@ def _measured_once(device: torch.device, dtype: torch.dtype) -> float:
     name = str(dtype).removeprefix("torch.")
     logger.info(f"measured matmul rate: {rate / 1e9:.1f} GFLOP/s ({name}, {device.type}, each rank)")
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # the matrices are no part of training
+        torch.cuda.reset_peak_memory_stats()  # exclude the benchmark's matrices
     return rate
 
 
@@ -124,7 +124,7 @@ def _peak_gigabytes(trainer: Any) -> float:
     if not trainer.cuda:
         unit = 1 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-    # fairseq has just logged what the update left free, and set torch's counter back
+    # fairseq has just logged the free memory and reset torch's counter
     used = trainer.cuda_env.total_memory_in_GB - metrics.get_meter("default", "gb_free").val
     trainer.peak_gigabytes = max(getattr(trainer, "peak_gigabytes", 0.0), used)
     return trainer.peak_gigabytes

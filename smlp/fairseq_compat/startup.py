@@ -14,10 +14,10 @@ import torch
 
 from smlp.launch.machine import num_cores
 
-# malloc.h
+# constant of malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _LARGEST_INT = 2**31 - 1
-_AT_A_TIME = 64 * 2**20  # bytes that the heap grows by beyond what is asked for
+_AT_A_TIME = 64 * 2**20  # the heap grows by this many extra bytes
 
 
 def apply() -> None:
@@ -50,7 +50,7 @@ class _Later(types.ModuleType):
     """A stand-in for a module, which is imported when one of its functions is called."""
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):  # what the import system asks
+        if name.startswith("__"):  # queries of the import system
             raise AttributeError(name)
         return lambda *args, **kwargs: getattr(importlib.import_module(self.__name__), name)(*args, **kwargs)
 

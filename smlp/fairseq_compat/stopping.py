@@ -29,7 +29,7 @@ from smlp.launch.team import leave
 
 logger = logging.getLogger(__name__)
 
-#: the signals that this process has received
+#: stop signals that this process has received
 stop_signals = StopSignals()
 
 
@@ -38,7 +38,7 @@ def apply() -> None:
 
     @functools.wraps(set_worker_handlers)
     def set_handlers_of_worker() -> None:
-        # torch's own one for SIGTERM ends a worker, with status 0 if it comes from the owner and else as a failure.
+        # torch's handler for SIGTERM ends a worker: with status 0 if the owner sent it, otherwise as a failure.
         set_worker_handlers()
         stop_signals.become_worker(0)
 
@@ -77,7 +77,7 @@ def _save_and_leave(trainer: Any) -> None:
         PathManager.async_close()
     if trainer.data_parallel_world_size > 1:
         torch.distributed.barrier(distributed_utils.get_global_group())
-    # Some launchers end the other ranks when the first one leaves: from here on nothing is lost, and the status stays.
+    # Some launchers end all ranks when the first one exits. Nothing can be lost from here on, and the status stays.
     stop_signals.leave()
     leave()
     if distributed_utils.is_master(trainer.cfg.distributed_training):

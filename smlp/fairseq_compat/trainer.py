@@ -62,18 +62,18 @@ class SparseTrainer(Trainer):
     """
 
     def __init__(self, cfg: Any, task: Any, model: nn.Module, criterion: Any, quantizer: Any = None) -> None:
-        #: the decoder of one of this package's models; None of another
+        #: the decoder, if the model is this package's; otherwise None
         self.core = core_of(model)
-        #: None if every rank holds all of them
+        #: None if every rank holds all experts
         self.experts = experts_of(model)
         self.profiler: UpdateProfiler | None = None
         self.data_order: UpdateRecord | None = None
         self.update_times: UpdateRecord | None = None
         self._num_tokens = 0
-        #: on rank 0, while the ranks save together
+        #: set on rank 0 while the ranks save together
         self.expert_saving: ExpertSaving | None = None
         self.train_iterator: Any = None
-        #: whether a rank had been asked to stop at the last sum over ranks
+        #: whether any rank had been asked to stop at the last reduction over ranks
         self.stop_agreed = False
         self._update_just_done = self._metric_checked = False
         if not isinstance(cfg, Namespace):
@@ -96,7 +96,7 @@ class SparseTrainer(Trainer):
         if self.core is not None:
             check_criterion(getattr(cfg.criterion, "_name", None), self.core.config)
             if model.experts.names:
-                # One flat copy of all parameters knows no experts, and its moments would fit no other layout.
+                # A flat copy of all parameters cannot distinguish experts, and its moments would fit no other layout.
                 cfg.common.fp16_no_flatten_grads = True
         check_half_precision(cfg, torch.cuda.is_available() and not cfg.common.cpu)
 
@@ -149,10 +149,10 @@ class SparseTrainer(Trainer):
         """
         stop_signals.install()
         if self.core is not None:
-            measured_rate(self)  # once, and in no update's time
+            measured_rate(self)  # measure once, outside the updates' time
             place = (self.data_parallel_rank, self.data_parallel_world_size)
             self._seeds = batch_seeds(self.cfg.common.seed, self.get_num_updates(), *place)
-        # A rank that goes on alone after running out of memory would leave the others waiting for its tokens.
+        # If a rank continued alone after running out of memory, the others would wait for its tokens.
         raise_oom = raise_oom or self.experts is not None
         num_updates, start = self.get_num_updates(), time.perf_counter()
         try:
@@ -160,7 +160,7 @@ class SparseTrainer(Trainer):
                 result = super().train_step(real_batches_last(samples), raise_oom)
         except FloatingPointError as error:
             norms = self._grad_norm_buf
-            if norms is not None and torch.isfinite(norms).all():  # of all ranks: they differ, but none has diverged
+            if norms is not None and torch.isfinite(norms).all():  # all ranks' norms differ, but are finite
                 raise
             raise diverged(self, f"update {self.get_num_updates() + 1}", error) from error
         seconds, waited = time.perf_counter() - start, DataClock.log()
@@ -199,7 +199,7 @@ class SparseTrainer(Trainer):
         Signals reach ranks at different times: what counts is the sum, which all of them see after the same update.
         """
         asked = int(stop_signals.received is not None)
-        with span(REDUCTION):  # where ranks that are done sooner wait for the others
+        with span(REDUCTION):  # faster ranks wait for the others here
             logging_outputs, (*sums, asked) = super()._aggregate_logging_outputs(
                 logging_outputs, *sums, asked, ignore=ignore
             )
@@ -246,7 +246,7 @@ class SparseTrainer(Trainer):
             check_best_metric(self)
             self._metric_checked = True
         leave_if_asked(self)
-        loss = float(result["loss"])  # over all ranks, which all of them see
+        loss = float(result["loss"])  # the same on all ranks
         if result["sample_size"] and not isfinite(loss):
             raise diverged(self, when, FloatingPointError(f"the loss is {loss}"))
         return result
@@ -255,7 +255,7 @@ class SparseTrainer(Trainer):
         """Save; spread experts where all ranks do it together, on rank 0 (:mod:`smlp.fairseq_compat.expert_saving`)."""
         if self.experts is None:
             return super().save_checkpoint(filename, extra_state)
-        if self.expert_saving is None:  # after an error, which other ranks may know nothing of
+        if self.expert_saving is None:  # after an error that other ranks may not know of
             logger.warning(f"{filename} is not written: it would lack the experts of the other ranks")
             return None
         return self.expert_saving.save(filename, extra_state)

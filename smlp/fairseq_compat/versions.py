@@ -11,8 +11,8 @@ from smlp.errors import ParallelError
 
 
 def apply() -> None:
-    # numpy 2 removed `np.compat`; TokenBlockDataset uses `np.compat.long` for --sample-break-mode eos, and so does
-    # every data set that fairseq-interactive and fairseq-generate build.
+    # numpy 2 removed `np.compat`. TokenBlockDataset uses `np.compat.long` for --sample-break-mode eos, as do all data
+    # sets that fairseq-interactive and fairseq-generate build.
     if not hasattr(numpy, "compat"):
         numpy.compat = types.SimpleNamespace(long=numpy.int64)  # noqa: NPY201  this is the removed name itself
 

@@ -11,11 +11,11 @@ from smlp.experiments.report.results import MISSING, Results, RunResult
 from smlp.experiments.report.table import EMPTY, Cell, Column, Table, amount, label
 from smlp.experiments.tuning import at_edge, is_ordered
 
-#: multiply-adds of a training step, in forward passes
+#: cost of a training step in forward passes
 FORWARD_AND_BACKWARD = 3
 _MODEL = Column("model", "model", "experiment.json: models.name")
 _MODELS = "experiment.json: models"
-#: columns of Table 5 by key, each with its head and the field of the configuration
+#: columns of Table 5 by key: head and configuration field
 LAYOUT = {
     "embed_dim": ("embedding", "embed_dim"),
     "ffn_dim": ("hidden", "ffn_dim"),
@@ -140,7 +140,7 @@ class SeedOrder:
 
     seed: int
     runs: tuple[RunResult, ...]
-    #: updates that all of these runs have
+    #: updates that all these runs reached
     num_updates: int
     #: by run, the SHA-256 of the lines "UPDATE DIGEST" for these updates
     digests: Mapping[str, str]

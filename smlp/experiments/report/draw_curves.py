@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: opacity of all bands together, and the lowest and highest of one band
 _BANDS, _FAINTEST, _DARKEST = 0.5, 0.04, 0.15
-#: where the right-hand panel begins, as a share of the training
+#: start of the right-hand panel, as a share of the training
 LAST_SHARE = 0.5
 _LARGE = ((1e18, "quintillion"), (1e15, "quadrillion"), (1e12, "trillion"), (1e9, "billion"))
 _ROUTING = (
@@ -46,7 +46,7 @@ _FAMILY_COLOURS = {
     "hash_lm": "sky",
 }
 _OTHER = "0.45"
-#: how many models of one colour, and of one family, line styles and markers alone still tell apart
+#: most models of one colour, and of one family, that line styles and markers can distinguish
 _MOST_OF_A_COLOUR, _MOST_OF_A_FAMILY = 4, 2
 _MARKERS = "osD^vPX<>hp*d8"
 _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 3)))
@@ -194,7 +194,7 @@ def _log_ticks(axes: Axes) -> None:
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    # leading digits of the ticks: enough that no large part of the axis has none
+    # leading digits of the ticks, dense enough to leave no large part of the axis without a tick
     digits = (1, 2, 5) if high / low > 20 else (1, 1.5, 2, 3, 5, 7) if high / low > 3 else (*range(1, 10), 1.2, 1.5)
     axes.yaxis.set_major_locator(LogLocator(subs=digits, numticks=15))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

@@ -28,7 +28,7 @@ class Picture:
     name: str
     title: str
     caption: str
-    #: the files and fields shown in it
+    #: files and fields that the figure shows
     source: str
 
     def path(self, ending: str) -> str:

@@ -12,9 +12,9 @@ from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import TIMES, TIMES_FIELD, TIMES_FILE, over_runs, training_seconds
 from smlp.experiments.report.table import Cell, Column, Estimate, Table, estimate, label, mean_cell, origin
 
-#: what may change the results of a run, or its speed
+#: facts that may affect a run's results or speed
 _NAMES = ("smlp", "torch", "fairseq", "numpy", "python", "processor", "gpu", "threads", "world_size", "git", "plugins")
-#: what run.json calls an attempt to train; other attempts score
+#: name of training attempts in run.json; other attempts score
 _TRAIN = "train"
 _ATTEMPTS = ("run.json", "attempts.seconds")
 _WALL = ("train.log", "wall, the last")
@@ -82,9 +82,9 @@ class WholeTime:
     """The time that a run's training commands took in all, or why it is not known."""
 
     seconds: float | None
-    #: the file and field that the number comes from
+    #: file and field of the number
     source: tuple[str, str]
-    #: why the number is not known
+    #: why the number is unknown
     reason: str = ""
 
 

@@ -114,7 +114,7 @@ TABLE_5 = {
     "smlp": Details(2.0, 9.41e9, 2048, 8192, 7, 22, 1, 32, 32),
 }
 
-#: Table 6, per cent, of the large models: the six tasks under the names of ``smlp zeroshot``, and their mean
+#: Table 6, in per cent, for the large models: the six tasks by their names in ``smlp zeroshot``, and the mean
 TABLE_6 = {
     "gpt3": {
         **{"copa": 73.0, "piqa": 72.9, "storycloze": 72.4, "winogrande": 57.4, "hellaswag": 51.0},
@@ -145,7 +145,7 @@ TABLE_6 = {
 #: Table 7: validation perplexity by number of experts; 0 is the dense gMLP
 TABLE_7 = {0: 15.7, 32: 17.2, 64: 20.5}
 
-#: heads of attention, or of the spatial gating unit (Tables 5, 8 and 9)
+#: number of heads of attention or of the spatial gating unit (Tables 5, 8 and 9)
 HEADS = {
     **{"dense_lm": 16, "gmlp_lm": 1, "smlp": 1},
     **{"gshard_lm": 16, "switch_lm": 16, "switch_lm_enlarged": 16, "base_lm": 16, "hash_lm": 16},

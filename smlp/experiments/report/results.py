@@ -66,21 +66,21 @@ class RunResult:
     folder: Path
     #: the state in run.json, or ``missing``
     state: str
-    #: the last line of a failed run
+    #: last log line of a failed run
     message: str | None
     #: files that are missing or damaged
     notes: tuple[str, ...]
-    #: run.json
+    #: content of run.json
     record: Mapping[str, Any]
     curve: TrainingCurve
     timeline: TrainingTime | None
-    #: seconds of fairseq's trainer, from the log
+    #: fairseq's training time in seconds, from the log
     logged_seconds: float | None
-    #: training lines of the log by update
+    #: training lines of the log, by update
     lines: Mapping[int, Mapping[str, Any]]
     #: lines of router_health.jsonl
     health: tuple[Mapping[str, Any], ...]
-    #: digest of the data by update
+    #: digest of the data, by update
     order: Mapping[int, int]
     scores: Mapping[str, Any] | None
     zeroshot: Mapping[str, Any] | None

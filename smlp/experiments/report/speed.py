@@ -29,14 +29,14 @@ from smlp.experiments.report.table import (
 )
 
 _UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
-#: a unit is used if the longest time is at least this many of it
+#: a time unit is used if the longest time is at least this multiple of it
 _LEAST = 3
 #: file and field of times of training
 TIMES_FILE, TIMES_FIELD = "update_times.jsonl", "seconds (without it train.log: train_wall)"
 TIMES = f"{TIMES_FILE}: {TIMES_FIELD}"
-#: perplexities that agree so far are the same: sums of the same numbers may differ in their last digits
+#: perplexities that agree to this precision are equal: rounding may change the last digits
 _SAME = 1 + 1e-9
-#: the models over which the paper claims twice the training efficiency for sMLP, beside dense ones
+#: sparse baselines over which the paper claims twice the training efficiency for sMLP, as over dense models
 SPARSE_TRANSFORMERS = ("gshard_lm", "switch_lm", "base_lm", "hash_lm")
 
 
@@ -52,11 +52,11 @@ class Target:
 class TimeToTarget:
     """The time at which a model reached a target."""
 
-    #: seconds in training steps, by seed of the runs that reached it
+    #: seconds in training steps, by seed, of the runs that reached it
     seconds: Estimate | None
-    #: updates, by seed of the same runs
+    #: updates of the same runs, by seed
     updates: Estimate | None
-    #: seconds on the mean curve, if some run did not reach the target and the mean did
+    #: seconds on the mean curve, if the mean reached the target but some run did not
     mean_curve_seconds: float | None
     num_runs: int
 

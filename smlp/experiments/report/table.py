@@ -109,7 +109,7 @@ class Cell:
     source: str = ""
     low: float | None = None
     high: float | None = None
-    #: what the mean and the interval are over
+    #: what mean and interval are computed over
     samples: Mapping[int, float] | None = None
     #: whether the samples are rounds of a timer instead of seeds
     is_by_round: bool = False

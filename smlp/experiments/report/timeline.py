@@ -23,7 +23,7 @@ class TrainingTime:
 
     updates: tuple[int, ...]
     seconds: tuple[float, ...]
-    #: mean predicted tokens of an update: the last one of an epoch is smaller; None if no line tells
+    #: mean predicted tokens per update (the last one of an epoch is smaller); None if the log does not tell
     mean_tokens: float | None = None
 
     def at(self, update: float) -> float:
@@ -80,7 +80,7 @@ def logged_seconds(records: Iterable[Mapping[str, Any]]) -> float | None:
     walls = []
     for record in records:
         wall = record.get("wall") if "num_updates" in record else None
-        if "train_num_updates" in record:  # at the end of an epoch all names begin with train_
+        if "train_num_updates" in record:  # in lines at the end of an epoch, all names begin with train_
             wall = record.get("train_wall")
         if wall is not None:
             walls.append(float(wall))

@@ -16,7 +16,7 @@ from smlp.files import write_whole
 from smlp.plots.drawing import check_matplotlib
 
 TABLES = "tables"
-#: tables without sources: made of other tables, or of the paper's numbers alone
+#: tables without sources: derived from other tables, or only the paper's numbers
 _NO_SOURCES = ("summary", "paper-table-4", "details-paper")
 _QUALITY = ("per_token", "per_word", "after_prefix")
 _SPEEDS = (
