@@ -41,7 +41,7 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
 
     try:
         if Path(_git(folder, "rev-parse", "--show-toplevel").strip()).resolve() != folder.resolve():
-            return None  # installed inside of somebody else's repository
+            return None  # installed inside another repository
         revision, status = _git(folder, "rev-parse", "HEAD").strip(), _git(folder, "status", "--porcelain", "-uno")
         found = {"revision": revision, "changed": bool(status)}
         if found["changed"]:

@@ -22,11 +22,11 @@ from smlp.errors import UserError
 from smlp.launch.machine import memory_bytes, num_cores
 from smlp.launch.stop_signals import EXIT_STOPPED
 
-# After a failure the other ranks notice their broken connections and say so; then they are ended.
+# After a failure, the other ranks get this long to report their broken connections before they are ended.
 GRACE_SECONDS = 10.0
-# From SIGTERM to SIGKILL: a rank that waits inside a library does not notice SIGTERM.
+# Time from SIGTERM to SIGKILL: a rank that waits inside a library does not react to SIGTERM.
 TERMINATION_SECONDS = 5.0
-#: memory of a process that has imported torch and fairseq, before it has a model
+#: memory of a process that has imported torch and fairseq but has no model yet
 RANK_BYTES = 2**28
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -81,16 +81,16 @@ class _LocalRanks:
         self.command, self.num_ranks = list(command), num_ranks
         self.grace, self.termination, self.patience = grace, termination, patience
         self.processes: list[subprocess.Popen[bytes]] = []
-        #: what the main thread waits for: a signal's number, or a rank and its return code
+        #: events for the main thread: a signal's number, or a rank and its return code
         self.events: queue.SimpleQueue[signal.Signals | tuple[int, int]] = queue.SimpleQueue()
         #: return codes by rank, in the order in which they ended
         self.codes: dict[int, int] = {}
-        #: ranks that had not ended when patience ran out, and those of them that a signal had stopped
+        #: ranks that were still running when patience ran out, and those of them that a signal had stopped
         self.late: list[int] = []
         self.frozen: list[int] = []
         self.failed: int | None = None
         self.interrupted = False
-        #: when patience runs out, and the signal that is sent then
+        #: when patience runs out, and the signal to send then
         self.deadline: float | None = None
         self.next_signal = signal.SIGTERM
         self.readers: list[threading.Thread] = []
@@ -104,7 +104,7 @@ class _LocalRanks:
             finally:
                 self.end_leftovers()
         for reader in self.readers:
-            reader.join(timeout=2)  # processes that a rank left behind may keep its output open
+            reader.join(timeout=2)  # processes left behind by a rank may keep its output open
         return self.status()
 
     def start(self) -> None:
@@ -118,7 +118,7 @@ class _LocalRanks:
                 stdout=output,
                 stderr=output,
                 env=own if rank == 0 else {**own, "PYTHONUNBUFFERED": "1"},
-                process_group=0,  # Ctrl-C reaches the ranks once, through this process
+                process_group=0,  # Ctrl-C reaches the ranks only once, through this process
                 preexec_fn=end_with_parent(),
             )
             self.processes.append(process)
@@ -233,7 +233,7 @@ def end_with_parent() -> Callable[[], None] | None:
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before the line above
+        if os.getppid() != parent:  # the parent ended before prctl was called
             os._exit(128 + signal.SIGKILL)
 
     return prepare

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-#: rounds that a thread of torch's OpenMP spins before it sleeps, beside other busy programs. libgomp's default of
-#: 300,000 holds a core for milliseconds while the thread that is waited for may want that core; on an idle machine it
-#: is faster (docs/performance.md has figures).
+#: iterations that a thread of torch's OpenMP spins before it sleeps, on a machine with other busy programs. libgomp's
+#: default of 300,000 occupies a core for milliseconds, even if the awaited thread needs that core; on an idle machine
+#: it is faster (docs/performance.md has figures).
 SPIN_COUNT = 1000
-#: variables by which users say how threads wait
+#: environment variables that control how threads wait
 _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LOAD = Path("/proc/loadavg")

@@ -82,7 +82,7 @@ def ranks_from_environment(
 
 
 def _ranks_of_tasks(tasks: Tasks, num_gpus: int) -> list[PlannedRank]:
-    if set(tasks.tasks_per_node) == {1} and num_gpus > 1:  # fairseq starts a process for each GPU there
+    if set(tasks.tasks_per_node) == {1} and num_gpus > 1:  # fairseq then starts a process per GPU
         return [PlannedRank(host, f"cuda:{number}") for host in tasks.hosts for number in range(num_gpus)]
     ranks, used = [], dict.fromkeys(tasks.hosts, 0)
     for host in tasks.host_of_ranks():

@@ -21,9 +21,9 @@ class Place:
     rank: int
     world_size: int
     local_rank: int
-    #: number of ranks on this machine; None if the launcher does not say
+    #: number of ranks on this machine; None if the launcher does not tell
     local_size: int | None
-    #: where the ranks meet, as torch.distributed spells it
+    #: where the ranks meet, as an init_method of torch.distributed
     init_method: str
     #: number of the machine, from 0
     node: int = 0
@@ -106,7 +106,7 @@ def device_index(place: Place, visible: int) -> int:
     if max(place.local_size or 0, place.local_rank + 1) <= visible:
         return place.local_rank
     if place.launcher == "srun" and (visible == 1 or place.has_own_devices):
-        return place.local_rank % visible  # Slurm shows each task the GPUs bound to it only, numbered from 0
+        return place.local_rank % visible  # Slurm shows each task only its own GPUs, numbered from 0
     ranks = place.local_size or f"at least {place.local_rank + 1}"
     raise UserError(
         f"{ranks} ranks on a machine with {visible} visible GPU{'s' * (visible > 1)}: start one rank for each GPU, or "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from smlp.errors import UserError
 
-# Ports that systems do not give to outgoing connections by themselves (Linux starts at 32768), a prime number of them.
+# Ports below those of outgoing connections (Linux starts at 32768); their number is prime.
 _FIRST_PORT, _NUM_PORTS = 15013, 16381
 
 
@@ -26,7 +26,7 @@ class Tasks:
     tasks_per_node: tuple[int, ...]
     job_id: int
     step_id: int
-    #: how srun deals tasks out to nodes, as given to --distribution
+    #: how srun distributes tasks over nodes, as in --distribution
     distribution: str
 
     @property
@@ -75,7 +75,7 @@ def tasks_of_step(environ: Mapping[str, str], is_interactive: bool) -> Tasks | N
     announced = _number(environ, "SLURM_STEP_NUM_TASKS")
     consistent = announced == tasks.world_size and tasks.node < len(tasks.hosts) == len(tasks.tasks_per_node)
     if not consistent:
-        # a heterogeneous step, for one: its components are counted apart
+        # for example a heterogeneous step, whose components are counted separately
         raise UserError(
             f"Slurm announces {announced} tasks, but SLURM_STEP_TASKS_PER_NODE has {tasks.world_size} and "
             f"SLURM_STEP_NODELIST {len(tasks.hosts)} hosts: give the ranks with --distributed-init-method, "

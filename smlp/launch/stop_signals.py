@@ -11,13 +11,13 @@ import time
 from types import FrameType
 from typing import Any
 
-#: exit status of a run that a signal stopped and that the same command resumes: EX_TEMPFAIL of sysexits.h, "try again"
+#: exit status of a run that was stopped by a signal and can be resumed: EX_TEMPFAIL of sysexits.h, "try again"
 EXIT_STOPPED = 75
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
-# Slurm signals each process of a step, and a launcher passes its signal on: one request may arrive several times.
+# Slurm signals each process of a step, and launchers forward signals: one request may arrive several times.
 REPEAT_SECONDS = 2.0
-# How long a worker waits to see whether the signal was meant for all processes or for it alone.
+# How long a worker waits to learn whether the signal was meant for all processes or for it alone.
 _WORKER_SECONDS = 1.0
 # A worker may read 0 (nothing has happened), the number of a signal, or
 _LEAVING = 255
@@ -36,7 +36,7 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self._owner: int | None = None  # the process whose signals these are
+        self._owner: int | None = None  # the process that these signals were sent to
         self._is_listening = False
         self._is_registered = False
         self._previous: dict[int, Any] = {}
@@ -75,7 +75,7 @@ class StopSignals:
         threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._mark)
-            signal.siginterrupt(number, False)  # no system call of a running save is cut short
+            signal.siginterrupt(number, False)  # system calls of a running save are not interrupted
 
     def leave(self) -> None:
         """Ignore the signals from now on, because this process is about to end; SIGTERM ends its workers again."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _T = TypeVar("_T")
-#: how long one rank may go on working after the others have done their part
+#: how long a rank may continue after the others have finished
 PATIENCE = timedelta(hours=12)
 
 
@@ -27,7 +27,7 @@ class Team:
     rank: int = 0
     #: W
     size: int = 1
-    #: number of this rank's GPU among those that it sees; None if the user chooses
+    #: index of this rank's GPU among its visible ones; None if the user chooses
     gpu: int | None = None
 
     @property

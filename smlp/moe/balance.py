@@ -19,7 +19,7 @@ from torch import Tensor
 from smlp.moe.plan import RoutingPlan
 from smlp.nn.state import Observation
 
-#: why a choice may be left without an assignment, as in ``RoutingPlan.dropped``
+#: causes of dropped choices, as in ``RoutingPlan.dropped``
 DROP_CAUSES = ("capacity", "second_expert")
 
 #: what a vector of sums holds after the assignments of each expert. ``scored`` items have gate scores, ``probed`` ones
@@ -29,7 +29,7 @@ FIELDS = (
     *(f"{count}_{cause}" for cause in DROP_CAUSES for count in ("dropped", "at_risk")),
 )
 
-#: how the figures of layers are pooled where it is not by their mean
+#: pooling of layers' figures other than by the mean
 _POOLED_BY: dict[str, Callable[[Sequence[float]], float]] = {
     "load_min": min,
     "load_max": max,

@@ -26,7 +26,7 @@ from smlp.ops import permuted_rows, summed_rows
 class TokenDispatcher(Protocol):
     """Moves tokens; see :class:`LocalDispatcher` for what the methods do."""
 
-    #: ranks among which it moves them
+    #: ranks among which tokens move
     num_ranks: int
 
     def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, Any]: ...
@@ -120,7 +120,7 @@ class FeatureDispatchRecord:
 
     #: sequences of each rank of the group, in the order in which they lie in the dispatched tensor
     num_seqs: list[int]
-    #: first position whose output some rank wants: where the experts are to start
+    #: first position whose output some rank needs, from which the experts compute
     start: int
 
 

@@ -22,7 +22,7 @@ from smlp.parallel.group import Group, agree_on_sizes
 from smlp.parallel.ranks import ExpertLayout
 from smlp.parallel.spans import BACK, OUT, stage_of
 
-#: numbers that the ranks of an sMoE tell each other: sequences, positions, first position wanted
+#: numbers that the ranks of an sMoE exchange: sequences, positions, first position wanted
 _FEATURE_SIZES = 3
 
 
@@ -42,7 +42,7 @@ class TokenExchangeRecord(DispatchRecord):
     send_splits: list[int]
     receive_splits: list[int]
     #: received row of each token that an expert of this rank gets, (R,): by expert, then source rank, then token;
-    #: None where they lie like that already
+    #: None if they are in that order already
     row_R: Tensor | None
 
 
@@ -128,7 +128,7 @@ def _rows_by_expert(received_Pe: Tensor) -> Tensor:
 class FeatureExchangeRecord(FeatureDispatchRecord):
     """All that :meth:`FeatureExchange.combine` needs."""
 
-    #: for each rank the positions whose outputs it wants: first one, and one after the last
+    #: for each rank, the range of positions whose outputs it needs: first, and one after the last
     wanted: list[tuple[int, int]]
 
 
@@ -196,7 +196,7 @@ class FeatureExchange:
 class ShuffleRecord:
     """All that :meth:`TokenShuffle.back` needs."""
 
-    #: which token stands in each row that was sent, (N,)
+    #: the token in each row that was sent, (N,)
     token_N: Tensor
     send_splits: list[int]
     receive_splits: list[int]
@@ -223,7 +223,7 @@ class TokenShuffle:
         """Exchange this rank's tokens (N, H) for tokens of all ranks, (M, H); return them and the record."""
         num_tokens, num_ranks = x_NH.size(0), self.group.size
         token_N = torch.randperm(num_tokens, device=x_NH.device)
-        # what is left over of equal shares starts with the next rank, so that small batches spread as well
+        # the remainder of equal shares starts with the next rank, so that small batches are spread too
         shares = [
             num_tokens // num_ranks + ((other - self.group.rank) % num_ranks < num_tokens % num_ranks)
             for other in range(num_ranks)

@@ -133,7 +133,7 @@ class RoutedFeatureMoE(FeatureMoE):
         first = max(start - self.prefix_tokens, 0)
         num_outputs = after_BmH.size(1) - first
         if num_outputs == 0:
-            # Nothing to do here, but maybe for the other ranks' sequences.
+            # Nothing to do for this rank's sequences, but perhaps for other ranks'.
             return z_BnH * 0 + F.pad(self._mix(after_BmH, first), (0, 0, z_BnH.size(1), 0))
         expert_BH, probability_BH = self._choose(seen_BmH, context)
         with stage_of(self.name, PERMUTE):

@@ -24,13 +24,13 @@ class RoutingPlan:
     counts_E: Tensor
     #: N
     num_tokens: int
-    #: experts that each token chose, best first, before any was dropped, (N, K); None where nothing is dropped
+    #: experts that each token chose before drops, best first, (N, K); None if nothing is dropped
     choice_NK: Tensor | None = None
-    #: which of its token's choices each assignment is, (A,); None where every token has one
+    #: index of each assignment among its token's choices, (A,); None if every token has one
     rank_A: Tensor | None = None
     #: choices without an assignment, by cause
     dropped: dict[str, int] = field(default_factory=dict)
-    #: where in the order above each token's assignment stands, (N,); None unless every token has exactly one
+    #: index of each token's assignment in the order above, (N,); None unless every token has exactly one
     place_N: Tensor | None = None
 
     @property
@@ -70,7 +70,7 @@ class RoutingPlan:
         order_N = torch.arange(num_tokens, device=choice_NK.device)
         if priority_N is not None:
             order_N = priority_N.argsort(descending=True, stable=True)
-        # one queue: first choices of all tokens, then second choices
+        # a single queue: first choices of all tokens, then second choices
         token_Q = order_N.repeat(num_choices)
         rank_Q = torch.arange(num_choices, device=choice_NK.device).repeat_interleave(num_tokens)
         if wanted_NK is not None:

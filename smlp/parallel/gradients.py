@@ -21,7 +21,7 @@ from smlp.parallel.group import Group
 from smlp.parallel.ranks import Ranks
 from smlp.parallel.spans import REDUCTION, span
 
-#: gradients are reduced in pieces of about this size
+#: approximate size of the pieces in which gradients are reduced
 _BUCKET_BYTES = 2**25
 
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from smlp.errors import ParallelError
 from smlp.parallel.spans import SKEW, backward_of, current_span, stage_of
 
-#: a name travels as so many 8-byte words; longer ones are cut
+#: a name is sent as this many 8-byte words; longer ones are cut
 _NAME_WORDS = 8
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HEAD = _NAME_WORDS + 2
@@ -31,7 +31,7 @@ class Group(Protocol):
 
     #: ranks in the group
     size: int
-    #: this process' position among them
+    #: this process's position among them
     rank: int
 
     def all_to_all(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
@@ -88,7 +88,7 @@ class DistributedGroup:
         self.only_cuda = dist.get_backend(process_group) == dist.Backend.NCCL
 
     def __deepcopy__(self, memo: dict[int, object]) -> DistributedGroup:
-        return self  # copies of a model talk through the same connections
+        return self  # copies of a model share the connections
 
     def all_to_all(self, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str) -> Tensor:
         """See :class:`Group`."""
@@ -163,8 +163,8 @@ class AllToAll(torch.autograd.Function):
     ) -> Tensor:
         ctx.way_back = (group, receive_splits, send_splits, f"{name}, backward")
         ctx.span = current_span()
-        # Reading a saved tensor in the backward pass makes activation checkpointing compute the block again, with its
-        # collectives, before this node's collective: on every rank, whatever else the block has saved there.
+        # Reading a saved tensor in the backward pass makes activation checkpointing recompute the block, including its
+        # collectives, before this node's collective. This keeps the order equal on all ranks, whatever else is saved.
         ctx.save_for_backward(x.new_empty(0))
         return group.exchange(x, send_splits, receive_splits, name)
 

@@ -40,7 +40,7 @@ class ExpertLayout:
     num_experts: int
     world_size: int = 1
     rank: int = 0
-    group_size: int = None  # type: ignore[assignment]  # None becomes the largest that fits
+    group_size: int = None  # type: ignore[assignment]  # None becomes the largest possible size
 
     def __post_init__(self) -> None:
         num_experts, world_size, group_size = self.num_experts, self.world_size, self.group_size
@@ -161,7 +161,7 @@ def whole_state(
         if name not in expert_names or tensor.dim() == 0:
             whole[name] = tensor
             continue
-        # as bytes: every dtype can be sent
+        # sent as bytes, which works for every dtype
         as_bytes = tensor.detach().contiguous().view(torch.uint8)
         parts = ranks.experts.gather(as_bytes, name, destination=0 if only_on_first else None)
         if parts is not None:

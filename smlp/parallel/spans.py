@@ -12,18 +12,18 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
-#: stages of a sparse layer. Scores and auxiliary losses; who goes where; into the order of the experts and back; the
-#: way to the experts' ranks; the experts; the way back; waiting for other ranks to arrive at the layer
+#: stages of a sparse layer: scores and auxiliary losses; assignment; sorting by expert and back; sending to the
+#: experts' ranks; the experts; sending back; waiting for other ranks to arrive at the layer
 STAGES = ("gate", "assignment", "permute", "all-to-all out", "experts", "all-to-all back", "skew")
 GATE, ASSIGNMENT, PERMUTE, OUT, EXPERTS, BACK, SKEW = STAGES
 #: everything between the backward pass and the optimizer
 REDUCTION = "gradient reduction"
-#: ranges that whoever runs updates opens around them and around their other parts
+#: ranges around updates and their other parts, opened by the training loop
 UPDATE, FORWARD, BACKWARD, OPTIMIZER = "update", "forward", "backward", "optimizer"
-#: of the decoder, beside its blocks; and what watches the routers
+#: parts of the decoder outside its blocks; and the recording of router health
 EMBEDDING, LOGITS, HEALTH = "embedding", "logits", "router health"
 
-#: between the name of a layer and that of a stage
+#: separator between the names of layer and stage
 SEPARATOR = " / "
 _BACKWARD = ", backward"
 _NOTHING = nullcontext()
@@ -32,7 +32,7 @@ _NOTHING = nullcontext()
 class _OpenNames(threading.local):
     def __init__(self) -> None:
         self.stack: list[str] = []
-        #: how many of them are to stay undivided
+        #: how many of them stay undivided
         self.num_whole = 0
 
 

@@ -52,7 +52,7 @@ class BalancedRouter(nn.Module):
         self.shuffle = shuffle
         centroids = torch.empty(num_experts, embed_dim)
         if not centroids.is_meta:
-            # torch makes no orthogonal matrix in half precision, which may be the default type
+            # torch cannot make an orthogonal matrix in half precision, which may be the default dtype
             precise = torch.promote_types(centroids.dtype, torch.float32)
             centroids.copy_(nn.init.orthogonal_(centroids.to(precise), gain=init_gain))
         self.centroids = nn.Parameter(centroids)
@@ -85,7 +85,7 @@ class Base(ScoredRouterKind):
         return BalancedRouter(config.embed_dim, config.num_experts, config.centroid_init_gain, config.base_shuffle)
 
     def activations_per_position(self, config: ModelConfig) -> float:
-        return 2 * config.embed_dim  # what is routed; outputs, which weights multiply
+        return 2 * config.embed_dim  # the routed inputs, and the outputs that weights multiply
 
     def mixes_ranks(self, config: ModelConfig) -> bool:
         return config.base_shuffle

@@ -39,7 +39,7 @@ def balanced_table(frequencies_V: Tensor, num_experts: int) -> Tensor:
     for token in frequencies_V.argsort(descending=True, stable=True).tolist():
         load, expert = lightest[0]
         table_V[token] = expert
-        # All ids together weigh less than one occurrence: they decide between equal loads.
+        # All ids together weigh less than one occurrence, so that they only break ties between loads.
         heapq.heapreplace(lightest, (load + int(frequencies_V[token]) * (vocab_size + 1) + 1, expert))
     return table_V
 

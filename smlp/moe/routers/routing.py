@@ -31,7 +31,7 @@ class Routing:
     weight_A: Tensor | None
     #: scalar losses to add to the training loss, by name, already weighted
     aux_losses: dict[str, Tensor] = field(default_factory=dict)
-    #: scores that the plan follows from, (N, E), detached; None where there are none
+    #: scores that determine the plan, (N, E), detached; None if there are none
     logits_NE: Tensor | None = None
 
 
@@ -58,9 +58,9 @@ class RouterKind(ModelPart):
 
     #: fields of ``MoEConfig`` that it reads; for models with another router they have no effect
     takes: ClassVar[tuple[str, ...]] = ()
-    #: whether every expert has a layer norm of its own and starts as zero, as in BASE; else all share the block's norm
+    #: whether every expert has its own layer norm and starts as zero, as in BASE; otherwise all share the block's norm
     experts_as_in_base: ClassVar[bool] = False
-    #: in reports; its name by default
+    #: label in reports; by default its name
     title: ClassVar[str | None] = None
 
     @abstractmethod
@@ -124,7 +124,7 @@ def register_router(name: str) -> Callable[[_R], _R]:
 def gate_logits(x_NH: Tensor, weight_EH: Tensor) -> Tensor:
     """Return the scores ``x @ weight.T``, (N, E), in float32 at least, also under autocast."""
     dtype = torch.promote_types(x_NH.dtype, torch.float32)
-    # autocast knows no meta device, on which costs are counted
+    # autocast does not support the meta device, on which costs are counted
     device = "cpu" if x_NH.is_meta else x_NH.device.type
     with torch.autocast(device, enabled=False):
         return linear(x_NH.to(dtype), weight_EH.to(dtype))

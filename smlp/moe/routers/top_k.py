@@ -112,7 +112,7 @@ class TopKRouter(nn.Module):
         """Route tokens (N, H); see :class:`smlp.moe.routers.Router`."""
         settings = self.settings
         if self.training and settings.router_jitter > 0:
-            # drawn in float32: numbers near one that bfloat16 can hold are too few
+            # drawn in float32: bfloat16 has too few numbers near one
             noise_NH = torch.empty_like(x_NH, dtype=torch.promote_types(x_NH.dtype, torch.float32))
             x_NH = x_NH * noise_NH.uniform_(1 - settings.router_jitter, 1 + settings.router_jitter)
         logits_NE = gate_logits(x_NH, self.weight)
