@@ -9,10 +9,9 @@ from pathlib import Path
 
 from data_prep.text_files import read_text
 from smlp.errors import UserError
-from smlp.text.tokenizer_files import SPECIAL_SYMBOLS
+from smlp.text.tokenizer_files import MASK, SPECIAL_SYMBOLS
 
 TRAIN, VALID, TEST = "train", "valid", "test"
-MASK = "<mask>"  # fairseq's tasks add it to every dictionary
 _BINARY = ("0", "1")
 _MSR_TRAIN, _MSR_TEST, _MSR_VALID_IDS = "msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "dev_ids.tsv"
 _FILES = {"train": "train.tsv", "valid": "dev.tsv", "test": "test.tsv"}

@@ -31,7 +31,7 @@ every other user of the same library function alone.
     batches     the samples that fairseq leaves out, batches that only keep the ranks together
     buffering   threads that read batches nobody needs any more
     adam        Adam in one pass on a CPU
-    scoring     samples whose first tokens only choose experts
+    scoring     samples whose first tokens only choose experts, GLUE's metrics on several ranks
 """
 
 from __future__ import annotations

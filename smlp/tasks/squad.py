@@ -5,6 +5,7 @@ Letters: ``B`` windows of a batch, ``n`` tokens, ``W`` windows.
 
 # No `from __future__ import annotations` here: fairseq reads the types of an option's field, not their names.
 
+import contextlib
 import json
 import logging
 from dataclasses import dataclass, field
@@ -19,13 +20,14 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import metrics
 from fairseq.tasks import FairseqTask, register_task
-from omegaconf import II, MISSING, open_dict
+from omegaconf import II, MISSING, OmegaConf, open_dict
 
 from smlp.criterions.span import WINDOWS
 from smlp.errors import UserError
 from smlp.fairseq_compat.data import check_dictionary
 from smlp.files import check_writable, write_whole
 from smlp.text.squad import SquadScores, SquadSplit, answer_metric, score_answers, windows_of
+from smlp.text.tokenizer_files import DICTIONARY, MASK
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +152,11 @@ class SquadTask(FairseqTask):
         if cfg.predictions_file:
             check_writable(cfg.predictions_file, "--predictions-file")
         answer_metric()
-        if not (Path(cfg.data) / "dict.txt").is_file():
-            raise UserError(f"there is no file {Path(cfg.data) / 'dict.txt'}: make the data with 'smlp data squad'")
+        if not (Path(cfg.data) / DICTIONARY).is_file():
+            raise UserError(f"there is no file {Path(cfg.data) / DICTIONARY}: make the data with 'smlp data squad'")
         check_dictionary(cfg.data)
-        dictionary = Dictionary.load(str(Path(cfg.data) / "dict.txt"))
-        dictionary.add_symbol("<mask>")
+        dictionary = Dictionary.load(str(Path(cfg.data) / DICTIONARY))
+        dictionary.add_symbol(MASK)
         return cls(cfg, dictionary)
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
@@ -163,11 +165,12 @@ class SquadTask(FairseqTask):
         Raises:
             UserError: the model cannot have one.
         """
-        with open_dict(cfg):
+        with open_dict(cfg) if OmegaConf.is_config(cfg) else contextlib.nullcontext():  # older models have a Namespace
             cfg.max_positions = self.cfg.max_positions
         model = models.build_model(cfg, self, from_checkpoint)
         if not hasattr(model, "register_span_head"):
-            raise UserError(f"--arch {cfg._name} has no head for spans of text: --task squad needs an encoder of smlp")
+            name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
+            raise UserError(f"--arch {name} has no head for spans of text: --task squad needs an encoder of smlp")
         model.register_span_head()
         return model
 

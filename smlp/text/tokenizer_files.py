@@ -14,8 +14,6 @@ from smlp.errors import UserError
 from smlp.files import read_text
 
 DICTIONARY = "dict.txt"
-#: what stands for a token that a masked language model restores
-MASK = "<mask>"
 SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # in every dictionary, before the entries of its file
 MASK = "<mask>"  # stands for a token that a masked language model restores
 SENTENCEPIECE_MODEL = "sentencepiece.model"

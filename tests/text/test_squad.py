@@ -114,6 +114,14 @@ def test_the_best_answer_of_all_windows_counts_in_any_order():
     assert score_answers(split, np.array(rows[1:2])).predictions == {"q0": "two"}  # questions that were not asked
 
 
+def test_the_least_score_of_no_answer_counts():
+    """A window without the answer is sure that there is none; the one with the answer decides."""
+    split = split_of(["one two three"], [(0, 3, ["two"]), (0, 4, [])])
+    rows = [row(split, 0, "two", 5, null=1), row(split, 0, "one", 0, null=20), row(split, 1, "one", 5, null=8)]
+    scores = score_answers(split, np.array(rows), threshold=0.0)
+    assert scores.predictions == {"q0": "two", "q1": ""} and scores.exact_match == 100
+
+
 def brute_force(difference, answered, null):
     """The best mean F1 of all thresholds."""
     candidates = [-np.inf, *difference]
