@@ -74,7 +74,7 @@ def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[st
         write_whole(out / f"{name}.txt", lambda file, text=text: file.write(text.encode()))
     manifest = {**manifest, "splits": {name: split_counts(splits[name]) for name in SPLITS}}
     content = (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode()
-    write_whole(out / MANIFEST, lambda file: file.write(content))
+    write_whole(out / MANIFEST, content)
     return manifest
 
 

@@ -164,7 +164,7 @@ def _read_line(reader: _BlockReader, text: str, indent: int, following: str) -> 
     if _UNDERLINE.match(following) and len(following) >= len(text) - 2 and not _UNDERLINE.match(text):
         _open_section(reader, text.rstrip(":").lower(), indent, underlined=True)
         return
-    if _skipped(reader, text, indent):
+    if _skipped(reader, indent):
         return
     header = _GOOGLE_HEADER.match(text)
     if header and header.group(1).lower() in _DROPPED_SECTIONS | _LIST_SECTIONS | _PLAIN_SECTIONS:
@@ -192,7 +192,7 @@ def _open_section(reader: _BlockReader, name: str, indent: int, *, underlined: b
         reader.skip_deeper_than = indent - 1 if underlined else indent
 
 
-def _skipped(reader: _BlockReader, text: str, indent: int) -> bool:
+def _skipped(reader: _BlockReader, indent: int) -> bool:
     """Return whether the line belongs to a body being skipped (a literal block, a directive, a section, a doctest)."""
     if reader.literal_after is not None:
         if indent > reader.literal_after:

@@ -228,7 +228,7 @@ def lasting(value: Any, places: dict[str, str]) -> Any:
     if not isinstance(value, dict):
         return value
     kept = {
-        key: _LEFT_OUT if _VOLATILE.search(key) or _is_volatile_cell(item) else lasting(item, places)
+        key: _LEFT_OUT if _VOLATILE.search(key) or _VOLATILE.search(_source(item)) else lasting(item, places)
         for key, item in value.items()
     }
     if _LEFT_OUT in kept.values():  # a verdict on speeds
@@ -238,10 +238,6 @@ def lasting(value: Any, places: dict[str, str]) -> Any:
 
 def _source(value: Any) -> str:
     return str(value.get("source", "")) if isinstance(value, dict) else ""
-
-
-def _is_volatile_cell(value: Any) -> bool:
-    return _VOLATILE.search(_source(value)) is not None
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from smlp.launch.program import this_module
+from smlp.launch.local import this_module
 
 DEFAULT_SECONDS = 60.0
 # What the kernel sends to a parser that reads or writes where it must not, or takes more memory than there is.

@@ -67,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from smlp.errors import UserError
     from smlp.fairseq_compat.arguments import without_options
     from smlp.files import check_writable
-    from smlp.launch.local import run_ranks
-    from smlp.launch.program import this_program
+    from smlp.launch.local import run_ranks, this_program
     from smlp.launch.ranks import has_terminal, place_of
     from smlp.parallel import ExpertLayout
 

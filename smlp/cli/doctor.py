@@ -267,8 +267,7 @@ def check_ranks(args: argparse.Namespace) -> int:
 def _start_ranks(args: argparse.Namespace) -> int:
     import torch
 
-    from smlp.launch.local import run_ranks
-    from smlp.launch.program import this_program
+    from smlp.launch.local import run_ranks, this_program
 
     num_ranks = args.nproc if args.nproc is not None else max(2, torch.cuda.device_count())
     if num_ranks < 2:

@@ -133,7 +133,7 @@ def _write(option: str, path: str, text: str) -> None:
         if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):  # streams cannot be replaced
             Path(path).write_text(text, encoding="utf-8")
         else:
-            write_whole(path, lambda file: file.write(text.encode()))
+            write_whole(path, text.encode())
 
 
 @contextmanager

@@ -70,8 +70,7 @@ def as_team(args: argparse.Namespace, work: Callable[[Team], int]) -> int:
 
     place = place_of(os.environ, is_interactive=has_terminal())
     if place is None and args.nproc not in (None, 1):
-        from smlp.launch.local import run_ranks
-        from smlp.launch.program import this_program
+        from smlp.launch.local import run_ranks, this_program
 
         return run_ranks([*this_program(), *args.words], args.nproc)
     if place is not None and args.nproc not in (None, place.world_size):

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import has_option, option_value, positive_number, without_options
 from smlp.fairseq_compat.command_line import package_dir, run_training, training_configuration
-from smlp.launch.local import run_ranks
-from smlp.launch.program import this_program
+from smlp.launch.local import run_ranks, this_program
 from smlp.launch.ranks import has_terminal, place_of
 from smlp.launch.stop_signals import EXIT_STOPPED
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES

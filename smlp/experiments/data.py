@@ -14,7 +14,7 @@ from smlp.evaluation.report import decoded_sizes
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.spec import Experiment, TextSource
-from smlp.launch.program import this_program
+from smlp.launch.local import this_program
 from smlp.text.binarized import num_tokens, read_fairseq_tokens
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, find_tokenizer

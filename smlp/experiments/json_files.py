@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.files import plain_name, write_whole
+from smlp.files import is_missing, plain_name, write_whole
 
 _MOST = 1 << 64  # larger than any number written here
 _KINDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "names with values"}
@@ -129,23 +129,30 @@ def read_json(path: Path, shape: Any = dict) -> Any:
     Raises:
         UserError: it cannot be read, or is damaged.
     """
+    found, problem = _read(path, shape)
+    if problem:
+        raise UserError(f"{path} {problem}")
+    return found
+
+
+def _read(path: Path, shape: Any) -> tuple[Any, str]:
+    """Return what a file holds, and what is wrong with it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        return None, f"cannot be read ({error.strerror})"
     except RecursionError:
-        raise UserError(f"{path} is damaged: it is nested too deep") from None
+        return None, "is damaged: it is nested too deep"
     except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    if problem := wrong(found, shape):
-        raise UserError(f"{path} is damaged: {problem}")
-    return found
+        return None, f"is damaged: it is not JSON ({error})"
+    problem = wrong(found, shape)
+    return found, f"is damaged: {problem}" if problem else ""
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a file whole or not at all."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    write_whole(path, lambda file: file.write(text.encode()))
+    write_whole(path, text.encode())
 
 
 def read_json_or_note(path: Path, notes: list[str], shape: Any = dict) -> dict[str, Any] | None:
@@ -156,20 +163,12 @@ def read_json_or_note(path: Path, notes: list[str], shape: Any = dict) -> dict[s
         notes: takes what is wrong with it.
         shape: what the file should hold.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    if is_missing(path):
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{path.name} cannot be read ({_reason(error)})")
-        return None
-    if not isinstance(found, dict):
-        notes.append(f"{path.name} holds no JSON object")
-        return None
-    if problem := wrong(found, shape):
-        notes.append(f"{path.name} is damaged: {problem}")
-        return None
-    return found
+    found, problem = _read(path, shape)
+    if problem:
+        notes.append(f"{path.name} {problem}")
+    return None if problem else found
 
 
 def read_lines_and_note(path: Path, notes: list[str], shape: Any = dict) -> list[dict[str, Any]]:
@@ -179,7 +178,7 @@ def read_lines_and_note(path: Path, notes: list[str], shape: Any = dict) -> list
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        notes.append(f"{path.name} cannot be read ({_reason(error)})")
+        notes.append(f"{path.name} cannot be read ({error.strerror})")
         return []
     found, damaged = [], 0
     for line in filter(str.strip, lines):
@@ -194,7 +193,3 @@ def read_lines_and_note(path: Path, notes: list[str], shape: Any = dict) -> list
     if damaged:
         notes.append(f"{path.name}: {damaged} of {len(found) + damaged} lines are damaged and left out")
     return found
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else "it is not JSON"

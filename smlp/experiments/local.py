@@ -19,8 +19,8 @@ from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.scores import updates_of
 from smlp.experiments.spec import Experiment, option_words, zeroshot_words
+from smlp.launch.local import this_module, this_program
 from smlp.launch.machine import num_cores
-from smlp.launch.program import this_module, this_program
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 TRAIN, SCORE, ZEROSHOT = "train", "score", "zeroshot"

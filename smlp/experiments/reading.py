@@ -82,7 +82,7 @@ def read_experiment(path: Path) -> Experiment:
         recipe=_recipe(top.section("recipe")),
         matching=_matching(top),
         models=_models(top),
-        evaluation=_evaluation(top.section("evaluate"), path, updates),
+        evaluation=_evaluation(top.section("evaluate"), updates),
         tuning=_tuning(top.section("tune"), per_update) if "tune" in top else None,
         resources=resources,
     )
@@ -138,11 +138,6 @@ def _check_rates(experiment: Experiment) -> None:
         section = Section(name, settings, experiment.path)
         for value in section.values("lr"):
             section.as_number("lr", value)
-
-
-def _whole_numbers(section: Section) -> dict[str, Any]:
-    """Read the sizes that all families share."""
-    return {name: section.as_count(name, value) for name, value in section.settings().items()}
 
 
 def _updates(section: Section, tokens_per_update: int) -> int | None:
@@ -246,10 +241,11 @@ def _matching(top: Section) -> Matching | None:
     if (like is None) == (flops is None):
         raise UserError(f"{top.path}: match wants either like (an architecture) or flops_per_token")
     vary = section.text("vary", "layers", ("layers", "ffn"))
-    return Matching(families, like, flops, vary, _whole_numbers(section))
+    sizes = {name: section.as_count(name, value) for name, value in section.settings().items()}
+    return Matching(families, like, flops, vary, sizes)
 
 
-def _evaluation(section: Section, path: Path, updates: int) -> EvaluationPlan:
+def _evaluation(section: Section, updates: int) -> EvaluationPlan:
     zeroshot = section.section("zeroshot")
     folder, has_tasks = zeroshot.text("data"), "tasks" in zeroshot
     tasks = tuple(str(task) for task in zeroshot.values("tasks", ["all"]))

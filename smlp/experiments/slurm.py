@@ -19,7 +19,7 @@ from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.plan import PlannedRun, training_words
 from smlp.experiments.spec import Experiment
-from smlp.launch.program import this_program
+from smlp.launch.local import this_program
 
 _SECONDS = 1800.0  # time to check all runs
 

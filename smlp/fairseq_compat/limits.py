@@ -209,9 +209,8 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         for value in given if isinstance(given, (list, tuple)) else [given]:
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if is_number and not limit.lowest <= value <= limit.highest:
-                raise UserError(
-                    f"--{name.replace('_', '-')} must be {_as_text(limit, value)}, got {value}{_remark(limit)}"
-                )
+                remark = f" ({limit.why})" if limit.why else ""
+                raise UserError(f"--{name.replace('_', '-')} must be {_as_text(limit, value)}, got {value}{remark}")
     for trouble in _of_schedule(values.get("lr_scheduler"), values):
         raise UserError(f"--lr-scheduler {values['lr_scheduler']} {trouble}")
 
@@ -225,10 +224,6 @@ def _as_text(limit: Limit, value: float) -> str:
     if limit.highest in (_LARGEST, sys.float_info.max, math.inf):
         return "a finite number" if limit.lowest == -_LARGEST else low
     return f"at most {limit.highest:g}" if limit.lowest == -_LARGEST else f"from {limit.lowest} to {limit.highest}"
-
-
-def _remark(limit: Limit) -> str:
-    return f" ({limit.why})" if limit.why else ""
 
 
 def _of_schedule(name: Any, values: Mapping[str, Any]) -> Iterator[str]:

@@ -113,8 +113,8 @@ class UpdateProfiler:
         }
         text = f"{_headline(report)}\n{as_text(report)}\n"
         path = self.folder / f"profile.rank{self.rank}"
-        write_whole(f"{path}.json", lambda file: file.write((json.dumps(report, indent=1) + "\n").encode()))
-        write_whole(f"{path}.txt", lambda file: file.write(text.encode()))
+        write_whole(f"{path}.json", (json.dumps(report, indent=1) + "\n").encode())
+        write_whole(f"{path}.txt", text.encode())
         if self.rank == 0:
             logger.info(f"profile: {text}files: {path}.trace.json.gz, .json and .txt; so for each rank")
 

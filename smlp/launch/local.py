@@ -1,4 +1,4 @@
-"""N ranks on this machine, started together and ended together."""
+"""N ranks on this machine, started together and ended together; the port where they meet, and the command of a rank."""
 
 from __future__ import annotations
 
@@ -300,3 +300,17 @@ def _first_ephemeral() -> int:
         return int(_RANGE_FILE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return _FIRST_EPHEMERAL
+
+
+def this_program() -> list[str]:
+    """Return ``python -m smlp`` for the package that is running.
+
+    A folder of that name in the current directory counts only if it did for this process.
+    """
+    return this_module("smlp")
+
+
+def this_module(name: str) -> list[str]:
+    """Return ``python -m NAME``, as :func:`this_program` does."""
+    by_module = getattr(sys.modules["__main__"], "__spec__", None) is not None
+    return [sys.executable, *([] if by_module else ["-P"]), "-m", name]

@@ -8,10 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: plain float64 operations in another order, as ``rtol`` and ``atol``; layers of several such operations
-EXACT = 1e-10
-EXACT_LAYER = 1e-9
-
 #: largest difference as a share of the largest value: some units in the last place of a number that was rounded twice,
 #: the gradient behind a gate and then the result
 SHARE = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}

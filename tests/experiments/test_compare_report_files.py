@@ -56,7 +56,7 @@ def test_runs_that_are_not_whole_are_named_and_the_others_reported(out):
             "it had not finished when the report was made, or was killed; "
             "data_order.jsonl: 1 of 34 lines are damaged and left out",
         ),
-        "gMLP-s2": (40, "scores.json cannot be read (it is not JSON)"),
+        "gMLP-s2": (40, "scores.json is damaged: it is not JSON (Expecting value: line 1 column 13 (char 12))"),
     }
     quality = tables(out)["quality-valid"]
     assert cell(quality, "sMLP", "per_token").samples == {3: pytest.approx(2 ** (4 - 0.2 + 0.03))}

@@ -131,7 +131,7 @@ def test_a_text_shorter_than_an_update_is_timed_over_and_over(tmp_path, monkeypa
     seen = []
     decoder.register_forward_pre_hook(lambda _, given: seen.extend(given[0].flatten().tolist()))
     monkeypatch.setattr(speed, "_checkpoint", lambda *of: "checkpoint_last.pt")
-    monkeypatch.setattr(speed, "load_pretrained", lambda path: SimpleNamespace(decoder=decoder))
+    monkeypatch.setattr(speed, "load_pretrained", lambda path: SimpleNamespace(core=decoder))
     monkeypatch.setattr(speed, "read_fairseq_tokens", lambda path: SimpleNamespace(tokens=np.arange(4, 34)))
     found = speed.time_models(folder, rounds=2)
     assert len(found["models"]["a"]["seconds_per_update"]) == 2 and found["models"]["a"]["tokens_per_update"] == 32

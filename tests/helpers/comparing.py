@@ -5,6 +5,10 @@ import torch.nn.functional as F
 
 from smlp.ops import ACTIVATION_FUNCTIONS
 
+#: plain float64 operations in another order, as ``rtol`` and ``atol``; layers of several such operations
+EXACT = 1e-10
+EXACT_LAYER = 1e-9
+
 
 def assert_same(got, want, inputs, tolerance):
     """Outputs, and the gradients of all ``inputs`` under one random weighting of the outputs; returns our gradients."""

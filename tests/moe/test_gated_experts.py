@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_same
+from comparing import EXACT, assert_same
 from sparse_references import randomised
 
 import smlp
@@ -13,7 +13,6 @@ from smlp.moe.routers import HashRouter
 from smlp.nn.blocks import GatedMLPBlock, GatedMLPExperts, sparse_block
 from smlp.nn.blocks.gmlp_moe import PlacedTokenMoE, gated_mlp_moe
 from smlp.nn.state import DecodingState, ForwardContext
-from smlp.ops.tolerances import EXACT
 
 ROUTERS = {
     "base": {"router": "base"},

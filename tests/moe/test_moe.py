@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_same
+from comparing import EXACT_LAYER, assert_same
 from sparse_references import FixedRouter, RoundRobinRouter, ScalingExperts
 from torch import nn
 
@@ -15,7 +15,6 @@ from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import BalancedRouter
 from smlp.nn.state import ForwardContext
-from smlp.ops.tolerances import EXACT_LAYER
 
 EXACT = {"rtol": EXACT_LAYER, "atol": EXACT_LAYER}
 NUM_EXPERTS = (1, 2, 7, 8, 32)

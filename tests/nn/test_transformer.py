@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_same
+from comparing import EXACT, assert_same
 from sparse_references import randomised
 from torch import nn
 
@@ -15,7 +15,6 @@ from smlp.nn.attention import SelfAttention, relative_buckets
 from smlp.nn.blocks import AttentionSublayer, DenseBlock
 from smlp.nn.stack import sinusoidal_positions
 from smlp.nn.state import DecodingState, ForwardContext
-from smlp.ops.tolerances import EXACT
 
 WIDTH, MAX_TOKENS = 12, 10
 SMALL = {"vocab_size": 30, "max_tokens": MAX_TOKENS, "embed_dim": WIDTH, "ffn_dim": 20, "dropout": 0.0}

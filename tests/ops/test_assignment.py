@@ -5,14 +5,13 @@ import time
 import numpy as np
 import pytest
 import torch
-from comparing import assert_balanced
+from comparing import EXACT, assert_balanced
 from scipy.optimize import linear_sum_assignment
 
 from smlp.ops import balanced_assignment, balanced_assignments
 from smlp.ops.assignment import equal_load_prices, finest_prices
 from smlp.ops.assignment_repair import PathRepair
 from smlp.ops.fast_paths import reference_ops
-from smlp.ops.tolerances import EXACT
 
 
 def optimum(scores: torch.Tensor) -> float:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_same
+from comparing import EXACT, assert_same
 
 from smlp.ops import fast_paths, token_losses
 from smlp.ops.fast_paths import reference_ops
-from smlp.ops.tolerances import EXACT, SHARE, largest_share
+from smlp.ops.tolerances import SHARE, largest_share
 
 
 def drawn(*shape, vocabulary=7, dtype=torch.double):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comparing import assert_same, feed_forward_reference, spatial_reference
+from comparing import EXACT, assert_same, feed_forward_reference, spatial_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smlp.ops import (
@@ -19,7 +19,7 @@ from smlp.ops import (
 )
 from smlp.ops.expert_runs import EqualExperts, UnequalExperts
 from smlp.ops.fast_paths import reference_ops, takes_bands
-from smlp.ops.tolerances import EXACT, SHARE, largest_share
+from smlp.ops.tolerances import SHARE, largest_share
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])

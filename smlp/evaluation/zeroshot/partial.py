@@ -73,7 +73,12 @@ class KeptBatches:
             return
         lines = []
         for number, scores in batches.items():
-            line = {"task": self.task, "part": self.part, "batch": number, "log_probs": _plain(scores)}
+            line = {
+                "task": self.task,
+                "part": self.part,
+                "batch": number,
+                "log_probs": [[candidate.tolist() for candidate in group] for group in scores],
+            }
             lines.append({**line, "crc32": _checksum(line)})
         _append(self.path, lines)
 
@@ -94,7 +99,7 @@ class PartialScores:
 
     def __init__(self, path: Path, pins: Mapping[str, Any], team: Team) -> None:
         self.path = path
-        found = _read(path, _as_read({"smlp": smlp.__version__, **pins})) if team.is_first else None
+        found = _read(path, json.loads(json.dumps({"smlp": smlp.__version__, **pins}))) if team.is_first else None
         self._known: dict[tuple[str, str], Batches] = team.gather(found)[0]
         self._writes = team.is_first
 
@@ -119,7 +124,7 @@ def _read(path: Path, pins: dict[str, Any]) -> dict[tuple[str, str], Batches]:
     try:
         content = files.read_bytes(path) if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]  # the last line may be truncated
-        if not whole and _first_line(pins).startswith(content):
+        if not whole and (json.dumps(pins) + "\n").encode().startswith(content):
             path.write_bytes(b"")
             _append(path, [pins])
             return {}
@@ -160,10 +165,6 @@ def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and len(value) >= 64
 
 
-def _first_line(pins: dict[str, Any]) -> bytes:
-    return (json.dumps(pins) + "\n").encode()
-
-
 def _append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     try:
         with open(path, "ab", buffering=0) as file:
@@ -174,11 +175,3 @@ def _append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 def _checksum(line: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(line).encode())
-
-
-def _plain(scores: list[list[np.ndarray]]) -> list[list[list[float]]]:
-    return [[candidate.tolist() for candidate in group] for group in scores]
-
-
-def _as_read(value: Any) -> Any:
-    return json.loads(json.dumps(value))

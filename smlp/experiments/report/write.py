@@ -50,10 +50,11 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
     pictures = write_figures(results, to)
     for table in tables.values():
         if table.rows:
-            _write(to / TABLES / f"{table.name}.csv", table.csv())
-    _write(to / "report.json", json.dumps(_as_json(results, tables, pictures), indent=1, allow_nan=False) + "\n")
+            write_whole(to / TABLES / f"{table.name}.csv", table.csv().encode())
+    content = json.dumps(_as_json(results, tables, pictures), indent=1, allow_nan=False) + "\n"
+    write_whole(to / "report.json", content.encode())
     page = to / "report.md"
-    _write(page, document(results, tables, pictures))
+    write_whole(page, document(results, tables, pictures).encode())
     return page
 
 
@@ -110,10 +111,6 @@ def _as_json(results: Results, tables: dict[str, Table], pictures: dict[str, Pic
             for picture in pictures.values()
         },
     }
-
-
-def _write(path: Path, text: str) -> None:
-    write_whole(path, lambda file: file.write(text.encode()))
 
 
 def summary_table(results: Results, tables: Mapping[str, Table]) -> Table:
