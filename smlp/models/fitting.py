@@ -44,7 +44,12 @@ def check_fit(
                 f"the checkpoint has a vocabulary of {theirs[0]} symbols but the dictionary has {ours[0]}: "
                 "use the dict.txt that the checkpoint was trained with"
             )
-        if len(theirs) == len(ours) == 3 and name.endswith(_SPATIAL_WEIGHTS) and theirs[-1] != ours[-1]:
+        if name.endswith(_SPATIAL_WEIGHTS) and len(theirs) != len(ours):
+            kind = "toeplitz" if len(theirs) == 2 else "full"
+            raise UserError(f"the checkpoint was trained with --spatial-weights {kind}: give that option")
+        if name.endswith(_SPATIAL_WEIGHTS) and theirs[-1] != ours[-1]:
+            if config.is_bidirectional and len(ours) == 2:  # a number for each of 2T-1 distances
+                theirs, ours = (theirs[-1] // 2 + 1,), (ours[-1] // 2 + 1,)
             if config.prefix_tokens:
                 raise UserError(
                     f"the checkpoint predicts {theirs[-1]} positions of a sample, but --tokens-per-sample "
@@ -55,6 +60,8 @@ def check_fit(
                 f"the checkpoint has a context of {theirs[-1]} tokens but --tokens-per-sample asks for a model of "
                 f"{ours[-1]}"
             )
+        if name.endswith(".core.positions") and theirs[0] != ours[0]:
+            raise UserError(f"the checkpoint has positions for {theirs[0]} tokens, and this run asks for {ours[0]}")
         is_of_experts = ".experts." in name or name.endswith((".router.centroids", ".router.weight"))
         if is_of_experts and theirs[0] != ours[0] and theirs[1:] == ours[1:]:
             raise UserError(f"the checkpoint has {theirs[0]} experts in a layer but --num-experts asks for {ours[0]}")

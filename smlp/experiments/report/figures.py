@@ -50,9 +50,10 @@ def write_figures(results: Results, to: Path) -> dict[str, Picture]:
 def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
     looks = styles(results.models)
     some = [model for model in results.models if mean_curve(results, model)]
+    of_paper = "" if results.is_masked else " (the paper's Figures 1 and 5)"
     titles = {
-        "updates": "Validation perplexity against updates (the paper's Figures 1 and 5)",
-        "time": "Validation perplexity against training time (the paper's Figures 1 and 5)",
+        "updates": f"Validation perplexity against updates{of_paper}",
+        "time": f"Validation perplexity against training time{of_paper}",
         "flops": "Validation perplexity against multiply-adds of training",
     }
     sources = {
@@ -61,6 +62,8 @@ def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
         "flops": "train.log: valid_loss; experiment.json: models.flops_per_token, tokens_per_update",
     }
     said = {"updates": [paper.FIGURE_1, paper.FIGURE_5_UPDATES], "time": [paper.FIGURE_1, paper.FIGURE_5_TIME]}
+    if results.is_masked:
+        said = {}
     band = "Mean over seeds; the band is the 95 % interval (Student's t) where there are two or more: how much "
     band += (
         "one training differs from the next. Differences between models are better judged seed by seed, in the summary."

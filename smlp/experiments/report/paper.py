@@ -145,6 +145,12 @@ TABLE_6 = {
 #: Table 7: validation perplexity by number of experts; 0 is the dense gMLP
 TABLE_7 = {0: 15.7, 32: 17.2, 64: 20.5}
 
+#: Table 3 of gmlp.txt: perplexity of masked tokens by architecture, without the ending of its size
+GMLP_TABLE_3 = {
+    **{"bert_mlm": 4.37, "bert_mlm_rel": 4.26, "bert_mlm_rel_attn": 5.64, "mixer_mlm": 5.34},
+    **{"gmlp_mlm_linear": 5.14, "gmlp_mlm_additive": 4.97, "gmlp_mlm_multiplicative": 4.53, "gmlp_mlm": 4.35},
+}
+
 #: number of heads of attention or of the spatial gating unit (Tables 5, 8 and 9)
 HEADS = {
     **{"dense_lm": 16, "gmlp_lm": 1, "smlp": 1},

@@ -22,6 +22,7 @@ from smlp.experiments import json_files
 from smlp.experiments.folder import DONE
 from smlp.experiments.json_files import read_json_or_note, read_lines_and_note
 from smlp.experiments.report.timeline import TrainingTime, logged_seconds, read_timeline, training_lines
+from smlp.experiments.spec import MASKED
 
 MISSING = "missing"
 
@@ -153,6 +154,11 @@ class Results:
     def subsets(self) -> list[str]:
         """The validation sets; the curves are of the first."""
         return list(self.settings.get("evaluation_subsets") or ["valid"])
+
+    @property
+    def is_masked(self) -> bool:
+        """Return whether the models restore masked tokens; otherwise they predict next ones."""
+        return self.settings.get("task") == MASKED
 
     @property
     def has_prefix(self) -> bool:

@@ -35,6 +35,31 @@ def smlp_beside_heads(results: Results) -> Model | None:
     return None if any(model in group for group in groups) else model
 
 
+def masked_table(results: Results) -> Table | None:
+    """Make Table 3 of gmlp.txt; None if fewer than two of its models were run."""
+    subset = results.subsets[0]
+    found = [(paper.GMLP_TABLE_3.get(model.arch.removesuffix("_tiny")), model) for model in results.models]
+    rows = []
+    for printed, model in sorted((pair for pair in found if pair[0] is not None), key=lambda pair: pair[0]):
+        rows.append(
+            {
+                "model": label(model.name),
+                "paper": amount(printed, ".2f", "gmlp.txt, Table 3"),
+                "per_token": perplexity_cell(results, model, subset, ALL),
+            }
+        )
+    columns = [
+        _MODEL,
+        Column("paper", "the paper's perplexity", "gmlp.txt, Table 3"),
+        Column("per_token", "here", f"scores.json: exp(subsets.{subset}.nll_all)"),
+    ]
+    notes = [
+        "Perplexities are of masked tokens. The paper's models have 92 to 112 million parameters and were trained on "
+        "33 billion tokens: orders can be compared, with that difference of scale in mind, and numbers cannot."
+    ]
+    return Table("gmlp-table-3", "Table 3 of the gMLP paper", columns, rows, notes) if len(rows) > 1 else None
+
+
 def heads_table(results: Results) -> Table | None:
     """Make the table for Figure 4; None if no two models differ in heads alone."""
     subset = results.subsets[0]

@@ -70,6 +70,7 @@ def all_tables(results: Results, baselines: Sequence[str] = ()) -> dict[str, Tab
         studies.variants_table(results),
         studies.moe_table(results),
         studies.zeroshot_table(results),
+        studies.masked_table(results),
         details.details_table(results),
         paper.paper_details_table(results),
         health.work_table(results),
@@ -93,7 +94,7 @@ def _as_json(results: Results, tables: dict[str, Table], pictures: dict[str, Pic
             "source": "environment.json, speed.json",
         },
         "flops_spread": {"value": details.spread(results), "source": "experiment.json: models.flops_per_token"},
-        "scale": paper.scale_sentences(results),
+        "scale": [] if results.is_masked else paper.scale_sentences(results),
         "data_order": [
             {
                 "seed": one.seed,
@@ -150,8 +151,12 @@ def document(results: Results, tables: Mapping[str, Table], pictures: Mapping[st
     page.table("summary", level=2, before=_outcome(results, tables))
     page.picture("final")
     page.picture("perplexity-updates")
-    page.lines += ["## The paper's figures", "", *(f"- {sentence}" for sentence in paper.scale_sentences(results)), ""]
-    page.table("paper-table-4", level=3)
+    if results.is_masked:
+        page.table("gmlp-table-3", level=2)
+    else:
+        said = (f"- {sentence}" for sentence in paper.scale_sentences(results))
+        page.lines += ["## The paper's figures", "", *said, ""]
+        page.table("paper-table-4", level=3)
     page.lines += ["## Perplexity", ""]
     for subset in results.subsets:
         page.table(f"quality-{subset}", level=3)
@@ -215,7 +220,8 @@ def _outcome(results: Results, tables: Mapping[str, Table]) -> str:
     where = " after the prefix" if results.has_prefix else ""
     seeds = {tuple(row[key].samples) for row in rows}
     caution = " These are means over different seeds: compare seed with seed." if len(seeds) > 1 else ""
-    return f"Perplexity per token{where}, lowest first: {order}.{caution}"
+    each = "masked token" if results.is_masked else "token"
+    return f"Perplexity per {each}{where}, lowest first: {order}.{caution}"
 
 
 def _about(results: Results) -> list[str]:

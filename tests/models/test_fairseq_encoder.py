@@ -1,0 +1,196 @@
+"""Masked language models through fairseq's own tools: train, resume, spread, validate, load, export, and bad input."""
+
+import math
+import re
+
+import pytest
+import torch
+from running import USER_DIR, run_python
+
+import smlp
+from smlp.checkpoint.opened import open_checkpoint
+from smlp.evaluation.masked import masked_nll
+from smlp.inference.masked import MaskedLanguageModel
+
+pytestmark = pytest.mark.long
+
+NARROW = ["--embed-dim", "16", "--ffn-dim", "24", "--num-dense-layers", "2", "--tokens-per-sample", "24"]
+COMMON = [
+    *("--user-dir", USER_DIR, "--task", "masked_lm", "--optimizer", "adam", "--lr", "1e-2", "--num-workers", "0"),
+    *("--log-format", "simple", "--log-interval", "1", "--no-epoch-checkpoints", "--seed", "3"),
+]
+ARCHS = {
+    "gmlp_mlm_tiny": [],
+    "gmlp_mlm_additive_tiny": ["--spatial-weights", "full"],
+    "amlp_mlm_tiny": ["--gmlp-attention-dim", "4", "--bf16"],
+    "bert_mlm_tiny": ["--num-heads", "2", "--layer-norm", "after", "--attention-dropout", "0.1"],
+    "bert_mlm_rel_tiny": ["--num-heads", "2", "--checkpoint-activations"],
+    "bert_mlm_rel_attn_tiny": ["--num-heads", "2", "--sample-break-mode", "eos"],
+    "mixer_mlm_tiny": ["--mixer-token-dim", "8", "--sample-break-mode", "complete"],
+}
+
+
+def train(data, save_dir, *more, arch="gmlp_mlm_tiny", batch=8):
+    arguments = [data, *COMMON, "--arch", arch, *NARROW, "--save-dir", save_dir, "--batch-size", batch, *more]
+    return {"tool": "train", "args": arguments}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_data, tmp_path_factory, run_fairseq_many):
+    """A short run of each system; one stopped and resumed; one on one and on two ranks; one with another seed."""
+    folder = tmp_path_factory.mktemp("encoders")
+    settings = ["--dropout", "0.1", "--save-interval-updates", "4"]
+    cases = {
+        arch: train(tiny_data, folder / arch, "--max-update", "8", *options, arch=arch)
+        for arch, options in ARCHS.items()
+    }
+    cases["straight"] = train(tiny_data, folder / "straight", "--max-update", "8", *settings)
+    cases["stopped"] = train(tiny_data, folder / "stopped", "--max-update", "4", *settings)
+    cases["two ranks"] = {**train(tiny_data, folder / "two", "--max-update", "8", batch=4), "ranks": 2}
+    cases["one rank"] = train(tiny_data, folder / "one", "--max-update", "8", "--update-freq", "2", batch=4)
+    cases["same weights"] = train(
+        tiny_data, folder / "same", "--max-update", "1", "--seed", "5", "--lr", "1e-20",
+        "--finetune-from-model", folder / "gmlp_mlm_tiny" / "checkpoint_last.pt",
+    )  # fmt: skip
+    last = cases.pop("same weights")
+    results = dict(zip(cases, run_fairseq_many(list(cases.values()), timeout=300), strict=True))
+    again = train(tiny_data, folder / "stopped", "--max-update", "8", *settings)
+    results["resumed"], results["same weights"] = run_fairseq_many([again, last])
+    return folder, results
+
+
+def said(run):
+    return run.stdout + run.stderr
+
+
+def valid_loss(run):
+    return float(re.findall(r"valid on 'valid' subset.*? loss ([\d.]+)", said(run))[-1])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_system_trains(trained, arch):
+    run = trained[1][arch]
+    assert run.rc == 0, run.stderr[-2000:]
+    losses = [float(loss) for loss in re.findall(r" loss=([\d.]+)", said(run))]
+    assert len(losses) == 8 and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+    assert "mfu=" in said(run)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_is_loaded_is_what_was_validated(trained, tiny_data, arch):
+    folder, results = trained
+    path = folder / arch / "checkpoint_last.pt"
+    model = smlp.load_pretrained(path)
+    assert isinstance(model, MaskedLanguageModel) and model.vocabulary.symbols[-1] == "<mask>"
+    nll, count = masked_nll(model, open_checkpoint(path).state["cfg"]["task"], str(tiny_data), "valid")
+    tolerance = 0.02 if "--bf16" in ARCHS[arch] else 2e-3
+    assert nll / math.log(2) == pytest.approx(valid_loss(results[arch]), abs=tolerance)
+    assert count > 50
+
+
+def test_resume_equals_never_stopped(trained):
+    folder, results = trained
+    assert "Loaded checkpoint" in said(results["resumed"])
+    straight, resumed = (
+        torch.load(folder / name / "checkpoint_last.pt", weights_only=True)["model"] for name in ("straight", "stopped")
+    )
+    for name, value in straight.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_two_ranks_train_as_one(trained):
+    folder, results = trained
+    assert results["two ranks"].rc == 0, results["two ranks"]
+    one, two = (torch.load(folder / name / "checkpoint_last.pt", weights_only=True)["model"] for name in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_held_out_text_is_masked_alike_with_every_seed(trained):
+    _, results = trained
+    assert results["same weights"].rc == 0, results["same weights"].stderr[-2000:]
+    assert valid_loss(results["same weights"]) == pytest.approx(valid_loss(results["gmlp_mlm_tiny"]), abs=1e-3)
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+def test_exports(trained, tmp_path, ending):
+    folder, _ = trained
+    path, export = folder / "amlp_mlm_tiny" / "checkpoint_last.pt", tmp_path / f"amlp.{ending}"
+    done = run_python("-m", "smlp", "checkpoint", "merge", path, "--export", "-o", export)
+    assert done.rc == 0, done.stderr
+    whole, exported = smlp.load_pretrained(path), smlp.load_pretrained(export)
+    tokens = whole.batch(["the <mask> sees", "a cat"])
+    assert torch.equal(whole(tokens), exported(tokens))
+    assert exported.encoder.config == whole.encoder.config
+
+
+def test_masks_are_filled(trained):
+    folder, _ = trained
+    model = smlp.load_pretrained(folder / "bert_mlm_tiny" / "checkpoint_last.pt")
+    (choices,) = model.fill("the <mask> sees", num_choices=3)
+    assert len(choices) == 3 and choices[0].probability >= choices[1].probability
+    logits = model(model.batch(["the <mask> sees"]))[0, 2]
+    assert choices[0].token == int(logits.argmax()) and choices[0].text == model.detokenize([choices[0].token])
+    assert model.tokenize("a", "b")[0] == 0 and model.tokenize("a", "b").count(2) == 3
+    with pytest.raises(smlp.UserError, match="there is no <mask> in the text 'a cat'"):
+        model.fill("a cat")
+    with pytest.raises(smlp.UserError, match="a text of 32 tokens is longer than the model's context of 24"):
+        model.features(["a " * 30])
+
+
+def test_validate_and_bad_input(trained, tiny_data, tmp_path, run_fairseq_many):
+    folder, results = trained
+    path = folder / "gmlp_mlm_tiny" / "checkpoint_last.pt"
+    common = [tiny_data, "--user-dir", USER_DIR, "--path", path]
+    small = ["--max-update", "1", "--no-save", "--batch-size", "4", "--optimizer", "adam", "--lr", "1e-3"]
+    plain = [tiny_data, "--user-dir", USER_DIR, *NARROW, *small]
+    cases = {
+        None: {"tool": "validate", "args": [*common, "--task", "masked_lm", "--batch-size", "5"]},
+        "it cannot be trained with --task language_modeling": {
+            "tool": "train", "args": [*plain, "--arch", "gmlp_mlm_tiny", "--task", "language_modeling"]},
+        "--arch gmlp_lm_tiny is a language model": {
+            "tool": "train", "args": [*plain, "--arch", "gmlp_lm_tiny", "--task", "masked_lm"]},
+        "--criterion moe_cross_entropy is for language models": {
+            "tool": "train",
+            "args": [*plain, "--arch", "gmlp_mlm_tiny", "--task", "masked_lm", "--criterion", "moe_cross_entropy"]},
+        "has a context of 24 tokens": {
+            "tool": "train",
+            "args": [*plain, "--arch", "gmlp_mlm_tiny", "--task", "masked_lm", "--tokens-per-sample", "32",
+                     "--restore-file", path]},
+        "has no dict.txt": {
+            "tool": "train", "args": [tmp_path, *plain[1:], "--arch", "gmlp_mlm_tiny", "--task", "masked_lm"]},
+    }  # fmt: skip
+    found = dict(zip(cases, run_fairseq_many(list(cases.values()), timeout=200), strict=True))
+    validated = found.pop(None)
+    assert validated.rc == 0, validated.stderr[-2000:]
+    loss = float(re.findall(r"\| loss ([\d.]+)", said(validated))[-1])
+    assert loss == pytest.approx(valid_loss(results["gmlp_mlm_tiny"]), abs=2e-3)
+    for sentence, run in found.items():
+        assert run.rc != 0 and sentence in run.stderr and "Traceback" not in run.stderr, (sentence, run.stderr[-2000:])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "--path", "{path}", "--prompt", "a"],
+        ["eval-lm", "{data}", "--path", "{path}"],
+        ["leak-test", "--path", "{path}"],
+        ["zeroshot", "--path", "{path}", "--data-dir", "{data}", "--tasks", "copa"],
+    ],
+)
+def test_commands_of_language_models_refuse_an_encoder(trained, tiny_data, capsys, words):
+    from smlp.cli.main import main
+
+    folder, _ = trained
+    path = folder / "gmlp_mlm_tiny" / "checkpoint_last.pt"
+    assert main([word.format(path=path, data=tiny_data) for word in words]) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.endswith(f"is an encoder, which predicts no next tokens: smlp {words[0]} needs a language model")
+
+
+def test_an_encoder_is_not_upcycled(trained, tmp_path, capsys):
+    from smlp.cli.main import main
+
+    path = trained[0] / "gmlp_mlm_tiny" / "checkpoint_last.pt"
+    assert main(["checkpoint", "upcycle", str(path), "-o", str(tmp_path / "x.pt"), "--arch", "smlp_tiny"]) == 1
+    assert "is an encoder, and there are no sparse ones" in capsys.readouterr().err
