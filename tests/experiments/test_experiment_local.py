@@ -248,7 +248,7 @@ def test_a_dry_run_needs_no_data(planned, tmp_path, monkeypatch, capsys):
     def configuration_of(words):
         arch = words[words.index("--arch") + 1]
         assert int(words[words.index("--max-update") + 1]) > 0, "schedules of the rate are checked against it"
-        return SimpleNamespace(optimizer=None, model=smlp.preset(arch, vocab_size=64, max_tokens=128))
+        return SimpleNamespace(optimizer=None, task=None, model=smlp.preset(arch, vocab_size=64, max_tokens=128))
 
     monkeypatch.setattr("smlp.fairseq_compat.command_line.training_configuration", configuration_of)
     monkeypatch.setattr(
