@@ -68,7 +68,7 @@ def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[st
     Return the manifest with the counts of every split added.
     """
     out.mkdir(parents=True, exist_ok=True)
-    (out / MANIFEST).unlink(missing_ok=True)  # its presence says that the corpus is complete
+    (out / MANIFEST).unlink(missing_ok=True)  # its presence marks the corpus as complete
     for name in SPLITS:
         text = "\n\n".join("\n".join(document.paragraphs) for document in splits[name]) + "\n"
         write_whole(out / f"{name}.txt", lambda file, text=text: file.write(text.encode()))

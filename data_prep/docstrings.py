@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Installed packages; tests; other people's packages under another name (their text would come twice).
+# Installed packages, tests, and vendored packages, whose text would occur twice.
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"}).union(
     {"test", "tests", "testing", "idle_test"}, {"_vendor", "vendored", "_vendored", "externals"}
 )
 
-# Functions that attach documentation to objects written in C, and are called where Python source carries the text.
+# Functions that attach documentation to objects written in C; the text is in the Python source of the call.
 DOC_SETTERS = frozenset({"add_newdoc", "add_docstr", "_add_docstr", "add_docstr_all", "add_newdoc_for_scalar_type"})
 
 

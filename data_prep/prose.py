@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-_FORMULA = "\x00"  # stands where a formula stood: a sentence that holds one is dropped
+_FORMULA = "\x00"  # replaces a formula; sentences with one are dropped
 _MATH_ROLE = re.compile(r":math:`([^`]*)`")
 _ROLE = re.compile(r":[a-zA-Z][\w:+-]{0,99}:`([^`]*)`")
 _LINK = re.compile(r"`([^`<]+)<[^>`]*>`__?")

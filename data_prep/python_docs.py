@@ -28,7 +28,7 @@ from data_prep.docstrings import docstrings, source_files, text_blocks
 from data_prep.prose import prose
 from smlp.errors import UserError
 
-# Import name -> distribution. Those that are not installed are left out.
+# Import name -> distribution. Packages that are not installed are skipped.
 PACKAGES = {
     "numpy": "numpy",
     "scipy": "scipy",
@@ -41,9 +41,9 @@ PACKAGES = {
     "matplotlib": "matplotlib",
 }
 HELD_OUT_SHARE = 0.045  # of all words, for each of valid and test
-MAX_GROUP_SHARE = 0.01  # of all words: a larger group goes to train, lest one package be the whole of a held-out split
+MAX_GROUP_SHARE = 0.01  # of all words: larger groups go to train, so that no package dominates a held-out split
 SHINGLE_WORDS = 8
-MAX_REPEATED_SHARE = 0.5  # of a paragraph's shingles that may stand earlier in the corpus
+MAX_REPEATED_SHARE = 0.5  # of a paragraph's shingles that may occur earlier in the corpus
 
 _NOT_WORD = re.compile(r"[\W_]+")
 

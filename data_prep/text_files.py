@@ -16,7 +16,7 @@ from data_prep.corpus import MANIFEST, SPLITS, Document, Splits, assert_disjoint
 from smlp.errors import UserError
 
 HOLD_OUT_EVERY = 20  # paragraphs
-MIN_PARAGRAPHS = 2 * HOLD_OUT_EVERY  # fewer leave test empty
+MIN_PARAGRAPHS = 2 * HOLD_OUT_EVERY  # with fewer, test would be empty
 
 
 def read_text(path: Path) -> str:
@@ -32,7 +32,7 @@ def read_text(path: Path) -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # After a byte-order mark the codec counts from the first byte behind it.
+        # The codec counts positions from the first byte after a byte-order mark.
         offset = error.start + len(content) - len(error.object)
         line = content.count(b"\n", 0, offset) + 1
         raise UserError(

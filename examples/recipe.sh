@@ -1,11 +1,11 @@
-# Sourced by the command files beside it: the training recipes of the paper (smlp.txt, Tables 8 to 10).
+# Sourced by the command files in this folder: the training recipes of the paper (smlp.txt, Tables 8 to 10).
 #
 #   bash examples/smlp.sh DATA SAVE_DIR [any option of fairseq-train]
 #
 # The paper trained on 32 GPUs. GPUS=N (default 1) keeps its tokens per update on N of them by accumulating gradients
-# over more batches; it does not choose the devices, which are fairseq-train's or your launcher's to find. Options that
-# are given last win, such as --update-freq 1 or --max-update 100.
-# TRAIN_COMMAND replaces "fairseq-train", for example TRAIN_COMMAND="smlp train" or TRAIN_COMMAND=echo to look first.
+# over more batches; fairseq-train or your launcher chooses the devices. Later options override earlier ones, such as
+# --update-freq 1 or --max-update 100.
+# TRAIN_COMMAND replaces "fairseq-train", for example TRAIN_COMMAND="smlp train" or TRAIN_COMMAND=echo to see the command first.
 set -euo pipefail
 
 EXAMPLES="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The checks for daily work, under two minutes once .venv is there: format, lint, types, and the fast tests.
+# Checks for daily work, under two minutes once .venv exists: format, lint, types, and the fast tests.
 #
 #   bash scripts/check.sh            all of them
-#   bash scripts/check.sh --fix      first mends what ruff can mend
+#   bash scripts/check.sh --fix      fixes what ruff can fix, first
 #
 # scripts/test.sh runs the same checks and every test.
 set -euo pipefail

@@ -141,7 +141,7 @@ def main() -> None:
     """Read, write, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, metavar="OUT", help="folder of smlp compare run")
-    parser.add_argument("--baseline", required=True, metavar="MODEL", help="hold all models against this one")
+    parser.add_argument("--baseline", required=True, metavar="MODEL", help="compare all models with this one")
     parser.add_argument("--to", required=True, type=Path, metavar="DIR", help="folder for tables and figure")
     args = parser.parse_args()
     experiments = in_order(args.folders)

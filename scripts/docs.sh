@@ -4,9 +4,9 @@
 #   bash scripts/docs.sh            into build/docs; sets up .venv with the extra "docs" first
 #   bash scripts/docs.sh FOLDER     into another folder
 #
-# DOCS_PYTHON=python3 takes that Python, which must have the extra already, and installs nothing. Every warning is an
-# error: a link to a page, a heading or a file that is not there, a picture that is missing, a page that is not in the
-# navigation (docs/index.md). Pages are always built anew, so that no warning hides behind an earlier build.
+# DOCS_PYTHON=python3 uses that Python, which must already have the extra, and installs nothing. Every warning is an
+# error: a broken link to a page, heading or file, a missing picture, a page that is not in the navigation
+# (docs/index.md). All pages are rebuilt each time, so that no warning is hidden by an earlier build.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 

@@ -1,10 +1,10 @@
-# Sourced by the other scripts: makes the virtual environment and runs steps with a log each.
+# Sourced by the other scripts: makes the virtual environment, and runs steps with one log each.
 #
-#   run_step NAME COMMAND...      runs a command with its output in $LOG_DIR/NAME.log; on failure says which step and log
+#   run_step NAME COMMAND...      runs a command with its output in $LOG_DIR/NAME.log; on failure names step and log
 #   static_checks                 format, lint and types
 #   make_environment EXTRAS       .venv with this package and its pinned dependencies; skipped when it is up to date
 #
-# PYTHON=/path/to/python3.12 chooses an interpreter; TORCH_INDEX=URL an index that has torch's CPU build.
+# PYTHON=/path/to/python3.12 chooses an interpreter, TORCH_INDEX=URL an index with torch's CPU build.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
@@ -53,7 +53,7 @@ make_environment() {
     fi
     python="$(find_python)"
     if ! "$VENV/bin/python" -c "$VERSION_CHECK; import pip" 2>/dev/null; then
-        # none yet, one whose making was interrupted, or one of an unsupported Python
+        # missing, incomplete after an interruption, or of an unsupported Python
         run_step venv "$python" -m venv --clear "$VENV"
     fi
     echo "environment: installing into .venv ($("$VENV/bin/python" --version)), about a minute"

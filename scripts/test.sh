@@ -2,12 +2,12 @@
 # Sets up .venv with the test extras and runs the tests; arguments go to pytest:
 #
 #   bash scripts/test.sh                    format, lint, types and the default suite, on all cores
-#   bash scripts/test.sh --all              with the slow tests: those of scripts/ and of README's commands
-#   bash scripts/test.sh -k routing -x      a part
+#   bash scripts/test.sh --all              also the slow tests: those of scripts/ and of README's commands
+#   bash scripts/test.sh -k routing -x      some of them
 #   bash scripts/test.sh --large            instead: 2 GB through every step of smlp data, each process within 1 GiB: half
-#                                           an hour on two cores, 8 GB of disk; prints what each step held and its time
+#                                           an hour on two cores, 8 GB of disk; prints each step's memory and time
 #   bash scripts/test.sh --slurm            instead: jobs on a real Slurm, which it installs (Debian, as root) and starts on
-#                                           this machine; status 0 and the reason where that cannot be done
+#                                           this machine; if that is impossible, status 0 and the reason
 #
 # Safe to run twice. Fails if no test ran.
 set -euo pipefail
@@ -40,7 +40,7 @@ export OMP_NUM_THREADS=1
 report="$(mktemp)"
 trap 'rm -f "$report"' EXIT
 "$VENV/bin/python" -m pytest --junit-xml="$report" "$@" || fail "tests failed"
-# pytest already fails where no test was collected; this also catches a run in which every test was skipped.
+# pytest already fails if no test was collected; this also catches a run in which every test was skipped.
 "$VENV/bin/python" - "$report" <<'PYTHON' || fail "nothing ran: every collected test was skipped"
 import sys
 import xml.etree.ElementTree as ElementTree

@@ -42,7 +42,7 @@ def name_below(name: object, named_by: str) -> str:
         UserError: it is absolute, has a "..", or is no file name at all.
     """
     if not isinstance(name, str) or not name.strip("./") or any(sign in name for sign in "\0\n\r") or _is_odd(name):
-        raise UserError(f"{named_by} names the file {name!r}, which is no name of a file")
+        raise UserError(f"{named_by} names the file {name!r}, which is not a file name")
     if name.startswith("/") or ".." in PurePosixPath(name).parts:
         raise UserError(f"{named_by} names the file {name!r}, which would lie outside its folder")
     return name
@@ -92,10 +92,10 @@ def regular_file(path: str | Path, what: str = "file") -> Path:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{str(path)!r} is no name of a file: {error}") from None
+        raise UserError(f"{str(path)!r} is not a file name: {error}") from None
     if stat.S_ISDIR(mode):
         raise UserError(f"{path} is a folder: name a {what} in it")
-    raise UserError(f"{path} is no regular file but a {kind_of(mode)}: name a {what}")
+    raise UserError(f"{path} is not a regular file but a {kind_of(mode)}: name a {what}")
 
 
 def read_bytes(path: str | Path) -> bytes:

@@ -33,7 +33,7 @@ from smlp.cli.numbers import whole
 from smlp.errors import UserError
 
 PART_BYTES = 32 << 20
-MOST_SHARDS = 1 << 16  # each is a folder with a dictionary
+MOST_SHARDS = 1 << 16  # each shard is a folder with a dictionary
 DESCRIPTION = """text into fairseq's binary data: train, valid and test (.bin, .idx), with dictionary and tokenizer
 
 A paragraph becomes a line of tokens that ends in </s>; an empty line, a lone </s>, ends a document. With --shards N the
@@ -44,7 +44,7 @@ EPILOG = """examples:
   smlp data binarize --format lines --train train.txt --valid valid.txt --tokenizer data/tokenizer --out data/bin
   smlp data binarize --format pieces --in spm-encoded --tokenizer data/tokenizer --out data/bin
 """
-# what is looked for in folders; files that are named may have any suffix
+# suffixes searched for in folders; files that are named directly may have any suffix
 SUFFIXES = {DOCUMENTS: FORMATS, LINES: (".txt",), PIECES: (".spm", ".bpe", ".txt")}
 
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if not is_whole(run.out):
         (run.out / MANIFEST).unlink(missing_ok=True)
     finished = _encode(run, splits, job)
-    if (run.out / MANIFEST).is_file() and not is_whole(run.out, _inputs(finished)):  # one is gone
+    if (run.out / MANIFEST).is_file() and not is_whole(run.out, _inputs(finished)):  # an output is missing
         (run.out / MANIFEST).unlink()
         finished = _encode(run, splits, job)
     missing = sum(done.missing for done in finished.values())

@@ -91,8 +91,8 @@ def _lines_of(content: bytes, part: FilePart, start: int) -> list[str]:
 
 
 DOCUMENTS, LINES, PIECES = FORMATS = ("documents", "lines", "pieces")
-BLOCK_CHARACTERS = 1 << 20  # of documents that are encoded at a time
-SEGMENTS = f"{STATE}/segments"  # where the tokens of parts lie until they are in shards
+BLOCK_CHARACTERS = 1 << 20  # of the documents that are encoded at a time
+SEGMENTS = f"{STATE}/segments"  # tokens of parts until they are moved to shards
 NO_TOKEN = "no token in it"
 
 
@@ -101,15 +101,15 @@ class Job:
     """The settings of :func:`encode_part`."""
 
     tokenizer: Path  # folder of the tokenizer
-    # one of ``FORMATS``: documents whose paragraphs are lines; lines as they are; or lines of symbols of the dictionary
+    # one of ``FORMATS``: documents whose paragraphs are lines, plain lines, or lines of dictionary symbols
     format: str
     reading: ReadSettings  # how documents are read
-    num_shards: int  # that documents are dealt to by a hash of their text; lines all go to the first
+    num_shards: int  # documents go to a shard by the hash of their text; lines all go to the first shard
 
 
 @functools.lru_cache(maxsize=1)
 def _encoder(job: Job) -> tuple[Vocabulary, Tokenizer | Words]:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the parts are what is parallel
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # parts already run in parallel
     if job.format == PIECES:
         vocabulary = Vocabulary.load(job.tokenizer / DICTIONARY)
         return vocabulary, Words(vocabulary)
@@ -141,7 +141,7 @@ def encode_part(part: FilePart, out: Path, job: Job) -> PartResult:
     return PartResult([written.row(out)], counts, defects, facts)
 
 
-# where the documents of a block lie: the shard of each, and (D,) its lines, the empty one at its end included
+# of each document of a block: its shard, and its number of lines (D,), including the empty one at its end
 _Documents = tuple[list[int], np.ndarray]
 
 

@@ -160,7 +160,7 @@ def write_plans(
         path = out / PLANS / f"{name.replace('/', '-')}.json"
         plan = {"name": name, "dtype": dtype.str, "segments": segments, "parts": digests}
         content = json.dumps(plan).encode()
-        if not path.is_file() or path.read_bytes() != content:  # else a shard that is there is not made again
+        if not path.is_file() or path.read_bytes() != content:  # an existing shard is not made again
             write_bytes(path, content)
         parts.append(FilePart.whole(path))
     return parts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from data_prep.clean import filters, rules
 from data_prep.clean.filters import FILTERS, Measures, Thresholds, excerpt, is_in, option
 
-# Rules of characters feed each other (an entity becomes a control character); more rounds than this were never seen.
+# Character rules affect each other (an entity may become a control character); no text needed more rounds than this.
 MAX_ROUNDS = 10
 
 LINE_RULES = (*rules.PATTERNS, "short-lines", "repeated-lines", "navigation")

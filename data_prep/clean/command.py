@@ -40,7 +40,7 @@ EPILOG = """example:
 What the rules do and where their thresholds come from is in docs/data.md.
 """
 
-#: fields that options of their names set
+#: fields set by options of the same name
 _NUMBERS = [item for item in (*fields(Thresholds), *fields(Cleaning)) if "help" in item.metadata]
 
 
@@ -99,7 +99,7 @@ def clean_part(part: FilePart, out: Path, reading: ReadSettings, settings: Clean
                 with limit:
                     text, reason = clean(piece.text, settings, tally)
             except DocumentFailed as error:
-                reason, tally = str(error), Counter()  # how far it came depends on the machine
+                reason, tally = str(error), Counter()  # partial counts would depend on the machine
                 defects.append({"problem": f"dropped, {reason}", "where": piece.id})
             counts.other.update(tally)
             if reason:

@@ -18,10 +18,10 @@ import numpy as np
 from smlp.errors import UserError
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))  # Gopher
-# Gopher, table A1: n, and the share of characters that an n-gram may have
-TOP_NGRAMS = {2: 0.20, 3: 0.18, 4: 0.16}  # the commonest one
-REPEATED_NGRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}  # all that come again
-NGRAM_MIN_WORDS = 50  # Gopher drops shorter documents; in them, a pair of words that comes twice is much already
+# Gopher, table A1: n, and the largest share of characters for an n-gram
+TOP_NGRAMS = {2: 0.20, 3: 0.18, 4: 0.16}  # the most frequent n-gram
+REPEATED_NGRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}  # all repeated n-grams
+NGRAM_MIN_WORDS = 50  # Gopher drops shorter documents, in which even a single repeated pair of words has a large share
 _HASH_FACTOR = np.int64(0x5851F42D4C957F2D)
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
@@ -113,14 +113,14 @@ def exceeds_ngram_share(words: list[str]) -> bool:
     for n, threshold in {**TOP_NGRAMS, **REPEATED_NGRAMS}.items():
         keys = keys[:-1] * _HASH_FACTOR + ids[n - 1 :]
         longest, allowed = int((before[n:] - before[:-n]).max()), threshold * before[-1]
-        # What is repeated of shorter n-grams bounds what can be of these.
+        # The share of repeated shorter n-grams bounds that of longer ones.
         if (commonest if n in TOP_NGRAMS else num_repeated) * longest <= allowed:
             continue
         ordered = np.sort(keys)
         same = ordered[1:] == ordered[:-1]
         num_repeated = int(np.count_nonzero(same))
         if num_repeated * 2 * longest <= min(REPEATED_NGRAMS.values()) * before[-1] and n >= min(REPEATED_NGRAMS):
-            return False  # longer ones, of up to twice as many words, are fewer
+            return False  # n-grams of up to twice as many words repeat less
         if n in TOP_NGRAMS:
             edges = np.flatnonzero(np.concatenate(([True], ~same, [True])))
             commonest = int((edges[1:] - edges[:-1]).max())
@@ -154,7 +154,7 @@ def word_length(document: Measures) -> float:
     return (len(document.text) - max(number - 1, 0)) / number  # a space or a line break between words
 
 
-# What each rule drops, in the order in which they are asked; the language comes last, because it costs most.
+# Rules for documents, in the order in which they are applied; the language comes last because it costs most.
 FILTERS: dict[str, Callable[[Measures, Thresholds], bool]] = {
     "few-words": lambda document, limit: len(document.words) < limit.min_words,
     "many-words": lambda document, limit: len(document.words) > limit.max_words,

@@ -19,12 +19,12 @@ from itertools import groupby
 
 import numpy as np
 
-# Accents are neither letters nor spaces. No language puts that many on a letter.
+# Accents are neither letters nor spaces. No language uses this many on a letter.
 _LONG_RUN = re.compile(r"[^\w\s\x00-\x7f]{32,}")
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
-_LONGEST_ENTITY = 34  # with its ends
+_LONGEST_ENTITY = 34  # with & and ;
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
-# Those that are white space (tabs, line breaks, \x1c to \x1f, \x85) are left to that rule.
+# Control characters that are white space (tabs, line breaks, \x1c to \x1f, \x85) are left to the rule for white space.
 _CONTROL_ASCII = bytes([*range(0x09), *range(0x0E, 0x1C), 0x7F])
 _OTHER_SPACE = re.compile(r"[^\S\n ]")
 _PLAIN = bytes(code for code in range(128) if not chr(code).isspace() or chr(code) in "\n ")
@@ -38,11 +38,11 @@ _REMOVED = (
 )
 _CONTROL = re.compile(
     rf"[{_REMOVED}]+"
-    # Joiners mean something between letters of scripts that need them, and in emoji; beside Latin ones nothing.
+    # Joiners are meaningful between letters of scripts that need them and in emoji, but not next to Latin letters.
     r"|(?<![^\x00-\u024f])[\u200c\u200d]+|[\u200c\u200d]+(?![^\x00-\u024f\u200c\u200d])"
 )
 _MAY_HAVE_CONTROL = re.compile(rf"[{_REMOVED}\u200c\u200d]")  # quicker
-# Every byte of UTF-8 that is no ASCII has become a character that is none: there are two in a row, or a lead byte's
+# In mojibake, every non-ASCII byte has become a non-ASCII character. So there are two in a row, or a lead byte's
 # character before what was a no-break space, or a control character of Latin-1.
 _MAY_BE_MOJIBAKE = re.compile(r"[^\x00-\x7f]{2}|[\xc2-\xf4] |[\x80-\x9f]")
 
@@ -57,8 +57,8 @@ def entities(text: str) -> str:
 
 def _unescaped_again(text: str) -> str:
     """Replace entities within what entities became, to any depth; each character is read a few times at most."""
-    done: list[str] = []  # what no later character can make part of an entity
-    begun: list[str] = []  # from each ``&`` behind that: what has come so far of the entity that it may begin
+    done: list[str] = []  # text that no later character can make part of an entity
+    begun: list[str] = []  # from each later ``&``: the text so far of the entity that it may begin
     coming = re.split("([&;])", text)[::-1]
     while coming:
         piece = coming.pop()
@@ -69,7 +69,7 @@ def _unescaped_again(text: str) -> str:
         if piece == ";" and (match := _ENTITY.fullmatch(begun[-1])) and (character := _character(match)) != match[0]:
             begun.pop()
             coming += character[::-1]
-        elif piece == ";" or len(begun[-1]) >= _LONGEST_ENTITY:  # no entity, nor is any that an earlier ``&`` begins
+        elif piece == ";" or len(begun[-1]) >= _LONGEST_ENTITY:  # none of the ``&`` begins an entity
             done += begun
             begun = []
     return "".join(done + begun)
@@ -138,7 +138,7 @@ def _ascii_counts(text: str) -> np.ndarray:
     return np.bincount(np.frombuffer(text.encode("ascii", "ignore"), dtype=np.uint8), minlength=128)
 
 
-# In the order in which they are applied, again and again until nothing changes.
+# Applied in this order, repeatedly until nothing changes.
 CHARACTER_RULES = {rule.__name__: rule for rule in (entities, mojibake, control, nfc, whitespace)}
 
 

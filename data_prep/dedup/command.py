@@ -50,9 +50,9 @@ EPILOG = """example:
 The first of several copies stays: inputs in the order given, documents in the order of their files.
 """
 PARTITION_BYTES = 64 << 20
-_EXPANSION = 4  # of compressed text, roughly
-MAX_PARTITIONS = 4096  # a phase has a file for each, and reads a piece of every part for each
-MAX_ROWS = 20  # pairs of sources on the terminal; the manifest has them all
+_EXPANSION = 4  # rough expansion factor of compressed text
+MAX_PARTITIONS = 4096  # a phase has a file per partition, and reads a piece of every part for each
+MAX_ROWS = 20  # most pairs of sources on the terminal; the manifest has all of them
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> tuple[list[FilePart], list[FilePart]]:
     """Return the held-out parts and the parts of the inputs; no file is in both, and all names differ."""
-    find_files([*args.held_out, *args.inputs], FORMATS)  # says if a file is named twice
+    find_files([*args.held_out, *args.inputs], FORMATS)  # fails if a file is named twice
     cut = args.documents != "file"
     held_out, inputs = (
         plan_parts(find_files(paths, FORMATS), args.part_bytes, cut_text=cut) for paths in (args.held_out, args.inputs)

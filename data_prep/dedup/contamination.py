@@ -32,7 +32,7 @@ from smlp.evaluation.zeroshot.readers import (
 )
 
 NGRAM = 13
-MIN_NGRAM = 8  # of a text that is shorter than NGRAM
+MIN_NGRAM = 8  # shortest text to search, if it is shorter than NGRAM
 
 
 def texts_of(item: Item) -> list[str]:
@@ -59,7 +59,7 @@ class TaskNgrams:
     bases: tuple[int, ...]  # number of the first record of each, and of all records
     lengths: tuple[int, ...]  # of n-grams, in words
     digest: str  # of the n-grams
-    too_short: tuple[int, ...]  # records of each that are not looked for: no text has ``MIN_NGRAM`` words
+    too_short: tuple[int, ...]  # records of each that are not searched: no text has ``MIN_NGRAM`` words
 
 
 def read_tasks(data_dir: Path, splits: str) -> dict[str, list[list[str]]]:

@@ -20,7 +20,7 @@ import numpy as np
 from data_prep.flow.streams import sha256_of, write_bytes, write_stream
 
 WORK = ".work"
-# The point keeps the next step from reading them as documents, whatever files of the corpus are called.
+# The leading dot keeps the next step from reading them as documents.
 REMOVED = ".reports/removed.jsonl.gz"
 CONTAMINATED = ".reports/contaminated.jsonl.gz"
 _OPEN_FILES = 64

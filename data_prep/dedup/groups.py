@@ -16,9 +16,9 @@ from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import write_stream
 
 _PAIRS_AT_ONCE = 1 << 20
-# In larger groups, a document that is like the first of those not yet joined is not compared with the others.
+# In larger groups, a document that is similar to the first one not yet joined is not compared with the others.
 ALL_PAIRS = 256
-GROUP = 1 << 16  # larger groups are taken in pieces, each with the first document of the group
+GROUP = 1 << 16  # larger groups are processed in pieces, each with the first document of the group
 
 
 def first_of_each(num_documents: int, files: Iterable[Path]) -> np.ndarray:
@@ -76,7 +76,7 @@ def partition_parts(out: Path, num_partitions: int) -> list[FilePart]:
         path = out / WORK / "partitions" / f"{number:05d}"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Another share may write it too: whoever comes last must leave the same file, its time included.
+            # Another share may write it too: both must write the same file, including its time.
             temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
             temporary.write_text(f"{number}\n")
             os.utime(temporary, (0, 0))
@@ -120,7 +120,7 @@ def near_pairs(
     edges = np.flatnonzero(np.concatenate(([True], rows[1:, 0] != rows[:-1, 0], [True]))) if len(rows) else np.zeros(1)
     groups = np.flatnonzero(np.diff(edges) > 1)
     found: set[tuple[int, int]] = set()
-    looked_at: set[bytes] = set()  # groups: alike documents share many bands
+    looked_at: set[bytes] = set()  # groups seen: similar documents share many bands
     lookup = Lookup(signed, scheme.num_perm)
     for group in groups:
         documents = rows[int(edges[group]) : int(edges[group + 1]), 1].astype(np.int64)

@@ -38,7 +38,7 @@ class SignSettings:
     scheme: Scheme | None  # of near duplicates; None looks for exact ones only
     num_partitions: int  # of the rows on disk
     tasks: TaskNgrams | None  # zero-shot tasks, if documents are compared with them
-    leave_out: bool  # documents that overlap with a task take no part in what follows
+    leave_out: bool  # exclude documents that overlap with a task from the later phases
     held_out: frozenset[str]  # names of parts that are not compared with tasks
 
 
@@ -48,7 +48,7 @@ class _Block:
     def __init__(self) -> None:
         self.exact: list[tuple[int, int, int]] = []
         self.shingles: list[np.ndarray] = []
-        self.numbers: list[int] = []  # of the documents of ``shingles``; -1 where it takes no part
+        self.numbers: list[int] = []  # numbers of the documents of ``shingles``; -1 if excluded
         self.num_shingles = self.num_documents = 0
 
 
@@ -130,8 +130,8 @@ HELD_OUT = " of a held-out document"
 class Decisions:
     """Two files with a number for each document, in the order of the documents."""
 
-    exact: Path  # the first document of the same words
-    kept: Path  # the one that is kept instead; itself for one that is kept
+    exact: Path  # the first document with the same words
+    kept: Path  # the document that is kept instead; itself if kept
     kind: str  # of these numbers
 
     def of(self, path: Path, start: int, stop: int) -> np.ndarray:

@@ -77,10 +77,10 @@ def text_hash(text: str, words: list[bytes]) -> tuple[int, int]:
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
-# Of wrong pairs in a band and of pairs missed: wrong ones are looked at again and only cost time.
+# Weights of false positives and of misses: false positives are compared again and only cost time.
 WEIGHTS = (0.02, 0.98)
 _MAX_LSH = 0.95  # above, datasketch would take a single band
-_CHUNK = 1024  # runs of words hashed at once: the work space is num_perm times as large
+_CHUNK = 1024  # runs of words hashed at once; the buffer is num_perm times as large
 
 
 @dataclass(frozen=True)

@@ -34,20 +34,20 @@ class DownloadFailed(Exception):
 class RemoteFile:
     """A file to download."""
 
-    url: str  # where it is
-    name: str  # what it is called here; unique in its source
-    num_bytes: int | None = None  # its length, where its list says so
-    digest: tuple[str, str] | None = None  # ``(algorithm, hexadecimal)``, where its list says so; one of ``ALGORITHMS``
+    url: str  # address
+    name: str  # file name, unique in its source
+    num_bytes: int | None = None  # length, if the list has it
+    digest: tuple[str, str] | None = None  # ``(algorithm, hexadecimal)``, if the list has it; one of ``ALGORITHMS``
 
 
 @dataclass(frozen=True)
 class Patience:
     """Limits of retrying."""
 
-    attempts: int = 6  # that may fail one after the other without a new byte
-    first_wait: float = 1.0  # seconds after the first of them; doubled after each further one
-    longest_wait: float = 120.0  # seconds, also of what a server asks for with ``Retry-After``
-    timeout: float = 60.0  # seconds without any byte until an attempt has failed
+    attempts: int = 6  # consecutive failures without a new byte
+    first_wait: float = 1.0  # seconds to wait after the first failure; doubled after each further one
+    longest_wait: float = 120.0  # limit in seconds, also of ``Retry-After``
+    timeout: float = 60.0  # seconds without any byte until an attempt fails
 
 
 class _Passing(Exception):
@@ -168,7 +168,7 @@ def _attempt(
                 while total is None or have < total:
                     if stop.is_set():
                         raise DownloadFailed(f"{file.url}: stopped after {have:,} bytes")
-                    content = response.raw.read1(_CHUNK, decode_content=False)  # what there is
+                    content = response.raw.read1(_CHUNK, decode_content=False)  # whatever is available
                     if not content:
                         break
                     out.write(content)
@@ -253,7 +253,7 @@ def from_json(row: dict[str, Any]) -> RemoteFile:
     return RemoteFile(row["url"], plain_name(row["name"], row["url"]), row["num_bytes"], digest)
 
 
-GIVE_UP_AFTER = 12  # files that fail one after the other: then it is the network, and the rest is not tried
+GIVE_UP_AFTER = 12  # consecutive failed files, after which the network is assumed to be down
 
 
 def download_all(

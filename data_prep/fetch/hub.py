@@ -28,7 +28,7 @@ def pinned(hub: Hub) -> tuple[Hub, int]:
 
             hub = replace(hub, revision=HfApi().dataset_info(hub.name, revision=hub.revision or None, timeout=60).sha)
         return hub, _opened(hub).num_shards
-    except Exception as error:  # of three libraries, each with its own; the sentence is what matters
+    except Exception as error:  # three libraries, each with its own exceptions; only the message matters
         raise UserError(f"hf:{hub.name}: {_sentence(error)}") from error
 
 
@@ -61,7 +61,7 @@ def rows(hub: Hub, shard: int, num_shards: int, part: FilePart, reading: ReadSet
                 group = []
     except (UserError, PartFailed):
         raise
-    except Exception as error:  # the network's, of several libraries, after their own retries
+    except Exception as error:  # network errors of several libraries, after their own retries
         raise PartFailed(f"{label}: broke off after {number:,} rows: {_sentence(error)}") from error
     if group:
         yield _joined(group)

@@ -28,7 +28,7 @@ def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[Re
         return None
     try:
         return [from_json(file) for file in row["files"]]
-    except (KeyError, TypeError):  # damaged, so that it is asked for again
+    except (KeyError, TypeError):  # damaged: request it again
         return None
 
 
@@ -145,7 +145,7 @@ def _filled(template: str, options: dict[str, str]) -> str:
 
 def _text(url: str, folder: Path, patience: Patience) -> str:
     name = _base_name(url)
-    path = folder / f"list-{socket.gethostname()}-{os.getpid()}-{name}"  # tasks of an array ask at the same time
+    path = folder / f"list-{socket.gethostname()}-{os.getpid()}-{name}"  # tasks of an array request it at the same time
     try:
         download(RemoteFile(url, name), path, patience)
         with open_stream(path) as stream:
@@ -164,7 +164,7 @@ def _base_name(url: str) -> str:
     except ValueError as error:
         raise UserError(f"{url!r} is no address of a file: {error}") from None
     name = unquote(path).rstrip("/").rpartition("/")[2].replace("\0", "")
-    if name in _OWN_NAMES or name.startswith("."):  # files of smlp data fetch itself, and what later steps leave out
+    if name in _OWN_NAMES or name.startswith("."):  # files of smlp data fetch itself, and files that later steps skip
         return f"file-{name}" if name.strip(".") else "index"
     return name or "index"
 

@@ -87,7 +87,7 @@ def fetch(wanted: Wanted) -> Outcome:
     manifest = write_manifest(run.out, "fetch", wanted.settings, inputs, finished.results, {"corpus": corpus})
     written = {output["name"] for output in manifest["outputs"]}
     for path in run.out.glob("*.jsonl*"):
-        if path.name not in written:  # of a file that is no longer there
+        if path.name not in written:  # belongs to a file that no longer exists
             path.unlink()
     return Outcome(finished, manifest)
 

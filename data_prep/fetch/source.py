@@ -43,11 +43,11 @@ class Listing:
     kind: str
     # of the list; ``{option}`` stands for an option's value, ``{year}`` and ``{month}`` for each of ``months``
     url: str
-    base: str = ""  # what a line of ``paths`` is added to
-    pattern: str = ""  # only files in whose names this regular expression is found
+    base: str = ""  # prefix of each line of ``paths``
+    pattern: str = ""  # regular expression that file names must contain
     job: str = ""  # of ``dumpstatus``, whose files are wanted
     algorithm: str = "sha256"  # of ``checksums``
-    # a page whose links are the dates that there are, newest wanted, for the option ``date = "latest"``
+    # page whose links are the available dates; the option ``date = "latest"`` takes the newest
     dates: str = ""
 
 

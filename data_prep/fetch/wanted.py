@@ -19,7 +19,7 @@ from data_prep.flow.running import StepRun
 from data_prep.flow.streams import suffix_of
 from smlp.errors import UserError
 
-RAW = ".raw"  # of OUT: steps that read OUT leave out what begins with a point
+RAW = ".raw"  # in OUT; steps that read OUT skip names that begin with a dot
 # Documents as .jsonl.gz, per byte of their text: measured on English news and articles, rounded up.
 COMPRESSED_SHARE = 0.45
 _PACKAGES = {"wikipedia": ("mwparserfromhell",), "warc": ("warcio", "trafilatura"), "parquet": ("pyarrow",)}
@@ -35,14 +35,14 @@ class Wanted:
     options: dict[str, str]  # values of the source's options
     reading: ReadSettings
     compression: str = "gz"  # of what is written, a key of ``COMPRESSIONS``
-    file_bytes: int = 256 << 20  # of documents in a file that is written, before compression; then the next is begun
+    file_bytes: int = 256 << 20  # size of a written file before compression
     limit_files: int | None = None  # the first files (or shards) only
     limit_documents: int | None = None  # the first documents of each file only
     connections: int = 3  # files downloaded at a time
     patience: Patience = field(default_factory=Patience)
     delete_downloads: bool = False  # each file is downloaded, converted and deleted by one worker
-    check_space: bool = True  # refuse to begin where the disk is too small
-    restart: bool = False  # throw away what other settings left, and read the list of files anew
+    check_space: bool = True  # refuse to start if the disk is too small
+    restart: bool = False  # discard results of other settings, and read the list of files again
 
     @property
     def raw(self) -> Path:

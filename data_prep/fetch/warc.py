@@ -40,7 +40,7 @@ def pages(
         while True:
             try:
                 record = next(records, None)
-            except Exception as error:  # warcio's own, and whatever it stumbles over in a header that is cut off
+            except Exception as error:  # warcio's exceptions, and others that truncated headers cause in it
                 problem = " ".join(str(error).split())[:200]
                 break
             if record is None:
@@ -49,7 +49,7 @@ def pages(
             piece = _page(record, path, source, max_bytes, extract) if is_page else None
             while record.raw_stream.read(1 << 16):
                 pass
-            if getattr(record.raw_stream, "limit", 1) > 0:  # no limit: not even its length was there
+            if getattr(record.raw_stream, "limit", 1) > 0:  # no limit: even its length is missing
                 problem = "a record is cut off"
                 break
             num_records += 1
@@ -67,10 +67,10 @@ def text_of_page(content: bytes, url: str) -> str | None:
     """Return the running text of a page, "" if there is none, None if it cannot be parsed; ``url`` may be empty."""
     import trafilatura
 
-    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # it reports every page that holds no article
+    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # it reports every page without an article
     try:
         return trafilatura.extract(content, include_comments=False, include_tables=False, url=url or None) or ""
-    except Exception:  # of the parsers below it, on pages that nobody has thought of; the rest of the file goes on
+    except Exception:  # exceptions of its parsers on unusual pages; the rest of the file is still read
         return None
 
 
@@ -88,7 +88,7 @@ class _UntilDamage:
             return b""
 
     def tell(self) -> int:
-        return 0  # places in the file are of no use here
+        return 0  # positions in the file are not needed here
 
     def close(self) -> None:
         self._stream.close()

@@ -14,16 +14,16 @@ from data_prep.flow.limits import DEFAULT_SECONDS, DocumentFailed, Helper, helpe
 from data_prep.flow.streams import READ_BYTES, DamagedFile, open_stream
 from smlp.errors import UserError
 
-# Namespaces whose links are no text: pictures, categories. Other languages name them differently; English serves all.
+# Namespaces whose links are not text: pictures, categories. English names work in all languages.
 _NO_TEXT_LINKS = re.compile(r"^\s*(?::\s*)?(file|image|media|category)\s*:", re.IGNORECASE)
 _NO_TEXT_TAGS = frozenset({"ref", "references", "table", "gallery", "math", "chem", "timeline", "score", "imagemap"})
 _REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
-# Sections at the end that hold lists of works and links. They and what stands under them are left out.
+# Final sections with lists of works and links. They are removed with their subsections.
 END_SECTIONS = frozenset({"references", "external links", "see also", "further reading", "notes", "bibliography"})
-# Taken out before parsing, innermost first: half of an article's markup, which the parser would build trees of.
+# Removed before parsing, innermost first: half of an article's markup, for which the parser would build trees.
 _INNERMOST_TEMPLATE = re.compile(r"\{\{\{[^{}]*\}\}\}|\{\{[^{}]*\}\}")
-_XML_BYTES = 8  # of a page, at most, for a byte of its wikitext: a quotation mark is written in six
-_MOST_NESTED = 100  # templates in templates; MediaWiki itself gives up at 40
+_XML_BYTES = 8  # most XML bytes of a page per byte of wikitext: a quotation mark takes six
+_MOST_NESTED = 100  # nesting depth of templates; MediaWiki itself gives up at 40
 _COMMENT_OR_NOTE_BEGINS = re.compile(r"<!--|<ref\b", re.IGNORECASE)
 _COMMENT_ENDS, _TAG_ENDS, _NOTE_ENDS = (re.compile(end, re.IGNORECASE) for end in ("-->", ">", r"</ref\s*>"))
 _QUOTES_OR_OPEN_NOTE = re.compile(r"'{2,5}|</?ref\b[^<>]*>", re.IGNORECASE)
@@ -61,7 +61,7 @@ def articles(
                     continue
                 num_pages += 1
                 yield from with_defect(_article(element, path, source, max_bytes, parse))
-                root.clear()  # pages that are done with, or memory would grow with the file
+                root.clear()  # discard finished pages, or memory would grow with the file
                 bounded.num_bytes = 0
     except (DamagedFile, ElementTree.ParseError) as error:
         if in_page:
@@ -137,7 +137,7 @@ def plain_text(wikitext: str, parser: Any) -> str:
     else:
         raise ValueError("templates are nested too deep")
     pieces: list[str] = []
-    skipping = 0  # level of the heading under which all is left out
+    skipping = 0  # level of the heading whose section is skipped
     for node in parser.parse(wikitext, skip_style_tags=True).nodes:
         if type(node).__name__ == "Heading":
             if skipping and node.level > skipping:
@@ -205,4 +205,4 @@ def _shown_of_node(node: Any) -> str:
         if name in ("br", "hr"):
             return "\n"
         return "" if name in _NO_TEXT_TAGS or node.contents is None else _shown(node.contents)
-    return ""  # templates, their arguments, comments; headings stand between paragraphs, and are seen to there
+    return ""  # templates, their arguments, comments; headings are handled between paragraphs

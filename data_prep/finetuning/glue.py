@@ -47,7 +47,7 @@ EPILOG = """examples:
       --tokenizer data/tokenizer --out data/pairs
 """
 OWN_FILES = {"train": "train.tsv", "valid": "dev.tsv", "test": "test.tsv"}
-BLOCK_LINES = 10_000  # that are encoded at a time
+BLOCK_LINES = 10_000  # lines that are encoded at a time
 EPOCHS, BATCH_SIZE, POSITIONS, WARM_UP = 5, 32, 128, 0.1  # gMLP, appendix A, fine-tuning on SST-2 and MNLI
 
 
@@ -161,7 +161,7 @@ def _files_of(args: argparse.Namespace) -> dict[str, SplitFile]:
     if args.folder is not None:
         return files_in(args.folder, _task_of(args))
     if TRAIN not in named:
-        raise UserError("--train is missing: it says which labels there are and what is learnt")
+        raise UserError("--train is missing: it defines the labels and the training examples")
     return {split: SplitFile(path) for split, path in named.items()}
 
 
@@ -184,7 +184,7 @@ def named_files(args: argparse.Namespace) -> dict[str, Path]:
 @functools.lru_cache(maxsize=1)
 def cached_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer of a folder, which is loaded once in each process."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the splits are what is parallel
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # splits already run in parallel
     return load_tokenizer(folder)
 
 

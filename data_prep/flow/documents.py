@@ -25,7 +25,7 @@ from smlp.errors import UserError
 
 FORMATS = (".jsonl", ".txt", ".parquet")
 DOCUMENTS_OF_TEXT = ("blank", "line", "file")
-NOT_TEXT = "not text: half of a surrogate pair"  # a reason to drop what no tokenizer can encode
+NOT_TEXT = "not text: half of a surrogate pair"  # reason to drop text that no tokenizer can encode
 _BOM = b"\xef\xbb\xbf"
 _ROWS_AT_ONCE, _PARQUET_BYTES = 1000, 1 << 29  # of .parquet, rows and bytes that are unpacked at once
 _PHRASES = {"cut off by damage": "lost where it breaks off"}
@@ -36,9 +36,9 @@ class Record:
     """One document."""
 
     text: str  # paragraphs between line breaks
-    id: str  # where it stands, ``FILE:NUMBER``, or what the file calls it; unique in a corpus
+    id: str  # ``FILE:NUMBER``, or the file's own id; unique in a corpus
     source: str  # the corpus or file it comes from
-    fields: dict[str, Any] = field(default_factory=dict)  # whatever else its line said
+    fields: dict[str, Any] = field(default_factory=dict)  # other fields of its line
 
     def line(self) -> bytes:
         """Return the document as a line of ``.jsonl``."""
@@ -50,8 +50,8 @@ class Record:
 class Loss:
     """A document that could not be read, or several in a row."""
 
-    reason: str  # a fixed phrase that counts are kept by
-    where: str  # the place of the first
+    reason: str  # fixed phrase, the key of the counts
+    where: str  # place of the first occurrence
     number: int = 1  # of documents
 
 
@@ -73,7 +73,7 @@ class ReadSettings:
 
     text_field: str = "text"  # the field or column of the text
     documents_of_text: str = "blank"  # what a document is in ``.txt``: one of ``DOCUMENTS_OF_TEXT``
-    max_bytes: int = 16 << 20  # a longer document is a loss; memory is bounded by some multiples of it
+    max_bytes: int = 16 << 20  # longer documents are dropped; memory is bounded by a small multiple of it
     # of CPU time, in the steps that take text apart; a document that takes longer is dropped
     max_seconds: float = DEFAULT_SECONDS
 
@@ -130,7 +130,7 @@ class _Lines:
     def __init__(self, stream: BinaryIO, part: FilePart, max_bytes: int) -> None:
         self._stream, self._part, self._max_bytes = stream, part, max_bytes
         self.damage = ""
-        self.broken_off = False  # the last line was handed out without its end, because the file is damaged
+        self.broken_off = False  # the last line is incomplete because the file is damaged
         self.offset = 0  # of the next line, in bytes of the decompressed file
         if part.start:
             stream.seek(part.start - 1)
@@ -187,7 +187,7 @@ def _json_lines(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterato
 def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:
     """Yield the documents of ``.txt``. In ``blank``, a part owns those after the first empty line that begins in it."""
     mode = reading.documents_of_text
-    waiting = mode == "blank" and part.start > 0  # for the first empty line: what comes before is the part before's
+    waiting = mode == "blank" and part.start > 0  # text before the first empty line belongs to the previous part
     collected: list[bytes] = []
     first, size, too_long = 0, 0, False
 
@@ -258,7 +258,7 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
         number = 0
         try:
             for group in range(file.metadata.num_row_groups):
-                # A value that is stored once and meant by every row is copied for each of those that are read at once.
+                # A value that is stored once for many rows is copied for each row that is read at once.
                 size = max(file.metadata.row_group(group).total_byte_size, 1)
                 at_once = max(1, min(_ROWS_AT_ONCE, _PARQUET_BYTES // size))
                 for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):

@@ -20,7 +20,7 @@ from typing import Any
 from smlp.launch.local import this_module
 
 DEFAULT_SECONDS = 60.0
-# What the kernel sends to a parser that reads or writes where it must not, or takes more memory than there is.
+# Signals for a parser that accesses invalid memory or runs out of memory.
 _CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE, -signal.SIGKILL}
 
 
@@ -85,7 +85,7 @@ class Helper:
             return pickle.load(self._process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             raise self._failure() from None
-        except BaseException:  # an interrupt: what comes out of the pipe next would be of this document
+        except BaseException:  # after an interrupt, the pipe would still deliver this document's result
             self.close()
             raise
 
@@ -125,8 +125,8 @@ def helper(function: str, seconds: float, packages: tuple[str, ...] = ()) -> Hel
 def _serve(function: str, seconds: str, *packages: str) -> None:
     """Answer documents from standard input until it ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a parser prints is no answer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the process that asks sees to it
+    os.dup2(2, 1)  # a parser's prints must not mix with the results
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     module, _, name = function.partition(":")
     work = getattr(importlib.import_module(module), name)

@@ -19,8 +19,8 @@ from smlp.errors import UserError
 from smlp.files import name_below
 
 MANIFEST = "manifest.json"
-STATE = ".state"  # of a step's folder: what is done
-SETTINGS = "settings.json"  # in it: which step began there, with which settings
+STATE = ".state"  # in a step's folder: finished parts
+SETTINGS = "settings.json"  # in that folder: the step and its settings
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class PartResult:
     # files written, ``{"name", "bytes", "sha256", ...}``, names relative to the step's folder
     outputs: list[dict[str, Any]]
     counts: Counts  # its documents
-    # ``{"problem", "where"}`` of files that something is wrong with
+    # ``{"problem", "where"}`` of defective files
     defects: list[dict[str, str]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)  # anything else that the step gathers
 
@@ -167,7 +167,7 @@ def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{folder} has no {MANIFEST}: the step that writes it is not finished") from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is no manifest of smlp data") from None
+        raise UserError(f"{path} is not a manifest of smlp data") from None
     if made_by and step != made_by:
         raise UserError(f"{folder} was made by 'smlp data {step}', not by 'smlp data {made_by}'")
     return manifest

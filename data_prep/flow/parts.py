@@ -12,9 +12,9 @@ from data_prep.flow.manifest import MANIFEST, SETTINGS, STATE, read_settings
 from data_prep.flow.streams import COMPRESSIONS, PARTIAL, compression_of, name_of, suffix_of
 from smlp.errors import UserError
 
-_SHOWN = 5  # names of files that are not read
+_SHOWN = 5  # most names of unread files in a message
 _NAME_BYTES = 160  # of a part's name; file systems allow 255, with suffixes
-PART_BYTES = 256 << 20  # of a plain file: larger ones are cut, so that all workers have something to do
+PART_BYTES = 256 << 20  # larger plain files are cut into parts, so that all workers are busy
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class FilePart:
     """A file, or the documents that begin in bytes ``start`` to ``stop`` of it."""
 
     path: Path  # the file
-    name: str  # of what the step writes for it, without suffix; unique among its parts, the same on every run
+    name: str  # name of the step's output for it, without suffix; unique among its parts, the same in every run
     source: str  # the corpus, as its documents will say
     start: int = 0  # first byte
     stop: int | None = None  # byte after the last, or None for the end
@@ -68,7 +68,7 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
         else:
             raise UserError(f"there is no file or folder {place}")
         for folder, step in _unfinished(files):
-            if step != "fetch":  # of which a file may stay out of reach
+            if step != "fetch":  # some of its files may remain unavailable
                 raise UserError(f"{folder} is not finished: run 'smlp data {step}' again")
         found += [(place, path) for path in files]
     seen: dict[Path, Path] = {}
@@ -115,7 +115,7 @@ def _walk(place: Path) -> list[Path]:
     seen: set[Path] = set()
     for folder, subfolders, names in os.walk(place, onerror=refuse, followlinks=True):
         real = Path(folder).resolve()
-        if real in seen:  # a link that leads back
+        if real in seen:  # a cyclic link
             subfolders.clear()
             continue
         seen.add(real)

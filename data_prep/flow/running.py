@@ -74,7 +74,7 @@ def begin(
     state = run.out / STATE
     wanted = {"step": step, "settings": json.loads(json.dumps(settings))}
     record = state / SETTINGS
-    # before the record is looked for: what another share writes meanwhile comes after its record
+    # list files before the record: another share writes its record first
     holds_files = run.out.is_dir() and any(path.name != STATE for path in run.out.iterdir())
     if record.is_file():
         found = read_settings(record)
@@ -149,7 +149,7 @@ def run_parts(
         todo = [part for part in mine if _stored(run.out, state, part, key, temporary) is None]
         failed: dict[str, str] = {}  # by the part's name
         if todo:
-            (run.out / MANIFEST).unlink(missing_ok=True)  # its presence says that the step is finished
+            (run.out / MANIFEST).unlink(missing_ok=True)  # its presence marks the step as finished
             todo = [part for part in mine if _stored(run.out, state, part, key, temporary) is None]
             before = f", {len(mine) - len(todo)} done before" if len(todo) < len(mine) else ""
             do_part = partial(_do_part, out=run.out, phase=phase, work=work, key=key)
@@ -172,7 +172,7 @@ def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
     Their inputs may be gone, and later steps read everything in the folder.
     """
     for path in records:
-        outputs = (read_json(path) or {"outputs": []})["outputs"]  # none where another share was faster
+        outputs = (read_json(path) or {"outputs": []})["outputs"]  # no outputs if another share was faster
         for output, place in zip(outputs, output_paths(out, outputs, path), strict=True):
             if output["name"] not in current:
                 place.unlink(missing_ok=True)
@@ -203,7 +203,7 @@ def _lock(run: StepRun) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks
         if number == 1:
-            for path in run.out.rglob(f"*{PARTIAL}"):  # of processes that were killed
+            for path in run.out.rglob(f"*{PARTIAL}"):  # leftovers of killed processes
                 path.unlink(missing_ok=True)
         yield
 
@@ -248,7 +248,7 @@ def _stored(out: Path, state: Path, part: FilePart, key: str, temporary: bool = 
     return row if same else None
 
 
-MAX_DEFECTS = 20  # on the terminal; the manifest has them all
+MAX_DEFECTS = 20  # most defects on the terminal; the manifest has all of them
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from smlp.files import renamed_when_whole
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 PARTIAL = ".partial"
 READ_BYTES = 1 << 20
-_ZSTD_BYTES = 1 << 10  # compressed, at a time: of zeros they become 32 MiB
-_GZIP_LEVEL = 4  # three times as fast as 6, and its files of English text are 7 % larger
-# What a reader of a damaged or truncated file meets; zstandard's own error is added where it is imported.
+_ZSTD_BYTES = 1 << 10  # compressed bytes at a time; zeros can expand them to 32 MiB
+_GZIP_LEVEL = 4  # three times as fast as level 6; English text becomes 7 % larger
+# Exceptions for a damaged or truncated file; zstandard's own is added when it is imported.
 _DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
@@ -58,11 +58,11 @@ class _Checked(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            content = self._stream.read1(len(buffer))  # what there is, before an error is raised
+            content = self._stream.read1(len(buffer))  # return the available bytes before raising an error
         except self._damage as error:
             raise DamagedFile(f"{self._path}: {error or type(error).__name__}") from error
         except OSError as error:
-            if error.errno is not None:  # the disk's, not the format's
+            if error.errno is not None:  # an error of the disk, not of the format
                 raise
             raise DamagedFile(f"{self._path}: {error}") from error
         buffer[: len(content)] = content

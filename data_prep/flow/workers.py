@@ -65,7 +65,7 @@ def work_on(
 def _in_processes(
     parts: Sequence[FilePart], do_part: Callable[[FilePart], None], num_workers: int, bar: Any, failed: dict[str, str]
 ) -> None:
-    waiting = sorted(parts, key=lambda part: -part.num_bytes)  # the longest first: the end is not one long part
+    waiting = sorted(parts, key=lambda part: -part.num_bytes)  # longest first: no long part runs alone at the end
     errors: list[BaseException] = []
     running: dict[Future, FilePart] = {}
     context = multiprocessing.get_context("spawn")

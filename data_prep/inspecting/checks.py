@@ -47,7 +47,7 @@ class Statistics:
         found = cls(vocab_size, len(file.tokens), len(file.lengths))
         for block in file.token_blocks():
             found.frequency_V += np.bincount(block, minlength=vocab_size)
-        open_tokens = 0  # of the document that a block ends in
+        open_tokens = 0  # tokens so far of the document in which a block ends
         for _, _, lengths_L in file.line_blocks():
             is_end_L = lengths_L == 1
             found.ends += int(np.count_nonzero(is_end_L))
@@ -134,7 +134,7 @@ def shards_of(folder: Path) -> list[Path]:
 
 def bytes_to_read(folder: Path, verify: bool) -> int:
     """Estimate how much :func:`inspect` reads of data that are whole."""
-    passes = {".bin": 3, ".idx": 2}  # of an index the lengths, a third of it, four times
+    passes = {".bin": 3, ".idx": 2}  # of an index, the lengths (a third of it) are read four times
     files = [path for path in (file for shard in shards_of(folder) for file in shard.iterdir()) if path.is_file()]
     return sum((passes.get(path.suffix, 0) + verify) * path.stat().st_size for path in files)
 

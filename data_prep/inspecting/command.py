@@ -22,7 +22,7 @@ from smlp.plots.drawing import check_matplotlib
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import find_tokenizer
 
-DESCRIPTION = """what binary data hold, and whether they are whole
+DESCRIPTION = """show what binary data contain, and verify them
 
 Reads every token once: counts, lengths of documents, most frequent symbols, unknown ones; checks that every file opens,
 that sizes and positions in .idx fit .bin, that every line ends in </s> and the last document is complete, that all ids

@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
 
 
-#: settings that the survey of the documents does not depend on, what is made of it does
+#: settings that affect the plan but not the survey of the documents
 _OF_THE_PLAN = ("fraction", "valid", "test", "budget", "weights", "repeat", "compress")
 
 

@@ -31,7 +31,7 @@ class Cut:
     key: int  # hash of the first document that does not fit
     place: int  # its place
     taken: int  # size of those below
-    left: int  # what is left of the budget, for the document at the cut
+    left: int  # rest of the budget, for the document at the cut
 
 
 def find_cut(blocks: Blocks, budget: int) -> Cut:
@@ -203,7 +203,7 @@ def _shares(
             )
         )
     exact = {source: Fraction(str(weights[source])) for source in available}
-    if budget is None:  # as much as the scarcest source allows, all of which is taken
+    if budget is None:  # limited by the scarcest source, which is used up
         scale = min(available[source] / weight for source, weight in exact.items() if weight)
         return {source: int(scale * weight) for source, weight in exact.items()}
     wanted = _divide(budget, exact)
@@ -272,7 +272,7 @@ def write_part(
                     counts.other[f"{split}: {measure.unit}"] += size
                     counts.other[f"{split}: {measure.unit} of source {copy.source}"] += size
     for split in set(SPLITS) - set(opened):
-        paths[split].unlink(missing_ok=True)  # of an earlier run with other files, where this part had documents
+        paths[split].unlink(missing_ok=True)  # left by an earlier run with other files
     return PartResult([written.row(out) for _, (_, written) in sorted(opened.items())], counts, defects)
 
 

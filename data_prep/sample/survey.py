@@ -20,7 +20,7 @@ from smlp.errors import UserError
 from smlp.text.tokenizer import Tokenizer, load_tokenizer
 
 UNITS = ("documents", "bytes", "words", "tokens")
-# A document in the survey: its two hashes, its size, and which of the part's sources it is from. 22 bytes.
+# A document in the survey: its two hashes, its size, and the index of its source within the part. 22 bytes.
 ROW = np.dtype([("draw", "<u8"), ("split", "<u8"), ("size", "<u4"), ("source", "<u2")])
 BLOCK_ROWS = 1 << 16
 
@@ -61,7 +61,7 @@ class Measure:
         if self.unit == "documents":
             return ""
         ends = [end + 1 for end in range(len(text) - 1) if not text[end].isspace() and text[end + 1].isspace()]
-        low, high = 0, len(ends)  # how many of the words are sure to fit, and how many at most may
+        low, high = 0, len(ends)  # number of words that certainly fit, and most words that may fit
         while low < high:
             middle = (low + high + 1) // 2
             if self(text[: ends[middle - 1]]) <= size:
@@ -73,7 +73,7 @@ class Measure:
 
 @cache
 def _encoder(folder: Path) -> Tokenizer:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the parts are what is parallel
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # parts already run in parallel
     return load_tokenizer(folder)
 
 
@@ -89,7 +89,7 @@ def survey_part(part: FilePart, out: Path, *, reading: ReadSettings, measure: Me
     counts, sources = Counts(), {}
     with write_stream(out / STATE / "survey-rows" / f"{part.name}.bin") as (stream, written):
         rows = []
-        for piece in counted_records(part, reading, counts):  # defects are reported when it is read for writing
+        for piece in counted_records(part, reading, counts):  # defects are reported at the next reading
             if reason := measure.reason_against(piece.text):
                 counts.drop(reason)
                 continue

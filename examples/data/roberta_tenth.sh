@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # A tenth of RoBERTa's corpora, for the paper's small models: about 15 GB of text, 2.7 billion tokens in ten shards.
 #
-#   bash examples/data/roberta_tenth.sh OUT --dry-run     what it takes, and a rehearsal of all steps
+#   bash examples/data/roberta_tenth.sh OUT --dry-run     estimates time and disk, and rehearses all steps
 #   bash examples/data/roberta_tenth.sh OUT               options: examples/data/steps.sh
 #   then: bash examples/smlp.sh "$(echo OUT/bin/shard* | tr ' ' :)" checkpoints/smlp --bf16
 #
-# Wikipedia, PG-19 (for BookCorpus, which is gone) and OpenWebText are drawn by a tenth, by the hashes of documents. Of
-# CC-News three of its thirty months are taken, because its download is a hundred times its English text; CC-Stories'
-# reproduction, smaller than a tenth of Stories, whole. Why these: docs/data.md.
+# A tenth of Wikipedia, PG-19 (instead of BookCorpus, which is no longer available) and OpenWebText is drawn by hashes of
+# documents. CC-News is limited to three of its thirty months, because its download is a hundred times its English text.
+# CC-Stories' reproduction, smaller than a tenth of Stories, is used whole. docs/data.md explains the choice.
 #
-# Disk: about 60 GB; a file of a download more for each worker. Time: about 40 core hours on slow cores, 27 of them for
+# Disk: about 60 GB, and one downloaded file for each worker. Time: about 40 core hours on slow cores, 27 of them for
 # reading the pages of Wikipedia and CC-News: 2.5 hours with 16 workers; and the download, 52 GB and CC-News' three months
-# (about a terabyte). Cost: 1.6 dollars at 0.04 a core hour. All by the formulas of estimate.py, which --dry-run prints.
+# (about a terabyte). Cost: 1.6 dollars at 0.04 a core hour. These are estimates by estimate.py, which --dry-run prints.
 source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 begin "$@"
 

@@ -1,16 +1,16 @@
-# Sourced by the recipes beside it: their options, and how a step is run.
+# Sourced by the recipes in this folder: parses their options and runs their steps.
 #
 #   bash examples/data/RECIPE.sh OUT [options]
-#     --dry-run         checks everything but the download: addresses' lists are not asked, but sources, disk and packages
-#                       are checked, time and cost estimated, and all steps rehearsed on a small text; nothing is kept
+#     --dry-run         checks sources, disk and packages, estimates time and cost, and rehearses all steps on a small
+#                       text; asks no server and keeps nothing
 #     --workers N       processes of a step (default: the cores of this machine)
 #     --source SOURCE   instead of the recipe's corpora: another source of 'smlp data fetch'; may be given again
 #     --tasks N         submits each step to Slurm as a job array of N tasks, --workers processes in each; options after
 #                       -- are sbatch's: --tasks 32 --workers 16 -- --cpus-per-task 16 --mem 64G --time 24:00:00
 #
-# Run again, a recipe goes on where it was. GPT2_BPE=DIR takes OpenAI's encoder.json and vocab.bpe from there instead of
-# learning a vocabulary of the same kind; TASKS=DIR removes documents that overlap with the zero-shot tasks in it.
-# SMLP replaces "smlp", PRICE the price of a core hour (0.04) that the estimate takes.
+# A recipe that is run again resumes. GPT2_BPE=DIR uses OpenAI's encoder.json and vocab.bpe from DIR instead of learning a
+# vocabulary of the same kind; TASKS=DIR removes documents that overlap with the zero-shot tasks in DIR. SMLP replaces
+# the command "smlp"; PRICE sets the estimate's price of a core hour (default 0.04).
 set -euo pipefail
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -59,7 +59,7 @@ begin() {
     done
 }
 
-# rounds STEP: how often an array has to run, because tasks wait for what all of them did
+# rounds STEP: how often an array has to run, because later phases need the results of all tasks
 rounds() {
     case "$1" in
     sample) echo 2 ;;
@@ -69,7 +69,7 @@ rounds() {
     esac
 }
 
-# step NAME OPTIONS...: here, or as jobs that begin when those before have ended well
+# step NAME OPTIONS...: runs a step here, or as jobs that begin when the previous ones have succeeded
 step() {
     local name="$1" round
     shift
@@ -82,10 +82,10 @@ step() {
     for ((round = 0; round < $(rounds "$name"); round++)); do
         submit "$name" --array="0-$((tasks - 1))" -- "${words[@]}" --share "@TASK@/$tasks"
     done
-    submit "$name" -- "${words[@]}" # what is left, and the manifest
+    submit "$name" -- "${words[@]}" # finishes the rest, and writes the manifest
 }
 
-# quoted WORDS...: as one line for any shell; sbatch --wrap gives it to /bin/sh, which may not know $'...' of printf %q
+# quoted WORDS...: one line for any shell; sbatch --wrap passes it to /bin/sh, which may not support $'...' of printf %q
 quoted() {
     local word quote="'" escaped="'\\''" line=""
     for word in "$@"; do line+="'${word//$quote/$escaped}' "; done
@@ -110,7 +110,7 @@ submit() {
     echo "$after $name: $line"
 }
 
-# inspect BIN: the last step, which is not shared out
+# inspect BIN: the last step, which runs as one task
 inspect() {
     local words=("$SMLP" data inspect "$1" --verify --json "$1/report.json")
     if [ -n "$tasks" ]; then submit inspect -- "${words[@]}"; else "${words[@]}"; fi
@@ -122,13 +122,13 @@ small_or() { if [ -n "${REHEARSAL:-}" ]; then echo "$2"; else echo "$1"; fi; }
 # get SOURCES... OPTIONS...: documents of all sources
 get() { step fetch "$@" --out "$out/fetched" --delete-downloads --compress zst; }
 
-# folders SOURCES...: sets found to where 'get' puts them; the step itself says by what names
+# folders SOURCES...: sets found to the folders that 'get' writes; the step itself tells their names
 folders() {
     local plan names name
     found=()
     [ "$#" -gt 0 ] || return 0
     plan="$(mktemp)"
-    # It ends with 1 also if the disk is too small, which 'get' says; there is no plan if a source is wrong.
+    # It also exits with 1 if the disk is too small, which 'get' reports; there is no plan if a source is wrong.
     "$SMLP" data fetch "$@" --out "$out/fetched" --dry-run --json "$plan" >/dev/null || [ -s "$plan" ]
     names="$(python3 -c 'import json, sys
 for row in json.load(open(sys.argv[1]))["sources"]:
@@ -137,7 +137,7 @@ for row in json.load(open(sys.argv[1]))["sources"]:
     while read -r name; do found+=("$out/fetched/$name"); done <<<"$names"
 }
 
-# clean_and_dedup FOLDERS...: what is worth keeping, once, in OUT/unique
+# clean_and_dedup FOLDERS...: clean documents without duplicates, in OUT/unique
 clean_and_dedup() {
     local rules=() overlap=()
     [ -z "${REHEARSAL:-}" ] || rules=(--without symbols repeated-ngrams many-repeated-lines short-lines)

@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# Sourced by submit.sh and by the .sbatch files: from what a user types to the arguments of `smlp train`.
-# shellcheck disable=SC2034  # the arrays are for those who source this
+# Sourced by submit.sh and by the .sbatch files: turns what a user types into the arguments of `smlp train`.
+# shellcheck disable=SC2034  # the arrays are used by the scripts that source this
 #
 #   fail MESSAGE               ends with one sentence
 #   set_arguments RANKS ...    ARGUMENTS, from a command file of examples/ and its arguments, or arguments of `smlp train`
-#   check_arguments            refuses what does not go with restarts
-#   read_sweep LIST            RUN_NAMES and RUN_LINES, one of each for each run of a sweep
-#   set_run_arguments ...      ARGUMENTS, of one run of a sweep
+#   check_arguments            refuses arguments that are incompatible with restarts
+#   read_sweep LIST            RUN_NAMES and RUN_LINES, one entry for each run of a sweep
+#   set_run_arguments ...      ARGUMENTS of one run of a sweep
 #
 # Needs bash 4.4.
 
@@ -28,14 +28,14 @@ set_arguments() {
         return
     fi
     [ -f "$file" ] || fail "there is no command file $file"
-    # Any other script would train right here, instead of printing what it would train.
+    # Any other script would start training here instead of printing its command.
     grep -Eq '^(source|\.) .*recipe\.sh' "$file" || fail "$file does not use examples/recipe.sh: give the arguments of smlp train"
     shift
     mapfile -d '' -t ARGUMENTS < <(GPUS="$ranks" TRAIN_COMMAND='printf %s\0' bash "$file" "$@")
     wait $! || exit 1
 }
 
-# A job that was stopped runs the same command again.
+# A restarted job runs the same command again.
 check_arguments() {
     local word
     [ "${SMLP_MAX_RESTARTS:-}" = 0 ] && return
@@ -51,7 +51,7 @@ check_arguments() {
     done
 }
 
-# value_of OPTION DEFAULT: of ARGUMENTS; the last one counts
+# value_of OPTION DEFAULT: its value in ARGUMENTS; the last one counts
 value_of() {
     local value="$2" index
     for index in "${!ARGUMENTS[@]}"; do
@@ -91,7 +91,7 @@ set_run_arguments() {
     shift 4
     mapfile -d '' -t words < <(xargs printf '%s\0' <<<"${RUN_LINES[index]}")
     if [[ "${words[0]}" == *.sh ]]; then
-        # as written in the list, from where it was submitted, or in the clone
+        # as given in the list, relative to the folder of submission, or in the clone
         [ -f "${words[0]}" ] || [[ "${words[0]}" == /* ]] || words[0]="$SMLP_ROOT/${words[0]}"
         set_arguments "$ranks" "${words[0]}" "$data" "$save_dir" "${words[@]:1}" "$@"
     else

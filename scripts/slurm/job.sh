@@ -1,16 +1,16 @@
 # shellcheck shell=bash
-# Sourced by the .sbatch files, inside of a job, after SMLP_ROOT is set.
+# Sourced by the .sbatch files, inside a job, after SMLP_ROOT is set.
 #
 #   begin_job            environment, folder for the logs
 #   recall_arguments     ARGUMENTS of the first start of this job; fails in the first start
-#   run_ranks            `smlp train ARGUMENTS` on all tasks; afterwards ends the job or sends it back to the queue
+#   run_ranks            `smlp train ARGUMENTS` on all tasks; afterwards ends the job or requeues it
 #
-# SMLP_LOGS           a folder per job is made in here; default: slurm-logs where the job was submitted
-# SMLP_MAX_RESTARTS   how often a job may begin again, default 100; 0 for never
+# SMLP_LOGS           folder of the logs, with a folder for each job; default: slurm-logs in the folder of submission
+# SMLP_MAX_RESTARTS   how often a job may restart, default 100; 0 for never
 
 source "$SMLP_ROOT/scripts/slurm/common.sh"
 
-readonly EXIT_STOPPED=75 # of smlp train after a signal: saved, and the same command goes on from there
+readonly EXIT_STOPPED=75 # smlp train's exit status after a signal: saved, and the same command resumes
 
 say() { printf '%(%F %T)T | %s | %s\n' -1 "$JOB" "$1"; }
 
@@ -25,10 +25,10 @@ begin_job() {
     LOGS="${SMLP_LOGS:-$SLURM_SUBMIT_DIR/slurm-logs}/$JOB"
     mkdir -p "$LOGS" || fail "cannot make the folder $LOGS for the logs"
     source "$SMLP_ROOT/scripts/slurm/site.sh"
-    trap : USR1 TERM # meant for the ranks
+    trap : USR1 TERM # these signals are meant for the ranks
 }
 
-# A restart runs what the first start ran, whatever has become of files since then.
+# A restart runs the same arguments as the first start, even if files have changed since.
 recall_arguments() {
     [ "$RESTARTS" -gt 0 ] && [ -s "$LOGS/arguments" ] && mapfile -d '' -t ARGUMENTS <"$LOGS/arguments"
 }
@@ -40,7 +40,7 @@ run_ranks() {
     rm -f "$LOGS/stopped"
     export PYTHONUNBUFFERED=1
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
-    # Since Slurm 22.05 srun does not take it over from the job.
+    # Since Slurm 22.05, srun does not inherit it from the job.
     [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
     say "start $((RESTARTS + 1)): $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST, logs in $LOGS"
     say "smlp train$(printf ' %q' "${ARGUMENTS[@]}")"
@@ -60,7 +60,7 @@ requeue() {
     local state
     state="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)"
     if [ "$state" != RUNNING ]; then
-        # cancelled, or Slurm sends it back to the queue itself
+        # cancelled, or Slurm requeues it itself
         say "stopped; the job is ${state:-gone}, so it is left alone"
     elif [ "$RESTARTS" -ge "$MAX_RESTARTS" ]; then
         say "stopped; not restarted, for that happened $RESTARTS times already (SMLP_MAX_RESTARTS): submit again to go on"

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# What differs between clusters. Sourced by submit.sh on the login node and by every job on its first node; what is
-# exported here reaches all ranks. Lines to look at begin with "ADAPT"; partition and account are in the .sbatch files.
+# Settings of the cluster. Sourced by submit.sh on the login node and by every job on its first node; exported variables
+# reach all ranks. Lines that you should check begin with "ADAPT"; partition and account are in the .sbatch files.
 
-# ADAPT: modules with Python or CUDA libraries, where your cluster has them
+# ADAPT: modules with Python or CUDA libraries, if your cluster has them
 # module load cuda/12.4
 
 # ADAPT: the network between nodes, if ranks do not find each other (docs/slurm.md); `ip -brief address` lists the names

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Checks a training run, or a sweep of them, and submits it to Slurm.
+# Checks a training run, or a sweep of runs, and submits it to Slurm.
 #
 #   bash scripts/slurm/submit.sh --nodes 4 --gpus-per-node 8 -- examples/smlp.sh DATA SAVE_DIR [any option of fairseq-train]
 #   bash scripts/slurm/submit.sh --nodes 4 --gpus-per-node 8 -- DATA --arch smlp --save-dir SAVE_DIR [...]
 #   bash scripts/slurm/submit.sh --nodes 1 --gpus-per-node 8 --sweep scripts/slurm/sweep.txt -- DATA SAVE_ROOT [...]
 #
 #   --nodes N            machines
-#   --gpus-per-node G    GPUs of each, one rank on each GPU
-#   --tasks-per-node R   instead: R ranks on the CPUs of each
+#   --gpus-per-node G    GPUs of each machine, one rank on each GPU
+#   --tasks-per-node R   instead: R ranks on the CPUs of each machine
 #   --sweep LIST         each line of LIST is a run (scripts/slurm/sweep.txt); --array=3,7 for some of them only,
 #                        --array=1-10%2 for two at a time
-#   --logs DIR           of all jobs, a folder for each; default: slurm-logs
+#   --logs DIR           folder of the logs, with a folder for each job; default: slurm-logs
 #   --dry-run            submit nothing; print every rank's host, device and experts, and the commands
 #   --OPTION=VALUE       any other option of sbatch: --time=8:00:00 --partition=gpu --account=me --gres=gpu:a100:8
 #
@@ -77,7 +77,7 @@ set_ranks() {
     SBATCH_OPTIONS=("--nodes=$NODES" "--ntasks-per-node=$TASKS_PER_NODE" "${SBATCH_OPTIONS[@]}")
 }
 
-# What is wrong with ARGUMENTS is said now, not after hours in the queue.
+# Report problems with ARGUMENTS now, not after hours in the queue.
 check_run() {
     check_arguments
     local data="${ARGUMENTS[0]:-}"
@@ -102,8 +102,8 @@ plan_run() {
     plan="$(rank_table)" || exit 1
     [ -z "$DRY_RUN" ] || echo "$plan"
     save_dir="$(value_of --save-dir checkpoints)"
-    # The name stands for the folder: two jobs with one name do not run at the same time, and so do not overwrite each
-    # other's checkpoints.
+    # The name identifies the folder: jobs with the same name do not run at the same time, so they cannot overwrite
+    # each other's checkpoints.
     NAME="smlp-$(basename "$save_dir")-$(realpath -m "$save_dir" | cksum | cut -d ' ' -f 1)"
     has_sbatch_option --job-name || SBATCH_OPTIONS+=("--job-name=$NAME")
     has_sbatch_option --dependency || SBATCH_OPTIONS+=(--dependency=singleton)
@@ -124,7 +124,7 @@ plan_sweep() {
         plan="$(rank_table)" || exit 1
         tail -n 2 <<<"$plan"
     done
-    copy="$LOGS/sweep-$(date +%Y%m%d-%H%M%S).txt" # tasks that wait would notice changes of the list
+    copy="$LOGS/sweep-$(date +%Y%m%d-%H%M%S).txt" # waiting tasks must not see later changes of the list
     [ -n "$DRY_RUN" ] || cp "$SWEEP" "$copy" || exit 1
     has_sbatch_option --array || SBATCH_OPTIONS+=("--array=1-${#RUN_NAMES[@]}")
     SBATCH_OPTIONS+=("--output=$LOGS/%A_%a.out")

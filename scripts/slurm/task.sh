@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# One rank in a job of Slurm: bash task.sh NOTE COMMAND...
+# One rank of a Slurm job: bash task.sh NOTE COMMAND...
 #
-# Ends as the command does, but for a stop that a signal asked for: then it writes the file NOTE and ends with status 0.
-# Of several ranks, srun --kill-on-bad-exit would end the others when the first one stops, and when one fails, the
-# signal that ends the others could not be told from one that Slurm sends before it takes the nodes away.
+# Exits with the command's status, except after a stop by a signal: then it writes the file NOTE and exits with 0.
+# Otherwise srun --kill-on-bad-exit would end the other ranks when the first one stops, and when a rank fails, the signal
+# that ends the others could not be distinguished from one that Slurm sends before it takes the nodes away.
 note="$1"
 shift
-trap : USR1 TERM # sent to each process of a task; the command decides what to do
+trap : USR1 TERM # sent to each process of a task; the command handles them
 "$@"
 status=$?
 case $status in
-75 | $((128 + 10)) | $((128 + 15))) # it has saved; or SIGUSR1 or SIGTERM ended it before there was anything to save
+75 | $((128 + 10)) | $((128 + 15))) # it has saved, or SIGUSR1 or SIGTERM ended it before there was anything to save
     echo "$status" >"$note"
     exit 0
     ;;

@@ -60,12 +60,12 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
         if lacking:
             problems.append(
                 f"{path} is damaged: the optimizer's state of parameter {number} lacks {', '.join(lacking)}, which it "
-                "has of others; --reset-optimizer begins with new moments"
+                "has of others; --reset-optimizer starts with new moments"
             )
         elif not _is_number(of_parameter.get("step", 0)):
             problems.append(
                 f"{path} is damaged: the optimizer's step of parameter {number} is {of_parameter['step']!r:.60}, not a "
-                "number; --reset-optimizer begins with new moments"
+                "number; --reset-optimizer starts with new moments"
             )
     return problems
 
@@ -121,7 +121,7 @@ def check_is_ours(state: Any, path: str | Path) -> None:
         raise UserError(f"{path} holds some experts of a checkpoint: name the file of the checkpoint itself")
     is_checkpoint = isinstance(state, Mapping) and isinstance(state.get("model"), Mapping)
     if not is_checkpoint or not isinstance(state.get("cfg"), Mapping):
-        raise UserError(f"{path} is no checkpoint of fairseq-train: it has no model and configuration")
+        raise UserError(f"{path} is not a checkpoint of fairseq-train: it has no model and configuration")
     options = state["cfg"].get("model")
     embedding = embedding_name(state["model"])
     if not isinstance(options, Mapping) or embedding is None:
@@ -129,7 +129,7 @@ def check_is_ours(state: Any, path: str | Path) -> None:
         raise UserError(f"{path} holds another kind of model ({name}), not one of smlp's")
     for name, tensor in state["model"].items():
         if not hasattr(tensor, "shape") or not isinstance(name, str):
-            raise UserError(f"{path} is damaged: it has {tensor!r:.40} as {name}, which is no tensor")
+            raise UserError(f"{path} is damaged: it has {tensor!r:.40} as {name}, which is not a tensor")
     if len(state["model"][embedding].shape) != 2:
         raise UserError(f"{path} is damaged: {embedding} has shape {tuple(state['model'][embedding].shape)}")
 
@@ -151,7 +151,7 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     try:
         config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
     except (UserError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"the configuration in {path} is of no model that can be built: {error}") from error
+        raise UserError(f"the configuration in {path} describes no model that can be built: {error}") from error
     # The configuration may hold any numbers: compare them before anything of these sizes is allocated.
     blocks = {name.split(".")[3] for name in state["model"] if ".core.blocks." in name}
     axis = max(max(tensor.shape, default=0) for tensor in state["model"].values())

@@ -161,7 +161,7 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
         UserError: it was written by a newer version, is damaged, or holds other files than dictionary and tokenizer.
     """
     if content[FORMAT_KEY] != FORMAT:
-        raise UserError(f"{path} is an export in format {content[FORMAT_KEY]}, known is {FORMAT}")
+        raise UserError(f"{path} is an export in format {content[FORMAT_KEY]}, this version reads {FORMAT}")
     try:
         cfg = content["cfg"]
         history = new_history(cfg, content["num_updates"])
@@ -214,7 +214,7 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     header, start = safetensors_header(path)
     metadata = header.pop("__metadata__", {})
     if "smlp" not in metadata:
-        raise UserError(f"{path} is no export of smlp: its metadata have no entry 'smlp'")
+        raise UserError(f"{path} is not an export of smlp: its metadata have no entry 'smlp'")
     version = FileVersion.of(path)
     try:
         tensors = {
@@ -247,7 +247,7 @@ def safetensors_header(path: str | Path) -> tuple[dict[str, Any], int]:
             pass
     except (safetensors.SafetensorError, OSError) as error:
         size = Path(path).stat().st_size
-        raise UserError(f"{path} ({size:,} bytes) is truncated or is no safetensors file ({error})") from error
+        raise UserError(f"{path} ({size:,} bytes) is truncated or not a safetensors file ({error})") from error
     with open(path, "rb") as file:
         (length,) = _HEADER.unpack(file.read(_HEADER.size))
         return json.loads(file.read(length)), _HEADER.size + length

@@ -76,7 +76,9 @@ class ExpertIndex:
         if not values:
             raise UserError(f"the index of experts in {path} is damaged: it is {plain!r:.60}")
         if values.pop("format", None) != FORMAT:
-            raise UserError(f"{path} has an index of experts in format {plain.get('format')}, known is {FORMAT}")
+            raise UserError(
+                f"{path} has an index of experts in format {plain.get('format')}, this version reads {FORMAT}"
+            )
         try:
             parts = tuple(Part(**{**part, "expert_ids": tuple(part["expert_ids"])}) for part in values.pop("parts"))
             tensors = {key: (tuple(shape), dtype) for key, (shape, dtype) in values.pop("tensors").items()}
@@ -102,11 +104,11 @@ def _problem(index: ExpertIndex) -> str | None:
     sizes = (index.num_experts, *(part.num_bytes for part in index.parts))
     sizes += tuple(itertools.chain.from_iterable(shape for shape, _ in index.tensors.values()))
     if not all(type(size) is int and size >= 0 for size in sizes):
-        return "its sizes are no whole numbers"
+        return "its sizes are not whole numbers"
     if not isinstance(index.token, str):
-        return "its token is no text"
+        return "its token is not text"
     if not all(type(place) is int for place in index.positions.values()):
-        return "its positions are no whole numbers"
+        return "its positions are not whole numbers"
     for key, (_, dtype) in index.tensors.items():
         kind, _, name = key.partition("/")
         if kind not in ("model", "optimizer") or not isinstance(getattr(torch, dtype, None), torch.dtype):

@@ -106,7 +106,7 @@ def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
     """
     for name, tensor in files.items():
         if (folder / name).exists() and _to_bytes(_bytes_of(folder / name)) != _to_bytes(tensor):
-            raise UserError(f"{folder / name} is another one than that of the export: write to another folder")
+            raise UserError(f"{folder / name} differs from the export's: write to another folder")
 
 
 def write_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:

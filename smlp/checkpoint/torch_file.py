@@ -285,7 +285,7 @@ def unreadable(path: Path, error: Exception) -> str:
         return f"cannot read {path}: {error.strerror or error}"
     reason = (str(error).splitlines() or [""])[0]
     return (
-        f"{path} ({path.stat().st_size:,} bytes) is truncated or is no checkpoint: it cannot be read "
+        f"{path} ({path.stat().st_size:,} bytes) is truncated or not a checkpoint: it cannot be read "
         f"({type(error).__name__}: {reason})"
     )
 

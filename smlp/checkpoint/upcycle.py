@@ -73,14 +73,14 @@ def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) ->
     """
     own, goal = dense.config, preset(arch)
     if own.is_bidirectional:
-        raise UserError(f"{dense.path} ({dense.arch}) is an encoder, and there are no sparse ones")
+        raise UserError(f"{dense.path} ({dense.arch}) is an encoder, and there are no sparse encoders")
     if own.num_sparse_layers:
         raise UserError(f"{dense.path} ({dense.arch}) has {own.num_sparse_layers} sparse blocks already")
     if not goal.num_sparse_layers:
         raise UserError(f"--arch {arch} has no sparse blocks")
     router = overrides.get("router", goal.moe.router)
     if router not in _INVERSE_GATE:
-        raise UserError(f"upcycling knows the routers {', '.join(_INVERSE_GATE)}, not {router}")
+        raise UserError(f"upcycling supports the routers {', '.join(_INVERSE_GATE)}, not {router}")
     if goal.sparse_block not in _GROWN and not goal.sparse_block == goal.dense_block == "transformer":
         raise UserError(
             f"upcycling to {arch}: {goal.sparse_block} blocks cannot be made of {goal.dense_block} blocks, only "

@@ -9,7 +9,7 @@ from typing import Any
 
 from smlp.cli.options import add_tokenizer_option
 
-DESCRIPTION = "look at checkpoints, check them, and turn them into others"
+DESCRIPTION = "inspect, verify and convert checkpoints"
 EPILOG = """examples:
   smlp checkpoint info checkpoints/checkpoint_last.pt
   smlp checkpoint verify checkpoints/*.pt
@@ -21,16 +21,16 @@ EPILOG = """examples:
 
 Whatever is read may be a checkpoint in one file, one whose experts are in parts, or an export; nothing that is read is
 changed. 'smlp checkpoint COMMAND --help' shows the options of each.
-exit status: 0 done, 1 not (then nothing is written).
+exit status: 0 success, 1 error (then nothing is written).
 """
 
 _COMMANDS = {
-    "info": "what is in a checkpoint",
+    "info": "describe a checkpoint",
     "verify": "compare every byte with its checksum, and the tensors with the configuration",
-    "merge": "one file: to train on or evaluate with, or a self-contained export",
-    "split": "experts in parts, for any number of ranks; also of an export",
-    "average": "the mean of the weights of several checkpoints; no optimizer",
-    "upcycle": "a sparse model that computes what a dense one does",
+    "merge": "write one file: a checkpoint, or a self-contained export",
+    "split": "write experts in parts, for any number of ranks; also from an export",
+    "average": "average the weights of several checkpoints, without the optimizer",
+    "upcycle": "make a sparse model that computes the same as a dense one",
 }
 _UPCYCLE = """copies of a block's feed-forward network become experts (hash, switch, gshard, base), or new sparse
 blocks that change nothing at first are added (smlp, gmlp_moe); sizes are those of the dense model. Go on with
@@ -54,11 +54,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser_of.add_argument("path", nargs=paths, metavar="PATH", help=what)
         if name not in ("info", "verify"):
             parser_of.add_argument("-o", "--output", required=True, metavar="OUT", help="file to write")
-            parser_of.add_argument("--force", action="store_true", help="write over OUT if it exists")
+            parser_of.add_argument("--force", action="store_true", help="overwrite OUT if it exists")
     parsers["info"].add_argument("--json", metavar="FILE", help="also write the facts here")
     merge, split, average = (parsers[name] for name in ("merge", "split", "average"))
     for one in (merge, split):
-        one.add_argument("--no-optimizer", action="store_true", help="leave out the optimizer's state")
+        one.add_argument("--no-optimizer", action="store_true", help="omit the optimizer's state")
     merge.add_argument(
         "--export",
         action="store_true",
@@ -69,11 +69,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_tokenizer_option(merge)
     split.add_argument("--parts", type=int, required=True, metavar="P", help="files to split the experts into")
     newest = average.add_mutually_exclusive_group()
-    newest.add_argument("--num-epoch-checkpoints", type=int, metavar="N", help="of a folder, the last N checkpointE.pt")
     newest.add_argument(
-        "--num-update-checkpoints", type=int, metavar="N", help="of a folder, the last N checkpoint_E_U.pt"
+        "--num-epoch-checkpoints", type=int, metavar="N", help="average the last N checkpointE.pt of a folder"
     )
-    average.add_argument("--checkpoint-upper-bound", type=int, metavar="N", help="none after this epoch or update")
+    newest.add_argument(
+        "--num-update-checkpoints", type=int, metavar="N", help="average the last N checkpoint_E_U.pt of a folder"
+    )
+    average.add_argument(
+        "--checkpoint-upper-bound", type=int, metavar="N", help="ignore checkpoints after this epoch or update"
+    )
     _add_upcycling(parsers["upcycle"])
 
 
@@ -83,7 +87,7 @@ def _add_upcycling(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--arch", required=True, help="architecture of the sparse model")
     parser.add_argument("--router-scale", type=float, metavar="S", help="size of the first weights of the router")
-    parser.add_argument("--seed", type=int, default=1, help="of what is new (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of new weights (default: %(default)s)")
     parser.add_argument("--data", help="binarised training data, for --hash-kind balanced")
     for name in _sparse_settings():
         setting, flag = SETTINGS[name], "--" + name.replace("_", "-")

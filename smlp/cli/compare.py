@@ -40,15 +40,15 @@ pip install "smlp[plots]". What is in the report: docs/compare.md.
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands with their options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    run_parser = _add_action(actions, "run", "train and score what is not done yet", _RUN_EPILOG, _run)
+    run_parser = _add_action(actions, "run", "train and score whatever is not done yet", _RUN_EPILOG, _run)
     run_parser.add_argument(
         "--dry-run", action="store_true", help="train nothing; print models, FLOPs, runs, time and disk"
     )
     run_parser.add_argument(
         "--only", choices=("scores",), help="train nothing; score what is trained (a job on a cluster does it)"
     )
-    status_parser = _add_action(actions, "status", "how far the runs are", _STATUS_EPILOG, _status)
-    status_parser.add_argument("--json", metavar="FILE", help="also write it here")
+    status_parser = _add_action(actions, "status", "progress of the runs", _STATUS_EPILOG, _status)
+    status_parser.add_argument("--json", metavar="FILE", help="also write the result here")
     report_parser = _add_action(
         actions, "report", "tables and figures from the folder of the runs", _REPORT_EPILOG, _report
     )
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         action="append",
         default=[],
-        help="hold all models against this one, seed by seed; may be given again (default: the first dense "
+        help="compare all models with this one, seed by seed; may be given again (default: the first dense "
         "Transformer and the first gMLP)",
     )
 
@@ -88,7 +88,7 @@ def _file_and_folder(given: Path, out: Path | None) -> tuple[Path, Path]:
     """
     if given.is_dir():
         if not (given / "experiment.yaml").is_file():
-            raise UserError(f"{given} is no folder of smlp compare: there is no experiment.yaml in it")
+            raise UserError(f"{given} is not a folder of smlp compare: it has no experiment.yaml")
         if out is not None:
             raise UserError(f"{given} is the folder of the runs already: leave --out out")
         return given / "experiment.yaml", given

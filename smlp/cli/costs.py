@@ -1,4 +1,4 @@
-"""``smlp costs``: where the time of an update goes, layer by layer."""
+"""``smlp costs``: show where the time of an update goes, layer by layer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         **real(1, MOST_SECONDS),
         default=600,
-        help="seconds that a rank waits for others (default: %(default)s)",
+        help="seconds that a rank waits for the others (default: %(default)s)",
     )
     parser.add_argument("--trace", metavar="FILE", help="also write a Chrome trace")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
@@ -115,7 +115,7 @@ def _config(args: argparse.Namespace) -> ModelConfig:
     )
     for name in ("experts", "expert_parallel_size"):
         if getattr(args, name) is not None and not config.num_sparse_layers:
-            raise UserError(f"--{name.replace('_', '-')} means nothing for {args.arch}, which has no sparse blocks")
+            raise UserError(f"--{name.replace('_', '-')} has no effect for {args.arch}, which has no sparse blocks")
     if config.prefix_tokens + 2 > config.max_tokens:
         raise UserError(f"a context of {config.max_tokens} tokens leaves none to predict: give more --tokens")
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-DESCRIPTION = "from raw corpora to sharded training data"
+DESCRIPTION = "turn raw corpora into sharded training data"
 EPILOG = """examples:
   smlp data fetch wikipedia openwebtext --out corpora
   smlp data clean --in corpora/ --out data/clean
@@ -24,12 +24,12 @@ STEPS: dict[str, tuple[str, str]] = {
     "fetch": ("data_prep.fetch.command", "download corpora, and turn them into documents"),
     "clean": ("data_prep.clean.command", "characters, boilerplate, language, length and repetition, rule by rule"),
     "dedup": ("data_prep.dedup.command", "exact and near duplicates, held-out documents, overlap with zero-shot tasks"),
-    "sample": ("data_prep.sample.command", "draw a part of the documents, mix sources, split into train, valid, test"),
+    "sample": ("data_prep.sample.command", "sample documents, mix sources, split into train, valid, test"),
     "tokenizer": ("data_prep.tokenize.command", "a SentencePiece model or byte-level BPE, and its dictionary"),
     "binarize": ("data_prep.binarize.command", "text into fairseq's binary shards"),
     "glue": ("data_prep.finetuning.glue", "GLUE's tasks, or sentences of one's own, for fine-tuning"),
     "squad": ("data_prep.finetuning.squad", "question answering in SQuAD's JSON, for fine-tuning"),
-    "inspect": ("data_prep.inspecting.command", "what binary data hold, and whether they are whole"),
+    "inspect": ("data_prep.inspecting.command", "show what binary data contain, and verify them"),
 }
 
 

@@ -51,7 +51,7 @@ LITTLE_DISK = 2 << 30  # bytes: three copies of a small model with its optimizer
 SLOW_BF16 = 2.0  # bf16 counts as unsupported by the hardware if it is this many times slower than fp32
 #: timeout of a collective, after which a rank is considered lost
 TIMEOUT = timedelta(seconds=60)
-_ASK_THE_OTHERS = "look at the messages of the other ranks; docs/parallel.md says what each check means"
+_ASK_THE_OTHERS = "read the messages of the other ranks; docs/parallel.md explains each check"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ def compare_version(name: str, version: str | None, oldest: str, newest: str, re
     if _numbers(version) < _numbers(oldest):
         return Check(name, PROBLEM, f"{version}, but {tested} is needed", remedy)
     if _numbers(version)[: len(_numbers(newest))] > _numbers(newest):
-        return Check(name, WARNING, f"{version} is newer than what was tested ({tested})", remedy)
+        return Check(name, WARNING, f"{version} is newer than the tested version ({tested})", remedy)
     return Check(name, OK, version)
 
 
@@ -149,7 +149,7 @@ def check_fairseq_version() -> Check:
         return Check("fairseq", PROBLEM, f"{detail} does not run on Python 3.11 or newer", INSTALL)
     (version,) = found.values()
     if _numbers(version)[:3] != (0, 12, 3):
-        return Check("fairseq", WARNING, f"{detail}, but 0.12.3 is what was tested", INSTALL)
+        return Check("fairseq", WARNING, f"{detail}, but 0.12.3 is the tested version", INSTALL)
     return Check("fairseq", OK, detail)
 
 
@@ -170,7 +170,7 @@ def check_threads() -> Iterator[Check]:
     cores, threads = num_cores(), torch.get_num_threads()
     detail = f"{cores} cores for this process, {threads} threads in torch"
     if threads > cores:
-        yield Check("threads", WARNING, detail, f"set OMP_NUM_THREADS={cores}: threads beyond the cores only wait")
+        yield Check("threads", WARNING, detail, f"set OMP_NUM_THREADS={cores}: more threads than cores only wait")
     else:
         yield Check("threads", OK, detail)
 
@@ -271,7 +271,7 @@ def _start_ranks(args: argparse.Namespace) -> int:
 
     num_ranks = args.nproc if args.nproc is not None else max(2, torch.cuda.device_count())
     if num_ranks < 2:
-        raise UserError(f"--nproc {num_ranks}: there must be at least 2 ranks to talk to each other")
+        raise UserError(f"--nproc {num_ranks}: at least 2 ranks are needed")
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
         raise UserError(f"--nproc {num_ranks} is more than the {torch.cuda.device_count()} GPUs of this machine")
     command = [*this_program(), "doctor", "--parallel", "--dir", args.dir]

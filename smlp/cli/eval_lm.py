@@ -133,7 +133,7 @@ def check_options(args: argparse.Namespace) -> None:
     if args.parity:
         for name in ("batch_size", "max_tokens", "eval_capacity_factor", "per_document"):
             if getattr(args, name) is not None:
-                raise UserError(f"--parity is a comparison of its own: leave {_option(name)} out")
+                raise UserError(f"--parity is a separate comparison: leave {_option(name)} out")
     if args.document != "empty-line" and args.per_document is None:
         raise UserError("--document is about --per-document, which names the file to write")
 

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         given = {"max_tokens": args.tokens, "num_experts": args.experts}
         config = preset(args.arch, **{name: value for name, value in given.items() if value is not None})
         if args.experts is not None and not config.num_sparse_layers:
-            raise UserError(f"--experts means nothing for {args.arch}, which has no sparse blocks")
+            raise UserError(f"--experts has no effect for {args.arch}, which has no sparse blocks")
         num_tokens = None
     report = account(config, args.batch, num_tokens, args.world_size)
     report = {"arch": args.path or args.arch, **report}

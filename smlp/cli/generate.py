@@ -41,9 +41,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue; may be empty")
     source.add_argument("--file", help="file with one prompt a line ('-' for standard input)")
-    source.add_argument("--interactive", action="store_true", help="ask for prompts at the terminal; /help tells more")
+    source.add_argument(
+        "--interactive", action="store_true", help="read prompts at the terminal; /help shows the commands"
+    )
 
-    length = parser.add_argument_group("when a text ends")
+    length = parser.add_argument_group("end of a text")
     length.add_argument(
         *("--max-tokens", "--tokens"), type=int, default=DEFAULT_TOKENS, help="most new tokens (default: %(default)s)"
     )
@@ -67,12 +69,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
     drawing = parser.add_argument_group("sampling")
-    drawing.add_argument("--greedy", action="store_true", default=None, help="always take the likeliest token")
-    drawing.add_argument("--temperature", type=float, help="below 1 safer, above wilder; 0 is --greedy (default: 1)")
-    drawing.add_argument("--top-k", type=int, help="draw from the k likeliest tokens only (default: 0, all)")
-    drawing.add_argument("--top-p", type=float, help="draw from the likeliest tokens that make up p (default: 1, all)")
+    drawing.add_argument("--greedy", action="store_true", default=None, help="always take the most likely token")
     drawing.add_argument(
-        "--repetition-penalty", type=float, help="above 1: make tokens that the text has already less likely"
+        "--temperature", type=float, help="below 1: more conservative; above 1: more random; 0 is --greedy (default: 1)"
+    )
+    drawing.add_argument("--top-k", type=int, help="draw from the k most likely tokens only (default: 0, all)")
+    drawing.add_argument(
+        "--top-p", type=float, help="draw from the most likely tokens that make up p (default: 1, all)"
+    )
+    drawing.add_argument(
+        "--repetition-penalty", type=float, help="above 1: make tokens that already occur in the text less likely"
     )
     drawing.add_argument("--seed", type=int, help="the same seed writes the same text (default: 1)")
 
@@ -125,7 +131,7 @@ def check_options(args: argparse.Namespace) -> None:
         UserError: it names them.
     """
     if args.slide and args.when_full not in (None, "slide"):
-        raise UserError(f"--slide does not go with --when-full {args.when_full}")
+        raise UserError(f"--slide cannot be combined with --when-full {args.when_full}")
     if args.interactive:
         alone = {"--output": args.output, "--beam": args.beam, "--batch-size": args.batch_size}
         taken = [option for option, value in alone.items() if value is not None]

@@ -15,7 +15,7 @@ EPILOG = """examples:
 For positions t across the context the tokens from t on are replaced, and the largest change of any logit before t is
 shown, in evaluation and in training mode. In training, balanced assignment (BASE, sMLP) and a limited capacity
 (Switch, GShard) look at the whole batch, so that there a change is expected; "training, routing fixed" shows that
-nothing else lets later tokens through. smlp_leaky routes features by what it is to predict, and fails.
+nothing else lets later tokens through. smlp_leaky routes features by the tokens to be predicted, and fails.
 --arch builds all layers, experts and positions of the architecture, but narrow: width has no part in a leak.
 exit status: 0 no unexpected leak, 1 a leak.
 """

@@ -26,11 +26,13 @@ their official files there, with the harness's prompts and rules, and nothing is
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_model_options(parser)
-    parser.add_argument("--tasks", required=True, help="names, with commas; lm-eval ls tasks lists the harness's own")
+    parser.add_argument(
+        "--tasks", required=True, help="comma-separated names; lm-eval ls tasks lists the harness's own"
+    )
     parser.add_argument("--data-dir", type=Path, help="official files of the six tasks of smlp zeroshot")
     parser.add_argument("--include-path", type=Path, help="folder with more tasks (YAML)")
     parser.add_argument(
-        "--limit", **whole(), metavar="N", help="only the first N records of each task, which is no random sample"
+        "--limit", **whole(), metavar="N", help="only the first N records of each task, which is not a random sample"
     )
     parser.add_argument(
         "--num-fewshot", **whole(0), metavar="K", help="solved examples (default: the task's own number)"

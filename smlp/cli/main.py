@@ -34,15 +34,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "zeroshot": ("smlp.cli.zeroshot", "accuracy on six tasks: COPA, PIQA, StoryCloze, Winogrande, HellaSwag, ReCoRD"),
     "lm-eval": ("smlp.cli.lm_eval", "any task of lm-evaluation-harness"),
     "generate": ("smlp.cli.generate", "continue a prompt"),
-    "checkpoint": ("smlp.cli.checkpoint", "look at checkpoints, check them, merge, split, average, upcycle"),
+    "checkpoint": ("smlp.cli.checkpoint", "inspect, verify, merge, split, average and upcycle checkpoints"),
     "leak-test": ("smlp.cli.leak_test", "check that no later token changes an earlier prediction"),
     "compare": ("smlp.cli.compare", "models at equal FLOPs from one file: train, score, report"),
     "flops": ("smlp.cli.flops", "parameters and FLOPs of a model, by formula and counted"),
     "match": ("smlp.cli.match", "settings of every model family for the same FLOPs per token"),
-    "costs": ("smlp.cli.costs", "where the time of an update goes, layer by layer"),
+    "costs": ("smlp.cli.costs", "show where the time of an update goes, layer by layer"),
     "plot": ("smlp.cli.plot", "pictures of a checkpoint: spatial filters, what goes to which expert"),
     "data": ("smlp.cli.data", "prepare training data: fetch, clean, dedup, sample, tokenizer, binarize, inspect"),
-    "doctor": ("smlp.cli.doctor", "versions, devices, speed: what works here and what does not"),
+    "doctor": ("smlp.cli.doctor", "check versions, devices and speed on this machine"),
     "user-dir": ("smlp.cli.user_dir", "print the directory to give to fairseq's --user-dir"),
 }
 

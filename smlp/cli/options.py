@@ -52,7 +52,10 @@ def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageMo
 def add_team_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--nproc``; the command also needs ``--device``."""
     parser.add_argument(
-        "--nproc", **whole(), metavar="N", help="share the work among N processes of this machine, each with the model"
+        "--nproc",
+        **whole(),
+        metavar="N",
+        help="divide the work among N processes on this machine, each with the whole model",
     )
 
 
@@ -95,5 +98,5 @@ def add_scoring_options(parser: argparse.ArgumentParser) -> None:
         "--batch-tokens", **whole(), default=8192, metavar="N", help="positions in a batch (default: %(default)s)"
     )
     parser.add_argument(
-        "--skip-too-long", action="store_true", help="leave out, and count, records that the context cannot hold"
+        "--skip-too-long", action="store_true", help="skip, and count, records that do not fit into the context"
     )

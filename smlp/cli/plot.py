@@ -36,7 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     weights.add_argument("path", metavar="CKPT", help="checkpoint, in one file or in parts, or an export")
     add_model_files(weights)
     weights.add_argument("--out", metavar="DIR", default="plots", help="folder for the pictures (default: %(default)s)")
-    weights.add_argument("--format", choices=("png", "svg"), default="png", help="of the pictures (default: png)")
+    weights.add_argument(
+        "--format", choices=("png", "svg"), default="png", help="file format of the pictures (default: png)"
+    )
     weights.add_argument(
         "--layers", metavar="LIST", help="such as 0,3,6, or all (default: 4 of each kind, spread evenly over the depth)"
     )

@@ -39,18 +39,21 @@ _NOT_PRINTED = ("model", "data_dir", "skip_too_long", "batch_tokens")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_model_options(parser)
-    parser.add_argument("--tasks", required=True, help=f"names, with commas: {', '.join(_TASKS)}; or all")
-    parser.add_argument("--data-dir", required=True, type=Path, help="where the tasks' official files are")
-    parser.add_argument("--split", help="instead of the split for scoring; of one task")
+    parser.add_argument("--tasks", required=True, help=f"comma-separated names: {', '.join(_TASKS)}; or all")
+    parser.add_argument("--data-dir", required=True, type=Path, help="folder of the tasks' official files")
+    parser.add_argument("--split", help="another split of a single task instead of its usual one")
     parser.add_argument("--templates", choices=_TEMPLATES, default="fair", help="prompts (default: %(default)s)")
     parser.add_argument(
-        "--scoring", choices=_SCORING, default="auto", help="rule that decides (default: the templates' own)"
+        "--scoring",
+        choices=_SCORING,
+        default="auto",
+        help="rule that determines accuracy (default: the templates' own)",
     )
     parser.add_argument(
         "--limit",
         **whole(),
         metavar="N",
-        help="only the first N records of each task's file, which is no random sample",
+        help="only the first N records of each task's file, which is not a random sample",
     )
     parser.add_argument("--num-fewshot", **whole(0), default=0, metavar="K", help="solved examples before each record")
     parser.add_argument("--fewshot-seed", type=int, default=1, help="draws them (default: %(default)s)")

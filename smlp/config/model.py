@@ -55,7 +55,7 @@ class MoEConfig:
     prefix_fraction: float = setting(0.2, "share of the context that chooses experts for features (partial, leaky)")
     feature_experts: str = setting(
         "gated",
-        "what an expert of the sMoE makes of its features z: z * (W norm(z) + b), W norm(z) + b, or z + W norm(z) + b",
+        "output of an sMoE expert for its features z: z * (W norm(z) + b), W norm(z) + b, or z + W norm(z) + b",
         FEATURE_EXPERTS,
     )
     spatial_bias_init: float = setting(0.0, "initial value of the sMoE's spatial bias")
@@ -69,7 +69,7 @@ class MoEConfig:
     eval_capacity_factor: float = setting(0.0, "Switch, GShard: the same in evaluation")
     drop_order: str = setting(
         "position",
-        "Switch, GShard: who stays at an expert over its capacity: earlier tokens, or those with the higher first gate",
+        "Switch, GShard: tokens that stay at an expert over capacity: earlier ones, or those with a higher first gate",
         DROP_ORDERS,
     )
     load_balance_weight: float = setting(0.01, "Switch, GShard: weight of the load-balance loss")
@@ -120,14 +120,14 @@ class ModelConfig(MoEConfig):
     embed_dim: int = setting(1024, "H, embedding width")
     ffn_dim: int = setting(4096, "F, width of a feed-forward network; a gMLP block splits it in halves")
     direction: str = setting(
-        "causal", "what a position sees: earlier positions (a language model), or all (an encoder)", DIRECTIONS
+        "causal", "positions that each position sees: earlier ones (a language model), or all (an encoder)", DIRECTIONS
     )
-    dense_block: str = setting("gmlp", "what the dense blocks are", DENSE_BLOCKS)
-    sparse_block: str = setting("smlp", "what the sparse blocks are", SPARSE_BLOCKS)
+    dense_block: str = setting("gmlp", "kind of the dense blocks", DENSE_BLOCKS)
+    sparse_block: str = setting("smlp", "kind of the sparse blocks", SPARSE_BLOCKS)
     num_dense_layers: int = setting(28, "N1, number of dense blocks")
     num_sparse_layers: int = setting(12, "N2, number of sparse blocks; 0 builds a dense model")
     sparse_placement: str = setting(
-        "spread", "where the sparse blocks stand, over the depth or every other block", SPARSE_PLACEMENTS
+        "spread", "positions of the sparse blocks: spread over the depth, or every other block", SPARSE_PLACEMENTS
     )
     num_heads: int = setting(1, "h, heads of self-attention, or of the spatial gating unit of gMLP blocks")
     positions: str = setting("none", "position vectors added to the embedding; MLP models need none", POSITIONS)

@@ -27,7 +27,7 @@ def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field[Any]]:
         UserError: ``settings`` is not such a dataclass.
     """
     if not (dataclasses.is_dataclass(settings) and typing.cast(Any, settings).__dataclass_params__.frozen):
-        raise UserError(f"the settings of {name!r} ({settings.__qualname__}) are no frozen dataclass")
+        raise UserError(f"the settings of {name!r} ({settings.__qualname__}) are not a frozen dataclass")
     types, fields = typing.get_type_hints(settings), {}
     for field in dataclasses.fields(settings):
         kind, where = types[field.name], f"setting {field.name!r} of {name!r}"

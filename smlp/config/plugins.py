@@ -28,7 +28,7 @@ def named_files(value: str) -> list[Path]:
             continue
         path = Path(word).expanduser()
         if not path.is_file():
-            raise UserError(f"{VARIABLE} names {word}, which is no file")
+            raise UserError(f"{VARIABLE} names {word}, which is not a file")
         files[path.resolve()] = None
     return list(files)
 

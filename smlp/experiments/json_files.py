@@ -98,7 +98,7 @@ def wrong(value: Any, shape: Any, name: str = "") -> str:
         try:
             plain_name(value, name)
         except UserError:
-            return f"{name} is no name of a folder"
+            return f"{name} is not a folder name"
         return ""
     kind = list if isinstance(shape, list) else dict if isinstance(shape, dict | Each) else shape
     kinds = kind if isinstance(kind, tuple) else (kind,)

@@ -101,7 +101,7 @@ class RunChain(Chain):
             self._report()
             return None
         if name in self._begun:  # it ended successfully, but its result does not exist
-            self._fail(name, "left nothing behind, although it ended with status 0")
+            self._fail(name, "produced no result, although it ended with status 0")
             return None
         self._begun.add(name)
         self.folder.update_state(model=self.run.model.name, seed=self.run.seed, state=RUNNING, message=None)

@@ -131,7 +131,7 @@ def status(folder: Folder) -> list[dict[str, Any]]:
         UserError: nothing was begun there, or a file is damaged.
     """
     if not folder.experiment.is_file():
-        raise UserError(f"nothing was begun in {folder.path}: smlp compare run starts an experiment")
+        raise UserError(f"nothing has been started in {folder.path}: smlp compare run starts an experiment")
     experiment = read_experiment(folder.yaml)
     is_over = _has_no_jobs(experiment, folder)
     return [_status_of(folder, name, updates, is_over) for name, updates in _runs(folder, experiment)]

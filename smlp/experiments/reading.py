@@ -65,7 +65,7 @@ def read_experiment(path: Path) -> Experiment:
     per_update = tokens_per_sample * batch_size * update_freq * resources.ranks
     updates = _updates(top, per_update)
     if updates is None:
-        raise UserError(f"{path}: neither tokens nor updates is there: each model's budget")
+        raise UserError(f"{path}: give tokens or updates, the budget of each model")
     experiment = Experiment(
         path=path,
         title=top.text("title", name_of(path)),
@@ -144,7 +144,7 @@ def _updates(section: Section, tokens_per_update: int) -> int | None:
     """Read the budget in updates, given as tokens or as updates."""
     tokens, updates = section.count("tokens"), section.count("updates")
     if tokens is not None and updates is not None:
-        raise section.error("tokens", f"and {section.full('updates')} say the same thing: give one of the two")
+        raise section.error("tokens", f"and {section.full('updates')} set the same thing: give one of the two")
     if tokens is None:
         return updates
     if tokens < tokens_per_update:
@@ -185,7 +185,7 @@ def _recipe(section: Section) -> dict[str, Any]:
     recipe = section.settings()
     for name in recipe:
         if name in RESERVED:
-            raise section.error(name, f"is set by smlp compare; what says it here: {RESERVED[name]}")
+            raise section.error(name, f"is set by smlp compare; use instead: {RESERVED[name]}")
     return recipe
 
 
@@ -201,7 +201,7 @@ def _models(top: Section) -> tuple[ModelEntry, ...]:
         overrides = own.settings()
         for setting in overrides:
             if setting in RESERVED:
-                raise own.error(setting, f"is the same for all models; what says it: {RESERVED[setting]}")
+                raise own.error(setting, f"is the same for all models; use instead: {RESERVED[setting]}")
         entries.append(ModelEntry(name, arch, overrides, recipe))
     check_names(top.path, entries)
     encoders = [entry for entry in entries if entry.is_encoder]
@@ -236,7 +236,7 @@ def _matching(top: Section) -> Matching | None:
     families = tuple(str(name) for name in section.values("families", FAMILIES))
     for name in families:
         if name not in (known := known_families()):
-            raise section.error("families", f"has {name!r}, which is none of {', '.join(known)}")
+            raise section.error("families", f"has {name!r}, which is not one of {', '.join(known)}")
     like, flops = section.text("like"), section.number("flops_per_token")
     if (like is None) == (flops is None):
         raise UserError(f"{top.path}: match wants either like (an architecture) or flops_per_token")
@@ -334,5 +334,5 @@ def _seeds(section: Section) -> tuple[int, ...]:
 
 def _seed(section: Section, key: str, seed: int) -> int:
     if seed > MOST_SEED:
-        raise section.error(key, f"has {seed}; numpy takes none above {MOST_SEED}")
+        raise section.error(key, f"has {seed}; numpy accepts at most {MOST_SEED}")
     return seed

@@ -164,12 +164,12 @@ def check_moments(path: str, trainer: Any) -> None:
             if shape != parameter.shape:
                 raise UserError(
                     f"{path} is damaged: {kind} of parameter {name} is {list(shape or ())}, the parameter "
-                    f"{list(parameter.shape)}; --reset-optimizer begins with new moments"
+                    f"{list(parameter.shape)}; --reset-optimizer starts with new moments"
                 )
     if without:
         logger.warning(
             f"{path} has no optimizer state of {len(without)} of {len(learnt)} parameters, {', '.join(without[:3])}"
-            f"{', ...' if len(without) > 3 else ''}: their moments begin anew"
+            f"{', ...' if len(without) > 3 else ''}: their moments start from zero"
         )
 
 
@@ -297,7 +297,7 @@ def other_optimizer(path: str, said: str) -> str:
     same = "--optimizer, --bf16 and --fp16" if what == "Optimizer" else "--criterion"
     return (
         f"{path} was trained with the {what.lower()} {then}, this run has {now}: give the {same} that it was trained "
-        "with, or --reset-optimizer to begin with new moments"
+        "with, or --reset-optimizer to start with new moments"
     )
 
 
@@ -338,9 +338,7 @@ def damaged(path: str, error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: an offset outside the file
         return f"cannot read {path}: {error.strerror or error}"
     size, reason = Path(path).stat().st_size, type(error).__name__
-    return (
-        f"{path} ({size:,} bytes) is truncated or is not a checkpoint ({reason} while reading it); {remedy_for(path)}"
-    )
+    return f"{path} ({size:,} bytes) is truncated or not a checkpoint ({reason} while reading it); {remedy_for(path)}"
 
 
 def remedy_for(path: str | Path) -> str:

@@ -151,7 +151,7 @@ def check_profiling(cfg: Any) -> None:
     if folder is None:
         return
     if num_updates is None:
-        raise UserError(f"--profile-dir {folder} means nothing without --profile-updates (smlp train: --profile)")
+        raise UserError(f"--profile-dir {folder} has no effect without --profile-updates (smlp train: --profile)")
     existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to --profile-dir {folder}: {existing} is not a folder that can be written to")
@@ -166,7 +166,7 @@ def _check_log_file(cfg: Any) -> None:
     if not path.parent.is_dir():
         reason = f"there is no folder {path.parent}"
     elif path.exists() and not path.is_file():
-        reason = "it is no regular file"
+        reason = "it is not a regular file"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
         reason = "permission denied"
     if reason is not None:

@@ -145,7 +145,7 @@ class LanguageModel(nn.Module):
             **options: of :meth:`writer`.
 
         Raises:
-            UserError: a setting is out of range or does not go with another, or a prompt does not fit the model.
+            UserError: a setting is out of range or cannot be combined with another, or a prompt does not fit the model.
         """
         writer = self.writer(max_tokens, method, num_return=num_return, **options)
         return writer.continuations(prompts, batch_size)

@@ -50,7 +50,9 @@ class Team:
             dist.all_gather_object(parts, part)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise ParallelError(f"rank {self.rank} has lost another rank ({reason}): see what that one says") from None
+            raise ParallelError(
+                f"rank {self.rank} has lost another rank ({reason}): see that rank's messages"
+            ) from None
         return parts
 
     def device(self, wanted: str | None) -> torch.device:
@@ -71,7 +73,7 @@ class Team:
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"--device {wanted} cannot be used here: {str(error).splitlines()[0]}") from None
         if device.type == "meta":
-            raise UserError("--device meta computes nothing: name one that does")
+            raise UserError("--device meta computes nothing: name another device")
         return device
 
 
@@ -128,6 +130,6 @@ def meet(place: Place, backend: str, timeout: timedelta) -> None:
     except (ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"rank {place.rank} of {place.world_size} on {socket.gethostname()} does not reach the others at "
+            f"rank {place.rank} of {place.world_size} on {socket.gethostname()} cannot reach the others at "
             f"{place.init_method} ({reason})"
         ) from error

@@ -46,14 +46,12 @@ RUN_OPTIONS = [
         f"profile so many updates, after {WARM_UP} that warm up: a Chrome trace of each rank and a table of what each "
         "component of the model costs",
     ),
-    option("profile_dir", str, "where to write them (default: the --save-dir)"),
-    option(
-        "data_order_file", str, "write down here what each update is trained on: a line with a digest of its tokens"
-    ),
+    option("profile_dir", str, "folder for the profiles (default: the --save-dir)"),
+    option("data_order_file", str, "write a line for each update to this file, with a digest of its tokens"),
     option(
         "update_times_file",
         str,
-        "write down here how long each update took: a line with its tokens, seconds and seconds of waiting for data",
+        "write a line for each update to this file, with its tokens, its seconds and the seconds of waiting for data",
     ),
     option(
         "environment_file",
@@ -64,7 +62,7 @@ RUN_OPTIONS = [
         "other_dictionary",
         bool,
         "train on from a checkpoint whose dictionary has the same size as that of the data, but other symbols or "
-        "another order; otherwise that is refused",
+        "another order; by default this is refused",
         default=False,
     ),
 ]

@@ -125,7 +125,7 @@ def check_older(path_prefix: str | Path) -> None:
     with open_data_file(data_path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
     if len(content) < OLDER_HEADER.size or content[: len(OLDER_MAGIC)] != OLDER_MAGIC:
-        raise UserError(f"{index_path} is no fairseq index of an older kind: it starts with {content[:9]!r}")
+        raise UserError(f"{index_path} is not a fairseq index of an older kind: it starts with {content[:9]!r}")
     version, code, width, num_sentences, num_sizes = OLDER_HEADER.unpack_from(content)[1:]
     if version != 1 or code not in TOKEN_TYPES or np.dtype(TOKEN_TYPES[code]).itemsize != width:
         raise UserError(
@@ -255,7 +255,7 @@ def read_header(start: bytes, num_bytes: int, path: Path) -> tuple[np.dtype, int
         UserError: it is not in this format, empty, or of another size than its sentences need.
     """
     if not start.startswith(MAGIC) or len(start) < FIRST_LENGTH:
-        raise UserError(f"{path} is no fairseq index of the mmap kind: it starts with {start[:9]!r}")
+        raise UserError(f"{path} is not a fairseq index of the mmap kind: it starts with {start[:9]!r}")
     version, code, num_sentences = HEADER.unpack_from(start, len(MAGIC))
     if version != 1 or code not in TOKEN_TYPES:
         raise UserError(f"{path} has version {version} and token type {code}; version 1 and an integer type are known")

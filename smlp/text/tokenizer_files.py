@@ -84,12 +84,12 @@ def read_encoder(path: Path) -> dict[str, int]:
     try:
         ids = json.loads(_text_of(path))
     except ValueError as error:
-        raise UserError(f"{path} is no encoder.json of byte-level BPE: {error}") from None
+        raise UserError(f"{path} is not an encoder.json of byte-level BPE: {error}") from None
     if not isinstance(ids, dict) or not all(isinstance(number, int) and number >= 0 for number in ids.values()):
-        raise UserError(f"{path} is no encoder.json of byte-level BPE: pieces with their ids are expected")
+        raise UserError(f"{path} is not an encoder.json of byte-level BPE: pieces with their ids are expected")
     lacking = sum(character not in ids for character in byte_characters())
     if lacking:
-        raise UserError(f"{path} is no encoder.json of byte-level BPE: {lacking} of the 256 bytes have no piece")
+        raise UserError(f"{path} is not an encoder.json of byte-level BPE: {lacking} of the 256 bytes have no piece")
     if len(set(ids.values())) < len(ids):
         raise UserError(f"{path} gives {len(ids)} pieces only {len(set(ids.values()))} different ids")
     return ids

@@ -121,7 +121,7 @@ def test_foreign_parts_are_named(saved, changes, words) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": 2}, ["format 2", "known is 1"]),
+        ({"format": 2}, ["format 2", "this version reads 1"]),
         ({"num_experts": 5}, ["lists experts [0, 1, 2, 3] where there are 5"]),
         ({"parts": None}, ["index of experts", "damaged"]),
         ({"surprise": 1}, ["index of experts", "damaged", "surprise"]),

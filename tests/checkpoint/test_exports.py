@@ -144,7 +144,7 @@ def test_another_dictionary_beside_the_output_is_not_written_over(whole: Path, t
     (other / "dict.txt").write_text("the 1\n")
     capsys.readouterr()
     for arguments in (["merge", export, "-o", other / "x.pt"], ["split", export, "-o", other / "x.pt", "--parts", 2]):
-        assert "dict.txt is another one than that of the export" in refused(capsys, *arguments)
+        assert "dict.txt differs from the export's" in refused(capsys, *arguments)
     assert [path.name for path in other.iterdir()] == ["dict.txt"]
 
 

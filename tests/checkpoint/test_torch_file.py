@@ -123,7 +123,7 @@ class Bomb:
         (lambda path: (path.unlink(), path.mkdir()), ["is a folder"]),
         (lambda path: path.write_bytes(b""), ["(0 bytes)", "truncated"]),
         (lambda path: os.truncate(path, 5000), ["(5,000 bytes)", "truncated"]),
-        (lambda path: path.write_bytes(pickle.dumps({"model": 1})), ["truncated or is no checkpoint"]),
+        (lambda path: path.write_bytes(pickle.dumps({"model": 1})), ["truncated or not a checkpoint"]),
         (lambda path: torch.save(Anything(), path), ["Anything", "not read"]),
         (lambda path: torch.save(os.system, path), ["system", "not read"]),
         (lambda path: torch.save(Bomb(), path), ["bytearray", "not read"]),

@@ -211,7 +211,7 @@ def test_a_run_that_was_stopped_is_not_resumed_as_another(model, data, tmp_path,
     lines = kept
     for kept in (b"mine", b"mine\n", lines + b"[1]\n", lines.replace(b"[[[-", b"[[[-1")):
         partial.write_bytes(kept)
-        refused(words=["is damaged, or no file of scores"])
+        refused(words=["is damaged, or not a file of scores"])
 
 
 def test_progress_in_a_log_is_a_line_now_and_then(model, data, capsys, monkeypatch):
@@ -252,7 +252,7 @@ def test_lines_that_are_there_twice_count_once(model, data, tmp_path, capsys):
     assert twice["standard_error"] == once["standard_error"] and twice["num_alike"] == twice["num_shared_ids"] == 0
     printed = capsys.readouterr().out
     assert "6 records are in the file once more" in printed
-    assert "copa: the first 6 of 8 records, in the order of the file, which is no random sample; " in printed
+    assert "copa: the first 6 of 8 records, in the order of the file, which is not a random sample; " in printed
     whole = results(tmp_path, model[0], tasks, "--tasks", "copa")[0]["tasks"]["copa"]
     assert (whole["n"], whole["num_alike"], whole["num_shared_ids"]) == (8, 1, 1)
 

@@ -85,7 +85,7 @@ def test_upcycling_keeps_settings_of_own_blocks_and_refuses_what_it_does_not_kno
     assert sparse.config.own("conv").width == decoder.config.own("conv").width == 5
     with pytest.raises(smlp.UserError, match="upcycling to conv_moe_tiny: conv blocks cannot be made of conv blocks"):
         target_config(open_checkpoint(path), "conv_moe_tiny", {})
-    with pytest.raises(smlp.UserError, match="upcycling knows the routers hash, gshard, switch, base, not cosine"):
+    with pytest.raises(smlp.UserError, match="upcycling supports the routers hash, gshard, switch, base, not cosine"):
         target_config(open_checkpoint(path), "cosine_lm_tiny", {})
 
 
@@ -94,7 +94,7 @@ def test_a_comparison_matches_families_of_ones_own(plugged_in, tmp_path):
     path.write_text("data: d\nupdates: 9\nmatch: {like: smlp_tiny, families: [smlp, conv_lm_tiny]}\n")
     assert [entry.arch for entry in entries_of(read_experiment(path), 512)] == ["smlp_tiny", "conv_lm_tiny"]
     path.write_text(path.read_text().replace("conv_lm_tiny]", "conf_lm]"))
-    with pytest.raises(smlp.UserError, match=r"match.families has 'conf_lm', which is none of .*conv_lm_tiny"):
+    with pytest.raises(smlp.UserError, match=r"match.families has 'conf_lm', which is not one of .*conv_lm_tiny"):
         read_experiment(path)
 
 
@@ -126,7 +126,7 @@ BAD = {
     "no kind": (START + "@register_dense_block('x')\nclass X(Free): ...", ["'x' (X) is no BlockKind"]),
     "no dataclass": (
         START + "@register_router('x')\nclass X(Free):\n  class settings:\n    a: int = 3\n",
-        ["settings of 'x'", "no frozen dataclass"],
+        ["settings of 'x'", "not a frozen dataclass"],
     ),
     "type": (
         START + "@dataclass(frozen=True)\nclass S:\n  a: list = setting(None, 'h')\nFree.settings = S\n"
@@ -162,7 +162,7 @@ def test_a_missing_file_is_named(monkeypatch, capsys):
     monkeypatch.setenv(plugins.VARIABLE, "nowhere/router.py")
     assert main.main(["flops", "--arch", "smlp_tiny"]) == 1
     error = capsys.readouterr().err
-    assert error == "smlp: error: SMLP_PLUGINS names nowhere/router.py, which is no file\n"
+    assert error == "smlp: error: SMLP_PLUGINS names nowhere/router.py, which is not a file\n"
 
 
 def test_a_relative_path_counts_from_where_the_process_was(tmp_path, monkeypatch):

@@ -308,7 +308,7 @@ def test_the_command_as_a_rank_of_a_launcher(tmp_path):
         (["--arch", "smlp_tiny", "--nproc", "0"], ["--nproc must be at least 1, got 0"]),
         (["--arch", "smlp_tiny", "--updates", "0"], ["--updates must be at least 1"]),
         (["--arch", "smlp_tiny", "--nproc", "2", "--expert-parallel-size", "4"], ["size of 4", "2 ranks", "8 experts"]),
-        (["--arch", "dense_lm_tiny", "--experts", "4"], ["--experts means nothing for dense_lm_tiny"]),
+        (["--arch", "dense_lm_tiny", "--experts", "4"], ["--experts has no effect for dense_lm_tiny"]),
         (["--arch", "smlp_tiny", "--tokens", "1"], ["1 tokens leaves none to predict"]),
         (["--arch", "smlp_tiny", "--trace", "no/such/folder/t.json"], ["--trace no/such/folder/t.json"]),
     ],
@@ -343,5 +343,5 @@ def test_a_rank_without_the_others_gives_up():
     (shown,) = run_ranks(
         "costs_command_of_a_launcher", 1, port=free_port(), arguments=[*TINY, "--timeout", "1"], size=2
     )
-    assert re.match(r"smlp: error: rank 0 of 2 on \S+ does not reach the others at env:// \(", shown)
+    assert re.match(r"smlp: error: rank 0 of 2 on \S+ cannot reach the others at env:// \(", shown)
     assert shown.count("\n") == 1

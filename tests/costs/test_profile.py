@@ -197,7 +197,7 @@ def test_wrong_options_are_refused_before_anything_is_built(runs):
     [
         (0, None, "--profile-updates must be at least 1, got 0"),
         (-3, "here", "--profile-updates must be at least 1, got -3"),
-        (None, "here", "--profile-dir here means nothing without --profile-updates"),
+        (None, "here", "--profile-dir here has no effect without --profile-updates"),
     ],
 )
 def test_options_that_make_no_sense(num_updates, place, said):

@@ -456,7 +456,7 @@ def test_no_manifest(tmp_path):
     with pytest.raises(UserError, match="not finished"):
         read_manifest(tmp_path)
     write_bytes(Path(tmp_path / "manifest.json"), b"{")
-    with pytest.raises(UserError, match="no manifest of smlp data"):
+    with pytest.raises(UserError, match="not a manifest of smlp data"):
         read_manifest(tmp_path)
     write_bytes(tmp_path / "manifest.json", b'{"step": "clean"}')
     with pytest.raises(UserError, match="made by 'smlp data clean', not by 'smlp data dedup'"):

@@ -223,11 +223,11 @@ def test_settings_of_generation_are_what_tasks_ask_for(harness):
         ({"num_beams": 2, "repetition_penalty": 1.2}, "beam=2 draws no tokens.* repetition_penalty"),
         ({"length_penalty": 1.2}, "length_penalty needs a beam search"),
         ({"max_gen_toks": 0}, "max_tokens must be from 1"),
-        ({"max_gen_toks": "many"}, "max_gen_toks 'many', which is no number of its kind"),
+        ({"max_gen_toks": "many"}, "max_gen_toks 'many', which is not a valid number"),
         ({"do_sample": "yes"}, "do_sample 'yes', which is neither"),
         ({"temperature": -1.0, "do_sample": True}, "temperature must be 0 or from"),
         ({"seed": 1.5}, "seed 1.5, which is no number"),
-        ({"until": [3]}, r"until \[3\], which is no text or list of texts"),
+        ({"until": [3]}, r"until \[3\], which is neither text nor a list of texts"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_named(harness, settings, words, monkeypatch):

@@ -235,11 +235,11 @@ def test_gzip_files_are_read_where_the_plain_ones_are_missing(tmp_path, monkeypa
     whole = copa.read_bytes()
     for content in (b"any", b"", whole[:-9], whole[:20] + b"xxxx" + whole[24:]):
         copa.write_bytes(content)
-        with pytest.raises(UserError, match=r"val.jsonl.gz (is damaged, or no gzip file: .|has no records)"):
+        with pytest.raises(UserError, match=r"val.jsonl.gz (is damaged, or not a gzip file: .|has no records)"):
             read("copa", tmp_path)
     copa.write_bytes(gzip.compress(bytes(1001)))
     monkeypatch.setattr(files, "_MOST_BYTES", 1000)
-    with pytest.raises(UserError, match=r"val.jsonl.gz holds more than 1,000 bytes: it is no file of a task"):
+    with pytest.raises(UserError, match=r"val.jsonl.gz holds more than 1,000 bytes: it is not a file of a task"):
         read("copa", tmp_path)
 
 

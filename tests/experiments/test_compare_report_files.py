@@ -150,17 +150,17 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("experiment.json", lambda e: e["models"][0].update(folder="\0"), "models[0].folder is no name of a folder"),
+        ("experiment.json", lambda e: e["models"][0].update(folder="\0"), "models[0].folder is not a folder name"),
         (
             "experiment.json",
             lambda e: e["models"][0].update(folder="\ud800"),
-            "models[0].folder is no name of a folder",
+            "models[0].folder is not a folder name",
         ),
-        ("experiment.json", lambda e: e["models"][0].update(folder="../x"), "models[0].folder is no name of a folder"),
+        ("experiment.json", lambda e: e["models"][0].update(folder="../x"), "models[0].folder is not a folder name"),
         (
             "experiment.json",
             lambda e: e["models"][1].update(folder="x" * 300),
-            "models[1].folder is no name of a folder",
+            "models[1].folder is not a folder name",
         ),
         (
             "experiment.json",

@@ -160,7 +160,7 @@ def test_what_is_left_of_a_run(planned, capsys):
     assert third.next_step(0).name == "score"
     own.scores.write_text('{"prefix": 5, "subsets": {"valid": {}}}')
     assert third.next_step(0) is None, "one that comes to nothing is not begun again and again"
-    assert own.state()["message"] == "score left nothing behind, although it ended with status 0"
+    assert own.state()["message"] == "score produced no result, although it ended with status 0"
     assert own.state()["state"] == FAILED
     third = chain()
     assert third.next_step(0).name == "score", "on other positions than those of all models"

@@ -287,7 +287,7 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         "more_valid",
         ["more files to validate on than --valid-subset valid names"],
     ),
-    "older index": ("train", TRAIN, "older_index", ["train.idx is no fairseq index of an older kind"]),
+    "older index": ("train", TRAIN, "older_index", ["train.idx is not a fairseq index of an older kind"]),
     "data on two lines": ("train", TRAIN, "two\nlines", ["there is no data directory", "two\\nlines"]),
     "overrides of texts": (
         "train",
@@ -581,7 +581,7 @@ def test_a_pipe_or_an_empty_file_is_no_data(tiny_data: Path, tmp_path: Path, nam
         os.mkfifo(path)
     else:
         path.touch()
-    with pytest.raises(UserError, match=rf"{name} is (no regular file|empty \(0 bytes\))"):
+    with pytest.raises(UserError, match=rf"{name} is (not a regular file|empty \(0 bytes\))"):
         check()
 
 

@@ -48,7 +48,7 @@ def test_dictionary_with_the_data_or_by_name(checkpoint, tmp_path):
         (lambda path: path.write_bytes(b""), ["(0 bytes)", "truncated"]),
         (lambda path: path.write_text("not a checkpoint"), ["(16 bytes)"]),
         (lambda path: path.unlink(), ["there is no checkpoint"]),
-        (lambda path: torch.save({"weights": 1}, path), ["no checkpoint of fairseq-train"]),
+        (lambda path: torch.save({"weights": 1}, path), ["not a checkpoint of fairseq-train"]),
         (lambda path: torch.save({"model": {"x": torch.ones(1)}, "cfg": {"model": {"_name": "bart"}}}, path), ["bart"]),
         (lambda path: (path.parent / "dict.txt").write_text("the 1\n"), ["dict.txt has 5 symbols", "14"]),
         (lambda path: (path.parent / "dict.txt").write_text("the\n"), ["dict.txt, line 1", "'the'"]),

@@ -65,9 +65,9 @@ def test_garbage_and_damage_are_named(tmp_path):
         data.write_bytes(good_data)
 
     index.write_bytes(b"garbage" * 10)
-    fails("no fairseq index of the mmap kind: it starts with b'garbagega'")
+    fails("not a fairseq index of the mmap kind: it starts with b'garbagega'")
     index.write_bytes(good_index[:12])
-    fails("no fairseq index of the mmap kind")
+    fails("not a fairseq index of the mmap kind")
     index.write_bytes(good_index[:-4])
     fails("train.idx holds 58 bytes, but 3 sentences need 62")
     index.write_bytes(good_index[:9] + struct.pack("<Q", 2) + good_index[17:])
@@ -193,7 +193,7 @@ def test_an_older_index_is_checked_bit_by_bit(tmp_path):
     index = (tmp_path / "train.idx").read_bytes()
     for size in (1, 8, 40, len(index) - 8):
         (tmp_path / "train.idx").write_bytes(index[:size])
-        with pytest.raises(UserError, match=r"train\.idx (is no fairseq index|holds \d+ bytes)"):
+        with pytest.raises(UserError, match=r"train\.idx (is not a fairseq index|holds \d+ bytes)"):
             check_older(prefix)
 
 

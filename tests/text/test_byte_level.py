@@ -134,7 +134,11 @@ def test_files_that_are_none(folder, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"ids of byte-level BPE but there is no encoder\.json"):
         Tokenizer(tokenizer.vocabulary)
     bad = tmp_path / "encoder.json"
-    for content, words in [("[1]", "pieces with their ids"), ("x", "no encoder.json"), ('{"a": 0}', "255 of the 256")]:
+    for content, words in [
+        ("[1]", "pieces with their ids"),
+        ("x", "not an encoder.json"),
+        ('{"a": 0}', "255 of the 256"),
+    ]:
         bad.write_text(content)
         with pytest.raises(UserError, match=words):
             Tokenizer(tokenizer.vocabulary, bad)

@@ -52,12 +52,12 @@ class WritingOrder:
             )
         for name, kinds in _NUMBERS.items():
             if name in given and (not isinstance(given[name], kinds) or isinstance(given[name], bool)):
-                raise UserError(f"{task}: generation_kwargs has {name} {given[name]!r}, which is no number of its kind")
+                raise UserError(f"{task}: generation_kwargs has {name} {given[name]!r}, which is not a valid number")
         stop = given.get("until") or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (stop,)
         if not all(isinstance(text, str) for text in stop):
             raise UserError(
-                f"{task}: generation_kwargs has until {given['until']!r}, which is no text or list of texts"
+                f"{task}: generation_kwargs has until {given['until']!r}, which is neither text nor a list of texts"
             )
         draws = given.get("do_sample", given.get("temperature", 0) > 0)
         if not isinstance(draws, bool):

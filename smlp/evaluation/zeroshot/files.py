@@ -105,9 +105,9 @@ def _decompressed(path: Path) -> bytes:
         with gzip.open(path) as file:
             content = file.read(_MOST_BYTES + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path} is damaged, or no gzip file: {error}") from None
+        raise UserError(f"{path} is damaged, or not a gzip file: {error}") from None
     if len(content) > _MOST_BYTES:
-        raise UserError(f"{path} holds more than {_MOST_BYTES:,} bytes: it is no file of a task")
+        raise UserError(f"{path} holds more than {_MOST_BYTES:,} bytes: it is not a file of a task")
     return content
 
 

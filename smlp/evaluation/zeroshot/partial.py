@@ -144,7 +144,7 @@ def _read(path: Path, pins: dict[str, Any]) -> dict[tuple[str, str], Batches]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path} is damaged, or no file of scores: remove it to score all records anew") from None
+        raise UserError(f"{path} is damaged, or not a file of scores: remove it to score all records again") from None
     return known
 
 

@@ -158,7 +158,7 @@ def _notes(name: str, one: Mapping[str, Any]) -> str:
     if one["n"] + one["num_skipped"] < one["num_records"]:
         notes.append(
             f"the first {one['n'] + one['num_skipped']} of {one['num_records']} records, in the order of the file, "
-            "which is no random sample"
+            "which is not a random sample"
         )
     for key, what in (
         ("num_partly_scored", "have candidates that begin within the model's prefix"),

@@ -29,8 +29,8 @@ _REASONS = {
     MISSING: "there is no such folder: it was never started",
     "waiting": "it has not been started",
     "running": "it had not finished when the report was made, or was killed",
-    "stopped": "it was stopped, and can go on",
-    "unknown": "there is no run.json that says what became of it",
+    "stopped": "it was stopped, and can be resumed",
+    "unknown": "it has no run.json, so its state is unknown",
 }
 
 
@@ -104,7 +104,7 @@ def incomplete(results: Results) -> list[tuple[RunResult, str]]:
     for run in results.runs:
         reasons = [*run.notes]
         if not run.is_done:
-            reasons.insert(0, run.message or _REASONS.get(run.state, "run.json does not say why"))
+            reasons.insert(0, run.message or _REASONS.get(run.state, "run.json does not give the reason"))
         if reasons:
             found.append((run, "; ".join(reasons)))
     return found

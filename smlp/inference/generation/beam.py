@@ -88,7 +88,7 @@ def beam_search(
     if limits.end is None:
         raise UserError("a beam search needs the id that ends a text: Limits(end=...)")
     if limits.when_full == "slide":
-        raise UserError("a beam search does not go with when_full=slide: it compares texts in one context")
+        raise UserError("a beam search cannot be combined with when_full=slide: it compares texts in one context")
     beam = beam or BeamSearch()
     ready = ready_prompts(decoder.config, prompts, limits, fill, reads_last=True)
     searches = [_Search(number, prompt) for number, prompt in enumerate(ready)]

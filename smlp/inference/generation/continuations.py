@@ -155,7 +155,7 @@ class TextWriter:
         elif self.stop:
             raise UserError("stop strings do not go with beam search, which ends texts at </s>")
         elif self.limits.when_full == "slide":
-            raise UserError("sliding does not go with beam search, which compares texts in one context")
+            raise UserError("sliding cannot be combined with beam search, which compares texts in one context")
 
     def settings(self) -> dict[str, Any]:
         """Return all settings by name, for reports."""

@@ -139,12 +139,14 @@ def method_of(greedy: bool = False, beam: int | None = None, **settings: Any) ->
     _require(isinstance(greedy, bool), f"greedy must be True or False, got {greedy!r}")
     if beam is not None:
         drawn = [*(["greedy"] if greedy else []), *(name for name in settings if name in of_sampling)]
-        _require(not drawn, f"beam={beam} draws no tokens, so it does not go with {', '.join(drawn)}")
+        _require(not drawn, f"beam={beam} draws no tokens, so it cannot be combined with {', '.join(drawn)}")
         return BeamSearch(beam, **settings)
     searched = [name for name in settings if name in of_beam_search]
     _require(not searched, f"{', '.join(searched)} needs a beam search: give beam as well")
     if greedy:
         drawn = [name for name in ("temperature", "top_k", "top_p", "seed") if name in settings]
-        _require(not drawn, f"greedy always takes the likeliest token, so it does not go with {', '.join(drawn)}")
+        _require(
+            not drawn, f"greedy always takes the likeliest token, so it cannot be combined with {', '.join(drawn)}"
+        )
         settings["temperature"] = 0.0
     return Sampling(**settings)
