@@ -115,12 +115,9 @@ def transformer_lm(config: ModelConfig) -> nn.Module | None:
         return None
     from argparse import Namespace
 
-    from fairseq.data import Dictionary
     from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
 
-    words = Dictionary()
-    for number in range(config.vocab_size - len(words)):
-        words.add_symbol(str(number))
+    words = _words(config)
     options = Namespace(
         decoder_embed_dim=config.embed_dim,
         decoder_ffn_embed_dim=config.ffn_dim,
@@ -135,3 +132,36 @@ def transformer_lm(config: ModelConfig) -> nn.Module | None:
     base_lm_architecture(options)
     options.max_target_positions = config.max_tokens
     return TransformerLanguageModel.build_model(options, Namespace(source_dictionary=words, target_dictionary=words))
+
+
+def roberta(config: ModelConfig) -> nn.Module | None:
+    """fairseq's RoBERTa of the same shape as a BERT of ours with its norms after the sublayers."""
+    if module("fairseq.models.roberta", "fairseq") is None:
+        return None
+    from argparse import Namespace
+
+    from fairseq.models.roberta import RobertaModel, base_architecture
+
+    words = _words(config)
+    options = Namespace(
+        encoder_embed_dim=config.embed_dim,
+        encoder_ffn_embed_dim=config.ffn_dim,
+        encoder_layers=config.num_layers,
+        encoder_attention_heads=config.num_heads,
+        activation_fn=config.activation,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        max_positions=config.max_tokens,
+    )
+    base_architecture(options)
+    return RobertaModel.build_model(options, Namespace(source_dictionary=words, target_dictionary=words))
+
+
+def _words(config: ModelConfig) -> object:
+    """A dictionary of as many symbols as a model has."""
+    from fairseq.data import Dictionary
+
+    words = Dictionary()
+    for number in range(config.vocab_size - len(words)):
+        words.add_symbol(str(number))
+    return words
