@@ -31,7 +31,8 @@ every other user of the same library function alone.
     batches     the samples that fairseq leaves out, batches that only keep the ranks together
     buffering   threads that read batches nobody needs any more
     adam        Adam in one pass on a CPU
-    scoring     samples whose first tokens only choose experts, GLUE's metrics on several ranks
+    scoring     samples whose first tokens only choose experts
+    sentences   data and metrics of fine-tuning on GLUE
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def apply() -> None:
         processes,
         saving,
         scoring,
+        sentences,
         settings,
         speed,
         startup,
@@ -70,5 +72,5 @@ def apply() -> None:
     )
 
     remedies = (startup, logs, versions, parsing, limits, needs, settings, stopping, processes, saving, loading, data)
-    for group in (*remedies, batches, buffering, adam, scoring, divergence, speed, expert_saving, trainer):
+    for group in (*remedies, batches, buffering, adam, scoring, sentences, divergence, speed, expert_saving, trainer):
         group.apply()

@@ -86,6 +86,8 @@ def apply() -> None:
     ) -> Any:
         limit = max_positions if isinstance(max_positions, int) else None
         sizes = getattr(dataset, "sizes", None)
+        if isinstance(sizes, list) and len(sizes) == 1:  # of sentence_prediction
+            (sizes,) = sizes
         if limit is not None and isinstance(sizes, numpy.ndarray) and sizes.ndim == 1:
             check_lengths(sizes[indices], limit, may_leave_out=ignore_invalid_inputs)
         return leave_out(self, indices, dataset, max_positions, ignore_invalid_inputs)
@@ -158,7 +160,8 @@ def check_lengths(lengths: numpy.ndarray, limit: int, may_leave_out: bool) -> No
     remedy = (
         "lower --tokens-per-sample, or raise --max-tokens and --max-target-positions"
         if too_long == len(lengths)
-        else "--skip-invalid-size-inputs-valid-test leaves them out of validation, --sample-break-mode none cuts them"
+        else "--skip-invalid-size-inputs-valid-test leaves them out of validation, --sample-break-mode none cuts them "
+        "(of sentences, --shorten-method truncate)"
     )
     raise UserError(
         f"{too_long:,} of {len(lengths):,} samples are longer than {limit} tokens, the longest has {lengths.max()}: "

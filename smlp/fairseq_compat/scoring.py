@@ -1,11 +1,9 @@
-"""Leave the first tokens of a sample out of its score if they only choose experts (``prefix_tokens``); gather the
-predictions of all ranks for GLUE's metrics."""
+"""Leave the first tokens of a sample out of its score if they only choose experts (``prefix_tokens``)."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import math
 from typing import Any
 
 from smlp.fairseq_compat.core import prefix_of
@@ -18,15 +16,10 @@ def apply() -> None:
 
     The scorer can start later in a sample (``start_indices``, made for ``--context-window``), so nothing but that and
     the number of tokens reported is changed.
-
-    ``--report-mcc`` and its like end on several ranks, because fairseq then sums lists of predictions with numbers.
-    They are gathered instead. ``--report-pearson-and-spearman`` ends at a batch of one row, whose correlation fairseq
-    also computes; it is nan there.
     """
-    from fairseq.criterions import sentence_prediction
     from fairseq.sequence_scorer import SequenceScorer
 
-    generate, correlate = SequenceScorer.generate, sentence_prediction.pearson_and_spearman
+    generate = SequenceScorer.generate
     told: set[int] = set()
 
     @functools.wraps(generate)
@@ -50,15 +43,4 @@ def apply() -> None:
         )
         return generate(self, models, sample, **kw)
 
-    def logging_outputs_can_be_summed(self: Any) -> bool:
-        return self.training or not self.keep_pred_and_targ
-
-    @functools.wraps(correlate)
-    def pearson_and_spearman(preds: Any, labels: Any) -> dict[str, float]:
-        if len(preds) < 2:
-            return dict.fromkeys(("pearson", "spearmanr", "corr"), math.nan)
-        return correlate(preds, labels)
-
     SequenceScorer.generate = generate_after_prefix
-    sentence_prediction.pearson_and_spearman = pearson_and_spearman
-    sentence_prediction.SentencePredictionCriterion.logging_outputs_can_be_summed = logging_outputs_can_be_summed

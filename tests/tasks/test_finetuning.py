@@ -158,7 +158,10 @@ def test_a_model_without_a_head_for_spans_is_refused_in_one_sentence(tiny_data, 
     printed("squad", "--train", files["v1.1"], "--tokenizer", tiny_data, "--out", out)
     common = [out, "--user-dir", USER_DIR, "--task", "squad", "--criterion", "span", "--batch-size", "2"]
     cases = [
-        {"tool": "train", "args": [*common, "--arch", arch, "--optimizer", "adam", "--lr", "0"]}
+        {
+            "tool": "train",
+            "args": [*common, "--arch", arch, "--optimizer", "adam", "--lr", "0", "--save-dir", tmp_path / arch],
+        }
         for arch in ("roberta_base", "smlp_tiny")
     ]
     for run, arch in zip(run_fairseq_many(cases), ("roberta_base", "smlp_tiny"), strict=True):

@@ -1,0 +1,134 @@
+"""Fine-tuning with fairseq's task ``sentence_prediction``: check data and options, and mend GLUE's metrics."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+from smlp.errors import UserError
+from smlp.files import read_text
+from smlp.text.binarized import open_tokens
+from smlp.text.tokenizer_files import DICTIONARY
+
+_MAKE = "make the data with 'smlp data glue'"
+
+
+def apply() -> None:
+    """Check data before they are used, and mend the metrics.
+
+    ``--report-mcc`` and its like end on several ranks, because fairseq then sums lists of predictions with numbers.
+    They are gathered instead. ``--report-pearson-and-spearman`` ends at a batch of one row, whose correlation fairseq
+    also computes; it is nan there.
+    """
+    from fairseq.criterions import sentence_prediction
+    from fairseq.tasks.sentence_prediction import SentencePredictionTask
+
+    correlate = sentence_prediction.pearson_and_spearman
+    setup, load = SentencePredictionTask.setup_task.__func__, SentencePredictionTask.load_dataset
+
+    @functools.wraps(setup)
+    def checked_setup(cls: type, cfg: Any, **kw: Any) -> Any:
+        check_dictionaries(cfg)
+        task = setup(cls, cfg, **kw)
+        for name in ("init_token", "separator_token"):
+            token = getattr(cfg, name)
+            if token is not None and not 0 <= token < len(task.dictionary):
+                raise UserError(
+                    f"--{name.replace('_', '-')} {token}: the dictionary has the ids 0 to {len(task.dictionary) - 1}"
+                )
+        return task
+
+    @functools.wraps(load)
+    def checked_load(self: Any, split: str, combine: bool = False, **kw: Any) -> Any:
+        check_rows(self, split)
+        return load(self, split, combine=combine, **kw)
+
+    @functools.wraps(correlate)
+    def pearson_and_spearman(preds: Any, labels: Any) -> dict[str, float]:
+        if len(preds) < 2:
+            return dict.fromkeys(("pearson", "spearmanr", "corr"), math.nan)
+        return correlate(preds, labels)
+
+    def logging_outputs_can_be_summed(self: Any) -> bool:
+        return self.training or not self.keep_pred_and_targ
+
+    SentencePredictionTask.setup_task = classmethod(checked_setup)
+    SentencePredictionTask.load_dataset = checked_load
+    sentence_prediction.pearson_and_spearman = pearson_and_spearman
+    sentence_prediction.SentencePredictionCriterion.logging_outputs_can_be_summed = logging_outputs_can_be_summed
+
+
+def check_dictionaries(cfg: Any) -> None:
+    """Refuse missing and damaged dictionaries, and ``--num-classes`` without a number.
+
+    Raises:
+        UserError: the message names the file or the option.
+    """
+    from smlp.fairseq_compat.data import check_dictionary
+
+    for name in ("input0",) if cfg.regression_target else ("input0", "label"):
+        path = Path(cfg.data) / name / DICTIONARY
+        if not path.is_file():
+            hint = "; of numbers to predict, add --regression-target" if name == "label" else ""
+            raise UserError(f"there is no file {path}: {_MAKE}{hint}")
+        check_dictionary(path.parent)
+    if cfg.num_classes < 1:
+        raise UserError("--num-classes is missing: the number of labels, or 1 with --regression-target")
+
+
+def check_rows(task: Any, split: str) -> None:
+    """Refuse files of a split that are missing, damaged or of different numbers of rows, and labels beyond the classes.
+
+    A split named ``test...`` may lack labels.
+
+    Raises:
+        UserError: the message names the files.
+    """
+    folder, cfg = Path(task.cfg.data), task.cfg
+    rows = {f"input0/{split}": _read(folder / "input0" / split, len(task.dictionary))[0]}
+    if (folder / "input1").is_dir():
+        rows[f"input1/{split}"] = _read(folder / "input1" / split, len(task.dictionary))[0]
+    name = f"label/{split}.label" if cfg.regression_target else f"label/{split}"
+    path = folder / (name if cfg.regression_target else f"{name}.idx")
+    if not path.is_file() and split.startswith("test"):
+        return
+    if not path.is_file():
+        hint = f" (--regression-target reads {path.suffix} files)" if cfg.regression_target else ""
+        raise UserError(f"there is no file {path}{hint}: {_MAKE}")
+    if cfg.regression_target:
+        lines = read_text(path, "latin-1").splitlines()
+        rows[name] = len(lines)
+        for number, line in enumerate(lines, start=1):
+            check_numbers(line.split(), cfg.num_classes, f"{path}, line {number}")
+    else:
+        rows[name], largest = _read(folder / name, len(task.label_dictionary))
+        num_classes = largest + 1 - task.label_dictionary.nspecial
+        if num_classes > cfg.num_classes:
+            raise UserError(f"--num-classes {cfg.num_classes}, but {folder / name}.bin has {num_classes} classes")
+    if len(set(rows.values())) > 1:
+        numbers = ", ".join(f"{name} has {number}" for name, number in rows.items())
+        raise UserError(f"the files of {folder} differ in their numbers of rows: {numbers}")
+
+
+def check_numbers(words: list[str], count: int, place: str) -> None:
+    """Refuse a line that does not hold ``count`` finite numbers.
+
+    Raises:
+        UserError: the message names the line.
+    """
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = []
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise UserError(f"{place}: {count} numbers are expected (--num-classes), found {' '.join(words)[:80]!r}")
+
+
+def _read(prefix: Path, vocab_size: int) -> tuple[int, int]:
+    """Return the number of rows, and the largest id."""
+    if not Path(f"{prefix}.idx").is_file():
+        raise UserError(f"there is no file {prefix}.idx: {_MAKE}")
+    files = open_tokens(prefix)
+    return len(files.lengths), max(int(piece.max()) for piece in files.pieces(vocab_size))

@@ -1,0 +1,86 @@
+"""Wrong data and options of ``sentence_prediction`` end in one sentence."""
+
+import shutil
+
+import pytest
+from running import USER_DIR
+
+from smlp.cli.main import main
+
+pytestmark = pytest.mark.long
+
+ROWS = ["label\ta\tb"] + [f"{'xyz'[at % 3]}\tthe a and\tand {'a ' * at}" for at in range(9)]
+TRAIN = [
+    *("--user-dir", USER_DIR, "--task", "sentence_prediction", "--criterion", "sentence_prediction"),
+    *("--arch", "amlp_mlm_tiny", "--embed-dim", "16", "--ffn-dim", "32", "--num-dense-layers", "1"),
+    *("--batch-size", "4", "--optimizer", "adam", "--lr", "1e-3", "--max-update", "1", "--no-save"),
+    *("--num-workers", "0", "--max-positions", "16", "--init-token", "0"),
+]
+#: what is done to the data, more options, and the message
+BAD = {
+    "gone": (shutil.rmtree, [], "there is no file {data}/input0/dict.txt: make the data with 'smlp data glue'"),
+    "classes": (None, ["--num-classes", "-1"], "--num-classes is missing"),
+    "few classes": (None, ["--num-classes", "2"], "--num-classes 2, but {data}/label/valid.bin has 3 classes"),
+    "no label": (lambda data: shutil.rmtree(data / "label"), [], "there is no file {data}/label/dict.txt"),
+    "numbers": (None, ["--regression-target"], "there is no file {data}/label/valid.label (--regression-target"),
+    "a word": (
+        lambda data: (data / "label" / "valid.label").write_text("1\nx\n" + "2\n" * 7),
+        ["--regression-target", "--num-classes", "1"],
+        "{data}/label/valid.label, line 2: 1 numbers are expected (--num-classes), found 'x'",
+    ),
+    "no split": (
+        lambda data: (data / "input0" / "train.idx").unlink(),
+        [],
+        "there is no file {data}/input0/train.idx",
+    ),
+    "no labels": (
+        lambda data: (data / "label" / "train.idx").unlink(),
+        [],
+        "there is no file {data}/label/train.idx: make the data",
+    ),
+    "cut off": (
+        lambda data: (data / "input1" / "train.bin").write_bytes(b"1234"),
+        [],
+        "{data}/input1/train.bin holds 4 bytes",
+    ),
+    "fewer rows": (
+        lambda data: [
+            shutil.copy(data / "label" / f"test.{end}", data / "label" / f"train.{end}") for end in ("bin", "idx")
+        ],
+        [],
+        "differ in their numbers of rows: input0/train has 9, input1/train has 9, label/train has 3",
+    ),
+    "init token": (None, ["--init-token", "9999"], "--init-token 9999: the dictionary has the ids 0 to"),
+    "separator": (None, ["--separator-token", "-1"], "--separator-token -1: the dictionary has the ids 0 to"),
+    "too long": (None, ["--max-positions", "10"], "of sentences, --shorten-method truncate)"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tiny_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sentences")
+    (folder / "rows.tsv").write_text("\n".join(ROWS))
+    (folder / "few.tsv").write_text("\n".join(ROWS[:4]))
+    arguments = [
+        *("--columns", "a,b", "--label", "label", "--train", folder / "rows.tsv", "--valid", folder / "rows.tsv"),
+        *("--test", folder / "few.tsv", "--tokenizer", tiny_data, "--out", folder / "data", "--quiet"),
+    ]
+    assert main(["data", "glue", *map(str, arguments)]) == 0
+    return folder / "data"
+
+
+def test_wrong_data_and_options_are_one_sentence(data, tmp_path, run_fairseq_many):
+    cases, messages = [], []
+    for name, (damage, more, message) in BAD.items():
+        own = tmp_path / name.replace(" ", "-")
+        shutil.copytree(data, own)
+        if damage is not None:
+            damage(own)
+        more = ["--num-classes", "3", "--save-dir", tmp_path / f"{own.name}-saved", *more]
+        cases.append({"tool": "train", "args": [own, *TRAIN, *more]})
+        messages.append(message.format(data=own))
+    cases.append({"tool": "train", "args": [data, *TRAIN, "--num-classes", "3", "--save-dir", tmp_path / "good"]})
+    *runs, good = run_fairseq_many(cases)
+    assert good.rc == 0, good
+    for run, message in zip(runs, messages, strict=True):
+        assert run.rc == 1 and message in run.errors[-1] and "Traceback" not in run.stderr, (message, run.stderr[-600:])
