@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from architectures import LANGUAGE_MODELS
+from architectures import ENCODERS, LANGUAGE_MODELS
 from running import REPOSITORY, run_python
 
 from smlp.config.presets import preset
@@ -39,14 +39,16 @@ def commands(tmp_path_factory):
     script = tmp_path_factory.mktemp("train") / "print.py"
     script.write_text(PRINT_ARGUMENTS)
     lines = []
-    for arch in LANGUAGE_MODELS:
+    for arch in (*LANGUAGE_MODELS, *ENCODERS):
         gpus = "1" if arch.endswith("_tiny") else "32"
-        done = shell(arch, "DATA", "SAVE", "--seed", "7", TRAIN_COMMAND=f"{sys.executable} {script}", GPUS=gpus)
+        words = ["masked_lm", arch] if arch in ENCODERS else [arch]
+        done = shell(*words, "DATA", "SAVE", "--seed", "7", TRAIN_COMMAND=f"{sys.executable} {script}", GPUS=gpus)
         assert done.returncode == 0, done.stderr
         lines.append(done.stdout.strip())
     parsed = run_python("-c", PARSE, stdin=f"[{', '.join(lines)}]")
     assert parsed.rc == 0, parsed.stderr
-    return dict(zip(LANGUAGE_MODELS, (SimpleNamespace(**args) for args in json.loads(parsed.stdout)), strict=True))
+    archs = [*LANGUAGE_MODELS, *ENCODERS]
+    return dict(zip(archs, (SimpleNamespace(**args) for args in json.loads(parsed.stdout)), strict=True))
 
 
 def test_every_architecture_has_a_command_and_no_other():
@@ -61,6 +63,19 @@ def test_the_command_trains_its_architecture(commands, arch):
     assert args.tokens_per_sample == preset(arch).max_tokens
     assert args.num_dense_layers == preset(arch).num_dense_layers
     assert args.adam_betas == "(0.9, 0.98)" and args.weight_decay == 0.1 and args.ddp_backend == "legacy_ddp"
+
+
+@pytest.mark.parametrize("arch", ENCODERS)
+def test_masked_language_models_have_the_recipe_of_their_paper(commands, arch):
+    args, tiny, full = commands[arch], arch.endswith("_tiny"), preset(arch).max_tokens == 512
+    assert (args.arch, args.task, args.criterion, args.tokens_per_sample) == (
+        arch, "masked_lm", "masked_lm", preset(arch).max_tokens
+    )  # fmt: skip
+    assert (args.lr, args.max_update) == (([3e-3], 4000) if tiny else ([1e-4], 1000000) if full else ([7e-4], 125000))
+    sequences = args.batch_size * args.update_freq[0] * (1 if tiny else 32)
+    assert sequences == (32 if tiny else 256 if full else 2048)
+    assert (args.adam_betas, args.adam_eps, args.weight_decay, args.dropout) == ("(0.9, 0.999)", 1e-6, 0.01, 0.0)
+    assert args.lr_scheduler == "polynomial_decay" and args.total_num_update == args.max_update
 
 
 @pytest.mark.parametrize("arch", [arch for arch in LANGUAGE_MODELS if not arch.endswith("_tiny")])
