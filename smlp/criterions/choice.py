@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from smlp.config import ModelConfig
@@ -27,8 +28,11 @@ def settle_criterion(args: Any, arch: str) -> None:
     if PRESETS[arch].get("direction") == "bidirectional":
         if asked == _DEFAULT:
             args.criterion = _OF_TASKS.get(getattr(args, "task", None), _DEFAULT)
+            _fill_in(args)
         elif asked == OURS:
             raise UserError(f"--criterion {OURS} is for language models, and --arch {arch} is an encoder: leave it out")
+        elif asked in _OF_TASKS.values() and asked != _OF_TASKS.get(args.task):
+            raise UserError(f"--criterion {asked} does not fit --task {args.task}: leave it out")
     elif asked == _DEFAULT:
         args.criterion = OURS
     elif asked not in (None, OURS):
@@ -36,6 +40,16 @@ def settle_criterion(args: Any, arch: str) -> None:
         reason = needs_ours(from_training_options(arch, vars(args), vocab_size=2, padding_idx=1))
         if reason:
             raise UserError(f"--criterion {asked} cannot train --arch {arch}: {reason}; leave --criterion out")
+
+
+def _fill_in(args: Any) -> None:
+    """Set the defaults of a criterion whose options were not read; fairseq's tasks ask for some of them."""
+    from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
+
+    options = CRITERION_DATACLASS_REGISTRY.get(args.criterion)
+    for field in () if options is None else dataclasses.fields(options):
+        if not field.name.startswith("_") and not str(field.default).startswith("${"):
+            vars(args).setdefault(field.name, field.default)
 
 
 def check_criterion(name: str | None, config: ModelConfig) -> None:

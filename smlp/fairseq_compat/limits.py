@@ -45,6 +45,12 @@ LIMITS: dict[str, Limit] = {
     "required_seq_len_multiple": _POSITIVE,
     "tokens_per_sample": Limit(1, _INT32),
     "max_target_positions": Limit(1, _INT32),
+    "max_positions": Limit(1, _INT32),
+    # of the task squad
+    "doc_stride": Limit(1, _INT32),
+    "max_query_length": Limit(1, _INT32),
+    "max_answer_length": Limit(1, _INT32),
+    "no_answer_threshold": Limit(-_LARGEST),
     "update_freq": _POSITIVE,
     "curriculum": _NOT_NEGATIVE,
     "num_shards": _POSITIVE,

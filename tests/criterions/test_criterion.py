@@ -195,6 +195,18 @@ def test_our_archs_get_our_criterion():
         assert vars(args) == before
 
 
+def test_an_encoder_gets_the_criterion_of_its_task():
+    for task, criterion in (("masked_lm", "masked_lm"), ("squad", "span"), ("sentence_prediction",) * 2):
+        args = options(criterion="cross_entropy", task=task)
+        settle_criterion(args, "gmlp_mlm_tiny")
+        assert args.criterion == criterion
+        settle_criterion(args, "gmlp_mlm_tiny")  # as if it had been given
+        for other in {"masked_lm", "span", "sentence_prediction"} - {criterion}:
+            with pytest.raises(UserError, match=f"--criterion {other} does not fit --task {task}"):
+                settle_criterion(options(criterion=other, task=task), "gmlp_mlm_tiny")
+    assert args.regression_target is False and args.classification_head_name == "sentence_classification_head"
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -58,11 +58,14 @@ def test_the_borders_of_each_option(name: str) -> None:
         assert why in str(refused.value)
 
 
-@pytest.mark.parametrize("arch", ["smlp_tiny", "transformer_lm"])
-def test_every_number_of_fairseq_train_is_in_the_table(arch: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "task"),
+    [("smlp_tiny", "language_modeling"), ("transformer_lm", "language_modeling"), ("amlp_mlm_tiny", "squad")],
+)
+def test_every_number_of_fairseq_train_is_in_the_table(arch: str, task: str) -> None:
     parser = options.get_training_parser()
     for optimizer, schedule in zip(_OPTIMIZERS, _SCHEDULES, strict=True):
-        words = ["data", "--task", "language_modeling", "--arch", arch, "--optimizer", optimizer, "--max-update", "9"]
+        words = ["data", "--task", task, "--arch", arch, "--optimizer", optimizer, "--max-update", "9"]
         words += ["--lr-scheduler", schedule, "--max-lr", "1", "--decay-steps", "1"]
         parser = options.get_training_parser()
         options.parse_args_and_arch(parser, words, parse_known=True)

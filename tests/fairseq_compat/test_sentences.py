@@ -11,21 +11,34 @@ pytestmark = pytest.mark.long
 
 ROWS = ["label\ta\tb"] + [f"{'xyz'[at % 3]}\tthe a and\tand {'a ' * at}" for at in range(9)]
 TRAIN = [
-    *("--user-dir", USER_DIR, "--task", "sentence_prediction", "--criterion", "sentence_prediction"),
-    *("--arch", "amlp_mlm_tiny", "--embed-dim", "16", "--ffn-dim", "32", "--num-dense-layers", "1"),
+    *(
+        "--user-dir",
+        USER_DIR,
+        "--task",
+        "sentence_prediction",
+        "--arch",
+        "amlp_mlm_tiny",
+        "--embed-dim",
+        "16",
+        "--ffn-dim",
+        "32",
+        "--num-dense-layers",
+        "1",
+    ),
     *("--batch-size", "4", "--optimizer", "adam", "--lr", "1e-3", "--max-update", "1", "--no-save"),
     *("--num-workers", "0", "--max-positions", "16", "--init-token", "0"),
 ]
+NUMBERS = ["--criterion", "sentence_prediction", "--regression-target"]
 #: what is done to the data, more options, and the message
 BAD = {
     "gone": (shutil.rmtree, [], "there is no file {data}/input0/dict.txt: make the data with 'smlp data glue'"),
     "classes": (None, ["--num-classes", "-1"], "--num-classes is missing"),
     "few classes": (None, ["--num-classes", "2"], "--num-classes 2, but {data}/label/valid.bin has 3 classes"),
     "no label": (lambda data: shutil.rmtree(data / "label"), [], "there is no file {data}/label/dict.txt"),
-    "numbers": (None, ["--regression-target"], "there is no file {data}/label/valid.label (--regression-target"),
+    "numbers": (None, NUMBERS, "there is no file {data}/label/valid.label (--regression-target"),
     "a word": (
         lambda data: (data / "label" / "valid.label").write_text("1\nx\n" + "2\n" * 7),
-        ["--regression-target", "--num-classes", "1"],
+        [*NUMBERS, "--num-classes", "1"],
         "{data}/label/valid.label, line 2: 1 numbers are expected (--num-classes), found 'x'",
     ),
     "no split": (

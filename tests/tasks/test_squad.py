@@ -205,7 +205,6 @@ def test_a_given_threshold_is_kept(data, tmp_path):
 
 def test_wrong_options_and_data_are_one_sentence(data, tmp_path):
     for options, message in (
-        ({"doc_stride": 0}, "--doc-stride 0 must be at least 1"),
         ({"data": str(tmp_path / "gone")}, "there is no file .*dict.txt: make the data with"),
         ({"predictions_file": str(tmp_path / "gone" / "a.json")}, "cannot write --predictions-file"),
     ):
