@@ -17,7 +17,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from smlp.errors import UserError
 
@@ -67,6 +67,12 @@ def plain_name(name: object, named_by: str) -> str:
     return name
 
 
+def check_path(path: Any, what: str) -> None:
+    """Raise ``UserError`` if what should be a path is of another type."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UserError(f"a {what} must be a path, got {path!r:.40}")
+
+
 def regular_file(path: str | Path, what: str = "file") -> Path:
     """Return the path of a regular file that may be read.
 
@@ -77,8 +83,9 @@ def regular_file(path: str | Path, what: str = "file") -> Path:
         what: kind of file that is wanted, for the message.
 
     Raises:
-        UserError: it is missing, a folder, no regular file, or may not be read.
+        UserError: it is missing, a folder, no regular file, may not be read, or is no path at all.
     """
+    check_path(path, what)
     path = Path(path)
     try:
         mode = os.stat(path).st_mode
@@ -180,7 +187,7 @@ def _check_replaceable(target: Path, named: str) -> None:
 
 @contextlib.contextmanager
 def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> Iterator[None]:
-    """Hold a lock on a folder, which is made if it is missing.
+    """Hold a lock on a folder, which is made if it is missing, and removed again if nothing is written to it.
 
     The operating system releases the lock when the process ends, however it ends. Forked processes do not inherit it.
     If the file system has no locks, a warning is logged and the block runs.
@@ -195,6 +202,7 @@ def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> 
         UserError: another process is at work there, or the folder cannot be written to.
     """
     folder, named = Path(folder), f"{option} {folder}".strip()
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _opened_lock(folder / _LOCK)
@@ -208,6 +216,8 @@ def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> 
         if lock in _held:  # a forked process does not hold it
             with contextlib.suppress(OSError):
                 os.unlink(folder / _LOCK)
+                if is_new:
+                    folder.rmdir()  # if nothing was written
             _held.remove(lock)
             os.close(lock)
 

@@ -17,7 +17,7 @@ from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes
 from smlp.checkpoint.opened import Checkpoint, fit_problems, open_checkpoint
 from smlp.config import LEAKY_WARNING
 from smlp.errors import UserError
-from smlp.files import write_whole
+from smlp.files import check_path, write_whole
 from smlp.inference.language_model import LanguageModel
 from smlp.inference.masked import MaskedLanguageModel
 from smlp.nn.build import model_of
@@ -156,6 +156,9 @@ def load_pretrained(
     Raises:
         UserError: a file is missing or damaged, or the dictionary does not fit the checkpoint.
     """
+    for what, file in (("dictionary", dictionary), ("tokenizer", tokenizer)):
+        if file is not None:
+            check_path(file, what)
     checkpoint = open_checkpoint(path)
     for file in checkpoint.paths:
         check_sums(file)

@@ -27,6 +27,7 @@ from smlp.checkpoint.parts import detach, write_part
 from smlp.checkpoint.torch_file import write_torch_file
 from smlp.errors import UserError
 from smlp.files import check_writable, write_whole
+from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 # names of fairseq's checkpoints; they are ordered by the number in the group
 _EPOCH = re.compile(r"checkpoint(\d+)\.pt")
@@ -37,10 +38,12 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
     """Return the path to write to; make its folder.
 
     Raises:
-        UserError: the file exists and ``force`` is not given, it is one of the inputs or a part of a checkpoint, or it
-            cannot be written.
+        UserError: the file exists and ``force`` is not given, it is one of the inputs or a part of a checkpoint, it has
+            the name of a dictionary or tokenizer, or it cannot be written.
     """
     target = Path(target)
+    if target.name in (DICTIONARY, *TOKENIZER_FILES):
+        raise UserError(f"{target} is the name of a dictionary's or tokenizer's file: write to another file")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:

@@ -169,6 +169,8 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
             return _DTYPES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if name == "bytearray":  # torch would make one of any size
+            raise _Refused(f"{module}.{name}")
         raise _OtherClass(f"{module}.{name}")
 
     def _tensor(self, storage: _Storage, start: int, shape: Sequence[int], stride: Sequence[int], *_: Any) -> Any:

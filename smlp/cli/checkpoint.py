@@ -156,7 +156,8 @@ def _merge(args: argparse.Namespace) -> int:
     from smlp.checkpoint.inspection import open_intact
     from smlp.checkpoint.output import check_target, write_exported, write_one_file
 
-    target = check_target(args.output, [args.path], args.force)
+    texts = [path for path in (args.dict, args.tokenizer) if path is not None]
+    target = check_target(args.output, [args.path, *texts], args.force)
     checkpoint = open_intact(args.path)
     if args.export or target.suffix == ".safetensors":
         write_exported(checkpoint, target, args.dict, args.tokenizer)

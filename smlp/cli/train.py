@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,12 +96,20 @@ def train(arguments: list[str]) -> int:
     """Run fairseq-train in this process, which may be one of several ranks, with defaults for missing options."""
     added = default_arguments(arguments)
 
-    def before(cfg: Any) -> None:
+    @contextlib.contextmanager
+    def prepared(cfg: Any) -> Iterator[None]:
         if added and cfg.distributed_training.distributed_rank == 0:
             print(f"smlp train: using {' '.join(added)}", file=sys.stderr)
-        prepare(cfg)
+        copied = prepare(cfg)
+        try:
+            yield
+        except UserError:
+            for path in copied:
+                if not any(path.parent.glob("*.pt")):  # nothing but a checkpoint needs it
+                    path.unlink(missing_ok=True)
+            raise
 
-    run_training([*added, *arguments], before)
+    run_training([*added, *arguments], prepared)
     return 0
 
 
@@ -146,8 +156,11 @@ def default_arguments(given: list[str]) -> list[str]:
     return added
 
 
-def prepare(cfg: Any) -> None:
+def prepare(cfg: Any) -> list[Path]:
     """Check the data and make the save-dir self-contained, before anything is built.
+
+    Returns:
+        The files that the save-dir did not have before.
 
     Raises:
         UserError: data are missing, empty or damaged, or the save-dir belongs to another dictionary.
@@ -159,7 +172,7 @@ def prepare(cfg: Any) -> None:
 
     task = cfg.task
     if getattr(task, "_name", None) not in ("language_modeling", "masked_lm"):
-        return
+        return []
     directories = split_paths(task.data)
     check_dictionary(directories[0])
     if getattr(cfg.dataset, "dataset_impl", None) not in ("raw", "fasta"):
@@ -168,11 +181,15 @@ def prepare(cfg: Any) -> None:
         last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
         if last.is_file():  # check before a dictionary is copied into its folder
             check_dictionary_of(str(last), directories[0], cfg.model)
-        copy_companions(Path(directories[0]), Path(cfg.checkpoint.save_dir))
+        return copy_companions(Path(directories[0]), Path(cfg.checkpoint.save_dir))
+    return []
 
 
-def copy_companions(data: Path, save_dir: Path) -> None:
+def copy_companions(data: Path, save_dir: Path) -> list[Path]:
     """Copy the dictionary and, if there is one, the tokenizer from the data directory into the save-dir.
+
+    Returns:
+        The files that were not there before.
 
     Raises:
         UserError: the save-dir holds checkpoints trained with another dictionary, or cannot be written.
@@ -190,9 +207,12 @@ def copy_companions(data: Path, save_dir: Path) -> None:
         save_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make --save-dir {save_dir}: {error.strerror}") from error
+    copied = []
     for name in COMPANIONS:
         if (data / name).is_file():
+            copied += [save_dir / name] * (not (save_dir / name).exists())
             copy_whole(data / name, save_dir / name)
+    return copied
 
 
 def read_launch_options(arguments: list[str]) -> LaunchOptions:

@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,13 +66,13 @@ def training_configuration(arguments: list[str]) -> Any:
     return cfg
 
 
-def run_training(arguments: list[str], before: Callable[[Any], None]) -> None:
+def run_training(arguments: list[str], around: Callable[[Any], AbstractContextManager[None]]) -> None:
     """Run ``fairseq-train ARGUMENTS`` in this process.
 
     Args:
         arguments: its command line.
-        before: called with fairseq's complete configuration, this process's rank included, before training starts; the
-            save-dir is this run's by then.
+        around: called with fairseq's complete configuration, this process's rank included; training runs in the context
+            that it returns. The save-dir is this run's all the while.
 
     Raises:
         UserError: among others, for arguments that fairseq's parser refuses.
@@ -87,8 +88,7 @@ def run_training(arguments: list[str], before: Callable[[Any], None]) -> None:
 
     def call_with_plugin(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
         settle_ranks(cfg)
-        with own_save_dir(cfg, main):
-            before(cfg)
+        with own_save_dir(cfg, main), around(cfg):
             call_main(cfg, functools.partial(_main_with_plugin, main), **kwargs)
 
     with _command_line(arguments), _replaced(distributed_utils, "call_main", call_with_plugin):

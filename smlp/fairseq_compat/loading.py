@@ -201,13 +201,27 @@ def check_file(path: str) -> None:
         return
     try:
         check_records(path)
-        problems = progress_problems(read_structure(path), path)
+        structure = read_structure(path)
+        problems = [*_missing_entries(structure, path), *progress_problems(structure, path)]
     except OtherClassError:  # torch may know the class, or explains what to do
         return
     except UserError as error:
         problems = [f"{error}; {remedy_for(path)}"]
     for problem in problems:
         raise UserError(problem)
+
+
+def _missing_entries(state: Any, path: str) -> list[str]:
+    """Return what fairseq lacks in a checkpoint with a configuration; older ones have other entries."""
+    if not isinstance(state, Mapping) or not state.get("cfg") or not isinstance(state.get("model"), Mapping):
+        return []
+    lacking = [entry for entry in ("optimizer_history", "extra_state") if not state.get(entry)]
+    if not lacking:
+        return []
+    return [
+        f"{path} is damaged: it lacks {' and '.join(lacking)}, which every checkpoint of fairseq-train has; "
+        f"{remedy_for(path)}"
+    ]
 
 
 def check_restore_file(cfg: Any, trainer: Any) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 from smlp.errors import ParallelError
 
+#: how long ranks wait for each other while they connect; one that ended without an error leaves no other sign
+MEETING = timedelta(minutes=5)
 # besides its own classes, torch raises RuntimeErrors of its libraries
 _OF_LIBRARIES = re.compile("gloo|nccl|tcpstore|c10d|socket", re.IGNORECASE)
 # what a rank was doing, by function name in its traceback; {} is the number of the update
@@ -65,10 +68,31 @@ def collective_timeout(heartbeat_timeout: int | None) -> timedelta | None:
     return timedelta(seconds=0.75 * heartbeat_timeout) if heartbeat_timeout and heartbeat_timeout > 0 else None
 
 
-def limit_waiting(timeout: timedelta) -> None:
-    """Limit how long collectives of this process wait for other ranks, from the first one on.
+def limit_waiting(timeout: timedelta | None) -> None:
+    """Limit how long this process waits for other ranks, from the first meeting on.
 
     fairseq begins to watch with the first forward pass.
+
+    Args:
+        timeout: of all collectives. None: ranks wait ``MEETING`` for each other while they connect their process
+            groups, and later as long as torch lets them.
     """
     for name in ("init_process_group", "new_group"):
-        setattr(dist, name, functools.partial(getattr(dist, name), timeout=timeout))
+        make = getattr(dist, name)
+        setattr(dist, name, functools.partial(make, timeout=timeout) if timeout is not None else _met_soon(make))
+
+
+def _met_soon(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch that connects a process group, with ``MEETING`` as its limit for this alone."""
+
+    @functools.wraps(make)
+    def make_soon(*args: Any, **kw: Any) -> Any:
+        if kw.get("timeout") is not None:
+            return make(*args, **kw)
+        group = make(*args, **{**kw, "timeout": MEETING})
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            usual = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+            dist.distributed_c10d._set_pg_timeout(usual, group)
+        return group
+
+    return make_soon

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from smlp.files import is_missing, regular_file
 #: fairseq's own criterions that can train a language model
 _CRITERIONS = (
     *("cross_entropy", "label_smoothed_cross_entropy", "label_smoothed_cross_entropy_with_alignment"),
-    *("adaptive_loss", "composite_loss", "vocab_parallel_cross_entropy"),
+    *("adaptive_loss", "vocab_parallel_cross_entropy"),
 )
 #: names that they and ours log in validation
 _METRICS = ("loss", "nll_loss", "ppl", "accuracy", "total", "n_correct", "wps", "wpb", "bsz", "num_updates")
@@ -92,6 +93,7 @@ def check_needs(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
     _check_optimizer(cfg.optimizer, has_cuda)
     _check_schedule(cfg.lr_scheduler)
     _check_criterion(cfg)
+    _check_languages(cfg.task)
     _check_files(cfg)
 
 
@@ -185,6 +187,8 @@ def _check_criterion(cfg: Any) -> None:
         return
     name, metric = getattr(cfg.criterion, "_name", None), cfg.checkpoint.best_checkpoint_metric
     made_by = REGISTRIES["criterion"]["registry"][name].__module__.partition(".")[0]
+    if name == "composite_loss":  # it would take each sequence for an output, and divide the loss by their number
+        raise UserError("--criterion composite_loss is for models of several outputs: leave it out")
     if made_by == "fairseq" and name not in _CRITERIONS:
         raise UserError(f"--criterion {name} is for another task than language_modeling: leave it out")
     if name == "adaptive_loss" and not getattr(cfg.model, "adaptive_softmax_cutoff", None):
@@ -193,9 +197,23 @@ def _check_criterion(cfg: Any) -> None:
         raise UserError(
             "--criterion vocab_parallel_cross_entropy needs Megatron, which fairseq comes without: leave it out"
         )
-    if made_by in ("fairseq", "smlp") and name != "composite_loss" and metric not in _METRICS:
+    if made_by in ("fairseq", "smlp") and metric not in _METRICS:
         raise UserError(
             f"--best-checkpoint-metric {metric} is none that {name} measures: give one of {', '.join(_METRICS[:3])}"
+        )
+
+
+def _check_languages(task: Any) -> None:
+    """Refuse data of one language for fairseq's task of several, which reads a folder for each."""
+    if getattr(task, "_name", None) != "multilingual_language_modeling" or not Path(task.data.split(":")[0]).is_dir():
+        return
+    folder = Path(task.data.split(":")[0])
+    found = {path.name for path in folder.iterdir() if path.is_dir()}
+    wanted = set(task.langs.split(",")) if task.langs else found
+    if not found or not wanted <= found:
+        raise UserError(
+            f"--task multilingual_language_modeling needs a folder of data for each language, and {folder} has "
+            f"{f'none for {sorted(wanted - found)[0]!r}' if wanted else 'none'}: give --task language_modeling"
         )
 
 

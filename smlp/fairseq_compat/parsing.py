@@ -108,13 +108,15 @@ def check_precision(argv: list[str]) -> None:
 def check_task(argv: list[str], default: str | None) -> None:
     """Raise ``UserError`` for a language model with a task of another kind, such as the default, translation."""
     from fairseq.models import ARCH_MODEL_REGISTRY, FairseqLanguageModel
-    from fairseq.tasks import TASK_DATACLASS_REGISTRY
+    from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
 
     arch = option_value(argv, "--arch", "-a")
     task = option_value(argv, "--task") or default
     if arch is None or not issubclass(ARCH_MODEL_REGISTRY[arch], FairseqLanguageModel):
         return
-    options = getattr(TASK_DATACLASS_REGISTRY.get(task), "__dataclass_fields__", _OF_LANGUAGE_MODELS)
+    # fairseq's tasks of language models declare their options; of others' tasks nothing is known
+    unknown = () if getattr(TASK_REGISTRY.get(task), "__module__", "").startswith("fairseq.") else _OF_LANGUAGE_MODELS
+    options = getattr(TASK_DATACLASS_REGISTRY.get(task), "__dataclass_fields__", unknown)
     if any(name not in options for name in _OF_LANGUAGE_MODELS):
         raise UserError(f"--arch {arch} is a language model, but --task is {task}: give --task language_modeling")
 

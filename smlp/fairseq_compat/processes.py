@@ -44,9 +44,7 @@ def apply() -> None:
             check_before_start(cfg, cfg.distributed_training.distributed_world_size)
         with own_save_dir(cfg, main):
             _warn_of_idle_tasks(cfg)
-            timeout = collective_timeout(cfg.distributed_training.heartbeat_timeout)
-            if timeout is not None:
-                limit_waiting(timeout)
+            limit_waiting(collective_timeout(cfg.distributed_training.heartbeat_timeout))
             try:
                 with stoppable(cfg):
                     call_main(cfg, main, **kwargs)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import functools
 import math
 import os
 import sys
 from argparse import Namespace
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from smlp.costs.memory import check_training
 from smlp.errors import UserError
 from smlp.fairseq_compat.limits import check_numbers
 from smlp.fairseq_compat.needs import check_needs
+from smlp.fairseq_compat.saving import own_save_dir
 from smlp.parallel import ExpertLayout
 
 #: optimizers that treat every element of a parameter alike, so that expert placement does not matter
@@ -42,7 +44,8 @@ def apply() -> None:
     if train is None or not HydraConfig.initialized():
         return
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra would print part of a traceback and exit
-    add_defaults = train.add_defaults
+    add_defaults, until_exit = train.add_defaults, ExitStack()
+    atexit.register(until_exit.close)
 
     @functools.wraps(add_defaults)
     def checked_add_defaults(cfg: Any) -> None:
@@ -51,6 +54,7 @@ def apply() -> None:
         except OmegaConfBaseException as error:
             raise UserError(f"the configuration cannot be read: {str(error).partition(chr(10))[0]}") from error
         check_before_start(cfg, cfg.distributed_training.distributed_world_size)
+        until_exit.enter_context(own_save_dir(cfg, train.main))
 
     train.add_defaults = checked_add_defaults
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from smlp.errors import UserError
 from smlp.launch.slurm import Tasks, port_of, tasks_of_step
 
+_DIGITS = 9  # of a number of ranks or a port
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
@@ -50,12 +51,28 @@ def place_of(environ: Mapping[str, str], port: int = 0, is_interactive: bool = F
     if all(name in environ for name in _TORCHRUN):
         return _from_torchrun(environ)
     tasks = tasks_of_step(environ, is_interactive)
-    return None if tasks is None else _from_srun(environ, tasks, port)
+    if tasks is None:
+        _check_alone(environ)
+        return None
+    return _from_srun(environ, tasks, port)
+
+
+def _check_alone(environ: Mapping[str, str]) -> None:
+    """Raise ``UserError`` if half of torchrun's variables ask for several ranks, which would train one by one."""
+    given = [name for name in _TORCHRUN if name in environ]
+    if "WORLD_SIZE" in given and _number(environ, "WORLD_SIZE") > 1:
+        lacking = ", ".join(name for name in _TORCHRUN if name not in environ)
+        raise UserError(
+            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {lacking} is not set: start the ranks with torchrun or smlp "
+            "train --nproc, or unset WORLD_SIZE to train alone"
+        )
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Place | None:
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    if world_size == 1:
+    if world_size < 1:
+        raise UserError(f"WORLD_SIZE is {world_size}: at least one rank is needed")
+    if world_size == 1 and rank == 0:
         return None
     if rank >= world_size:
         raise UserError(f"RANK is {rank} and WORLD_SIZE {world_size}: ranks count from 0")
@@ -115,6 +132,6 @@ def device_index(place: Place, visible: int) -> int:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    if not environ[name].isdecimal():
+    if not environ[name].isascii() or not environ[name].isdecimal() or len(environ[name]) > _DIGITS:
         raise UserError(f"{name} is {environ[name]!r}, not a number")
     return int(environ[name])

@@ -149,7 +149,7 @@ class MLPEncoder(FairseqEncoderModel):
                 logger.info(f"this run {what} {', '.join(names)}")
         state = {name: tensor for name, tensor in state.items() if name not in dropped}
         state |= {name: tensor for name, tensor in own.items() if name.startswith(_HEADS) and name not in state}
-        check_fit(state, shapes, config, strict)
+        check_fit(state, own, shapes, config, strict)
         return super().load_state_dict(state, strict, model_cfg, args)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from smlp.config import ModelConfig
 from smlp.errors import UserError
@@ -15,12 +16,17 @@ _SPATIAL_WEIGHTS = (".heads.weight", ".experts.weight", ".gating.weight")
 
 
 def check_fit(
-    state: Mapping[str, Any], shapes: Mapping[str, torch.Size], config: ModelConfig, strict: bool = True
+    state: Mapping[str, Any],
+    own: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    config: ModelConfig,
+    strict: bool = True,
 ) -> None:
-    """Refuse tensors of another vocabulary, context or size.
+    """Refuse tensors of another vocabulary, context or size, and integers in place of real numbers.
 
     Args:
         state: of the checkpoint, by name; all experts.
+        own: the model's tensors, by name.
         shapes: of the model's tensors, by name, with all experts.
         config: of the model.
         strict: every name must be in both.
@@ -36,6 +42,8 @@ def check_fit(
             "numbers of layers that it was trained with"
         )
     for name, tensor in state.items():
+        if name in own and own[name].is_floating_point() and not tensor.is_floating_point():
+            raise UserError(f"the checkpoint is damaged: {name} is of {tensor.dtype}, which are no weights")
         if name not in shapes or shapes[name] == tensor.shape:
             continue
         theirs, ours = tuple(tensor.shape), tuple(shapes[name])

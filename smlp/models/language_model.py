@@ -160,7 +160,7 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
             UserError: the state is of another vocabulary, context or size; one sentence says which.
         """
         own = self.state_dict()
-        check_fit(state_dict, self.experts.whole_shapes(own), self.decoder.core.config, strict)
+        check_fit(state_dict, own, self.experts.whole_shapes(own), self.decoder.core.config, strict)
         return super().load_state_dict(self.experts.cut(state_dict), strict, model_cfg, args)
 
 

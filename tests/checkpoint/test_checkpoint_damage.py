@@ -22,6 +22,8 @@ from smlp.checkpoint.inspection import problems_of
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.output import write_in_parts
 from smlp.checkpoint.parts import read_all, write_part
+from smlp.errors import UserError
+from smlp.models.fitting import check_fit
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -425,3 +427,45 @@ def test_parts_that_a_run_clears_away_meanwhile_are_noticed(whole: Path, tmp_pat
     monkeypatch.setattr(output, "write_whole", write_and_clear)
     with pytest.raises(smlp.UserError, match="if a run is training in"):
         write_in_parts(open_checkpoint(whole), tmp_path / "x.pt", 2)
+
+
+def test_a_dictionary_is_never_written_over(whole: Path, tmp_path: Path, capsys) -> None:
+    before = (whole.parent / "dict.txt").read_bytes()
+    for options in ([], ["--export"]):
+        error = refused(capsys, "merge", whole, "-o", whole.parent / "dict.txt", "--force", *options)
+        assert "dict.txt is the name of a dictionary's or tokenizer's file" in error
+    words = tmp_path / "words.txt"
+    words.write_bytes(before)
+    error = refused(capsys, "merge", whole, "-o", words, "--force", "--export", "--dict", words)
+    assert "words.txt is what is read" in error
+    assert (whole.parent / "dict.txt").read_bytes() == words.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([None], "a checkpoint must be a path, got None"),
+        ([b"whole.pt"], "a checkpoint must be a path, got b'whole.pt'"),
+        (["whole.pt", 5], "a dictionary must be a path, got 5"),
+        (["whole.pt", None, 5], "a tokenizer must be a path, got 5"),
+    ],
+)
+def test_what_is_no_path_is_named(arguments, said) -> None:
+    with pytest.raises(UserError, match=f"^{said}$"):
+        smlp.load_pretrained(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_integers_are_no_weights(whole: Path, dtype) -> None:
+    state = content(whole)
+    decoder, _ = trained("base_lm_tiny")
+    name = PREFIX + "embedding.weight"
+    own = {PREFIX + key: value for key, value in decoder.state_dict().items()}
+    shapes = {key: value.shape for key, value in own.items()}
+    check_fit(state["model"], own, shapes, decoder.config)
+    state["model"][name] = state["model"][name].to(dtype)
+    with pytest.raises(UserError, match=rf"damaged: {name} is of {dtype}"):
+        check_fit(state["model"], own, shapes, decoder.config)
+    torch.save(state, whole)
+    with pytest.raises(UserError, match=rf"{name} is of {dtype}, no real numbers"):
+        smlp.load_pretrained(whole)

@@ -204,6 +204,17 @@ def test_stock_fairseq_finds_the_architectures(tiny_data: Path, tmp_path: Path, 
     assert torch.load(tmp_path / "checkpoint_last.pt")["cfg"]["model"]["_name"] == "smlp_tiny"
 
 
+def test_a_refused_model_leaves_no_save_dir(tiny_data: Path, tmp_path: Path, capsys) -> None:
+    save_dir = tmp_path / "save"
+    assert main.main(["train", str(tiny_data), "--embed-dim", "7", "--cpu", "--save-dir", str(save_dir)]) == 1
+    assert "must divide embed_dim=7" in capsys.readouterr().err
+    assert not save_dir.exists()
+    save_dir.mkdir()
+    (save_dir / "notes").touch()
+    assert main.main(["train", str(tiny_data), "--embed-dim", "7", "--cpu", "--save-dir", str(save_dir)]) == 1
+    assert [path.name for path in save_dir.iterdir()] == ["notes"]
+
+
 def test_a_save_dir_keeps_its_dictionary(tiny_data: Path, tmp_path: Path) -> None:
     train.copy_companions(tiny_data, tmp_path)
     other = tmp_path / "other"

@@ -20,7 +20,7 @@ from smlp import files
 from smlp.cli.train import prepare
 from smlp.errors import UserError
 from smlp.fairseq_compat.data import check_dictionary, check_split, check_text
-from smlp.fairseq_compat.loading import check_dictionary_of, check_restore_file
+from smlp.fairseq_compat.loading import check_dictionary_of, check_file, check_restore_file
 from smlp.files import locked
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(720)]
@@ -89,6 +89,8 @@ WRONG_STATES: dict[str, tuple[list[str | int], object]] = {
     "step": (["last_optimizer_state", "state", 1, "step"], "six"),
     "best": (["extra_state", "best"], "low"),
     "metrics": (["extra_state", "metrics"], "junk"),
+    "extra_state": (["extra_state"], None),
+    "optimizer_history": (["optimizer_history"], None),
 }
 
 # name: (tool, arguments after the data directory, data directory or None for the good one, what the sentence must say)
@@ -199,6 +201,18 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         [*TRAIN, "--best-checkpoint-metric", "nonsense"],
         None,
         ["--best-checkpoint-metric nonsense is none that"],
+    ),
+    "composite loss": (
+        "train",
+        [*TRAIN, "--criterion", "composite_loss", "--underlying-criterion", "cross_entropy"],
+        None,
+        ["--criterion composite_loss is for models of several outputs"],
+    ),
+    "languages": (
+        "train",
+        [*TRAIN, "--task", "multilingual_language_modeling"],
+        None,
+        ["needs a folder of data for each language", "has none: give --task language_modeling"],
     ),
     "metric of another criterion": (
         "train",
@@ -503,6 +517,28 @@ def test_a_dictionary_in_another_order_is_refused(tmp_path: Path, caplog) -> Non
     with pytest.raises(UserError, match="from line 3 on"):
         prepare(prepare_cfg)
     assert not (tmp_path / "dict.txt").exists(), "nothing is put beside a checkpoint of another dictionary"
+
+
+def test_two_runs_of_hydra_need_a_save_dir_each(tiny_data, tmp_path, run_fairseq_many) -> None:
+    words = HYDRA.format(user_dir=USER_DIR, data=tiny_data).replace("no_save=true", f"save_dir={tmp_path}/save").split()
+    words += ["+model.num_experts=2", "dataset.disable_validation=true"]
+    with locked(tmp_path / "save", "run"):
+        (run,) = run_fairseq_many([{"tool": "hydra_train", "args": words, "folder": str(tmp_path)}])
+    assert run.rc == 1 and f"another run is at work in --save-dir {tmp_path}/save" in run.errors[-1]
+    (run,) = run_fairseq_many([{"tool": "hydra_train", "args": words, "folder": str(tmp_path)}])
+    assert run.rc == 0 and (tmp_path / "save" / "checkpoint_last.pt").exists()
+    assert not (tmp_path / "save" / ".lock").exists()
+
+
+def test_what_would_take_memory_is_not_read_at_all(tmp_path: Path) -> None:
+    """Not even by torch, whose ``weights_only`` allows it."""
+    path = save(tmp_path, "base_lm_tiny")
+    state = torch.load(path)
+    state["extra_state"]["best"] = bytearray(8)
+    torch.save(state, path)
+    torch.load(path, weights_only=True)
+    with pytest.raises(UserError, match=r"whole\.pt holds \S+\.bytearray, which is not read"):
+        check_file(str(path))
 
 
 @pytest.mark.parametrize("name", ["truncated.pt", "garbage.pt", "empty.pt", "other.pt"])

@@ -156,7 +156,7 @@ def test_polynomial_decay_ends_with_the_last_update_unless_told_otherwise() -> N
 
 
 @pytest.mark.parametrize("arch", ["smlp_tiny", "transformer_lm"])
-@pytest.mark.parametrize("task", [None, "translation", "masked_lm"])
+@pytest.mark.parametrize("task", [None, "translation", "masked_lm", "cross_lingual_lm"])
 def test_a_language_model_needs_its_task(arch: str, task: str | None) -> None:
     words = ["--arch", arch, "--tokens-per-sample", "8", *(["--task", task] if task else [])]
     said = rf"^--arch {arch} is a language model, but --task is {task or 'translation'}: give --task language_modeling"

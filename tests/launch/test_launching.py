@@ -85,6 +85,11 @@ def test_torchrun_comes_before_srun() -> None:
     [
         ({**TORCHRUN, "RANK": "x"}, "RANK is 'x', not a number"),
         ({**TORCHRUN, "RANK": "4"}, "RANK is 4 and WORLD_SIZE 4"),
+        ({**TORCHRUN, "RANK": "1", "WORLD_SIZE": "1"}, "RANK is 1 and WORLD_SIZE 1"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but MASTER_ADDR, MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9+', not a number"),
         ({**LAST_TASK, "SLURM_PROCID": ""}, "SLURM_PROCID is not set"),
         ({**LAST_TASK, "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}, "4 tasks, but SLURM_STEP_TASKS_PER_NODE has 6"),
         ({**LAST_TASK, "SLURM_STEP_NODELIST": "n1"}, "SLURM_STEP_NODELIST 1 hosts"),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 from layouts import command
+
+from smlp.launch.ports import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(200)]
 
@@ -95,3 +99,40 @@ def test_the_heartbeat_limits_waiting_from_the_start(monkeypatch):
     limit_waiting(collective_timeout(20))
     assert dist.init_process_group("gloo", rank=0) == dist.new_group() == timedelta(seconds=15)
     assert dist.new_group([0], timeout=timedelta(seconds=1)) == timedelta(seconds=1)
+
+
+def test_ranks_that_never_meet_end_soon_without_a_heartbeat(monkeypatch):
+    """A rank that has ended without an error before the others are connected leaves no sign."""
+    import torch.distributed as dist
+
+    from smlp.fairseq_compat import lost_ranks
+
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(dist, name, getattr(dist, name))
+    monkeypatch.setattr(lost_ranks, "MEETING", timedelta(seconds=1))
+    lost_ranks.limit_waiting(None)
+    start = time.monotonic()
+    with pytest.raises(dist.DistError) as caught:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=2)
+    assert time.monotonic() - start < 20
+    ranks = SimpleNamespace(distributed_rank=0, distributed_world_size=2)
+    assert "rank 0 of 2: start failed (" in str(lost_ranks.lost_rank(caught.value, ranks))
+
+
+def test_ranks_that_have_met_may_wait_longer(monkeypatch):
+    import torch.distributed as dist
+
+    from smlp.fairseq_compat import lost_ranks
+
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(dist, name, getattr(dist, name))
+    monkeypatch.setattr(lost_ranks, "MEETING", timedelta(seconds=7))
+    lost_ranks.limit_waiting(None)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    try:
+        limits = [
+            group._get_backend(torch.device("cpu")).options._timeout for group in (dist.group.WORLD, dist.new_group())
+        ]
+    finally:
+        dist.destroy_process_group()
+    assert limits == [timedelta(minutes=30)] * 2
