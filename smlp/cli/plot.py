@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.eval_data import load_model_for, read_text
     from smlp.cli.json_file import check_outputs, remove_outputs, write_json
+    from smlp.inference.masked import MaskedLanguageModel
     from smlp.launch.team import Team
     from smlp.plots.attention import tiny_attention
     from smlp.plots.drawing import check_matplotlib
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if args.data is not None:
         text = read_text(args, model)
         text_name = Path(text.name).name
-        samples = None if model.core.config.is_bidirectional else _samples(args, model, text.stream)
+        samples = None if isinstance(model, MaskedLanguageModel) else _samples(args, model, text.stream)
         if not texts and tiny_attention(model.core):
             texts = _first_lines(model, text.stream, text_name)
     arch = open_checkpoint(args.path).arch

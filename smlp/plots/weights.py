@@ -148,7 +148,9 @@ def plot_weights(
     layers, config = spatial_layers(model), model.config
     refuse_nothing(model, samples is not None)
     if texts and not tiny_attention(model):
-        raise UserError("the first half of the model's layers has no tiny attention that could be followed in a text")
+        raise UserError(
+            "--text: the first half of the model's layers has no tiny attention (gmlp_attention_dim) to draw"
+        )
     plots = WeightPlots(layers, {layer.layer: filter_numbers(layer) for layer in layers})
     _draw_filters(plots, choice, out, model_name, file_format)
     for number, each in enumerate(texts):
@@ -185,7 +187,9 @@ def _absent(model: Stack, has_data: bool, has_texts: bool) -> list[str]:
     if config.num_sparse_layers and not has_data:
         sentences.append("which tokens and features go to which expert: give binarised text with --data to count that")
     if tiny_attention(model) and not has_texts:
-        sentences.append("which tokens the tiny attention connects: give a text with --text, or data with --data")
+        sentences.append(
+            "which tokens the tiny attention connects: give a text with --text, or lines of several words with --data"
+        )
     elif has_data and not config.num_sparse_layers and not has_texts:
         sentences.append("--data: the model has no experts among which tokens could choose")
     chunks = fixed_chunks(config)
