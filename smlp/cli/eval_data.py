@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from smlp.cli.options import load_model
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
     from smlp.evaluation.report import TextSizes
     from smlp.inference.language_model import LanguageModel
+    from smlp.inference.masked import MaskedLanguageModel
     from smlp.launch.team import Team
     from smlp.text.binarized import BinarizedTokens
+
+Model = TypeVar("Model", "LanguageModel", "LanguageModel | MaskedLanguageModel")
 
 
 @dataclass(frozen=True)
@@ -27,14 +32,20 @@ class EvaluationText:
     notes: tuple[str, ...] = ()
 
 
-def load_model_for(args: argparse.Namespace, team: Team) -> LanguageModel:
+def load_model_for(
+    args: argparse.Namespace, team: Team, load: Callable[[argparse.Namespace, Team], Model] = load_model
+) -> Model:
     """Load the model; DATA is searched for its dictionary and tokenizer, after the checkpoint's folder.
+
+    Args:
+        args: of the command.
+        team: the ranks that share the work.
+        load: loads the model from the checkpoint, the dictionary and the tokenizer of ``args``.
 
     Raises:
         UserError: a file is missing or damaged, or DATA has a dictionary with other symbols.
     """
     from smlp.checkpoint.opened import open_checkpoint
-    from smlp.cli.options import load_model
     from smlp.text.tokenizer import Vocabulary
     from smlp.text.tokenizer_files import DICTIONARY, find_tokenizer
 
@@ -45,9 +56,10 @@ def load_model_for(args: argparse.Namespace, team: Team) -> LanguageModel:
             args.dict = str(folder / DICTIONARY)
         if args.tokenizer is None and find_tokenizer([beside]) is None:
             args.tokenizer = find_tokenizer([folder])
-    model = load_model(args, team)
+    model = load(args, team)
     if folder is not None and (folder / DICTIONARY).is_file():
-        theirs, ours = Vocabulary.load(folder / DICTIONARY).symbols, model.vocabulary.symbols
+        vocabulary, ours = Vocabulary.load(folder / DICTIONARY), model.vocabulary.symbols
+        theirs = (vocabulary.with_mask() if model.core.config.is_bidirectional else vocabulary).symbols
         if theirs != ours:
             raise UserError(
                 f"{folder / DICTIONARY} ({len(theirs)} symbols) is not the dictionary of the model {args.path} "
@@ -61,7 +73,7 @@ def data_folder(data: str | None) -> Path | None:
     return None if data is None else Path(data.split(":")[0])
 
 
-def read_text(args: argparse.Namespace, model: LanguageModel) -> EvaluationText:
+def read_text(args: argparse.Namespace, model: LanguageModel | MaskedLanguageModel) -> EvaluationText:
     """Read the text that the options name, in the model's tokens.
 
     Raises:

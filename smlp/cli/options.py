@@ -13,6 +13,7 @@ from smlp.launch.team import Team, team_at
 
 if TYPE_CHECKING:
     from smlp.inference.language_model import LanguageModel
+    from smlp.inference.masked import MaskedLanguageModel
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -38,15 +39,23 @@ def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageModel:
-    """Load the model that the options name, in evaluation mode on its device.
+    """Load the language model that the options name, in evaluation mode on its device.
 
     Raises:
-        UserError: a file is missing or damaged, or the device does not exist.
+        UserError: a file is missing or damaged, the model is an encoder, or the device does not exist.
     """
     from smlp.checkpoint.load import load_language_model
 
     device = (team or Team()).device(args.device)
     return load_language_model(args.path, args.dict, args.tokenizer, what=f"smlp {args.command}").to(device)
+
+
+def load_any_model(args: argparse.Namespace, team: Team | None = None) -> LanguageModel | MaskedLanguageModel:
+    """Load the language model or encoder that the options name, as :func:`load_model` does."""
+    from smlp.checkpoint.load import load_pretrained
+
+    device = (team or Team()).device(args.device)
+    return load_pretrained(args.path, args.dict, args.tokenizer).to(device)
 
 
 def add_team_options(parser: argparse.ArgumentParser) -> None:

@@ -6,32 +6,43 @@ import argparse
 import math
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from smlp.cli.numbers import whole
-from smlp.cli.options import add_model_files, load_model
+from smlp.cli.options import add_model_files, load_any_model
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
     from smlp.evaluation.samples import Samples
     from smlp.inference.language_model import LanguageModel
+    from smlp.inference.masked import MaskedLanguageModel
+    from smlp.plots.attention import AttentionMap, SeenText
     from smlp.plots.weights import WeightPlots
+    from smlp.text.binarized import BinarizedTokens
 
-DESCRIPTION = "pictures of trained models: spatial filters, which tokens and features go to which expert"
+DESCRIPTION = (
+    "pictures of trained models: spatial filters, tiny attention, which tokens and features go to which expert"
+)
 EPILOG = """examples:
   smlp plot weights checkpoints/checkpoint_best.pt --out pictures
   smlp plot weights checkpoints/checkpoint_best.pt --out pictures --data data-bin --subset valid --json weights.json
   smlp plot weights checkpoints/checkpoint_best.pt --layers 3,6 --experts all --format svg
+  smlp plot weights amlp/checkpoint_best.pt --text "A man is asleep. ||| Nobody sleeps." --text "The sun rises."
 
 Drawing needs matplotlib: pip install "smlp[plots]". What each picture and number means: docs/plots.md.
 """
+
+#: stands between two texts that are read together
+SEPARATOR = "|||"
+#: lines of data whose attention is drawn, and the most tokens of one, so that each can be read in the picture
+MOST_TEXTS, _MOST_TOKENS = 4, 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands with their options."""
     raw = argparse.RawDescriptionHelpFormatter
     actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
-    about = "what a checkpoint has learnt: spatial filters and how Toeplitz-like they are; with --data, what goes where"
+    about = "what a checkpoint has learnt: spatial filters and how Toeplitz-like they are; with text, what goes where"
     weights = actions.add_parser("weights", help=about, description=about, epilog=EPILOG, formatter_class=raw)
     weights.add_argument("path", metavar="CKPT", help="checkpoint, in one file or in parts, or an export")
     add_model_files(weights)
@@ -59,6 +70,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     weights.add_argument(
         "--pieces", **whole(), metavar="P", default=40, help="most frequent pieces in a map (default: %(default)s)"
     )
+    weights.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        dest="sentences",
+        metavar="TEXT",
+        help=f"aMLP: draw which of its tokens the tiny attention connects; {SEPARATOR} between two texts that are read "
+        f"together; may be repeated (default: the first {MOST_TEXTS} lines of DATA)",
+    )
     weights.add_argument("--json", metavar="FILE", help="also write all numbers here")
     weights.set_defaults(text=None)
 
@@ -68,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.eval_data import load_model_for, read_text
     from smlp.cli.json_file import check_outputs, remove_outputs, write_json
+    from smlp.inference.masked import MaskedLanguageModel
     from smlp.launch.team import Team
+    from smlp.plots.attention import tiny_attention
     from smlp.plots.drawing import check_matplotlib
     from smlp.plots.weights import Choice, plot_weights
 
@@ -77,20 +99,25 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise UserError(f"--out {args.out} is a file: name a folder for the pictures")
     check_outputs(json=args.json)
-    model = load_model(args) if args.data is None else load_model_for(args, Team())
+    model = load_any_model(args) if args.data is None else load_model_for(args, Team(), load_any_model)
     samples = text_name = None
+    texts = [_as_text(sentence, model) for sentence in args.sentences]
     if args.data is not None:
         text = read_text(args, model)
-        samples, text_name = _samples(args, model, text.stream), Path(text.name).name
+        text_name = Path(text.name).name
+        samples = None if isinstance(model, MaskedLanguageModel) else _samples(args, model, text.stream)
+        if not texts and tiny_attention(model.core):
+            texts = _first_lines(model, text.stream, text_name)
     arch = open_checkpoint(args.path).arch
     remove_outputs(args.json)
     plots = plot_weights(
-        model.decoder,
+        model.core,
         Path(args.out),
-        f"{arch}, T = {model.decoder.config.max_tokens}",
+        f"{arch}, T = {model.core.config.max_tokens}",
         choice=choice,
         file_format=args.format,
         samples=samples,
+        texts=texts,
         symbols=_labels(model),
         text=text_name or "",
         num_pieces=args.pieces,
@@ -102,7 +129,46 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _labels(model: LanguageModel) -> list[str]:
+def _as_text(sentence: str, model: LanguageModel | MaskedLanguageModel) -> SeenText:
+    """Return the ids of a text, or of a pair of texts, as they were in training.
+
+    Raises:
+        UserError: there is no text, or it is longer than the model's context.
+    """
+    from smlp.inference.masked import MaskedLanguageModel
+    from smlp.plots.attention import SeenText
+
+    parts, most = [part.strip() for part in sentence.split(SEPARATOR)], model.core.config.max_tokens
+    if not all(parts):
+        raise UserError(f"--text {sentence!r}: a text is empty")
+    if isinstance(model, MaskedLanguageModel):
+        ids = model.tokenize(*parts)
+    else:
+        ids = [model.start_token, *model.tokenize("\n".join(parts))]
+    if len(ids) > most:
+        raise UserError(f"--text {sentence[:60]!r} of {len(ids)} tokens is longer than the model's context of {most}")
+    return SeenText(f" {SEPARATOR} ".join(parts), ids)
+
+
+def _first_lines(model: LanguageModel | MaskedLanguageModel, stream: BinarizedTokens, name: str) -> list[SeenText]:
+    """Return the first lines of a stream that have two words or more, cut if they are long."""
+    from smlp.inference.masked import MaskedLanguageModel
+    from smlp.plots.attention import SeenText
+    from smlp.text.tokenizer import Vocabulary
+
+    start = Vocabulary.bos if isinstance(model, MaskedLanguageModel) else model.start_token
+    most, texts, end = min(model.core.config.max_tokens, _MOST_TOKENS), [], 0
+    for number, length in enumerate(stream.lengths.tolist(), 1):
+        end += length
+        if length > 2:  # two words and the end of the line
+            ids = [start, *stream.tokens[end - length : end].tolist()]
+            texts.append(SeenText(f"line {number} of {name}", ids[:most]))
+        if len(texts) == MOST_TEXTS:
+            break
+    return texts
+
+
+def _labels(model: LanguageModel | MaskedLanguageModel) -> list[str]:
     """Return the labels of pieces in a picture: their text, if the dictionary has numbers (byte-level BPE)."""
     from smlp.text.tokenizer_files import SPECIAL_SYMBOLS
     from smlp.text.tokenizer_kinds import WORD_START
@@ -125,7 +191,7 @@ def _numbers(option: str, words: str | None) -> list[int] | str | None:
     return [int(number) for number in numbers]
 
 
-def _samples(args: argparse.Namespace, model: LanguageModel, stream: Any) -> Samples:
+def _samples(args: argparse.Namespace, model: LanguageModel, stream: BinarizedTokens) -> Samples:
     from smlp.evaluation.samples import Cutting, cut
     from smlp.text.tokenizer import Vocabulary
 
@@ -140,6 +206,8 @@ def _print(arch: str, plots: WeightPlots) -> None:
         _print_filters(arch, plots)
     if plots.routing is not None:
         _print_routing(plots)
+    for found in plots.attention:
+        _print_attention(found)
     for sentence in plots.left_out:
         print(f"left out: {sentence}")
     print(f"in {plots.figures[0].parent}:")
@@ -151,16 +219,23 @@ def _print_filters(arch: str, plots: WeightPlots) -> None:
     from smlp.plots.filters import random_toeplitz_share
 
     print(f"spatial filters of {arch}; Toeplitz share of the energy, least, mean and most of a layer's matrices")
-    head = ("least", "mean", "most", "random", "half within", "rms weight")
+    if any(layer.is_toeplitz for layer in plots.layers):
+        print("(the matrices are Toeplitz by construction)")
+    head = ["least", "mean", "most", "random", "half within", "rms weight"]
+    if not plots.layers[0].is_causal:
+        head.append("ahead")
     print(f"{'layer':<7}{'kind':<23}{'matrices':>8}{'T':>6}" + "".join(f"{name:>13}" for name in head))
     for layer in plots.layers:
         numbers = plots.filters[layer.layer]
         shares = [each.toeplitz_share for each in numbers if each.toeplitz_share is not None]
         reach = [each.half_energy_distance for each in numbers if each.half_energy_distance is not None]
         cells = ["-"] * 3 if not shares else [f"{f(shares):.4f}" for f in (min, statistics.mean, max)]
-        cells.append(f"{random_toeplitz_share(layer.size)[0]:.4f}")
+        cells.append(f"{random_toeplitz_share(layer.size, layer.is_causal)[0]:.4f}")
         cells.append(f"{statistics.mean(reach):.0f} tokens" if reach else "-")
         cells.append(f"{math.sqrt(statistics.mean(each.weight_rms**2 for each in numbers)):.4g}")
+        ahead = [each.ahead_share for each in numbers if each.ahead_share is not None]
+        if ahead:
+            cells.append(f"{statistics.mean(ahead):.2%}")
         print(
             f"{layer.layer:<7}{layer.kind:<23}{layer.num_matrices:>8}{layer.size:>6}"
             + "".join(f"{cell:>13}" for cell in cells)
@@ -191,3 +266,11 @@ def _print_routing(plots: WeightPlots) -> None:
             f"{counts.name}: two sequences send a feature to the same of {experts} experts {agreement:.2%} of the "
             f"time, at random {1 / experts:.2%}"
         )
+
+
+def _print_attention(found: AttentionMap) -> None:
+    layers = f"layers {found.layers[0]} to {found.layers[-1]}"
+    print(f"tiny attention, largest weights of {layers} in {found.text.name!r} (without <s>, </s> and the diagonal)")
+    for pair in found.strongest():
+        words = f"{found.symbols[pair.query]} ({pair.query}) -> {found.symbols[pair.key]} ({pair.key})"
+        print(f"{pair.weight:>8.4f}  layer {pair.layer:<4}{words}")

@@ -95,6 +95,21 @@ class SelfAttention(nn.Module):
         """Map (B, n, H) to (B, n, O)."""
         return self.proj_out(context.by_sequences(self._mix, self.proj_in(x_BnH)))
 
+    def weights(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
+        """Return the weights with which each position sees each one, (B, h, n, n), query by key, for reports.
+
+        Rows sum to 1. They are those of :meth:`forward` in evaluation, for whole sequences.
+        """
+        x_Bn3H = self.proj_in(x_BnH)
+        scores = x_Bn3H.new_zeros(x_BnH.size(0), self.num_heads, 1, 1)
+        if self.has_content:
+            query, key, _ = x_Bn3H.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            scores = query @ key.transpose(2, 3) / math.sqrt(key.size(3))
+        mask = self._mask(x_Bn3H, 0, context.valid_Bn)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(-1)
+
     def _mix(self, x_Bn3H: Tensor, context: ForwardContext) -> Tensor:
         """Map queries, keys and values (B, n, 3H), or values alone (B, n, H), to what each position sees, (B, n, H)."""
         num_parts = 3 if self.has_content else 1

@@ -1,6 +1,5 @@
-"""Pictures of spatial filters: the matrices of a layer, rows of them, biases; and how Toeplitz-like all layers are.
-
-After figures 4 (a row of W for each layer) and 9 (whole matrices) of gmlp.txt.
+"""Pictures of spatial filters: the matrices of a layer, rows of them, biases; a matrix of each layer with its middle
+row, as in figures 9 and 4 of gmlp.txt; and how Toeplitz-like all layers are.
 
 Letters: ``T`` positions that a matrix spans.
 """
@@ -13,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from smlp.plots.drawing import DIVERGING, LINES, NOTHING, new_figure
-from smlp.plots.filters import FilterNumbers, SpatialLayer, random_toeplitz_share
+from smlp.plots.filters import FilterNumbers, SpatialLayer, middle_row, random_toeplitz_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 #: most matrices in a figure
 MOST_MATRICES = 8
@@ -26,6 +26,8 @@ _COLUMNS = 4
 _COLOURED = 0.995
 #: rows of a matrix drawn individually; larger matrices are averaged in blocks
 _MOST_CELLS = 300
+#: the same where all layers are drawn
+_MOST_SMALL_CELLS = 150
 _MARKERS = {"SGU": ("o", LINES[0]), "sMoE": ("D", LINES[1]), "gMLP-MoE": ("s", LINES[2])}
 
 
@@ -42,15 +44,16 @@ def draw_filters(
     """
     columns = min(_COLUMNS, len(indices))
     groups = -(-len(indices) // columns)
-    mean, std = random_toeplitz_share(layer.size)
+    mean, std = random_toeplitz_share(layer.size, layer.is_causal)
+    about = f"Toeplitz share: how much of W is a convolution; a random matrix has {mean:.4f} ± {std:.4f}"
     figure = new_figure(
         8.4 if len(indices) == 1 else max(3.1 * columns + 0.9, 8.0),
         4.4 if len(indices) == 1 else 5.7 * groups + 0.9,
         f"{model_name}, layer {layer.layer}: spatial filters W of {layer.kind}, {_which(layer, indices)}\n"
-        f"Toeplitz share: how much of W is a convolution; a random matrix has {mean:.4f} ± {std:.4f}",
+        + ("W is Toeplitz by construction" if layer.is_toeplitz else about),
     )
     step = -(-layer.size // _MOST_CELLS)
-    cells = [block_means(layer.weight(index), step) for index in indices]
+    cells = [block_means(layer.weight(index), step, layer.is_causal) for index in indices]
     limit = float(np.nanquantile(np.abs(cells), _COLOURED)) or 1.0
     placed = _panels(figure, len(indices), columns)
     for place, (index, panels) in enumerate(zip(indices, placed, strict=True)):
@@ -95,9 +98,9 @@ def _panels(figure: Figure, count: int, columns: int) -> list[list[Axes]]:
     return placed
 
 
-def block_means(weight_TT: np.ndarray, step: int) -> np.ndarray:
-    """Return the means of the weights on and below the diagonal in blocks of ``step`` x ``step``; NaN where there are
-    none.
+def block_means(weight_TT: np.ndarray, step: int, is_causal: bool = True) -> np.ndarray:
+    """Return the means of the weights in blocks of ``step`` x ``step``; in a causal model of those on and below the
+    diagonal, and NaN where there are none.
 
     A matrix with more rows than a page has pixels would otherwise lose some of its diagonals.
     """
@@ -108,8 +111,8 @@ def block_means(weight_TT: np.ndarray, step: int) -> np.ndarray:
         padded = np.pad(values_TT, (0, padding))
         return padded.reshape(len(padded) // step, step, -1, step).sum(axis=(1, 3))
 
-    counts = sums(np.tri(size))
-    return np.where(counts > 0, sums(np.tril(weight_TT)) / np.maximum(counts, 1), np.nan)
+    counts = sums(np.tri(size) if is_causal else np.ones((size, size)))
+    return np.where(counts > 0, sums(np.tril(weight_TT) if is_causal else weight_TT) / np.maximum(counts, 1), np.nan)
 
 
 def _positions(layer: SpatialLayer) -> np.ndarray:
@@ -118,10 +121,18 @@ def _positions(layer: SpatialLayer) -> np.ndarray:
 
 def _draw_matrix(
     axes: Axes, layer: SpatialLayer, cells: np.ndarray, step: int, numbers: FilterNumbers, limit: float
-) -> object:
+) -> AxesImage:
+    image = _draw_cells(axes, layer, cells, step, limit)
+    share = "no weights" if numbers.toeplitz_share is None else f"Toeplitz share {numbers.toeplitz_share:.4f}"
+    axes.set_title(f"{layer.unit} {numbers.index}: {share}", fontsize=9)
+    axes.set_xlabel("input position j (tokens)", fontsize=8)
+    return image
+
+
+def _draw_cells(axes: Axes, layer: SpatialLayer, cells: np.ndarray, step: int, limit: float) -> AxesImage:
     first, end = layer.first_position - 0.5, layer.first_position + step * len(cells) - 0.5
     axes.set_facecolor(NOTHING)
-    image = axes.imshow(
+    return axes.imshow(
         np.ma.masked_invalid(cells),
         cmap=DIVERGING,
         vmin=-limit,
@@ -129,22 +140,59 @@ def _draw_matrix(
         extent=(first, end, end, first),
         interpolation="nearest",
     )
-    share = "no weights" if numbers.toeplitz_share is None else f"Toeplitz share {numbers.toeplitz_share:.4f}"
-    axes.set_title(f"{layer.unit} {numbers.index}: {share}", fontsize=9)
-    axes.set_xlabel("input position j (tokens)", fontsize=8)
-    return image
 
 
 def _draw_rows(axes: Axes, layer: SpatialLayer, weight_TT: np.ndarray) -> None:
-    """Draw three rows, up to their diagonal."""
-    for share, colour, width in zip((1.0, 0.66, 0.33), LINES, (0.8, 0.8, 1.0), strict=True):
+    """Draw three rows, in a causal model up to their diagonal."""
+    shares = (1.0, 0.66, 0.33) if layer.is_causal else (0.75, 0.5, 0.25)
+    for share, colour, width in zip(shares, LINES, (0.8, 0.8, 1.0), strict=True):
         row = max(round(share * layer.size) - 1, 0)
         label = f"i = {row + layer.first_position}"
-        axes.plot(_positions(layer)[: row + 1], weight_TT[row, : row + 1], color=colour, linewidth=width, label=label)
+        end = row + 1 if layer.is_causal else layer.size
+        axes.plot(_positions(layer)[:end], weight_TT[row, :end], color=colour, linewidth=width, label=label)
     axes.axhline(0, color="0.5", linewidth=0.5)
     axes.margins(y=0.25)
     axes.legend(fontsize=6, frameon=False, ncols=3, loc="upper left", handlelength=1.0, columnspacing=0.8)
     axes.set_xlabel("input position j (tokens)", fontsize=8)
+
+
+def draw_layers(drawn: Sequence[tuple[SpatialLayer, FilterNumbers]], model_name: str) -> Figure:
+    """Draw the matrix of one head or expert of each layer, and below it its middle row, T // 2.
+
+    Args:
+        drawn: layers, with the numbers of the head or expert.
+        model_name: for the title.
+    """
+    columns = min(len(drawn), 9 if len(drawn) <= 54 else 12)
+    groups = -(-len(drawn) // columns)
+    figure = new_figure(
+        max(1.5 * columns + 0.3, 5.0),
+        2.2 * groups + 1.0,
+        f"{model_name}: W of each layer, and below it its middle row\n"
+        "by layer: Toeplitz share and, for the row, the largest |weight|; each matrix has colours of its own scale",
+    )
+    grid = figure.add_gridspec(2 * groups, columns, height_ratios=[2.2, 1.0] * groups)
+    for place, (layer, numbers) in enumerate(drawn):
+        group, column = divmod(place, columns)
+        weight_TT = layer.weight(numbers.index)
+        step = -(-layer.size // _MOST_SMALL_CELLS)
+        cells = block_means(weight_TT, step, layer.is_causal)
+        limit = float(np.nanquantile(np.abs(cells), _COLOURED)) or 1.0
+        panels = [figure.add_subplot(grid[2 * group + part, column]) for part in range(2)]
+        _draw_cells(panels[0], layer, cells, step, limit).axes.set_aspect("auto")
+        unit = f", {layer.unit} {numbers.index}" if layer.num_matrices > 1 else ""
+        share = "no weights" if numbers.toeplitz_share is None else f"{numbers.toeplitz_share:.3f}"
+        panels[0].set_title(f"layer {layer.layer}{unit}: {share}", fontsize=7, pad=2)
+        row_T = middle_row(layer, numbers.index)
+        panels[1].plot(_positions(layer)[: len(row_T)], row_T, color=LINES[0], linewidth=0.8)
+        panels[1].axhline(0, color="0.5", linewidth=0.4)
+        panels[1].axvline(_positions(layer)[layer.size // 2], color="0.5", linewidth=0.4, linestyle=":")
+        panels[1].set_xlim(panels[0].get_xlim())
+        panels[1].set_xlabel(f"{np.abs(row_T).max():.2g}", fontsize=6, labelpad=1)
+        for panel in panels:
+            panel.set_xticks([])
+            panel.set_yticks([])
+    return figure
 
 
 def draw_toeplitz(
@@ -172,7 +220,7 @@ def draw_toeplitz(
         label = None if family in drawn else f"{layer.kind}, one for each {layer.unit}"
         axes.plot(across, shares, marker, color=colour, markersize=4.5, linestyle="none", label=label, alpha=0.85)
         drawn.add(family)
-        mean, std = random_toeplitz_share(layer.size)
+        mean, std = random_toeplitz_share(layer.size, layer.is_causal)
         band = None if "random" in drawn else "random matrix: mean ± 2 standard deviations"
         axes.fill_between(
             [layer.layer - 0.5, layer.layer + 0.5],

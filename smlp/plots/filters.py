@@ -4,7 +4,8 @@ The weights of a Toeplitz matrix depend on the distance between positions alone:
 filters of trained gMLPs are close to that (gmlp.txt, figure 9).
 
 Letters: ``E`` heads or experts, ``T`` positions that a matrix spans, ``d`` = i - j, the distance from an output
-position i back to an input position j, 0 .. T-1.
+position i back to an input position j: 0 .. T-1 in a causal model, where a matrix is ``tril(W)``, and 1-T .. T-1 in an
+encoder, where ``D`` = 2T-1 diagonals have weights instead of T.
 """
 
 from __future__ import annotations
@@ -19,64 +20,101 @@ import numpy as np
 from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.nn.blocks import FeatureSublayer, GatedMLPBlock, GatedMLPMoEBlock, SparseBlock
-from smlp.nn.decoder import Decoder
 from smlp.nn.layers import SpatialWeights
+from smlp.nn.stack import Stack
 
 
-def diagonal_sums(weight_TT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sums of the weights and of their squares on each diagonal ``d`` of the lower triangle, (T,) float64
-    each."""
+def diagonal_sums(weight_TT: np.ndarray, is_causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sums of the weights and of their squares on each diagonal, in the order of ``d``, (D,) float64 each.
+
+    Args:
+        weight_TT: a matrix.
+        is_causal: whether only its lower triangle counts, so that D is T.
+    """
     size = weight_TT.shape[0]
-    rows, columns, distance = _lower_triangle(size)
+    rows, columns, diagonal = _diagonals(size, is_causal)
     weights = weight_TT[rows, columns].astype(np.float64)
-    sums = np.bincount(distance, weights, size)
-    return sums, np.bincount(distance, weights * weights, size)
+    num_diagonals = _num_diagonals(size, is_causal)
+    sums = np.bincount(diagonal, weights, num_diagonals)
+    return sums, np.bincount(diagonal, weights * weights, num_diagonals)
 
 
 @functools.lru_cache(maxsize=2)
-def _lower_triangle(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rows, columns = np.tril_indices(size)
-    return rows, columns, rows - columns
+def _diagonals(size: int, is_causal: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the row, the column and the number of the diagonal, 0 .. D-1, of every weight."""
+    if is_causal:
+        rows, columns = np.tril_indices(size)
+        return rows, columns, rows - columns
+    rows, columns = (places.ravel() for places in np.indices((size, size)))
+    return rows, columns, rows - columns + size - 1
 
 
-def toeplitz_share(weight_TT: np.ndarray) -> float:
-    """Return the share of the energy (sum of squares) of ``tril(W)`` that its nearest Toeplitz matrix holds.
+def _num_diagonals(size: int, is_causal: bool) -> int:
+    """Return D."""
+    return size if is_causal else 2 * size - 1
 
-    The nearest lower-triangular Toeplitz matrix (least squares: the orthogonal projection) has the mean of each
-    diagonal in all its entries, so that the share is ``sum_d (T-d) mean_d**2 / sum_{j<=i} W_ij**2``: 1 for a Toeplitz
-    matrix, 0 where every diagonal has mean zero, NaN for a matrix of zeros. Entries above the diagonal are
-    ignored.
+
+def _num_weights(size: int, is_causal: bool) -> float:
+    return size * (size + 1) / 2 if is_causal else size * size
+
+
+def toeplitz_share(weight_TT: np.ndarray, is_causal: bool = True) -> float:
+    """Return the share of the energy (sum of squares) of a matrix that its nearest Toeplitz matrix holds.
+
+    The nearest Toeplitz matrix (least squares: the orthogonal projection) has the mean of each diagonal in all its
+    entries, so that the share is ``sum_d (T-|d|) mean_d**2 / sum_ij W_ij**2``: 1 for a Toeplitz matrix, 0 where every
+    diagonal has mean zero, NaN for a matrix of zeros.
+
+    Args:
+        weight_TT: a matrix.
+        is_causal: whether entries above the diagonal are ignored.
     """
-    sums, squares = diagonal_sums(weight_TT)
+    sums, squares = diagonal_sums(weight_TT, is_causal)
     energy = squares.sum()
     if energy == 0:
         return math.nan
-    lengths = np.arange(len(sums), 0, -1)
+    size = weight_TT.shape[0]
+    lengths = size - np.abs(np.arange(size - len(sums), size))
     return float((sums * sums / lengths).sum() / energy)
 
 
-def random_toeplitz_share(size: int) -> tuple[float, float]:
+def random_toeplitz_share(size: int, is_causal: bool = True) -> tuple[float, float]:
     """Return the mean and standard deviation of :func:`toeplitz_share` for a random T x T matrix, as a baseline.
 
-    The projection is on T of the ``n = T(T+1)/2`` dimensions of lower-triangular matrices. For independent weights of
-    one distribution that is symmetric about zero, such as that of untrained weights, each weight holds 1/n of the
-    energy on average and products of two weights none, so that the mean is exactly ``T/n = 2/(T+1)``. For normal
-    weights the share has the distribution ``Beta(T/2, (n-T)/2)``, of which the standard deviation is given.
+    The projection is on D of the n dimensions of all matrices: T of ``n = T(T+1)/2`` for lower triangles, 2T-1 of
+    ``n = T**2`` for whole matrices. For independent weights of one distribution that is symmetric about zero, such as
+    that of untrained weights, each weight holds 1/n of the energy on average and products of two weights none, so that
+    the mean is exactly ``D/n``, 2/(T+1) or (2T-1)/T**2. For normal weights the share has the distribution
+    ``Beta(D/2, (n-D)/2)``, of which the standard deviation is given.
     """
-    n = size * (size + 1) / 2
-    mean = size / n
+    n = _num_weights(size, is_causal)
+    mean = _num_diagonals(size, is_causal) / n
     return mean, math.sqrt(mean * (1 - mean) / (n / 2 + 1))
 
 
-def half_energy_distance(weight_TT: np.ndarray) -> int | None:
-    """Return the smallest ``d`` such that the diagonals 0 .. d hold half of the energy of ``tril(W)``; None for zeros.
+def half_energy_distance(weight_TT: np.ndarray, is_causal: bool = True) -> int | None:
+    """Return the smallest distance, in tokens, within which half of the energy of a matrix lies; None for zeros.
 
-    It is small for a filter that attends to near tokens, and about ``0.29 T`` for a random matrix.
+    It is small for a filter that attends to near tokens, and about ``0.29 T`` for a random matrix, causal or not.
     """
-    _, squares = diagonal_sums(weight_TT)
+    _, squares = diagonal_sums(weight_TT, is_causal)
     if squares.sum() == 0:
         return None
+    if not is_causal:
+        size = weight_TT.shape[0]
+        ahead, squares = squares[: size - 1], squares[size - 1 :].copy()
+        squares[1:] += ahead[::-1]
     return int(np.searchsorted(squares.cumsum(), squares.sum() / 2))
+
+
+def ahead_share(weight_TT: np.ndarray) -> float:
+    """Return the share of the energy of a whole matrix that is above its diagonal, at later tokens; NaN for zeros.
+
+    It is 0 for a filter that looks backward, 1 for one that looks forward, and about 1/2 for one that looks both ways,
+    the kinds that figure 4 of gmlp.txt shows.
+    """
+    energy = np.square(weight_TT, dtype=np.float64)
+    return float(np.triu(energy, 1).sum() / energy.sum()) if energy.any() else math.nan
 
 
 @dataclass(frozen=True)
@@ -99,17 +137,35 @@ class SpatialLayer:
         return self.experts.weight.size(0)
 
     @property
+    def is_causal(self) -> bool:
+        """Return whether only the lower triangle of a matrix has weights."""
+        return self.experts.is_causal
+
+    @property
+    def is_toeplitz(self) -> bool:
+        """Return whether the matrices are Toeplitz by construction."""
+        return self.experts.is_toeplitz
+
+    @property
     def size(self) -> int:
         """Return T."""
         return self.experts.max_tokens
 
     def weight(self, index: int) -> np.ndarray:
-        """Return the matrix of one head or expert, ``tril(W)``, (T, T) float32."""
-        return np.tril(self.experts.weight[index].detach().float().cpu().numpy())
+        """Return the matrix of one head or expert, ``tril(W)`` in a causal model, (T, T) float32."""
+        weight_TT = self.experts.matrices()[index].detach().float().cpu().numpy()
+        return np.tril(weight_TT) if self.is_causal else weight_TT
 
     def bias(self, index: int) -> np.ndarray:
         """Return the bias of one head or expert, (T,) float32."""
         return self.experts.bias[index].detach().float().cpu().numpy()
+
+
+def middle_row(layer: SpatialLayer, index: int) -> np.ndarray:
+    """Return row T // 2 of a matrix, (T,) float32; in a causal model up to the diagonal."""
+    row = layer.size // 2
+    row_T = layer.weight(index)[row]
+    return row_T[: row + 1] if layer.is_causal else row_T
 
 
 @dataclass(frozen=True)
@@ -121,16 +177,18 @@ class FilterNumbers:
     toeplitz_share: float | None
     #: in tokens, :func:`smlp.plots.filters.half_energy_distance`
     half_energy_distance: int | None
-    #: root mean square of the weights on and below the diagonal
+    #: :func:`smlp.plots.filters.ahead_share`; None in a causal model
+    ahead_share: float | None
+    #: root mean square of the weights; in a causal model of those on and below the diagonal
     weight_rms: float
     bias_mean: float
     bias_std: float
 
 
-def spatial_layers(decoder: Decoder) -> list[SpatialLayer]:
+def spatial_layers(model: Stack) -> list[SpatialLayer]:
     """Return the layers with spatial filters, in order; none for a model whose tokens are mixed in other ways."""
-    config, found = decoder.config, []
-    for index, block in enumerate(decoder.blocks):
+    config, found = model.config, []
+    for index, block in enumerate(model.blocks):
         if isinstance(block, GatedMLPBlock):
             found.append(SpatialLayer(index, "SGU", "head", 0, block.gating.heads))
         elif isinstance(block, SparseBlock) and isinstance(block.mixing, FeatureSublayer):
@@ -153,13 +211,15 @@ def filter_numbers(layer: SpatialLayer) -> list[FilterNumbers]:
         weight_TT, bias_T = layer.weight(index), layer.bias(index).astype(np.float64)
         if not (np.isfinite(weight_TT).all() and np.isfinite(bias_T).all()):
             raise UserError(f"layer {layer.layer} ({layer.kind}): {layer.unit} {index} has weights that are no numbers")
-        share = toeplitz_share(weight_TT)
-        num_weights = layer.size * (layer.size + 1) / 2
+        share = toeplitz_share(weight_TT, layer.is_causal)
+        has_weights = not np.isnan(share)
+        num_weights = _num_weights(layer.size, layer.is_causal)
         numbers.append(
             FilterNumbers(
                 index,
-                None if np.isnan(share) else share,
-                half_energy_distance(weight_TT),
+                share if has_weights else None,
+                half_energy_distance(weight_TT, layer.is_causal),
+                ahead_share(weight_TT) if has_weights and not layer.is_causal else None,
                 float(np.sqrt(np.square(weight_TT, dtype=np.float64).sum() / num_weights)),
                 float(bias_T.mean()),
                 float(bias_T.std()),
@@ -168,17 +228,22 @@ def filter_numbers(layer: SpatialLayer) -> list[FilterNumbers]:
     return numbers
 
 
-def layer_facts(layer: SpatialLayer, numbers: list[FilterNumbers]) -> dict[str, Any]:
-    """Return the facts about a layer for JSON."""
-    mean, std = random_toeplitz_share(layer.size)
+def layer_facts(
+    layer: SpatialLayer, numbers: list[FilterNumbers], shown: FilterNumbers | None = None
+) -> dict[str, Any]:
+    """Return the facts about a layer for JSON; the middle row of the matrix ``shown``, if any."""
+    mean, std = random_toeplitz_share(layer.size, layer.is_causal)
     return {
         "layer": layer.layer,
         "kind": layer.kind,
         "unit": layer.unit,
         "size": layer.size,
         "first_position": layer.first_position,
+        "is_causal": layer.is_causal,
+        "is_toeplitz": layer.is_toeplitz,
         "random_toeplitz_share": {"mean": mean, "std": std},
         "matrices": [asdict(each) for each in numbers],
+        "middle_row": shown and {"index": shown.index, "weights": middle_row(layer, shown.index).tolist()},
     }
 
 

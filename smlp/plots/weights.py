@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from smlp.errors import UserError
 from smlp.evaluation.samples import Samples
+from smlp.nn.blocks import TokenMixing
 from smlp.nn.decoder import Decoder
+from smlp.nn.stack import Stack
 from smlp.nn.state import ForwardContext
-from smlp.plots.draw_filters import MOST_MATRICES, draw_filters, draw_toeplitz
+from smlp.plots.attention import AttentionMap, SeenText, attention_map, draw_attention, tiny_attention
+from smlp.plots.draw_filters import MOST_MATRICES, draw_filters, draw_layers, draw_toeplitz
 from smlp.plots.draw_routing import draw_features, draw_tokens, evenly, orders
 from smlp.plots.drawing import check_matplotlib, save
 from smlp.plots.filters import FilterNumbers, SpatialLayer, filter_numbers, fixed_chunks, layer_facts, spatial_layers
@@ -37,11 +40,10 @@ class Choice:
     #: heads or experts whose matrices are drawn, "all", or None for up to :data:`MOST_MATRICES`, spread evenly
     experts: Sequence[int] | str | None = None
 
-    def check(self, decoder: Decoder) -> None:
+    def check(self, model: Stack) -> None:
         """Raise UserError if a named layer, head or expert does not exist in the model."""
-        config = decoder.config
-        most = {"layers": config.num_layers, "experts": 1}
-        most["experts"] = max([each.num_matrices for each in spatial_layers(decoder)], default=1)
+        most = {"layers": model.config.num_layers, "experts": 1}
+        most["experts"] = max([each.num_matrices for each in spatial_layers(model)], default=1)
         for name, count in most.items():
             value = getattr(self, name)
             wrong = [] if value is None or value == "all" else [each for each in value if not 0 <= each < count]
@@ -53,7 +55,11 @@ class Choice:
         """Return the layers of one kind that are drawn."""
         if self.layers is None:
             return [numbers[place] for place in evenly(len(numbers), MOST_LAYERS)]
-        return [number for number in numbers if self.layers == "all" or number in self.layers]
+        return [number for number in numbers if self.has_layer(number)]
+
+    def has_layer(self, number: int) -> bool:
+        """Return whether a layer may be drawn."""
+        return self.layers is None or self.layers == "all" or number in self.layers
 
     def of_matrices(self, count: int) -> list[list[int]]:
         """Return the heads or experts of a layer that are drawn, figure by figure."""
@@ -71,10 +77,14 @@ class WeightPlots:
     layers: list[SpatialLayer]
     #: numbers of every head or expert, by layer number
     filters: dict[int, list[FilterNumbers]]
+    #: numbers of the head or expert of a layer whose matrix is drawn beside those of the other layers, by layer number
+    shown: dict[int, FilterNumbers] = field(default_factory=dict)
     #: None if there is no text, and for models without experts
     routing: RoutingCounts | None = None
     #: symbols of ``routing.pieces_P``
     symbols: list[str] = field(default_factory=list)
+    #: of each text; none for models without a tiny attention
+    attention: list[AttentionMap] = field(default_factory=list)
     figures: list[Path] = field(default_factory=list)
     #: sentences that explain what is not drawn, and why
     left_out: list[str] = field(default_factory=list)
@@ -82,7 +92,9 @@ class WeightPlots:
     def as_json(self) -> dict[str, Any]:
         """Return all numbers as plain values."""
         found: dict[str, Any] = {
-            "spatial": [layer_facts(layer, self.filters[layer.layer]) for layer in self.layers],
+            "spatial": [
+                layer_facts(layer, self.filters[layer.layer], self.shown.get(layer.layer)) for layer in self.layers
+            ],
             "figures": [str(path) for path in self.figures],
             "left_out": self.left_out,
         }
@@ -92,17 +104,20 @@ class WeightPlots:
             found["pieces"] = [{"id": piece, "symbol": symbol, "count": count} for piece, symbol, count in pieces]
             found["token_routing"] = [_token_facts(counts) for counts in self.routing.tokens]
             found["feature_routing"] = [_feature_facts(counts) for counts in self.routing.features]
+        if self.attention:
+            found["attention"] = [each.as_json() for each in self.attention]
         return found
 
 
 def plot_weights(
-    decoder: Decoder,
+    model: Stack,
     out: Path,
     model_name: str,
     *,
     choice: Choice | None = None,
     file_format: str = "png",
     samples: Samples | None = None,
+    texts: Sequence[SeenText] = (),
     symbols: Sequence[str] = (),
     text: str = "",
     num_pieces: int = 40,
@@ -111,14 +126,15 @@ def plot_weights(
     """Draw what a model has learnt.
 
     Args:
-        decoder: holding all experts.
+        model: a decoder that holds all experts, or an encoder.
         out: folder for the pictures, made if it is not there.
         model_name: for titles.
         choice: which layers, heads and experts.
         file_format: "png" or "svg".
         samples: of the text whose routing is counted; none by default.
-        symbols: of the vocabulary, (V,); with samples.
-        text: names the text in titles.
+        texts: through which the tiny attention of an aMLP is followed.
+        symbols: of the vocabulary, (V,); with samples or texts.
+        text: names the text of the samples in titles.
         num_pieces: pieces of the vocabulary in a map.
         seen: called with each forward pass's context.
 
@@ -128,40 +144,53 @@ def plot_weights(
     """
     check_matplotlib()
     choice = choice or Choice()
-    choice.check(decoder)
-    layers, config = spatial_layers(decoder), decoder.config
-    refuse_nothing(decoder, samples is not None)
+    choice.check(model)
+    layers, config = spatial_layers(model), model.config
+    refuse_nothing(model, samples is not None)
+    if texts and not tiny_attention(model):
+        raise UserError(
+            "--text: the first half of the model's layers has no tiny attention (gmlp_attention_dim) to draw"
+        )
     plots = WeightPlots(layers, {layer.layer: filter_numbers(layer) for layer in layers})
     _draw_filters(plots, choice, out, model_name, file_format)
-    if samples is not None and config.num_sparse_layers:
-        plots.routing = count_routing(decoder, samples, num_pieces, seen=seen)
+    for number, each in enumerate(texts):
+        plots.attention.append(attention_map(model, each, symbols))
+        figure = draw_attention(plots.attention[-1], model_name)
+        plots.figures.append(save(figure, out / f"attention_{number}.{file_format}"))
+    if samples is not None and isinstance(model, Decoder) and config.num_sparse_layers:
+        plots.routing = count_routing(model, samples, num_pieces, seen=seen)
         plots.symbols = [symbols[piece] for piece in plots.routing.pieces_P]
         _draw_routing(plots, choice, out, model_name, file_format, text)
-    plots.left_out += _absent(decoder, samples is not None)
+    plots.left_out += _absent(model, bool(text) or samples is not None, bool(texts))
     if not plots.figures:
         raise UserError(f"no picture: no layer that --layers names has anything to draw; {'; '.join(plots.left_out)}")
     return plots
 
 
-def refuse_nothing(decoder: Decoder, has_data: bool) -> None:
+def refuse_nothing(model: Stack, has_data: bool) -> None:
     """Raise UserError, with the reason, if there is nothing to draw for this model."""
-    if spatial_layers(decoder) or (has_data and decoder.config.num_sparse_layers):
+    if spatial_layers(model) or (has_data and model.config.num_sparse_layers):
         return
-    reason = (
-        "the model mixes tokens without spatial weights, by self-attention for one, so that it has no spatial filters"
-    )
-    if decoder.config.num_sparse_layers:
+    means = "without spatial weights, by self-attention for one"
+    if any(isinstance(module, TokenMixing) for module in model.modules()):
+        means = "by two matrices with an activation function between them (MLP-Mixer)"
+    reason = f"the model mixes tokens {means}, so that it has no spatial filters"
+    if model.config.num_sparse_layers:
         raise UserError(f"{reason}: give --data to draw which tokens go to which of its experts")
     raise UserError(f"{reason}, and it has no experts either: there is nothing to draw")
 
 
-def _absent(decoder: Decoder, has_data: bool) -> list[str]:
-    config, sentences = decoder.config, []
-    if not spatial_layers(decoder):
+def _absent(model: Stack, has_data: bool, has_texts: bool) -> list[str]:
+    config, sentences = model.config, []
+    if not spatial_layers(model):
         sentences.append("spatial filters: there are none, for tokens are mixed without spatial weights")
     if config.num_sparse_layers and not has_data:
         sentences.append("which tokens and features go to which expert: give binarised text with --data to count that")
-    if has_data and not config.num_sparse_layers:
+    if tiny_attention(model) and not has_texts:
+        sentences.append(
+            "which tokens the tiny attention connects: give a text with --text, or lines of several words with --data"
+        )
+    elif has_data and not config.num_sparse_layers and not has_texts:
         sentences.append("--data: the model has no experts among which tokens could choose")
     chunks = fixed_chunks(config)
     return sentences if chunks is None else [*sentences, chunks]
@@ -172,6 +201,12 @@ def _draw_filters(plots: WeightPlots, choice: Choice, out: Path, model_name: str
         return
     figure = draw_toeplitz(plots.layers, plots.filters, model_name)
     plots.figures.append(save(figure, out / f"toeplitz.{file_format}"))
+    for layer in plots.layers:
+        if choice.has_layer(layer.layer) and (parts := choice.of_matrices(layer.num_matrices)):
+            plots.shown[layer.layer] = plots.filters[layer.layer][parts[0][0]]
+    drawn = [(layer, plots.shown[layer.layer]) for layer in plots.layers if layer.layer in plots.shown]
+    if drawn:
+        plots.figures.append(save(draw_layers(drawn, model_name), out / f"layers.{file_format}"))
     for kind in dict.fromkeys(layer.kind for layer in plots.layers):
         layers = {layer.layer: layer for layer in plots.layers if layer.kind == kind}
         chosen = choice.of_layers(list(layers))
