@@ -193,4 +193,4 @@ def test_an_encoder_is_not_upcycled(trained, tmp_path, capsys):
 
     path = trained[0] / "gmlp_mlm_tiny" / "checkpoint_last.pt"
     assert main(["checkpoint", "upcycle", str(path), "-o", str(tmp_path / "x.pt"), "--arch", "smlp_tiny"]) == 1
-    assert "is an encoder, and there are no sparse ones" in capsys.readouterr().err
+    assert "is an encoder, and there are no sparse encoders" in capsys.readouterr().err
