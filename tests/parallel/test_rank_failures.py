@@ -11,7 +11,7 @@ import pytest
 import torch
 from layouts import command
 
-from smlp.launch.ports import free_port
+from smlp.launch.local import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(200)]
 
