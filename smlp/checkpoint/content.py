@@ -16,6 +16,8 @@ from smlp.text.tokenizer import Vocabulary
 _EMBEDDING = "embedding.weight"
 _MOST_TOKENS = 1 << 20  # largest context if no tensor bounds it
 
+_MOST_STEPS = 1 << 31  # numbers of updates and epochs, which seeds of 32 bits follow from
+
 _ABSENT = object()
 
 
@@ -33,7 +35,9 @@ def progress_problems(state: Any, path: str | Path) -> list[str]:
             shown = ".".join(step for step in way if isinstance(step, str))
             problems.append(f"{path} is damaged: {shown} is {value!r:.60}, {expected}")
     moments = _at(state, ("last_optimizer_state", "state"))
-    by_parameter = isinstance(moments, Mapping) and all(isinstance(value, Mapping) for value in moments.values())
+    by_parameter = isinstance(moments, Mapping) and all(
+        type(number) is int and isinstance(value, Mapping) for number, value in moments.items()
+    )
     if moments is not _ABSENT and not by_parameter:
         problems.append(f"{path} is damaged: the optimizer's state in it is not kept by parameter")
     return problems
@@ -62,10 +66,10 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
                 f"{path} is damaged: the optimizer's state of parameter {number} lacks {', '.join(lacking)}, which it "
                 "has of others; --reset-optimizer starts with new moments"
             )
-        elif not _is_number(of_parameter.get("step", 0)):
+        elif not _is_step(of_parameter.get("step", 0)):
             problems.append(
                 f"{path} is damaged: the optimizer's step of parameter {number} is {of_parameter['step']!r:.60}, not a "
-                "number; --reset-optimizer starts with new moments"
+                "number of at least 0; --reset-optimizer starts with new moments"
             )
     return problems
 
@@ -73,6 +77,10 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
 def _is_number(value: Any) -> bool:
     """Return whether a value is a number, or a tensor without axes."""
     return (isinstance(value, numbers.Real) and not isinstance(value, bool)) or getattr(value, "shape", None) == ()
+
+
+def _is_step(value: Any) -> bool:
+    return _is_number(value) and not (isinstance(value, numbers.Real) and value < 0)
 
 
 def _num_dims(of_parameter: Mapping[str, Any]) -> int:
@@ -90,7 +98,10 @@ def _at(state: Any, way: Sequence[str | int]) -> Any:
 
 
 def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: type(value) is int and value >= least, f"but must be a whole number of at least {least}"
+    return (
+        lambda value: type(value) is int and least <= value <= _MOST_STEPS,
+        f"but must be a whole number from {least} to {_MOST_STEPS}",
+    )
 
 
 _MAPPING = (lambda value: value is None or isinstance(value, Mapping), "not a dictionary")
@@ -101,12 +112,13 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state",), *_MAPPING),
     (("extra_state", "train_iterator"), *_MAPPING),
     (("extra_state", "metrics"), *_MAPPING),
-    (("optimizer_history", -1), *_MAPPING),
+    (("optimizer_history", -1), lambda value: isinstance(value, Mapping), "not a dictionary"),
     (("optimizer_history", -1, "lr_scheduler_state"), *_MAPPING),
     (("last_optimizer_state",), *_MAPPING),
     (("optimizer_history", -1, "num_updates"), *_whole(0)),
     (("extra_state", "train_iterator", "epoch"), *_whole(1)),
     (("extra_state", "train_iterator", "iterations_in_epoch"), *_whole(0)),
+    (("extra_state", "previous_training_time"), lambda value: _is_number(value), "not a number"),
     (("extra_state", "best"), lambda value: value is None or _is_number(value), "not a number"),
 )
 

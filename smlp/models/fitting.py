@@ -42,7 +42,7 @@ def check_fit(
             "numbers of layers that it was trained with"
         )
     for name, tensor in state.items():
-        if name in own and own[name].is_floating_point() and not tensor.is_floating_point():
+        if name in own and own[name].is_floating_point() and not tensor.dtype.is_floating_point:
             raise UserError(f"the checkpoint is damaged: {name} is of {tensor.dtype}, which are no weights")
         if name not in shapes or shapes[name] == tensor.shape:
             continue

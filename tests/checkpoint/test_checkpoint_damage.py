@@ -9,6 +9,7 @@ import re
 import shutil
 import tracemalloc
 import zipfile
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -469,3 +470,22 @@ def test_integers_are_no_weights(whole: Path, dtype) -> None:
     torch.save(state, whole)
     with pytest.raises(UserError, match=rf"{name} is of {dtype}, no real numbers"):
         smlp.load_pretrained(whole)
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "said"),
+    [
+        (["optimizer_history", -1], None, "optimizer_history is None, not a dictionary"),
+        (["optimizer_history", -1, "num_updates"], 2**70, "num_updates is 1180591620717411303424, but must be"),
+        (["extra_state", "train_iterator", "epoch"], 10**15, "epoch is 1000000000000000, but must be"),
+        (["extra_state", "previous_training_time"], "long", "previous_training_time is 'long', not a number"),
+        (["last_optimizer_state", "state"], {"a": {}}, "state in it is not kept by parameter"),
+        (["last_optimizer_state", "state", 0, "step"], -5, "step of parameter 0 is -5, not a number of at least 0"),
+    ],
+)
+def test_a_position_in_training_that_cannot_be_is_named(whole: Path, tmp_path: Path, way, value, said, capsys) -> None:
+    state = content(whole)
+    reduce(lambda part, step: part[step], way[:-1], state)[way[-1]] = value
+    torch.save(state, whole)
+    assert said in refused(capsys, "merge", whole, "-o", tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
