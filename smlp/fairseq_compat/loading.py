@@ -22,6 +22,7 @@ from smlp.checkpoint.torch_file import OtherClassError, check_records, existing_
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 from smlp.fairseq_compat.saving import remove_leftovers
+from smlp.fairseq_compat.stopping import leave_if_done
 from smlp.files import is_missing
 from smlp.text.tokenizer import Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
@@ -88,7 +89,9 @@ def apply() -> None:
         if trainer.data_parallel_rank == 0 and not cfg.no_save:
             for leftover in remove_leftovers(cfg.save_dir):
                 logger.info(f"removed {leftover}, which an interrupted run left half-written")
-        return resume(cfg, trainer, **kw)
+        resumed = resume(cfg, trainer, **kw)
+        leave_if_done(trainer)
+        return resumed
 
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task

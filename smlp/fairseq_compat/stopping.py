@@ -55,6 +55,17 @@ def leave_if_asked(trainer: Any) -> None:
         _save_and_leave(trainer)
 
 
+def leave_if_done(trainer: Any) -> None:
+    """Exit with status 0 if a checkpoint that was just loaded has all updates; fairseq would do one more and save it."""
+    num_updates, most = trainer.get_num_updates(), trainer.cfg.optimization.max_update
+    if not most or num_updates < most:
+        return
+    if trainer.is_data_parallel_master:
+        logger.info(f"the checkpoint has {num_updates} updates and --max-update is {most}: there is nothing to train")
+    leave()
+    sys.exit(0)
+
+
 def _is_last_update(trainer: Any) -> bool:
     """Return whether training ends here anyway. Resumed from such a checkpoint, fairseq would do an update too many."""
     optimization, batches = trainer.cfg.optimization, trainer.train_iterator

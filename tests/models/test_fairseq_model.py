@@ -117,6 +117,17 @@ def test_resume_equals_never_stopped(resumed):
     assert any(not torch.equal(fresh[name], value) for name, value in states[0]["model"].items())
 
 
+def test_a_finished_run_is_left_alone(resumed, tiny_data, run_fairseq_many):
+    folder, _ = resumed
+    path = folder / "straight" / "checkpoint_last.pt"
+    before = path.read_bytes()
+    settings = ["--dropout", "0.2", "--save-interval-updates", "10", "--keep-interval-updates", "5"]
+    (run,) = run_fairseq_many([train(tiny_data, folder / "straight", "--max-update", "20", *settings)])
+    assert run.rc == 0, run.stderr[-2000:]
+    assert "the checkpoint has 20 updates and --max-update is 20: there is nothing to train" in run.stdout + run.stderr
+    assert path.read_bytes() == before
+
+
 @pytest.fixture(scope="module")
 def old_checkpoint(resumed):
     """The checkpoint of an older version: its configuration has a setting that there is no longer."""
