@@ -56,7 +56,7 @@ def leave_if_asked(trainer: Any) -> None:
 
 
 def leave_if_done(trainer: Any) -> None:
-    """Exit with status 0 if a checkpoint that was just loaded has all updates; fairseq would do one more and save it."""
+    """Exit with status 0 if a checkpoint that was just loaded has all updates; fairseq would do one more and save."""
     num_updates, most = trainer.get_num_updates(), trainer.cfg.optimization.max_update
     if not most or num_updates < most:
         return
