@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from smlp.config import ModelConfig
 from smlp.costs.breakdown import Costs, costs_of_trace
+from smlp.costs.formula import num_masked
 from smlp.costs.recording import recording, trace_of, update_range
 from smlp.moe.experts import expert_parameters
+from smlp.nn.build import model_of
 from smlp.nn.decoder import Decoder
+from smlp.nn.encoder import Encoder
 from smlp.ops import token_losses
 from smlp.parallel import Ranks, global_grad_norm, reduce_expert_gradients
 from smlp.parallel.spans import BACKWARD, FORWARD, OPTIMIZER, REDUCTION, span
@@ -73,7 +76,7 @@ class _Trainer:
 
     def __init__(self, config: ModelConfig, ranks: Ranks, device: torch.device) -> None:
         self.ranks = ranks
-        self.model = Decoder(config, ranks).to(device).train()
+        self.model = model_of(config, ranks).to(device).train()
         self.experts = [parameter for _, parameter, _ in expert_parameters(self.model)]
         owned = {id(parameter) for parameter in self.experts}
         self.dense = [parameter for parameter in self.model.parameters() if id(parameter) not in owned]
@@ -83,7 +86,7 @@ class _Trainer:
         """Do one update; return when it is done on the device as well."""
         with update_range(tokens_BT.device):
             with span(FORWARD):
-                loss = self._loss(tokens_BT)
+                loss = training_loss(self.model, tokens_BT, tokens_BT.roll(-1, dims=1))
             with span(BACKWARD):
                 loss.backward()
             with span(REDUCTION):
@@ -96,7 +99,14 @@ class _Trainer:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def _loss(self, tokens_BT: Tensor) -> Tensor:
-        output = self.model(tokens_BT)
-        losses_BT = token_losses(output.logits, tokens_BT.roll(-1, dims=1))
-        return losses_BT[:, self.model.config.prefix_tokens : -1].mean() + sum(output.aux_losses.values())
+
+def training_loss(model: Decoder | Encoder, source_BT: Tensor, target_BT: Tensor) -> Tensor:
+    """Return a loss that costs what the training's does, to time updates: of next tokens with the auxiliary losses, or,
+    of an encoder, of as many tokens of ``source_BT`` as are masked in training."""
+    if isinstance(model, Encoder):
+        num_asked = source_BT.size(0) * num_masked(source_BT.size(1))
+        asked_M = torch.arange(num_asked, device=source_BT.device) * source_BT.numel() // num_asked
+        return token_losses(model(source_BT, asked_M), source_BT.flatten()[asked_M]).mean()
+    output = model(source_BT)
+    losses_BT = token_losses(output.logits, target_BT)
+    return losses_BT[:, model.config.prefix_tokens :].mean() + sum(output.aux_losses.values())

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from smlp.checkpoint.load import load_pretrained
-from smlp.costs.formula import num_masked
+from smlp.costs.profiled import training_loss
 from smlp.errors import UserError
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.launch.environment import environment
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder
-from smlp.ops import token_losses
 from smlp.text.binarized import read_fairseq_tokens
 
 HOW = "forward, backward and Adam in a plain loop, models in turn, no run of the experiment beside it"
@@ -66,7 +65,7 @@ class TimedUpdates:
         """Do one update with batches of tokens (B, T) and their targets."""
         start = time.perf_counter()
         for source_BT, target_BT in batches:
-            self._loss(source_BT, target_BT).backward()
+            training_loss(self.model, source_BT, target_BT).backward()
         for master, weight in zip(self.masters, self.weights, strict=False):
             master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
         self.optimizer.step()
@@ -77,16 +76,6 @@ class TimedUpdates:
         if self.device == "cuda":
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - start)
-
-    def _loss(self, source_BT: Tensor, target_BT: Tensor) -> Tensor:
-        """Return the loss of next tokens, or, of an encoder, of as many tokens as are masked in training."""
-        if isinstance(self.model, Encoder):
-            num_asked = source_BT.size(0) * num_masked(source_BT.size(1))
-            asked_M = torch.arange(num_asked, device=source_BT.device) * source_BT.numel() // num_asked
-            return token_losses(self.model(source_BT, asked_M), source_BT.flatten()[asked_M]).mean()
-        output, prefix = self.model(source_BT), self.model.config.prefix_tokens
-        losses_BT = token_losses(output.logits, target_BT)
-        return losses_BT[:, prefix:].mean() + sum(output.aux_losses.values())
 
 
 def time_models(folder: Folder, rounds: int) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class MaskedLanguageModel(nn.Module):
         padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.encoder.config.padding_idx)
         return padded.to(self.encoder.embedding.weight.device)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # no inference tensors: a head that is being trained may take them
     def features(self, texts: Sequence[str]) -> Tensor:
         """Return the hidden states of texts, (B, n, H); row 0 of each is that of ``<s>``.
 

@@ -292,6 +292,11 @@ def test_the_command_on_two_processes(tmp_path):
         assert names.count("layer 5 (tMoE) / all-to-all back, backward") == 1
 
 
+def test_the_command_times_encoders(capsys):
+    assert main.main(["costs", "--arch", "amlp_mlm_tiny", "--tokens", "8", "--batch-size", "1", "--updates", "1"]) == 0
+    assert "amlp_mlm_tiny: 1 rank on cpu; 1 x 8 tokens on each" in capsys.readouterr().out
+
+
 def test_the_command_as_a_rank_of_a_launcher(tmp_path):
     arguments = [*TINY, "--trace", str(tmp_path / "trace.json")]
     shown = run_ranks("costs_command_of_a_launcher", 2, port=free_port(), arguments=arguments)

@@ -15,6 +15,7 @@ from smlp.ops import (
     permuted_columns,
     permuted_rows,
     spatial,
+    spatial_projection,
     summed_rows,
 )
 from smlp.ops.expert_runs import EqualExperts, UnequalExperts
@@ -36,6 +37,27 @@ def test_spatial_projection(num_heads, num_tokens):
     gate = torch.randn(*out.shape, generator=generator, dtype=torch.double, requires_grad=True)
     out = causal_spatial_projection(x, weight, bias, gate_Bmhc=gate)
     assert_same(out, spatial_reference(x, weight, bias, gate), (x, weight, bias, gate), tolerance=EXACT)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 5])
+@pytest.mark.parametrize("num_tokens", [1, 4, 7])
+def test_spatial_projection_over_all_positions(num_heads, num_tokens):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, num_tokens, num_heads, 5, generator=generator, dtype=torch.double, requires_grad=True)
+    weight = torch.randn(num_heads, 7, 7, generator=generator, dtype=torch.double, requires_grad=True)
+    bias = torch.randn(num_heads, 7, generator=generator, dtype=torch.double, requires_grad=True)
+    gate = torch.randn(x.shape, generator=generator, dtype=torch.double, requires_grad=True)
+
+    def reference():
+        rows = [
+            bias[:, t].view(1, -1, 1) + sum(weight[:, t, s].view(1, -1, 1) * x[:, s] for s in range(num_tokens))
+            for t in range(num_tokens)
+        ]
+        return torch.stack(rows, dim=1)
+
+    assert_same(spatial_projection(x, weight, bias), reference(), (x, weight, bias), tolerance=EXACT)
+    gated = spatial_projection(x, weight, bias, gate)
+    assert_same(gated, gate * reference(), (x, weight, bias, gate), tolerance=EXACT)
 
 
 @pytest.mark.parametrize("num_seqs", [0, 1, 2])

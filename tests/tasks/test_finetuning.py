@@ -8,10 +8,12 @@ import re
 import shlex
 
 import pytest
+import torch
 from conftest import tiny_sentences
 from running import USER_DIR
 from squad_data import write_squad
 
+import smlp
 from smlp.cli.main import main
 
 pytest.importorskip("torchmetrics")
@@ -107,6 +109,9 @@ def test_every_metric_of_glue_is_logged_on_any_number_of_ranks(tiny_data, tmp_pa
         for split, one in logged[name, 1].items():
             assert float(one[metric]) == float(logged[name, 2][split][metric])
             assert float(one["loss"]) == pytest.approx(float(logged[name, 2][split]["loss"]), abs=2e-3)
+        loaded = smlp.load_pretrained(tmp_path / f"{name}-1" / "checkpoint_best.pt", tiny_data / "dict.txt")
+        scores_BC = loaded.encoder.sentence_heads["sentence_classification_head"](loaded.features(["a cat"]))
+        assert scores_BC.shape == (1, max(1, len(LABELS[name])))
         assert (tmp_path / f"{name}-2" / "checkpoint_best.pt").is_file()
 
 
@@ -141,6 +146,13 @@ def test_squad_is_scored_alike_on_any_number_of_ranks_and_afterwards(tiny_data, 
     (later,) = run_fairseq_many([{"tool": "validate", "args": args}])
     assert float(validations(later)["valid1"]["f1"]) == float(one["valid1"]["f1"])
     assert (tmp_path / "later.json").read_bytes() == (tmp_path / "1-valid1.json").read_bytes()
+    loaded = smlp.load_pretrained(tmp_path / "1" / "checkpoint_best.pt")
+    spans = loaded.encoder.span_head(loaded.features(["a cat"]))
+    assert spans.shape[2] == 2
+    export = tmp_path / "export.pt"
+    assert main(["checkpoint", "merge", str(tmp_path / "1" / "checkpoint_best.pt"), "--export", "-o", str(export)]) == 0
+    exported = smlp.load_pretrained(export)
+    assert torch.equal(exported.encoder.span_head(exported.features(["a cat"])), spans)
 
 
 def test_training_lowers_the_loss_of_spans(tiny_data, tmp_path, pretrained, run_fairseq_many):
