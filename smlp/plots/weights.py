@@ -77,14 +77,14 @@ class WeightPlots:
     layers: list[SpatialLayer]
     #: numbers of every head or expert, by layer number
     filters: dict[int, list[FilterNumbers]]
-    #: numbers of the head or expert of a layer whose matrix is drawn beside those of the other layers, by layer number
-    shown: dict[int, FilterNumbers] = field(default_factory=dict)
     #: None if there is no text, and for models without experts
     routing: RoutingCounts | None = None
     #: symbols of ``routing.pieces_P``
     symbols: list[str] = field(default_factory=list)
     #: of each text; none for models without a tiny attention
     attention: list[AttentionMap] = field(default_factory=list)
+    #: numbers of the head or expert of a layer whose matrix is drawn beside those of the other layers, by layer number
+    shown: dict[int, FilterNumbers] = field(default_factory=dict)
     figures: list[Path] = field(default_factory=list)
     #: sentences that explain what is not drawn, and why
     left_out: list[str] = field(default_factory=list)
