@@ -204,9 +204,9 @@ def _draw_filters(plots: WeightPlots, choice: Choice, out: Path, model_name: str
     for layer in plots.layers:
         if choice.has_layer(layer.layer) and (parts := choice.of_matrices(layer.num_matrices)):
             plots.shown[layer.layer] = plots.filters[layer.layer][parts[0][0]]
-    drawn = [(layer, plots.shown[layer.layer]) for layer in plots.layers if layer.layer in plots.shown]
-    if drawn:
-        plots.figures.append(save(draw_layers(drawn, model_name), out / f"layers.{file_format}"))
+    shown = [(layer, plots.shown[layer.layer]) for layer in plots.layers if layer.layer in plots.shown]
+    if shown:
+        plots.figures.append(save(draw_layers(shown, model_name), out / f"layers.{file_format}"))
     for kind in dict.fromkeys(layer.kind for layer in plots.layers):
         layers = {layer.layer: layer for layer in plots.layers if layer.kind == kind}
         chosen = choice.of_layers(list(layers))
