@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 #: pairs of tokens that are named
 STRONGEST = 10
-#: width of a cell of the map, in inches
-_CELL = 0.19
+#: width of a cell of the map and of a letter beside it, in inches
+_CELL, _LETTER = 0.19, 0.075
 
 
 @dataclass(frozen=True)
@@ -148,17 +148,18 @@ def attention_map(model: Stack, text: SeenText, symbols: Sequence[str]) -> Atten
 
 def draw_attention(found: AttentionMap, model_name: str) -> Figure:
     """Draw the largest weights of a text, from the tokens at the left to those at the bottom."""
-    num_tokens = len(found.symbols)
-    side = float(np.clip(_CELL * num_tokens, 3.6, 14.0))
+    names = readable(found.symbols)
+    side = float(np.clip(_CELL * len(names), 3.6, 14.0))
+    label = _LETTER * max(map(len, names))
     figure = new_figure(
-        side + 2.0,
-        side + 1.7,
+        side + label + 1.6,
+        side + label + 1.2,
         f"{model_name}: {readable([found.text.name])[0]}\n"
         f"largest weight of the tiny attention in layers {found.layers[0]} to {found.layers[-1]}",
     )
     axes = figure.add_subplot()
-    image = axes.imshow(found.weight_nn, cmap=SEQUENTIAL, vmin=0, interpolation="nearest")
-    names, most = readable(found.symbols), int(side / _CELL)
+    image = axes.imshow(found.weight_nn, cmap=SEQUENTIAL, vmin=0, aspect="auto", interpolation="nearest")
+    most = int(side / _CELL)
     label_ticks(axes, "x", names, most=most, rotation=90, fontsize=8)
     label_ticks(axes, "y", names, most=most, fontsize=8)
     for end in np.flatnonzero(np.array(found.text.ids[:-1]) == Vocabulary.eos) + 0.5:

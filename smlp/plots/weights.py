@@ -77,14 +77,14 @@ class WeightPlots:
     layers: list[SpatialLayer]
     #: numbers of every head or expert, by layer number
     filters: dict[int, list[FilterNumbers]]
-    #: numbers of the head or expert of a layer whose matrix is drawn beside those of the other layers, by layer number
-    shown: dict[int, FilterNumbers] = field(default_factory=dict)
     #: None if there is no text, and for models without experts
     routing: RoutingCounts | None = None
     #: symbols of ``routing.pieces_P``
     symbols: list[str] = field(default_factory=list)
     #: of each text; none for models without a tiny attention
     attention: list[AttentionMap] = field(default_factory=list)
+    #: numbers of the head or expert of a layer whose matrix is drawn beside those of the other layers, by layer number
+    shown: dict[int, FilterNumbers] = field(default_factory=dict)
     figures: list[Path] = field(default_factory=list)
     #: sentences that explain what is not drawn, and why
     left_out: list[str] = field(default_factory=list)
@@ -204,9 +204,9 @@ def _draw_filters(plots: WeightPlots, choice: Choice, out: Path, model_name: str
     for layer in plots.layers:
         if choice.has_layer(layer.layer) and (parts := choice.of_matrices(layer.num_matrices)):
             plots.shown[layer.layer] = plots.filters[layer.layer][parts[0][0]]
-    drawn = [(layer, plots.shown[layer.layer]) for layer in plots.layers if layer.layer in plots.shown]
-    if drawn:
-        plots.figures.append(save(draw_layers(drawn, model_name), out / f"layers.{file_format}"))
+    shown = [(layer, plots.shown[layer.layer]) for layer in plots.layers if layer.layer in plots.shown]
+    if shown:
+        plots.figures.append(save(draw_layers(shown, model_name), out / f"layers.{file_format}"))
     for kind in dict.fromkeys(layer.kind for layer in plots.layers):
         layers = {layer.layer: layer for layer in plots.layers if layer.kind == kind}
         chosen = choice.of_layers(list(layers))

@@ -12,9 +12,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from checkpoint_states import in_parts, save
+from tiny_checkpoints import write_checkpoint
 
 import smlp
 from smlp.cli.main import main
+from smlp.plots.attention import SeenText, attention_map
 from smlp.plots.filters import filter_numbers, spatial_layers
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,7 +63,7 @@ def test_pictures_numbers_and_table_of_partial_routing(data, tmp_path, capsys):
         status = plot(path, "--data", data, "--out", out, "--json", tmp_path / "found.json", "--limit-tokens", 144)
     printed = capsys.readouterr()
     assert status == 0 and printed.err == ""
-    names = ["toeplitz", "filters_layer0", "filters_layer1", "tokens_layer1", "features_layer1"]
+    names = ["toeplitz", "layers", "filters_layer0", "filters_layer1", "tokens_layer1", "features_layer1"]
     found = json.loads((tmp_path / "found.json").read_text())
     assert sorted(each.name for each in out.iterdir()) == sorted(f"{name}.png" for name in names)
     assert found["figures"] == [str(out / f"{name}.png") for name in names]
@@ -103,7 +105,7 @@ def test_what_is_left_out_is_said(tmp_path, capsys, monkeypatch):
     assert "2 of 4 experts of a layer are drawn" in found["left_out"][1]
     assert "expert i of 0 .. 3 mixes the 4 of 16 features from number 4*i on" in found["left_out"][3]
     assert all(f"left out: {line}" in printed for line in found["left_out"])
-    names = {"toeplitz.png", *(f"filters_layer{layer}.png" for layer in (0, 2, 3))}
+    names = {"toeplitz.png", "layers.png", *(f"filters_layer{layer}.png" for layer in (0, 2, 3))}
     assert {path.name for path in tmp_path.glob("*.png")} == names
     assert [len(layer["matrices"]) for layer in found["spatial"]] == [1, 1, 4, 1], "numbers are of all"
 
@@ -113,8 +115,8 @@ def test_chosen_layers_and_experts_as_svg_always_the_same(tmp_path, monkeypatch)
     path = save(tmp_path, "gmlp_moe_tiny", num_experts=3)
     for name, experts in (("some", "2"), ("all", "all")):
         assert plot(path, "--out", tmp_path / name, "--layers", "1", "--experts", experts, "--format", "svg") == 0
-    assert {each.name for each in (tmp_path / "some").iterdir()} == {"filters_layer1.svg", "toeplitz.svg"}
-    names = {"filters_layer1_0.svg", "filters_layer1_1.svg", "toeplitz.svg"}
+    assert {each.name for each in (tmp_path / "some").iterdir()} == {"filters_layer1.svg", "layers.svg", "toeplitz.svg"}
+    names = {"filters_layer1_0.svg", "filters_layer1_1.svg", "layers.svg", "toeplitz.svg"}
     assert {each.name for each in (tmp_path / "all").iterdir()} == names
     for same in ("toeplitz.svg", "filters_layer1{}.svg"):
         first, second = (tmp_path / folder / same.format(end) for folder, end in (("some", ""), ("all", "_1")))
@@ -135,6 +137,65 @@ def test_experts_in_parts_and_attention_with_data(data, tmp_path, capsys):
     assert "spatial filters: there are none, for tokens are mixed without spatial weights" in capsys.readouterr().out
 
 
+def save_encoder(folder: Path, arch: str, **overrides: object) -> Path:
+    """A checkpoint of a small encoder with random weights, and the dictionary of ``data``."""
+    words = [f"w{number}" for number in range(20)]
+    return write_checkpoint(folder, words, arch, num_dense_layers=3, num_sparse_layers=0, **overrides)[0]
+
+
+def test_filters_of_an_encoder(data, tmp_path, capsys):
+    path = save_encoder(tmp_path, "gmlp_mlm_tiny", spatial_weights="full")
+    assert plot(path, "--out", tmp_path, "--json", tmp_path / "found.json") == 0
+    printed, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    names = ["toeplitz", "layers", *(f"filters_layer{layer}" for layer in range(3))]
+    assert found["figures"] == [str(tmp_path / f"{name}.png") for name in names] and found["left_out"] == []
+    assert all(is_drawn(Path(figure)) for figure in found["figures"])
+    layers = spatial_layers(smlp.load_pretrained(path).core)
+    for layer, facts in zip(layers, found["spatial"], strict=True):
+        (numbers,) = filter_numbers(layer)
+        assert (facts["is_causal"], facts["is_toeplitz"]) == (False, False)
+        assert facts["random_toeplitz_share"]["mean"] == pytest.approx(23 / 144)
+        assert facts["matrices"][0]["toeplitz_share"] == pytest.approx(numbers.toeplitz_share)
+        assert facts["middle_row"] == {"index": 0, "weights": layer.weight(0)[6].tolist()}
+        row = next(line for line in printed.splitlines() if line.startswith(f"{layer.layer} "))
+        assert f"{numbers.toeplitz_share:.4f}" in row and row.endswith(f"{numbers.ahead_share:.2%}")
+    assert "by construction" not in printed
+    toeplitz = save_encoder(tmp_path / "toeplitz", "gmlp_mlm_tiny")
+    assert plot(toeplitz, "--out", tmp_path, "--data", data, "--layers", 1) == 0
+    printed = capsys.readouterr().out
+    assert "Toeplitz by construction" in printed and "--data: the model has no experts" in printed
+
+
+@pytest.mark.parametrize("arch", ["amlp_mlm_tiny", "gmlp_lm_tiny"])
+def test_which_tokens_the_tiny_attention_connects(arch, data, tmp_path, capsys):
+    path = save_encoder(tmp_path, arch, gmlp_attention_dim=4)
+    arguments = ["--out", tmp_path, "--json", tmp_path / "found.json", "--layers", 0]
+    assert plot(path, *arguments) == 0
+    assert "the tiny attention connects: give a text with --text" in capsys.readouterr().out
+    assert plot(path, *arguments, "--text", "w1 w2 ||| w3 w4 w5", "--text", "w6  nothing") == 0
+    printed, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    pair, alone = found["attention"]
+    model = smlp.load_pretrained(path)
+    is_encoder = arch == "amlp_mlm_tiny"
+    ids = model.tokenize("w1 w2", "w3 w4 w5") if is_encoder else [2, *model.tokenize("w1 w2\nw3 w4 w5")]
+    assert [token["id"] for token in pair["tokens"]] == ids == ([0, 5, 6, 2, 2, 7, 8, 9, 2] if is_encoder else ids)
+    assert alone["text"] == "w6  nothing" and "<unk>" in [token["symbol"] for token in alone["tokens"]]
+    symbols = model.vocabulary.symbols
+    direct = attention_map(model.core, SeenText("", ids), symbols)
+    assert np.allclose(pair["weights"], direct.weight_nn) and pair["layers"] == [0, 1] == direct.layers
+    assert pair["layer_of_weight"] == direct.layer_nn.tolist()
+    best = direct.strongest()[0]
+    strongest = {"from": best.query, "to": best.key, "weight": pytest.approx(best.weight), "layer": best.layer}
+    assert pair["strongest"][0] == strongest
+    line = f"{symbols[ids[best.query]]} ({best.query}) -> {symbols[ids[best.key]]} ({best.key})"
+    assert line in printed and "layers 0 to 1 in 'w1 w2 ||| w3 w4 w5'" in printed
+    assert is_drawn(tmp_path / "attention_0.png") and is_drawn(tmp_path / "attention_1.png")
+    assert plot(path, *arguments, "--data", data) == 0
+    found = json.loads((tmp_path / "found.json").read_text())["attention"]
+    assert [each["text"] for each in found] == [f"line {number} of valid" for number in (1, 2, 3, 4)]
+    assert [len(each["tokens"]) for each in found] == [9, 9, 9, 9]
+
+
 REFUSED = {
     "a dense Transformer": ("dense_lm_tiny", [], "no spatial filters, and it has no experts either"),
     "attention without data": ("base_lm_tiny", [], "give --data to draw which tokens go to which of its experts"),
@@ -144,6 +205,15 @@ REFUSED = {
     "nothing to draw": ("base_lm_tiny", ["--layers", "0", "--data", "{data}"], "no layer that --layers names has"),
     "no tokens": ("smlp_tiny", ["--limit-tokens", "0"], "--limit-tokens must be at least 1, got 0"),
     "no such split": ("smlp_tiny", ["--data", "{data}", "--subset", "gone"], "there is no data file"),
+    "a BERT": ("bert_mlm_tiny", ["--data", "{data}"], "by self-attention for one, so that it has no spatial filters"),
+    "a Mixer": ("mixer_mlm_tiny", ["--text", "w1"], "by two matrices with an activation function between them"),
+    "text without attention": (
+        "gmlp_mlm_tiny",
+        ["--text", "w1"],
+        "--text: the first half of the model's layers has no",
+    ),
+    "a long text": ("amlp_mlm_tiny", ["--text", "w1 " * 11], "of 13 tokens is longer than the model's context of 12"),
+    "half a pair": ("amlp_mlm_tiny", ["--text", "w1 |||"], "--text 'w1 |||': a text is empty"),
     "a file in the way": ("smlp_tiny", ["--out", "{data}/dict.txt"], "dict.txt is a file: name a folder"),
 }
 
@@ -151,7 +221,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_mistakes_are_refused_in_one_sentence(case, data, tmp_path, capsys):
     arch, options, message = REFUSED[case]
-    path = save(tmp_path, arch)
+    path = save_encoder(tmp_path, arch) if "_mlm" in arch else save(tmp_path, arch)
     options = ["--out", tmp_path / "out", *(option.replace("{data}", str(data)) for option in options)]
     assert plot(path, *options) == 1
     printed = capsys.readouterr()

@@ -27,7 +27,7 @@ WORDS = [f"w{number}" for number in range(SMALL["vocab_size"] - 4)]
 
 def small(arch: str, **overrides: Any) -> dict[str, Any]:
     """Settings for a small model of an architecture; the sparse ones get one sparse block of four experts."""
-    dense = arch.startswith(("dense_lm", "gmlp_lm"))
+    dense = arch.startswith(("dense_lm", "gmlp_lm")) or "_mlm" in arch
     layers = {"num_dense_layers": 2, "num_sparse_layers": 0} if dense else {"num_dense_layers": 1}
     experts = {} if dense else {"num_sparse_layers": 1, "num_experts": 4}
     return {**SMALL, **layers, **experts, **overrides}

@@ -12,6 +12,7 @@ import smlp
 from smlp.config.presets import preset
 from smlp.errors import UserError
 from smlp.evaluation.leak import randomise
+from smlp.nn.attention import SelfAttention
 from smlp.nn.blocks import GatedMLPBlock, TokenMixing
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder, cut_context
@@ -94,6 +95,22 @@ def test_gmlp_blocks_against_the_reference(gate, direction, spatial_weights, att
     want = slow_block(block, x, block.gating.heads.matrices()[0], direction == "causal", gate)
     got, _ = block(x, ForwardContext())
     assert_same(got, want, [x, *block.parameters()], 1e-10)
+
+
+@pytest.mark.parametrize("scores", ["content", "relative", "relative_only"])
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+def test_attention_weights_are_those_of_the_output(direction, scores):
+    config = preset("dense_lm", direction=direction, num_heads=2, **SMALL)
+    attention = randomise(SelfAttention(config, scores=scores)).double().eval()
+    x, valid = torch.randn(3, 7, 8, dtype=torch.double), torch.arange(7) < torch.tensor([[7], [4], [6]])
+    for valid_Bn in (None, valid):
+        context = ForwardContext(torch.zeros(3, 7, dtype=torch.long), valid_Bn)
+        weights = attention.weights(x, context)
+        assert weights.shape == (3, 2, 7, 7)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(3, 2, 7, dtype=torch.double))
+        values = attention.proj_in(x)[..., -8:].unflatten(2, (2, 4)).transpose(1, 2)
+        want = attention.proj_out((weights @ values).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(attention(x, context), want, rtol=1e-9, atol=1e-9)
 
 
 def test_a_mixer_block_against_the_reference():

@@ -18,14 +18,17 @@ from smlp.evaluation.samples import Cutting, Samples, cut
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder
-from smlp.ops import causal_spatial_projection as spatial
-from smlp.plots.draw_filters import block_means, draw_filters, draw_toeplitz
+from smlp.nn.stack import Stack
+from smlp.plots.attention import AttentionMap, Pair, SeenText, attention_map, draw_attention, tiny_attention
+from smlp.plots.draw_filters import block_means, draw_filters, draw_layers, draw_toeplitz
 from smlp.plots.draw_routing import draw_features, draw_tokens, evenly, like_beside_like, orders
 from smlp.plots.drawing import broken, new_figure
 from smlp.plots.filters import (
+    ahead_share,
     filter_numbers,
     fixed_chunks,
     half_energy_distance,
+    middle_row,
     random_toeplitz_share,
     spatial_layers,
     toeplitz_share,
@@ -53,20 +56,25 @@ def test_toeplitz_shares_worked_by_hand():
     assert math.isnan(toeplitz_share(np.zeros((3, 3))))
 
 
-def test_the_share_is_that_of_the_orthogonal_projection():
-    weight = np.tril(np.random.default_rng(1).normal(size=(7, 7)) + 0.5)
-    nearest = sum(np.diag(np.full(7 - d, np.diagonal(weight, -d).mean()), -d) for d in range(7))
-    rest = np.square(weight - nearest).sum() / np.square(weight).sum()
-    assert toeplitz_share(weight) == pytest.approx(1 - rest)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_share_is_that_of_the_orthogonal_projection(is_causal):
+    weight = np.random.default_rng(1).normal(size=(7, 7)) + 0.5
+    seen = np.tril(weight) if is_causal else weight
+    distances = range(0 if is_causal else -6, 7)
+    nearest = sum(np.diag(np.full(7 - abs(d), np.diagonal(seen, -d).mean()), -d) for d in distances)
+    rest = np.square(seen - nearest).sum() / np.square(seen).sum()
+    assert toeplitz_share(weight, is_causal) == pytest.approx(1 - rest)
+    assert toeplitz_share(nearest, is_causal) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("draw", ["normal", "uniform"])
-def test_random_matrices_have_the_expected_share(draw):
+def test_random_matrices_have_the_expected_share(draw, is_causal):
     generator, size, count = np.random.default_rng(2), 6, 4000
     draws = getattr(generator, draw)(*((-1.0, 1.0) if draw == "uniform" else (0.0, 1.0)), (count, size, size))
-    shares = np.array([toeplitz_share(weight) for weight in draws])
-    mean, std = random_toeplitz_share(size)
-    assert mean == pytest.approx(2 / 7)
+    shares = np.array([toeplitz_share(weight, is_causal) for weight in draws])
+    mean, std = random_toeplitz_share(size, is_causal)
+    assert mean == pytest.approx(2 / 7 if is_causal else 11 / 36)
     assert shares.mean() == pytest.approx(mean, abs=4 * std / math.sqrt(count))
     if draw == "normal":
         assert shares.std() == pytest.approx(std, rel=0.05)
@@ -79,6 +87,18 @@ def test_half_of_the_energy_is_within_a_distance():
     assert half_energy_distance(far) == 4
     assert half_energy_distance(np.triu(np.ones((5, 5)), 1)) is None
     assert half_energy_distance(np.ones((400, 400))) == pytest.approx((1 - 0.5**0.5) * 400, abs=1)
+
+
+def test_whole_matrices_have_weights_on_both_sides():
+    # distances to both sides count, and the share above the diagonal is of squares
+    assert half_energy_distance(np.array([[1.0, 0, 3], [0, 1, 0], [0, 0, 1]]), is_causal=False) == 2
+    assert half_energy_distance(np.array([[2.0, 1, 0], [1, 2, 1], [0, 1, 2]]), is_causal=False) == 0
+    assert half_energy_distance(np.array([[1.0, 2, 1], [2, 1, 2], [0, 2, 1]]), is_causal=False) == 1
+    assert half_energy_distance(np.zeros((2, 2)), is_causal=False) is None
+    assert half_energy_distance(np.ones((400, 400)), is_causal=False) == pytest.approx((1 - 0.5**0.5) * 400, abs=1)
+    assert ahead_share(np.array([[1.0, 3], [2, 1]])) == pytest.approx(9 / 15)
+    assert math.isnan(ahead_share(np.zeros((2, 2))))
+    assert block_means(np.arange(9.0).reshape(3, 3), 2, is_causal=False).tolist() == [[2, 3.5], [6.5, 8]]
 
 
 def test_large_matrices_are_averaged_in_blocks():
@@ -132,12 +152,17 @@ KINDS = {
     "gmlp_moe_tiny": ["SGU", "gMLP-MoE"],
     "base_lm_tiny": [],
     "dense_lm_tiny": [],
+    "gmlp_mlm_tiny": ["SGU", "SGU"],
+    "amlp_mlm_tiny": ["SGU", "SGU"],
+    "bert_mlm_tiny": [],
+    "mixer_mlm_tiny": [],
 }
 
 
+@pytest.mark.parametrize("spatial_weights", ["full", "toeplitz"])
 @pytest.mark.parametrize("arch", KINDS)
-def test_layers_with_spatial_filters(arch):
-    decoder = model(arch)
+def test_layers_with_spatial_filters(arch, spatial_weights):
+    decoder = model(arch, spatial_weights=spatial_weights)
     layers = spatial_layers(decoder)
     assert [layer.kind for layer in layers] == KINDS[arch]
     for layer in layers:
@@ -149,7 +174,19 @@ def test_layers_with_spatial_filters(arch):
         weight = torch.from_numpy(np.stack([layer.weight(index) for index in range(layer.num_matrices)]))
         bias = torch.from_numpy(np.stack([layer.bias(index) for index in range(layer.num_matrices)]))
         expected = torch.einsum("eij,bjec->biec", weight, x) + bias.T[None, :, :, None]
-        assert torch.allclose(spatial(x, layer.experts.weight, layer.experts.bias), expected, atol=1e-5)
+        assert torch.allclose(layer.experts.project(x), expected, atol=1e-5)
+        is_toeplitz = spatial_weights == "toeplitz"
+        assert layer.is_causal != decoder.config.is_bidirectional and layer.is_toeplitz == is_toeplitz
+        row = layer.weight(1)[layer.size // 2]
+        assert middle_row(layer, 1).tolist() == (row[: layer.size // 2 + 1] if layer.is_causal else row).tolist()
+        assert (row[layer.size // 2 + 1 :].any(), layer.weight(1).any()) == (not layer.is_causal, True)
+        for number in filter_numbers(layer):
+            weight_TT = layer.weight(number.index)
+            assert number.toeplitz_share == toeplitz_share(weight_TT, layer.is_causal)
+            assert (number.toeplitz_share == pytest.approx(1)) == is_toeplitz
+            assert number.ahead_share == (None if layer.is_causal else ahead_share(weight_TT))
+            num_weights = layer.size * (layer.size + 1) / 2 if layer.is_causal else layer.size**2
+            assert number.weight_rms == pytest.approx(math.sqrt(np.square(weight_TT).sum() / num_weights), rel=1e-5)
     assert (fixed_chunks(decoder.config) is not None) == (arch == "smlp_tiny")
 
 
@@ -173,6 +210,104 @@ def test_numbers_of_filters():
         UserError, match=r"layer 1 \(sMoE \(deterministic\)\): expert 3 has weights that are no numbers"
     ):
         filter_numbers(layer)
+
+
+def slow_attention(model: Stack, ids: list[int]) -> dict[int, list[list[float]]]:
+    """Weights of every layer's tiny attention by its definition, one token after the other."""
+    found, is_causal = {}, not model.config.is_bidirectional
+    hooks = []
+    for number, block in enumerate(model.blocks):
+
+        def record(block, inputs, number=number):
+            vectors = block.attention.proj_in(block.norm(inputs[0]))[0]
+            width = vectors.size(1) // 3
+            rows = []
+            for query in range(len(ids)):
+                scores = [
+                    float(vectors[query, :width] @ vectors[key, width : 2 * width]) / math.sqrt(width)
+                    for key in range(query + 1 if is_causal else len(ids))
+                ]
+                total = sum(map(math.exp, scores))
+                rows.append([math.exp(score) / total for score in scores] + [0.0] * (len(ids) - len(scores)))
+            found[number] = rows
+
+        hooks.append(block.register_forward_pre_hook(record))
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def attending(arch: str, num_layers: int = 3) -> Stack:
+    """A small aMLP, causal or not."""
+    return model(arch, num_dense_layers=num_layers, num_sparse_layers=0, gmlp_attention_dim=4)
+
+
+IDS = [0, 5, 6, 7, 2, 2, 8, 5, 2]
+
+
+@pytest.mark.parametrize("arch", ["amlp_mlm_tiny", "gmlp_lm_tiny"])
+@pytest.mark.parametrize("num_layers", [1, 3, 4])
+def test_the_largest_attention_over_the_first_half_of_the_layers(arch, num_layers):
+    core = attending(arch, num_layers).train()
+    symbols = [f"w{number}" for number in range(24)]
+    found = attention_map(core, SeenText("a text", IDS), symbols)
+    assert core.training, "the mode is as it was"
+    half = {1: [0], 3: [0, 1], 4: [0, 1]}[num_layers]
+    assert found.layers == half == list(tiny_attention(core))
+    assert found.symbols == [symbols[token] for token in IDS]
+    slow = slow_attention(core.eval(), IDS)
+    for query, key in itertools.product(range(len(IDS)), repeat=2):
+        values = [slow[layer][query][key] for layer in half]
+        assert found.weight_nn[query, key] == pytest.approx(max(values), abs=1e-6)
+        assert slow[found.layer_nn[query, key]][query][key] == pytest.approx(max(values), abs=1e-6)
+    words = [1, 2, 3, 6, 7]  # neither <s> nor </s>
+    pairs = [pair for pair in itertools.permutations(words, 2) if found.weight_nn[pair] > 0]
+    assert len(pairs) == (20 if arch == "amlp_mlm_tiny" else 10)
+    best = sorted((float(found.weight_nn[pair]) for pair in pairs), reverse=True)
+    assert [pair.weight for pair in found.strongest(100)] == best
+    first, *others = found.strongest()
+    assert first == Pair(first.query, first.key, best[0], found.layer_nn[first.query, first.key]) and len(others) == 9
+    assert found.weight_nn[first.query, first.key] == np.float32(best[0])
+
+
+def test_attention_that_is_no_number_is_refused():
+    core = attending("amlp_mlm_tiny")
+    with torch.no_grad():
+        core.blocks[1].attention.proj_in.weight[0] = math.nan
+    with pytest.raises(UserError, match="layer 1: the tiny attention has weights that are no numbers"):
+        attention_map(core, SeenText("a text", IDS), ["w"] * 24)
+    assert not tiny_attention(model("bert_mlm_tiny")) and not tiny_attention(model("gmlp_mlm_tiny"))
+
+
+def test_a_picture_of_attention_has_a_row_for_each_token():
+    pytest.importorskip("matplotlib")
+    weight_nn = np.arange(81.0).reshape(9, 9)
+    symbols = ["<s>", "a$b", "c", "d", "</s>", "</s>", "e", "a$b", "</s>"]
+    figure = draw_attention(AttentionMap(SeenText("x", IDS), symbols, [0, 1], weight_nn, weight_nn.astype(int)), "aMLP")
+    axes = figure.axes[0]
+    assert axes.images[0].get_array().tolist() == weight_nn.tolist()
+    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+        assert [label.get_text() for label in labels] == symbols
+    assert [line.get_ydata()[0] for line in axes.lines[::2]] == [4.5, 5.5], "between two texts"
+
+
+def test_a_picture_of_all_layers_has_each_matrix_and_its_middle_row():
+    pytest.importorskip("matplotlib")
+    for arch, is_causal in (("gmlp_mlm_tiny", False), ("gmlp_lm_tiny", True)):
+        layers = spatial_layers(model(arch, num_dense_layers=11, spatial_weights="full"))
+        drawn = [(layer, filter_numbers(layer)[1]) for layer in layers]
+        axes = draw_layers(drawn, arch).axes
+        assert len(axes) == 22
+        for place, (layer, numbers) in enumerate(drawn):
+            panel, row = axes[2 * place], axes[2 * place + 1]
+            weight_TT = layer.weight(1)
+            seen = np.where(np.tri(12), weight_TT, np.nan) if is_causal else weight_TT
+            assert np.array_equal(panel.images[0].get_array().filled(np.nan), seen, equal_nan=True)
+            assert panel.get_title() == f"layer {place}, head 1: {numbers.toeplitz_share:.3f}"
+            assert row.lines[0].get_ydata().tolist() == weight_TT[6, : 7 if is_causal else 12].tolist()
+            assert row.get_xlim() == panel.get_xlim()
 
 
 def samples_of(decoder: Decoder, num_tokens: int = 200) -> Samples:
@@ -348,6 +483,10 @@ LONG_NAME = "an_architecture_of_a_plugin_that_is_long_"
 def figures(kind: str) -> list:
     """Figures of a model with a long name."""
     name, text = f"{LONG_NAME}, T = 1024", "65,536 tokens of a_split_with_a_name_of_its_own"
+    if kind == "attention":
+        long_text, symbols = SeenText("some words " * 30, IDS * 2), ["a rather long symbol"] * 24
+        encoder = model("gmlp_mlm_tiny", gmlp_attention_dim=4, max_tokens=18)
+        return [draw_attention(attention_map(encoder, long_text, symbols), name)]
     if kind in ("toeplitz", "filters"):
         decoder = model("smlp_partial_tiny", num_heads=1, num_experts=8)
         layers = spatial_layers(decoder)
@@ -355,7 +494,8 @@ def figures(kind: str) -> list:
         if kind == "toeplitz":
             return [draw_toeplitz(layers, numbers, name)]
         few = [(layers[0], [0]), (layers[1], [3]), (layers[1], [2, 5]), (layers[1], range(8))]
-        return [draw_filters(layer, numbers[layer.layer], list(indices), name) for layer, indices in few]
+        figures = [draw_filters(layer, numbers[layer.layer], list(indices), name) for layer, indices in few]
+        return [*figures, draw_layers([(layer, numbers[layer.layer][0]) for layer in layers], name)]
     decoder = model(kind)
     counts = count_routing(decoder, samples_of(decoder), num_pieces=9)
     symbols = [f"word{piece}" for piece in counts.pieces_P]
@@ -364,7 +504,8 @@ def figures(kind: str) -> list:
 
 
 @pytest.mark.parametrize(
-    "kind", ["toeplitz", "filters", "smlp_partial_tiny", "gshard_lm_tiny", "switch_lm_tiny", "hash_lm_tiny"]
+    "kind",
+    ["toeplitz", "filters", "attention", "smlp_partial_tiny", "gshard_lm_tiny", "switch_lm_tiny", "hash_lm_tiny"],
 )
 def test_no_text_leaves_a_figure_whatever_the_name_of_the_model(kind, monkeypatch):
     text_class = pytest.importorskip("matplotlib.text").Text
@@ -383,7 +524,7 @@ def test_no_text_leaves_a_figure_whatever_the_name_of_the_model(kind, monkeypatc
             patch.setattr(text_class, "draw", record)
             canvas.draw()
         written = [(words, box) for words, box in seen if words.strip()]
-        assert any(LONG_NAME in words for words, _ in written) and len(written) > 10
+        assert any(LONG_NAME in words for words, _ in written) and len(written) >= 5
         for words, box in written:
             inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
             assert inside, f"{words!r} at {box} leaves {figure.bbox}"
