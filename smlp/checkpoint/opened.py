@@ -150,7 +150,9 @@ def _moment_problems(checkpoint: Checkpoint) -> list[str]:
     problems = moment_problems(checkpoint.state, checkpoint.path)
     if problems:
         return problems
-    parameters, moments = list(checkpoint.skeleton.named_parameters()), checkpoint.optimizer or {}
+    # what is not trained has no moments
+    parameters = [pair for pair in checkpoint.skeleton.named_parameters() if pair[1].requires_grad]
+    moments = checkpoint.optimizer or {}
     if len(moments) == 1 and len(parameters) > 1:
         return []
     for number, of_parameter in moments.items():

@@ -122,16 +122,10 @@ class MLPEncoder(FairseqEncoderModel):
     def register_classification_head(self, name: str, num_classes: int, **unused: Any) -> None:
         """Add a head for sentences, or replace the one of that name."""
         self.core.add_sentence_head(name, num_classes)
-        self._freeze_masked_head()
 
     def register_span_head(self) -> None:
         """Add the head for spans."""
         self.core.add_span_head()
-        self._freeze_masked_head()
-
-    def _freeze_masked_head(self) -> None:
-        """Train what fine-tuning uses: ranks wait for the gradient of every other parameter."""
-        self.core.head.requires_grad_(False)
 
     def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
         """Load parameters. A longer context is cut; heads of other tasks are left out, new ones keep their values.

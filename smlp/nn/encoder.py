@@ -99,12 +99,14 @@ class Encoder(Stack):
         return self.project(self.head(x_BnH)) + self.head.bias
 
     def add_sentence_head(self, name: str, num_classes: int) -> None:
-        """Add a head with random weights, or replace one of that name."""
+        """Add a head with random weights, or replace one of that name; the masked LM head is not trained any more."""
         head = SentenceHead(self.config.embed_dim, num_classes, self.config.dropout)
         self.sentence_heads[name] = head.to(self.embedding.weight)
+        self.head.requires_grad_(False)  # ranks would wait for its gradient
 
     def add_span_head(self) -> None:
-        """Add the head for spans, with random weights, if there is none."""
+        """Add the head for spans, with random weights, if there is none; the masked LM head is not trained any more."""
+        self.head.requires_grad_(False)
         if self.span_head is None:
             self.span_head = xavier_linear(self.config.embed_dim, 2).to(self.embedding.weight)
 
