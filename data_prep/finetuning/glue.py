@@ -251,7 +251,7 @@ def command(out: Path, task: GlueTask, splits: dict[str, dict[str, Any]]) -> lis
     classes = f"--num-classes {len(task.labels)}" if task.labels else "--num-classes 1 --regression-target"
     lines = [
         f"fairseq-train {shlex.quote(str(out))} --user-dir $(smlp user-dir) --arch ARCH --save-dir DIR",
-        "--restore-file PRETRAINED.pt --reset-optimizer --reset-dataloader --reset-meters",
+        "--finetune-from-model PRETRAINED.pt",
         f"--task sentence_prediction --criterion sentence_prediction {classes}",
         f"--init-token 0 --max-positions {POSITIONS} --shorten-method truncate",
         f"--batch-size {BATCH_SIZE} --max-epoch {EPOCHS} --optimizer adam --adam-betas '(0.9,0.999)' --adam-eps 1e-6",

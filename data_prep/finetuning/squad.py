@@ -243,7 +243,7 @@ def command(out: Path, splits: list[str]) -> list[str]:
     valid = [split for split in splits if split.startswith(VALID)]
     lines = [
         f"fairseq-train {shlex.quote(str(out))} --user-dir $(smlp user-dir) --arch ARCH --save-dir DIR",
-        "--restore-file PRETRAINED.pt --reset-optimizer --reset-dataloader --reset-meters",
+        "--finetune-from-model PRETRAINED.pt",
         "--task squad --criterion span --max-positions 512 --doc-stride 128 --batch-size 32 --optimizer adam",
         "--adam-betas '(0.9,0.999)' --adam-eps 1e-6 --weight-decay 0.01 --dropout 0.1 --lr 5e-5",
         "--lr-scheduler polynomial_decay --total-num-update 8000 --warmup-updates 1000 --max-update 8000",

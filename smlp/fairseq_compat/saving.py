@@ -13,10 +13,12 @@ import functools
 import logging
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from smlp.errors import UserError
@@ -34,6 +36,7 @@ def apply() -> None:
 
     @functools.wraps(save)
     def torch_persistent_save(obj: Any, filename: str, async_write: bool = False) -> None:
+        obj = without_numpy(obj)
         if async_write or not PathManager.supports_rename(filename):
             save(obj, filename, async_write)
         else:
@@ -59,6 +62,18 @@ def apply() -> None:
     checkpoint_utils.torch_persistent_save = torch_persistent_save
     checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory
     checkpoint_utils.PathManager = CheckpointPathManager  # only this module copies over checkpoints
+
+
+def without_numpy(content: Any) -> Any:
+    """Return the content of a checkpoint with numpy's numbers, which some of fairseq's metrics are, as Python's own:
+    torch refuses to load others."""
+    if isinstance(content, np.generic):
+        return content.item()
+    if type(content) in (dict, OrderedDict):
+        return type(content)((key, without_numpy(value)) for key, value in content.items())
+    if type(content) in (list, tuple):
+        return type(content)(map(without_numpy, content))
+    return content
 
 
 @contextlib.contextmanager
