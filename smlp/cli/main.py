@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "checkpoint": ("smlp.cli.checkpoint", "inspect, verify, merge, split, average and upcycle checkpoints"),
     "leak-test": ("smlp.cli.leak_test", "check that no later token changes an earlier prediction"),
     "compare": ("smlp.cli.compare", "models at equal FLOPs from one file: train, score, report"),
+    "finetune": ("smlp.cli.finetune", "fine-tune an encoder over a grid, with several seeds: medians"),
     "flops": ("smlp.cli.flops", "parameters and FLOPs of a model, by formula and counted"),
     "match": ("smlp.cli.match", "settings of every model family for the same FLOPs per token"),
     "costs": ("smlp.cli.costs", "show where the time of an update goes, layer by layer"),

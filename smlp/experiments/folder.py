@@ -41,13 +41,13 @@ class Folder:
         """Return the folder of a run: ``runs/MODEL-sSEED`` or ``tune/MODEL-VALUE``."""
         return RunFolder(self.path / name)
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Keep other processes out of the folder.
+    def locked(self, command: str = "smlp compare run") -> AbstractContextManager[None]:
+        """Keep other processes out of the folder while a command works there.
 
         Raises:
             UserError: another process works there, or the folder cannot be made.
         """
-        return locked(self.path, "smlp compare run")
+        return locked(self.path, command)
 
     def is_locked(self) -> bool:
         """Return whether a process works in the folder."""

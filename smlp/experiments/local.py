@@ -16,7 +16,7 @@ from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Fol
 from smlp.experiments.json_files import SCORES, read_json
 from smlp.experiments.plan import PlannedRun, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
-from smlp.experiments.progress import Progress, reached
+from smlp.experiments.progress import Progress, TrainingPlan, reached
 from smlp.experiments.scores import updates_of
 from smlp.experiments.spec import Experiment, option_words, zeroshot_words
 from smlp.launch.local import this_module, this_program
@@ -43,19 +43,22 @@ class Machine:
         """
         resources = experiment.resources
         jobs = resources.at_a_time(1)
-        threads = resources.threads or max(1, num_cores() // (jobs * resources.ranks))
         if resources.device == "cpu" or (resources.device is None and num_gpus == 0):
-            return cls(threads)
+            return cls.shared(jobs, resources.ranks, resources.threads)
         if num_gpus < resources.ranks * (jobs if resources.ranks > 1 else 1) or num_gpus == 0:
             raise UserError(
                 f"{experiment.path}: run.jobs {jobs} at a time with run.ranks {resources.ranks} each want more than "
                 f"the {num_gpus} GPUs that are visible here"
             )
-        # runs of one rank may share a GPU
+        return cls.shared(jobs, resources.ranks, resources.threads, num_gpus)
+
+    @classmethod
+    def shared(cls, jobs: int, ranks: int = 1, threads: int | None = None, num_gpus: int = 0) -> Machine:
+        """Divide cores and GPUs among concurrent runs; runs of one rank may share a GPU."""
         taken = [
-            tuple((job * resources.ranks + rank) % num_gpus for rank in range(resources.ranks)) for job in range(jobs)
+            tuple((job * ranks + rank) % num_gpus for rank in range(ranks)) for job in range(jobs if num_gpus else 0)
         ]
-        return cls(threads, tuple(taken))
+        return cls(threads or max(1, num_cores() // (jobs * ranks)), tuple(taken))
 
     @property
     def runs_on_a_gpu(self) -> int:
@@ -71,22 +74,21 @@ class Machine:
         return {"OMP_NUM_THREADS": str(self.threads), "CUDA_VISIBLE_DEVICES": visible}
 
 
-class RunChain(Chain):
-    """The steps of a run: training, and for a run of the comparison its scores."""
+class TrainingChain(Chain):
+    """A training by ``smlp train``, with its record in ``run.json``; subclasses say what it is, and what follows it.
+
+    Args:
+        folder: of the run.
+        run: what is planned.
+        machine: what it gets.
+        progress: shows how far all runs are.
+        labels: further entries of its record.
+    """
 
     def __init__(
-        self,
-        experiment: Experiment,
-        folder: Folder,
-        data: str,
-        run: PlannedRun,
-        machine: Machine,
-        progress: Progress,
-        prefix: int,
+        self, folder: RunFolder, run: TrainingPlan, machine: Machine, progress: Progress, **labels: Any
     ) -> None:
-        self.experiment, self.out, self.data, self.run = experiment, folder, data, run
-        self.machine, self.progress, self.prefix = machine, progress, prefix
-        self.folder = folder.run(run.folder)
+        self.folder, self.plan, self.machine, self.progress, self.labels = folder, run, machine, progress, labels
         self._failed = False
         self._begun: set[str] = set()
 
@@ -94,18 +96,16 @@ class RunChain(Chain):
         """Return the first step whose result does not exist yet."""
         if self._failed or self.folder.state()["state"] == DONE:
             return None
-        name = self._missing()
+        name = self.missing()
         if name is None:
-            self.folder.drop_checkpoints(keep_last=not self.run.tuning)
-            self.folder.update_state(state=DONE, message=None)
-            self._report()
+            self.finish()
             return None
         if name in self._begun:  # it ended successfully, but its result does not exist
-            self._fail(name, "produced no result, although it ended with status 0")
+            self.fail(name, "produced no result, although it ended with status 0")
             return None
         self._begun.add(name)
-        self.folder.update_state(model=self.run.model.name, seed=self.run.seed, state=RUNNING, message=None)
-        step = Step(name, self._command(name), self.folder.output, self.machine.environment(slot))
+        self.folder.update_state(**self.labels, state=RUNNING, message=None)
+        step = Step(name, self.command(name), self.folder.output, self.machine.environment(slot))
         if name == TRAIN:
             self.folder.write_command(step.command, step.environment)
         return step
@@ -118,31 +118,74 @@ class RunChain(Chain):
         changes: dict[str, Any] = {"attempts": [*state["attempts"], {**attempt, "status": result.status}]}
         if result.step.name == TRAIN:
             changes["peak_memory_mib"] = max(result.peak_memory_mib, state.get("peak_memory_mib") or 0.0)
-            changes["trained"] = result.status == 0 and reached(self.folder.log).updates >= self.run.updates
-        if result.step.name == ZEROSHOT and result.status == 0:
-            changes["zeroshot_of"] = _zeroshot_of(self.experiment)
+            changes["trained"] = result.status == 0 and reached(self.folder.log).updates >= self.plan.updates
+        changes |= self.changes_after(result)
         if result.status == EXIT_STOPPED or result.is_stopping:  # start nothing more
             changes["state"] = STOPPED
         self.folder.update_state(**changes)
         if "state" not in changes and (result.status != 0 or changes.get("trained") is False):
             last = _last_line(self.folder.output.read_text(errors="replace"))
-            self._fail(result.step.name, f"failed with status {result.status}: {last}")
+            self.fail(result.step.name, f"failed with status {result.status}: {last}")
 
-    def _fail(self, name: str, what: str) -> None:
-        """Record why the run ends here. A run that only lacks its answers to tasks counts as done."""
+    def missing(self) -> str | None:
+        """Return the name of the first step whose result does not exist yet; None if all do."""
+        return None if is_trained(self.folder, self.plan.updates) else TRAIN
+
+    def command(self, name: str) -> list[str]:
+        """Return the command of a step."""
+        raise NotImplementedError
+
+    def changes_after(self, result: Ended) -> dict[str, Any]:
+        """Return further entries of the record after a step."""
+        return {}
+
+    def finish(self) -> None:
+        """Record that all steps are done."""
+        self.folder.update_state(state=DONE, message=None)
+
+    def fail(self, name: str, what: str, state: str = FAILED) -> None:
+        """Record why the run ends here."""
         self._failed = True
         message = f"{name} {what}"
-        self.folder.update_state(state=DONE if name == ZEROSHOT else FAILED, message=message)
-        self.progress.say(f"{self.run.name}: {message} (see {self.folder.output})")
+        self.folder.update_state(state=state, message=message)
+        self.progress.say(f"{self.plan.name}: {message} (see {self.folder.output})")
 
-    def _missing(self) -> str | None:
-        if not is_trained(self.folder, self.run.updates):
-            return TRAIN
-        if self.run.tuning:
-            return None
+    def seconds(self) -> float:
+        """Return how long all attempts took."""
+        return sum(attempt["seconds"] for attempt in self.folder.state()["attempts"])
+
+
+class RunChain(TrainingChain):
+    """The steps of a run: training, and for a run of the comparison its scores."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: Folder,
+        data: str,
+        run: PlannedRun,
+        machine: Machine,
+        progress: Progress,
+        prefix: int,
+    ) -> None:
+        super().__init__(folder.run(run.folder), run, machine, progress, model=run.model.name, seed=run.seed)
+        self.experiment, self.out, self.data, self.run, self.prefix = experiment, folder, data, run, prefix
+
+    def changes_after(self, result: Ended) -> dict[str, Any]:
+        is_answered = result.step.name == ZEROSHOT and result.status == 0
+        return {"zeroshot_of": _zeroshot_of(self.experiment)} if is_answered else {}
+
+    def fail(self, name: str, what: str, state: str = FAILED) -> None:
+        """Record why the run ends here. A run that only lacks its answers to tasks counts as done."""
+        super().fail(name, what, DONE if name == ZEROSHOT else state)
+
+    def missing(self) -> str | None:
+        name = super().missing()
+        if name is not None or self.run.tuning:
+            return name
         return what_is_not_scored(self.experiment, self.folder, self.prefix)
 
-    def _command(self, name: str) -> list[str]:
+    def command(self, name: str) -> list[str]:
         if name == TRAIN:
             ranks = self.experiment.resources.ranks
             launch = ["--nproc", str(ranks)] if ranks > 1 else []
@@ -155,11 +198,12 @@ class RunChain(Chain):
         words += zeroshot_words(wanted)
         return [*this_program(), "zeroshot", *words, "--json", str(self.folder.zeroshot)]
 
-    def _report(self) -> None:
+    def finish(self) -> None:
+        self.folder.drop_checkpoints(keep_last=not self.run.tuning)
+        super().finish()
         found = reached(self.folder.log)
         valid = "" if found.valid is None else f", validation perplexity {found.valid:.2f} per token"
-        seconds = sum(attempt["seconds"] for attempt in self.folder.state()["attempts"])
-        self.progress.say(f"{self.run.name}: done in {seconds:.0f} s{valid}")
+        self.progress.say(f"{self.run.name}: done in {self.seconds():.0f} s{valid}")
 
 
 def is_trained(run: RunFolder, updates: int) -> bool:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_record
@@ -16,7 +16,6 @@ from smlp.evaluation.perplexity import of_bits
 from smlp.experiments import slurm
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder
 from smlp.experiments.json_files import EXPERIMENT, read_json
-from smlp.experiments.plan import PlannedRun
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.spec import Experiment
 
@@ -58,6 +57,22 @@ def reached(log: Path) -> Reached:
     return Reached(updates, train, valid, pace)
 
 
+class TrainingPlan(Protocol):
+    """A training of a folder, as far as its progress is concerned."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def folder(self) -> str:
+        """The folder of the run, relative to that of all runs."""
+
+    @property
+    def updates(self) -> int:
+        """The number of updates until its end."""
+
+
 class Progress:
     """A line about all runs: how many updates are done, and how long the rest takes at this pace.
 
@@ -66,7 +81,7 @@ class Progress:
         runs: all runs of the comparison, finished ones included.
     """
 
-    def __init__(self, folder: Folder, runs: Sequence[PlannedRun]) -> None:
+    def __init__(self, folder: Folder, runs: Sequence[TrainingPlan]) -> None:
         self.folder, self.runs = folder, list(runs)
         self.total = sum(run.updates for run in runs)
         self.live = sys.stdout.isatty()
