@@ -143,7 +143,8 @@ class Steps:
         """Score recorded checkpoints line by line, those of two ranks in parts, and continue a prompt."""
         commands, out = [], self.out / "scores"
         out.mkdir(exist_ok=True)
-        for name in [f"{arch}-{ranks}" for arch in archs for ranks in (1, 2)]:
+        decoders = [arch for arch in archs if "_mlm" not in arch]  # encoders score no text
+        for name in [f"{arch}-{ranks}" for arch in decoders for ranks in (1, 2)]:
             path = self.base / "runs" / name / "checkpoint_last.pt"
             words = ["eval-lm", self.base / "data", "--path", path, "--gen-subset", "valid", "--batch-size", 4]
             words += ["--json", out / f"{name}.json", "--document", "line", "--per-document", out / f"{name}.jsonl"]
