@@ -261,7 +261,7 @@ def read_encoder(path: Path, data: TaskData, allows_other_dictionary: bool = Fal
             f"{path} has a vocabulary of {config.vocab_size} symbols, {data.path} one of {symbols}: make the data with "
             "the tokenizer that the checkpoint was trained with"
         )
-    check_dictionary_of(str(path), data.dictionary.parent, SimpleNamespace(other_dictionary=allows_other_dictionary))
+    check_dictionary_of(str(path), data.path, SimpleNamespace(other_dictionary=allows_other_dictionary))
     made_with = read_json(data.path / "manifest.json", _MANIFEST)["settings"]["tokenizer"]["sha256"]
     for name, digest in made_with.items():
         beside = path.parent / Path(name).name
