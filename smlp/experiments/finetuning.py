@@ -123,7 +123,7 @@ class FinetuningRun:
     @property
     def name(self) -> str:
         """The name of the run in messages."""
-        return f"lr{self.lr:g}-b{self.batch_size}-s{self.seed}"
+        return f"lr{self.lr}-b{self.batch_size}-s{self.seed}"
 
     @property
     def folder(self) -> str:
@@ -261,7 +261,7 @@ def read_encoder(path: Path, data: TaskData, allows_other_dictionary: bool = Fal
             f"{path} has a vocabulary of {config.vocab_size} symbols, {data.path} one of {symbols}: make the data with "
             "the tokenizer that the checkpoint was trained with"
         )
-    check_dictionary_of(str(path), data.dictionary.parent, SimpleNamespace(other_dictionary=allows_other_dictionary))
+    check_dictionary_of(str(path), data.path, SimpleNamespace(other_dictionary=allows_other_dictionary))
     made_with = read_json(data.path / "manifest.json", _MANIFEST)["settings"]["tokenizer"]["sha256"]
     for name, digest in made_with.items():
         beside = path.parent / Path(name).name
@@ -281,16 +281,15 @@ def _sha256(paths: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def scores_of(run: RunFolder, data: TaskData, updates: int) -> dict[str, dict[str, float]]:
-    """Return the metrics of a run's validation after its last update, by split; without those that are no number."""
+def scores_of(run: RunFolder, data: TaskData, updates: int) -> dict[str, dict[str, float]] | None:
+    """Return the metrics of a run's validation after its last update, by split; None if one is missing or no number."""
     found: dict[str, dict[str, float]] = {}
     for record in log_records(run.log) if run.log.is_file() else ():
         for subset in data.subsets:
             if record.get(f"{subset}_num_updates") == str(updates):
-                values = {name: record.get(f"{subset}_{name}") for name in METRICS[data.metric]}
-                numbers = {name: float(value) for name, value in values.items() if value is not None}
-                found[subset] = {name: value for name, value in numbers.items() if math.isfinite(value)}
-    return found
+                found[subset] = {name: float(record.get(f"{subset}_{name}", "nan")) for name in METRICS[data.metric]}
+    values = [value for own in found.values() for value in own.values()]
+    return found if len(found) == len(data.subsets) and all(map(math.isfinite, values)) else None
 
 
 class _FinetuningChain(TrainingChain):
@@ -306,9 +305,8 @@ class _FinetuningChain(TrainingChain):
     def finish(self) -> None:
         data = self.finetuning.data
         scores = scores_of(self.folder, data, self.run.updates)
-        missing = [subset for subset in data.subsets if data.metric not in scores.get(subset, {})]
-        if missing:
-            self.fail(TRAIN, f"ended without a finite {data.metric} on {', '.join(missing)}")
+        if scores is None:
+            self.fail(TRAIN, f"ended without a finite {data.metric} on {', '.join(data.subsets)}")
             return
         if not self.finetuning.keeps_checkpoints:
             self.folder.drop_checkpoints(keep_last=False)

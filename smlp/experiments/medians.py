@@ -16,7 +16,7 @@ from typing import Any
 from smlp.experiments.finetuning import METRICS, Finetuning, scores_of
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import write_json
-from smlp.experiments.report.paper import GMLP_FINETUNED
+from smlp.experiments.report.paper import GMLP_TABLE_4, GMLP_TABLE_6
 from smlp.experiments.tuning import at_edge
 from smlp.files import write_whole
 
@@ -50,32 +50,27 @@ def results_of(plan: Finetuning, folder: Folder) -> dict[str, Any]:
     """
     data, points = plan.data, []
     for lr, batch_size in plan.grid:
-        runs = [run for run in plan.runs() if (run.lr, run.batch_size) == (lr, batch_size)]
-        states = {run.seed: folder.run(run.folder).state() for run in runs}
-        scores = {
-            run.seed: scores_of(folder.run(run.folder), data, run.updates)
-            for run in runs
-            if states[run.seed]["state"] == DONE
-        }
+        runs = {}
+        for run in plan.runs():
+            if (run.lr, run.batch_size) == (lr, batch_size):
+                own = folder.run(run.folder)
+                state = own.state()
+                scores = scores_of(own, data, run.updates) if state["state"] == DONE else None
+                runs[run.seed] = {"state": state["state"], "message": state["message"], "scores": scores}
+        done = [run["scores"] for run in runs.values() if run["scores"]]
         medians = {
-            subset: {
-                name: vars(Median.of([own[subset][name] for own in scores.values()])) for name in METRICS[data.metric]
-            }
+            subset: {name: vars(Median.of([own[subset][name] for own in done])) for name in METRICS[data.metric]}
             for subset in data.subsets
-            if scores
+            if done
         }
-        records = {
-            seed: {"state": state["state"], "message": state["message"], "scores": scores.get(seed)}
-            for seed, state in states.items()
-        }
-        points.append({"lr": lr, "batch_size": batch_size, "medians": medians, "runs": records})
+        points.append({"lr": lr, "batch_size": batch_size, "medians": medians, "runs": runs})
     whole = [point for point in points if all(run["scores"] for run in point["runs"].values())]
     best = max(whole, key=lambda point: point["medians"][data.subsets[0]][data.metric]["value"], default=None)
-    encoder = {name: str(getattr(plan.encoder, name)) for name in ("path", "arch", "sha256")}
+    encoder = {"path": str(plan.encoder.path), "arch": plan.encoder.arch, "overrides": plan.encoder.overrides}
     return {
-        "encoder": {**encoder, "num_updates": plan.encoder.num_updates, "overrides": plan.encoder.overrides},
+        "encoder": {**encoder, "num_updates": plan.encoder.num_updates},
         "data": {"path": str(data.path), "task": data.task, "metric": data.metric, "rows": dict(data.rows)},
-        "recipe": plan.made_with(plan.runs()[0]),
+        "made_with": plan.made_with(plan.runs()[0]),
         "points": points,
         "best": best and {name: best[name] for name in ("lr", "batch_size", "medians")},
         "at_edge": bool(best and at_edge(plan.lrs, {"lr": best["lr"]})),
@@ -83,79 +78,69 @@ def results_of(plan: Finetuning, folder: Folder) -> dict[str, Any]:
     }
 
 
-def _paper(plan: Finetuning) -> dict[str, float] | None:
-    """Return the paper's numbers for this architecture and task, by split; None if it has none."""
-    row = {} if plan.encoder.overrides else GMLP_FINETUNED.get(plan.encoder.arch, {})
-    return dict(zip(plan.data.subsets, row[plan.data.task], strict=False)) if plan.data.task in row else None
+def _paper(plan: Finetuning) -> dict[str, Any] | None:
+    """Return the paper's numbers for this architecture and task, by split, with their table; None if it has none."""
+    for name, table in (("Table 4", GMLP_TABLE_4), ("Table 6", GMLP_TABLE_6)):
+        row = table.get(plan.encoder.arch, {})
+        if plan.data.task in row and not plan.encoder.overrides:
+            return {"table": name, "scores": dict(zip(plan.data.subsets, row[plan.data.task], strict=False))}
+    return None
 
 
 def page(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     data, best, paper = results["data"], results["best"], results["paper"]
-    subsets = {subset: None for point in results["points"] for subset in point["medians"]}
+    medians = [median for point in results["points"] for own in point["medians"].values() for median in own.values()]
+    subsets = dict.fromkeys(subset for point in results["points"] for subset in point["medians"])
     columns = [(subset, name) for subset in subsets for name in METRICS[data["metric"]]]
-    rows = [["learning rate", "batch size", "runs", *(f"{subset} {name}" for subset, name in columns)], ["---:"] * 3]
-    rows[1] += ["---"] * len(columns)
+    rows = [
+        ["learning rate", "batch size", "runs", *(f"{subset} {name}" for subset, name in columns)],
+        [*["---:"] * 3, *["---"] * len(columns)],
+    ]
     for point in results["points"]:
         done = [run["scores"] for run in point["runs"].values() if run["scores"]]
-        cells = [f"{point['lr']:g}", str(point["batch_size"]), f"{len(done)} of {len(point['runs'])}"]
-        for subset, name in columns if done else ():
+        cells = [f"{point['lr']}", f"{point['batch_size']}", f"{len(done)} of {len(point['runs'])}"]
+        for subset, name in columns:
             values = ", ".join(f"{scores[subset][name]:g}" for scores in done)
-            cells.append(f"{_shown(point['medians'][subset][name])}: {values}")
-        cells += ["–"] * (len(rows[0]) - len(cells))
+            cells.append(f"{_shown(point['medians'][subset][name])}: {values}" if done else "–")
         is_best = best is not None and (point["lr"], point["batch_size"]) == (best["lr"], best["batch_size"])
         rows.append([f"**{cell}**" if is_best else cell for cell in cells])
     if paper is not None:
-        printed = [
-            f"{paper[subset]:g}" if name == data["metric"] and subset in paper else "–" for subset, name in columns
-        ]
-        rows.append(["gMLP paper", "–", "5", *printed])
-    notes = [
-        "Medians over seeds [interval]: the single runs, each validated after its last update. "
-        f"{_interval_note(results)}The interval is about seeds: it leaves out that another sample of "
-        f"{data['rows'][next(iter(subsets), 'train')]:,} rows would give other scores.",
-    ]
-    if len(results["points"]) > 1:
+        printed = [paper["scores"].get(subset, "–") if name == data["metric"] else "–" for subset, name in columns]
+        rows.append([f"gMLP paper, {paper['table']}", "–", "–", *map(str, printed)])
+    notes = ["\n".join(f"| {' | '.join(row)} |" for row in rows)]
+    if medians:
+        confidences = sorted({f"{median['confidence']:.2%}" for median in medians if median["confidence"]})
         notes.append(
-            "The best point is bold. It was chosen by the same validation that it is reported on, so its median is "
-            "somewhat too high."
+            "Medians over seeds [interval]: the single runs, each validated after its last update. Intervals are "
+            f"between order statistics, with a confidence of {' or '.join(confidences) or 'nothing for one run'}. They "
+            "are about seeds, and leave out that other validation data would give other scores."
         )
+    if best is not None and len(results["points"]) > 1:
+        notes.append("The best point (bold) is chosen by these scores, so its median is somewhat too high.")
     if results["at_edge"]:
         notes.append("The best learning rate is at the edge of the grid: a wider one could be better.")
     if paper is not None:
-        notes.append(
-            "The paper's row is of Table 4 or 6 of Liu et al., 2021, where each entry is a median of five runs."
+        of = (
+            "each a median of five runs"
+            if paper["table"] == "Table 6"
+            else "of which the paper names no number of runs"
         )
-    failed = [
-        f"- learning rate {point['lr']:g}, batch size {point['batch_size']}, seed {seed}: "
-        f"{run['message'] or run['state']}"
+        notes.append(f"The paper's scores are those of Liu et al., 2021, {of}.")
+    missing = [
+        f"- lr {point['lr']}, batch size {point['batch_size']}, seed {seed}: {run['message'] or run['state']}"
         for point in results["points"]
         for seed, run in point["runs"].items()
         if not run["scores"]
     ]
-    head = f"# {results['encoder']['arch']} on {data['task'] or data['path']}"
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    missing = [f"Not done, so that their points cannot be chosen:\n\n{chr(10).join(failed)}"] if failed else []
-    return "\n\n".join([head, table, *notes, *missing]) + "\n"
+    if missing:
+        notes.append("\n".join(["Not done, so that their points cannot be chosen:", "", *missing]))
+    return "\n\n".join([f"# {results['encoder']['arch']} on {data['task'] or data['path']}", *notes]) + "\n"
 
 
 def _shown(median: dict[str, float]) -> str:
     interval = f" [{median['low']:g}, {median['high']:g}]" if median["confidence"] else ""
     return f"{median['value']:.4g}{interval}"
-
-
-def _interval_note(results: dict[str, Any]) -> str:
-    found = sorted({
-        (len([run for run in point["runs"].values() if run["scores"]]), median["confidence"])
-        for point in results["points"]
-        for medians in point["medians"].values()
-        for median in medians.values()
-    })  # fmt: skip
-    said = [f"{confidence:.2%} with {count} runs" if confidence else "none with 1 run" for count, confidence in found]
-    return (
-        f"Intervals are between order statistics, without assumptions; their confidence is {', '.join(said)}. "
-        * bool(said)
-    )
 
 
 def write_results(plan: Finetuning, folder: Folder) -> dict[str, Any]:

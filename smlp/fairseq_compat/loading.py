@@ -277,8 +277,9 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
     Raises:
         UserError: the message names both dictionaries and the first line that differs.
     """
-    theirs, ours = _dictionary_of(path), Path(data) / DICTIONARY
-    if theirs is None or not ours.is_file():
+    theirs, places = _dictionary_of(path), (Path(data), Path(data) / "input0")  # the second is of sentence_prediction
+    ours = next((place / DICTIONARY for place in places if (place / DICTIONARY).is_file()), None)
+    if theirs is None or ours is None:
         return
     then, now = (Vocabulary.load(dictionary).symbols for dictionary in (theirs, ours))
     if len(then) != len(now) or then == now:  # parameters already refuse a dictionary of another size

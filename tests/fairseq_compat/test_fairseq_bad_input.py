@@ -506,6 +506,10 @@ def test_a_dictionary_in_another_order_is_refused(tmp_path: Path, caplog) -> Non
     caplog.clear()
     check_dictionary_of(str(path), data, SimpleNamespace(other_dictionary=True))
     assert "from line 3 on" in caplog.text
+    (tmp_path / "pairs" / "input0").mkdir(parents=True)  # data of the task sentence_prediction
+    (tmp_path / "pairs" / "input0" / "dict.txt").write_bytes((data / "dict.txt").read_bytes())
+    with pytest.raises(UserError, match=r"input0/dict\.txt, .* from line 3 on"):
+        check_dictionary_of(str(path), tmp_path / "pairs", strict)
     prepare_cfg = SimpleNamespace(
         task=SimpleNamespace(_name="language_modeling", data=str(data)),
         dataset=SimpleNamespace(dataset_impl="raw"),
