@@ -226,7 +226,7 @@ def test_settings_of_generation_are_what_tasks_ask_for(harness):
         ({"max_gen_toks": "many"}, "max_gen_toks 'many', which is not a valid number"),
         ({"do_sample": "yes"}, "do_sample 'yes', which is neither"),
         ({"temperature": -1.0, "do_sample": True}, "temperature must be 0 or from"),
-        ({"seed": 1.5}, "seed 1.5, which is no number"),
+        ({"seed": 1.5}, "seed 1.5, which is not a valid number"),
         ({"until": [3]}, r"until \[3\], which is neither text nor a list of texts"),
     ],
 )
