@@ -78,11 +78,6 @@ class TaskData:
         return self.num_classes is None
 
     @property
-    def dictionary(self) -> Path:
-        """Its dictionary of tokens."""
-        return self.path / ("" if self.is_squad else "input0") / DICTIONARY
-
-    @property
     def options(self) -> dict[str, Any]:
         """Return the options of fairseq-train that belong to the task."""
         if self.is_squad:
@@ -255,7 +250,7 @@ def read_encoder(path: Path, data: TaskData, allows_other_dictionary: bool = Fal
     config, arch = checkpoint.config, checkpoint.arch
     if not config.is_bidirectional:
         raise UserError(f"{path} is a language model ({arch}): fine-tuning needs an encoder, such as gmlp_mlm")
-    symbols = len(Vocabulary.load(data.dictionary).with_mask())
+    symbols = len(Vocabulary.load(data.path / ("" if data.is_squad else "input0") / DICTIONARY).with_mask())
     if symbols != config.vocab_size:
         raise UserError(
             f"{path} has a vocabulary of {config.vocab_size} symbols, {data.path} one of {symbols}: make the data with "

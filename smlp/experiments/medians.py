@@ -111,11 +111,12 @@ def page(results: dict[str, Any]) -> str:
     notes = ["\n".join(f"| {' | '.join(row)} |" for row in rows)]
     if medians:
         confidences = sorted({f"{median['confidence']:.2%}" for median in medians if median["confidence"]})
-        notes.append(
-            "Medians over seeds [interval]: the single runs, each validated after its last update. Intervals are "
-            f"between order statistics, with a confidence of {' or '.join(confidences) or 'nothing for one run'}. They "
-            "are about seeds, and leave out that other validation data would give other scores."
-        )
+        notes.append("Medians over seeds [interval]: the single runs, each validated after its last update.")
+        if confidences:
+            notes[-1] += (
+                f" Intervals are between order statistics, with a confidence of {' or '.join(confidences)}. They are "
+                "about seeds, and leave out that other validation data would give other scores."
+            )
     if best is not None and len(results["points"]) > 1:
         notes.append("The best point (bold) is chosen by these scores, so its median is somewhat too high.")
     if results["at_edge"]:

@@ -17,10 +17,11 @@ from smlp.experiments import finetuning
 from smlp.experiments.folder import Folder
 from smlp.experiments.medians import Median, page, results_of
 
+pytestmark = pytest.mark.long
 TOKENIZER = {"path": "tok", "sha256": {"dict.txt": "0"}}
 # Writes the log of a training: accuracies by learning rate and seed; fails for some.
 TRAINER = """
-import json, sys
+import json, os, signal, sys, time
 from pathlib import Path
 words = sys.argv[1:]
 given = {word: words[place + 1] for place, word in enumerate(words[:-1]) if word.startswith("--")}
@@ -31,6 +32,9 @@ with open("started", "a") as file:
 score = scores[int(seed) - 1]
 if score is None:
     sys.exit("smlp: error: it diverged")
+if score == "stop":
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)  # until this one is stopped as well
 Path(given["--save-dir"], "checkpoint_last.pt").write_text("weights")
 pairs = [("1", "99"), (updates, score)]
 lines = [{"valid_loss": "1", "valid_accuracy": value, "valid_num_updates": at} for at, value in pairs]
@@ -259,6 +263,16 @@ except UserError as error:
         assert "another smlp finetune is at work" in pid
 
 
+def test_a_stopped_command_starts_nothing_more_and_resumes(trainer, tmp_path, capsys):
+    status, started = trainer({"1e-05": ["stop", 81, 82, 83]}, "--jobs", "1", seeds=(1, 2, 3, 4))
+    assert (status, started) == (75, ["1e-05-1"])
+    assert "stopped by SIGTERM; the same command resumes" in capsys.readouterr().out
+    assert found(tmp_path)["points"][0]["runs"]["1"]["state"] == "stopped"
+    status, started = trainer({"1e-05": [80, 81, 82, 83]}, seeds=(1, 2, 3, 4))
+    assert status == 0 and len(started) == 4
+    assert found(tmp_path)["best"]["medians"]["valid"]["accuracy"]["value"] == 81.5
+
+
 def test_a_dry_run_starts_nothing(trainer, tmp_path, capsys):
     assert trainer({"1e-05": [80]}, "--dry-run", seeds=[1]) == (0, [])
     said = capsys.readouterr().out
@@ -279,7 +293,6 @@ def test_the_papers_row_stands_beside_its_architectures(asked, tmp_path, monkeyp
     assert results_of(plan, Folder(tmp_path / "out"))["paper"]["scores"] == {"valid": 88.4, "valid1": 88.4}
 
 
-@pytest.mark.long
 def test_an_encoder_is_fine_tuned_on_real_data(tiny_data, tmp_path, capsys, run_fairseq_many):
     """Two real trainings; the label is the verb of the sentence, so both learn it."""
     args = [
