@@ -80,8 +80,13 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
     """Return the rules that the options select.
 
     Raises:
-        UserError: the language is not known.
+        UserError: the language is not known, or a lower limit is above the upper one.
     """
+    for name in ("words", "word_length"):
+        least, most = getattr(args, f"min_{name}"), getattr(args, f"max_{name}")
+        if least > most:
+            option = name.replace("_", "-")
+            raise UserError(f"--min-{option} {least} is above --max-{option} {most}: no document would be kept")
     if args.language != "any" and "language" not in args.without and args.language not in languages():
         raise UserError(f"--language {args.language!r} is none of {', '.join(languages())}, or any")
     values = {item.name: getattr(args, item.name) for item in _NUMBERS}

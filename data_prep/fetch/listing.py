@@ -106,7 +106,7 @@ def _dumpstatus(text: str, url: str, listing: Listing) -> list[RemoteFile]:
             RemoteFile(urljoin(url, row["url"]), "", row["size"], ("sha1", row["sha1"]) if row.get("sha1") else None)
             for _, row in sorted(rows.items(), key=lambda item: _numbers_apart(item[0]))
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{url} is no status of a dump with the job {listing.job!r}") from None

@@ -125,6 +125,8 @@ def read_rows(file: SplitFile, task: GlueTask, split: str) -> Rows:
     for name in wanted:
         if name not in names:
             raise UserError(f"{file.path} has no column {name!r}: its columns are {', '.join(map(repr, names))}")
+        if names.count(name) > 1:
+            raise UserError(f"{file.path} has {names.count(name)} columns {name!r}")
     places = [names.index(name) for name in wanted]
     chosen = _chosen_ids(file, names)
     rows = Rows([[] for _ in task.columns], [] if task.label in wanted else None)

@@ -159,12 +159,14 @@ def _question(row: Any, name: str, context: str, place: str) -> Question:
         raise UserError(f"{place}: 'is_impossible' must be true or false, found {is_impossible!r:.80}")
     for answer in _field(row, "answers", list, place):
         text, start = _field(answer, "text", str, place), _field(answer, "answer_start", int, place)
-        if not text.strip() or start < 0 or context[start : start + len(text)] != text:
+        if not text.strip():
+            raise UserError(f"{place}: the answer {text!r:.80} is blank")
+        if start < 0 or context[start : start + len(text)] != text:
             there = context[max(start, 0) : max(start, 0) + len(text)]
             problem = (
                 f"the answer {text!r:.80} does not stand at character {start} of the context, which has {there!r:.80}"
             )
-            if not answers or not text.strip() or text not in context:
+            if not answers or text not in context:
                 raise UserError(f"{place}: {problem}")
             misplaced.append(problem)  # only the first one is learnt; a few others are off by one in SQuAD itself
         answers.append((text, start))

@@ -166,7 +166,7 @@ def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
         step = manifest["step"]
     except FileNotFoundError:
         raise UserError(f"{folder} has no {MANIFEST}: the step that writes it is not finished") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not a manifest of smlp data") from None
     if made_by and step != made_by:
         raise UserError(f"{folder} was made by 'smlp data {step}', not by 'smlp data {made_by}'")

@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import struct
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -66,7 +67,9 @@ def export_of(
         num_updates: done in training.
         files: dictionary and tokenizer, by name.
     """
-    settings, cfg = flatten(config), state["cfg"]
+    settings = flatten(config)
+    # The options of a criterion that has no dataclass are a Namespace, which JSON does not know.
+    cfg = {name: vars(part) if isinstance(part, Namespace) else part for name, part in state["cfg"].items()}
     # Presets may change, so options that the run left to its architecture are filled in.
     resolved = {name: value for name, value in settings.items() if name not in FROM_TASK}
     return {

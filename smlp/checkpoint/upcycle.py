@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from smlp.errors import UserError
 from smlp.moe.routers.hashed import balanced_table, random_table
 from smlp.nn.blocks import sparse_block
 from smlp.nn.decoder import Decoder
+from smlp.text.tokenizer import Vocabulary
+from smlp.text.tokenizer_files import DICTIONARY
 
 #: small enough that the gate in float32 or float64 equals that of a zero router exactly; representable in bfloat16
 TINY = 1e-20
@@ -156,6 +159,23 @@ def upcycled(
     cfg = {**cfg, "model": {**cfg["model"], **own, "_name": arch}}
     state = new_state(cfg, model, [new_history(cfg, 0)])
     return Checkpoint(dense.path, state, config, files=dense.files, is_export=dense.is_export)
+
+
+def check_same_dictionary(dense: Checkpoint, data: Path) -> None:
+    """Refuse data whose dictionary, if it is there, is not that of the dense model.
+
+    Raises:
+        UserError: it has another size, or other symbols than the one beside the checkpoint.
+    """
+    if not (data / DICTIONARY).is_file():
+        return
+    theirs, beside = Vocabulary.load(data / DICTIONARY), dense.path.parent / DICTIONARY
+    has_others = not dense.is_export and beside.is_file() and Vocabulary.load(beside).symbols != theirs.symbols
+    if len(theirs) != dense.config.vocab_size or has_others:
+        raise UserError(
+            f"--data {data} has another dictionary ({len(theirs)} symbols) than {dense.path} was trained with "
+            f"({dense.config.vocab_size})"
+        )
 
 
 def training_arguments(checkpoint: Checkpoint) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from smlp.cli.numbers import MOST, real, whole
 from smlp.cli.options import add_tokenizer_option
 
 DESCRIPTION = "inspect, verify and convert checkpoints"
@@ -86,8 +87,10 @@ def _add_upcycling(parser: argparse.ArgumentParser) -> None:
     from smlp.config.settings import help_of
 
     parser.add_argument("--arch", required=True, help="architecture of the sparse model")
-    parser.add_argument("--router-scale", type=float, metavar="S", help="size of the first weights of the router")
-    parser.add_argument("--seed", type=int, default=1, help="random seed of new weights (default: %(default)s)")
+    parser.add_argument("--router-scale", **real(0, 1e6), metavar="S", help="size of the first weights of the router")
+    parser.add_argument(
+        "--seed", **whole(0, MOST), metavar="N", default=1, help="random seed of new weights (default: %(default)s)"
+    )
     parser.add_argument("--data", help="binarised training data, for --hash-kind balanced")
     for name in _sparse_settings():
         setting, flag = SETTINGS[name], "--" + name.replace("_", "-")
@@ -206,7 +209,7 @@ def _upcycle(args: argparse.Namespace) -> int:
     from smlp.checkpoint.inspection import open_intact
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.checkpoint.output import check_target, write_one_file
-    from smlp.checkpoint.upcycle import training_arguments, upcycled
+    from smlp.checkpoint.upcycle import check_same_dictionary, training_arguments, upcycled
     from smlp.text.binarized import count_tokens
 
     target = check_target(args.output, [args.path], args.force)
@@ -218,6 +221,7 @@ def _upcycle(args: argparse.Namespace) -> int:
         import torch
 
         frequencies_V = torch.from_numpy(count_tokens(Path(args.data) / "train", dense.config.vocab_size))
+        check_same_dictionary(dense, Path(args.data))
     sparse = upcycled(dense, args.arch, overrides, args.router_scale, args.seed, frequencies_V)
     write_one_file(sparse, target)
     _report(target)

@@ -105,6 +105,8 @@ def _run(args: argparse.Namespace, path: Path, out: Path) -> int:
 
     experiment = read_experiment(path)
     _check_zeroshot(experiment)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file: name a folder for the runs")
     if not args.dry_run:
         return run_experiment(experiment, Folder(out), only_scores=args.only == "scores")
     dry_run(experiment, Folder(out))
@@ -122,8 +124,10 @@ def _check_zeroshot(experiment: Experiment) -> None:
         return
     from smlp.cli import zeroshot
     from smlp.evaluation.zeroshot.readers import READERS
-    from smlp.experiments.spec import zeroshot_words
+    from smlp.experiments.spec import MASKED, zeroshot_words
 
+    if experiment.task == MASKED:
+        raise UserError(f"{experiment.path}: evaluate.zeroshot needs language models, and these are encoders")
     unknown = [task for task in wanted.zeroshot_tasks if task not in (*READERS, "all")]
     if unknown:
         raise UserError(

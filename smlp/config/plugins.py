@@ -53,13 +53,13 @@ def import_file(path: Path) -> None:
         loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if not isinstance(error, Exception):
+        if not isinstance(error, (Exception, SystemExit)):
             raise
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{VARIABLE}: {path}{_line(path, error)} cannot be loaded: {reason}") from error
 
 
-def _line(path: Path, error: Exception) -> str:
+def _line(path: Path, error: BaseException) -> str:
     """Return the line of the file at which it failed, if known."""
     if isinstance(error, SyntaxError):
         return ""  # its message names the line

@@ -19,6 +19,7 @@ import numpy as np
 
 from smlp.errors import UserError
 from smlp.evaluation.perplexity import of_bits
+from smlp.files import read_bytes
 from smlp.plots.drawing import OKABE_ITO, check_matplotlib
 
 # Runs also differ in marker.
@@ -55,7 +56,7 @@ def log_records(path: Path) -> list[dict[str, Any]]:
         UserError: the file cannot be read.
     """
     try:
-        return [log_record(line) for line in path.read_text(encoding="utf-8", errors="replace").split("\n")]
+        return [log_record(line) for line in read_bytes(path).decode(errors="replace").split("\n")]
     except OSError as error:
         raise UserError(f"training log {path} cannot be read: {error.strerror}") from error
 

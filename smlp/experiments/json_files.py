@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.files import is_missing, plain_name, write_whole
+from smlp.files import is_missing, plain_name, read_bytes, read_text, write_whole
 
 _MOST = 1 << 64  # larger than any number written here
 _KINDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "names with values"}
@@ -138,7 +138,7 @@ def read_json(path: Path, shape: Any = dict) -> Any:
 def _read(path: Path, shape: Any) -> tuple[Any, str]:
     """Return what a file holds, and what is wrong with it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except OSError as error:
         return None, f"cannot be read ({error.strerror})"
     except RecursionError:
@@ -174,7 +174,7 @@ def read_json_or_note(path: Path, notes: list[str], shape: Any = dict) -> dict[s
 def read_lines_and_note(path: Path, notes: list[str], shape: Any = dict) -> list[dict[str, Any]]:
     """Read a file with an object in each line; damaged lines are left out and counted in a note."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_bytes(path).decode(errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

@@ -39,6 +39,8 @@ class Reached:
 
 def reached(log: Path) -> Reached:
     """Read the end of a log; a run without one has not begun."""
+    if not log.is_file():
+        return Reached()
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))

@@ -70,7 +70,7 @@ def apply() -> None:
         shards = utils.split_paths(self.cfg.data)
         directory = shards[(epoch - 1) % len(shards)]
         for name in subsets(directory, split) if combine else [split]:
-            check_split(directory, name, len(self.dictionary))
+            check_split(directory, name, len(self.dictionary), self.mask_idx)
         return load_dataset_split(self, split, epoch, combine)
 
     @functools.wraps(load_masked)
@@ -166,13 +166,16 @@ def check_dictionary(directory: str | Path) -> None:
             lines_of[symbol] = f"line {number}"
 
 
-def check_split(directory: str | Path, split: str, vocab_size: int | None = None) -> int | None:
+def check_split(
+    directory: str | Path, split: str, vocab_size: int | None = None, mask: int | None = None
+) -> int | None:
     """Check one split of a binarised data set, as :mod:`smlp.text.binarized` does wherever tokens are read.
 
     Args:
         directory: the data directory.
         split: ``train``, ``valid``, ...; the files are ``SPLIT.idx`` and ``SPLIT.bin``.
         vocab_size: of the dictionary; if given, what the files hold is checked too, up to :data:`READ_AT_START` bytes.
+        mask: id of ``<mask>``, which data to be masked do not hold.
 
     Returns:
         The number of tokens, or None for a format other than fairseq's default one (mmap).
@@ -201,8 +204,11 @@ def check_split(directory: str | Path, split: str, vocab_size: int | None = None
         if vocab_size is not None:
             check_recorded(prefix, READ_AT_START)
             if files.num_bytes <= READ_AT_START:
-                for _ in files.pieces(vocab_size):
-                    pass
+                for piece in files.pieces(vocab_size):
+                    if mask is not None and (piece == mask).any():
+                        raise UserError(
+                            f"{prefix}.bin holds the id {mask}, which stands for <mask> with this dictionary"
+                        )
     except UserError as error:
         if isinstance(error.__cause__, OSError):  # for example, permission denied
             raise

@@ -51,6 +51,11 @@ LIMITS: dict[str, Limit] = {
     "max_query_length": Limit(1, _INT32),
     "max_answer_length": Limit(1, _INT32),
     "no_answer_threshold": Limit(-_LARGEST),
+    # of the task masked_lm
+    "random_token_prob": _SHARE,
+    "leave_unmasked_prob": _SHARE,
+    "mask_multiple_length": Limit(1, _INT32),
+    "mask_stdev": Limit(0, _INT32),
     "update_freq": _POSITIVE,
     "curriculum": _NOT_NEGATIVE,
     "num_shards": _POSITIVE,
@@ -219,6 +224,9 @@ def check_numbers(values: Mapping[str, Any]) -> None:
                 raise UserError(f"--{name.replace('_', '-')} must be {_as_text(limit, value)}, got {value}{remark}")
     for trouble in _of_schedule(values.get("lr_scheduler"), values):
         raise UserError(f"--lr-scheduler {values['lr_scheduler']} {trouble}")
+    if {"mask_prob", "d2v2_multi"} <= values.keys():  # of the task masked_lm
+        for trouble in _of_masking(values):
+            raise UserError(trouble)
 
 
 def _as_text(limit: Limit, value: float) -> str:
@@ -268,3 +276,17 @@ def _of_schedule(name: Any, values: Mapping[str, Any]) -> Iterator[str]:
         yield f"needs a --lr above --min-lr {values['min_lr']}, got {min(lr)}"
     if name == "reduce_lr_on_plateau" and values["lr_shrink"] >= 1:
         yield f"needs an --lr-shrink below 1, got {values['lr_shrink']}"
+
+
+def _of_masking(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the options of the task ``masked_lm``, in which fairseq only asserts."""
+    if not 0 < values["mask_prob"] < 1:
+        yield f"--mask-prob must be above 0 and below 1, got {values['mask_prob']}"
+    random, kept, length = (values[name] for name in ("random_token_prob", "leave_unmasked_prob", "tokens_per_sample"))
+    if random + kept > 1:
+        yield f"--random-token-prob {random} and --leave-unmasked-prob {kept} are together more than 1"
+    if length < 2:
+        yield f"--tokens-per-sample must be at least 2, because each sample begins with <s>, got {length}"
+    for option in ("mask_whole_words", "d2v2_multi"):
+        if values[option]:
+            yield f"--{option.replace('_', '-')} does not work with --task masked_lm of this fairseq: leave it out"

@@ -166,8 +166,8 @@ def check_moments(path: str, trainer: Any) -> None:
             shape = getattr(moments[parameter][kind], "shape", None)
             if shape != parameter.shape:
                 raise UserError(
-                    f"{path} is damaged: {kind} of parameter {name} is {list(shape or ())}, the parameter "
-                    f"{list(parameter.shape)}; --reset-optimizer starts with new moments"
+                    f"{path} is damaged, or of a longer context: {kind} of parameter {name} is {list(shape or ())}, "
+                    f"the parameter {list(parameter.shape)}; --reset-optimizer starts with new moments"
                 )
     if without:
         logger.warning(

@@ -80,7 +80,7 @@ class Journal:
 def _is_up_to(line: bytes, num_updates: int) -> bool:
     try:
         return line.endswith(b"\n") and json.loads(line)["update"] <= num_updates
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

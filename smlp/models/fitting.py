@@ -64,9 +64,9 @@ def check_fit(
                     f"{config.max_tokens} with --prefix-fraction {config.moe.prefix_fraction} asks for {ours[-1]} "
                     f"after a prefix of {config.prefix_tokens}"
                 )
+            option = "--max-positions or --tokens-per-sample" if config.is_bidirectional else "--tokens-per-sample"
             raise UserError(
-                f"the checkpoint has a context of {theirs[-1]} tokens but --tokens-per-sample asks for a model of "
-                f"{ours[-1]}"
+                f"the checkpoint has a context of {theirs[-1]} tokens but {option} asks for a model of {ours[-1]}"
             )
         if name.endswith(".core.positions") and theirs[0] != ours[0]:
             raise UserError(f"the checkpoint has positions for {theirs[0]} tokens, and this run asks for {ours[0]}")

@@ -99,7 +99,13 @@ class Encoder(Stack):
         return self.project(self.head(x_BnH)) + self.head.bias
 
     def add_sentence_head(self, name: str, num_classes: int) -> None:
-        """Add a head with random weights, or replace one of that name; the masked LM head is not trained any more."""
+        """Add a head with random weights, or replace one of that name; the masked LM head is not trained any more.
+
+        Raises:
+            UserError: no module can have this name.
+        """
+        if not name or "." in name or hasattr(nn.ModuleDict, name):
+            raise UserError(f"--classification-head-name {name!r} cannot be the name of a part of a model")
         head = SentenceHead(self.config.embed_dim, num_classes, self.config.dropout)
         self.sentence_heads[name] = head.to(self.embedding.weight)
         self.head.requires_grad_(False)  # ranks would wait for its gradient
@@ -114,7 +120,7 @@ class Encoder(Stack):
 def add_heads(model: Encoder, state: Mapping[str, Tensor]) -> None:
     """Add the heads whose tensors a checkpoint holds, under names that end as in the model's own state."""
     for name, tensor in state.items():
-        if match := _OF_SENTENCES.search(name):
+        if (match := _OF_SENTENCES.search(name)) and tensor.shape:
             model.add_sentence_head(match[1], tensor.shape[0])
         elif name.endswith("span_head.weight"):
             model.add_span_head()

@@ -60,6 +60,13 @@ class SquadConfig(FairseqDataclass):
     seed: int = II("common.seed")
 
 
+def _check_predictions_file(path: str) -> None:
+    """Raise ``UserError`` if answers cannot be written, or the file holds something other than JSON."""
+    check_writable(path, "--predictions-file")
+    if Path(path).is_file() and Path(path).read_bytes()[:1] not in (b"", b"{"):
+        raise UserError(f"--predictions-file {path}: there is a file of another kind already: name another one")
+
+
 class SquadDataset(FairseqDataset):
     """Windows ``<s> question </s> part of the context </s>``.
 
@@ -147,7 +154,7 @@ class SquadTask(FairseqTask):
             UserError: the data are missing or damaged, answers cannot be written, or torchmetrics is not installed.
         """
         if cfg.predictions_file:
-            check_writable(cfg.predictions_file, "--predictions-file")
+            _check_predictions_file(cfg.predictions_file)
         answer_metric()
         if not (Path(cfg.data) / DICTIONARY).is_file():
             raise UserError(f"there is no file {Path(cfg.data) / DICTIONARY}: make the data with 'smlp data squad'")

@@ -226,7 +226,7 @@ def _record_of(path: Path) -> tuple[Path, dict[str, Any] | None]:
     """Return the manifest of ``smlp data binarize`` that lists a file, and its row there, or None."""
     for folder in path.parents[:2]:
         manifest = folder / "manifest.json"
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             content = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
             for row in content["outputs"] if content.get("step") == "binarize" else ():
                 if folder / row["name"] == path:

@@ -81,7 +81,7 @@ class SquadSplit:
             with np.load(arrays_path, allow_pickle=False) as arrays:
                 found = cls(**{name: arrays[name] for name in _ARRAYS}, **json.loads(read_text(texts_path)))
             found._check(vocab_size)
-        except (OSError, ValueError, TypeError, LookupError, zipfile.BadZipFile, RecursionError) as error:
+        except (OSError, EOFError, ValueError, TypeError, LookupError, zipfile.BadZipFile, RecursionError) as error:
             raise UserError(
                 f"{arrays_path} and {texts_path.name} beside it are damaged, or not of 'smlp data squad' ({error})"
             ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from checkpoint_states import PREFIX, WORDS, command, content, differences, refu
 from running import run_python
 
 import smlp
+from smlp.checkpoint.opened import open_checkpoint
 from smlp.config import unflatten
 from smlp.nn.decoder import Decoder
 
@@ -63,6 +65,16 @@ def test_an_export_is_no_damaged_checkpoint(whole: Path, tmp_path: Path, name) -
     assert command("merge", whole, "-o", tmp_path / name, "--export") == 0
     with pytest.raises(smlp.UserError, match=rf"{name} is an export, .*: smlp checkpoint merge .*{name} -o CHECKPOINT"):
         checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_criterion_without_a_dataclass(whole: Path, tmp_path: Path, suffix) -> None:
+    """fairseq keeps its options in a Namespace, which JSON does not know."""
+    state = torch.load(whole, weights_only=True)
+    state["cfg"]["criterion"] = argparse.Namespace(_name="span", seed=1)
+    torch.save(state, tmp_path / "given.pt")
+    assert command("merge", tmp_path / "given.pt", "-o", tmp_path / f"export.{suffix}", "--export") == 0
+    assert open_checkpoint(tmp_path / f"export.{suffix}").state["cfg"]["criterion"] == {"_name": "span", "seed": 1}
 
 
 def test_an_export_is_plain_torch(whole: Path, tmp_path: Path) -> None:

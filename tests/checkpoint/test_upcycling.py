@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,7 @@ def test_a_run_in_fp16_gets_a_router_that_fp16_can_hold(tmp_path: Path) -> None:
 def test_balanced_hash_tables_are_made_of_the_training_data(tmp_path: Path, tiny_data: Path, capsys) -> None:
     num_words = len((tiny_data / "dict.txt").read_text().splitlines())
     path = save(tmp_path, "dense_lm_tiny", "dense.pt", vocab_size=num_words + 4)
+    shutil.copy(tiny_data / "dict.txt", tmp_path)
     options = ("--arch", "hash_lm_tiny", "--num-sparse-layers", 1, "--num-experts", 4, "--hash-kind", "balanced")
     run = ["checkpoint", *map(str, ("upcycle", path, "-o", tmp_path / "s.pt", *options))]
     assert main(run) == 1
@@ -202,6 +204,12 @@ def test_balanced_hash_tables_are_made_of_the_training_data(tmp_path: Path, tiny
     (table,) = [t for n, t in torch.load(tmp_path / "s.pt", weights_only=True)["model"].items() if ".table" in n]
     frequencies = torch.from_numpy(count_tokens(tiny_data / "train", num_words + 4))
     assert torch.equal(table, balanced_table(frequencies, 4))
+    shutil.copytree(tiny_data, tmp_path / "data")
+    lines = (tiny_data / "dict.txt").read_text().splitlines()
+    for wrong in (lines[::-1], [*lines, "one_more 1"]):
+        (tmp_path / "data" / "dict.txt").write_text("\n".join(wrong) + "\n")
+        assert main([*run, "--force", "--data", str(tmp_path / "data")]) == 1
+        assert "has another dictionary" in capsys.readouterr().err
 
 
 def test_from_an_export_and_to_parts(tmp_path: Path) -> None:
@@ -233,6 +241,12 @@ def test_from_an_export_and_to_parts(tmp_path: Path) -> None:
         ("base_lm_tiny", ["--arch", "hash_lm_tiny"], ["base_lm_tiny", "has 1 sparse blocks already"]),
         ("dense_lm_tiny", ["--arch", "gshard_lm", "--num-sparse-layers", "2"], ["num_sparse_layers=2 must not exceed"]),
         ("dense_lm_tiny", ["--arch", "hash_lm", "--data", "none"], ["none/train.idx"]),
+        ("dense_lm_tiny", ["--arch", "base_lm", "--seed", str(2**90)], ["--seed must be at most"]),
+        (
+            "dense_lm_tiny",
+            ["--arch", "base_lm", "--router-scale", "nan"],
+            ["--router-scale must be at least 0"],
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(tmp_path: Path, dense, arguments, words, capsys) -> None:

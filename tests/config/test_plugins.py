@@ -215,6 +215,13 @@ def test_help_does_not_wait_for_plugins(tmp_path):
     assert done.rc == 0 and "commands:" in done.stdout and "loaded" not in done.stderr
 
 
+def test_a_plugin_that_ends_the_process_is_one_sentence(tmp_path):
+    path = tmp_path / "ends.py"
+    path.write_text("raise SystemExit(3)")
+    with pytest.raises(smlp.UserError, match=r"ends.py, line 1, cannot be loaded: SystemExit: 3"):
+        plugins.import_file(path)
+
+
 def test_the_environment_names_plugins_by_file_unless_two_have_one_name(monkeypatch, tmp_path):
     one, two, other = tmp_path / "a" / "mine.py", tmp_path / "b" / "mine.py", tmp_path / "c.py"
     for path in (one, two, other):

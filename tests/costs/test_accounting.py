@@ -143,6 +143,7 @@ def test_fvcore_counts_what_the_formula_says(arch):
         ("smlp_partial_tiny", 20, {}),  # all of it is prefix
         ("smlp_leaky_tiny", 90, {"router": "switch"}),
         ("gmlp_lm_tiny", 50, {"num_heads": 4}),
+        ("gmlp_mlm_tiny", 32, {"embed_dim": 8, "ffn_dim": 8, "vocab_size": 50}),
         ("gmlp_moe_tiny", 64, {"router": "gshard", "num_experts": 4}),
         ("gshard_lm_tiny", 128, {"num_experts": 1}),
         ("switch_lm_tiny", 7, {"num_experts": 6, "positions": "learned", "activation": "relu"}),

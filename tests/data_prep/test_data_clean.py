@@ -311,6 +311,7 @@ def test_command(tmp_path, capsys):
         (["--min-probability", "2"], "--min-probability must be at most 1, got 2.0"),
         (["--language-characters", "0"], "--language-characters must be at least 1, got 0"),
         (["--language", "xx"], "--language 'xx' is none of"),
+        (["--min-words", "9", "--max-words", "8"], "--min-words 9 is above --max-words 8"),
     ],
 )
 def test_wrong_options(tmp_path, capsys, options, message):

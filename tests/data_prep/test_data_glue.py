@@ -279,6 +279,7 @@ def test_the_same_command_again_and_other_settings(tokenizer, tmp_path, capsys):
 
 
 BAD = {
+    "two columns": ("sentence\tsentence\tlabel\na\tb\t1\n", "{path} has 2 columns 'sentence'"),
     "columns": ("sentence\tclass\nwe\t1\n", "{path} has no column 'label': its columns are 'sentence', 'class'"),
     "fields": ("sentence\tlabel\nwe\t1\nwe\n", "{path}, line 3: 1 columns instead of 2"),
     "label": ("sentence\tlabel\nwe\t1\nit\t2\n", "{path}, line 3: the label is '2', not one of 0, 1"),

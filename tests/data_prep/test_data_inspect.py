@@ -244,3 +244,10 @@ def test_mistakes(made, tmp_path, capsys):
     ]:
         assert inspect(*arguments) == 1
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]"])
+def test_a_manifest_that_is_none(data, capsys, content):
+    (data / "manifest.json").write_text(content)
+    assert inspect(data, "--verify") == 1
+    assert "manifest.json is not a manifest of smlp data" in capsys.readouterr().err

@@ -109,7 +109,7 @@ BAD = {
         set_in(first_question(data)["answers"][1], "answer_start", -1),
         set_in(first_paragraph(data), "context", RIVER.replace("long", "wide")),
     ),
-    "the answer ' ' does not stand at": lambda data: set_in(first_question(data)["answers"][0], "text", " "),
+    "the answer ' ' is blank": lambda data: set_in(first_question(data)["answers"][0], "text", " "),
     "it has no answer": lambda data: set_in(first_question(data), "answers", []),
     "it has answers but is_impossible is true": lambda data: set_in(first_question(data), "is_impossible", True),
     "'is_impossible' must be true or false, found 1": lambda data: set_in(first_question(data), "is_impossible", 1),

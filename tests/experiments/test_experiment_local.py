@@ -14,6 +14,7 @@ from planned_experiment import FILE, log, reader
 import smlp
 from smlp.cli.main import main
 from smlp.errors import UserError
+from smlp.evaluation.curves import log_records
 from smlp.experiments import dry_run, local, progress, slurm
 from smlp.experiments import run as experiment_run
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder
@@ -31,6 +32,16 @@ from smlp.launch.environment import git_revision, keep_difference
 def planned(tmp_path):
     """An experiment with its models and folder."""
     return reader(tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert reached(tmp_path / "pipe") == Reached()
+    with pytest.raises(UserError, match=r"cannot be read .nothing writes to this pipe"):
+        read_json(tmp_path / "pipe")
+    with pytest.raises(UserError, match="cannot be read: nothing writes to this pipe"):
+        log_records(tmp_path / "pipe")
 
 
 def test_where_a_run_is(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 
 import pytest
@@ -21,7 +22,7 @@ from smlp.launch import local
 #: what fairseq reads as a number and nothing here depends on, or what is checked elsewhere
 _NOT_IN_THE_TABLE = {
     *("distributed_num_procs", "expert_parallel_size", "profile_updates", "output_dictionary_size", "base_shuffle"),
-    *("pad", "eos", "unk"),
+    *("pad", "eos", "unk", "mask_prob"),
 }
 _OPTIMIZERS = ("adam", "sgd", "adafactor", "adamax", "adadelta", "adagrad", "nag")
 _SCHEDULES = ("cosine", "inverse_sqrt", "polynomial_decay", "tri_stage", "triangular", "step", "reduce_lr_on_plateau")
@@ -60,7 +61,12 @@ def test_the_borders_of_each_option(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "task"),
-    [("smlp_tiny", "language_modeling"), ("transformer_lm", "language_modeling"), ("amlp_mlm_tiny", "squad")],
+    [
+        ("smlp_tiny", "language_modeling"),
+        ("transformer_lm", "language_modeling"),
+        ("amlp_mlm_tiny", "squad"),
+        ("gmlp_mlm_tiny", "masked_lm"),
+    ],
 )
 def test_every_number_of_fairseq_train_is_in_the_table(arch: str, task: str) -> None:
     parser = options.get_training_parser()
@@ -132,6 +138,25 @@ def test_what_cannot_work_is_refused_when_the_command_line_is_read(words: str) -
     for part in REFUSED[words]:
         assert part in str(refused.value)
     assert "\n" not in str(refused.value) and "lambda" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--mask-prob 1", "--mask-prob must be above 0 and below 1, got 1.0"),
+        ("--mask-prob nan", "--mask-prob must be above 0 and below 1, got nan"),
+        ("--random-token-prob 0.7 --leave-unmasked-prob 0.7", "0.7 and --leave-unmasked-prob 0.7 are together more"),
+        ("--mask-multiple-length 0", "--mask-multiple-length must be from 1"),
+        ("--tokens-per-sample 1", "--tokens-per-sample must be at least 2, because each sample begins with <s>, got 1"),
+        ("--mask-whole-words", "--mask-whole-words does not work with --task masked_lm"),
+        ("--d2v2-multi", "--d2v2-multi does not work with --task masked_lm"),
+    ],
+)
+def test_masking_that_cannot_work_is_refused(words: str, sentence: str) -> None:
+    masked = ("--task", "masked_lm", "--arch", "gmlp_mlm_tiny")
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        parse(*masked, *words.split(" "), task=False)
+    parse(*masked, "--mask-prob", "0.5", "--random-token-prob", "0.5", "--leave-unmasked-prob", "0.5", task=False)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,14 @@ def test_garbage_and_damage_are_named(tmp_path):
     assert len(read_fairseq_tokens(prefix).tokens) == 9
 
 
+def test_data_to_be_masked_hold_no_mask(tmp_path):
+    prefix = write(tmp_path / "train")
+    largest = max(token for sentence in SENTENCES for token in sentence)
+    check_split(prefix.parent, prefix.name, largest + 2, mask=largest + 1)
+    with pytest.raises(UserError, match=f"holds the id {largest}, which stands for <mask> with this dictionary"):
+        check_split(prefix.parent, prefix.name, largest + 1, mask=largest)
+
+
 def in_training(prefix: Path, vocab_size: int) -> BinarizedTokens:
     """What fairseq reads in training, after our checks."""
     check_split(prefix.parent, prefix.name, vocab_size)

@@ -74,6 +74,7 @@ def test_a_split_comes_back_from_its_files(tmp_path):
     assert found.has_unanswerable
     for vocab_size, name, content in (
         (20, None, None),
+        (100, "valid.npz", b""),
         (100, "valid.npz", b"PK\3\4 and more"),
         (100, "valid.npz", (tmp_path / "valid.npz").read_bytes()[:900]),
         (100, "valid.json", b'{"contexts": []}'),

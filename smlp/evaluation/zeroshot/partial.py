@@ -141,7 +141,7 @@ def _read(path: Path, pins: dict[str, Any]) -> dict[tuple[str, str], Batches]:
                 file.truncate(len(whole))
     except OSError as error:
         raise UserError(f"cannot keep scores in {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is damaged, or not a file of scores: remove it to score all records again") from None

@@ -23,6 +23,7 @@ from smlp.experiments.folder import DONE
 from smlp.experiments.json_files import read_json_or_note, read_lines_and_note
 from smlp.experiments.report.timeline import TrainingTime, logged_seconds, read_timeline, training_lines
 from smlp.experiments.spec import MASKED
+from smlp.files import read_text
 
 MISSING = "missing"
 
@@ -190,7 +191,7 @@ def read_results(folder: Path) -> Results:
     """
     path = folder / "experiment.json"
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(read_text(path))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; name a folder that smlp compare run has made") from None
     except (ValueError, RecursionError):
