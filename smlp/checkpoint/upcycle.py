@@ -39,8 +39,7 @@ from smlp.errors import UserError
 from smlp.moe.routers.hashed import balanced_table, random_table
 from smlp.nn.blocks import sparse_block
 from smlp.nn.decoder import Decoder
-from smlp.text.tokenizer import Vocabulary
-from smlp.text.tokenizer_files import DICTIONARY
+from smlp.text.tokenizer_files import DICTIONARY, Vocabulary
 
 #: small enough that the gate in float32 or float64 equals that of a zero router exactly; representable in bfloat16
 TINY = 1e-20

@@ -102,7 +102,7 @@ class MoEConfig:
             require(0 <= getattr(self, name) < math.inf, f"{name} must be at least 0, got {getattr(self, name)}")
         require(0 <= self.router_jitter < 1, f"router_jitter must be in [0, 1), got {self.router_jitter}")
         require(0 < self.prefix_fraction < 1, f"prefix_fraction must be in (0, 1), got {self.prefix_fraction}")
-        require(self.hash_seed >= 0, f"hash_seed must be at least 0, got {self.hash_seed}")
+        require(0 <= self.hash_seed < 2**63, f"hash_seed must be at least 0 and below 2**63, got {self.hash_seed}")
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ LIMITS: dict[str, Limit] = {
     # of the task masked_lm
     "random_token_prob": _SHARE,
     "leave_unmasked_prob": _SHARE,
-    "mask_multiple_length": Limit(1, _INT32),
-    "mask_stdev": Limit(0, _INT32),
+    "mask_multiple_length": Limit(1, 2**16),
+    "mask_stdev": Limit(0, 2**16),
     "update_freq": _POSITIVE,
     "curriculum": _NOT_NEGATIVE,
     "num_shards": _POSITIVE,
@@ -287,6 +287,6 @@ def _of_masking(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"--random-token-prob {random} and --leave-unmasked-prob {kept} are together more than 1"
     if length < 2:
         yield f"--tokens-per-sample must be at least 2, because each sample begins with <s>, got {length}"
-    for option in ("mask_whole_words", "d2v2_multi"):
-        if values[option]:
+    for option in ("mask_whole_words", "d2v2_multi", "skip_masking"):
+        if values.get(option):
             yield f"--{option.replace('_', '-')} does not work with --task masked_lm of this fairseq: leave it out"

@@ -9,7 +9,7 @@ from typing import Any
 
 from smlp.errors import UserError
 from smlp.files import read_text
-from smlp.text.binarized import open_tokens
+from smlp.text.binarized import check_recorded, open_tokens
 from smlp.text.tokenizer_files import DICTIONARY
 
 _MAKE = "make the data with 'smlp data glue'"
@@ -131,4 +131,5 @@ def _read(prefix: Path, vocab_size: int) -> tuple[int, int]:
     if not Path(f"{prefix}.idx").is_file():
         raise UserError(f"there is no file {prefix}.idx: {_MAKE}")
     files = open_tokens(prefix)
+    check_recorded(prefix)
     return len(files.lengths), max(int(piece.max()) for piece in files.pieces(vocab_size))

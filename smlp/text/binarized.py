@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -147,25 +147,29 @@ def check_older(path_prefix: str | Path) -> None:
         )
 
 
-def check_recorded(path_prefix: str | Path, largest: float = math.inf) -> None:
-    """Compare both files with the sizes and SHA-256 that ``smlp data binarize`` wrote into ``manifest.json``.
+def check_recorded(
+    path_prefix: str | Path, largest: float = math.inf, suffixes: Sequence[str] = ("idx", "bin")
+) -> None:
+    """Compare both files with the sizes and SHA-256 that ``smlp data`` wrote into ``manifest.json``.
 
     If neither their folder nor (for a shard) the one above has such a manifest, nothing is compared.
 
     Args:
         path_prefix: of the files.
         largest: in bytes; of a larger file only the size is compared, not the SHA-256.
+        suffixes: of the files.
 
     Raises:
         UserError: a file has changed.
     """
     prefix = Path(path_prefix).absolute()
-    for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
+    for path in (Path(f"{prefix}.{suffix}") for suffix in suffixes):
         manifest, row = _record_of(path)
         if row is None:
             continue
         said = (
-            f"{manifest} says, which 'smlp data binarize' wrote with it: make the data again, or delete {manifest.name}"
+            f"{manifest} says, which 'smlp data {row['step']}' wrote with it: make the data again, or delete "
+            f"{manifest.name}"
         )
         with open_data_file(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -222,15 +226,19 @@ def open_data_file(path: Path, what: str = "data file") -> BinaryIO:
     return file
 
 
+#: steps of ``smlp data`` that write data for training
+_STEPS = ("binarize", "glue", "squad")
+
+
 def _record_of(path: Path) -> tuple[Path, dict[str, Any] | None]:
-    """Return the manifest of ``smlp data binarize`` that lists a file, and its row there, or None."""
+    """Return the manifest of ``smlp data`` that lists a file, and its row there, or None."""
     for folder in path.parents[:2]:
         manifest = folder / "manifest.json"
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             content = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
-            for row in content["outputs"] if content.get("step") == "binarize" else ():
+            for row in content["outputs"] if content.get("step") in _STEPS else ():
                 if folder / row["name"] == path:
-                    return manifest, {"bytes": row["bytes"], "sha256": row["sha256"]}
+                    return manifest, {"bytes": row["bytes"], "sha256": row["sha256"], "step": content["step"]}
     return path, None
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from smlp.errors import UserError
 from smlp.files import read_text, regular_file
+from smlp.text.binarized import check_recorded
 
 NO_ANSWER = -1  # in place of a token
 _ARRAYS = (
@@ -77,6 +78,7 @@ class SquadSplit:
             UserError: one is missing or damaged, they do not fit each other, or a token is not in the dictionary.
         """
         arrays_path, texts_path = (regular_file(folder / f"{split}.{suffix}", "file") for suffix in ("npz", "json"))
+        check_recorded(folder / split, suffixes=("npz", "json"))
         try:
             with np.load(arrays_path, allow_pickle=False) as arrays:
                 found = cls(**{name: arrays[name] for name in _ARRAYS}, **json.loads(read_text(texts_path)))

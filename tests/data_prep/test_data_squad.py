@@ -10,6 +10,7 @@ import pytest
 from squad_data import ASKED, RIVER, squad_json, write_squad, write_tokenizer
 
 from smlp.cli.main import main
+from smlp.errors import UserError
 from smlp.text.squad import SquadSplit, score_answers
 from smlp.text.tokenizer import load_tokenizer
 
@@ -87,6 +88,11 @@ def test_compressed_files_give_the_same(tmp_path):
         assert squad("--valid", tmp_path / name, "--tokenizer", tokenizer, "--out", tmp_path / f"out-{name}") == 0
     for file in ("valid.npz", "valid.json"):
         assert len({(tmp_path / f"out-{name}" / file).read_bytes() for name in names}) == 1
+    texts, size = tmp_path / "out-a.json" / "valid.json", 2000  # of the dictionary, at most
+    SquadSplit.load(texts.parent, "valid", size)
+    texts.write_text(texts.read_text().replace("km", "kn"))
+    with pytest.raises(UserError, match=r"valid\.json has changed: .*'smlp data squad' wrote"):
+        SquadSplit.load(texts.parent, "valid", size)
 
 
 def first_paragraph(data):

@@ -29,8 +29,18 @@ TRAIN = [
     *("--num-workers", "0", "--max-positions", "16", "--init-token", "0"),
 ]
 NUMBERS = ["--criterion", "sentence_prediction", "--regression-target"]
+
+
 #: what is done to the data, more options, and the message
+def flip(path):
+    """Change a byte to another label."""
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
 BAD = {
+    "changed": (lambda own: flip(own / "label" / "train.bin"), [], "{data}/label/train.bin has changed: its SHA-256"),
     "gone": (shutil.rmtree, [], "there is no file {data}/input0/dict.txt: make the data with 'smlp data glue'"),
     "classes": (None, ["--num-classes", "-1"], "--num-classes is missing"),
     "few classes": (None, ["--num-classes", "2"], "--num-classes 2, but {data}/label/valid.bin has 3 classes"),
@@ -89,6 +99,8 @@ def test_wrong_data_and_options_are_one_sentence(data, tmp_path, run_fairseq_man
         shutil.copytree(data, own)
         if damage is not None:
             damage(own)
+        if name != "changed":
+            (own / "manifest.json").unlink(missing_ok=True)  # its checksums would tell first
         more = ["--num-classes", "3", "--save-dir", tmp_path / f"{own.name}-saved", *more]
         cases.append({"tool": "train", "args": [own, *TRAIN, *more]})
         messages.append(message.format(data=own))
