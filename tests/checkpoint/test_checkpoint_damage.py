@@ -271,7 +271,7 @@ def test_a_damaged_index_is_one_sentence(parts: Path, changes: dict) -> None:
     ("change", "words"),
     [
         *(
-            (lambda s, v=v: s["extra_state"]["train_iterator"].update(epoch=v), ["train_iterator.epoch", "at least 1"])
+            (lambda s, v=v: s["extra_state"]["train_iterator"].update(epoch=v), ["train_iterator.epoch", "whole number from 1"])
             for v in (-1, 0, "3", 1.5, None)
         ),
         (lambda s: s["extra_state"]["train_iterator"].update(iterations_in_epoch=-5), ["iterations_in_epoch is -5"]),
@@ -438,7 +438,7 @@ def test_a_dictionary_is_never_written_over(whole: Path, tmp_path: Path, capsys)
     words = tmp_path / "words.txt"
     words.write_bytes(before)
     error = refused(capsys, "merge", whole, "-o", words, "--force", "--export", "--dict", words)
-    assert "words.txt is what is read" in error
+    assert "words.txt is an input" in error
     assert (whole.parent / "dict.txt").read_bytes() == words.read_bytes() == before
 
 

@@ -191,7 +191,7 @@ def test_slow_modules_are_found_in_both_passes(slow, owner, recompute, monkeypat
         made.append(model)
         return model
 
-    monkeypatch.setattr("smlp.costs.profiled.Decoder", slowed)
+    monkeypatch.setattr("smlp.costs.profiled.model_of", slowed)
     costs = measure(config, one_process(4), 1, 1, CPU).costs
     assert spans.current_span() is None, "a range was left open"
     seconds = costs.layers[owner[0]][owner[1]] if isinstance(owner, tuple) else costs.parts[owner]
