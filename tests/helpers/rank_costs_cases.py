@@ -35,7 +35,7 @@ def costs_with_a_slow_rank() -> dict[str, dict[str, float]]:
     """Seconds of the stages of an update where rank 1 is slow in its first block, and in the backward pass of the last
     sparse layer's experts."""
     ranks = connect(4, timeout=timedelta(seconds=20))
-    original = profiled.Decoder
+    original = profiled.model_of
 
     def slowed(config, ranks):
         model = original(config, ranks)
@@ -44,7 +44,7 @@ def costs_with_a_slow_rank() -> dict[str, dict[str, float]]:
             model.blocks[2].token_moe.experts.register_forward_hook(lambda m, i, output: SlowBackward.apply(output))
         return model
 
-    profiled.Decoder = slowed
+    profiled.model_of = slowed
     name, small = ARCHS["smlp"]
     config = preset(name, **small)
     return profiled.measure(config, ranks, 2, 1, torch.device("cpu")).costs.layers
