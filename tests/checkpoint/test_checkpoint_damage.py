@@ -271,7 +271,10 @@ def test_a_damaged_index_is_one_sentence(parts: Path, changes: dict) -> None:
     ("change", "words"),
     [
         *(
-            (lambda s, v=v: s["extra_state"]["train_iterator"].update(epoch=v), ["train_iterator.epoch", "whole number from 1"])
+            (
+                lambda s, v=v: s["extra_state"]["train_iterator"].update(epoch=v),
+                ["train_iterator.epoch", "number from 1"],
+            )
             for v in (-1, 0, "3", 1.5, None)
         ),
         (lambda s: s["extra_state"]["train_iterator"].update(iterations_in_epoch=-5), ["iterations_in_epoch is -5"]),
