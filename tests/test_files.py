@@ -146,8 +146,8 @@ HOLDER = """
 import os, sys, time
 from smlp.files import locked
 with locked(sys.argv[1], "run"):
-    child = os.fork()
-    print(child or "", end="", flush=True)
+    if os.fork() == 0:  # it has let the lock go before it says anything
+        print(os.getpid(), end="", flush=True)
     time.sleep(60)
 """
 
