@@ -158,11 +158,15 @@ def _verify(args: argparse.Namespace) -> int:
 def _merge(args: argparse.Namespace) -> int:
     from smlp.checkpoint.inspection import open_intact
     from smlp.checkpoint.output import check_target, write_exported, write_one_file
+    from smlp.errors import UserError
 
     texts = [path for path in (args.dict, args.tokenizer) if path is not None]
     target = check_target(args.output, [args.path, *texts], args.force)
+    is_export = args.export or target.suffix == ".safetensors"
+    if texts and not is_export:
+        raise UserError(f"{texts[0]} would not be used: only an export has a dictionary and a tokenizer, give --export")
     checkpoint = open_intact(args.path)
-    if args.export or target.suffix == ".safetensors":
+    if is_export:
         write_exported(checkpoint, target, args.dict, args.tokenizer)
         return _report(target)
     if args.no_optimizer:

@@ -372,6 +372,7 @@ PART = "experts/update_6_8bc6f344/experts_0-3.pt"
         (["merge", "taken.pt", "-o", "x.pt"], ["taken.pt", "truncated or not a checkpoint"]),
         (["merge", "other.pt", "-o", "x.pt"], ["not a checkpoint of fairseq-train"]),
         (["merge", "whole.pt", "-o", "x.safetensors", "--dict", "short.txt"], ["short.txt has 5 symbols", "24"]),
+        (["merge", "whole.pt", "-o", "x.pt", "--dict", "short.txt"], ["short.txt would not be used", "give --export"]),
         (["merge", "whole.pt", "-o", "x.pt", "--export", "--dict", "none.txt"], ["none.txt"]),
         (["merge", "whole.pt", "-o", "x.pt", "--export", "--sentencepiece-model", "none"], ["SentencePiece", "none"]),
         (["merge", "future.pt", "-o", "x.pt"], ["export in format 2", "this version reads 1"]),
