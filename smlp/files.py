@@ -293,7 +293,7 @@ def copy_whole(source: str | Path, target: str | Path) -> None:
 
 
 def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object]) -> None:
-    """Write a temporary file beside ``target``, force it to the disk, and rename it to ``target``.
+    """Write a temporary file next to ``target``, force it to the disk, and rename it to ``target``.
 
     Args:
         target: name of the file.

@@ -101,6 +101,6 @@ def _begin_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """End a worker whose parent was killed: it would write beside those of the repeated command, and wait for ever."""
+    """End a worker whose parent was killed: it would write along with the repeated command's, and wait for ever."""
     connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)

@@ -1,4 +1,4 @@
-"""``smlp data binarize`` beside fairseq-preprocess on the same SentencePiece text: tokens per second.
+"""``smlp data binarize`` against fairseq-preprocess on the same SentencePiece text: tokens per second.
 
   python scripts/benchmarks/binarizing.py TEXT.txt [--lines 40000] [--vocab-size 8000] [--workers 1 2]
 

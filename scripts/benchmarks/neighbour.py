@@ -1,4 +1,4 @@
-"""The same beside another program that keeps one core busy: shared machines, quotas, two runs side by side."""
+"""The same next to another program that keeps one core busy: shared machines, quotas, two runs side by side."""
 
 from __future__ import annotations
 

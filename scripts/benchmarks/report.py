@@ -16,7 +16,7 @@ PACKAGES = ("torch", "numpy", "fairscale", "g-mlp-gpt", "g-mlp-pytorch", "triton
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: ours beside something else, in the same run."""
+    """One comparison: ours against something else, in the same run."""
 
     section: str
     #: what is timed, with its sizes

@@ -1,6 +1,6 @@
 """Load checkpoints of ``fairseq-train`` as plain PyTorch models, with dictionary and tokenizer; needs no fairseq.
 
-The dictionary and the tokenizer are beside the checkpoint, with its data, or inside an export.
+The dictionary and the tokenizer are next to the checkpoint, with its data, or inside an export.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _find_files(
 ) -> tuple[Path, Path | None]:
     """Return the dictionary and, if there is one, the tokenizer of a checkpoint.
 
-    They are looked for beside the checkpoint, then in the data directories that it was trained on; the tokenizer first
-    beside the dictionary. The arguments name other files.
+    They are looked for next to the checkpoint, then in the data directories that it was trained on; the tokenizer first
+    next to the dictionary. The arguments name other files.
 
     Raises:
         UserError: there is no dictionary.
@@ -142,8 +142,8 @@ def load_pretrained(
 
     The checkpoint may be in one file, in parts written by several ranks, or an export. An export contains its
     dictionary and tokenizer. For others, ``dict.txt`` and ``sentencepiece.model`` (or ``encoder.json`` with
-    ``vocab.bpe``) are looked for beside the checkpoint and then in the data directory that it was trained on, the
-    tokenizer first beside the dictionary.
+    ``vocab.bpe``) are looked for next to the checkpoint and then in the data directory that it was trained on, the
+    tokenizer first next to the dictionary.
 
     Args:
         path: of the checkpoint.

@@ -60,7 +60,7 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
 
 
 def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
-    """Write a fairseq checkpoint in one file and, if it is made of an export, dictionary and tokenizer beside it.
+    """Write a fairseq checkpoint in one file and, if it is made of an export, dictionary and tokenizer next to it.
 
     Raises:
         UserError: it cannot be written, or another dictionary or tokenizer lies there.

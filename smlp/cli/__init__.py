@@ -1,1 +1,1 @@
-"""The ``smlp`` command. ``main.py`` has the table of subcommands; most modules beside it are one subcommand each."""
+"""The ``smlp`` command. ``main.py`` has the table of subcommands; most other modules are one subcommand each."""

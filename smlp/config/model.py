@@ -295,7 +295,7 @@ def all_settings() -> dict[str, dataclasses.Field[Any]]:
 
 
 def flatten(config: ModelConfig) -> dict[str, Any]:
-    """Return every setting by name, those of its own routers and blocks beside the others.
+    """Return every setting by name, including those of its routers and blocks.
 
     The inverse of :func:`unflatten`.
     """

@@ -186,7 +186,7 @@ def from_training_options(arch: str, options: Mapping[str, Any], vocab_size: int
 
     Args:
         arch: architecture whose preset fills what ``options`` leave out or have as None; another name fills nothing.
-        options: settings by name and :data:`TASK_OPTIONS`; names beside these are ignored.
+        options: settings by name and :data:`TASK_OPTIONS`; other names are ignored.
         vocab_size, padding_idx: of the dictionary.
 
     Raises:

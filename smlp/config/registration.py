@@ -1,7 +1,7 @@
 """Register routers, blocks and architectures in the tables of :mod:`smlp.config.registry`.
 
 :func:`register` checks a part and enters it. ``register_router``, ``register_dense_block`` and
-``register_sparse_block``, which users call (:mod:`smlp.extend`), are defined beside the base classes that they ask for.
+``register_sparse_block``, which users call (:mod:`smlp.extend`), are defined next to the base classes they require.
 """
 
 from __future__ import annotations

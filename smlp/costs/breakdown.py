@@ -1,7 +1,7 @@
 """Divide the time of an update by stage of the sparse layers, part of the update, and component of the model.
 
 A trace is classified once (:func:`rows_of_trace`). ``smlp costs`` groups its rows by stage and part (:class:`Costs`);
-``--profile-updates`` groups them by component, beside the operations of each and the rate that the device can reach
+``--profile-updates`` groups them by component, with the operations of each and the rate that the device can reach
 (:class:`Breakdown`). Components are the kinds of work of :mod:`smlp.costs.component` and what takes time without any of
 it. Either way, the parts add up to the whole update.
 """

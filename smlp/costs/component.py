@@ -45,7 +45,7 @@ def dropout_keeps(config: ModelConfig) -> int:
 class Component:
     """One part of the model: its parameters, and its work for an input of n tokens in each sequence.
 
-    A component holds what its module holds beside the modules of other components, so that all components together
+    A component holds what its module holds except the modules of other components, so that all components together
     are the model.
     """
 

@@ -109,7 +109,7 @@ def distinct_blocks(blocks: nn.ModuleList) -> tuple[nn.ModuleList, list[int]]:
 
 
 def own_shares(by_module: Mapping[str, float], names: list[str], root: str) -> dict[str, float]:
-    """Return what each named module has beside the named modules inside it.
+    """Return what each named module has without the named modules inside it.
 
     Args:
         by_module: something that adds up over submodules, by path below the model's.

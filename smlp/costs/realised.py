@@ -1,4 +1,4 @@
-"""The multiply-adds that a forward pass really does, beside the nominal ones of the tokens in it.
+"""The multiply-adds that a forward pass really does, compared with the nominal ones of its tokens.
 
 Nominal work (:mod:`smlp.costs.formula`) knows no padding, no dropped tokens and no recomputation. Padded positions
 cost work and are worth nothing; a dropped assignment costs nothing and is missed; activation checkpointing does the

@@ -70,7 +70,7 @@ class PlannedRun:
     tuning: bool = False
 
     def made_with(self, experiment: Experiment) -> dict[str, Any]:
-        """Return what its weights depend on, beside what all runs of the experiment share."""
+        """Return what its weights depend on, besides what all runs of the experiment share."""
         recipe = {**experiment.recipe, **self.model.recipe, **self.recipe}
         return {"arch": self.model.arch, "seed": self.seed, "updates": self.updates, **self.model.overrides, **recipe}
 

@@ -27,7 +27,7 @@ class Step:
         name: for messages.
         command: program and arguments.
         output: the file to which its output is appended.
-        environment: variables beside those of this process.
+        environment: variables besides those of this process.
     """
 
     name: str

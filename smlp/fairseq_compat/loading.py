@@ -266,7 +266,7 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
     """Refuse a checkpoint whose dictionary has the same size as that of the data, but other symbols or another order:
     each weight of the embedding would stand for another symbol.
 
-    The dictionary of a checkpoint is beside it, or with the data that it was trained on.
+    The dictionary of a checkpoint is next to it, or with the data that it was trained on.
 
     Args:
         path: of the checkpoint.
@@ -380,7 +380,7 @@ def unfitting(path: str, error: RuntimeError) -> str:
 
 
 def newest_loadable(path: Path, compare: bool = False) -> Path | None:
-    """Return the newest other ``checkpoint*.pt`` beside ``path`` that can be read, or None.
+    """Return the newest other ``checkpoint*.pt`` next to ``path`` that can be read, or None.
 
     Args:
         path: of a checkpoint.

@@ -3,7 +3,7 @@
 fairseq writes a checkpoint to ``NAME.tmp`` and renames it, without waiting for the disk; the second and third name
 of the same checkpoint (``checkpoint_best.pt``, ``checkpoint_last.pt``) it then copies in place, so a run killed in
 that moment leaves a truncated ``checkpoint_last.pt``, the very file from which it would resume. Here every file is
-written under a temporary name beside its target, flushed to the disk and renamed. The checkpoints keep their names.
+written under a temporary name next to its target, flushed to the disk and renamed. The checkpoints keep their names.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def _check_overrides(cfg: Any) -> None:
 
 
 def _check_beginning(cfg: Any) -> None:
-    """Refuse two checkpoints to begin with, and resets beside ``--finetune-from-model``, which takes weights alone."""
+    """Refuse two checkpoints to start from, and resets with ``--finetune-from-model``, which takes weights alone."""
     given = cfg.checkpoint
     if given.finetune_from_model is None:
         return

@@ -118,7 +118,7 @@ class Decoder(Stack):
         _advance(groups)
 
     def _embedded_groups(self, groups: Sequence[tuple[Tensor, DecodingState | None]]) -> tuple[Tensor, ForwardContext]:
-        """Return the input of the first block, (1, N, H), and what travels beside it."""
+        """Return the input of the first block, (1, N, H), and what travels with it."""
         contexts = tuple(ForwardContext(state=state) for _, state in groups)
         embedded = [self._embedded(tokens_Bn, own) for (tokens_Bn, _), own in zip(groups, contexts, strict=True)]
         together = ForwardContext(groups=contexts)

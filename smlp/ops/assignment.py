@@ -26,7 +26,7 @@ from smlp.ops.assignment_repair import PathRepair, move_cheapest, num_to_move
 from smlp.ops.fast_paths import assign_exactly, bands_of_tokens
 from smlp.ops.functional import columns_by_bands, rows_by_bands
 
-#: ties are broken by fixed noise of this share of the scores' spread (the median token's largest minus smallest)
+#: fixed noise of this share of the scores' spread breaks ties (the median token's largest minus smallest)
 TIE_NOISE = 1e-3
 #: a problem in which a larger share of the tokens has to move is taken for one with many equal tokens; a small one is
 #: repaired exactly also if it is no larger share than that and so many tokens for each expert
@@ -35,14 +35,14 @@ MANY_MOVES, FEW_REPAIRS = 0.05, 2
 #: temperatures, as shares of the median token's spread, and Newton steps at each
 COARSE = ((0.2, 2), (0.05, 2), (0.015, 2))
 FINE = ((0.01, 4),)
-#: temperatures for values of which many are equal, and at most so many Newton steps at each
+#: temperatures for values of which many are equal, and the most Newton steps at each
 FINEST = (0.003, 0.001, 0.0003, 0.0001, 0.00003, 0.00001, 0.000003)
 FINEST_STEPS = 8
 #: there loads are good enough if they differ by less than this share; the Hessian's diagonal is raised by the other
 _NEAR, _RIDGE = 0.02, 0.01
 #: tokens of a sample for each expert, and at least
 SAMPLE_PER_EXPERT, SMALLEST_SAMPLE = 8, 512
-#: steps of one temperature that learn how loads answer to prices; later ones remember it
+#: steps of one temperature that measure how loads respond to prices; later ones reuse the result
 _SLOPES = 2
 #: largest step, in temperatures
 _LARGEST_STEP = 4.0
@@ -88,7 +88,7 @@ def balanced_assignments(scores: Tensor) -> Tensor:
     Raises:
         FloatingPointError: a score is NaN.
     """
-    with torch.inference_mode():  # nothing here has a gradient, and hundreds of small operations cost less so
+    with torch.inference_mode():  # no gradients, and hundreds of small operations are faster so
         owner_BN = _assigned(scores)
     return owner_BN.clone()  # which a backward pass may keep
 
@@ -147,10 +147,10 @@ def check_no_nan(scores: Tensor) -> None:
 
 
 def _normalised(scores_BNE: Tensor) -> Tensor:
-    """A copy in at least float32, on a scale at which a token's largest and smallest differ by about 1, if any differ.
+    """A copy in at least float32, scaled so that a token's largest and smallest differ by about 1, if any differ.
 
-    A constant added to all scores of a token has no influence on the assignment; it is taken away, so that a large one
-    cannot hide what the experts are worth. The unit is the median token's spread, which single outliers do not move.
+    A constant added to all scores of a token has no influence on the assignment; it is subtracted, so that a large one
+    cannot hide the differences between experts. The unit is the median token's spread, which outliers do not move.
 
     Raises:
         FloatingPointError: a score is NaN.
@@ -203,8 +203,8 @@ def finest_prices(values_BNE: Tensor) -> Tensor:
     """Return what to add to prices that are already subtracted from the values, (B, 1, E).
 
     For values of which many are equal, where experts compete for whole groups of tokens at once: Newton's method on the
-    whole Hessian, which knows how loads answer to the prices of other experts, down to temperatures far below the noise
-    that breaks ties. Of 4096 equal tokens and 32 experts some 35 are left to move.
+    whole Hessian, which knows how loads respond to other experts' prices, down to temperatures far below the noise that
+    breaks ties. With 4096 equal tokens and 32 experts, some 35 tokens are left to move.
     """
     num_problems, num_tokens, num_experts = values_BNE.shape
     load = num_tokens / num_experts

@@ -29,16 +29,16 @@ def num_to_move(owner_N: Tensor, num_experts: int) -> int:
 
 
 def move_cheapest(worth_NE: Tensor, best_N: Tensor, owner_N: Tensor, price_E: Tensor) -> None:
-    """Gives the experts loads of ``floor(N/E)`` or ``ceil(N/E)``, where that costs least.
+    """Gives the experts loads of ``floor(N/E)`` or ``ceil(N/E)``, at little cost.
 
-    One by one, the token that loses least moves to the expert that is best for it among those with free capacity, which
-    keeps the total within the sum of these losses of the best one.
+    One by one, the token that loses least moves to the expert that is best for it among those with free capacity. The
+    total score stays within the sum of these losses of the best one.
 
     Args:
-        worth_NE: what an expert is worth to a token, its price taken off, (N, E).
+        worth_NE: what an expert is worth to a token, less its price, (N, E).
         best_N: worth of the present owner, (N,).
         owner_N: experts (N,), int64; changed in place.
-        price_E: prices of the experts. Where E does not divide N, the dearest take one token more.
+        price_E: prices of the experts. Where E does not divide N, the most expensive take one token more.
     """
     num_tokens, num_experts = worth_NE.shape
     capacity_E = _capacity(price_E, num_tokens)
@@ -107,7 +107,7 @@ class PathRepair:
         values_NE: what experts are worth to tokens, (N, E).
         price_E: prices of the experts. The dummies start at the cheapest.
         owner_N: experts that are best at these prices, (N,); changed in place.
-        taken_off: whether the prices are taken off the values already.
+        taken_off: whether the prices are already subtracted from the values.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class PathRepair:
         self.values_NE, self.owner_N = values_NE, owner_N
         self.capacity = -(-num_tokens // num_experts)
         num_dummies = num_experts * self.capacity - num_tokens
-        # what is won by moving a dummy from one expert to another
+        # the gain of moving a dummy from one expert to another
         self.dummy_gain_EE = (price_E[:, None] - price_E) * taken_off
         self.has_dummy_E = np.zeros(num_experts, dtype=bool)
         self.has_dummy_E[np.argsort(price_E, kind="stable")[:num_dummies]] = True
         self.excess_E = np.bincount(owner_N, minlength=num_experts) + self.has_dummy_E - self.capacity
-        # gain_EE[a, b]: the most that is won by moving one token from a to b; mover_EE[a, b] is that token
+        # gain_EE[a, b]: the largest gain of moving one token from a to b; mover_EE[a, b] is that token
         self.gain_EE = np.full((num_experts, num_experts), -np.inf)
         self.mover_EE = np.zeros((num_experts, num_experts), dtype=np.int64)
 
@@ -174,7 +174,7 @@ class PathRepair:
         self.gain_EE[expert, expert] = -np.inf
 
     def _best_path(self) -> list[int]:
-        """Experts from one with too many tokens to one with free capacity, along the moves that win most in all."""
+        """Experts from one with too many tokens to one with free capacity, along moves with the largest total gain."""
         num_experts = self.excess_E.size
         gain_EE = np.where(
             self.has_dummy_E[:, None] & ~self.has_dummy_E,
@@ -184,7 +184,7 @@ class PathRepair:
         won_E = np.where(self.excess_E > 0, 0.0, -np.inf)
         previous_E = np.full(num_experts, -1)
         changed = np.flatnonzero(self.excess_E > 0)
-        for _ in range(num_experts - 1):  # Bellman-Ford, from the experts that were reached by a better way
+        for _ in range(num_experts - 1):  # Bellman-Ford, from the experts to which a better path was found
             through = won_E[changed, None] + gain_EE[changed]
             source_E = through.argmax(axis=0)
             candidate_E = through[source_E, np.arange(num_experts)]
@@ -197,7 +197,7 @@ class PathRepair:
         path = [int(np.where(self.excess_E < 0, won_E, -np.inf).argmax())]
         while previous_E[path[-1]] >= 0:
             path.append(int(previous_E[path[-1]]))
-            if path[-1] in path[:-1]:  # a cycle that wins: only after tokens were shed; follow it alone
+            if path[-1] in path[:-1]:  # a cycle with a gain: only after tokens were shed; follow it alone
                 return path[path.index(path[-1]) :][::-1]
         return path[::-1]
 

@@ -1,6 +1,6 @@
 """Products of tokens with the weights of their own experts, for one expert at a time or for many.
 
-On a CPU one expert after the other is fastest: what it computes stays in the cache. A GPU wants few and large calls:
+On a CPU one expert after the other is fastest: intermediate results stay in the cache. A GPU wants few, large calls:
 one batched product where all experts have equally many tokens, one grouped product where they do not.
 
 Letters: ``n`` tokens of a run, sorted by expert, ``e`` its experts; ``I`` and ``O`` features in and out.
@@ -29,7 +29,7 @@ class Run(Protocol):
 
     rows: slice
     experts: slice
-    #: whether the run before has the same expert, so that sums over tokens go on
+    #: whether the previous run has the same expert, so that sums over tokens continue
     continues: bool
 
     def norm(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> tuple[Tensor, Statistics]:
@@ -113,7 +113,7 @@ class _SeveralExperts(ABC):
 
     @abstractmethod
     def rows_of(self, value_eI: Tensor) -> Tensor:
-        """Each token's own, of the shape of :meth:`stacked` or a shape that goes with it."""
+        """Each token's own, of the shape of :meth:`stacked` or a shape that broadcasts to it."""
 
     @abstractmethod
     def sums(self, y_nO: Tensor) -> Tensor:

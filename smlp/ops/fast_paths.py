@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from smlp.ops import onednn
 
-#: positions in a strip of a causal product; the block of so many on the diagonal is computed in full
+#: positions in a strip of a causal product; each strip's block on the diagonal is computed in full
 TRIANGLE_STRIP = 128
 #: positions from which a GPU computes a causal product by Triton's kernels; a guess, to be measured on a GPU
 FUSED_TOKENS = 128
-#: what these kernels take
+#: dtypes that these kernels accept
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: most bands of rows of a matrix that few vectors are multiplied with, on a CPU
 BANDS = 16
@@ -34,12 +34,12 @@ BANDS = 16
 BANDED_SCORES = 2**20
 #: numbers in these vectors up to which bands are faster, unless it is a single vector
 BANDED_INPUTS = 4096
-#: multiplications of a product from which oneDNN is faster than MKL, where it is at all
+#: multiplications of a product from which oneDNN is faster than MKL, on CPUs where it ever is
 ONEDNN_MULTIPLICATIONS = 2**22
-#: most tokens of an expert at a time, where one expert goes after the other: what is made of them for the time being
-#: stays in a CPU's cache
+#: most tokens of an expert at a time, where experts are computed one after the other: intermediate results then stay
+#: in a CPU's cache
 TOKENS_AT_A_TIME = 4096
-#: logits whose probabilities are made at a time: what a CPU's cache holds, and enough for a GPU to be busy
+#: logits whose probabilities are computed at a time: what a CPU's cache holds, and enough to keep a GPU busy
 LOGITS_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
 #: scores up to which a balanced assignment is repaired to the optimum
 EXACT_SCORES = 2**14
@@ -51,7 +51,7 @@ _reference_only: ContextVar[bool] = ContextVar(
 
 @contextlib.contextmanager
 def reference_ops() -> Iterator[None]:
-    """Inside the block, the obvious paths are taken."""
+    """Take the obvious paths inside the block."""
     token = _reference_only.set(True)
     try:
         yield
@@ -115,7 +115,7 @@ def takes_onednn(num_multiplications: int, *tensors: Tensor) -> bool:
 def fuse(num_tokens: int, start: int, *tensors: Tensor) -> bool:
     """Return whether Triton's kernels compute a causal product over so many positions, all of them (start 0).
 
-    Not where somebody records what torch does: operators that are traced or counted one by one (modes, subclasses of
+    Not where torch's operators are recorded: those that are traced or counted one by one (modes, subclasses of
     tensors, ``torch.jit.trace``, ``torch.compile``) must be torch's own.
     """
     first = tensors[0]
@@ -172,19 +172,19 @@ def assign_exactly(num_tokens: int, num_experts: int) -> bool:
 
 
 def bands_of_tokens(weight_BNE: Tensor) -> int:
-    """Into how many bands the tokens of an assignment's weights are cut for products with a vector; 1 for none."""
+    """Return into how many bands an assignment's weights are cut by token for products with a vector; 1 for none."""
     num_problems, num_tokens, _ = weight_BNE.shape
     banded = num_problems == 1 and weight_BNE.device.type == "cpu" and weight_BNE.numel() >= BANDED_SCORES
     return math.gcd(num_tokens, BANDS) if banded and not _reference_only.get() else 1
 
 
 def loses_by_rows(logits_NV: Tensor) -> bool:
-    """Return whether losses of tokens are made for some positions at a time; not for none at all."""
+    """Return whether token losses are computed for a part of the positions at a time; False without positions."""
     return logits_NV.numel() > 0 and allowed(logits_NV) and not _recorded((logits_NV,))
 
 
 def rows_of_logits(logits_NV: Tensor) -> int:
-    """For how many positions at a time."""
+    """Return for how many positions at a time token losses are computed."""
     return max(1, LOGITS_AT_A_TIME["cuda" if logits_NV.is_cuda else "cpu"] // logits_NV.size(1))
 
 
@@ -203,7 +203,7 @@ def draws_own_masks(x: Tensor) -> bool:
 
 
 def fuses_adam(parameters: Iterable[Tensor]) -> bool:
-    """Return whether one kernel updates these parameters: all in float32 on a CPU, with gradients alike."""
+    """Return whether one kernel updates these parameters: all in float32 on a CPU, and so their gradients."""
     return not _reference_only.get() and all(
         value.device.type == "cpu" and value.dtype == torch.float32 and value.layout == torch.strided
         for parameter in parameters

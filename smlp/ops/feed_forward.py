@@ -1,7 +1,7 @@
 """Feed-forward networks of many experts, each over its own run of tokens, with gradients by hand.
 
-What is kept for the backward pass is the input and what goes into the activation. The gradients of the weights are
-written once, where and as they are to lie: autograd makes them transposed and copies them.
+The backward pass keeps the input, and the input of the activation. The gradients of the weights are written once, to
+their final place and layout: autograd makes them transposed and copies them.
 
 Letters: ``A`` routed tokens sorted by expert, ``e`` experts on this rank, ``n`` tokens of a run, ``H``, ``F``.
 """
@@ -127,7 +127,7 @@ class FusedExperts(torch.autograd.Function):
 
 
 def _total(run: Run, total_e: Tensor | None, of_run_e: Tensor) -> None:
-    """Puts the sums over a run's tokens where those over all tokens of its experts are to be."""
+    """Writes the sums over a run's tokens to where the sums over all tokens of its experts are collected."""
     assert total_e is not None
     if run.continues:
         total_e[run.experts] += of_run_e

@@ -1,7 +1,7 @@
-"""Triton kernels are compared with plain PyTorch before they are believed: at first use, for each device and dtype.
+"""Compare Triton's kernels with plain PyTorch before relying on them: at first use, for each device and dtype.
 
-Where they do not compile, or their values are wrong, one warning says so, and PyTorch's products are used from then on
-in this process. Triton is imported here, when a kernel is wanted for the first time, and nowhere else.
+Where they do not compile, or their values are wrong, one warning says so, and this process uses PyTorch's products from
+then on. Triton is imported here, when a kernel is wanted for the first time, and nowhere else.
 
 Letters: ``B`` sequences, ``n`` tokens (n <= T), ``h`` heads, ``c`` features of one head.
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 from smlp.ops.fast_paths import product_precision
 from smlp.ops.tolerances import allowed_share, largest_share
 
-#: whether the kernels can be believed, by device, dtype, precision of products and whether there is a gate
+#: whether the kernels passed the check, by device, dtype, precision of products and whether there is a gate
 _believed: dict[Hashable, bool] = {}
 
 #: of the check: several tiles in each direction, the last ones ragged; n, T, h, c
 _SIZES = (300, 304, 2, 48)
-#: with few sequences a sum is taken by one program, with many by several
+#: with few sequences one program computes a sum, with many several do
 _NUM_SEQS = (3, 16)
 
 

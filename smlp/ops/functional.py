@@ -1,8 +1,8 @@
 """Faster versions of three functions of :mod:`torch.nn.functional`: linear maps, dropout, activation functions.
 
-Linear maps of few rows (a token of a sequence that is being written) and other products with few vectors are taken by
-bands: one batched product of bands of the matrix's rows. Such a product reads each number of the matrix once and is
-bound by memory. Taken whole it leaves one of two cores idle and half of the other's bandwidth unused; bands use both.
+Linear maps of few rows (a token of a sequence that is being generated) and other products with few vectors are computed
+by bands: one batched product of bands of the matrix's rows. Such a product reads each number of the matrix once and is
+memory-bound. As one product, it leaves one of two cores idle and half of the other's bandwidth unused; bands use both.
 
 Letters: ``N`` rows or vectors, ``I`` and ``O`` features in and out (columns and rows of a matrix), ``k`` bands, which
 divide O; ``B`` sequences, ``n`` tokens, ``F`` features.
@@ -29,8 +29,8 @@ _BACKWARD: dict[str, Callable[..., Tensor]] = {
     "relu": lambda grad, x, grad_input: torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad_input),
     "swish": torch.ops.aten.silu_backward.grad_input,
 }
-#: dropout on a CPU: torch draws one number of 53 random bits for each element, one after the other on CPUs that are
-#: not Intel's; here each element gets 16 bits of a generator's 64
+#: dropout on a CPU: torch draws one number of 53 random bits for each element, and one after the other unless the CPU
+#: is Intel's; here each element gets 16 of a generator's 64 bits
 _LEVELS = 2**16
 
 
@@ -88,7 +88,7 @@ def columns_by_bands(matrix_OI: Tensor, y_O: Tensor, bands: int) -> Tensor:
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
-    """Elements set to zero with a probability, the others scaled so that the mean stays (Srivastava et al., 2014).
+    """Set elements to zero with a probability; scale the others so that the mean stays (Srivastava et al., 2014).
 
     Args:
         x: any shape.
@@ -108,7 +108,7 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def activation_gradient(name: str, grad: Tensor, x: Tensor, out: Tensor) -> None:
-    """The gradient of an activation's input into ``out``, which may be ``grad`` itself.
+    """Write the gradient of an activation's input to ``out``, which may be ``grad`` itself.
 
     Args:
         name: a key of ``ACTIVATION_FUNCTIONS``.
@@ -140,7 +140,7 @@ class _ActivatedHalves(torch.autograd.Function):
 
 
 def activated_halves(x_BnF: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """``act(x)``, cut in two along the features: each half lies by itself, and neither way copies it.
+    """``act(x)``, split in two along the features: each half is contiguous, with no copy forward or backward.
 
     Args:
         x_BnF: (B, n, F), F even.

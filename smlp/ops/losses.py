@@ -1,8 +1,8 @@
-"""Cross-entropy of next tokens that keeps nothing but the logits, and makes one tensor of their size: their gradient.
+"""Cross-entropy of next tokens that keeps only the logits, and allocates one tensor of their size: their gradient.
 
 A vocabulary has tens of thousands of tokens, and a training step is as short of memory as of time: log-probabilities,
-their gradient and that of the logits would be three more tensors. Here probabilities are made for some rows at a time,
-once forward and once backward, and stay in the cache.
+their gradient and that of the logits would be three more tensors. Here probabilities are computed for some rows at a
+time, once forward and once backward, and stay in the cache.
 
 Letters: ``N`` positions, ``V`` vocabulary, ``r`` positions at a time.
 """
@@ -61,7 +61,7 @@ class _TokenLosses(torch.autograd.Function):
         wide, num_rows = _wide(logits_NV.dtype), rows_of_logits(logits_NV)
         grad_NV = torch.empty_like(logits_NV, memory_format=torch.contiguous_format)
         for logits_rV, target_r, grad_r, out_rV in _split(num_rows, logits_NV, target_N, grad_N, grad_NV):
-            # in its own place where that has the precision
+            # in place if the logits have the precision
             made_rV = out_rV if out_rV.dtype == wide else torch.empty_like(out_rV, dtype=wide)
             torch.softmax(logits_rV, dim=1, dtype=wide, out=made_rV)
             made_rV.scatter_add_(1, target_r.unsqueeze(1), made_rV.new_full((len(target_r), 1), -1.0))

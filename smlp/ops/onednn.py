@@ -1,8 +1,8 @@
 """Products of float32 matrices by oneDNN, which torch brings along, where torch's own choice (MKL) is slow.
 
-MKL takes instructions of 256 bits on CPUs that Intel did not make, and leaves half of the speed of those that compute
-512 bits at a time; oneDNN does not. torch asks it for convolutions and for 16 bits, and has one operator that takes a
-linear map in float32 to it. Here are the other products that a linear map and its gradients need, as calls of that one.
+MKL uses 256-bit instructions on CPUs that Intel did not make, which is half the speed of those that compute 512 bits at
+a time; oneDNN uses the full width. torch calls oneDNN for convolutions and 16-bit dtypes, and has one operator that
+calls it for a linear map in float32. This module expresses the map's gradients and other products by that operator.
 
 Letters: ``N`` rows (tokens), ``I`` and ``O`` features in and out.
 """
@@ -23,13 +23,13 @@ from smlp.ops.tolerances import allowed_share, largest_share
 def mapped(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """``x W^T + b``, (N, O), a new tensor.
 
-    oneDNN is a thousand times slower where neither ``W`` nor its transpose lies in memory row by row, and takes ``b``
-    for numbers one after the other: where that is not so, copies are made.
+    oneDNN is a thousand times slower where neither ``W`` nor its transpose is stored row by row, and assumes that ``b``
+    is contiguous: other tensors are copied first.
     """
     if not (weight_OI.is_contiguous() or weight_OI.t().is_contiguous()):
         weight_OI = weight_OI.contiguous()
     if x_NI.stride(0) == 1:
-        x_NI = x_NI.t().contiguous().t()  # to be transposed: faster where it lies without gaps
+        x_NI = x_NI.t().contiguous().t()  # to be transposed: faster if it is contiguous
     if bias_O is not None:
         bias_O = bias_O.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], "")
@@ -43,8 +43,8 @@ def product(left_NI: Tensor, right_IO: Tensor) -> Tensor:
 def outer(y_NO: Tensor, x_NI: Tensor) -> Tensor:
     """``y^T x``, the sum of the outer products of rows, (O, I), a new tensor or its transpose.
 
-    oneDNN wants the left factor row by row, and so one of the two is copied transposed: that of less numbers, those
-    counted that the caller has to put in order.
+    oneDNN wants the left factor row by row, so one of the two is copied transposed: the smaller one, counting copies
+    that the caller has to make.
     """
     (num_rows, num_outputs), num_inputs = y_NO.shape, x_NI.size(1)
     if num_rows * num_outputs <= (num_rows + num_outputs) * num_inputs:
@@ -54,8 +54,8 @@ def outer(y_NO: Tensor, x_NI: Tensor) -> Tensor:
 
 @cache
 def faster_than_mkl() -> bool:
-    """Return whether products in float32 are to be taken here: an AMD CPU with AVX-512, a torch that would ask MKL,
-    and right values."""
+    """Return whether to compute float32 products here: an AMD CPU with AVX-512, a torch that would call MKL, and
+    right values."""
     return (
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
@@ -70,7 +70,7 @@ def _made_by_amd() -> bool:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         vendor = next(line for line in lines if line.startswith("vendor_id"))
     except (OSError, StopIteration):
-        vendor = platform.processor()  # on Windows its last word is the vendor
+        vendor = platform.processor()  # on Windows the last word of it is the vendor
     return "AuthenticAMD" in vendor
 
 
@@ -84,7 +84,7 @@ def right() -> bool:
     try:
         with torch.no_grad():
             got = mapped(x_NI, weight_OI, weight_OI[:, 0]), product(y_NO, weight_OI), outer(y_NO, x_NI)
-    except (AttributeError, RuntimeError, NotImplementedError):  # another torch
+    except (AttributeError, RuntimeError, NotImplementedError):  # another version of torch
         return False
     x, weight, y = x_NI.double(), weight_OI.double(), y_NO.double()
     want = x @ weight.t() + weight[:, 0], y @ weight, y.t() @ x

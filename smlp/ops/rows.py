@@ -1,4 +1,4 @@
-"""Rows in another order, and rows summed, with gradients that only look rows up and keep no rows.
+"""Permute and sum rows, with gradients that only gather rows and keep none.
 
 Letters: ``N`` rows, ``A`` rows that are summed, ``H`` columns.
 """
@@ -44,7 +44,7 @@ def _columns(x_BnH: Tensor, index_BH: Tensor) -> Tensor:
 
 
 def permuted_columns(x_BnH: Tensor, order_BH: Tensor, inverse_BH: Tensor) -> Tensor:
-    """Columns of each matrix of a batch in an order of its own.
+    """Permute the columns of each matrix of a batch, each in its own order.
 
     Args:
         x_BnH: (B, n, H).

@@ -1,6 +1,6 @@
 """Spatial projections: the linear maps over the token axis in spatial gating units and sMoE experts.
 
-In a causal one no position sees a later one; in the other one every position sees all. Their matrices are free, or
+In a causal projection no position sees a later one; in the other one every position sees all. The matrices are free, or
 Toeplitz matrices made of one vector.
 
 Long inputs skip the empty half of the product (:mod:`smlp.ops.triangular`); on NVIDIA GPUs one kernel does it all, bias
@@ -62,7 +62,7 @@ def spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate
     """
     num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
     weight_hnn, bias_hn1 = weight_hTT[:, :num_tokens, :num_tokens], bias_hT[:, :num_tokens, None]
-    if num_heads == 1:  # by sequence: nothing is copied
+    if num_heads == 1:  # one sequence at a time: nothing is copied
         over_seqs = (num_seqs, -1, -1)
         out_Bnc = torch.baddbmm(bias_hn1.expand(over_seqs), weight_hnn.expand(over_seqs), x_Bnhc.squeeze(2))
         out_Bnhc = out_Bnc.unsqueeze(2)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: largest difference as a share of the largest value: some units in the last place of a number that was rounded twice,
-#: the gradient behind a gate and then the result
+#: largest difference as a share of the largest value: some units in the last place of a number that was rounded twice:
+#: first the gradient behind a gate, then the result
 SHARE = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 #: the same for float32 where products round their factors to TF32, which has the 10 fraction bits of float16
 SHARE_TF32 = 3e-3

@@ -1,8 +1,8 @@
 """Products with lower triangular matrices that skip the empty half, forward and backward.
 
 The triangle is cut into strips of b rows (or columns) that end at the diagonal. ``(T + b) / 2T`` of the dense product's
-work is left, in few and large products: one call of the library multiplies a strip of all matrices. On a CPU each call
-starts and joins all threads, which is cheap on an idle machine and slow beside other busy programs.
+work is left, in few, large products: one call of the library multiplies a strip of all matrices. On a CPU each call
+starts and joins all threads, which is cheap on an idle machine and slow next to other busy programs.
 
 Letters: ``n`` positions, ``b`` of them in a strip, ``k`` that a strip reads, ``G`` products at a time, ``c`` columns of
 each, ``h`` matrices.
@@ -24,7 +24,7 @@ class TriangularProjection(torch.autograd.Function):
     """``tril(W_i) @ x_i + b_i`` for every head i, in strips of ``width`` positions.
 
     Shapes are those of :func:`smlp.ops.causal_spatial_projection`.
-    One matrix multiplies the sequences where they lie; several take the sequences side by side, each its own columns.
+    One matrix multiplies the sequences where they lie; with several, each matrix multiplies all sequences side by side.
     """
 
     @staticmethod

@@ -22,7 +22,7 @@ def _wide(number):
 @triton.jit
 def _product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     """``total + left @ right``."""
-    if WIDEN:  # Triton's interpreter takes the bits of bfloat16 for integers
+    if WIDEN:  # Triton's interpreter reads the bits of bfloat16 as integers
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     return tl.dot(left, right, total, input_precision=PRECISION)
@@ -63,8 +63,8 @@ def project(
     sequences = (columns // width).to(tl.int64)
     features = (columns % width).to(tl.int64)
     steps = tl.arange(0, BLOCK_K)
-    # A mask over neighbours in memory must not hang on num_tokens, or else they are loaded one by one; rows of W that
-    # exist and are not wanted do no harm, as what comes of them is not stored.
+    # A mask over neighbours in memory must not depend on num_tokens, or they are loaded one by one; rows of W that
+    # exist and are not wanted do no harm, as their results are not stored.
     in_context = (rows < context)[:, None]
     weight_tile = weight + head * weight_head + rows.to(tl.int64)[:, None] * weight_row + steps[None, :] * weight_step
     x_tile = (
@@ -122,7 +122,7 @@ def project(
 def _lower_tile(number):
     """Row and column of a tile, counted row by row through the lower triangle."""
     row = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
-    row = tl.where(row * (row + 1) // 2 > number, row - 1, row)  # a GPU's root is rounded somehow
+    row = tl.where(row * (row + 1) // 2 > number, row - 1, row)  # how a GPU rounds a square root is not specified
     row = tl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)
     return row, number - row * (row + 1) // 2
 

@@ -4,7 +4,7 @@ Forward: one kernel (:func:`smlp.ops.triton_kernels.project`). Backward, with g 
 same kernel gives ``g = grad * gate`` and the gradient of the gate; transposed, it gives ``tril(W)^T g``; another one
 gives ``g x^T``, of which only the lower half is computed.
 
-Each kernel has a few launch settings, of which the fastest is found out at first use. No choice changes the order of a
+Each kernel has a few launch settings, of which the fastest is measured at first use. No choice changes the order of a
 sum: BLOCK_K and BLOCK, which would, are the same throughout a list.
 
 Letters: ``B`` sequences, ``n`` tokens (n <= T), ``h`` heads, ``c`` features of one head.
@@ -76,8 +76,8 @@ _STRIP = 16
 class FusedProjection(torch.autograd.Function):
     """``(tril(W_i) @ x_i + b_i) * gate_i`` for every head i; shapes as in :func:`smlp.ops.causal_spatial_projection`.
 
-    Keeps its inputs and nothing else. The projection itself, which the gradient of the gate needs, is computed again:
-    kept, it would be one more activation of x's size in each layer, written once and read once; again, it costs T/2
+    Keeps its inputs and nothing else. The projection itself, which the gradient of the gate needs, is recomputed. Kept,
+    it would be one more activation of x's size in each layer, written once and read once; recomputed, it costs T/2
     multiply-adds for each of its elements, in a kernel that has to read grad and gate and write both gradients anyway.
     """
 
@@ -185,9 +185,9 @@ def _weight_gradient(grad_Bnhc: Tensor, x_Bnhc: Tensor, weight_hTT: Tensor) -> T
 
 
 def _num_parts(num_programs: int, num_steps: int, num_multiprocessors: int) -> int:
-    """Parts of each sum: as many as there is room for beside each other, and at least one.
+    """Parts of each sum: as many as can run at the same time, and at least one.
 
-    A function of shapes and the device alone, so that every run adds up in the same order.
+    It depends on shapes and the device alone, so that every run adds up in the same order.
     """
     room = _PROGRAMS_EACH * num_multiprocessors // max(num_programs, 1)
     return max(min(room, num_steps // _STEPS_OF_PART), 1)
@@ -208,7 +208,7 @@ def _precision(x: Tensor) -> dict[str, str | bool]:
 
 @contextlib.contextmanager
 def prescribed(number: int) -> Iterator[None]:
-    """Inside the block, every kernel is launched with this one of its choices, or the next that the device can run."""
+    """Launch every kernel inside the block with this one of its choices, or the next that the device can run."""
     token = _prescribed.set(number)
     try:
         yield

@@ -198,7 +198,7 @@ def draw_layers(drawn: Sequence[tuple[SpatialLayer, FilterNumbers]], model_name:
 def draw_toeplitz(
     layers: Sequence[SpatialLayer], numbers: Mapping[int, Sequence[FilterNumbers]], model_name: str
 ) -> Figure:
-    """Draw how Toeplitz-like every head or expert of every layer is, beside what a random matrix of its size would be.
+    """Draw how Toeplitz-like every head or expert of every layer is, next to a random matrix of its size.
 
     Args:
         layers: all of a model.

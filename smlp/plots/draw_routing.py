@@ -26,11 +26,11 @@ _AFFINITIES = {"BASE": "sigmoid of the score", "Switch": "softmax gate", "GShard
 
 
 def draw_tokens(counts: TokenCounts, symbols: Sequence[str], model_name: str, text: str) -> Figure:
-    """Draw experts by pieces: the share of each piece's tokens that goes to each expert; beside it the experts' loads.
+    """Draw experts by pieces: the share of each piece's tokens that goes to each expert; next to it the experts' loads.
 
-    Below, where the router has scores: the mean affinity of the same pieces' tokens to the same experts, and beside it
-    the mean over all tokens and over each expert's own. Similar experts are adjacent, and each piece is near the expert
-    that most of its tokens go to.
+    Below, where the router has scores: the mean affinity of the same pieces' tokens to the same experts, and next
+    to it the mean over all tokens and over each expert's own. Similar experts are adjacent, and each piece is near the
+    expert that most of its tokens go to.
 
     Args:
         counts: of one layer.

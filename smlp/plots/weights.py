@@ -83,7 +83,7 @@ class WeightPlots:
     symbols: list[str] = field(default_factory=list)
     #: of each text; none for models without a tiny attention
     attention: list[AttentionMap] = field(default_factory=list)
-    #: numbers of the head or expert of a layer whose matrix is drawn beside those of the other layers, by layer number
+    #: numbers of the head or expert of a layer whose matrix is drawn next to those of other layers, by layer number
     shown: dict[int, FilterNumbers] = field(default_factory=dict)
     figures: list[Path] = field(default_factory=list)
     #: sentences that explain what is not drawn, and why

@@ -27,7 +27,7 @@ class Tokenizer:
     Args:
         vocabulary: of the model.
         model: path of the model that split the training text: of SentencePiece, or ``encoder.json`` with
-            ``vocab.bpe`` beside it (GPT-2's byte-level BPE, whose ids are the dictionary's symbols); None for words.
+            ``vocab.bpe`` next to it (GPT-2's byte-level BPE, whose ids are the dictionary's symbols); None for words.
 
     Raises:
         UserError: a file is missing or damaged, or none is given although the dictionary's symbols are pieces.

@@ -120,7 +120,7 @@ class ByteLevelBPE:
     Args:
         vocabulary: of the model.
         encoder_json: file of pieces with their ids, in GPT-2's alphabet for bytes. The merges are in ``vocab.bpe``
-            beside it: a comment, then a pair on each line.
+            next to it: a comment, then a pair on each line.
 
     Raises:
         UserError: a file is missing or is not in this format, or the package ``tokenizers`` is not installed.
@@ -181,7 +181,7 @@ def kind_of(vocabulary: Vocabulary, model: str | Path | None) -> Kind:
 
     Args:
         vocabulary: of the model.
-        model: a SentencePiece model; ``encoder.json`` or another ``.json``, with ``vocab.bpe`` beside it; None for
+        model: a SentencePiece model; ``encoder.json`` or another ``.json``, with ``vocab.bpe`` next to it; None for
             words between spaces.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Realised work beside the nominal work of the same tokens."""
+"""Realised work compared with the nominal work of the same tokens."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Figure 4 of the report: models by their number of heads, and sMLP beside them."""
+"""Figure 4 of the report: models by their number of heads, and sMLP with them."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def state_of(decoder: Decoder, optimizer: torch.optim.Optimizer | None, arch: st
 
 
 def save(folder: Path, arch: str, name: str = "whole.pt", updates: int = 2, seed: int = 0, **overrides: Any) -> Path:
-    """A checkpoint in one file, with dict.txt beside it."""
+    """A checkpoint in one file, with dict.txt next to it."""
     path = folder / name
     path.write_bytes(_saved(arch, updates, seed, tuple(overrides.items())))
     (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in WORDS))
@@ -125,7 +125,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def in_parts(whole: Path, folder: Path, num_parts: int = 4) -> Path:
-    """The same checkpoint with its experts in parts, and dict.txt beside it."""
+    """The same checkpoint with its experts in parts, and dict.txt next to it."""
     path = folder / "checkpoint_last.pt"
     folder.mkdir()
     write_in_parts(open_checkpoint(whole), path, num_parts)

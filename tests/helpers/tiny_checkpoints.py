@@ -19,7 +19,7 @@ SMALL = {"embed_dim": 16, "ffn_dim": 16, "num_dense_layers": 1, "num_sparse_laye
 
 
 def write_checkpoint(folder: Path, words: Sequence[str], arch: str = "smlp_tiny", max_tokens: int = 12, **over: Any):
-    """A checkpoint with its dict.txt beside it; its path and its decoder or encoder, in evaluation mode."""
+    """A checkpoint with its dict.txt next to it; its path and its decoder or encoder, in evaluation mode."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in words), encoding="utf-8")
     num_symbols = 4 + len(words) + preset(arch).is_bidirectional  # an encoder has <mask> besides

@@ -76,7 +76,7 @@ def test_prompts_of_different_lengths_and_least_lengths(arch, monkeypatch):
     monkeypatch.setattr("smlp.inference.generation.beam._POSITIONS", 2)
     core = make(arch)
     prompts = [[2, 5, 6, 9, 10], [2, 20], [2, 8, 15, 4]]
-    # beside others with a prompt, fairseq may end an empty one at once
+    # next to others with a prompt, fairseq may end an empty one at once
     theirs = [*by_fairseq(core, prompts, 4, 10, 1.0), *by_fairseq(core, [[2]], 4, 10, 1.0)]
     for prompt, their in zip([*prompts, [2]], theirs, strict=True):
         (ours,) = beam_search(core, [prompt], Limits(11 - len(prompt), end=EOS), BeamSearch(4))

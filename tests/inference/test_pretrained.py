@@ -16,7 +16,7 @@ from smlp.text.tokenizer import Tokenizer, Vocabulary
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A checkpoint as fairseq-train writes it, with dict.txt beside it."""
+    """A checkpoint as fairseq-train writes it, with dict.txt next to it."""
     return write_checkpoint(tmp_path, WORDS)
 
 

@@ -24,7 +24,7 @@ def test_below_what_the_system_gives_to_connections(ephemeral):
     ephemeral("12000\t60999\n")
     found = [local.free_port() for _ in range(300)]
     assert all(10000 <= port < 12000 for port in found)
-    assert len(set(found)) > 200  # launches beside each other draw different ones
+    assert len(set(found)) > 200  # launches at the same time draw different ones
 
 
 def test_without_such_a_file_below_the_usual_ranges(tmp_path, monkeypatch):

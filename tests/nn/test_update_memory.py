@@ -1,4 +1,4 @@
-"""Memory of an update by formula, beside what autograd keeps (:mod:`smlp.costs.memory`)."""
+"""Memory of an update by formula, compared with what autograd keeps (:mod:`smlp.costs.memory`)."""
 
 from dataclasses import replace
 

@@ -63,7 +63,7 @@ class HarnessModel(TemplateLM):
         newline: what a line break becomes, ``eos`` (as in training) or ``space``.
         fill_prefix: put start symbols before prompts shorter than the prefix of a model with partial routing.
         device: torch device.
-        dictionary, tokenizer: if they are not found beside the checkpoint.
+        dictionary, tokenizer: if they are not found next to the checkpoint.
         team: ranks among which the harness shares its records.
         **ignored: the harness's ``batch_size`` and ``max_batch_size``.
 

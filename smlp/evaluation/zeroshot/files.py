@@ -165,7 +165,7 @@ def label_of(value: Any, allowed: Collection[int], name: str, place: str) -> int
 
 
 def label_lines(path: Path, count: int, allowed: Collection[int], beside: Path) -> list[int]:
-    """Return the labels of a file, one a line, as many as there are records in the file beside.
+    """Return the labels of a file, one a line, as many as there are records in the file ``beside``.
 
     Raises:
         UserError: a line is no label, or there are more or fewer lines.

@@ -1,6 +1,6 @@
-"""Scores that are kept while a command lasts, so that one that was stopped is resumed where it was.
+"""Keep scores while a command runs, so that an interrupted one resumes where it was.
 
-They are in a file beside the output: a first line that says what they are of, then a line of JSON for each batch, with
+They are in a file next to the output: a first line that says what they are of, then a line of JSON for each batch, with
 the system once it is scored. Batches depend on nothing but what the first line pins, so that the numbers of a resumed
 run are those of one that was never stopped, bit for bit on one machine.
 """
@@ -32,7 +32,7 @@ PARTS = ("in context", "alone")
 
 
 def partial_path(output: str) -> Path:
-    """Return where the scores of an output are kept: beside it; if it is a link, beside the file that it names."""
+    """Return where the scores of an output are kept: next to it; if it is a link, next to the file that it names."""
     return Path(f"{os.path.realpath(output)}.partial" if os.path.islink(output) else f"{output}.partial")
 
 

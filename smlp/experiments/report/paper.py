@@ -1,4 +1,4 @@
-"""The paper's figures (Yu et al., 2022, "Efficient Language Modeling with Sparse all-MLP"), and results beside it.
+"""The paper's figures (Yu et al., 2022, "Efficient Language Modeling with Sparse all-MLP"), compared with results.
 
 Models are named by their family (:data:`smlp.costs.match.FAMILIES`); ``switch_lm_enlarged`` is Table 4's "Switch
 Transformer - Enlarge". The curves of Figures 1, 4, 5 and 7 are pictures without numbers: only what the text says about

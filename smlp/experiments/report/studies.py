@@ -28,7 +28,7 @@ def head_groups(results: Results) -> list[list[Model]]:
 
 
 def smlp_beside_heads(results: Results) -> Model | None:
-    """Return the sMLP that Figure 4 draws beside models with different heads; None if it is one of them, or missing."""
+    """Return the sMLP that Figure 4 draws with models of different heads; None if it is one of them, or missing."""
     model, groups = closest_to_paper(results, "smlp"), head_groups(results)
     if model is None or not groups or not is_of_the_paper(model):
         return None

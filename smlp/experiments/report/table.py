@@ -162,7 +162,7 @@ class Table:
         return "\n".join(lines)
 
     def csv(self) -> str:
-        """Return unrounded values; beside a column with intervals, their ends and the number of seeds or rounds."""
+        """Return unrounded values; after a column with intervals, their ends and the number of seeds or rounds."""
         heads: list[str] = []
         readers: list[Callable[[Mapping[str, Cell]], Any]] = []
         for column in self.columns:

@@ -70,7 +70,7 @@ def beam_search(
 ) -> list[list[Text]]:
     """Return the likeliest texts that were found for each prompt, best first; at most ``beam.size`` each.
 
-    A text ends with ``limits.end``, which is counted in ``tokens`` beside the ``max_tokens`` others. With an empty
+    A text ends with ``limits.end``, which is counted in ``tokens`` besides the ``max_tokens`` others. With an empty
     prompt (the start symbol alone), the first token is never the end symbol.
 
     Args:

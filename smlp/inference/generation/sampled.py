@@ -157,7 +157,7 @@ def _adjusted(
 
 
 def random_stream(seed: int, prompt: Sequence[int], draw: int) -> torch.Generator:
-    """Return the random numbers of a prompt's draw: the same in every batch and beside any other draws."""
+    """Return the random numbers of a prompt's draw: the same in every batch and whatever other draws there are."""
     key = f"{seed} {draw} {' '.join(map(str, prompt))}"
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)

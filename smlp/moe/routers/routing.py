@@ -54,7 +54,7 @@ class Router(Protocol):
 
 
 class RouterKind(ModelPart):
-    """Describes a router to the package, beside its module. Methods are given the whole model's configuration."""
+    """Describes a router to the package; its module is separate. Methods are given the whole model's configuration."""
 
     #: fields of ``MoEConfig`` that it reads; for models with another router they have no effect
     takes: ClassVar[tuple[str, ...]] = ()
