@@ -199,16 +199,11 @@ def new_state(cfg: Mapping[str, Any], model: Mapping[str, Any], history: list[di
 def new_history(cfg: Mapping[str, Any], num_updates: int) -> dict[str, Any]:
     """Return the entry of ``optimizer_history`` that fairseq needs even if there is no optimizer state."""
     return {
-        "criterion_name": _name_of(cfg.get("criterion")),
-        "optimizer_name": _name_of(cfg.get("optimizer")),
+        "criterion_name": (cfg.get("criterion") or {}).get("_name"),
+        "optimizer_name": (cfg.get("optimizer") or {}).get("_name"),
         "lr_scheduler_state": {},
         "num_updates": num_updates,
     }
-
-
-def _name_of(options: Any) -> str | None:
-    """Return the name in a group of options; those of fairseq's older parts are no dictionary."""
-    return options.get("_name") if isinstance(options, Mapping) else getattr(options, "_name", None)
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
