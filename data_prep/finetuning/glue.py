@@ -66,19 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--in", dest="folder", type=Path, metavar="DIR", help="folder with train.tsv, dev.tsv and, if any, test.tsv"
     )
-    group.add_argument("--train", type=Path, metavar="FILE", help="instead of --in: the file of train")
-    for split in (VALID, TEST):
-        help_text = f"files of {split}, {split}1, ..."
-        group.add_argument(f"--{split}", type=Path, nargs="+", metavar="FILE", help=help_text)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--tokenizer",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="dict.txt, with sentencepiece.model or encoder.json, as the model was trained with",
-    )
-    add_run_options(parser)
+    add_file_options(parser, group, "instead of --in: the file of train")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,6 +151,23 @@ def _files_of(args: argparse.Namespace) -> dict[str, SplitFile]:
     if TRAIN not in named:
         raise UserError("--train is missing: it defines the labels and the training examples")
     return {split: SplitFile(path) for split, path in named.items()}
+
+
+def add_file_options(parser: argparse.ArgumentParser, group: Any, of_train: str) -> None:
+    """Declare ``--train`` (with its help), ``--valid`` and ``--test`` in a group, the tokenizer and the running."""
+    group.add_argument("--train", type=Path, metavar="FILE", help=of_train)
+    for split in (VALID, TEST):
+        help_text = f"files of {split}, {split}1, ..."
+        group.add_argument(f"--{split}", type=Path, nargs="+", metavar="FILE", help=help_text)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="dict.txt, with sentencepiece.model or encoder.json, as the model was trained with",
+    )
+    add_run_options(parser)
 
 
 def named_files(args: argparse.Namespace) -> dict[str, Path]:
@@ -262,8 +267,10 @@ def command(out: Path, task: GlueTask, splits: dict[str, dict[str, Any]]) -> lis
         if valid
         else "--disable-validation",
     ]
-    return [
-        "to fine-tune:",
-        *(f"  {' '.join(line.split())} \\" for line in lines[:-1]),
-        f"  {' '.join(lines[-1].split())}",
-    ]
+    return command_lines(lines)
+
+
+def command_lines(lines: list[str]) -> list[str]:
+    """Return a command of several lines as the terminal shows it; empty options leave no gaps."""
+    *first, last = (f"  {' '.join(line.split())}" for line in lines)
+    return ["to fine-tune:", *(f"{line} \\" for line in first), last]

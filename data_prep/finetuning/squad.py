@@ -15,9 +15,17 @@ from typing import Any
 import numpy as np
 
 from data_prep.binarize.encoding import LINES, check_tokenizer
-from data_prep.finetuning.glue import TEST, TRAIN, VALID, cached_tokenizer, named_files, write_named
+from data_prep.finetuning.glue import (
+    TRAIN,
+    VALID,
+    add_file_options,
+    cached_tokenizer,
+    command_lines,
+    named_files,
+    write_named,
+)
 from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
-from data_prep.flow.options import add_run_options, run_of, tokenizer_files, tokenizer_setting
+from data_prep.flow.options import run_of, tokenizer_files, tokenizer_setting
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import Report, aligned, begin, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream
@@ -39,19 +47,7 @@ EPILOG = """examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the step."""
     group = parser.add_argument_group("input")
-    group.add_argument("--train", type=Path, metavar="FILE", help=".json, plain, .gz, .xz, .bz2 or .zst")
-    for split in (VALID, TEST):
-        help_text = f"files of {split}, {split}1, ..."
-        group.add_argument(f"--{split}", type=Path, nargs="+", metavar="FILE", help=help_text)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--tokenizer",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="dict.txt, with sentencepiece.model or encoder.json, as the model was trained with",
-    )
-    add_run_options(parser)
+    add_file_options(parser, group, ".json, plain, .gz, .xz, .bz2 or .zst")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -254,4 +250,4 @@ def command(out: Path, splits: list[str]) -> list[str]:
         if valid
         else "--no-epoch-checkpoints --disable-validation",
     ]
-    return ["to fine-tune:", *(f"  {line} \\" for line in lines[:-1]), f"  {lines[-1]}"] if TRAIN in splits else []
+    return command_lines(lines) if TRAIN in splits else []
