@@ -116,7 +116,7 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        """What a sample is: ``seed`` or ``round``."""
+        """Return what a sample is: ``seed`` or ``round``."""
         return "round" if self.is_by_round else "seed"
 
     def as_json(self) -> dict[str, Any]:
