@@ -227,7 +227,7 @@ def answer_metric() -> Callable[[str, list[str]], tuple[float, float]]:
     try:
         from torchmetrics.functional.text import squad
     except ImportError:
-        raise UserError("the scores of SQuAD need torchmetrics: pip install 'smlp[squad]'") from None
+        raise UserError("the scores of SQuAD need torchmetrics: pip install -e '.[squad]'") from None
 
     def measure(prediction: str, answers: list[str]) -> tuple[float, float]:
         target = {"answers": {"answer_start": [], "text": answers or [""]}, "id": ""}  # no answer is an empty one

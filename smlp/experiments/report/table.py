@@ -67,7 +67,7 @@ def t_quantile(degrees: int) -> float:
     try:
         from scipy.special import stdtrit
     except ImportError as error:
-        raise UserError('intervals need scipy: pip install "smlp[plots]"') from error
+        raise UserError('intervals need scipy: pip install -e ".[plots]"') from error
 
     return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))
 
