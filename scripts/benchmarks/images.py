@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor, nn
 
 from benchmarks import peers
@@ -22,8 +21,8 @@ MODELS = [("smlp_mixer_b16", "mixer_b16_224", 1.1), ("smlp_gmlp_s16", "gmlp_s16_
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Mixer-B/16 and gMLP-S with timm's exact GELU and no stochastic depth, eager and compiled."""
-    timm = peers.module("timm", "timm")
+    """Mixer-B/16 and gMLP-S with timm's exact GELU and no stochastic depth, as timm has them."""
+    timm = peers.timm()
     if timm is None:
         return
     images, size = (1, 32) if settings.scale > 1 else (IMAGES, 224)
