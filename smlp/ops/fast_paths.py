@@ -229,7 +229,7 @@ def draws_own_masks(x: Tensor) -> bool:
 def skips_dropped(x: Tensor) -> bool:
     """Return whether a residual branch is computed for the samples that keep it alone; a GPU would wait for their
     number."""
-    return x.device.type == "cpu" and not _reference_only.get() and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not _only_obvious()
 
 
 def fuses_adam(parameters: Iterable[Tensor]) -> bool:

@@ -156,6 +156,17 @@ def test_skipped_images_are_as_masked_ones(name, rate):
     torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["smlp_mixer_tiny", "smlp_gmlp_tiny"])
+def test_a_compiled_model_is_one_graph_and_the_same_function(name):
+    model = randomised(name, drop_path_rate=0.3).train()
+    images, passes = torch.randn(4, 3, 12, 12).double(), []
+    for one in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(1)
+        logits = one(images)
+        passes.append((logits.detach(), *torch.autograd.grad(logits.square().sum(), list(model.parameters()))))
+    torch.testing.assert_close(*passes, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_last_token_changes_the_first_output_unless_causal(is_causal):
     torch.manual_seed(0)
