@@ -47,8 +47,9 @@ class DropPath(nn.Module):
         kept_B = x_BSC.new_empty(x_BSC.size(0)).bernoulli_(share)
         if skips_dropped(x_BSC):
             index_b = kept_B.nonzero().squeeze(1)
-            return x_BSC.index_add(0, index_b, branch(x_BSC[index_b]), alpha=1 / share)
-        return x_BSC + branch(x_BSC) * kept_B.div(share).view(-1, 1, 1)
+            added_bSC = branch(x_BSC[index_b]).to(x_BSC.dtype)  # autocast computes it in bf16
+            return x_BSC.index_add(0, index_b, added_bSC, alpha=1 / share)
+        return torch.addcmul(x_BSC, branch(x_BSC), kept_B.view(-1, 1, 1), value=1 / share)
 
     def extra_repr(self) -> str:
         return f"probability={self.probability:.4g}"

@@ -28,7 +28,7 @@ VARIANTS = {
     "untied": {"token_mixing": "untied"},
     "grouped": {"token_mixing": "grouped", "token_groups": 4},
     "views": {"token_mixing": "views", "token_groups": 4},
-    "pyramid": {"pyramid": {2: 16, 5: 4}},
+    "pyramid": {"pyramid": {0: 16, 1: 4}},
     "headless": {"num_classes": 0, "in_chans": 1},
 }
 
@@ -45,8 +45,8 @@ def test_every_size_has_its_number_of_parameters():
         ("smlp_mixer_s32", {}),
         *((name, {"num_layers": 2}) for name in ("smlp_mixer_b16", "smlp_mixer_h14", "smlp_gmlp_b16")),
         ("smlp_gmlp_ti16", {"pool": "cls", "num_layers": 3}),
-        *(("smlp_mixer_tiny", settings) for settings in VARIANTS.values()),
-        ("smlp_gmlp_tiny", {"img_size": 8}),
+        *(("smlp_mixer_tiny", {**settings, "num_layers": 2}) for settings in VARIANTS.values()),
+        ("smlp_gmlp_tiny", {"img_size": 8, "num_layers": 1}),
     ],
 )
 def test_formula_modules_and_fvcore_agree(name, settings):

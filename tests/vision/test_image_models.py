@@ -115,10 +115,10 @@ def test_class_token_and_representation_layer():
 
 
 def test_drop_rates_rise_linearly_over_all_networks():
-    mixer = ImageModel(preset("smlp_mixer_tiny", num_layers=3, drop_path_rate=0.5))
+    mixer = ImageModel(preset("smlp_mixer_s16", **{**SMALL, "num_layers": 3}, drop_path_rate=0.5))
     rates = [module.probability for module in mixer.modules() if isinstance(module, DropPath)]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.5])
-    gmlp = ImageModel(preset("smlp_gmlp_b16", num_layers=5))
+    gmlp = ImageModel(preset("smlp_gmlp_b16", **{**SMALL, "num_layers": 5}))
     assert [block.drop_path.probability for block in gmlp.blocks] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
     assert preset("smlp_mixer_tiny", num_layers=1, block="gmlp", drop_path_rate=0.5).drop_path_rates() == [0]
 
@@ -156,9 +156,24 @@ def test_skipped_images_are_as_masked_ones(name, rate):
     torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("path", [nullcontext, reference_ops])
+@pytest.mark.parametrize("name", ["smlp_mixer_tiny", "smlp_gmlp_tiny"])
+def test_mixed_precision(name, path):
+    model = randomised(name, drop_path_rate=0.5, pool="cls" if "gmlp" in name else "mean").float().train()
+    images, passes = torch.randn(4, 3, 12, 12), []
+    for is_mixed in (True, False):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed), path():
+            logits = model(images).float()
+        gradients = torch.autograd.grad(logits.sum(), list(model.parameters()))
+        passes.append((logits.detach(), torch.cat([gradient.flatten() for gradient in gradients])))
+    for mixed, expected in zip(*passes, strict=True):
+        assert (mixed - expected).norm() < 0.05 * expected.norm()
+
+
 @pytest.mark.parametrize("name", ["smlp_mixer_tiny", "smlp_gmlp_tiny"])
 def test_a_compiled_model_is_one_graph_and_the_same_function(name):
-    model = randomised(name, drop_path_rate=0.3).train()
+    model = randomised(name, drop_path_rate=0.3, num_layers=1 if "mixer" in name else 2).train()
     images, passes = torch.randn(4, 3, 12, 12).double(), []
     for one in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         torch.manual_seed(1)
