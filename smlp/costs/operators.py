@@ -28,7 +28,7 @@ _INDICES = "integers about routing, not features"
 #: operators that fvcore does not know and that count as 0, with the reason
 FREE = {
     **dict.fromkeys(("add", "sub", "mul", "div", "neg", "clamp_min", "sum", "linalg_vector_norm"), _ELEMENTWISE),
-    **dict.fromkeys(("gelu", "silu", "sigmoid", "softmax"), _ELEMENTWISE),
+    **dict.fromkeys(("gelu", "silu", "sigmoid", "softmax", "tanh", "mean"), _ELEMENTWISE),
     **dict.fromkeys(("embedding", "index_select", "index_copy", "index_add_", "pad", "tril", "unflatten"), _MOVES),
     **dict.fromkeys(("expand_as", "flip", "unfold"), _MOVES),
     **dict.fromkeys(("argsort", "bincount", "cumsum", "empty_like", "le", "lt", "numel"), _INDICES),
