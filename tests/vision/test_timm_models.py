@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from running import run_python
 from timm.data import resolve_data_config
 from timm.layers import GatedMlp
 from timm.models import mlp_mixer
@@ -62,6 +63,32 @@ def test_parity(kind, way):
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-10 * max(1, gradient.abs().max()))
+
+
+WITHOUT_TIMM = """
+import sys
+
+sys.modules["timm"] = None  # importing it raises ImportError
+import torch
+
+from smlp.errors import UserError
+from smlp.vision import costs, table, weights
+from smlp.vision.model import ImageModel
+from smlp.vision.presets import preset
+
+assert ImageModel(preset("smlp_mixer_tiny"))(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+try:
+    import smlp.vision.timm_models
+except UserError as error:
+    print(error)
+"""
+
+
+def test_models_need_no_timm_and_registration_says_that_it_does():
+    done = run_python("-c", WITHOUT_TIMM)
+    assert done.rc == 0, done.stderr
+    assert done.stdout.startswith("image models in timm need timm (") and done.stdout.count("\n") == 1
+    assert "pip install -e '.[vision]'" in done.stdout
 
 
 def test_every_model_is_registered():
