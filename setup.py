@@ -43,6 +43,9 @@ DATA = [
 # lm-evaluation-harness, and what of its own requirements is imported here.
 LM_EVAL = ["datasets>=3.2", "jinja2>=3.1", "lm-eval>=0.4.13,<0.5"]
 
+# torch.onnx.export, and a runtime for what it writes.
+ONNX = ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.5"]
+
 # The documentation site (scripts/docs.sh).
 DOCS = ["furo>=2025.7", "myst-parser>=4", "sphinx>=8.1"]
 
@@ -89,6 +92,7 @@ setup(
     extras_require={
         "bench": ["g-mlp-gpt>=0.0.15", "g-mlp-pytorch>=0.1.5"],
         "lm-eval": LM_EVAL,
+        "onnx": ONNX,
         "data": DATA,
         "docs": DOCS,
         "export": ["safetensors>=0.4.3"],
@@ -97,7 +101,7 @@ setup(
         "test": [
             *("build>=1.2", "mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", *LM_EVAL),
-            *("torchmetrics>=1.9,<2", *DATA, *DOCS),
+            *("torchmetrics>=1.9,<2", *DATA, *DOCS, *ONNX),
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },

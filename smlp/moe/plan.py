@@ -43,7 +43,7 @@ class RoutingPlan:
     @classmethod
     def from_experts(cls, expert_N: Tensor, num_experts: int) -> RoutingPlan:
         """Return the plan in which token i goes to expert ``expert_N[i]`` (N,)."""
-        token_A = expert_N.argsort(stable=True)
+        token_A = _sorted_by_expert(expert_N)
         counts_E = occurrences(expert_N, num_experts)
         return cls(token_A, expert_N[token_A], counts_E, expert_N.numel(), place_N=_inverse(token_A))
 
@@ -91,6 +91,14 @@ class RoutingPlan:
         counts_E = occurrences(expert_A, num_experts)
         place_N = _inverse(token_A) if num_choices == 1 and token_A.numel() == num_tokens else None
         return cls(token_A, expert_A, counts_E, num_tokens, choice_NK, rank_Q[order_A], dropped, place_N)
+
+
+def _sorted_by_expert(expert_N: Tensor) -> Tensor:
+    """Return the tokens by expert and, within an expert, in their order, (N,)."""
+    if is_traced():  # ONNX has no stable sort
+        num_tokens = expert_N.numel()
+        return (expert_N * num_tokens + torch.arange(num_tokens, device=expert_N.device)).argsort()
+    return expert_N.argsort(stable=True)
 
 
 def occurrences(expert_Q: Tensor, num_experts: int) -> Tensor:
