@@ -40,6 +40,9 @@ DATA = [
     "zstandard>=0.22",
 ]
 
+# Image models and their training; timm brings torchvision. Pillow 13 refuses operations of timm's RandAugment.
+VISION = ["pillow<13", "timm>=1.0.20"]
+
 # lm-evaluation-harness, and what of its own requirements is imported here.
 LM_EVAL = ["datasets>=3.2", "jinja2>=3.1", "lm-eval>=0.4.13,<0.5"]
 
@@ -98,10 +101,11 @@ setup(
         "export": ["safetensors>=0.4.3"],
         "plots": ["matplotlib>=3.8", "scipy>=1.11"],
         "squad": ["torchmetrics>=1.9,<2"],
+        "vision": VISION,
         "test": [
             *("build>=1.2", "mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", *LM_EVAL),
-            *("torchmetrics>=1.9,<2", *DATA, *DOCS, *ONNX),
+            *("torchmetrics>=1.9,<2", *DATA, *DOCS, *ONNX, *VISION),
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },

@@ -266,6 +266,12 @@ def draws_own_masks(x: Tensor) -> bool:
     return not _only_obvious() and x.device.type == "cpu"
 
 
+def skips_dropped(x: Tensor) -> bool:
+    """Return whether a residual branch is computed for the samples that keep it alone; a GPU would wait for their
+    number."""
+    return x.device.type == "cpu" and not _only_obvious()
+
+
 def fuses_adam(parameters: Iterable[Tensor]) -> bool:
     """Return whether one kernel updates these parameters: all in float32 on a CPU, and so their gradients."""
     return not _only_obvious() and all(

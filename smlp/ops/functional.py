@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,16 @@ from torch import Tensor
 from smlp.ops import onednn
 from smlp.ops.fast_paths import BANDS, allowed, draws_own_masks, first_order_only, takes_bands, takes_onednn
 
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "swish": F.silu,
+}
 
 _BACKWARD: dict[str, Callable[..., Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward.grad_input,
+    "gelu_tanh": partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
     "relu": lambda grad, x, grad_input: torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad_input),
     "swish": torch.ops.aten.silu_backward.grad_input,
 }
@@ -40,6 +47,17 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     if takes_onednn(x.numel() * weight_OI.size(0), x, weight_OI, *(() if bias_O is None else (bias_O,))):
         return _OneDnnLinear.apply(x.reshape(-1, x.size(-1)), weight_OI, bias_O).view(*x.shape[:-1], -1)
     return F.linear(x, weight_OI, bias_O)
+
+
+def token_linear(x_BSC: Tensor, weight_OS: Tensor, bias_O: Tensor) -> Tensor:
+    """``W x + b`` over the tokens of each sequence, (B, S, C) to (B, O, C): :func:`linear` of the transposed input.
+
+    Nothing is transposed: the matrix is multiplied with each sequence as it lies in memory.
+    """
+    num_multiplications = x_BSC.numel() * weight_OS.size(0)
+    if not allowed(x_BSC, weight_OS, bias_O) or takes_onednn(num_multiplications, x_BSC, weight_OS, bias_O):
+        return linear(x_BSC.transpose(1, 2), weight_OS, bias_O).transpose(1, 2)
+    return torch.baddbmm(bias_O.unsqueeze(1), weight_OS.expand(x_BSC.size(0), -1, -1), x_BSC)
 
 
 def few_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
