@@ -34,6 +34,9 @@ DATA = [
     "zstandard>=0.22",
 ]
 
+# Image models and their training; timm brings torchvision. Pillow 13 refuses operations of timm's RandAugment.
+VISION = ["pillow<13", "timm>=1.0.20"]
+
 # The documentation site (scripts/docs.sh).
 DOCS = ["furo>=2025.7", "myst-parser>=4", "sphinx>=8.1"]
 
@@ -66,10 +69,11 @@ setup(
         "export": ["safetensors>=0.4.3"],
         "plots": ["matplotlib>=3.8", "scipy>=1.11"],
         "squad": ["torchmetrics>=1.9,<2"],
+        "vision": VISION,
         "test": [
             *("mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", "lm-eval>=0.4.13,<0.5"),
-            *("torchmetrics>=1.9,<2", *DATA, *DOCS),
+            *("torchmetrics>=1.9,<2", *DATA, *DOCS, *VISION),
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },

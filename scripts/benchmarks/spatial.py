@@ -79,7 +79,7 @@ def _units(settings: Settings, heads: int) -> Iterator[Row]:
     x = settings.tensor(num_seqs, length, width)
     given = settings.tensor(num_seqs, length, width // 2, learnt=False)
     config = preset("gmlp_lm", ffn_dim=width, max_tokens=length, num_heads=heads)
-    ours = SpatialGatingUnit(config).to(settings.device, settings.dtype)
+    ours = SpatialGatingUnit.of(config).to(settings.device, settings.dtype)
     units: dict[str, Callable[[], Tensor]] = {"ours": lambda: ours(*x.chunk(2, dim=2), ForwardContext())}
     modules = {"ours": ours}
     lucid = peers.module("g_mlp_pytorch.g_mlp_pytorch", "g-mlp-pytorch")

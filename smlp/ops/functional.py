@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,16 @@ from torch.autograd.function import once_differentiable
 from smlp.ops import onednn
 from smlp.ops.fast_paths import BANDS, allowed, draws_own_masks, takes_bands, takes_onednn
 
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "swish": F.silu,
+}
 
 _BACKWARD: dict[str, Callable[..., Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward.grad_input,
+    "gelu_tanh": partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
     "relu": lambda grad, x, grad_input: torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad_input),
     "swish": torch.ops.aten.silu_backward.grad_input,
 }

@@ -194,7 +194,7 @@ def the_operation_takes_the_kernels():
 @case
 def a_gating_unit_takes_one_kernel():
     torch.manual_seed(0)
-    unit = SpatialGatingUnit(preset("gmlp_lm", ffn_dim=16, max_tokens=20, num_heads=2, spatial_init_scale=20.0))
+    unit = SpatialGatingUnit.of(preset("gmlp_lm", ffn_dim=16, max_tokens=20, num_heads=2, spatial_init_scale=20.0))
     z = torch.randn(2, 18, 16, requires_grad=True)
     leaves = [z, *unit.parameters()]
 

@@ -62,21 +62,49 @@ class SpatialGatingUnit(nn.Module):
     with ``b = 0``, and the latter with ``W`` of variance 1/T. The paper prints no initial values for them.
 
     Args:
-        config: of the model.
+        width: f, features that are mixed.
+        max_tokens: T.
+        weight_bound: weights start as U(-bound, bound), near zero.
+        num_heads: h.
+        gate: one of ``GATES``; "split" and "multiplicative" are the same here.
+        is_causal, is_toeplitz: as in :class:`smlp.nn.layers.SpatialWeights`.
+        norm_eps: of the layer norm.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        width: int,
+        max_tokens: int,
+        weight_bound: float,
+        num_heads: int = 1,
+        gate: str = "split",
+        is_causal: bool = True,
+        is_toeplitz: bool = False,
+        norm_eps: float = 1e-5,
+    ) -> None:
         super().__init__()
-        gate, max_tokens = config.own("gmlp").gate, config.max_tokens
-        self.num_heads = config.num_heads
+        self.num_heads = num_heads
         self.is_product = gate in ("split", "multiplicative")
         self.is_sum = gate == "additive"
-        self.norm = nn.LayerNorm(_mixed_features(config))
+        self.norm = nn.LayerNorm(width, norm_eps)
         self.heads = SpatialWeights(
             max_tokens,
-            range(config.num_heads),
-            math.sqrt(3 / max_tokens) if gate == "linear" else config.spatial_weight_bound,
+            range(num_heads),
+            math.sqrt(3 / max_tokens) if gate == "linear" else weight_bound,
             bias_init=float(self.is_product),
+            is_causal=is_causal,
+            is_toeplitz=is_toeplitz,
+        )
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> SpatialGatingUnit:
+        """Return the unit of a gMLP block of this model."""
+        return cls(
+            _mixed_features(config),
+            config.max_tokens,
+            config.spatial_weight_bound,
+            config.num_heads,
+            config.own("gmlp").gate,
             is_causal=not config.is_bidirectional,
             is_toeplitz=config.spatial_weights == "toeplitz",
         )
@@ -110,7 +138,7 @@ class GatedMLPBlock(Block):
         self.proj_in = xavier_linear(config.embed_dim, config.ffn_dim)
         self.activation = config.activation
         self.is_split = own.gate == "split"
-        self.gating = SpatialGatingUnit(config)
+        self.gating = SpatialGatingUnit.of(config)
         self.attention = None
         if own.attention_dim:
             self.attention = SelfAttention(config, own.attention_dim, num_heads=1, out_dim=_mixed_features(config))

@@ -1,0 +1,1 @@
+"""Image classifiers: MLP-Mixer (Tolstikhin et al., 2021) and gMLP (Liu et al., 2021); the models need torch only."""

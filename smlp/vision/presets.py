@@ -1,0 +1,185 @@
+"""Settings of image models, and the papers' sizes by name.
+
+Letters: ``I`` side of an image, ``P`` side of a patch, ``S`` tokens, ``C`` channels, ``L`` blocks, ``D`` hidden width
+of a Mixer's network over tokens (the paper's D_S), ``F`` of the network over channels (its D_C), ``G`` groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smlp.config.settings import check_choices, require, setting
+from smlp.errors import UserError
+
+BLOCKS = ("mixer", "gmlp")
+TOKEN_MIXINGS = ("shared", "untied", "grouped", "views")
+POOLS = ("mean", "cls")
+ACTIVATIONS = ("gelu", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """A classifier of square images: patches, blocks, pooling, head.
+
+    Raises:
+        UserError: a value is out of range, or two do not fit together; the message names the fields and the numbers.
+    """
+
+    block: str = setting("mixer", "kind of the blocks", BLOCKS)
+    img_size: int = setting(224, "I, side of an image in pixels")
+    patch_size: int = setting(16, "P, side of a patch in pixels")
+    in_chans: int = setting(3, "channels of an image")
+    num_classes: int = setting(1000, "classes; 0 leaves out the head")
+    embed_dim: int = setting(512, "C, features of a token")
+    num_layers: int = setting(8, "L, blocks")
+    token_dim: int = setting(256, "D, hidden width of a Mixer's network over tokens")
+    ffn_dim: int = setting(2048, "F, hidden width over channels; a gMLP block splits it in halves")
+    activation: str = setting("gelu", "exact GELU, or its approximation by tanh", ACTIVATIONS)
+    norm_eps: float = setting(1e-6, "added to the variance in layer norms")
+    gate_norm_eps: float = setting(1e-5, "the same in spatial gating units; timm has this value there")
+    spatial_init_scale: float = setting(1e-3, "gMLP: weights over tokens start as U(-s/S, s/S) with this s: near zero")
+    pool: str = setting("mean", "gMLP: mean of all tokens, or a class token and a representation layer as ViT", POOLS)
+    drop_rate: float = setting(0.0, "dropout probability of the head's input")
+    drop_path_rate: float = setting(
+        0.0, "probability of dropping the last residual branch of an image; it rises linearly from 0 at the first"
+    )
+    token_mixing: str = setting(
+        "shared",
+        "Mixer: one network over tokens for all channels, one for each, or one that sees several channels at once, "
+        "neighbours or learnt views",
+        TOKEN_MIXINGS,
+    )
+    token_groups: int = setting(1, "G, channels that a grouped network over tokens sees at once")
+    #: pairs of a block's index and the tokens that its network over tokens leaves
+    pyramid: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.img_size, tuple | list):  # as timm gives it
+            require(len(set(self.img_size)) == 1, f"img_size must be that of a square, got {self.img_size}")
+            object.__setattr__(self, "img_size", self.img_size[0])
+        steps = self.pyramid.items() if isinstance(self.pyramid, Mapping) else self.pyramid
+        object.__setattr__(self, "pyramid", tuple(sorted((int(layer), int(tokens)) for layer, tokens in steps)))
+        check_choices(self)
+        sizes = (
+            "img_size",
+            "patch_size",
+            "in_chans",
+            "embed_dim",
+            "num_layers",
+            "token_dim",
+            "ffn_dim",
+            "token_groups",
+        )
+        for name in sizes:
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        require(self.num_classes >= 0, f"num_classes must not be negative, got {self.num_classes}")
+        require(
+            self.img_size % self.patch_size == 0,
+            f"img_size={self.img_size} must be a multiple of patch_size={self.patch_size}",
+        )
+        for name in ("drop_rate", "drop_path_rate"):
+            require(0.0 <= getattr(self, name) < 1.0, f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if self.block == "gmlp":
+            require(self.ffn_dim % 2 == 0, f"ffn_dim must be even to be split in halves, got {self.ffn_dim}")
+            require(
+                self.token_mixing == "shared" and not self.pyramid,
+                f"token_mixing={self.token_mixing} and pyramid={self.pyramid} are for block=mixer, not gmlp",
+            )
+        else:
+            require(self.pool == "mean", f"pool={self.pool} is for block=gmlp: a Mixer's tokens all have a place")
+        groups = self.token_groups
+        require(
+            self.token_mixing in ("grouped", "views") or groups == 1,
+            f"token_groups={groups} needs token_mixing grouped or views, got {self.token_mixing}",
+        )
+        require(self.embed_dim % groups == 0, f"token_groups={groups} must divide embed_dim={self.embed_dim}")
+        for layer, tokens in self.pyramid:
+            require(
+                0 <= layer < self.num_layers and 1 <= tokens <= self.num_tokens,
+                f"pyramid={self.pyramid}: block {layer} of {self.num_layers} cannot leave {tokens} of "
+                f"{self.num_tokens} tokens",
+            )
+
+    @property
+    def grid(self) -> int:
+        """Return the patches along a side."""
+        return self.img_size // self.patch_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Return S: patches, and the class token if there is one."""
+        return self.grid**2 + (self.pool == "cls")
+
+    def tokens_of_layers(self) -> list[tuple[int, int]]:
+        """Return the tokens before and after the network over tokens of each block."""
+        steps, before, tokens = dict(self.pyramid), self.num_tokens, []
+        for layer in range(self.num_layers):
+            tokens.append((before, steps.get(layer, before)))
+            before = tokens[-1][1]
+        return tokens
+
+    def drop_path_rates(self) -> list[float]:
+        """Return the probabilities of dropping the residual branches, in order: two in a Mixer's block, one in gMLP's.
+
+        They rise linearly from 0 to ``drop_path_rate`` (mlp_mixer_supplement.txt, section B; Huang et al., 2016).
+        """
+        branches = self.num_layers * (2 if self.block == "mixer" else 1)
+        return [self.drop_path_rate * branch / max(branches - 1, 1) for branch in range(branches)]
+
+
+def _mixer(patch: int, width: int, layers: int) -> dict[str, Any]:
+    # flax's GELU is the approximation, so listing 1 and the published weights have it
+    return {
+        "patch_size": patch,
+        "embed_dim": width,
+        "num_layers": layers,
+        "token_dim": width // 2,
+        "ffn_dim": 4 * width,
+        "activation": "gelu_tanh",
+    }
+
+
+def _gmlp(width: int, layers: int = 30) -> dict[str, Any]:
+    return {"block": "gmlp", "embed_dim": width, "num_layers": layers, "ffn_dim": 6 * width}
+
+
+#: settings by name. Mixer: Tolstikhin et al., 2021, Table 1; gMLP: gmlp.txt, Table 1. The tiny ones are for small
+#: images and two cores.
+PRESETS: dict[str, dict[str, Any]] = {
+    "smlp_mixer_s32": _mixer(32, 512, 8),
+    "smlp_mixer_s16": _mixer(16, 512, 8),
+    "smlp_mixer_b32": _mixer(32, 768, 12),
+    "smlp_mixer_b16": _mixer(16, 768, 12),
+    "smlp_mixer_l32": _mixer(32, 1024, 24),
+    "smlp_mixer_l16": _mixer(16, 1024, 24),
+    "smlp_mixer_h14": _mixer(14, 1280, 32),
+    "smlp_gmlp_ti16": _gmlp(128),
+    "smlp_gmlp_s16": {**_gmlp(256), "drop_path_rate": 0.05},
+    "smlp_gmlp_b16": {**_gmlp(512), "drop_path_rate": 0.2},
+    "smlp_mixer_tiny": {**_mixer(4, 128, 8), "img_size": 32, "num_classes": 10},
+    "smlp_gmlp_tiny": {**_gmlp(96, 12), "patch_size": 4, "img_size": 32, "num_classes": 10},
+}
+
+
+def preset(name: str, **overrides: Any) -> ImageConfig:
+    """Return the settings of a named model.
+
+    Args:
+        name: a key of :data:`PRESETS`.
+        **overrides: fields of :class:`ImageConfig`.
+
+    Raises:
+        UserError: the name or a setting is unknown, or a value cannot be used.
+    """
+    if name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(PRESETS)}"
+        raise UserError(f"unknown image model {name!r}; {hint}")
+    known = [field.name for field in dataclasses.fields(ImageConfig)]
+    for key in overrides:
+        require(key in known, f"unknown setting {key!r} of {name}; there are {', '.join(known)}")
+    return ImageConfig(**{**PRESETS[name], **overrides})
