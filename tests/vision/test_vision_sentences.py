@@ -90,7 +90,7 @@ def test_images_that_do_not_open(digits, capsys, workers):
 
 def test_sizes_that_patches_do_not_divide(digits, capsys):
     ours = train(capsys, digits, "--img-size", "9")
-    assert "9" in ours and "2" in ours
+    assert "img_size=9 must be a multiple of patch_size=4" in ours
     line = train(capsys, digits, "--img-size", "40", "--model-kwargs", "depth=1", model="vit_tiny_patch16_224")
     assert line.endswith("--img-size 40: vit_tiny_patch16_224 has patches of 16 x 16 pixels, which do not divide it")
 

@@ -16,6 +16,7 @@ from smlp.cli.main import main
 from smlp.vision.checkpoints import read_checkpoint
 
 TINY = ["--img-size", "8", "--in-chans", "1", "--mean", "0.3059", "--std", "0.3763", "--crop-pct", "1", "-j", "0"]
+SIZES = ["--model-kwargs", "num_layers=2", "embed_dim=16", "ffn_dim=32", "token_dim=16", "patch_size=2"]
 RECIPE = [
     *("-b", "32", "--lr", "3e-3", "--warmup-epochs", "1", "--epochs", "2", "--clip-grad", "1", "--scale", "0.7", "1"),
     *("--mixup", "0.2", "--cutmix", "1", "--reprob", "0.2", "--drop-path", "0.1", "--model-ema", "--sched-on-updates"),
@@ -31,7 +32,7 @@ def digits(tmp_path_factory):
 
 
 def train(digits, *options, model="smlp_mixer_tiny"):
-    return main(["vision", "train", "--data-dir", digits, "--model", model, *TINY, *map(str, options)])
+    return main(["vision", "train", "--data-dir", digits, "--model", model, *TINY, *SIZES, *map(str, options)])
 
 
 def evaluated(checkpoint, digits, *options):
@@ -155,7 +156,19 @@ def test_gmlp_trains_with_fine_tuning_of_another_head(digits, two_epochs, tmp_pa
 def test_two_ranks_train_as_one_with_batches_of_twice_the_size(digits, tmp_path):
     """Through torchrun's variables and gloo; the ranks evaluate every image once."""
     options = [
-        *("vision", "train", "--data-dir", digits, "--model", "smlp_mixer_tiny", *TINY, "--no-aug", "--epochs", "1"),
+        *(
+            "vision",
+            "train",
+            "--data-dir",
+            digits,
+            "--model",
+            "smlp_mixer_tiny",
+            *TINY,
+            *SIZES,
+            "--no-aug",
+            "--epochs",
+            "1",
+        ),
         *("--warmup-epochs", "0", "-b", "16", "-vb", "13", "--nproc", "2", "--output", str(tmp_path)),
         *("--experiment", "two", "--device", "cpu"),
     ]
