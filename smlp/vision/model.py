@@ -1,7 +1,7 @@
 """MLP-Mixer and gMLP for images. Modules are named as timm's are, and serve timm as models.
 
 Letters: ``B`` images, ``I`` side of an image, ``S`` tokens, ``C`` channels, ``D`` hidden width over tokens, ``F`` over
-channels, ``G`` groups, ``K`` classes.
+channels, ``G`` groups, ``K`` classes, ``g`` patches of side ``P`` along a side.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from smlp.config.settings import require
 from smlp.nn.blocks import SpatialGatingUnit
 from smlp.nn.layers import Dropout, FeedForward, Linear
 from smlp.nn.state import ForwardContext
-from smlp.ops import ACTIVATION_FUNCTIONS, activated_halves
+from smlp.ops import ACTIVATION_FUNCTIONS, activated_halves, linear
 from smlp.vision.presets import ImageConfig
 
 #: what timm calls ways of pooling; "" returns all tokens
@@ -45,7 +45,10 @@ class DropPath(nn.Module):
 
 
 class Stem(nn.Module):
-    """Map each patch to a token, in raster order."""
+    """Map each patch to a token, in raster order.
+
+    A convolution, computed as the product that it is, whose result has the tokens' layout.
+    """
 
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
@@ -59,7 +62,9 @@ class Stem(nn.Module):
             height == width == self.img_size,
             f"images of {height} x {width} pixels, but the model is for {self.img_size} x {self.img_size}",
         )
-        return self.proj(x_BcII).flatten(2).transpose(1, 2).contiguous()
+        weight_C_cPP, patch = self.proj.weight.flatten(1), self.proj.kernel_size[0]
+        x_BcgPgP = x_BcII.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))
+        return linear(x_BcgPgP.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2), weight_C_cPP, self.proj.bias)
 
 
 class UntiedLinear(nn.Module):

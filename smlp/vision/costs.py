@@ -1,0 +1,139 @@
+"""Parameters and multiply-adds of image models, by formula and as fvcore counts them, as in :mod:`smlp.costs`.
+
+Letters: ``S`` tokens, ``C`` channels, ``D`` hidden width over tokens, ``F`` over channels, ``G`` groups, ``K`` classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from fvcore.nn import FlopCountAnalysis
+
+from smlp.costs.component import LAYER_NORM_FLOPS, NORMS, OUTPUT, PROJECTIONS, SPATIAL, Component, linear_parameters
+from smlp.costs.counted import own_shares
+from smlp.costs.operators import prepare, refuse_if_it_costs, unknown_operators
+from smlp.ops.fast_paths import reference_ops
+from smlp.vision.model import ImageModel
+from smlp.vision.presets import ImageConfig
+
+#: the component that is the whole model without its named parts
+ROOT = "model"
+
+
+def components(config: ImageConfig) -> list[Component]:
+    """Return the parts of a model, named by the paths of their modules; work is per token of the stem's S."""
+    S, C, K = config.num_tokens, config.embed_dim, config.num_classes
+    patch = config.in_chans * config.patch_size**2
+    tokens = config.tokens_of_layers()
+    is_cls = config.pool == "cls"
+    own = 2 * C + is_cls * (C + linear_parameters(C, C))
+    norms = LAYER_NORM_FLOPS * C * tokens[-1][1] / S
+    head = linear_parameters(C, K) if K else 0
+    parts = [
+        Component(
+            ROOT, None, "norm and class token", other_params=own, work={NORMS: norms, OUTPUT: is_cls * C * C / S}
+        ),
+        Component(
+            "stem",
+            None,
+            "stem",
+            other_params=linear_parameters(patch, C),
+            work={PROJECTIONS: patch * C * config.grid**2 / S},
+        ),
+    ]
+    of_block = _mixer_block if config.block == "mixer" else _gmlp_block
+    for layer, (before, after) in enumerate(tokens):
+        parts += of_block(config, layer, before, after)
+    return [*parts, Component("head", None, "head", other_params=head, work={OUTPUT: C * K / S})]
+
+
+def parameters(config: ImageConfig) -> int:
+    """Return the number of parameters."""
+    return sum(part.other_params for part in components(config))
+
+
+def multiply_adds(config: ImageConfig, norms: bool = False) -> int:
+    """Return the multiply-adds of an image's forward pass.
+
+    Args:
+        config: of the model.
+        norms: whether to count layer norms, at 5 per element, as fvcore does; the papers count products alone.
+    """
+    total = sum(work for part in components(config) for kind, work in part.work.items() if norms or kind != NORMS)
+    return round(config.num_tokens * total)
+
+
+def exaflops(config: ImageConfig, images: float) -> float:
+    """Return the operations of training on so many images, in 10^18: two for a multiply-add, in three passes."""
+    return 6 * multiply_adds(config) * images / 1e18
+
+
+def counted(config: ImageConfig) -> dict[str, tuple[int, int]]:
+    """Return the parameters of the real modules, and the multiply-adds that fvcore counts for an image.
+
+    The model has shapes and no weights: it takes neither memory nor time.
+
+    Returns:
+        By component, named as in :func:`components`.
+
+    Raises:
+        UserError: the model runs an operator that nobody knows the cost of.
+    """
+    with torch.device("meta"):
+        model = ImageModel(config).eval()
+        image = torch.empty(1, config.in_chans, config.img_size, config.img_size)
+    names = [part.name for part in components(config)]
+    sizes = {
+        f"{ROOT}.{path}" if path else ROOT: sum(value.numel() for value in module.parameters())
+        for path, module in model.named_modules()
+    }
+    with reference_ops():
+        analysis = prepare(FlopCountAnalysis(model, (image,)))
+        flops = {f"{ROOT}.{path}" if path else ROOT: count for path, count in analysis.by_module().items()}
+        for name, by_module in unknown_operators(analysis).items():
+            refuse_if_it_costs(name, by_module[""], flops[ROOT])
+    own = [own_shares(by_module, names, ROOT) for by_module in (sizes, flops)]
+    return {name: (int(own[0][name]), int(own[1][name])) for name in names}
+
+
+def _mixer_block(config: ImageConfig, layer: int, before: int, after: int) -> Iterator[Component]:
+    S, C, D, F, G = config.num_tokens, config.embed_dim, config.token_dim, config.ffn_dim, config.token_groups
+    name = f"blocks.{layer}"
+    networks = C if config.token_mixing == "untied" else 1
+    views = C * C if config.token_mixing == "views" else 0
+    yield Component(
+        name,
+        layer,
+        "channel MLP and norms",
+        other_params=4 * C + linear_parameters(C, F) + linear_parameters(F, C),
+        work={NORMS: LAYER_NORM_FLOPS * C * (before + after) / S, PROJECTIONS: 2 * C * F * after / S},
+    )
+    yield Component(
+        f"{name}.mlp_tokens",
+        layer,
+        "token MLP",
+        other_params=networks * (linear_parameters(G * before, D) + linear_parameters(D, G * after)) + views,
+        work={SPATIAL: C * D * (before + after) / S, PROJECTIONS: views * before / S},
+        num_mixed=before,
+    )
+
+
+def _gmlp_block(config: ImageConfig, layer: int, before: int, after: int) -> Iterator[Component]:
+    S, C, F, f = config.num_tokens, config.embed_dim, config.ffn_dim, config.ffn_dim // 2
+    name = f"blocks.{layer}"
+    yield Component(
+        name,
+        layer,
+        "gMLP block",
+        other_params=2 * C + linear_parameters(C, F) + linear_parameters(f, C),
+        work={NORMS: LAYER_NORM_FLOPS * C, PROJECTIONS: C * F + f * C},
+    )
+    yield Component(
+        f"{name}.mlp_channels.gate",
+        layer,
+        "spatial gating",
+        other_params=2 * f + S * S + S,
+        work={NORMS: LAYER_NORM_FLOPS * f, SPATIAL: S * f},
+        num_mixed=S,
+    )

@@ -1,0 +1,83 @@
+"""Sizes and work of image models: exact counts, the formula against fvcore and the modules, the papers' tables."""
+
+import pytest
+
+from smlp.vision.costs import components, counted, exaflops, multiply_adds, parameters
+from smlp.vision.presets import PRESETS, preset
+from smlp.vision.table import JFT_IMAGES, table_rows, table_text
+
+#: with 1000 classes; those of Mixer-B and L are also those of vit_jax
+PARAMETERS = {
+    "smlp_mixer_s32": 19_104_624,
+    "smlp_mixer_s16": 18_528_264,
+    "smlp_mixer_b32": 60_293_428,
+    "smlp_mixer_b16": 59_880_472,
+    "smlp_mixer_l32": 206_939_264,
+    "smlp_mixer_l16": 208_196_168,
+    "smlp_mixer_h14": 432_350_952,
+    "smlp_gmlp_ti16": 5_867_328,
+    "smlp_gmlp_s16": 19_422_656,
+    "smlp_gmlp_b16": 73_075_392,
+    "smlp_mixer_tiny": 1_132_170,
+    "smlp_gmlp_tiny": 1_068_394,
+}
+WITH_CLASS_TOKEN = {"smlp_gmlp_ti16": 5_895_788, "smlp_gmlp_s16": 19_500_524, "smlp_gmlp_b16": 73_350_380}
+#: epochs on JFT-300M and printed exaFLOPs (mlp_mixer_supplement.txt, Table 2)
+TRAINING = {"s32": (5, 9), "b32": (7, 41), "s16": (5, 34), "b16": (7, 161), "l32": (7, 145), "l16": (14, 1141)}
+VARIANTS = {
+    "untied": {"token_mixing": "untied"},
+    "grouped": {"token_mixing": "grouped", "token_groups": 4},
+    "views": {"token_mixing": "views", "token_groups": 4},
+    "pyramid": {"pyramid": {2: 16, 5: 4}},
+    "headless": {"num_classes": 0, "in_chans": 1},
+}
+
+
+def test_every_size_has_its_number_of_parameters():
+    assert PARAMETERS.keys() == PRESETS.keys()
+    assert {name: parameters(preset(name)) for name in PRESETS} == PARAMETERS
+    assert {name: parameters(preset(name, pool="cls")) for name in WITH_CLASS_TOKEN} == WITH_CLASS_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("smlp_mixer_s32", {}),
+        *((name, {"num_layers": 2}) for name in ("smlp_mixer_b16", "smlp_mixer_h14", "smlp_gmlp_b16")),
+        ("smlp_gmlp_ti16", {"pool": "cls", "num_layers": 3}),
+        *(("smlp_mixer_tiny", settings) for settings in VARIANTS.values()),
+        ("smlp_gmlp_tiny", {"img_size": 8}),
+    ],
+)
+def test_formula_modules_and_fvcore_agree(name, settings):
+    config = preset(name, **settings)
+    modules = counted(config)
+    assert {name: size for name, (size, _) in modules.items()} == {
+        part.name: part.other_params for part in components(config)
+    }
+    work = {part.name: config.num_tokens * part.flops_per_position for part in components(config)}
+    assert {name: flops for name, (_, flops) in modules.items()} == pytest.approx(work)
+    assert sum(work.values()) == pytest.approx(multiply_adds(config, norms=True))
+
+
+@pytest.mark.parametrize("size", TRAINING)
+def test_training_takes_the_operations_that_the_paper_prints(size):
+    epochs, printed = TRAINING[size]
+    assert exaflops(preset(f"smlp_mixer_{size}"), epochs * JFT_IMAGES) == pytest.approx(printed, rel=0.02)
+
+
+def test_the_table_compares_with_every_printed_number():
+    rows = [row for row in table_rows() if row["paper"] is not None]
+    assert [len([row for row in rows if row["source"].endswith(f"Table {table}")]) for table in (1, 2, 11)] == [
+        6,
+        17,
+        2,
+    ]
+    # what is printed with fewer than three digits is rounded by up to 5 %
+    assert all(abs(row["difference"]) < (0.05 if row["paper"] < 30 else 0.015) for row in rows)
+    lines = table_text().splitlines()
+    assert any("73,075,392" in line for line in lines)
+    (line,) = (
+        line for line in lines if "smlp_gmlp_b16 (pool=cls)" in line and "parameters" in line and "Table 1 " in line
+    )
+    assert line.split()[-3:] == ["73.35", "73.4", "-0.1%"]
