@@ -103,6 +103,35 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     return {**content, "state_dict": state, **{name: clean_state_dict(content[name]) for name in names}}
 
 
+def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = True) -> dict[str, Any]:
+    """Return a checkpoint whose weights are converted to ``args.img_size``, as the papers do before fine-tuning.
+
+    Args:
+        checkpoint: from :func:`read_checkpoint`; its own options say at which size it was trained, or else the model
+            does.
+        args: what the model is to be; ``model_kwargs`` gets the hidden width over tokens of the larger Mixer.
+        use_ema: convert the moving average if there is one, which is then the only weights.
+
+    Raises:
+        UserError: no size is given, the model is not ours, or the sizes do not fit (as
+            :func:`smlp.vision.weights.change_resolution`).
+    """
+    from smlp.vision.model import ImageModel
+    from smlp.vision.weights import change_resolution
+
+    if args.img_size is None:
+        raise UserError("--change-resolution needs --img-size, the size to change to")
+    trained_size = getattr(checkpoint.get("args"), "img_size", None)
+    model = create_model(Namespace(**{**vars(args), "img_size": trained_size, "pretrained": False}))
+    if not isinstance(model, ImageModel):
+        raise UserError(f"--change-resolution is for smlp_mixer_* and smlp_gmlp_*, not for timm's {args.model}")
+    averaged = checkpoint.get("state_dict_ema") if use_ema else None
+    state, config = change_resolution(averaged or checkpoint["state_dict"], model.config, args.img_size)
+    if config.block == "mixer":
+        args.model_kwargs = {**args.model_kwargs, "token_dim": config.token_dim}
+    return {"state_dict": state}
+
+
 def load_weights(
     model: nn.Module,
     checkpoint: dict[str, Any],
@@ -117,7 +146,7 @@ def load_weights(
         model: of any number of classes.
         checkpoint: from :func:`read_checkpoint`.
         path: for messages.
-        args: with ``model``, ``img_size`` and ``change_resolution``, which converts weights of other resolutions.
+        args: with ``model`` and ``img_size``, for messages.
         use_ema: take the moving average if the checkpoint has one.
         new_head: keep the model's own head if the checkpoint's is of another number of classes, for fine-tuning.
 
@@ -131,10 +160,6 @@ def load_weights(
         if name in state and state[name].shape != own[name].shape:
             print(f"{name}: {path} has another number of classes, so the head starts anew", flush=True)
             state[name] = own[name]
-    if args.change_resolution:
-        from smlp.vision.resolution import change_state_dict
-
-        state = change_state_dict(state, model)
     missing, other = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or other:
         what = f"lacks {missing[0]}" if missing else f"has {other[0]}, which the model lacks"

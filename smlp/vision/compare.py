@@ -282,8 +282,8 @@ def _table(
         Column("speed", "images/s in training", "median over epochs; with loading"),
     ]
     notes = [
-        "Accuracy on validation after the last epoch, no epoch chosen; ± and differences: Student's t, 95 %, over seeds. A "
-        "seed decides initial weights, order and augmentation; an interval over seeds leaves out that other images "
+        "Accuracy on validation after the last epoch, no epoch chosen; intervals: Student's t, 95 %, over seeds. "
+        "A seed decides initial weights, order and augmentation; an interval over seeds leaves out that other images "
         "would give other accuracies. Runs that trained at the same time shared the machine, so speeds are rough."
     ]
     return Table("vision", "Image models at equal FLOPs", columns, rows, notes)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from smlp.errors import UserError
-from smlp.vision.checkpoints import create_model, load_weights, read_checkpoint, trained_with
+from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint, trained_with
 from smlp.vision.data import evaluation_loader, open_split
 
 #: of a training, which an evaluation of its checkpoint takes over unless they are given
@@ -119,6 +119,9 @@ def evaluate(args: Namespace) -> dict[str, Any]:
         )
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     args.rank, args.world_size, args.distributed = 0, 1, False
+    has_average = checkpoint.get("state_dict_ema") is not None
+    if args.change_resolution:
+        checkpoint = {**at_resolution(checkpoint, args, use_ema=not args.no_ema), "epoch": checkpoint.get("epoch")}
     model = create_model(args)
     load_weights(model, checkpoint, args.checkpoint, args, use_ema=not args.no_ema)
     config = resolve_data_config(vars(args), model=model)
@@ -131,7 +134,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
         "model": args.model,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "image_size": config["input_size"][-1],
-        "weights": "state_dict" if args.no_ema or "state_dict_ema" not in checkpoint else "state_dict_ema",
+        "weights": "state_dict_ema" if has_average and not args.no_ema else "state_dict",
         "epoch": checkpoint.get("epoch"),
         **found,
         "device": device.type,

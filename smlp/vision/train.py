@@ -32,7 +32,7 @@ from torch import nn
 
 from smlp.errors import NaNError, UserError
 from smlp.files import locked
-from smlp.vision.checkpoints import create_model, load_weights, read_checkpoint
+from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint
 from smlp.vision.data import class_names, evaluation_loader, open_split, training_loader
 from smlp.vision.evaluate import precision_of, validate
 
@@ -89,14 +89,16 @@ class _Run:
         if len(args.classes) > args.num_classes:
             raise UserError(f"--num-classes {args.num_classes}: {images.reader.root} has {len(args.classes)} classes")
         checkpoint = read_checkpoint(args.resume) if args.resume else None
+        initial = read_checkpoint(args.initial_checkpoint) if args.initial_checkpoint else None
+        if initial is not None and args.change_resolution:
+            initial = at_resolution(initial, args)
         timm.utils.random_seed(args.seed)
         self.model = create_model(args).to(device)
         if args.grad_checkpointing:
             self.model.set_grad_checkpointing(enable=True)
         if checkpoint is not None:
             load_weights(self.model, checkpoint, args.resume, args, use_ema=False)
-        elif args.initial_checkpoint:
-            initial = read_checkpoint(args.initial_checkpoint)
+        elif initial is not None:
             load_weights(self.model, initial, args.initial_checkpoint, args, new_head=True)
         config = resolve_data_config(vars(args), model=self.model)
         self.batches = training_loader(images, args, config, device)

@@ -14,6 +14,7 @@ from smlp.cli.main import main
 from smlp.vision import timm_import
 
 SMALL = ["--img-size", "8", "--in-chans", "1", "--mean", "0.3", "--std", "0.4", "-j", "0", "-b", "8", "--epochs", "1"]
+VIT = "vit_tiny_patch16_224"
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +92,8 @@ def test_images_that_do_not_open(digits, capsys, workers):
 def test_sizes_that_patches_do_not_divide(digits, capsys):
     ours = train(capsys, digits, "--img-size", "9")
     assert "img_size=9 must be a multiple of patch_size=4" in ours
-    line = train(capsys, digits, "--img-size", "40", "--model-kwargs", "depth=1", model="vit_tiny_patch16_224")
-    assert line.endswith("--img-size 40: vit_tiny_patch16_224 has patches of 16 x 16 pixels, which do not divide it")
+    line = train(capsys, digits, "--img-size", "40", "--model-kwargs", "depth=1", model=VIT)
+    assert line.endswith(f"--img-size 40: {VIT} has patches of 16 x 16 pixels, which do not divide it")
 
 
 def test_batches(digits, capsys):
@@ -151,6 +152,13 @@ def test_a_folder_that_holds_a_run(trained, whole, capsys):
     words = ("train", "--data-dir", whole, "--model", "smlp_mixer_tiny", *SMALL)
     line = sentence(capsys, *words, "--output", trained.parents[1], "--experiment", "run")
     assert f"continue it with --resume {trained}" in line
+
+
+def test_resolutions_that_cannot_be_changed(digits, trained, capsys):
+    options = ("--initial-checkpoint", trained, "--change-resolution")
+    assert "no multiple of the 2 at img_size=8" in train(capsys, digits, *options, "--img-size", "12")
+    vit = train(capsys, digits, *options, "--img-size", "16", "--model-kwargs", "depth=1", "patch_size=4", model=VIT)
+    assert f"for smlp_mixer_* and smlp_gmlp_*, not for timm's {VIT}" in vit
 
 
 def test_options_that_contradict_each_other(digits, trained, capsys):

@@ -153,6 +153,32 @@ def test_gmlp_trains_with_fine_tuning_of_another_head(digits, two_epochs, tmp_pa
     assert train(digits, *options[:5], "--output", tmp_path, "--experiment", "gmlp", model="smlp_gmlp_tiny") == 0
 
 
+@pytest.mark.parametrize("model", ["smlp_mixer_tiny", "smlp_gmlp_tiny"])
+def test_change_of_resolution(digits, tmp_path, model):
+    """Twice the size: evaluation converts, fine-tuning converts, and its checkpoint is evaluated as it is."""
+    brief = ["--epochs", "1", "-b", "80", "--no-aug", "--output", tmp_path]
+    assert train(digits, *brief, "--experiment", "small", model=model) == 0
+    small = tmp_path / "small" / "last.pth.tar"
+    at_once = evaluated(small, digits, "--img-size", "16", "--change-resolution")
+    assert at_once["image_size"] == 16 and at_once["weights"] == "state_dict"
+    larger = [
+        "--initial-checkpoint",
+        small,
+        "--change-resolution",
+        "--lr",
+        "0",
+        "--min-lr",
+        "0",
+        "--warmup-epochs",
+        "0",
+    ]
+    assert train(digits, *brief, *larger, "--img-size", "16", "--experiment", "large", model=model) == 0
+    (row,) = rows(tmp_path / "large")
+    assert float(row["eval_loss"]) == pytest.approx(at_once["loss"], rel=1e-6)
+    again = evaluated(tmp_path / "large" / "last.pth.tar", digits)
+    assert again["loss"] == pytest.approx(at_once["loss"], rel=1e-6) and again["image_size"] == 16
+
+
 def test_two_ranks_train_as_one_with_batches_of_twice_the_size(digits, tmp_path):
     """Through torchrun's variables and gloo; the ranks evaluate every image once."""
     options = [
