@@ -101,8 +101,15 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     rate, share = real(0, 1e6), real(0, 1)
     group = parser.add_argument_group("data")
     _data_dir(group)
-    group.add_argument("--train-split", metavar="NAME", default="train", help="default: %(default)s")
-    group.add_argument("--val-split", metavar="NAME", default="validation", help="default: %(default)s")
+    group.add_argument(
+        "--train-split", metavar="NAME", default="train", help="folder of the images to train on (default: %(default)s)"
+    )
+    group.add_argument(
+        "--val-split",
+        metavar="NAME",
+        default="validation",
+        help="folder of those to evaluate on (default: %(default)s)",
+    )
     _model_options(parser, required=True)
     group = parser.add_argument_group("weights to begin with")
     group.add_argument("--pretrained", action="store_true", help="timm's weights of the model, if there are any")
@@ -115,31 +122,43 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--opt", metavar="NAME", default="adamw", help="timm's name of an optimizer (default: %(default)s)"
     )
-    group.add_argument("--opt-eps", **rate, metavar="X", help="default: the optimizer's")
-    group.add_argument("--opt-betas", type=float, nargs="+", metavar="X", help="default: the optimizer's")
-    _number(group, "--momentum", rate, 0.9)
-    _number(group, "--weight-decay", rate, 0.05)
+    group.add_argument("--opt-eps", **rate, metavar="X", help="epsilon of the optimizer (default: its own)")
+    group.add_argument(
+        "--opt-betas", type=float, nargs="+", metavar="X", help="betas of the optimizer (default: its own)"
+    )
+    _number(group, "--momentum", rate, 0.9, "momentum of SGD and the like")
+    _number(group, "--weight-decay", rate, 0.05, "weight decay, of matrices and convolutions alone")
     group.add_argument("--clip-grad", **rate, metavar="X", help="clip gradients (default: no clipping)")
-    group.add_argument("--clip-mode", choices=("norm", "value", "agc"), default="norm", help="default: %(default)s")
+    group.add_argument(
+        "--clip-mode",
+        choices=("norm", "value", "agc"),
+        default="norm",
+        help="clip by the norm, by value, or by agc, adaptively (default: %(default)s)",
+    )
     group.add_argument("--layer-decay", **rate, metavar="X", help="learning rate of a layer relative to the next one's")
-    _number(group, "--lr", rate, 1e-3)
+    _number(group, "--lr", rate, 1e-3, "learning rate after the warm-up")
     # plateau would need the history of the run to resume
     schedules = ("cosine", "tanh", "step", "multistep", "poly")
-    group.add_argument("--sched", choices=schedules, default="cosine", help="default: %(default)s")
+    group.add_argument("--sched", choices=schedules, default="cosine", help="how the rate falls (default: %(default)s)")
     group.add_argument(
         "--sched-on-updates", action="store_true", help="change the rate after each update, not each epoch"
     )
-    _number(group, "--epochs", whole(), 300)
-    _number(group, "--warmup-epochs", whole(0), 5)
+    _number(group, "--epochs", whole(), 300, "epochs of the schedule, with the warm-up")
+    _number(group, "--warmup-epochs", whole(0), 5, "epochs in which the rate rises")
     group.add_argument("--warmup-prefix", action="store_true", help="put the warm-up before the schedule, not into it")
-    _number(group, "--cooldown-epochs", whole(0), 0)
-    _number(group, "--warmup-lr", rate, 1e-5)
-    _number(group, "--min-lr", rate, 0.0)
-    _number(group, "--decay-epochs", rate, 90.0)
+    _number(group, "--cooldown-epochs", whole(0), 0, "epochs at the lowest rate, after the others")
+    _number(group, "--warmup-lr", rate, 1e-5, "rate at the start of the warm-up")
+    _number(group, "--min-lr", rate, 0.0, "lowest rate")
+    _number(group, "--decay-epochs", rate, 90.0, "step: epochs between two steps")
     group.add_argument(
-        "--decay-milestones", type=int, nargs="+", metavar="N", default=[90, 180, 270], help="default: 90 180 270"
+        "--decay-milestones",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[90, 180, 270],
+        help="multistep: epochs of the steps (default: 90 180 270)",
     )
-    _number(group, "--decay-rate", rate, 0.1)
+    _number(group, "--decay-rate", rate, 0.1, "step, multistep: factor of a step; poly: the power")
     group = parser.add_argument_group("augmentation and regularisation")
     group.add_argument("--no-aug", action="store_true", help="no augmentation of training images")
     group.add_argument("--train-crop-mode", metavar="NAME", help="rrc, rkrc or rkrr (default: timm's, rrc)")
@@ -154,32 +173,44 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         default=[3 / 4, 4 / 3],
         help="aspect of a random crop (default: 0.75 1.33)",
     )
-    _number(group, "--hflip", share, 0.5)
-    _number(group, "--vflip", share, 0.0)
-    _number(group, "--color-jitter", rate, 0.4)
+    _number(group, "--hflip", share, 0.5, "probability of mirroring left and right")
+    _number(group, "--vflip", share, 0.0, "probability of turning upside down")
+    _number(group, "--color-jitter", rate, 0.4, "strength of random brightness, contrast and saturation; not with --aa")
     group.add_argument(
         "--aa", metavar="POLICY", help="AutoAugment or RandAugment, such as original or rand-m9-mstd0.5-inc1"
     )
-    group.add_argument("--train-interpolation", metavar="NAME", default="random", help="default: %(default)s")
+    group.add_argument(
+        "--train-interpolation", metavar="NAME", default="random", help="of training images (default: %(default)s)"
+    )
     _number(group, "--reprob", share, 0.0, "share of images with a random part erased")
-    group.add_argument("--remode", choices=("const", "rand", "pixel"), default="pixel", help="default: %(default)s")
-    _number(group, "--recount", whole(), 1)
-    _number(group, "--mixup", rate, 0.0)
-    _number(group, "--cutmix", rate, 0.0)
+    group.add_argument(
+        "--remode",
+        choices=("const", "rand", "pixel"),
+        default="pixel",
+        help="what fills an erased part (default: %(default)s)",
+    )
+    _number(group, "--recount", whole(), 1, "erased parts in such an image")
+    _number(group, "--mixup", rate, 0.0, "alpha of mixup; 0 is off")
+    _number(group, "--cutmix", rate, 0.0, "alpha of CutMix; 0 is off")
     group.add_argument(
         "--cutmix-minmax", type=float, nargs=2, metavar="X", help="instead of --cutmix: least and most side of the box"
     )
-    _number(group, "--mixup-prob", share, 1.0)
-    _number(group, "--mixup-switch-prob", share, 0.5)
-    group.add_argument("--mixup-mode", choices=("batch", "pair", "elem"), default="batch", help="default: %(default)s")
-    _number(group, "--mixup-off-epoch", whole(0), 0)
-    _number(group, "--smoothing", real(0, 1, below=True), 0.1)
+    _number(group, "--mixup-prob", share, 1.0, "probability that a batch is mixed at all")
+    _number(group, "--mixup-switch-prob", share, 0.5, "probability of CutMix where both are on")
+    group.add_argument(
+        "--mixup-mode",
+        choices=("batch", "pair", "elem"),
+        default="batch",
+        help="what is mixed alike (default: %(default)s)",
+    )
+    _number(group, "--mixup-off-epoch", whole(0), 0, "epoch from which nothing is mixed; 0: never")
+    _number(group, "--smoothing", real(0, 1, below=True), 0.1, "label smoothing")
     group.add_argument("--drop", **real(0, 1, below=True), metavar="X", help="dropout (default: the model's)")
     group.add_argument(
         "--drop-path", **real(0, 1, below=True), metavar="X", help="stochastic depth (default: the model's)"
     )
     group.add_argument("--model-ema", action="store_true", help="keep a moving average of the weights, and evaluate it")
-    _number(group, "--model-ema-decay", share, 0.9998)
+    _number(group, "--model-ema-decay", share, 0.9998, "share of the average that an update keeps")
     group.add_argument("--model-ema-warmup", action="store_true", help="let the decay rise in the first updates")
     _running_options(parser)
     group = parser.add_argument_group("running")
@@ -195,7 +226,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks on this machine (default: %(default)s)",
     )
-    _number(group, "--seed", whole(0, MOST), 42)
+    _number(group, "--seed", whole(0, MOST), 42, "random seed")
     group = parser.add_argument_group("output")
     group.add_argument("--output", metavar="DIR", help="folder of all runs (default: output/train)")
     group.add_argument("--experiment", metavar="NAME", help="folder of this run in it (default: MODEL-SIZE-SEED)")
@@ -206,7 +237,9 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of smlp vision train or timm")
     _data_dir(parser)
-    parser.add_argument("--split", metavar="NAME", default="validation", help="default: %(default)s")
+    parser.add_argument(
+        "--split", metavar="NAME", default="validation", help="folder of the images (default: %(default)s)"
+    )
     _model_options(parser, required=False)
     _resolution(parser)
     parser.add_argument("--no-ema", action="store_true", help="the weights themselves, not their moving average")
@@ -244,7 +277,12 @@ def _model_options(parser: argparse.ArgumentParser, required: bool) -> None:
         help="timm's name: smlp_mixer_s16, smlp_gmlp_s16, resmlp_12_224, ...",
         **default,
     )
-    group.add_argument("--num-classes", **whole(1, MOST_SIZE), metavar="N", help="default: as many as the data have")
+    group.add_argument(
+        "--num-classes",
+        **whole(1, MOST_SIZE),
+        metavar="N",
+        help="classes of the model (default: as many as the data have)",
+    )
     group.add_argument(
         "--img-size",
         **whole(1, MOST_SIZE),
@@ -292,7 +330,13 @@ def _running_options(parser: argparse.ArgumentParser) -> None:
         default=128,
         help="images in a batch of each rank (default: %(default)s)",
     )
-    group.add_argument("-vb", "--validation-batch-size", **whole(), metavar="N", help="default: as in training")
+    group.add_argument(
+        "-vb",
+        "--validation-batch-size",
+        **whole(),
+        metavar="N",
+        help="the same for evaluation (default: as in training)",
+    )
     group.add_argument(
         "-j",
         "--workers",
@@ -304,14 +348,15 @@ def _running_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", help="torch device (default: a GPU where there is one)")
     group.add_argument("--amp", action="store_true", help="mixed precision")
     group.add_argument(
-        "--amp-dtype", choices=("float16", "bfloat16"), help="default: float16 on GPUs, bfloat16 on CPUs"
+        "--amp-dtype",
+        choices=("float16", "bfloat16"),
+        help="of mixed precision (default: float16 on GPUs, bfloat16 on CPUs)",
     )
 
 
-def _number(group: Any, name: str, bounds: dict[str, Any], default: float, about: str = "") -> None:
+def _number(group: Any, name: str, bounds: dict[str, Any], default: float, about: str) -> None:
     metavar = "N" if isinstance(default, int) else "X"
-    text = f"{about} (default: %(default)s)" if about else "default: %(default)s"
-    group.add_argument(name, **bounds, metavar=metavar, default=default, help=text)
+    group.add_argument(name, **bounds, metavar=metavar, default=default, help=f"{about} (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
