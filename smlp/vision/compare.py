@@ -29,7 +29,7 @@ from smlp.errors import UserError
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
-from smlp.experiments.report.table import Column, Estimate, Table, amount, label, mean_cell
+from smlp.experiments.report.table import Cell, Column, Estimate, Table, amount, label, mean_cell
 from smlp.experiments.yaml_file import Section, read_yaml
 from smlp.files import write_whole
 from smlp.launch.local import this_program
@@ -267,7 +267,8 @@ def _table(
         paired = {seed: value - last[baseline][seed] for seed, value in last[name].items() if seed in last[baseline]}
         if name != baseline and paired:
             found = Estimate(paired)
-            row["difference"] = mean_cell(found, "+.2f", source)
+            shown = f"{found.mean:+.2f}" + ("" if found.half is None else f" ± {found.half:.2f}")
+            row["difference"] = Cell(found.mean, shown, source, found.low, found.high, dict(found.samples))
             seen = found.low is not None and found.high is not None and not found.low <= 0 <= found.high
             row["verdict"] = label("one seed" if found.count < 2 else "seen" if seen else "not seen", source)
         rows.append(row)
