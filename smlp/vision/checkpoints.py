@@ -18,6 +18,8 @@ from torch import nn
 
 from smlp.errors import UserError
 from smlp.files import regular_file
+from smlp.vision.model import ImageModel
+from smlp.vision.weights import change_resolution, from_timm
 
 #: registers smlp_mixer_* and smlp_gmlp_*
 OWN_MODELS = "smlp.vision.timm_models"
@@ -116,9 +118,6 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
         UserError: no size is given, the model is not ours, or the sizes do not fit (as
             :func:`smlp.vision.weights.change_resolution`).
     """
-    from smlp.vision.model import ImageModel
-    from smlp.vision.weights import change_resolution
-
     if args.img_size is None:
         raise UserError("--change-resolution needs --img-size, the size to change to")
     trained_size = getattr(checkpoint.get("args"), "img_size", None)
@@ -126,7 +125,7 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
     if not isinstance(model, ImageModel):
         raise UserError(f"--change-resolution is for smlp_mixer_* and smlp_gmlp_*, not for timm's {args.model}")
     averaged = checkpoint.get("state_dict_ema") if use_ema else None
-    state, config = change_resolution(averaged or checkpoint["state_dict"], model.config, args.img_size)
+    state, config = change_resolution(from_timm(averaged or checkpoint["state_dict"]), model.config, args.img_size)
     if config.block == "mixer":
         args.model_kwargs = {**args.model_kwargs, "token_dim": config.token_dim}
     return {"state_dict": state}
@@ -140,7 +139,7 @@ def load_weights(
     use_ema: bool = True,
     new_head: bool = False,
 ) -> None:
-    """Load the weights of a checkpoint, averaged ones first.
+    """Load the weights of a checkpoint, averaged ones first; ours also take those of timm's models of the same kind.
 
     Args:
         model: of any number of classes.
@@ -155,6 +154,8 @@ def load_weights(
     """
     averaged = checkpoint.get("state_dict_ema") if use_ema else None
     state, own = dict(averaged or checkpoint["state_dict"]), model.state_dict()
+    if isinstance(model, ImageModel):
+        state = from_timm(state)
     head = model.pretrained_cfg.get("classifier") or "head"  # type: ignore[union-attr]
     for name in [name for name in own if new_head and name.startswith(f"{head}.")]:
         if name in state and state[name].shape != own[name].shape:

@@ -179,6 +179,31 @@ def test_change_of_resolution(digits, tmp_path, model):
     assert again["loss"] == pytest.approx(at_once["loss"], rel=1e-6) and again["image_size"] == 16
 
 
+@pytest.mark.parametrize("kind", ["mixer", "gmlp"])
+def test_weights_of_timms_models_are_evaluated_in_ours(digits, tmp_path, kind):
+    from timm.layers import GatedMlp
+    from timm.models.mlp_mixer import MlpMixer, SpatialGatingBlock
+
+    sizes = {"num_classes": 10, "img_size": 8, "in_chans": 1, "patch_size": 2, "num_blocks": 2, "embed_dim": 16}
+    gated = {"block_layer": SpatialGatingBlock, "mlp_layer": GatedMlp, "mlp_ratio": 6} if kind == "gmlp" else {}
+    torch.manual_seed(0)
+    theirs = MlpMixer(**sizes, **gated).eval()
+    torch.nn.init.normal_(theirs.head.weight)
+    torch.save(theirs.state_dict(), tmp_path / "timm.pth")
+    widths = ["ffn_dim=96"] if kind == "gmlp" else ["ffn_dim=64", "token_dim=8", "activation=gelu"]
+    ours = [*("--model", f"smlp_{kind}_tiny", *TINY), "--model-kwargs", *widths, "num_layers=2", "embed_dim=16"]
+    report = evaluated(tmp_path / "timm.pth", digits, *ours, "patch_size=2")
+    from smlp.vision.data import open_split
+
+    images = open_split(digits, "validation", None, 1)
+    images.transform = lambda image: torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(1, 8, 8)
+    pixels, labels = zip(*(images[place] for place in range(len(images))), strict=True)
+    with torch.no_grad():
+        logits = theirs((torch.stack(pixels) / 255 - 0.3059) / 0.3763)
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels))
+    assert report["loss"] == pytest.approx(loss.item(), rel=1e-4)
+
+
 def test_two_ranks_train_as_one_with_batches_of_twice_the_size(digits, tmp_path):
     """Through torchrun's variables and gloo; the ranks evaluate every image once."""
     options = [
