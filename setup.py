@@ -1,9 +1,14 @@
-"""Packaging of smlp: sparse all-MLP language models on fairseq."""
+"""Packaging of smlp: sparse all-MLP language models on fairseq.
+
+The distribution is called smlp-lm, because PyPI's smlp is another project; the package is imported as ``smlp``.
+"""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "smlp" / "__init__.py").read_text()).group(1)
@@ -26,6 +31,7 @@ DATA = [
         "datasketch>=2",
         "datasets>=3.2",
         "ftfy>=6.2",
+        "huggingface_hub>=0.24",
         "lxml_html_clean>=0.4",
         "mwparserfromhell>=0.6.6",
         "py3langid>=0.4",
@@ -37,16 +43,36 @@ DATA = [
 # Image models and their training; timm brings torchvision. Pillow 13 refuses operations of timm's RandAugment.
 VISION = ["pillow<13", "timm>=1.0.20"]
 
+# lm-evaluation-harness, and what of its own requirements is imported here.
+LM_EVAL = ["datasets>=3.2", "jinja2>=3.1", "lm-eval>=0.4.13,<0.5"]
+
 # The documentation site (scripts/docs.sh).
 DOCS = ["furo>=2025.7", "myst-parser>=4", "sphinx>=8.1"]
 
+
+class BuildWithExamples(build_py):
+    """Put the examples and the Slurm scripts into the wheel, where ``smlp.files.project_folder`` finds them."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            for folder in ("examples", "scripts/slurm"):
+                target = Path(self.build_lib) / "smlp" / "project" / folder
+                shutil.copytree(ROOT / folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+
+
 setup(
-    name="smlp",
+    name="smlp-lm",
     version=VERSION,
     description="Sparse all-MLP language models on fairseq: train, compare and score",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The smlp authors",
     license="MIT",
+    license_files=["LICENSE"],
+    project_urls={"Paper": "https://arxiv.org/abs/2203.06850"},
+    keywords="all-MLP gMLP sMLP mixture-of-experts language-models fairseq",
+    cmdclass={"build_py": BuildWithExamples},
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["smlp", "smlp.*", "data_prep", "data_prep.*"]),
     package_data={"data_prep": ["sources/*.toml"], "smlp": ["py.typed"]},
@@ -60,10 +86,12 @@ setup(
         "sentencepiece>=0.2",
         "fvcore>=0.1.5",
         "numpy>=1.26",
+        "PyYAML>=6",
+        "tqdm>=4.66",
     ],
     extras_require={
         "bench": ["g-mlp-gpt>=0.0.15", "g-mlp-pytorch>=0.1.5"],
-        "lm-eval": ["lm-eval>=0.4.13,<0.5"],
+        "lm-eval": LM_EVAL,
         "data": DATA,
         "docs": DOCS,
         "export": ["safetensors>=0.4.3"],
@@ -71,15 +99,18 @@ setup(
         "squad": ["torchmetrics>=1.9,<2"],
         "vision": VISION,
         "test": [
-            *("mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
-            *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", "lm-eval>=0.4.13,<0.5"),
+            *("build>=1.2", "mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
+            *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", *LM_EVAL),
             *("torchmetrics>=1.9,<2", *DATA, *DOCS, *VISION),
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },
     entry_points={"console_scripts": ["smlp = smlp.cli.main:main"]},
     classifiers=[
-        "License :: OSI Approved :: MIT License",
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",

@@ -9,6 +9,8 @@
 set -euo pipefail
 
 EXAMPLES="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+USER_DIR="$EXAMPLES/../smlp" # of the clone; outside a clone, the installed package
+[ -d "$USER_DIR" ] || USER_DIR="$(smlp user-dir)"
 PAPER_GPUS=32
 
 # recipe ARCH CONTEXT BATCH_SIZE ACCUMULATE OPTIONS... -- DATA SAVE_DIR MORE...
@@ -32,7 +34,7 @@ recipe() {
         echo "smlp: error: GPUS=$gpus does not divide the $((PAPER_GPUS * accumulate)) batches of an update" >&2
         exit 1
     fi
-    ${TRAIN_COMMAND:-fairseq-train} "$data" --user-dir "$EXAMPLES/../smlp" --task language_modeling --arch "$arch" \
+    ${TRAIN_COMMAND:-fairseq-train} "$data" --user-dir "$USER_DIR" --task language_modeling --arch "$arch" \
         --tokens-per-sample "$context" --batch-size "$batch_size" --update-freq $((PAPER_GPUS * accumulate / gpus)) \
         --optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.1 --ddp-backend legacy_ddp \
         --save-dir "$save_dir" "${options[@]}" "$@"

@@ -1,4 +1,4 @@
-"""What each part of a trained model is worth: how much worse it predicts without.
+"""Measure what each part of a trained model is worth: how much worse the model predicts without it.
 
     python scripts/ablate_sublayers.py --path checkpoint_last.pt --data data-bin [--subset valid] [--limit-tokens 16384]
 
@@ -41,7 +41,7 @@ SUBLAYERS: dict[type[nn.Module], str] = {
 
 
 def parts(decoder: Decoder) -> Iterator[tuple[str, str, nn.Module]]:
-    """Name of the block, what the part is, and the module, in the order of the model."""
+    """Return each part's block, name and module, in the order of the model."""
     for name, module in decoder.named_modules():
         block = ".".join(name.split(".")[:2])
         for kind, what in SUBLAYERS.items():
@@ -53,7 +53,7 @@ def parts(decoder: Decoder) -> Iterator[tuple[str, str, nn.Module]]:
 
 @contextmanager
 def without(module: nn.Module) -> Iterator[None]:
-    """Inside the block the part does nothing."""
+    """Make the part do nothing inside this context."""
     if isinstance(module, SpatialWeights):
         kept = module.weight.detach().clone()
         with torch.no_grad():
@@ -77,7 +77,7 @@ def without(module: nn.Module) -> Iterator[None]:
 
 
 def ablate(decoder: Decoder, tokens: torch.Tensor, say: Callable[[str], None]) -> list[tuple[str, str, float]]:
-    """Block, part, and nats per token that are lost without it; the model's own loss comes first, as block ''."""
+    """Yield block, part, and nats per token lost without it; first comes the model's own loss, as block ''."""
 
     def nll() -> float:
         return -float(block_log_probs(decoder, tokens).double().mean())

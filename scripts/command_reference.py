@@ -130,7 +130,7 @@ def walk(parser: argparse.ArgumentParser, summary: str, above: str | None = None
 
 
 def added_options() -> Iterator[str]:
-    """What the plug-in adds to fairseq's command line."""
+    """Return what the plug-in adds to fairseq's command line."""
     from smlp.fairseq_compat.command_line import load_plugin
 
     load_plugin()

@@ -1,4 +1,4 @@
-"""The same models after different numbers of tokens: from when on is one ahead of another?
+"""Compare the same models after different numbers of tokens: from when on is one ahead of another?
 
     python scripts/compare_budgets.py --baseline gMLP --to docs/results/experts runs/compare/experts_*
 

@@ -1,4 +1,4 @@
-"""What leaky routing of features is worth: perplexity on tokens that nothing can predict.
+"""Show what leaky routing of features gains: perplexity on tokens that nothing can predict.
 
     python scripts/leak_on_noise.py [--updates 300]
 
@@ -33,7 +33,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Result:
-    """Perplexities per predicted token on fresh noise."""
+    """Return perplexities per predicted token on fresh noise."""
 
     one_pass: float
     #: every position with only what stands before it in sight
@@ -41,13 +41,13 @@ class Result:
 
 
 def noise(num_seqs: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, (B, T) each."""
+    """Return inputs and targets, (B, T) each."""
     tokens = torch.randint(FIRST, FIRST + NUM_SYMBOLS, (num_seqs, NUM_TOKENS + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def train_and_score(arch: str, num_updates: int, seed: int = 1) -> Result:
-    """Trains on noise, scores on other noise."""
+    """Train on noise and score on other noise."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = smlp.build(arch, **SIZES).train()

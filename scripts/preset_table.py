@@ -1,4 +1,4 @@
-"""Writes docs/presets.md: parameters and FLOPs of every preset, compared with the paper's.
+"""Write docs/presets.md: parameters and FLOPs of every preset, compared with the paper's.
 
     python scripts/preset_table.py
 
@@ -98,26 +98,26 @@ UNITS = {"expert": (1e6, "M"), "other": (1e6, "M"), "total": (1e9, "B"), "FLOPs"
 
 
 def quantities(config: ModelConfig) -> dict[str, float]:
-    """Parameters of the experts of one rank, of the rest and of the whole; multiply-adds for a batch of 2 x T."""
+    """Count parameters (experts of one rank, the rest, the whole) and the multiply-adds of a batch of 2 x T."""
     params = parameters(config)
     flops = forward_flops(config, NUM_SEQS)
     return {"expert": params.expert_per_rank, "other": params.other, "total": params.total, "FLOPs": flops}
 
 
 def show(quantity: str, value: float, digits: int) -> str:
-    """A number with its unit."""
+    """Format a number with its unit."""
     scale, unit = UNITS[quantity]
     return f"{value / scale:.{digits}f} {unit}"
 
 
 def difference(arch: str, quantity: str, printed: str) -> float:
-    """Ours from the paper's, relative."""
+    """Format the relative difference of ours from the paper's."""
     ours = quantities(preset(arch))[quantity] / UNITS[quantity][0]
     return round(ours / float(printed) - 1, 4) + 0.0  # no "-0.00 %"
 
 
 def dispatch_masks(config: ModelConfig) -> float:
-    """Multiply-adds that dense masks (tokens x experts x capacity) would take to dispatch and combine the tokens of a
+    """Return the multiply-adds of dense masks (tokens x experts x capacity) that dispatch and combine the tokens of a
     batch, at a capacity of k*N/E: 2 * N * (k * N) * H in every sparse layer."""
     num_tokens = NUM_SEQS * config.max_tokens
     slots = config.experts_per_token * num_tokens  # of all experts together
@@ -125,7 +125,7 @@ def dispatch_masks(config: ModelConfig) -> float:
 
 
 def remarks() -> dict[str, str]:
-    """Where the paper contradicts itself, or cannot be reproduced. Every number of ours is computed here."""
+    """Describe where the paper contradicts itself or cannot be reproduced. Every number of ours is computed here."""
 
     def ours(arch: str, quantity: str, digits: int = 2, **layers: int) -> str:
         return show(quantity, quantities(replace(preset(arch), **layers))[quantity], digits)
@@ -176,7 +176,7 @@ def remarks() -> dict[str, str]:
 
 
 def masked_quantities(name: str) -> tuple[float, float, float]:
-    """M parameters of an encoder without its masked LM head, with it, and GFLOPs, two for a multiply-add, of a text."""
+    """Return M parameters without and with the masked LM head, and GFLOPs of a text, two for a multiply-add."""
     arch, *sizes = name.split()
     settings = {}
     if sizes:
@@ -189,7 +189,7 @@ def masked_quantities(name: str) -> tuple[float, float, float]:
 
 
 def encoders_table() -> list[str]:
-    """A row for each encoder."""
+    """Return a row for each encoder."""
     lines = [
         "| preset | layers | T | parameters (M) | of these the masked LM head | GFLOPs |",
         "|---|---|---:|---:|---:|---:|",
@@ -206,7 +206,7 @@ def encoders_table() -> list[str]:
 
 
 def masked_table() -> list[str]:
-    """A row for each number that gmlp.txt prints of masked language models."""
+    """Return a row for each number that gmlp.txt prints of masked language models."""
     lines = [
         "| preset | M parameters without head | with it | paper | GFLOPs | paper | difference | printed in | remark |",
         "|---|---:|---:|---:|---:|---:|---:|---|---|",
@@ -222,7 +222,7 @@ def masked_table() -> list[str]:
 
 
 def presets_table() -> list[str]:
-    """A row for each language model."""
+    """Return a row for each language model."""
     lines = [
         "| preset | layers | E | ranks | expert per rank (M) | other (M) | total (M) | GFLOPs | MFLOPs per token |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -242,7 +242,7 @@ def presets_table() -> list[str]:
 
 
 def paper_table(numbers: dict[str, int]) -> list[str]:
-    """A row for each number that the paper prints."""
+    """Return a row for each number that the paper prints."""
     lines = ["| preset | | ours | paper | difference | printed in | remark |", "|---|---|---:|---:|---:|---|---:|"]
     names = {"expert": "expert per rank", "other": "other parameters", "total": "all parameters", "FLOPs": "FLOPs"}
     for arch, quantity, printed, where, remark in PAPER:
@@ -255,7 +255,7 @@ def paper_table(numbers: dict[str, int]) -> list[str]:
 
 
 def modules_table() -> list[str]:
-    """Table 3: what mixes the tokens, at H = 1024, F = 4096."""
+    """Return rows of Table 3: what mixes the tokens, at H = 1024, F = 4096."""
     lines = [
         "| module | heads | parameters (M) | paper | FLOPs (G) | paper |",
         "|---|---:|---:|---:|---:|---:|",
@@ -319,7 +319,7 @@ and the work of all experts of a layer on the H features. The paper's FLOPs are 
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     notes = remarks()
     cited = dict.fromkeys(remark for *_, remark in PAPER if remark)
     numbers = {name: number for number, name in enumerate(cited, start=1)}

@@ -1,4 +1,4 @@
-"""The steps of scripts/quickstart.sh after the installation: text, training, evaluation, samples.
+"""Run the steps of scripts/quickstart.sh after the installation: text, training, evaluation, samples.
 
 Everything goes to one run folder. A step whose result is there is skipped, so the script can be run again; a run that
 was stopped goes on from its last checkpoint.
@@ -39,7 +39,7 @@ PROMPTS = ("This function returns", "The name of the", "If the argument is not")
 
 
 def make_text(options: argparse.Namespace, text: Path) -> None:
-    """Step 1: train.txt, valid.txt and test.txt."""
+    """Step 1: make train.txt, valid.txt and test.txt."""
     if options.splits:
         return
     if (text / MANIFEST).is_file():
@@ -53,14 +53,14 @@ def make_text(options: argparse.Namespace, text: Path) -> None:
 
 
 def make_data(options: argparse.Namespace, text: Path, pieces: Path, data: Path) -> None:
-    """Step 2: a SentencePiece vocabulary of the training text, and fairseq's binary files."""
+    """Step 2: make a SentencePiece vocabulary of the training text, and fairseq's binary files."""
     if not tools.make_data(text, pieces, data, options.vocab_size, options.logs("x").parent):
         print(f"      {data} is there, skipped")
     print(f"      {len(Vocabulary.load(data / 'dict.txt'))} symbols in {data / 'dict.txt'}")
 
 
 def seconds_per_update(arch: str, vocab_size: int, num_updates: int = 4) -> float:
-    """Measures forward, backward and optimizer of one batch on this machine."""
+    """Measure forward, backward and optimizer of one batch on this machine."""
     model = smlp.build(arch, vocab_size=vocab_size, max_tokens=TOKENS_PER_SAMPLE, dropout=0.0)
     optimizer = torch.optim.Adam(model.parameters())
     tokens = torch.randint(4, vocab_size, (BATCH_SIZE, TOKENS_PER_SAMPLE + 1))
@@ -76,7 +76,7 @@ def seconds_per_update(arch: str, vocab_size: int, num_updates: int = 4) -> floa
 
 
 def choose_num_updates(options: argparse.Namespace, data: Path, chosen: Path) -> int:
-    """The updates for each model that fit the time; measured once, so that a stopped run goes on with the same."""
+    """Return each model's updates that fit the time; measured once, so that a stopped run resumes with the same."""
     if not chosen.is_file():
         updates = options.updates
         if updates is None:
@@ -88,13 +88,13 @@ def choose_num_updates(options: argparse.Namespace, data: Path, chosen: Path) ->
 
 
 def train(options: argparse.Namespace, arch: str, data: Path, run: Path, num_updates: int) -> None:
-    """Steps 3 and 4: fairseq-train, with a live display; its whole output goes to a log."""
+    """Steps 3 and 4: run fairseq-train with a live display; its whole output goes to a log."""
     if not tools.train(arch, arch, data, run, num_updates, VALIDATIONS, options.logs(f"train-{arch}"), more=[]):
         print(f"      {run} is trained, skipped")
 
 
 def report(options: argparse.Namespace, text: Path, data: Path, folders: dict[str, Path], num_updates: int) -> None:
-    """Step 5: the table and the picture of the loss curves."""
+    """Step 5: print the table and draw the loss curves."""
     size = measure_text(text / "valid.txt")
     vocab_size = len(Vocabulary.load(data / "dict.txt"))
     train_tokens = read_fairseq_tokens(data / "train").tokens
@@ -144,7 +144,7 @@ def report(options: argparse.Namespace, text: Path, data: Path, folders: dict[st
 
 
 def sample(run: Path, prompts: tuple[str, ...]) -> None:
-    """Step 6: text that the sparse model writes."""
+    """Step 6: let the sparse model write text."""
     model = smlp.load_pretrained(run / "checkpoint_best.pt")
     for number, prompt in enumerate(prompts):
         print(f"\n  > {prompt}", end="", flush=True)
@@ -155,7 +155,7 @@ def sample(run: Path, prompts: tuple[str, ...]) -> None:
 
 
 def announce(step: int, text: str) -> None:
-    """Says which step begins; what goes wrong until the next one is reported under its number."""
+    """Announce a step; an error before the next one is reported under its number."""
     announce.step = step
     print(f"[{step}/6] {text}", flush=True)
 
@@ -164,7 +164,7 @@ announce.step = 0
 
 
 def positive(text: str) -> int:
-    """An option's value, at least 1."""
+    """Parse an option's value, at least 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
     return int(text)
@@ -223,7 +223,7 @@ the next three commands to try (after: source {os.path.relpath(ROOT / ".venv/bin
 
 
 def settings_of(options: argparse.Namespace) -> dict:
-    """What a run folder belongs to: the text's content, the vocabulary and the training budget."""
+    """Return what a run folder belongs to: the text's content, the vocabulary and the training budget."""
     sources = [Path(name) for name in options.text or []]
     if options.splits:
         sources = [options.splits / f"{name}.txt" for name in ("train", "valid", "test")]
@@ -236,7 +236,7 @@ def settings_of(options: argparse.Namespace) -> dict:
 
 
 def check_settings(options: argparse.Namespace) -> None:
-    """Refuses a run folder that was made with other settings: its parts would be mixed up with new ones."""
+    """Refuse a run folder that was made with other settings: its parts would be mixed up with new ones."""
     settings, data = settings_of(options), options.out / "data" / MANIFEST
     is_fresh = not data.is_file() or not (options.out / "settings.json").is_file()
     if is_fresh:

@@ -1,4 +1,4 @@
-"""How much is lost because evaluation routes greedily, and how evenly the experts are used then.
+"""Measure what greedy routing costs in evaluation, and how evenly it uses the experts.
 
     python scripts/routing_report.py --path checkpoint_best.pt --data data-bin [--subset valid]
 
@@ -32,7 +32,7 @@ from smlp.text.binarized import read_fairseq_tokens
 
 
 class WithOffsets(nn.Module):
-    """Each token's best expert, with a number for each expert added; the weights are those of the affinities alone."""
+    """Choose each token's best expert after adding a number for each expert; weights depend on affinities alone."""
 
     def __init__(self, router: BalancedRouter, offset_E: Tensor) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class WithOffsets(nn.Module):
 
 
 def even_offsets(logits_NE: Tensor, steps: int = 500) -> Tensor:
-    """A number for each expert, (E,), with which the best experts of these tokens have nearly equal loads.
+    """Find a number for each expert, (E,), with which the best experts of these tokens have nearly equal loads.
 
     What has too much gets less, in ever smaller steps: the subgradient method for the prices of a balanced assignment.
     """
@@ -58,7 +58,7 @@ def even_offsets(logits_NE: Tensor, steps: int = 500) -> Tensor:
 
 
 def logits_in_training(decoder: Decoder, tokens: Tensor) -> dict[str, Tensor]:
-    """Affinities (N, E) of a stream by layer, the tokens routed as in training."""
+    """Return the affinities (N, E) of a stream by layer, with the tokens routed as in training."""
     found: dict[str, list[Tensor]] = {}
     hooks = [
         layer.router.register_forward_hook(
@@ -73,20 +73,20 @@ def logits_in_training(decoder: Decoder, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def add_offsets(decoder: Decoder, tokens: Tensor) -> None:
-    """From now on its routers add offsets, found on these tokens (N,)."""
+    """Make the model's routers add offsets that are found on these tokens (N,)."""
     logits = logits_in_training(decoder, tokens)
     for layer in balanced_layers(decoder):
         layer.router = WithOffsets(layer.router, even_offsets(logits[layer.name])).eval()
 
 
 def balanced_layers(decoder: Decoder) -> list[TokenMoE]:
-    """Those whose experts BASE's router chooses."""
+    """Return the tMoEs whose experts BASE's router chooses."""
     layers = [module for module in decoder.modules() if isinstance(module, TokenMoE)]
     return [layer for layer in layers if isinstance(layer.router, BalancedRouter)]
 
 
 def evaluate(decoder: Decoder, tokens: Tensor, balanced: bool) -> tuple[float, dict[str, Tensor]]:
-    """Perplexity per token of a stream (N,), in blocks of T, and the load of each expert by layer."""
+    """Return the perplexity per token of a stream (N,), in blocks of T, and each expert's load by layer."""
     loads: dict[str, Tensor] = {}
 
     def count(context: ForwardContext) -> None:
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def show(name: str, perplexity: float, loads: dict[str, Tensor]) -> None:
-    """Prints what :func:`evaluate` found."""
+    """Print what :func:`evaluate` found."""
     print(f"{name}: perplexity per token {perplexity:.2f}")
     for layer, load in sorted(loads.items()):
         share = load / load.sum() * 100

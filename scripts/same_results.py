@@ -57,11 +57,11 @@ for words in json.loads(sys.argv[1]):
 
 
 class Failure(Exception):
-    """A command did not end well."""
+    """A command failed."""
 
 
 class Steps:
-    """What is run: with the code of ``tree``, into the folder ``out``, from the checkpoints and data in ``base``."""
+    """Run the steps with the code of ``tree`` in the folder ``out``, from the checkpoints and data in ``base``."""
 
     def __init__(self, tree: Path, out: Path, base: Path) -> None:
         self.tree, self.out, self.base = tree, out, base

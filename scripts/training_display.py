@@ -1,4 +1,4 @@
-"""A live line for a training run, from what fairseq-train writes with --log-format json."""
+"""Show a live line for a training run, from what fairseq-train writes with --log-format json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TrainingDisplay:
         self._last_tenth = 0
 
     def feed(self, line: str) -> None:
-        """Takes one line of output; others than fairseq's records are ignored."""
+        """Take one line of output; only fairseq's records count."""
         if "{" not in line:
             return
         try:
@@ -54,6 +54,6 @@ class TrainingDisplay:
             print(line, flush=True)
 
     def close(self) -> None:
-        """Ends the line."""
+        """End the line."""
         if self.live:
             print(flush=True)

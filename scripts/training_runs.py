@@ -1,4 +1,4 @@
-"""What the scripts that train models share: tools with a log each, data, fairseq-train, fairseq-eval-lm."""
+"""Run the steps that scripts which train models share: data, fairseq-train, fairseq-eval-lm, each with a log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECIPE = shlex.split(
 
 
 def executable(name: str) -> str:
-    """A command of this Python's environment, such as fairseq-train."""
+    """Return the path of a command in this Python's environment, such as fairseq-train."""
     return str(Path(sys.executable).parent / name)
 
 
@@ -41,7 +41,7 @@ def _failure(step: str, status: int, log: Path) -> UserError:
 
 
 def run_tool(name: str, command: list[str], log: Path) -> str:
-    """Runs a command with its output in ``log``; returns the output. Raises UserError naming step and log."""
+    """Run a command with its output in ``log`` and return the output. Raises UserError naming step and log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
@@ -51,8 +51,8 @@ def run_tool(name: str, command: list[str], log: Path) -> str:
 
 
 def settle(out: Path, settings: dict, is_fresh: bool) -> None:
-    """Writes down what a run folder is made with, and refuses one that was made with other settings, whose parts would
-    be mixed up with new ones; ``is_fresh`` if it holds nothing yet that could be."""
+    """Record what a run folder is made with, and refuse one that was made with other settings, whose parts would be
+    mixed up with new ones; ``is_fresh`` if it holds no parts yet."""
     path = out / "settings.json"
     if is_fresh or not path.is_file():
         path.write_text(json.dumps(settings, indent=2))
@@ -66,7 +66,7 @@ def settle(out: Path, settings: dict, is_fresh: bool) -> None:
 
 
 def make_data(text: Path, pieces: Path, data: Path, vocab_size: int, logs: Path) -> bool:
-    """A SentencePiece vocabulary of the training text, and fairseq's binary files; False if they were there."""
+    """Make a SentencePiece vocabulary and fairseq's binary files; return False if they were there."""
     if (data / MANIFEST).is_file():
         return False
     step = [sys.executable, "-m", "smlp", "data"]
@@ -88,7 +88,7 @@ def train(
     log: Path,
     more: list[str],
 ) -> bool:
-    """fairseq-train with a live display and its whole output in ``log``; False if it was done before.
+    """Run fairseq-train with a live display and its whole output in ``log``; return False if it was done before.
 
     ``more`` are further options. A run that was stopped goes on from its last checkpoint.
     """
@@ -111,7 +111,7 @@ def train(
 
 
 def _watch(command: list[str], display: TrainingDisplay, output: TextIO) -> int:
-    """Runs a command, shows and writes down what it prints; returns its exit status."""
+    """Run a command, show and record what it prints, and return its exit status."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         for line in process.stdout:
@@ -128,7 +128,7 @@ def _watch(command: list[str], display: TrainingDisplay, output: TextIO) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What fairseq-eval-lm reports."""
+    """Scores that fairseq-eval-lm reports."""
 
     #: natural negative log-likelihood, summed
     total_nll: float
@@ -136,7 +136,7 @@ class Evaluation:
 
 
 def eval_lm(name: str, data: Path, run: Path, log: Path) -> Evaluation:
-    """fairseq-eval-lm on the validation text with the best checkpoint."""
+    """Run fairseq-eval-lm on the validation text with the best checkpoint."""
     command = [executable("fairseq-eval-lm"), str(data), "--user-dir", "smlp", "--gen-subset", "valid"]
     command += ["--path", str(run / "checkpoint_best.pt"), "--batch-size", "32"]
     command += ["--tokens-per-sample", str(TOKENS_PER_SAMPLE)]

@@ -362,3 +362,9 @@ def _cannot_write(target: Path, error: OSError) -> str:
     except OSError:
         free = "that directory is gone"
     return f"cannot write {target}: {error.strerror} ({free}); the files saved before are untouched"
+
+
+def project_folder() -> Path:
+    """Return the folder with ``examples/`` and ``scripts/slurm/``: the clone, or a wheel's copy of both."""
+    package = Path(__file__).resolve().parent
+    return package.parent if (package.parent / "examples" / "recipe.sh").is_file() else package / "project"

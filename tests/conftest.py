@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 from running import HELPERS, TINY_LM, USER_DIR, Finished, run_python, start_python
 
+from smlp.launch.machine import let_torchvision_load
+
+let_torchvision_load()  # before any test file imports timm or torchmetrics
+
 
 def tiny_sentences(count: int, seed: int) -> list[str]:
     """Sentences with something to learn: the subject decides the verb and the object."""

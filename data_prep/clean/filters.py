@@ -180,7 +180,7 @@ def _identifier() -> Any:
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError:
-        raise UserError("--language: install the extra 'data' (pip install 'smlp[data]'), or use any") from None
+        raise UserError("--language: install the extra 'data' (pip install -e '.[data]'), or use any") from None
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 

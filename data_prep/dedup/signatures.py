@@ -112,7 +112,7 @@ def _datasketch():
     try:
         import datasketch
     except ImportError:
-        raise UserError("near duplicates: install the extra 'data' (pip install 'smlp[data]'), or --no-near") from None
+        raise UserError("near duplicates: install the extra 'data' (pip install -e '.[data]'), or --no-near") from None
     return datasketch
 
 

@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     for one in wanted:
         if packages := one.missing_packages():
             raise UserError(
-                f"{one.source.name} needs {', '.join(packages)}: install the extra 'data': pip install 'smlp[data]'"
+                f"{one.source.name} needs {', '.join(packages)}: install the extra 'data': pip install -e '.[data]'"
             )
     return max(_fetch_one(one) for one in wanted)
 

@@ -29,7 +29,7 @@ def pages(
         UserError: warcio or trafilatura is not installed.
     """
     if find_spec("warcio") is None or find_spec("trafilatura") is None:
-        raise UserError("for WARC files install the extra 'data': pip install 'smlp[data]'")
+        raise UserError("for WARC files install the extra 'data': pip install -e '.[data]'")
     from warcio.archiveiterator import ArchiveIterator
 
     extract = helper(f"{__name__}:text_of_page", max_seconds, ("trafilatura",))

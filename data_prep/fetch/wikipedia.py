@@ -45,7 +45,7 @@ def articles(
         UserError: mwparserfromhell is not installed.
     """
     if find_spec("mwparserfromhell") is None:
-        raise UserError("for Wikipedia install the extra 'data': pip install 'smlp[data]'")
+        raise UserError("for Wikipedia install the extra 'data': pip install -e '.[data]'")
     parse = helper(f"{__name__}:text_of_article", max_seconds, ("mwparserfromhell",))
     num_pages, in_page = 0, False
     try:

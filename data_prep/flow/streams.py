@@ -139,7 +139,7 @@ def from_extra(module: str, purpose: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError(f"{purpose} install the extra 'data': pip install 'smlp[data]'") from None
+        raise UserError(f"{purpose} install the extra 'data': pip install -e '.[data]'") from None
 
 
 class WrittenFile:

@@ -107,7 +107,7 @@ def train_byte_level(lines: Iterable[str], vocab_size: int) -> dict[str, bytes]:
     try:
         import tokenizers
     except ImportError:
-        raise UserError("--kind gpt2 needs the package tokenizers: pip install 'smlp[data]'") from None
+        raise UserError("--kind gpt2 needs the package tokenizers: pip install -e '.[data]'") from None
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(

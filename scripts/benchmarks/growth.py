@@ -1,4 +1,4 @@
-"""How the time of a layer grows with tokens, and with experts at equal tokens."""
+"""Measure how the time of a layer grows with tokens, and with experts at equal tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IN_SHORT = ("smlp",)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Twice the sequences in twice the time; four times the experts in the same time."""
+    """Yield rows; targets are twice the time for twice the sequences, and equal time for four times the experts."""
     num_seqs = 1 if settings.scale > 1 else 8
     for arch in IN_SHORT if settings.quick else BLOCKS:
         steps = {count: _step(settings, arch, 8, count * num_seqs) for count in (1, 2)}

@@ -1,4 +1,4 @@
-"""Whole updates (forward, backward, Adam) of masked language models: ours at equal FLOPs, and fairseq's RoBERTa."""
+"""Time updates (forward, backward, Adam) of masked language models: ours at equal FLOPs, and fairseq's RoBERTa."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TARGETS = {128: 1.1, 512: None}
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """gMLP and aMLP of base width against BERT, and BERT with its norms after the sublayers against fairseq's."""
+    """Compare gMLP and aMLP of base width with BERT, and post-LN BERT with fairseq's RoBERTa."""
     for length, target in TARGETS.items():
         bert = _small(preset("bert_mlm_base", num_dense_layers=LAYERS), length, settings)
         configs = {
@@ -60,7 +60,7 @@ def _small(config: ModelConfig, length: int, settings: Settings) -> ModelConfig:
 
 
 def equal(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-    """As many layers as cost what another model does, as nearly as whole layers can."""
+    """Return the model with the number of layers whose cost comes nearest to another model's."""
     wanted = flops_per_token(other)
     deep = [replace(config, num_dense_layers=layers) for layers in range(1, 100)]
     return min(deep, key=lambda one: abs(flops_per_token(one) - wanted))
@@ -72,7 +72,7 @@ def _build(config: ModelConfig, settings: Settings) -> Encoder:
 
 
 def update(model: nn.Module, tokens_Bn: Tensor) -> Callable[[], None]:
-    """An update on the same tokens each time, of which every seventh or so is asked for."""
+    """Return a function that does one update, always on the same tokens; about every seventh is a target."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     num_asked = tokens_Bn.size(0) * num_masked(tokens_Bn.size(1))
     asked_Bn = torch.zeros_like(tokens_Bn, dtype=torch.bool)

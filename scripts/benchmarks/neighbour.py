@@ -1,4 +1,4 @@
-"""The same next to another program that keeps one core busy: shared machines, quotas, two runs side by side."""
+"""Repeat measurements while another program keeps one core busy, as on shared machines or with two runs at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOWER = 2.2
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Fast paths against the obvious ones, which must not win here either, and updates against the idle machine."""
+    """Compare fast paths with the obvious ones, which must not win here either, and updates with an idle machine's."""
     if settings.device != "cpu":
         return
     with _neighbour() as (resume, pause):
@@ -53,7 +53,7 @@ def _after(first: Callable[[], None], step: Callable[[], None]) -> Callable[[], 
 
 @contextmanager
 def _neighbour() -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """A process that computes for ever: how to let it run, and how to stop it for a while."""
+    """Start a process that computes for ever; yield a function that lets it run and one that pauses it."""
     command = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(command, preexec_fn=end_with_parent()) as process:
         try:

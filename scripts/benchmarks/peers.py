@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smlp.config import ModelConfig
+from smlp.launch.machine import let_torchvision_load
 
 #: what cannot be measured here, and why
 absent: dict[str, str] = {}
@@ -155,6 +156,12 @@ def roberta(config: ModelConfig) -> nn.Module | None:
     )
     base_architecture(options)
     return RobertaModel.build_model(options, Namespace(source_dictionary=words, target_dictionary=words))
+
+
+def timm() -> object | None:
+    """timm, whose models of images are ours by another hand."""
+    let_torchvision_load()
+    return module("timm", "timm")
 
 
 def _words(config: ModelConfig) -> object:

@@ -1,4 +1,4 @@
-"""Rows of the benchmark, as text, Markdown and JSON."""
+"""Print the benchmark's rows as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "numpy", "fairscale", "g-mlp-gpt", "g-mlp-pytorch", "triton
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: ours against something else, in the same run."""
+    """One comparison of ours with something else, measured in the same run."""
 
     section: str
     #: what is timed, with its sizes
@@ -34,17 +34,17 @@ class Row:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the target is met; None without one."""
+        """Return whether the target is met; None without a target."""
         return None if self.target is None else self.ratio >= self.target
 
 
 def compared(section: str, what: str, ours: float, other: str, theirs: float, target: float | None = None) -> Row:
-    """A row about times in seconds."""
+    """Make a row of two times in seconds."""
     return Row(section, what, 1e3 * ours, other, 1e3 * theirs, "ms", theirs / ours, target)
 
 
 def machine(device: str, threads: int) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return what the figures depend on: versions, machine, threads."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -56,20 +56,20 @@ def machine(device: str, threads: int) -> dict[str, Any]:
 
 
 def verdict(row: Row) -> str:
-    """The target and whether it holds, in a few characters."""
+    """Return the target and whether it holds, in a few characters."""
     if row.target is None:
         return ""
     return f">= {row.target:.3g} {'holds' if row.holds else 'MISSED'}"
 
 
 def as_text(row: Row) -> str:
-    """One line for the terminal."""
+    """Return one line for the terminal."""
     figures = f"{row.ours:10.2f} {row.theirs:10.2f} {row.unit:<3} {row.ratio:7.2f}x"
     return f"{row.what:<58} {row.other:<30} {figures}  {verdict(row)}".rstrip()
 
 
 def as_markdown(about: dict[str, Any], rows: Iterable[Row], absent: dict[str, str]) -> str:
-    """The report that is committed under docs/."""
+    """Return the report that is committed under docs/."""
     known = ", ".join(f"{name} {value}" for name, value in about.items() if value and name not in ("date", "device"))
     lines = [
         "# Benchmark",
@@ -95,5 +95,5 @@ def as_markdown(about: dict[str, Any], rows: Iterable[Row], absent: dict[str, st
 
 
 def as_json(about: dict[str, Any], rows: Iterable[Row], absent: dict[str, str]) -> dict[str, Any]:
-    """The same, as plain values."""
+    """Return the report as plain values."""
     return {"about": about, "rows": [{**asdict(row), "holds": row.holds} for row in rows], "absent": absent}

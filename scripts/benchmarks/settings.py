@@ -1,4 +1,4 @@
-"""What a run of the benchmark was asked for; its models: the paper's shapes, with fewer layers and half the width."""
+"""Settings of a benchmark run, and its models: the paper's shapes, with fewer layers and half the width."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL_SIZE = {"num_dense_layers": 28, "num_sparse_layers": 12}
 
 @dataclass(frozen=True)
 class Settings:
-    """Device and effort; ``scale`` divides all sizes, which only the tests want."""
+    """Device and effort of a run; ``scale`` divides all sizes, which only the tests use."""
 
     device: str = "cpu"
     quick: bool = False
@@ -29,27 +29,27 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """bf16 on a GPU, fp32 on a CPU."""
+        """Return bf16 for a GPU and fp32 for a CPU."""
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
     @property
     def repeats(self) -> int:
-        """Times that each alternative is run."""
+        """Return how often each alternative is run."""
         if self.scale > 1:
             return 1
         return 5 if self.quick else 11
 
     def tensor(self, *shape: int, learnt: bool = True) -> torch.Tensor:
-        """Normal numbers."""
+        """Return a tensor of normal numbers."""
         return torch.randn(*shape, device=self.device, dtype=self.dtype, requires_grad=learnt)
 
     def sized(self, *sizes: int) -> tuple[int, ...]:
-        """The sizes of a test where one is asked for."""
+        """Return the sizes, divided by ``scale``."""
         return tuple(max(size // self.scale, 1) for size in sizes)
 
 
 def matched(settings: Settings, archs: list[str]) -> dict[str, Match]:
-    """Each architecture at the cost of sMLP: on a CPU a model for two cores, on a GPU the paper's small size."""
+    """Return each architecture at the cost of sMLP: on a CPU a model for two cores, on a GPU the paper's small size."""
     gpu = settings.device == "cuda"
     width, hidden, length, vocabulary = settings.sized(WIDTH, HIDDEN, LENGTH, VOCABULARY)
     if gpu:
@@ -65,7 +65,7 @@ def matched(settings: Settings, archs: list[str]) -> dict[str, Match]:
 
 
 def through(layer: nn.Module, x_BnH: Tensor, tokens_Bn: Tensor | None = None) -> Callable[[], Tensor]:
-    """The forward pass of a layer or block with auxiliary losses, whose gradients are wanted too."""
+    """Return the forward pass of a layer or block with auxiliary losses, whose gradients are wanted too."""
 
     def run() -> Tensor:
         update_BnH, aux_losses = layer(x_BnH, ForwardContext(tokens_Bn=tokens_Bn))

@@ -35,7 +35,7 @@ _PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
 
 
 def _middle(row: int) -> float:
-    """Where the middle of a token's row is."""
+    """Return the middle of a token's row."""
     return _TOP + row * _ROW + (_ROW - 0.6) / 2
 
 
@@ -47,7 +47,7 @@ def training_plan(num_choices: int) -> RoutingPlan:
 
 
 def evaluation_plan(num_choices: int) -> RoutingPlan:
-    """The same with capacity for every choice."""
+    """Return the plan with capacity for every choice."""
     return RoutingPlan.from_choices(top_k_choices(SCORES_NE, num_choices), NUM_EXPERTS)
 
 

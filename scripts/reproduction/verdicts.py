@@ -196,7 +196,7 @@ class Claim:
 
     @property
     def sentence(self) -> str:
-        """What the paper says, with the names of the models here."""
+        """Return what the paper says, with the names of the models here."""
         said = self.statement
         return f"{self.first.name} has {'lower' if said.is_lower else 'higher'} {said.figure} than {self.second.name}"
 

@@ -265,5 +265,5 @@ def safetensors_library() -> ModuleType:
     try:
         import safetensors
     except ImportError:
-        raise UserError("a .safetensors file needs the package safetensors: pip install 'smlp[export]'") from None
+        raise UserError("a .safetensors file needs the package safetensors: pip install -e '.[export]'") from None
     return safetensors

@@ -52,7 +52,7 @@ _PREFIX, _ = PREFIXES
 _FROM_DENSE = (
     *FROM_TASK,
     *("embed_dim", "ffn_dim", "dense_block", "num_heads", "positions", "activation", "dropout"),
-    *("attention_dropout", "layer_norm", "spatial_weights"),
+    *("attention_dropout", "layer_norm", "embedding_norm", "spatial_weights"),
     *("checkpoint_activations", "embed_init_std", "spatial_init_scale"),
 )
 _GROWN = ("smlp", "gmlp_moe")

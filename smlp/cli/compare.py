@@ -33,7 +33,7 @@ _REPORT_EPILOG = """examples:
   smlp compare report runs/compare/quick --to docs/results/quick --baseline gMLP
 
 Runs that failed, are missing or half done are named, and the others reported. Drawing needs matplotlib:
-pip install "smlp[plots]". What is in the report: docs/compare.md.
+pip install -e ".[plots]". What is in the report: docs/compare.md.
 """
 
 

@@ -18,7 +18,7 @@ EPILOG = """examples:
   smlp lm-eval --path checkpoint_best.pt --tasks lambada_openai,wikitext --json results.json
   smlp lm-eval --path checkpoint_best.pt --tasks mine --include-path my_tasks
 
-Needs the extra lm-eval (pip install 'smlp[lm-eval]'). With --data-dir, the six tasks of smlp zeroshot are read from
+Needs the extra lm-eval (pip install -e '.[lm-eval]'). With --data-dir, the six tasks of smlp zeroshot are read from
 their official files there, with the harness's prompts and rules, and nothing is fetched from the network.
 """
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
-        raise UserError(f"smlp lm-eval needs lm-evaluation-harness ({error}): pip install 'smlp[lm-eval]'") from None
+        raise UserError(f"smlp lm-eval needs lm-evaluation-harness ({error}): pip install -e '.[lm-eval]'") from None
     return as_team(args, lambda team: _evaluate(args, names, team))
 
 

@@ -29,7 +29,7 @@ EPILOG = """examples:
   smlp plot weights checkpoints/checkpoint_best.pt --layers 3,6 --experts all --format svg
   smlp plot weights amlp/checkpoint_best.pt --text "A man is asleep. ||| Nobody sleeps." --text "The sun rises."
 
-Drawing needs matplotlib: pip install "smlp[plots]". What each picture and number means: docs/plots.md.
+Drawing needs matplotlib: pip install -e ".[plots]". What each picture and number means: docs/plots.md.
 """
 
 #: stands between two texts that are read together

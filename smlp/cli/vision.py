@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -264,6 +265,7 @@ def _plot_options(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("plots"), metavar="DIR", help="folder for the pictures (default: %(default)s)"
     )
     parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the pictures (default: png)")
+    _model_options(parser, required=False)
     parser.add_argument("--no-ema", action="store_true", help="the weights themselves, not their moving average")
 
 
@@ -378,6 +380,23 @@ def run(args: argparse.Namespace) -> int:
     return work[args.action](args)
 
 
+def _import_timm() -> None:
+    """Import timm, whatever torchvision is installed.
+
+    Raises:
+        UserError: it is not installed, or does not fit the installed torch and torchvision.
+    """
+    from smlp.launch.machine import let_torchvision_load
+
+    let_torchvision_load()
+    try:
+        importlib.import_module("timm")
+    except ModuleNotFoundError as error:
+        raise UserError(f'images need timm: pip install "smlp[vision]" (there is no {error.name})') from None
+    except (ImportError, RuntimeError) as error:
+        raise UserError(f"timm cannot be imported ({error}): install torch and torchvision that fit together") from None
+
+
 def _data(args: argparse.Namespace) -> int:
     from data_prep.images import fetch
 
@@ -399,7 +418,6 @@ def _train(args: argparse.Namespace) -> int:
     from smlp.fairseq_compat.arguments import without_options
     from smlp.launch.local import run_ranks, this_program
     from smlp.launch.ranks import has_terminal, place_of
-    from smlp.vision.timm_import import import_timm
 
     if args.resume and args.initial_checkpoint:
         raise UserError("--resume and --initial-checkpoint both name weights to begin with: give one of the two")
@@ -412,7 +430,7 @@ def _train(args: argparse.Namespace) -> int:
         )
     if args.nproc > 1:
         return run_ranks([*this_program(), *without_options(args.words, "--nproc")], args.nproc)
-    import_timm()
+    _import_timm()
     from smlp.vision.train import train
 
     with_sentences(train, _options_of(args))
@@ -421,15 +439,12 @@ def _train(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from smlp.cli.json_file import check_outputs, write_json
-    from smlp.vision.timm_import import import_timm
 
     check_outputs(json=args.json)
-    import_timm()
+    _import_timm()
     from smlp.vision.evaluate import evaluate
 
-    options = _options_of(args)
-    options.pretrained, options.drop, options.drop_path = False, None, None
-    report = with_sentences(evaluate, options)
+    report = with_sentences(evaluate, _options_of(args))
     speed = report["images_per_second"]
     print(
         f"{report['model']} ({report['parameters']:,} parameters), {report['image_size']} pixels, {report['weights']}\n"
@@ -445,9 +460,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from smlp.vision.timm_import import import_timm
 
-    import_timm()
+    _import_timm()
     from smlp.vision.compare import read_comparison, run_comparison
 
     parser = argparse.ArgumentParser(prog=f"{args.file}: options of smlp vision train", add_help=False)
@@ -460,17 +474,18 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _plot(args: argparse.Namespace) -> int:
     from smlp.plots.drawing import check_matplotlib
-    from smlp.vision.timm_import import import_timm
 
     check_matplotlib()
-    import_timm()
-    from smlp.plots.image_units import draw_image_units
-    from smlp.vision.checkpoints import read_checkpoint
+    _import_timm()
+    from smlp.plots.images import draw_images
+    from smlp.vision.evaluate import model_of
+    from smlp.vision.model import ImageModel
 
-    checkpoint = read_checkpoint(args.checkpoint)
-    averaged = None if args.no_ema else checkpoint.get("state_dict_ema")
-    name = getattr(checkpoint.get("args"), "model", Path(args.checkpoint).name)
-    for path in draw_image_units(averaged or checkpoint["state_dict"], name, args.out, args.format):
+    options = _options_of(args)
+    model = model_of(options)
+    if not isinstance(model, ImageModel):
+        raise UserError(f"{args.checkpoint} is of timm's {options.model}: pictures are of smlp_mixer_* and smlp_gmlp_*")
+    for path in draw_images(model, args.out, options.model, args.format):
         print(path)
     return 0
 

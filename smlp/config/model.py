@@ -23,6 +23,7 @@ POSITIONS = ("none", "sinusoidal", "learned")
 DIRECTIONS = ("causal", "bidirectional")
 SPATIAL_WEIGHTS = ("full", "toeplitz")
 LAYER_NORMS = ("before", "after")
+EMBEDDING_NORMS = ("none", "layer")
 SPARSE_PLACEMENTS = ("spread", "alternate")
 FEATURE_ROUTINGS = ("deterministic", "partial", "leaky")
 FEATURE_EXPERTS = ("gated", "linear", "additive")
@@ -134,6 +135,11 @@ class ModelConfig(MoEConfig):
     layer_norm: str = setting(
         "before", "where Transformer blocks have their layer norms, before each sublayer or after it", LAYER_NORMS
     )
+    embedding_norm: str = setting(
+        "none",
+        "whether a layer norm follows the embedding, positions included, as in BERT (layer_norm=after always has one)",
+        EMBEDDING_NORMS,
+    )
     dropout: float = setting(0.1, "dropout probability after the embedding and after every sublayer")
     attention_dropout: float = setting(0.0, "dropout probability of the weights of self-attention")
     activation: str = setting("gelu", "activation function", ACTIVATIONS)
@@ -201,6 +207,11 @@ class ModelConfig(MoEConfig):
     def moe(self) -> ModelConfig:
         """Return this configuration itself, which also holds the settings of the sparse part."""
         return self
+
+    @property
+    def has_embedding_norm(self) -> bool:
+        """Return whether the embedding has a layer norm besides the one that all models have."""
+        return self.embedding_norm == "layer" and self.layer_norm == "before"
 
     @property
     def block_kinds(self) -> tuple[Any, ...]:

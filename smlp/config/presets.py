@@ -44,6 +44,7 @@ _MLM = {
     "max_tokens": 128,
     "dropout": 0.0,
     "embed_init_std": 0.02,
+    "embedding_norm": "layer",  # as in BERT: without it, attention learns the text many times more slowly
     "num_sparse_layers": 0,
 }
 _GMLP_MLM = {**_MLM, "spatial_weights": "toeplitz", "embed_dim": 512, "ffn_dim": 3072}

@@ -131,19 +131,20 @@ def parameters(config: ModelConfig, world_size: int | None = None) -> Parameters
 
 
 def _embedding(config: ModelConfig, num_tokens: int) -> Iterator[Component]:
-    """Yield the costs of the tied embedding, learnt positions and the final norm, and of an encoder's head.
+    """Yield the costs of the tied embedding, learnt positions, norms outside the blocks, and of an encoder's head.
 
     An encoder's output is computed for masked positions only, see :func:`num_masked`.
     """
     H, V = config.embed_dim, config.vocab_size
     positions = config.max_tokens * H if config.positions == "learned" else 0
+    norms = 1 + config.has_embedding_norm
     asked = num_masked(num_tokens) / num_tokens if config.is_bidirectional else 1
     yield Component(
         root_of(config),
         None,
         EMBEDDING,
-        other_params=V * H + positions + 2 * H,
-        work={OUTPUT: asked * V * H, NORMS: LAYER_NORM_FLOPS * H},
+        other_params=V * H + positions + norms * 2 * H,
+        work={OUTPUT: asked * V * H, NORMS: norms * LAYER_NORM_FLOPS * H},
     )
     if config.is_bidirectional:
         yield Component(

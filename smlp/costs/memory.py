@@ -114,6 +114,7 @@ def activations_per_position(config: ModelConfig) -> float:
         ).activations_per_position(config)
         for layer in range(config.num_layers)
     )
-    # input and output of the norm, and logits
-    head = 2 * config.embed_dim + LAYER_NORM_KEEPS + config.vocab_size
+    # input of each norm outside the blocks, output of the last one, and logits
+    norms = 1 + config.has_embedding_norm
+    head = (1 + norms) * config.embed_dim + norms * LAYER_NORM_KEEPS + config.vocab_size
     return dropout_keeps(config) + blocks + head

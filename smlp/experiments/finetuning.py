@@ -74,7 +74,7 @@ class TaskData:
 
     @property
     def is_squad(self) -> bool:
-        """Whether answers are spans of text."""
+        """Return whether answers are spans of text."""
         return self.num_classes is None
 
     @property
@@ -101,7 +101,7 @@ class Encoder:
 
     @property
     def has_attention(self) -> bool:
-        """Whether dropout of attention has something to act on."""
+        """Return whether the model has attention, on which dropout can act."""
         own = flatten(self.config)
         return bool(own.get("gmlp_attention_dim")) or self.config.dense_block == "transformer"
 
@@ -128,7 +128,7 @@ class FinetuningRun:
 
 @dataclass(frozen=True)
 class Finetuning:
-    """What is fine-tuned, on what, and how; of ``epochs`` and ``updates``, one is given."""
+    """A request to fine-tune a checkpoint on data; either ``epochs`` or ``updates`` is given."""
 
     encoder: Encoder
     data: TaskData

@@ -13,12 +13,12 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import smlp
 from smlp.errors import UserError
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.plan import PlannedRun, training_words
 from smlp.experiments.spec import Experiment
+from smlp.files import project_folder
 from smlp.launch.local import this_program
 
 _SECONDS = 1800.0  # time to check all runs
@@ -49,7 +49,8 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Pla
     size += ["--tasks-per-node", str(resources.tasks_per_node)] if resources.tasks_per_node else []
     logs = ["--logs", str(folder.path / "slurm" / "logs")]
     array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
-    command = ["bash", str(script("submit.sh")), *size, "--sweep", str(names), *logs, *array, *resources.sbatch]
+    submit_script = ["bash", str(scripts_folder() / "submit.sh")]
+    command = [*submit_script, *size, "--sweep", str(names), *logs, *array, *resources.sbatch]
     output = _run([*command, "--", data, str(parent)])
     training = _job_of(output, r"^job (\d+)")
     _note_job(folder, training)
@@ -96,16 +97,20 @@ def jobs_in_queue(folder: Folder) -> list[str]:
     return [job for job in jobs if job in done.stdout.split()]
 
 
-def script(name: str) -> Path:
-    """Return the path of a file of ``scripts/slurm``.
+def scripts_folder() -> Path:
+    """Return the folder of the scripts that submit jobs: ``scripts/slurm`` of ``SMLP_ROOT``, the clone or the wheel.
 
     Raises:
-        UserError: the package is installed without its clone.
+        UserError: ``SMLP_ROOT`` names a folder without these scripts.
     """
-    path = Path(smlp.__path__[0]).parent / "scripts" / "slurm" / name
-    if not path.is_file():
-        raise UserError(f"run.where: slurm needs the scripts of a clone, and there is no {path}: pip install -e .")
-    return path
+    root = Path(os.environ.get("SMLP_ROOT") or project_folder())
+    folder = root / "scripts" / "slurm"
+    if not (folder / "submit.sh").is_file():
+        raise UserError(
+            f"run.where: slurm needs scripts/slurm/submit.sh, which {root} does not have: 'smlp examples DIR' writes "
+            "it; then set SMLP_ROOT=DIR"
+        )
+    return folder
 
 
 def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None = None) -> str:
@@ -119,8 +124,9 @@ def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None
     options = [f"--dependency={dependency}"] if dependency else []
     options += [f"--output={output}", *resources.sbatch]
     options += ["--gres=gpu:1"] if resources.gpus_per_node else ["--gres=none"]
-    command = ["sbatch", "--parsable", *options, str(script("score.sbatch"))]
-    environment = {"SMLP_ROOT": str(Path(smlp.__path__[0]).parent)}
+    scripts = scripts_folder()
+    command = ["sbatch", "--parsable", *options, str(scripts / "score.sbatch")]
+    environment = {"SMLP_ROOT": str(scripts.parents[1])}
     job = _job_of(_run([*command, str(folder.yaml), str(folder.path)], environment), r"^(\d+)")
     _note_job(folder, job)
     return job

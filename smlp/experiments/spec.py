@@ -25,7 +25,7 @@ class ModelEntry:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it is a masked language model."""
+        """Return whether it is a masked language model."""
         direction = self.overrides.get("direction", PRESETS.get(self.arch, {}).get("direction"))
         return direction == "bidirectional"
 

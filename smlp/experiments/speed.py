@@ -25,7 +25,7 @@ from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder
 from smlp.text.binarized import read_fairseq_tokens
 
-HOW = "forward, backward and Adam in a plain loop, models in turn, no run of the experiment beside it"
+HOW = "forward, backward and Adam in a plain loop, models in turn, with no run of the experiment at the same time"
 _LEARNING_RATE = 1e-5  # so small that routing hardly changes
 
 

@@ -1,8 +1,10 @@
-"""Find what a process may use of this machine, and how its threads wait for each other. Imports no torch."""
+"""Find what a process may use of this machine, and how its threads wait for each other. Loading it imports no torch."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +19,8 @@ _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LOAD = Path("/proc/loadavg")
 _SAMPLES, _SAMPLE_SECONDS = 5, 0.01
+#: operators whose absence ends the import of torchvision
+_TORCHVISION_OPERATORS = ("nms", "qnms")
 
 
 def num_cores() -> int:
@@ -103,3 +107,22 @@ def let_waiting_threads_sleep() -> None:
     threads = int(given) if given.isdecimal() else num_cores()
     if threads > 1 and others_running() + threads > (os.cpu_count() or 1):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+
+
+def let_torchvision_load() -> None:
+    """Let torchvision be imported although its compiled operators do not fit the installed torch.
+
+    PyPI's torchvision is built for CUDA. With torch's CPU build its library does not load, and ``import torchvision``
+    ends with "operator torchvision::nms does not exist". Once the operators are declared, the import works; they fail
+    only when they are called. timm needs torchvision; torchmetrics imports it if it is installed: call this first.
+    """
+    found = None if "torchvision" in sys.modules else importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None:
+        return
+    import torch
+
+    with suppress(OSError):
+        torch.ops.load_library(str(Path(found.origin).parent / "_C.so"))
+    for name in _TORCHVISION_OPERATORS:
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

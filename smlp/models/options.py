@@ -1,4 +1,4 @@
-"""What the fairseq models of this package share: their options, and every preset as an architecture of one of them."""
+"""Options of this package's fairseq models, and every preset as an architecture of one of them."""
 
 from __future__ import annotations
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from smlp.errors import NaNError
-from smlp.moe.dispatch import LocalDispatcher, TokenDispatcher
+from smlp.moe.dispatch import EveryExpertDispatcher, LocalDispatcher, TokenDispatcher
 from smlp.moe.exchange import TokenShuffle
 from smlp.moe.routers.routing import Router, Routing
 from smlp.nn.state import ForwardContext, Observation
+from smlp.ops.fast_paths import needs_fixed_shapes
 from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 
 
@@ -46,6 +47,7 @@ class TokenMoE(nn.Module):
         self.dispatcher = dispatcher or LocalDispatcher()
         self.shuffle = shuffle
 
+    @torch.compiler.disable  # how many tokens an expert gets depends on the data, and ranks wait for each other
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the update (B, n, H) to add to x, and the router's auxiliary losses.
 
@@ -55,7 +57,9 @@ class TokenMoE(nn.Module):
         all_NH = x_NH = x_BnH.flatten(0, 1)
         token_ids_N = None if context.tokens_Bn is None else context.tokens_Bn.flatten()
         rows_N = way_back = None
-        if context.valid_Bn is not None:
+        is_fixed = needs_fixed_shapes()
+        dispatcher = EveryExpertDispatcher() if is_fixed else self.dispatcher
+        if context.valid_Bn is not None and not is_fixed:
             with stage_of(self.name, PERMUTE):
                 rows_N = context.valid_Bn.flatten().nonzero().squeeze(1)
                 token_ids_N = None if token_ids_N is None else token_ids_N.index_select(0, rows_N)
@@ -65,12 +69,12 @@ class TokenMoE(nn.Module):
             token_ids_N = None
         routing = self._route(x_NH, token_ids_N, context)
         with stage_of(self.name, PERMUTE):
-            inputs, record = self.dispatcher.dispatch(x_NH, routing.plan)
+            inputs, record = dispatcher.dispatch(x_NH, routing.plan)
             beside = self._beside_tokens(rows_N, record, context)
         with stage_of(self.name, EXPERTS):
             outputs = self.experts(inputs, record.counts, *beside)
         with stage_of(self.name, PERMUTE):
-            update_NH = self.dispatcher.combine(outputs, routing.weight_A, record)
+            update_NH = dispatcher.combine(outputs, routing.weight_A, record)
         if self.shuffle is not None and way_back is not None:
             update_NH = self.shuffle.back(update_NH, way_back)
         if rows_N is not None:

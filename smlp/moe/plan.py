@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from smlp.ops.fast_paths import is_traced
+
 
 @dataclass(frozen=True)
 class RoutingPlan:
@@ -42,7 +44,7 @@ class RoutingPlan:
     def from_experts(cls, expert_N: Tensor, num_experts: int) -> RoutingPlan:
         """Return the plan in which token i goes to expert ``expert_N[i]`` (N,)."""
         token_A = expert_N.argsort(stable=True)
-        counts_E = torch.bincount(expert_N, minlength=num_experts)
+        counts_E = occurrences(expert_N, num_experts)
         return cls(token_A, expert_N[token_A], counts_E, expert_N.numel(), place_N=_inverse(token_A))
 
     @classmethod
@@ -86,15 +88,22 @@ class RoutingPlan:
         dropped = {"capacity": num_wanted - token_A.numel()}
         if wanted_NK is not None:
             dropped["second_expert"] = num_tokens * num_choices - num_wanted
-        counts_E = torch.bincount(expert_A, minlength=num_experts)
+        counts_E = occurrences(expert_A, num_experts)
         place_N = _inverse(token_A) if num_choices == 1 and token_A.numel() == num_tokens else None
         return cls(token_A, expert_A, counts_E, num_tokens, choice_NK, rank_Q[order_A], dropped, place_N)
+
+
+def occurrences(expert_Q: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert occurs, (E,), int64."""
+    if is_traced():  # the size of what bincount returns depends on the values
+        return (expert_Q.unsqueeze(1) == torch.arange(num_experts, device=expert_Q.device)).sum(dim=0)
+    return torch.bincount(expert_Q, minlength=num_experts)
 
 
 def slots(expert_Q: Tensor, num_experts: int) -> Tensor:
     """Return the place of each item in its expert's queue, (Q,): how many before it go to the same expert."""
     order_Q = expert_Q.argsort(stable=True)
-    counts_E = torch.bincount(expert_Q, minlength=num_experts)
+    counts_E = occurrences(expert_Q, num_experts)
     first_E = counts_E.cumsum(0) - counts_E
     place_Q = torch.empty_like(order_Q)
     place_Q[order_Q] = torch.arange(expert_Q.numel(), device=expert_Q.device) - first_E[expert_Q[order_Q]]

@@ -19,6 +19,7 @@ from smlp.nn.blocks.base import AuxLosses, build_blocks
 from smlp.nn.layers import Dropout
 from smlp.nn.state import ForwardContext
 from smlp.ops import linear
+from smlp.ops.fast_paths import is_traced
 from smlp.parallel import Ranks
 from smlp.parallel.spans import EMBEDDING, LOGITS, span
 
@@ -62,6 +63,7 @@ class Stack(nn.Module):
             self.positions = nn.Parameter(torch.empty(config.max_tokens, config.embed_dim))
             if not self.positions.is_meta:
                 nn.init.normal_(self.positions, std=std if config.is_bidirectional else config.embed_dim**-0.5)
+        self.embedding_norm = nn.LayerNorm(config.embed_dim) if config.has_embedding_norm else None
         self.dropout = Dropout(config.dropout)
         self.blocks = build_blocks(config, ranks)
         #: follows the blocks; precedes them if their own norms follow the sublayers
@@ -125,15 +127,17 @@ class Stack(nn.Module):
                 # by convention, Transformer decoders scale the embedding and BERT does not
                 scale = 1.0 if self.config.is_bidirectional else math.sqrt(self.config.embed_dim)
                 x_BnH = x_BnH * scale + self.positions[start:end].to(x_BnH.dtype)
-            if self.config.layer_norm == "after":
+            if self.embedding_norm is not None:
+                x_BnH = self.embedding_norm(x_BnH)
+            elif self.config.layer_norm == "after":
                 x_BnH = self.norm(x_BnH)
             x_BnH = self.dropout(x_BnH)
         return x_BnH
 
     def _valid(self, tokens_Bn: Tensor) -> Tensor | None:
-        """Return True at real tokens, (B, n), or None where there is no padding."""
+        """Return True at real tokens, (B, n), or None where there is no padding; where torch traces, never None."""
         valid_Bn = tokens_Bn != self.config.padding_idx
-        return None if valid_Bn.all() else valid_Bn
+        return None if not is_traced() and valid_Bn.all() else valid_Bn
 
     def project(self, x_BnH: Tensor) -> Tensor:
         """Return the logits (B, n, V) of hidden states (B, n, H); the output matrix is the embedding."""

@@ -2,7 +2,7 @@
 
 from smlp.ops.assignment import balanced_assignment, balanced_assignments
 from smlp.ops.feed_forward import expert_feed_forward
-from smlp.ops.functional import ACTIVATION_FUNCTIONS, activated_halves, dropout, linear
+from smlp.ops.functional import ACTIVATION_FUNCTIONS, activated_halves, dropout, linear, token_linear
 from smlp.ops.losses import token_losses
 from smlp.ops.rows import permuted_columns, permuted_rows, summed_rows
 from smlp.ops.spatial import causal_spatial_projection, spatial_projection, toeplitz_matrices
@@ -21,5 +21,6 @@ __all__ = [
     "spatial_projection",
     "summed_rows",
     "toeplitz_matrices",
+    "token_linear",
     "token_losses",
 ]

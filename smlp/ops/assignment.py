@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from smlp.ops.assignment_repair import PathRepair, move_cheapest, num_to_move
-from smlp.ops.fast_paths import assign_exactly, bands_of_tokens
+from smlp.ops.fast_paths import assign_exactly, bands_of_tokens, is_traced
 from smlp.ops.functional import columns_by_bands, rows_by_bands
 
 #: fixed noise of this share of the scores' spread breaks ties (the median token's largest minus smallest)
@@ -76,6 +76,7 @@ def balanced_assignment(scores: Tensor) -> Tensor:
     return balanced_assignments(scores.unsqueeze(0))[0]
 
 
+@torch.compiler.disable  # as many steps as these scores need, with their values
 def balanced_assignments(scores: Tensor) -> Tensor:
     """:func:`balanced_assignment` of several problems of one size, each by itself, in one go.
 
@@ -140,7 +141,9 @@ def _along_paths(values_NE: Tensor, price_1E: Tensor, owner_N: Tensor, taken_off
 
 
 def check_no_nan(scores: Tensor) -> None:
-    """Raises FloatingPointError, with the number of bad tokens, if any score (N, E) is NaN."""
+    """Raises FloatingPointError, with the number of bad tokens, if any score (N, E) is NaN; not where torch traces."""
+    if is_traced():
+        return
     bad = scores.isnan().any(dim=1)
     if bad.any():
         raise FloatingPointError(f"{int(bad.sum())} of {scores.size(0)} tokens have NaN routing scores")

@@ -59,11 +59,32 @@ def reference_ops() -> Iterator[None]:
         _reference_only.reset(token)
 
 
+def is_traced() -> bool:
+    """Return whether torch turns this code into a graph or transforms it: compile, export, and those of torch.func.
+
+    Values of tensors cannot decide anything then, and fast paths with gradients by hand have no place.
+    """
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def needs_fixed_shapes() -> bool:
+    """Return whether no shape may depend on values: in ``torch.export`` and ``torch.func.vmap``."""
+    if torch.compiler.is_exporting():
+        return True
+    levels = torch._C._functorch.get_interpreter_stack() if not torch.compiler.is_compiling() else None
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels or ())
+
+
+def _only_obvious() -> bool:
+    """Return whether the obvious paths are asked for, or a graph is made, which torch makes fast itself."""
+    return is_traced() or _reference_only.get()
+
+
 def allowed(*tensors: Tensor) -> bool:
     """Return whether a fast path may be taken at all: not for mixed dtypes (autocast)."""
     first = tensors[0]
     return (
-        not _reference_only.get()
+        not _only_obvious()
         and all(tensor.dtype == first.dtype for tensor in tensors)
         and not torch.is_autocast_enabled(first.device.type)
     )
@@ -79,11 +100,13 @@ def reads_in_place(x_Bnhc: Tensor, start: int) -> bool:
 
     Copying all sequences together first takes longer on a CPU than the product.
     """
-    return start > 0 and x_Bnhc.size(0) > 0 and allowed(x_Bnhc) and x_Bnhc.device.type == "cpu"
+    return start > 0 and allowed(x_Bnhc) and x_Bnhc.size(0) > 0 and x_Bnhc.device.type == "cpu"
 
 
 def takes_bands(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
     """Return whether a linear map uses a batched product of bands: for few rows on a CPU, without gradients."""
+    if is_traced():  # before any size is compared, so that a graph holds for other sizes too
+        return False
     given = (x, weight_OI) if bias_O is None else (x, weight_OI, bias_O)
     few = x.numel() == weight_OI.size(1) or 0 < x.numel() <= min(BANDED_INPUTS, 4 * weight_OI.size(1))
     return (
@@ -102,7 +125,8 @@ def takes_onednn(num_multiplications: int, *tensors: Tensor) -> bool:
     """Return whether oneDNN computes a product of these tensors: a large one in float32, on a CPU where MKL is slow."""
     first = tensors[0]
     return (
-        num_multiplications >= ONEDNN_MULTIPLICATIONS
+        not is_traced()
+        and num_multiplications >= ONEDNN_MULTIPLICATIONS
         and first.device.type == "cpu"
         and first.dtype == torch.float32
         and allowed(*tensors)
@@ -168,19 +192,19 @@ def product_precision(dtype: torch.dtype, device: torch.device) -> str:
 
 def assign_exactly(num_tokens: int, num_experts: int) -> bool:
     """Return whether a balanced assignment is repaired to the optimum, which takes long where it is large."""
-    return _reference_only.get() or num_tokens * num_experts <= EXACT_SCORES or num_tokens < 4 * num_experts
+    return _only_obvious() or num_tokens * num_experts <= EXACT_SCORES or num_tokens < 4 * num_experts
 
 
 def bands_of_tokens(weight_BNE: Tensor) -> int:
     """Return into how many bands an assignment's weights are cut by token for products with a vector; 1 for none."""
     num_problems, num_tokens, _ = weight_BNE.shape
     banded = num_problems == 1 and weight_BNE.device.type == "cpu" and weight_BNE.numel() >= BANDED_SCORES
-    return math.gcd(num_tokens, BANDS) if banded and not _reference_only.get() else 1
+    return math.gcd(num_tokens, BANDS) if banded and not _only_obvious() else 1
 
 
 def loses_by_rows(logits_NV: Tensor) -> bool:
     """Return whether token losses are computed for a part of the positions at a time; False without positions."""
-    return logits_NV.numel() > 0 and allowed(logits_NV) and not _recorded((logits_NV,))
+    return allowed(logits_NV) and logits_NV.numel() > 0 and not _recorded((logits_NV,))
 
 
 def rows_of_logits(logits_NV: Tensor) -> int:
@@ -199,12 +223,18 @@ def groups_products(x_AI: Tensor, num_hidden: int) -> bool:
 
 def draws_own_masks(x: Tensor) -> bool:
     """Return whether dropout draws its mask itself instead of leaving it to torch, which is fast on a GPU only."""
-    return not _reference_only.get() and x.device.type == "cpu"
+    return not _only_obvious() and x.device.type == "cpu"
+
+
+def skips_dropped(x: Tensor) -> bool:
+    """Return whether a residual branch is computed for the samples that keep it alone; a GPU would wait for their
+    number."""
+    return x.device.type == "cpu" and not _only_obvious()
 
 
 def fuses_adam(parameters: Iterable[Tensor]) -> bool:
     """Return whether one kernel updates these parameters: all in float32 on a CPU, and so their gradients."""
-    return not _reference_only.get() and all(
+    return not _only_obvious() and all(
         value.device.type == "cpu" and value.dtype == torch.float32 and value.layout == torch.strided
         for parameter in parameters
         for value in (parameter, parameter.grad)

@@ -50,6 +50,17 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     return F.linear(x, weight_OI, bias_O)
 
 
+def token_linear(x_BSC: Tensor, weight_OS: Tensor, bias_O: Tensor) -> Tensor:
+    """``W x + b`` over the tokens of each sequence, (B, S, C) to (B, O, C): :func:`linear` of the transposed input.
+
+    Nothing is transposed: the matrix is multiplied with each sequence as it lies in memory.
+    """
+    num_multiplications = x_BSC.numel() * weight_OS.size(0)
+    if not allowed(x_BSC, weight_OS, bias_O) or takes_onednn(num_multiplications, x_BSC, weight_OS, bias_O):
+        return linear(x_BSC.transpose(1, 2), weight_OS, bias_O).transpose(1, 2)
+    return torch.baddbmm(bias_O.unsqueeze(1), weight_OS.expand(x_BSC.size(0), -1, -1), x_BSC)
+
+
 def few_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """:func:`linear` where :func:`smlp.ops.fast_paths.takes_bands` says so."""
     bands = math.gcd(weight_OI.size(0), BANDS)

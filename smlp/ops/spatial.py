@@ -91,8 +91,8 @@ def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:
 def _projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int) -> Tensor:
     """Without a gate, by torch's own products."""
     num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
-    strip = triangle_strip(num_tokens)
-    if strip is not None and start == 0 and allowed(x_Bnhc, weight_hTT, bias_hT):
+    strip = triangle_strip(num_tokens) if start == 0 and allowed(x_Bnhc, weight_hTT, bias_hT) else None
+    if strip is not None:
         return TriangularProjection.apply(x_Bnhc, weight_hTT, bias_hT, strip)
     weight_hmn = weight_hTT[:, start:num_tokens, :num_tokens]
     if num_tokens - start > 1:  # a single last row has nothing above the diagonal

@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _wide(number):
-    """As int64: elements of a tensor may be more than 2^31."""
+    """Convert to int64: a tensor may have more than 2^31 elements."""
     return number + tl.zeros((), dtype=tl.int64)
 
 

@@ -10,7 +10,6 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 #: stages of a sparse layer: scores and auxiliary losses; assignment; sorting by expert and back; sending to the
 #: experts' ranks; the experts; sending back; waiting for other ranks to arrive at the layer
@@ -55,6 +54,11 @@ class _Span:
         _open.num_whole -= self.is_whole
         _open.stack.pop()
         self.range.__exit__(*error)
+
+
+def _profiler_enabled() -> bool:
+    """Return whether ranges are recorded; a compiled graph has none."""
+    return not torch.compiler.is_compiling() and torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def span(name: str) -> AbstractContextManager[None]:

@@ -44,7 +44,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UserError('drawing needs matplotlib: pip install "smlp[plots]"') from error
+        raise UserError('drawing needs matplotlib: pip install -e ".[plots]"') from error
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:

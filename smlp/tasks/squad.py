@@ -227,5 +227,5 @@ class SquadTask(FairseqTask):
 
     @property
     def target_dictionary(self) -> Dictionary:
-        """The same: models are built with either."""
+        """The same dictionary: models are built with either."""
         return self.dictionary

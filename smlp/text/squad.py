@@ -19,6 +19,7 @@ import numpy as np
 
 from smlp.errors import UserError
 from smlp.files import read_text, regular_file
+from smlp.launch.machine import let_torchvision_load
 from smlp.text.binarized import check_recorded
 
 NO_ANSWER = -1  # in place of a token
@@ -140,7 +141,7 @@ def windows_of(split: SquadSplit, max_tokens: int, stride: int, max_question: in
         room = max_tokens - question_length - 3
         if room < 1:
             raise UserError(
-                f"--max-positions {max_tokens} has no room for a context beside the {question_length} tokens of "
+                f"--max-positions {max_tokens} has no room for a context after the {question_length} tokens of "
                 f"question {split.ids[question]} and 3 symbols: raise it, or lower --max-query-length {max_question}"
             )
         begin = 0
@@ -222,10 +223,11 @@ def answer_metric() -> Callable[[str, list[str]], tuple[float, float]]:
     Raises:
         UserError: torchmetrics is not installed.
     """
+    let_torchvision_load()
     try:
         from torchmetrics.functional.text import squad
     except ImportError:
-        raise UserError("the scores of SQuAD need torchmetrics: pip install 'smlp[squad]'") from None
+        raise UserError("the scores of SQuAD need torchmetrics: pip install -e '.[squad]'") from None
 
     def measure(prediction: str, answers: list[str]) -> tuple[float, float]:
         target = {"answers": {"answer_start": [], "text": answers or [""]}, "id": ""}  # no answer is an empty one

@@ -133,7 +133,7 @@ class ByteLevelBPE:
             import tokenizers
         except ImportError:
             raise UserError(
-                f"{encoder_json}: byte-level BPE needs the package tokenizers: pip install 'smlp[data]'"
+                f"{encoder_json}: byte-level BPE needs the package tokenizers: pip install -e '.[data]'"
             ) from None
         ids, merges = read_encoder(encoder_json), read_merges(encoder_json.with_name(VOCAB_BPE))
         try:

@@ -93,6 +93,32 @@ def precision_of(args: Namespace, device: torch.device) -> Callable[[], Abstract
     return lambda: torch.autocast(device.type, dtype=dtype, enabled=args.amp)
 
 
+def model_of(args: Namespace, checkpoint: dict[str, Any] | None = None) -> nn.Module:
+    """Return the trained model of ``args.checkpoint``.
+
+    Args:
+        args: options; those that are not given and describe the model or its images become those of the training.
+        checkpoint: its content, if it was read already.
+
+    Raises:
+        UserError: the checkpoint does not say what it is of, or does not fit the options.
+    """
+    checkpoint = checkpoint or read_checkpoint(args.checkpoint)
+    trained = trained_with(checkpoint, args.checkpoint) if args.model is None else Namespace()
+    for name in _TAKEN_OVER:
+        if getattr(args, name, None) in (None, {}, ""):
+            setattr(args, name, getattr(trained, name, getattr(args, name, None)))
+    args.classes = getattr(trained, "classes", None)
+    if args.num_classes is None:
+        args.num_classes = checkpoint["state_dict"].get("head.bias", torch.empty(0)).numel() or None
+    args.pretrained, args.drop, args.drop_path = False, None, None
+    if getattr(args, "change_resolution", False):
+        checkpoint = at_resolution(checkpoint, args, use_ema=not args.no_ema)
+    model = create_model(args)
+    load_weights(model, checkpoint, args.checkpoint, args, use_ema=not args.no_ema)
+    return model
+
+
 def evaluate(args: Namespace) -> dict[str, Any]:
     """Evaluate a checkpoint on a split of ``args.data_dir``.
 
@@ -104,26 +130,14 @@ def evaluate(args: Namespace) -> dict[str, Any]:
         UserError: checkpoint, data and options do not fit together.
     """
     checkpoint = read_checkpoint(args.checkpoint)
-    trained = trained_with(checkpoint, args.checkpoint) if args.model is None else Namespace()
-    for name in _TAKEN_OVER:
-        if getattr(args, name, None) in (None, {}, ""):
-            setattr(args, name, getattr(trained, name, getattr(args, name, None)))
-    classes = getattr(trained, "classes", None)
-    channels = 3 if args.in_chans is None else args.in_chans
-    dataset = open_split(args.data_dir, args.split, classes, channels)
-    if args.num_classes is None:
-        args.num_classes = len(dataset.reader.class_to_idx)
-    if len(dataset.reader.class_to_idx) > args.num_classes:
+    model = model_of(args, checkpoint)
+    dataset = open_split(args.data_dir, args.split, args.classes, 3 if args.in_chans is None else args.in_chans)
+    if len(dataset.reader.class_to_idx) > model.num_classes:
         raise UserError(
-            f"{dataset.reader.root} has {len(dataset.reader.class_to_idx)} classes, the model {args.num_classes}"
+            f"{dataset.reader.root} has {len(dataset.reader.class_to_idx)} classes, the model {model.num_classes}"
         )
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     args.rank, args.world_size, args.distributed = 0, 1, False
-    has_average = checkpoint.get("state_dict_ema") is not None
-    if args.change_resolution:
-        checkpoint = {**at_resolution(checkpoint, args, use_ema=not args.no_ema), "epoch": checkpoint.get("epoch")}
-    model = create_model(args)
-    load_weights(model, checkpoint, args.checkpoint, args, use_ema=not args.no_ema)
     config = resolve_data_config(vars(args), model=model)
     loader = evaluation_loader(dataset, args, config, device)
     start = time.perf_counter()
@@ -134,7 +148,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
         "model": args.model,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "image_size": config["input_size"][-1],
-        "weights": "state_dict_ema" if has_average and not args.no_ema else "state_dict",
+        "weights": "state_dict" if args.no_ema or checkpoint.get("state_dict_ema") is None else "state_dict_ema",
         "epoch": checkpoint.get("epoch"),
         **found,
         "device": device.type,

@@ -6,6 +6,7 @@ channels, ``G`` groups, ``K`` classes, ``g`` patches of side ``P`` along a side.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from smlp.config.settings import require
 from smlp.nn.blocks import SpatialGatingUnit
 from smlp.nn.layers import Dropout, FeedForward, Linear
 from smlp.nn.state import ForwardContext
-from smlp.ops import ACTIVATION_FUNCTIONS, activated_halves, linear
+from smlp.ops import ACTIVATION_FUNCTIONS, activated_halves, linear, token_linear
+from smlp.ops.fast_paths import skips_dropped
 from smlp.vision.presets import ImageConfig
 
 #: what timm calls ways of pooling; "" returns all tokens
@@ -24,7 +26,10 @@ _POOLS = {"mean": "avg", "cls": "token"}
 
 
 class DropPath(nn.Module):
-    """Drop the residual branch of some images in training, and scale the others so that the mean stays.
+    """Add a residual branch; in training drop it for some images, and scale it for the others so that the mean stays.
+
+    What is dropped is not computed on a CPU. On a GPU, and in a compiled model, it is computed and masked: there, the
+    number of images that are kept is not known in advance.
 
     Args:
         probability: of an image's branch.
@@ -34,11 +39,16 @@ class DropPath(nn.Module):
         super().__init__()
         self.probability = probability
 
-    def forward(self, x_BSC: Tensor) -> Tensor:
+    def forward(self, x_BSC: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``x + branch(x)``, (B, S, C), or ``x + branch(x) / (1 - p)`` for the images that keep it."""
         if not self.training or self.probability == 0:
-            return x_BSC
-        kept = 1 - self.probability
-        return x_BSC * x_BSC.new_empty(x_BSC.size(0), 1, 1).bernoulli_(kept).div_(kept)
+            return x_BSC + branch(x_BSC)
+        share = 1 - self.probability
+        kept_B = x_BSC.new_empty(x_BSC.size(0)).bernoulli_(share)
+        if skips_dropped(x_BSC):
+            index_b = kept_B.nonzero().squeeze(1)
+            return x_BSC.index_add(0, index_b, branch(x_BSC[index_b]), alpha=1 / share)
+        return x_BSC + branch(x_BSC) * kept_B.div(share).view(-1, 1, 1)
 
     def extra_repr(self) -> str:
         return f"probability={self.probability:.4g}"
@@ -119,7 +129,10 @@ class TokenMLP(nn.Module):
         return (x_BGSc.transpose(1, 2) if self.views is not None else x_BGSc.permute(0, 2, 3, 1)).flatten(2)
 
     def _mixed(self, x_BSC: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x_BSC.transpose(1, 2)))).transpose(1, 2)
+        if self.is_untied:
+            return self.fc2(self.activation(self.fc1(x_BSC.transpose(1, 2)))).transpose(1, 2)
+        hidden_BDC = self.activation(token_linear(x_BSC, self.fc1.weight, self.fc1.bias))
+        return token_linear(hidden_BDC, self.fc2.weight, self.fc2.bias)
 
 
 class MixerBlock(nn.Module):
@@ -140,9 +153,11 @@ class MixerBlock(nn.Module):
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         """(B, S, C) to (B, S', C)."""
-        mixed_BSC = self.mlp_tokens(self.norm1(x_BSC))
-        x_BSC = x_BSC + self.drop_path1(mixed_BSC) if self.is_residual else mixed_BSC
-        return x_BSC + self.drop_path2(self.mlp_channels(self.norm2(x_BSC)))
+        if self.is_residual:
+            x_BSC = self.drop_path1(x_BSC, lambda x: self.mlp_tokens(self.norm1(x)))
+        else:
+            x_BSC = self.mlp_tokens(self.norm1(x_BSC))
+        return self.drop_path2(x_BSC, lambda x: self.mlp_channels(self.norm2(x)))
 
 
 class GatedMLP(nn.Module):
@@ -177,7 +192,7 @@ class GatedMLPBlock(nn.Module):
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         """(B, S, C) to (B, S, C)."""
-        return x_BSC + self.drop_path(self.mlp_channels(self.norm(x_BSC)))
+        return self.drop_path(x_BSC, lambda x: self.mlp_channels(self.norm(x)))
 
 
 class ImageModel(nn.Module):

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 from smlp.errors import UserError
+from smlp.launch.machine import let_torchvision_load
 from smlp.vision.model import ImageModel
 from smlp.vision.presets import PRESETS, ImageConfig, preset
 from smlp.vision.weights import from_timm
 
+let_torchvision_load()
 try:
     from timm.models import build_model_with_cfg, generate_default_cfgs, get_pretrained_cfg, register_model
 except ImportError as error:
-    raise UserError(f'training image models needs timm: pip install "smlp[vision]" ({error})') from error
+    raise UserError(f"image models in timm need timm ({error}): pip install -e '.[vision]'") from error
 
 #: names of timm's global_pool for ours
 _POOLS = {"avg": "mean", "token": "cls"}

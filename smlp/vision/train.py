@@ -160,8 +160,8 @@ class _Run:
         for epoch in range(self.first_epoch, self.num_epochs):
             if self.mixes and self.args.mixup_off_epoch and epoch >= self.args.mixup_off_epoch:
                 self.batches.mixup_enabled = False
-            rate = self.optimizer.param_groups[0]["lr"]
             trained = self._one_epoch(epoch)
+            rate = self.optimizer.param_groups[0]["lr"]
             evaluated = self._evaluate()
             self._set_rate(epoch + 1, (epoch + 1) * self.updates_per_epoch)
             self._say(

@@ -144,7 +144,7 @@ def test_without_the_library_safetensors_is_refused_before_anything_is_written(
     whole: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert "pip install 'smlp[export]'" in refused(capsys, "merge", whole, "-o", tmp_path / "e.safetensors")
+    assert "pip install -e '.[export]'" in refused(capsys, "merge", whole, "-o", tmp_path / "e.safetensors")
     assert not (tmp_path / "e.safetensors").exists()
 
 

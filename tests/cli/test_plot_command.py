@@ -248,4 +248,4 @@ def test_a_folder_of_pictures_that_can_have_no_such_name(tmp_path, capsys):
 def test_without_matplotlib(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plot(tmp_path / "no.pt") == 1
-    assert 'pip install "smlp[plots]"' in capsys.readouterr().err
+    assert 'pip install -e ".[plots]"' in capsys.readouterr().err

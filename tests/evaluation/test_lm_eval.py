@@ -365,7 +365,7 @@ def test_bad_input_is_one_sentence(path, arguments, words, capsys):
 def test_without_the_harness_it_says_what_to_install(path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert lm_eval(path, "--tasks", "copa") == 1
-    assert "pip install 'smlp[lm-eval]'" in capsys.readouterr().err
+    assert "pip install -e '.[lm-eval]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -272,6 +272,7 @@ def test_a_failed_job_fails(user, does, status) -> None:
 
 def test_a_restart_runs_what_the_first_start_ran(user) -> None:
     shutil.copytree(REPOSITORY / "examples", user / "examples")
+    (user / "smlp").mkdir()  # the package of a clone, which the recipe names as --user-dir
     file = user / "examples" / "smlp.sh"
     job(user, TRAIN, file, "data", "runs/a", SMLP_DOES="exit 75")
     file.unlink()

@@ -186,5 +186,5 @@ def test_without_the_library_smlp_is_imported_and_says_what_is_missing(folder):
         [sys.executable, "-c", code, str(folder / "encoder.json")],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert "byte-level BPE needs the package tokenizers: pip install 'smlp[data]'" in done.stdout
+    assert "byte-level BPE needs the package tokenizers: pip install -e '.[data]'" in done.stdout
     assert smlp.__version__

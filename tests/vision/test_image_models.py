@@ -1,5 +1,7 @@
 """Blocks of image models: listing 1 and the variants of section A.1 written out, drop path, who sees whom."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from smlp.errors import UserError
 from smlp.nn.blocks import SpatialGatingUnit
 from smlp.nn.state import ForwardContext
+from smlp.ops.fast_paths import reference_ops
 from smlp.vision.model import DropPath, ImageModel
 from smlp.vision.presets import preset
 
@@ -134,6 +137,34 @@ def test_whole_images_are_dropped_and_the_mean_stays(name):
     (dropped, without), (kept, branch) = sorted(zip(counts.tolist(), values, strict=True), key=lambda pair: pair[0])
     assert 0.36 < dropped / (dropped + kept) < 0.44
     torch.testing.assert_close(0.4 * without + 0.6 * branch, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.999])
+@pytest.mark.parametrize("name", ["smlp_mixer_tiny", "smlp_gmlp_tiny"])
+def test_skipped_images_are_as_masked_ones(name, rate):
+    model = randomised(name, drop_path_rate=rate).train()
+    images = torch.randn(6, 3, 12, 12).double()
+
+    def passes(path):
+        torch.manual_seed(1)
+        with path:
+            logits = model(images)
+        return logits.detach(), torch.autograd.grad(logits.square().sum(), list(model.parameters()))
+
+    (fast, gradients), (expected, wanted) = passes(nullcontext()), passes(reference_ops())
+    torch.testing.assert_close(fast, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["smlp_mixer_tiny", "smlp_gmlp_tiny"])
+def test_a_compiled_model_is_one_graph_and_the_same_function(name):
+    model = randomised(name, drop_path_rate=0.3).train()
+    images, passes = torch.randn(4, 3, 12, 12).double(), []
+    for one in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(1)
+        logits = one(images)
+        passes.append((logits.detach(), *torch.autograd.grad(logits.square().sum(), list(model.parameters()))))
+    torch.testing.assert_close(*passes, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -11,7 +11,6 @@ from PIL import Image
 
 from data_prep.images import fetch
 from smlp.cli.main import main
-from smlp.vision import timm_import
 
 SMALL = ["--img-size", "8", "--in-chans", "1", "--mean", "0.3", "--std", "0.4", "-j", "0", "-b", "8", "--epochs", "1"]
 VIT = "vit_tiny_patch16_224"
@@ -185,31 +184,19 @@ def test_a_loss_that_is_no_number(digits, capsys, tmp_path):
 
 def test_without_timm(monkeypatch, capsys, digits):
     monkeypatch.setitem(sys.modules, "timm", None)
-    assert "images need timm and torchvision: pip install" in train(capsys, digits)
+    assert "images need timm: pip install" in train(capsys, digits)
 
 
-def test_operators_are_declared_only_where_they_are_missing(monkeypatch):
-    """A torchvision whose compiled part does not load fails with this message; another error is not hidden."""
-    calls = []
+def test_a_torchvision_that_does_not_fit(monkeypatch, capsys, digits):
+    real = importlib.import_module
 
-    def fails_once(name):
-        calls.append(name)
-        if len(calls) == 1:
-            raise RuntimeError("operator torchvision::nms does not exist")
-        return sys
-
-    monkeypatch.setattr(timm_import, "_declared", [])
-    monkeypatch.setattr(importlib, "import_module", fails_once)
-    monkeypatch.setattr(torch.library.Library, "define", lambda library, schema: calls.append(schema))
-    assert timm_import.import_timm() is sys
-    assert [call.partition("(")[0] for call in calls] == ["timm", "nms", "qnms", "timm"]
-
-    def fails(name):
-        raise RuntimeError("operator torchvision::other does not exist")
+    def fails(name, package=None):
+        if name == "timm":
+            raise RuntimeError("operator torchvision::other does not exist")
+        return real(name, package)
 
     monkeypatch.setattr(importlib, "import_module", fails)
-    with pytest.raises(timm_import.UserError, match=r"torchvision::other.*install torch and torchvision"):
-        timm_import.import_timm()
+    assert "torchvision::other does not exist): install torch and torchvision that fit" in train(capsys, digits)
 
 
 def test_grey_and_colour_images_are_read_as_the_model_wants(digits):

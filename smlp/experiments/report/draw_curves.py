@@ -93,7 +93,7 @@ def styles(models: Sequence[Model], by_family: bool = True) -> dict[str, Style]:
 
 @dataclass(frozen=True)
 class Horizontal:
-    """What perplexity is drawn against: a label with its unit, and the value of a model at an update."""
+    """An axis for perplexity: a label with its unit, and the value of a model at an update."""
 
     key: str
     label: str

@@ -67,7 +67,7 @@ def t_quantile(degrees: int) -> float:
     try:
         from scipy.special import stdtrit
     except ImportError as error:
-        raise UserError('intervals need scipy: pip install "smlp[plots]"') from error
+        raise UserError('intervals need scipy: pip install -e ".[plots]"') from error
 
     return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))
 
@@ -116,7 +116,7 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        """What a sample is: ``seed`` or ``round``."""
+        """Return what a sample is: ``seed`` or ``round``."""
         return "round" if self.is_by_round else "seed"
 
     def as_json(self) -> dict[str, Any]:

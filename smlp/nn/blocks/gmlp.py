@@ -39,7 +39,7 @@ GATES = ("split", "multiplicative", "additive", "linear")
 
 @dataclass(frozen=True)
 class GatedMLPSettings:
-    """What a gMLP block does with its features (gmlp.txt, sections 2.1, 4.1 and 4.3)."""
+    """Settings of a gMLP block (gmlp.txt, sections 2.1, 4.1 and 4.3)."""
 
     gate: str = setting(
         "split",

@@ -43,7 +43,7 @@ SCORES_OF = ("content", "relative", "relative_only")
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """What the scores of self-attention are made of (gmlp.txt, Table 3)."""
+    """Settings of self-attention: what its scores are made of (gmlp.txt, Table 3)."""
 
     attention: str = setting(
         "content",
