@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "costs": ("smlp.cli.costs", "show where the time of an update goes, layer by layer"),
     "plot": ("smlp.cli.plot", "pictures of a checkpoint: spatial filters, what goes to which expert"),
     "data": ("smlp.cli.data", "prepare training data: fetch, clean, dedup, sample, tokenizer, binarize, inspect"),
+    "vision": ("smlp.cli.vision", "images: train and evaluate MLP-Mixer and gMLP with timm's parts"),
     "examples": ("smlp.cli.examples", "write recipes, experiments and Slurm scripts to a folder"),
     "doctor": ("smlp.cli.doctor", "check versions, devices and speed on this machine"),
     "user-dir": ("smlp.cli.user_dir", "print the directory to give to fairseq's --user-dir"),
