@@ -1,0 +1,185 @@
+"""Tokenizers of this package as fast tokenizers of transformers, with the same ids.
+
+Where this package maps a line break to ``</s>``, so do they. What they do besides, as all tokenizers of transformers: the
+special symbols written out in a text are read as symbols, and the start symbol is put before a text
+(``add_special_tokens=False`` leaves it out).
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from smlp.errors import UserError
+from smlp.text.tokenizer import Tokenizer
+from smlp.text.tokenizer_files import (
+    DICTIONARY,
+    ENCODER_JSON,
+    MASK,
+    SPECIAL_SYMBOLS,
+    VOCAB_BPE,
+    Vocabulary,
+    find_tokenizer,
+    read_encoder,
+    read_merges,
+)
+from smlp.text.tokenizer_kinds import WORD_START
+
+_BOS, _PAD, _EOS, _UNK = SPECIAL_SYMBOLS
+_CHECKED = 200  # texts compared before a tokenizer is handed out
+#: white space of str.split(); \s lacks the four separators
+_WHITE_SPACE = r"[\s\x1c-\x1f]+"
+#: below any sum of log-probabilities of pieces in a line: symbols that text is never split into
+_NEVER = -1e6
+
+
+def fast_tokenizer(folder: Path, is_bidirectional: bool, start_token: int, max_tokens: int) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a folder with ``dict.txt`` and, if there is one, SentencePiece or byte-level BPE.
+
+    Args:
+        folder: with the files.
+        is_bidirectional: whether it is for an encoder: texts stand between ``<s>`` and ``</s>``, there is ``<mask>``,
+            and line breaks are not special.
+        start_token: id before every text for a language model.
+        max_tokens: T.
+
+    Raises:
+        UserError: the files cannot be read, or a fast tokenizer cannot give the same ids.
+    """
+    vocabulary, model = Vocabulary.load(folder / DICTIONARY), find_tokenizer([folder])
+    if is_bidirectional:
+        vocabulary = vocabulary.with_mask()
+    ours = Tokenizer(vocabulary, model)
+    if model is None:
+        fast = _words(vocabulary)
+    elif model.name == ENCODER_JSON:
+        fast = _byte_level(vocabulary, model)
+    else:
+        fast = _sentence_pieces(vocabulary, model)
+    start = vocabulary.symbols[start_token]
+    if not is_bidirectional:
+        lines = normalizers.Replace("\n", _EOS)
+        fast.normalizer = normalizers.Sequence([lines, fast.normalizer] if fast.normalizer else [lines])
+    # the end of a line is found in the normalised text, because line breaks become it there
+    end = AddedToken(_EOS, normalized=not is_bidirectional, special=True)
+    names = [_BOS, _PAD, _UNK, *([MASK] if is_bidirectional else [])]
+    fast.add_special_tokens([end, *(AddedToken(name, normalized=False, special=True) for name in names)])
+    single, pair = f"{start} $A", f"{start} $A $B"
+    if is_bidirectional:
+        single, pair = f"{_BOS} $A {_EOS}", f"{_BOS} $A {_EOS} {_EOS} $B {_EOS}"
+    fast.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=[(name, vocabulary.index[name]) for name in (_BOS, _EOS)]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        bos_token=_BOS if is_bidirectional else (end if start == _EOS else start),
+        eos_token=end,
+        pad_token=_PAD,
+        unk_token=_UNK,
+        **({"mask_token": MASK, "cls_token": _BOS, "sep_token": end} if is_bidirectional else {}),
+        model_max_length=max_tokens,
+        padding_side="right" if is_bidirectional else "left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    _check_same(made, ours, is_bidirectional, folder)
+    return made
+
+
+def _check_same(fast: PreTrainedTokenizerFast, ours: Tokenizer, is_bidirectional: bool, folder: Path) -> None:
+    """Compare the ids of texts that are put together from the vocabulary.
+
+    Raises:
+        UserError: some differ.
+    """
+    draw, last = random.Random(1), len(ours.vocabulary) - 1
+    for _ in range(_CHECKED):
+        text = ours.decode([draw.randint(len(SPECIAL_SYMBOLS), last) for _ in range(30)]).replace(MASK, "")
+        want = ours.encode(text) if is_bidirectional else ours.encode_lines(text)
+        if fast.encode(text, add_special_tokens=False) != want:
+            raise UserError(
+                f"the tokenizer in {folder} cannot be a fast tokenizer of transformers: it would give the text "
+                f"{text[:60]!r} other ids"
+            )
+
+
+def _words(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    fast = tokenizers.Tokenizer(models.WordLevel(dict(vocabulary.index), unk_token=_UNK))
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(_WHITE_SPACE), "removed")
+    return fast
+
+
+def _byte_level(vocabulary: Vocabulary, encoder_json: Path) -> tokenizers.Tokenizer:
+    """Raises UserError if a piece has no symbol in the dictionary, or the name of a special one."""
+    ids = read_encoder(encoder_json)
+    _check_complete([str(number) for number in ids.values()], vocabulary, encoder_json)
+    pieces = {piece: vocabulary.index[str(number)] for piece, number in ids.items()}
+    others = {name: number for number, name in enumerate(vocabulary.symbols) if number not in set(pieces.values())}
+    if shared := pieces.keys() & others.keys():
+        raise UserError(f"{encoder_json} has a piece {min(shared)!r}, which is a symbol of the dictionary already")
+    merges = read_merges(encoder_json.with_name(VOCAB_BPE))
+    fast = tokenizers.Tokenizer(models.BPE(vocab=pieces | others, merges=merges))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    return fast
+
+
+def _check_complete(symbols: list[str], vocabulary: Vocabulary, model: Path) -> None:
+    lacking = [symbol for symbol in symbols if symbol not in vocabulary.index]
+    if lacking:
+        raise UserError(
+            f"the dictionary lacks {len(lacking)} pieces of {model}, such as {lacking[0]!r}, which become {_UNK}: no "
+            "fast tokenizer of transformers does that"
+        )
+
+
+def _sentence_pieces(vocabulary: Vocabulary, model: Path) -> tokenizers.Tokenizer:
+    """Raises UserError for a model with what a fast tokenizer does not have."""
+    from sentencepiece import sentencepiece_model_pb2 as proto
+
+    spec = proto.ModelProto.FromString(model.read_bytes())
+    trainer, normalizer, kinds = spec.trainer_spec, spec.normalizer_spec, proto.ModelProto.SentencePiece
+    is_bpe = trainer.model_type == proto.TrainerSpec.BPE
+    if not is_bpe and trainer.model_type != proto.TrainerSpec.UNIGRAM:
+        raise UserError(f"{model} splits into words or characters: only unigram and BPE models become fast tokenizers")
+    if trainer.treat_whitespace_as_suffix or any(piece.type == kinds.USER_DEFINED for piece in spec.pieces):
+        raise UserError(f"{model} has user-defined symbols or spaces after words, which no fast tokenizer has")
+    matched = [piece for piece in spec.pieces if piece.type == kinds.NORMAL]
+    _check_complete([piece.piece for piece in matched], vocabulary, model)
+    scores = {piece.piece: piece.score for piece in matched}
+    has_bytes = trainer.byte_fallback
+    if is_bpe:
+        bpe = models.BPE(
+            vocab=dict(vocabulary.index), merges=_merges(scores), unk_token=_UNK, fuse_unk=True, byte_fallback=has_bytes
+        )
+        fast = tokenizers.Tokenizer(bpe)
+    else:
+        table = [(symbol, scores.get(symbol, _NEVER)) for symbol in vocabulary.symbols]
+        fast = tokenizers.Tokenizer(models.Unigram(table, vocabulary.unk, has_bytes))
+    steps: list[normalizers.Normalizer] = []
+    if normalizer.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(normalizer.precompiled_charsmap))
+    if normalizer.remove_extra_whitespaces:
+        steps += [
+            normalizers.Replace(Regex(pattern), by)
+            for pattern, by in ((" {2,}", " "), ("^ | $", ""), (f" ?{_EOS} ?", _EOS))
+        ]
+    fast.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if normalizer.add_dummy_prefix else "never"
+    fast.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START, scheme, split=False)
+    parts = [decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    fast.decoder = decoders.Sequence(parts)
+    return fast
+
+
+def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """Return the pairs that make each piece, best piece first: SentencePiece joins the pair whose piece is the best."""
+    pairs = []
+    for piece in sorted(scores, key=lambda piece: -scores[piece]):
+        halves = ((piece[:place], piece[place:]) for place in range(1, len(piece)))
+        pairs += [(left, right) for left, right in halves if left in scores and right in scores]
+    return pairs
