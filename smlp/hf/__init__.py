@@ -11,11 +11,32 @@ Importing it registers them with transformers' Auto classes::
 ``smlp export CHECKPOINT DIR --hf`` writes the folder.
 """
 
+import importlib
+import sys
+from importlib.util import find_spec
+
+
+def _hide_what_cannot_be_loaded() -> None:
+    """Let transformers go without torchvision and torchaudio where they were built for another torch.
+
+    It only asks whether they are installed, and then cannot be imported itself. fairseq's metadata bring such a
+    torchaudio beside torch's CPU build.
+    """
+    for name in ("torchvision", "torchaudio"):
+        if name not in sys.modules and find_spec(name) is not None:
+            try:
+                importlib.import_module(name)
+            except (ImportError, RuntimeError, OSError):
+                sys.modules[name] = None  # type: ignore[assignment]
+
+
+_hide_what_cannot_be_loaded()
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
-except (ImportError, RuntimeError) as error:  # a dependency built for another torch raises either
+except (ImportError, RuntimeError) as error:  # transformers raises either
     raise ImportError(f"smlp.hf needs transformers 5 ({error}): pip install -e '.[hf]'") from error
 
+# ruff: noqa: E402
 from smlp.hf.cache import SmlpCache
 from smlp.hf.config import SmlpConfig, SmlpEncoderConfig
 from smlp.hf.modeling import SmlpForCausalLM, SmlpForMaskedLM

@@ -1,8 +1,9 @@
 """Tokenizers of this package as fast tokenizers of transformers, with the same ids.
 
-Where this package maps a line break to ``</s>``, so do they. What they do besides, as all tokenizers of transformers: the
-special symbols written out in a text are read as symbols, and the start symbol is put before a text
-(``add_special_tokens=False`` leaves it out).
+In a language model's tokenizer the token ``</s>`` has the name of what it stands for, a line break: so a text of several
+lines has the same ids as here, and a literal ``</s>`` in a text is no symbol. Padding is the only symbol that a text can
+contain by accident, and ``<s>`` where it begins texts. A start symbol is put before a text, unless
+``add_special_tokens=False``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ from smlp.text.tokenizer_files import (
 from smlp.text.tokenizer_kinds import WORD_START
 
 _BOS, _PAD, _EOS, _UNK = SPECIAL_SYMBOLS
+_NEWLINE = "\n"
 _CHECKED = 200  # texts compared before a tokenizer is handed out
 #: white space of str.split(); \s lacks the four separators
 _WHITE_SPACE = r"[\s\x1c-\x1f]+"
-#: below any sum of log-probabilities of pieces in a line: symbols that text is never split into
-_NEVER = -1e6
 
 
 def fast_tokenizer(folder: Path, is_bidirectional: bool, start_token: int, max_tokens: int) -> PreTrainedTokenizerFast:
@@ -54,33 +54,30 @@ def fast_tokenizer(folder: Path, is_bidirectional: bool, start_token: int, max_t
     if is_bidirectional:
         vocabulary = vocabulary.with_mask()
     ours = Tokenizer(vocabulary, model)
-    if model is None:
-        fast = _words(vocabulary)
-    elif model.name == ENCODER_JSON:
-        fast = _byte_level(vocabulary, model)
-    else:
-        fast = _sentence_pieces(vocabulary, model)
-    start = vocabulary.symbols[start_token]
-    if not is_bidirectional:
-        lines = normalizers.Replace("\n", _EOS)
-        fast.normalizer = normalizers.Sequence([lines, fast.normalizer] if fast.normalizer else [lines])
-    # the end of a line is found in the normalised text, because line breaks become it there
-    end = AddedToken(_EOS, normalized=not is_bidirectional, special=True)
-    names = [_BOS, _PAD, _UNK, *([MASK] if is_bidirectional else [])]
-    fast.add_special_tokens([end, *(AddedToken(name, normalized=False, special=True) for name in names)])
-    single, pair = f"{start} $A", f"{start} $A $B"
+    symbols = list(vocabulary.symbols)
+    if len(vocabulary.index) < len(symbols):
+        raise UserError(f"{folder / DICTIONARY} has {len(symbols) - len(vocabulary.index)} symbols twice")
     if is_bidirectional:
+        special = {"cls_token": _BOS, "sep_token": _EOS, "pad_token": _PAD, "mask_token": MASK}
         single, pair = f"{_BOS} $A {_EOS}", f"{_BOS} $A {_EOS} {_EOS} $B {_EOS}"
+    else:
+        symbols[vocabulary.eos] = _NEWLINE
+        start = _NEWLINE if start_token == vocabulary.eos else _BOS
+        special = {"bos_token": start, "eos_token": _NEWLINE, "pad_token": _PAD}
+        single, pair = f"{start} $A", f"{start} $A $B"
+    if model is None:
+        fast = _words(symbols)
+    elif model.name == ENCODER_JSON:
+        fast = _byte_level(symbols, vocabulary, model)
+    else:
+        fast = _sentence_pieces(symbols, set(special.values()), vocabulary, model)
+    fast.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special.values()])
     fast.post_processor = processors.TemplateProcessing(
-        single=single, pair=pair, special_tokens=[(name, vocabulary.index[name]) for name in (_BOS, _EOS)]
+        single=single, pair=pair, special_tokens=[(name, fast.token_to_id(name)) for name in set(special.values())]
     )
     made = PreTrainedTokenizerFast(
         tokenizer_object=fast,
-        bos_token=_BOS if is_bidirectional else (end if start == _EOS else start),
-        eos_token=end,
-        pad_token=_PAD,
-        unk_token=_UNK,
-        **({"mask_token": MASK, "cls_token": _BOS, "sep_token": end} if is_bidirectional else {}),
+        **special,
         model_max_length=max_tokens,
         padding_side="right" if is_bidirectional else "left",
         clean_up_tokenization_spaces=False,
@@ -100,25 +97,30 @@ def _check_same(fast: PreTrainedTokenizerFast, ours: Tokenizer, is_bidirectional
     for _ in range(_CHECKED):
         text = ours.decode([draw.randint(len(SPECIAL_SYMBOLS), last) for _ in range(30)]).replace(MASK, "")
         want = ours.encode(text) if is_bidirectional else ours.encode_lines(text)
-        if fast.encode(text, add_special_tokens=False) != want:
+        if fast.backend_tokenizer.encode(text, add_special_tokens=False).ids != want:  # no warning of long texts
             raise UserError(
                 f"the tokenizer in {folder} cannot be a fast tokenizer of transformers: it would give the text "
                 f"{text[:60]!r} other ids"
             )
 
 
-def _words(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-    fast = tokenizers.Tokenizer(models.WordLevel(dict(vocabulary.index), unk_token=_UNK))
+def _ids(symbols: list[str]) -> dict[str, int]:
+    return {symbol: number for number, symbol in enumerate(symbols)}
+
+
+def _words(symbols: list[str]) -> tokenizers.Tokenizer:
+    fast = tokenizers.Tokenizer(models.WordLevel(_ids(symbols), unk_token=_UNK))
     fast.pre_tokenizer = pre_tokenizers.Split(Regex(_WHITE_SPACE), "removed")
     return fast
 
 
-def _byte_level(vocabulary: Vocabulary, encoder_json: Path) -> tokenizers.Tokenizer:
+def _byte_level(symbols: list[str], vocabulary: Vocabulary, encoder_json: Path) -> tokenizers.Tokenizer:
     """Raises UserError if a piece has no symbol in the dictionary, or the name of a special one."""
     ids = read_encoder(encoder_json)
     _check_complete([str(number) for number in ids.values()], vocabulary, encoder_json)
     pieces = {piece: vocabulary.index[str(number)] for piece, number in ids.items()}
-    others = {name: number for number, name in enumerate(vocabulary.symbols) if number not in set(pieces.values())}
+    taken = set(pieces.values())
+    others = {name: number for name, number in _ids(symbols).items() if number not in taken}
     if shared := pieces.keys() & others.keys():
         raise UserError(f"{encoder_json} has a piece {min(shared)!r}, which is a symbol of the dictionary already")
     merges = read_merges(encoder_json.with_name(VOCAB_BPE))
@@ -137,7 +139,9 @@ def _check_complete(symbols: list[str], vocabulary: Vocabulary, model: Path) -> 
         )
 
 
-def _sentence_pieces(vocabulary: Vocabulary, model: Path) -> tokenizers.Tokenizer:
+def _sentence_pieces(
+    symbols: list[str], special: set[str], vocabulary: Vocabulary, model: Path
+) -> tokenizers.Tokenizer:
     """Raises UserError for a model with what a fast tokenizer does not have."""
     from sentencepiece import sentencepiece_model_pb2 as proto
 
@@ -154,11 +158,14 @@ def _sentence_pieces(vocabulary: Vocabulary, model: Path) -> tokenizers.Tokenize
     has_bytes = trainer.byte_fallback
     if is_bpe:
         bpe = models.BPE(
-            vocab=dict(vocabulary.index), merges=_merges(scores), unk_token=_UNK, fuse_unk=True, byte_fallback=has_bytes
+            vocab=_ids(symbols), merges=_merges(scores), unk_token=_UNK, fuse_unk=True, byte_fallback=has_bytes
         )
         fast = tokenizers.Tokenizer(bpe)
     else:
-        table = [(symbol, scores.get(symbol, _NEVER)) for symbol in vocabulary.symbols]
+        # The library would find any of its symbols in a text; none has a space, which is WORD_START by then.
+        found = {*special, *scores, *(piece.piece for piece in spec.pieces if piece.type == kinds.BYTE)}
+        names = [symbol if symbol in found else f"{symbol} " for symbol in symbols]
+        table = [(name, scores.get(name, min(scores.values()))) for name in names]
         fast = tokenizers.Tokenizer(models.Unigram(table, vocabulary.unk, has_bytes))
     steps: list[normalizers.Normalizer] = []
     if normalizer.precompiled_charsmap:
@@ -166,13 +173,13 @@ def _sentence_pieces(vocabulary: Vocabulary, model: Path) -> tokenizers.Tokenize
     if normalizer.remove_extra_whitespaces:
         steps += [
             normalizers.Replace(Regex(pattern), by)
-            for pattern, by in ((" {2,}", " "), ("^ | $", ""), (f" ?{_EOS} ?", _EOS))
+            for pattern, by in ((" {2,}", " "), ("^ | $", ""))
         ]
     fast.normalizer = normalizers.Sequence(steps)
     scheme = "always" if normalizer.add_dummy_prefix else "never"
     fast.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START, scheme, split=False)
-    parts = [decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    fast.decoder = decoders.Sequence(parts)
+    parts = [decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
+    fast.decoder = decoders.Sequence([*parts, decoders.Replace("\n ", "\n"), decoders.Strip(" ", 1, 0)])
     return fast
 
 
