@@ -111,7 +111,6 @@ def _generation_config(config: SmlpConfig, symbols: Vocabulary) -> GenerationCon
         eos_token_id=config.eos_token_id,
         pad_token_id=config.pad_token_id,
         suppress_tokens=banned_tokens(symbols),
-        max_length=config.max_tokens,
     )
 
 

@@ -33,6 +33,7 @@ from smlp.text.tokenizer_kinds import WORD_START
 _BOS, _PAD, _EOS, _UNK = SPECIAL_SYMBOLS
 _NEWLINE = "\n"
 _CHECKED = 200  # texts compared before a tokenizer is handed out
+_NO_SPACE_BEGINS_A_LINE = decoders.Replace("\n ", "\n")
 #: white space of str.split(); \s lacks the four separators
 _WHITE_SPACE = r"[\s\x1c-\x1f]+"
 
@@ -111,6 +112,8 @@ def _ids(symbols: list[str]) -> dict[str, int]:
 def _words(symbols: list[str]) -> tokenizers.Tokenizer:
     fast = tokenizers.Tokenizer(models.WordLevel(_ids(symbols), unk_token=_UNK))
     fast.pre_tokenizer = pre_tokenizers.Split(Regex(_WHITE_SPACE), "removed")
+    space = decoders.Replace(Regex("^(?=.)"), " ")  # before each word; a line break is none
+    fast.decoder = decoders.Sequence([space, decoders.Fuse(), _NO_SPACE_BEGINS_A_LINE])
     return fast
 
 
@@ -178,8 +181,9 @@ def _sentence_pieces(
     fast.normalizer = normalizers.Sequence(steps)
     scheme = "always" if normalizer.add_dummy_prefix else "never"
     fast.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START, scheme, split=False)
+    # A space at the very beginning stays: pipelines decode what follows a prompt alone.
     parts = [decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
-    fast.decoder = decoders.Sequence([*parts, decoders.Replace("\n ", "\n"), decoders.Strip(" ", 1, 0)])
+    fast.decoder = decoders.Sequence([*parts, _NO_SPACE_BEGINS_A_LINE])
     return fast
 
 

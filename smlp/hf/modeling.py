@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput, MoeCausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
 from smlp.hf.cache import SmlpCache, joined
 from smlp.hf.config import REMOTE_MODULE, SmlpConfig, SmlpEncoderConfig
@@ -22,6 +22,8 @@ from smlp.nn.build import model_of
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder
 from smlp.nn.stack import Stack
+
+logger = logging.get_logger(__name__)
 
 _IGNORED = -100
 _REMOTE_CODE = '''"""Lets transformers find the classes of the package smlp with trust_remote_code=True."""
@@ -294,6 +296,15 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
                     f"{config.prefix_tokens + 1}: its first ones only choose experts"
                 )
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> GenerationConfig:
+        """End texts at the end of the context at the latest: pipelines ask for 256 tokens by default."""
+        generation_config = super()._prepare_generated_length(*args, **kwargs)
+        most = self.core.config.max_tokens + 1  # the last token is not read
+        if generation_config.max_length > most:
+            logger.warning_once(f"texts end at the end of the model's context of {most - 1} tokens")
+            generation_config.max_length = most
+        return generation_config
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
