@@ -265,12 +265,10 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         aux_loss: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:
-        prefix = self.core.config.prefix_tokens
-        if prefix:
-            # a position within the prefix predicts the label after it
-            place_n = torch.arange(labels.size(1), device=labels.device)
-            starts_B1 = 0 if alignment is None else alignment.starts_B.unsqueeze(1)
-            labels = labels.masked_fill(place_n <= starts_B1 + prefix, _IGNORED)
+        # Nothing predicts the first token, least of all padding before it, and no position within the prefix counts.
+        place_n = torch.arange(labels.size(1), device=labels.device)
+        starts_B1 = 0 if alignment is None else alignment.starts_B.unsqueeze(1)
+        labels = labels.masked_fill(place_n <= starts_B1 + self.core.config.prefix_tokens, _IGNORED)
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         if aux_loss is None:
             return loss
