@@ -34,6 +34,9 @@ DATA = [
     "zstandard>=0.22",
 ]
 
+# Models in Hugging Face transformers; accelerate is for its Trainer.
+HF = ["accelerate>=1.10", "protobuf>=5", "safetensors>=0.4.3", "tokenizers>=0.22", "transformers>=5.20,<6"]
+
 # The documentation site (scripts/docs.sh).
 DOCS = ["furo>=2025.7", "myst-parser>=4", "sphinx>=8.1"]
 
@@ -64,12 +67,13 @@ setup(
         "data": DATA,
         "docs": DOCS,
         "export": ["safetensors>=0.4.3"],
+        "hf": HF,
         "plots": ["matplotlib>=3.8", "scipy>=1.11"],
         "squad": ["torchmetrics>=1.9,<2"],
         "test": [
             *("mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", "lm-eval>=0.4.13,<0.5"),
-            *("torchmetrics>=1.9,<2", *DATA, *DOCS),
+            *("torchmetrics>=1.9,<2", *DATA, *DOCS, *HF),
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },

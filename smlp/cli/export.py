@@ -13,10 +13,10 @@ EPILOG = """examples:
   smlp export checkpoints/checkpoint_best.pt exported --hf
   smlp checkpoint import exported -o checkpoint.pt
 
-The folder is read by AutoModelForCausalLM.from_pretrained (AutoModelForMaskedLM for an encoder) and AutoTokenizer, after
-'import smlp.hf' or with trust_remote_code=True. It has config.json, model.safetensors (in parts if it is large),
-tokenizer.json, generation_config.json, a model card (README.md), the dictionary and the tokenizer's own files. The
-second command makes a checkpoint of it again. Needs the extra hf (pip install -e '.[hf]').
+AutoModelForCausalLM (AutoModelForMaskedLM for an encoder) and AutoTokenizer read the folder, after 'import smlp.hf' or
+with trust_remote_code=True. It has config.json, model.safetensors (in parts if it is large), tokenizer.json,
+generation_config.json, a model card (README.md), the dictionary and the tokenizer's own files. The second command makes
+a checkpoint of it again. Needs the extra hf (pip install -e '.[hf]').
 """
 
 
@@ -40,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
         from smlp.hf.export import write_folder
     except ImportError as error:
         raise UserError(f"smlp export --hf needs transformers ({error}): pip install -e '.[hf]'") from None
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     left_out = write_folder(open_intact(args.path), args.folder, args.dict, args.tokenizer, args.max_shard_size)
     print(f"wrote {args.folder}: {', '.join(sorted(path.name for path in args.folder.iterdir()))}")
     if left_out:

@@ -111,16 +111,16 @@ def _evaluation(checkpoint: Checkpoint, cfg: Any) -> str:
         return "No perplexity is recorded in the checkpoint."
     what = "of masked tokens " if checkpoint.config.is_bidirectional else ""
     return (
-        f"The best validation perplexity {what}of the training run was {2**best:.2f} per token ({best:.3f} bits), on its "
-        "own validation data. It may be that of another checkpoint of the run."
+        f"The best validation perplexity {what}of the training run was {2**best:.2f} per token ({best:.3f} bits), on "
+        "its own validation data. It may be that of another checkpoint of the run."
     )
 
 
 def _limits(checkpoint: Checkpoint) -> list[str]:
     config = checkpoint.config
     lines = [
-        f"A sequence has at most {config.max_tokens} tokens, and its positions are absolute: it begins at the first one. "
-        "Padding may stand before or after a sequence and does not count as a position."
+        f"A sequence has at most {config.max_tokens} tokens, and its positions are absolute: it begins at the first "
+        "one. Padding may stand before or after a sequence and does not count as a position."
     ]
     if not config.is_bidirectional:
         lines.append("Lines end in `</s>`, which the tokenizer writes as a line break; generation stops there.")
@@ -130,11 +130,13 @@ def _limits(checkpoint: Checkpoint) -> list[str]:
             "prompt must be longer."
         )
     if config.is_leaky:
-        lines.append("The model sees the tokens that it predicts. Its losses look better than they are; it cannot write.")
+        lines.append(
+            "The model sees the tokens that it predicts. Its losses look better than they are; it cannot write."
+        )
     if config.num_sparse_layers and config.eval_capacity_factor:
         lines.append(
-            f"Experts take at most {config.eval_capacity_factor:g} times their share of a batch, so that an output depends "
-            "on what else is in the batch."
+            f"Experts take at most {config.eval_capacity_factor:g} times their share of a batch, so that an output "
+            "depends on what else is in the batch."
         )
     lines.append("It was not tuned to follow instructions, and repeats errors and prejudices of its data.")
     return lines

@@ -21,7 +21,7 @@ from smlp.hf.config import SmlpConfig, SmlpEncoderConfig
 from smlp.hf.fast_tokenizer import fast_tokenizer
 from smlp.hf.modeling import SmlpForCausalLM, SmlpForMaskedLM
 from smlp.inference.generation.continuations import banned_tokens
-from smlp.text.tokenizer import Vocabulary
+from smlp.text.tokenizer_files import Vocabulary
 
 #: transformers' own parts of files that are larger
 MAX_SHARD_SIZE = "5GB"

@@ -1,8 +1,8 @@
 """Tokenizers of this package as fast tokenizers of transformers, with the same ids.
 
-In a language model's tokenizer the token ``</s>`` has the name of what it stands for, a line break: so a text of several
-lines has the same ids as here, and a literal ``</s>`` in a text is no symbol. Padding is the only symbol that a text can
-contain by accident, and ``<s>`` where it begins texts. A start symbol is put before a text, unless
+In a language model's tokenizer the token ``</s>`` has the name of what it stands for, a line break: so a text of
+several lines has the same ids as here, and a literal ``</s>`` in a text is no symbol. Padding is the only symbol that a
+text can contain by accident, and ``<s>`` where it begins texts. A start symbol is put before a text, unless
 ``add_special_tokens=False``.
 """
 
@@ -12,6 +12,7 @@ import random
 from pathlib import Path
 
 import tokenizers
+from sentencepiece import sentencepiece_model_pb2 as proto
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -146,8 +147,6 @@ def _sentence_pieces(
     symbols: list[str], special: set[str], vocabulary: Vocabulary, model: Path
 ) -> tokenizers.Tokenizer:
     """Raises UserError for a model with what a fast tokenizer does not have."""
-    from sentencepiece import sentencepiece_model_pb2 as proto
-
     spec = proto.ModelProto.FromString(model.read_bytes())
     trainer, normalizer, kinds = spec.trainer_spec, spec.normalizer_spec, proto.ModelProto.SentencePiece
     is_bpe = trainer.model_type == proto.TrainerSpec.BPE
@@ -174,10 +173,7 @@ def _sentence_pieces(
     if normalizer.precompiled_charsmap:
         steps.append(normalizers.Precompiled(normalizer.precompiled_charsmap))
     if normalizer.remove_extra_whitespaces:
-        steps += [
-            normalizers.Replace(Regex(pattern), by)
-            for pattern, by in ((" {2,}", " "), ("^ | $", ""))
-        ]
+        steps += [normalizers.Replace(Regex(pattern), by) for pattern, by in ((" {2,}", " "), ("^ | $", ""))]
     fast.normalizer = normalizers.Sequence(steps)
     scheme = "always" if normalizer.add_dummy_prefix else "never"
     fast.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START, scheme, split=False)

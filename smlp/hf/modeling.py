@@ -1,6 +1,7 @@
 """Models of transformers around the decoder and the encoder of this package.
 
-Letters: ``B`` sequences, ``n`` places of the batch, ``m`` tokens of the longest sequence, ``H`` width, ``V`` vocabulary.
+Letters: ``B`` sequences, ``n`` places of the batch, ``m`` tokens of the longest sequence, ``H`` width, ``V``
+vocabulary.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
             x_BnH, aux_losses = self.core.features(input_ids)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.core.project(x_BnH[:, kept])
-        aux_loss = sum(aux_losses.values()) if self.training and aux_losses else None
+        aux_loss = torch.stack(list(aux_losses.values())).sum() if self.training and aux_losses else None
         loss = None if labels is None else self._loss(logits, labels, alignment, aux_loss, kwargs)
         return MoeCausalLMOutputWithPast(
             loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=past_key_values if wants_cache else None
@@ -310,7 +311,10 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
 
 
 class SmlpForMaskedLM(_SmlpModel):
-    """A masked language model, without heads for other tasks; its logits are those of :class:`smlp.nn.encoder.Encoder`."""
+    """A masked language model, without heads for other tasks.
+
+    Its logits are those of :class:`smlp.nn.encoder.Encoder`.
+    """
 
     config: SmlpEncoderConfig
     config_class = SmlpEncoderConfig

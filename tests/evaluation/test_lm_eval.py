@@ -129,7 +129,7 @@ def test_a_text_that_is_too_long_loses_what_the_harness_cuts(harness):
         assert found == pytest.approx(want, abs=1e-4)
     assert harness.num_truncated == before + 4
     assert harness._loglikelihood_tokens([(("", ""), [2, *ids], scored[1])])[0][0] == pytest.approx(want[1], abs=1e-4)
-    with pytest.raises(UserError, match="1 of request .*a candidate has 61 tokens and the model's context holds 60"):
+    with pytest.raises(UserError, match=r"1 of request .*a candidate has 61 tokens and the model's context holds 60"):
         harness._loglikelihood_tokens([(("", ""), [2], ids)])
 
 

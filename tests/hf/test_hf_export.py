@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -124,7 +123,9 @@ def test_an_encoder_fills_masks_and_comes_back(tmp_path, capsys):
     state["model"] = {f"encoder.core.{name}": tensor for name, tensor in core.state_dict().items()}
     torch.save(state, path)
     folder = exported(path, tmp_path / "hf")
-    assert "left out, because a masked language model has no other heads: sentence_heads.topic" in capsys.readouterr().out
+    assert (
+        "left out, because a masked language model has no other heads: sentence_heads.topic" in capsys.readouterr().out
+    )
     ours, text = smlp.load_pretrained(path), "the s1 <mask> a"
     theirs = AutoModelForMaskedLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -178,7 +179,8 @@ assert "smlp" not in sys.modules
 for place in (folder, again):
     model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
     model.save_pretrained(again)
-print(tokenizer.decode(model.generate(**tokenizer("the s1", return_tensors="pt"), max_new_tokens=4, do_sample=False)[0]))
+prompt = tokenizer("the s1", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=4, do_sample=False)[0]))
 """
 
 

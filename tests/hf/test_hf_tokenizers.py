@@ -18,7 +18,12 @@ from transformers import AutoTokenizer
 
 KINDS = ["unigram", "bpe", "unigram, bytes", "bpe, bytes", "gpt2", "words"]
 # Not a joiner after a character that is normalised: the library tokenizers loses it then (docs/huggingface.md).
-CHARACTERS = [*"aàÅéßﬁ…‘’—–  \t\u00a0\u2003\u3000\u200b“”½²№①ぁｱア漢字한글êö٣€😀م", "e\u0301", "👩\u200d👩\u200d👧", "🇩🇪"]
+CHARACTERS = [
+    *"aàÅéßﬁ…‘’—–  \t\u00a0\u2003\u3000\u200b“”½²№①ぁｱア漢字한글êö٣€😀م",
+    "e\u0301",
+    "👩\u200d👩\u200d👧",
+    "🇩🇪",
+]
 
 
 def corpus(count, seed):
@@ -44,7 +49,9 @@ def write_files(folder: Path, kind: str) -> None:
             (folder / file).write_bytes(content)
         symbols = list(map(str, json.loads((folder / "encoder.json").read_text()).values()))
     elif name == "words":
-        symbols = sorted({word for line in train for word in line.split()} - {"<s>", "<pad>", "</s>", "<unk>", "<mask>"})
+        symbols = sorted(
+            {word for line in train for word in line.split()} - {"<s>", "<pad>", "</s>", "<unk>", "<mask>"}
+        )
     else:
         model = train_sentencepiece(train, 600, name, kind.endswith("bytes"))
         (folder / "sentencepiece.model").write_bytes(model)

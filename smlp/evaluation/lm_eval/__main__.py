@@ -1,4 +1,4 @@
-"""The harness's own command line, to which the model ``smlp`` is known: ``python -m smlp.evaluation.lm_eval run ...``."""
+"""The harness's own command line with the model ``smlp``: ``python -m smlp.evaluation.lm_eval run --model smlp``."""
 
 import lm_eval.models  # noqa: F401  # the harness registers its own models only where there is none
 from lm_eval.__main__ import cli_evaluate

@@ -76,7 +76,8 @@ def evaluate(
     """Return the harness's results, with every sample; None on all ranks but the first.
 
     They also have ``num_truncated``, ``num_partly_scored`` and ``num_without_token``: what had to give way, see
-    :class:`HarnessModel`; and by task ``num_skipped``, records left out as too long, and ``num_repeated``, those in an official file again.
+    :class:`HarnessModel`; and by task ``num_skipped``, records left out as too long, and ``num_repeated``, those in an
+    official file again.
 
     Args:
         model: to be evaluated.
