@@ -21,10 +21,12 @@ class SmlpCache(Cache):
     Args:
         starts_B: number of padded places on the left of each sequence, or None if no sequence has any.
         max_tokens: T, positions of the model.
+        device: of the model.
     """
 
-    def __init__(self, starts_B: Tensor | None, max_tokens: int) -> None:
+    def __init__(self, starts_B: Tensor | None, max_tokens: int, device: torch.device | str = "cpu") -> None:
         super().__init__(layers=[])
+        self.device = device
         self.starts_B = starts_B
         self.max_tokens = max_tokens
         #: places read, padding included
@@ -62,7 +64,7 @@ class SmlpCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
-        self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
 
     @property
     def batch_size(self) -> int:

@@ -230,7 +230,7 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         if wants_cache:
             if past_key_values is None:  # a cache has a length, which may be zero
                 starts_B = None if alignment is None else alignment.starts_B
-                past_key_values = SmlpCache(starts_B, self.core.config.max_tokens)
+                past_key_values = SmlpCache(starts_B, self.core.config.max_tokens, input_ids.device)
             x_BnH = self._continued(input_ids, past_key_values)
         elif alignment is not None:
             tokens_Bm = alignment.read(input_ids, self.core.config.padding_idx)
