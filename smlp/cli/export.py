@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from smlp.hf.export import write_folder
     except ImportError as error:
-        raise UserError(f"smlp export --hf needs transformers ({error}): pip install -e '.[hf]'") from None
+        raise UserError(f"smlp export --hf needs the extra hf, pip install -e '.[hf]' ({error})") from None
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
