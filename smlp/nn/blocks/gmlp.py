@@ -79,6 +79,7 @@ class SpatialGatingUnit(nn.Module):
             bias_init=float(self.is_product),
             is_causal=not config.is_bidirectional,
             is_toeplitz=config.spatial_weights == "toeplitz",
+            average=config.spatial_init_average,
         )
 
     def forward(
