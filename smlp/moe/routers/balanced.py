@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from smlp.config import ModelConfig
 from smlp.config.settings import require
-from smlp.moe.plan import RoutingPlan
-from smlp.moe.routers.hashed import random_table
+from smlp.moe.plan import RoutingPlan, random_table
 from smlp.moe.routers.offsets import ExpertOffsets
 from smlp.moe.routers.routing import Routing, ScoredRouterKind, TrainedRouter, register_router
 from smlp.ops import balanced_assignment
