@@ -91,7 +91,9 @@ class TokenMoE(nn.Module):
         except FloatingPointError as error:
             raise NaNError.in_layer(self.name, error) from None
         context.plans[self] = routing.plan
-        context.observed(self, Observation(routing.plan, routing.logits_NE))
+        if context.observe:
+            weight_A = None if routing.weight_A is None else routing.weight_A.detach()
+            context.observed(self, Observation(routing.plan, routing.logits_NE, weight_A))
         return routing
 
     def _beside_tokens(self, rows_N: Tensor | None, record: Any, context: ForwardContext) -> tuple[Any, ...]:

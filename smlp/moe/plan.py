@@ -1,6 +1,7 @@
 """Plans: which tokens go to which experts, as indices.
 
-Letters: ``N`` tokens, ``E`` experts, ``K`` choices of each token, ``A`` assignments (N where each token has one).
+Letters: ``N`` tokens, ``V`` ids, ``E`` experts, ``K`` choices of each token, ``A`` assignments (N where each token has
+one).
 """
 
 from __future__ import annotations
@@ -123,6 +124,12 @@ def _inverse(order_N: Tensor) -> Tensor:
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
     return place_N
+
+
+def random_table(vocab_size: int, num_experts: int, seed: int) -> Tensor:
+    """Return an expert for each id, (V,): a random permutation dealt out in turn, the same in every run and rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(vocab_size, generator=generator, device="cpu") % num_experts
 
 
 def expert_capacity(factor: float, num_choices: int, num_tokens: int, num_experts: int) -> int | None:

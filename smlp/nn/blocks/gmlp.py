@@ -107,6 +107,7 @@ class SpatialGatingUnit(nn.Module):
             config.own("gmlp").gate,
             is_causal=not config.is_bidirectional,
             is_toeplitz=config.spatial_weights == "toeplitz",
+            average=config.spatial_init_average,
         )
 
     def forward(
