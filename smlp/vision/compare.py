@@ -1,0 +1,312 @@
+"""Compare image models at equal FLOPs: the same data, options and epochs for all, several seeds, one report.
+
+A comparison is a YAML file:
+
+    data: data/cifar10                  # folder of smlp vision data
+    seeds: [1, 2, 3]
+    options: --img-size 32 --epochs 15  # of smlp vision train, for all models
+    models:                             # the first is the one that the others are compared with
+      Mixer: --model smlp_mixer_tiny
+      gMLP: --model smlp_gmlp_tiny
+"""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import signal
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from smlp.errors import UserError
+from smlp.experiments.folder import Folder
+from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.processes import Chain, Ended, Step, run_chains
+from smlp.experiments.report.table import Cell, Column, Estimate, Table, amount, label, mean_cell
+from smlp.experiments.yaml_file import Section, read_yaml
+from smlp.files import write_whole
+from smlp.launch.local import this_program
+from smlp.launch.machine import num_cores
+from smlp.launch.stop_signals import EXIT_STOPPED
+from smlp.vision.checkpoints import create_model
+from smlp.vision.train import LAST, SUMMARY
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: FLOPs of an image may differ by this share from those of the first model
+TOLERANCE = 0.03
+_DONE = "done.json"
+#: what the runner decides itself
+_OWN = ("--data-dir", "--seed", "--output", "--experiment", "--resume", "--nproc")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The content of the file: options of ``smlp vision train`` as words."""
+
+    data: str
+    options: list[str]
+    models: dict[str, list[str]]
+    seeds: list[int]
+
+
+def read_comparison(path: Path) -> Comparison:
+    """Read the file of a comparison.
+
+    Raises:
+        UserError: an entry is missing, unknown or of another type, or an option is the runner's own.
+    """
+    section = Section("", read_yaml(path), path)
+    data, options = section.text("data"), section.text("options", "")
+    seeds = [section.as_count("seeds", seed, least=0) for seed in section.values("seeds", [1, 2, 3])]
+    named = section.section("models")
+    models = {name: _words(named, name, words) for name, words in named.items().items()}
+    section.end()
+    if data is None or len(models) < 2:
+        raise UserError(f"{path}: data and at least two models are needed")
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"{path}: a seed stands twice in {seeds}")
+    return Comparison(data, _words(section, "options", options), models, seeds)
+
+
+def _words(section: Section, name: str, text: Any) -> list[str]:
+    if not isinstance(text, str):
+        raise section.error(name, "must be options of smlp vision train")
+    words = shlex.split(text)
+    for own in _OWN:
+        if any(word == own or word.startswith(f"{own}=") for word in words):
+            raise section.error(name, f"has {own}, which smlp vision compare sets")
+    return words
+
+
+def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> dict[str, dict[str, int]]:
+    """Count the parameters, and the FLOPs of the forward pass of one image (2 for a multiply-add), of each model.
+
+    Args:
+        comparison: what to compare.
+        parse: reads the words of ``smlp vision train``.
+
+    Raises:
+        UserError: FLOPs differ by more than :data:`TOLERANCE`.
+    """
+    folder = Path(comparison.data) / "train"
+    num_classes = sum(one.is_dir() for one in folder.iterdir()) if folder.is_dir() else 0
+    found = {}
+    for name, words in comparison.models.items():
+        args = parse(["--data-dir", comparison.data, *comparison.options, *words])
+        args.num_classes = args.num_classes or num_classes
+        model = create_model(args).eval()
+        side = args.img_size or model.pretrained_cfg["input_size"][-1]  # type: ignore[index, union-attr]
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.zeros(1, args.in_chans or 3, side, side))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        found[name] = {"flops": counter.get_total_flops(), "parameters": parameters}
+    (first, own), *others = found.items()
+    for name, other in others:
+        if abs(other["flops"] / own["flops"] - 1) > TOLERANCE:
+            raise UserError(
+                f"an image costs {other['flops']:,} FLOPs in {name} and {own['flops']:,} in {first}: they may differ "
+                f"by {TOLERANCE:.0%}"
+            )
+    return found
+
+
+class _RunChain(Chain):
+    """One training; a stopped one is resumed after its last complete epoch."""
+
+    def __init__(self, folder: Path, words: list[str], threads: int, failed: list[str]) -> None:
+        self.folder, self.words, self.threads, self.failed = folder, words, threads, failed
+        self.started = False
+
+    def next_step(self, slot: int) -> Step | None:
+        if self.started:
+            return None
+        self.started = True
+        last = self.folder / LAST
+        words = [*this_program(), "vision", "train", *self.words, *(["--resume", str(last)] if last.is_file() else [])]
+        threads = {"OMP_NUM_THREADS": str(self.threads)}
+        return Step(self.folder.name, words, self.folder.parent / f"{self.folder.name}.log", threads)
+
+    def ended(self, result: Ended) -> None:
+        if result.status == 0:
+            write_json(self.folder / _DONE, {"seconds": result.seconds, "peak_memory_mib": result.peak_memory_mib})
+            print(f"{result.step.name}: done in {result.seconds:.0f} s", flush=True)
+        elif not result.is_stopping:
+            self.failed.append(f"{result.step.name} ended with status {result.status}: see {result.step.output}")
+
+
+def run_comparison(
+    comparison: Comparison, out: Path, jobs: int, parse: Callable[[list[str]], Namespace], dry_run: bool = False
+) -> int:
+    """Train what is left, and write ``results.json``, ``results.md`` and, with matplotlib, ``curves.png``.
+
+    Args:
+        comparison: what to compare.
+        out: folder of runs and results; the same command resumes.
+        jobs: trainings at a time.
+        parse: reads the words of ``smlp vision train``.
+        dry_run: print costs and commands instead.
+
+    Returns:
+        The exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal, 130 by SIGINT.
+
+    Raises:
+        UserError: ``out`` holds runs of other settings, or as :func:`costs`.
+    """
+    counted = costs(comparison, parse)
+    for name, cost in counted.items():
+        print(
+            f"{name}: {cost['parameters']:,} parameters, {cost['flops'] / 1e6:,.2f} million FLOPs an image", flush=True
+        )
+    runs = {
+        (name, seed): (
+            out / "runs" / f"{name}-s{seed}",
+            [
+                *("--data-dir", comparison.data, *comparison.options, *words, "--seed", str(seed)),
+                *("--output", str(out / "runs"), "--experiment", f"{name}-s{seed}"),
+            ],
+        )
+        for name, words in comparison.models.items()
+        for seed in comparison.seeds
+    }
+    if dry_run:
+        for _, words in runs.values():
+            print(f"smlp vision train {shlex.join(words)}")
+        return 0
+    failed: list[str] = []
+    with Folder(out).locked("smlp vision compare"):
+        _settle(comparison, out / "comparison.json")
+        left = {folder: words for folder, words in runs.values() if not (folder / _DONE).is_file()}
+        print(f"{len(left)} of {len(runs)} runs to do, {jobs} at a time", flush=True)
+        threads = max(1, num_cores() // jobs)
+        chains = [_RunChain(folder, words, threads, failed) for folder, words in left.items()]
+        stopped = run_chains(chains, jobs, lambda: None)
+        _write_results(comparison, counted, {key: folder for key, (folder, _) in runs.items()}, out)
+    for message in failed:
+        print(f"failed: {message}", flush=True)
+    if stopped is not None:
+        print(f"stopped by {stopped.name}; the same command resumes", flush=True)
+        return 130 if stopped == signal.SIGINT else EXIT_STOPPED
+    return 1 if failed else 0
+
+
+def _settle(comparison: Comparison, path: Path) -> None:
+    """Write down what the runs are made with; more models and seeds may be added later.
+
+    Raises:
+        UserError: the folder holds runs of something else.
+    """
+    planned = {"data": comparison.data, "options": comparison.options, "models": comparison.models}
+    older = read_json(path) if path.is_file() else planned
+    models = {name: words for name, words in older["models"].items() if name in comparison.models}
+    for name, before, after in (
+        *((name, older[name], planned[name]) for name in ("data", "options")),
+        *((f"models.{name}", words, comparison.models[name]) for name, words in models.items()),
+    ):
+        if before != after:
+            raise UserError(f"{path.parent} was made with {name} = {before}, not {after}: give another --out")
+    write_json(path, {**planned, "models": {**older["models"], **comparison.models}})
+
+
+def _write_results(
+    comparison: Comparison, counted: dict[str, dict[str, int]], runs: dict[tuple[str, int], Path], out: Path
+) -> None:
+    curves: dict[str, dict[int, list[float]]] = {name: {} for name in comparison.models}
+    speeds: dict[str, dict[int, float]] = {name: {} for name in comparison.models}
+    for (name, seed), folder in runs.items():
+        if (folder / _DONE).is_file():
+            with open(folder / SUMMARY, newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+            curves[name][seed] = [float(row["eval_top1"]) for row in rows]
+            speeds[name][seed] = median(float(row["train_images_per_second"]) for row in rows)
+    table = _table(comparison, counted, curves, speeds)
+    write_json(out / "results.json", {**table.as_json(), "curves": curves})
+    text = "\n\n".join([f"# {table.title}", table.markdown(), *table.notes]) + "\n"
+    write_whole(out / "results.md", text.encode())
+    print(text)
+    try:
+        from smlp.plots.drawing import check_matplotlib, save
+
+        check_matplotlib()
+    except UserError as error:
+        print(f"no curves.png: {error}")
+        return
+    save(_draw(curves), out / "curves.png")
+
+
+def _table(
+    comparison: Comparison,
+    counted: dict[str, dict[str, int]],
+    curves: dict[str, dict[int, list[float]]],
+    speeds: dict[str, dict[int, float]],
+) -> Table:
+    """Make the table: accuracy after the last epoch, and paired differences from the first model."""
+    baseline = next(iter(comparison.models))
+    last = {name: {seed: curve[-1] for seed, curve in by_seed.items()} for name, by_seed in curves.items()}
+    rows = []
+    for name in comparison.models:
+        source = f"runs/{name}-s*/{SUMMARY}: eval_top1"
+        row = {
+            "model": label(name, "comparison.json: models"),
+            "parameters": amount(counted[name]["parameters"] / 1e6, ",.3f", "counted"),
+            "mflops": amount(counted[name]["flops"] / 1e6, ",.2f", "counted"),
+        }
+        if last[name]:
+            row["top1"] = mean_cell(Estimate(last[name]), ".2f", source)
+            by_seed = ", ".join(f"{value:.2f}" for value in last[name].values())
+            row["seeds"] = label(by_seed, source)
+            row["speed"] = mean_cell(Estimate(speeds[name]), ",.0f", f"runs/{name}-s*/{SUMMARY}: images per second")
+        paired = {seed: value - last[baseline][seed] for seed, value in last[name].items() if seed in last[baseline]}
+        if name != baseline and paired:
+            found = Estimate(paired)
+            shown = f"{found.mean:+.2f}" + ("" if found.half is None else f" ± {found.half:.2f}")
+            row["difference"] = Cell(found.mean, shown, source, found.low, found.high, dict(found.samples))
+            seen = found.low is not None and found.high is not None and not found.low <= 0 <= found.high
+            row["verdict"] = label("one seed" if found.count < 2 else "seen" if seen else "not seen", source)
+        rows.append(row)
+    columns = [
+        Column("model", "model", "comparison.json: models"),
+        Column("parameters", "parameters (M)", "counted"),
+        Column("mflops", "MFLOPs an image", "forward pass, 2 for a multiply-add"),
+        Column("top1", "top-1 (%)", "of validation after the last epoch"),
+        Column("seeds", "by seed", "of validation after the last epoch"),
+        Column("difference", f"less {baseline} (points)", "paired by seed"),
+        Column("verdict", "difference is", "seen if the interval does not hold 0"),
+        Column("speed", "images/s in training", "median over epochs; with loading"),
+    ]
+    notes = [
+        "Accuracy on validation after the last epoch, no epoch chosen; intervals: Student's t, 95 %, over seeds. "
+        "A seed decides initial weights, order and augmentation; an interval over seeds leaves out that other images "
+        "would give other accuracies. Runs that trained at the same time shared the machine, so speeds are rough."
+    ]
+    return Table("vision", "Image models at equal FLOPs", columns, rows, notes)
+
+
+def _draw(curves: dict[str, dict[int, list[float]]]) -> Figure:
+    """Draw accuracy by epoch: the mean over seeds and its interval."""
+    from smlp.plots.drawing import OKABE_ITO, new_figure
+
+    figure = new_figure(6.5, 4.2, "Validation accuracy by epoch")
+    axes = figure.subplots()
+    for (name, by_seed), colour in zip(curves.items(), list(OKABE_ITO.values()) * len(curves), strict=False):
+        if not by_seed:
+            continue
+        epochs = range(1, min(map(len, by_seed.values())) + 1)
+        found = [Estimate({seed: curve[epoch - 1] for seed, curve in by_seed.items()}) for epoch in epochs]
+        axes.plot(epochs, [one.mean for one in found], label=name, color=colour)
+        if found[0].half is not None:
+            lows, highs = [one.low for one in found], [one.high for one in found]
+            axes.fill_between(epochs, lows, highs, color=colour, alpha=0.2, linewidth=0)  # type: ignore[arg-type]
+    axes.set_xlabel("epochs")
+    axes.set_ylabel("top-1 (%)")
+    axes.grid(alpha=0.3, linewidth=0.6)
+    axes.legend(frameon=False)
+    return figure

@@ -1,0 +1,165 @@
+"""Image folders for timm's loaders: checked before the work begins, and with damaged files named.
+
+The layout is that of ImageNet and of ``smlp vision data``: ``DIR/train/CLASS/IMAGE``, ``DIR/validation/CLASS/IMAGE``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from timm.data import FastCollateMixup, ImageDataset, create_dataset, create_loader
+from timm.data.readers.img_extensions import get_img_extensions
+
+from smlp.errors import UserError
+
+# names that timm takes for one another
+_ALIASES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "val", "valid", "eval", "evaluation"),
+}
+
+
+class NamedImages(ImageDataset):
+    """timm's dataset, but an image that does not open ends the work; timm's replaces it by its neighbour."""
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        try:
+            file, target = self.reader[index]
+            with file, Image.open(file) as opened:
+                image = opened.convert(self.input_img_mode)
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises SyntaxError for broken PNG files
+            path = self.reader.filename(index, absolute=True)
+            raise UserError(f"{path} does not open as an image ({error}): remove or replace it") from None
+        return self.transform(image), target
+
+
+def split_folder(data_dir: str, split: str) -> Path:
+    """Return the folder of a split.
+
+    Raises:
+        UserError: it does not exist. (timm would take ``data_dir`` itself, so training and validation would share it.)
+    """
+    names = next((names for names in _ALIASES.values() if split in names), ())
+    for name in dict.fromkeys((split, *names)):
+        if (Path(data_dir) / name).is_dir():
+            return Path(data_dir) / name
+    raise UserError(f"--data-dir {data_dir} has no folder {split}: each split is a folder with one folder a class")
+
+
+def open_split(data_dir: str, split: str, classes: list[str] | None, channels: int = 3) -> NamedImages:
+    """Return the images of a split, without transforms.
+
+    Args:
+        data_dir, split: the folder is ``data_dir/split``.
+        classes: names in the order of their labels; None for those of this folder.
+        channels: 3, or 1 to read images as grey.
+
+    Raises:
+        UserError: the folder is missing, holds no images or no classes, or has a class that ``classes`` lacks.
+    """
+    folder = split_folder(data_dir, split)
+    known = None if classes is None else {name: label for label, name in enumerate(classes)}
+    try:
+        reader = create_dataset("", root=str(folder), search_split=False, class_map=known).reader
+    except RuntimeError:
+        found = sorted(one.name for one in folder.iterdir() if one.is_dir())
+        if classes is not None and found:
+            raise UserError(_unknown(folder, found, classes)) from None
+        kinds = ", ".join(sorted(get_img_extensions()))
+        raise UserError(f"{folder} holds no images in folders of classes (timm reads {kinds})") from None
+    strange = [path for path, _ in reader.samples if Path(path).parent == folder]
+    if strange or len(reader.class_to_idx) < 2:
+        what = f"images without a class, such as {strange[0]}" if strange else "a single class"
+        raise UserError(f"{folder} has {what}: the images of each class belong in a folder of its own")
+    if classes is not None and (unknown := {one.name for one in folder.iterdir() if one.is_dir()} - set(classes)):
+        raise UserError(_unknown(folder, sorted(unknown), classes))
+    return NamedImages(str(folder), reader=reader, input_img_mode="RGB" if channels == 3 else "L")
+
+
+def class_names(dataset: NamedImages) -> list[str]:
+    """Return the names of the classes in the order of their labels."""
+    return sorted(dataset.reader.class_to_idx, key=dataset.reader.class_to_idx.get)
+
+
+def _unknown(folder: Path, names: list[str], classes: list[str]) -> str:
+    return f"{folder} has the class {names[0]}, which is not among the {len(classes)} classes of training"
+
+
+def training_loader(dataset: NamedImages, args: Namespace, config: dict[str, Any], device: torch.device) -> Any:
+    """Return timm's training loader: augmentation, random erasing, mixup and CutMix as the options say.
+
+    Workers start anew in each epoch, so that their random numbers follow from the seed and the epoch alone.
+
+    Raises:
+        UserError: the images do not fill one batch on every rank, or mixup is to pair an odd number of images.
+    """
+    if len(dataset) // args.world_size < args.batch_size:
+        raise UserError(
+            f"--batch-size {args.batch_size} on {args.world_size} rank(s) is more than the {len(dataset)} images of "
+            f"{dataset.reader.root}"
+        )
+    mixes = args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None
+    if mixes and args.batch_size % 2:
+        raise UserError(f"--mixup and --cutmix pair the images of a batch: --batch-size {args.batch_size} is odd")
+    collate = FastCollateMixup(
+        mixup_alpha=args.mixup,
+        cutmix_alpha=args.cutmix,
+        cutmix_minmax=args.cutmix_minmax,
+        prob=args.mixup_prob,
+        switch_prob=args.mixup_switch_prob,
+        mode=args.mixup_mode,
+        label_smoothing=args.smoothing,
+        num_classes=args.num_classes,
+    )
+    loader = create_loader(
+        dataset,
+        input_size=config["input_size"],
+        batch_size=args.batch_size,
+        is_training=True,
+        no_aug=args.no_aug,
+        re_prob=args.reprob,
+        re_mode=args.remode,
+        re_count=args.recount,
+        train_crop_mode=args.train_crop_mode,
+        scale=args.scale,
+        ratio=args.ratio,
+        hflip=args.hflip,
+        vflip=args.vflip,
+        color_jitter=args.color_jitter,
+        auto_augment=args.aa,
+        interpolation=config["interpolation"] if args.no_aug else args.train_interpolation,
+        mean=config["mean"],
+        std=config["std"],
+        num_workers=args.workers,
+        distributed=args.distributed,
+        collate_fn=collate if mixes else None,
+        pin_memory=device.type == "cuda",
+        device=device,
+        persistent_workers=False,
+    )
+    if args.distributed:
+        loader.sampler.seed = args.seed  # timm leaves it at 0
+    return loader
+
+
+def evaluation_loader(dataset: NamedImages, args: Namespace, config: dict[str, Any], device: torch.device) -> Any:
+    """Return timm's loader for evaluation: resized and cropped from the centre, in order."""
+    return create_loader(
+        dataset,
+        input_size=config["input_size"],
+        batch_size=args.validation_batch_size or args.batch_size,
+        interpolation=config["interpolation"],
+        mean=config["mean"],
+        std=config["std"],
+        crop_pct=config["crop_pct"],
+        crop_mode=config["crop_mode"],
+        num_workers=args.workers,
+        distributed=args.distributed,
+        pin_memory=device.type == "cuda",
+        device=device,
+        persistent_workers=False,
+    )

@@ -1,0 +1,255 @@
+"""A thin training loop of timm's parts, with the names of timm's own ``train.py``, which its package does not contain.
+
+What differs from that script: a resumed run continues bit for bit, because every random number follows from the seed,
+the epoch and the rank (the random state is set at the start of each epoch, and workers start anew); an image that does
+not open ends the run instead of being replaced; accuracies count every image once on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from argparse import Namespace
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm.utils
+import torch
+import torch.distributed as dist
+import yaml
+from timm.data import resolve_data_config
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.models import load_state_dict, resume_checkpoint, safe_model_name
+from timm.optim import create_optimizer_v2, optimizer_kwargs
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler_factory import scheduler_kwargs
+from timm.utils import AverageMeter, CheckpointSaver, ModelEmaV3, NativeScaler, update_summary
+from timm.utils.clip_grad import dispatch_clip_grad
+from timm.utils.summary import trim_summary
+from torch import nn
+
+from smlp.errors import NaNError, UserError
+from smlp.files import locked
+from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint
+from smlp.vision.data import class_names, evaluation_loader, open_split, training_loader
+from smlp.vision.evaluate import precision_of, validate
+
+SUMMARY, LAST = "summary.csv", "last.pth.tar"
+
+
+def train(args: Namespace) -> dict[str, float]:
+    """Train as the options of ``smlp vision train`` say, on one rank or, under torchrun, on all.
+
+    The folder of the run gets timm's files: ``args.yaml``, ``summary.csv``, ``last.pth.tar``, ``model_best.pth.tar``
+    and ``checkpoint-EPOCH.pth.tar``. The options in a checkpoint also have ``classes``, in the order of their
+    labels.
+
+    Returns:
+        The last row of the summary: ``epoch``, ``train_loss``, ``eval_top1``, ...
+
+    Raises:
+        UserError: options, data and checkpoints do not fit together; NaNError: the loss is not a number.
+    """
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = timm.utils.init_distributed_device(args)  # sets args.rank, world_size, distributed
+    try:
+        folder = _folder(args)
+        with locked(folder, "smlp vision train", "--output") if args.rank == 0 else nullcontext():
+            return _Run(args, device, folder).all_epochs()
+    finally:
+        if args.distributed:
+            dist.destroy_process_group()
+
+
+def _folder(args: Namespace) -> Path:
+    """Return the folder of the run; a resumed run continues where its checkpoint lies, unless told otherwise."""
+    if args.resume and args.experiment is None and args.output is None:
+        return Path(args.resume).parent
+    name = args.experiment or f"{safe_model_name(args.model)}-{args.img_size or 'default'}-{args.seed}"
+    folder = Path(args.output or "output/train") / name
+    last = folder / LAST
+    if args.rank == 0 and last.exists() and not (args.resume and last.samefile(args.resume)):
+        raise UserError(f"{folder} holds a run already: continue it with --resume {last}, or name another --experiment")
+    return folder
+
+
+class _Run:
+    """Everything that a training needs, in timm's order: model, data, optimizer, resume, average, ranks, schedule."""
+
+    def __init__(self, args: Namespace, device: torch.device, folder: Path) -> None:
+        self.args, self.device, self.folder = args, device, folder
+        channels = 3 if args.in_chans is None else args.in_chans
+        images = open_split(args.data_dir, args.train_split, None, channels)
+        args.classes = class_names(images)
+        held_out = open_split(args.data_dir, args.val_split, args.classes, channels)
+        args.num_classes = args.num_classes or len(args.classes)
+        if len(args.classes) > args.num_classes:
+            raise UserError(f"--num-classes {args.num_classes}: {images.reader.root} has {len(args.classes)} classes")
+        checkpoint = read_checkpoint(args.resume) if args.resume else None
+        initial = read_checkpoint(args.initial_checkpoint) if args.initial_checkpoint else None
+        if initial is not None and args.change_resolution:
+            initial = at_resolution(initial, args)
+        timm.utils.random_seed(args.seed)
+        self.model = create_model(args).to(device)
+        if args.grad_checkpointing:
+            self.model.set_grad_checkpointing(enable=True)
+        if checkpoint is not None:
+            load_weights(self.model, checkpoint, args.resume, args, use_ema=False)
+        elif initial is not None:
+            load_weights(self.model, initial, args.initial_checkpoint, args, new_head=True)
+        config = resolve_data_config(vars(args), model=self.model)
+        self.batches = training_loader(images, args, config, device)
+        self.held_out = evaluation_loader(held_out, args, config, device)
+        self.mixes = args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None
+        self.criterion = SoftTargetCrossEntropy() if self.mixes else LabelSmoothingCrossEntropy(args.smoothing)
+        self.optimizer = create_optimizer_v2(self.model, **optimizer_kwargs(cfg=args))
+        self.precision = precision_of(args, device)
+        self.scaler = NativeScaler(device.type) if args.amp and args.amp_dtype == "float16" else None
+        self.first_epoch = 0
+        if checkpoint is not None:
+            if "optimizer" not in checkpoint:
+                raise UserError(f"--resume {args.resume} holds weights alone: start from it with --initial-checkpoint")
+            epoch = resume_checkpoint(self.model, args.resume, self.optimizer, self.scaler, log_info=False)
+            self.first_epoch = int(epoch or 0)
+        self.average = None
+        if args.model_ema:
+            self.average = ModelEmaV3(self.model, decay=args.model_ema_decay, use_warmup=args.model_ema_warmup)
+            if checkpoint is not None and "state_dict_ema" in checkpoint:
+                self.average.module.load_state_dict(load_state_dict(args.resume))
+        self.updates_per_epoch = math.ceil(len(self.batches) / args.grad_accum_steps)
+        settings = {**scheduler_kwargs(args), "updates_per_epoch": self.updates_per_epoch}
+        self.schedule, self.num_epochs = create_scheduler_v2(self.optimizer, **settings)
+        self._set_rate(self.first_epoch, self.first_epoch * self.updates_per_epoch)
+        self.saver = self._saver() if args.rank == 0 else None
+        self.network: nn.Module = (
+            torch.compile(self.model, backend=args.torchcompile) if args.torchcompile else self.model
+        )
+        if args.distributed:
+            devices = [device] if device.type == "cuda" else None
+            self.network = nn.parallel.DistributedDataParallel(self.network, device_ids=devices)
+
+    def _saver(self) -> CheckpointSaver:
+        args = self.args
+        (self.folder / "args.yaml").write_text(yaml.safe_dump(vars(args), default_flow_style=False), encoding="utf-8")
+        saver = CheckpointSaver(
+            self.model,
+            self.optimizer,
+            args=args,
+            model_ema=self.average,
+            amp_scaler=self.scaler,
+            checkpoint_dir=str(self.folder),
+            max_history=args.checkpoint_hist,
+        )
+        if args.resume:
+            saver.load_state_dict_from_checkpoint(args.resume)
+        trim_summary(str(self.folder / SUMMARY), self.first_epoch)
+        return saver
+
+    def all_epochs(self) -> dict[str, float]:
+        """Train and evaluate epoch by epoch; save after each."""
+        row: dict[str, float] = {}
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self._say(
+            f"{self.args.model}: {parameters:,} parameters, {len(self.batches.dataset):,} images, epochs "
+            f"{self.first_epoch} to {self.num_epochs - 1} of {len(self.batches)} batches on {self.args.world_size} "
+            f"rank(s) of {self.device.type}, in {self.folder}"
+        )
+        for epoch in range(self.first_epoch, self.num_epochs):
+            if self.mixes and self.args.mixup_off_epoch and epoch >= self.args.mixup_off_epoch:
+                self.batches.mixup_enabled = False
+            trained = self._one_epoch(epoch)
+            rate = self.optimizer.param_groups[0]["lr"]
+            evaluated = self._evaluate()
+            self._set_rate(epoch + 1, (epoch + 1) * self.updates_per_epoch)
+            self._say(
+                f"epoch {epoch}: training loss {trained['loss']:.4f}; validation loss {evaluated['loss']:.4f}, top-1 "
+                f"{evaluated['top1']:.2f} %, top-5 {evaluated['top5']:.2f} %; "
+                f"{trained['images_per_second']:,.0f} images/s"
+            )
+            if self.saver is not None:
+                update_summary(epoch, trained, evaluated, str(self.folder / SUMMARY), lr=rate)
+                self.saver.save_checkpoint(epoch, metric=evaluated["top1"])
+            named = {f"train_{name}": value for name, value in trained.items()}
+            row = {"epoch": epoch, **named, **{f"eval_{name}": value for name, value in evaluated.items()}}
+        return row
+
+    def _one_epoch(self, epoch: int) -> dict[str, float]:
+        args, steps = self.args, self.args.grad_accum_steps
+        # neither the seeds' nor the ranks' nor the epochs' random numbers may be those of a neighbour
+        drawn = np.random.SeedSequence([args.seed, epoch, args.rank]).generate_state(1)
+        timm.utils.random_seed(int(drawn[0]))
+        if args.distributed:
+            self.batches.sampler.set_epoch(epoch)
+        self.network.train()
+        self.optimizer.zero_grad()
+        losses, recent, start, num_batches = AverageMeter(), AverageMeter(), time.perf_counter(), len(self.batches)
+        for number, (images, targets) in enumerate(self.batches):
+            is_last = number + 1 == num_batches
+            does_update = is_last or (number + 1) % steps == 0
+            joined = min(steps, num_batches - number // steps * steps)  # batches of this update
+            waits = args.distributed and not does_update
+            with self.network.no_sync() if waits else nullcontext():  # type: ignore[operator]
+                with self.precision():
+                    loss = self.criterion(self.network(images), targets)
+                self._backward(loss / joined, does_update)
+            recent.update(loss.detach())
+            if does_update:
+                update = epoch * self.updates_per_epoch + number // steps + 1
+                self.optimizer.zero_grad()
+                if self.average is not None:
+                    self.average.update(self.model, step=update)
+                self._set_rate(None, update)
+            if is_last or (number + 1) % args.log_interval == 0:
+                losses.update(self._checked(recent.avg, epoch, number), recent.count)
+                recent.reset()
+                speed = (number + 1) * args.batch_size * args.world_size / (time.perf_counter() - start)
+                left = (num_batches - number - 1) * args.batch_size * args.world_size / speed
+                self._say(
+                    f"epoch {epoch} [{number + 1}/{num_batches}] loss {losses.avg:.4f}, learning rate "
+                    f"{self.optimizer.param_groups[0]['lr']:.3g}, {speed:,.0f} images/s, {left:,.0f} s left"
+                )
+        total = torch.tensor([losses.avg], dtype=torch.float64, device=self.device)
+        if args.distributed:
+            dist.all_reduce(total)
+        return {"loss": total.item() / args.world_size, "images_per_second": speed}
+
+    def _backward(self, loss: torch.Tensor, does_update: bool) -> None:
+        """Add the gradients of a loss; clip them and update the weights after the last of an update."""
+        args, parameters = self.args, self.model.parameters()
+        if self.scaler is not None:
+            clipping = {"clip_grad": args.clip_grad, "clip_mode": args.clip_mode, "parameters": parameters}
+            self.scaler(loss, self.optimizer, need_update=does_update, **clipping)
+            return
+        loss.backward()
+        if does_update:
+            if args.clip_grad is not None:
+                dispatch_clip_grad(parameters, args.clip_grad, mode=args.clip_mode)
+            self.optimizer.step()
+
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate the moving average if there is one, or else the model."""
+        model = self.model if self.average is None else self.average.module
+        found = validate(model, self.held_out, self.args, self.precision)
+        return {name: found[name] for name in ("loss", "top1", "top5")}
+
+    def _set_rate(self, epoch: int | None, update: int) -> None:
+        """Set the learning rate of the next update; schedules of timm go by epochs or by updates."""
+        if self.args.sched_on_updates:
+            self.schedule.step_update(update)
+        elif epoch is not None:
+            self.schedule.step(epoch)
+
+    def _checked(self, loss: Any, epoch: int, number: int) -> float:
+        if not math.isfinite(value := float(loss)):
+            raise NaNError(
+                f"the training loss is {value} after batch {number + 1} of epoch {epoch}: lower --lr or set "
+                f"--clip-grad; the checkpoints in {self.folder} are those of the epochs before"
+            )
+        return value
+
+    def _say(self, line: str) -> None:
+        if self.args.rank == 0:
+            print(line, flush=True)

@@ -1,0 +1,150 @@
+"""``smlp vision compare`` and the command files of examples/vision."""
+
+import json
+import os
+import subprocess
+
+import pytest
+from running import REPOSITORY
+
+from data_prep.images import fetch
+from smlp.cli.main import main
+from smlp.experiments.processes import Ended
+from smlp.vision import compare
+
+EXAMPLES = REPOSITORY / "examples" / "vision"
+TINY = """
+data: {data}
+seeds: {seeds}
+options: >-
+  --img-size 8 --in-chans 1 --no-aug -j 0 -b 32 --epochs 2 --warmup-epochs 1 --lr 3e-3
+models:
+  first: --model smlp_mixer_tiny --model-kwargs num_layers=1 embed_dim=8 ffn_dim=16 token_dim={width}
+  second: --model smlp_mixer_tiny --model-kwargs num_layers=1 embed_dim=8 ffn_dim=16 token_dim=8 {more}
+"""
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images") / "digits"
+    fetch("digits", folder, limit=8, quiet=True)
+    return folder
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Commands that would have been started run here instead; returns their words."""
+    started = []
+
+    def run_chains(chains, jobs, watch):
+        for chain in chains:
+            step = chain.next_step(0)
+            started.append(step.command)
+            status = main(step.command[step.command.index("vision") :])
+            chain.ended(Ended(step, status, 1.0, 100.0, 0.0))
+            assert chain.next_step(0) is None
+
+    monkeypatch.setattr(compare, "run_chains", run_chains)
+    return started
+
+
+def write(tmp_path, digits, seeds="[1, 2]", width=8, more=""):
+    path = tmp_path / "comparison.yaml"
+    path.write_text(TINY.format(data=digits, seeds=seeds, width=width, more=more))
+    return path
+
+
+def run(path, out, *options):
+    return main(["vision", "compare", str(path), "--out", str(out), *options])
+
+
+def test_a_comparison_reports_every_seed_and_paired_differences(digits, tmp_path, in_process, capsys):
+    out = tmp_path / "out"
+    assert run(write(tmp_path, digits, more="--smoothing 0.5"), out) == 0
+    assert len(in_process) == 4 and "--resume" not in in_process[0]
+    results = json.loads((out / "results.json").read_text())
+    first, second = results["rows"]
+    curves = results["curves"]
+    assert {len(curve) for by_seed in curves.values() for curve in by_seed.values()} == {2}
+    for row in (first, second):
+        by_seed = {seed: curve[-1] for seed, curve in curves[row["model"]["value"]].items()}
+        assert row["top1"]["by_seed"] == by_seed
+        assert row["top1"]["value"] == pytest.approx(sum(by_seed.values()) / 2)
+    differences = [curves["second"][seed][-1] - curves["first"][seed][-1] for seed in ("1", "2")]
+    assert second["difference"]["value"] == pytest.approx(sum(differences) / 2)
+    is_seen = not second["difference"]["low"] <= 0 <= second["difference"]["high"]
+    assert second["verdict"]["value"] == ("seen" if is_seen else "not seen")
+    assert (out / "curves.png").stat().st_size > 1000 and "| second |" in (out / "results.md").read_text()
+    # finished runs are kept, and a seed can be added
+    assert run(write(tmp_path, digits, seeds="[1, 2, 3]", more="--smoothing 0.5"), out) == 0
+    assert len(in_process) == 6
+    capsys.readouterr()
+    assert run(write(tmp_path, digits, more="--smoothing 0.4"), out) == 1
+    assert "was made with models.second = " in capsys.readouterr().err
+
+
+def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, in_process, capsys):
+    out, path = tmp_path / "out", write(tmp_path, digits, seeds="[1]")
+    assert run(path, out) == 0
+    (out / "runs" / "first-s1" / "done.json").unlink()
+    assert run(path, out) == 0
+    assert in_process[-1][-2:] == ["--resume", str(out / "runs" / "first-s1" / "last.pth.tar")]
+    (out / "runs" / "second-s1" / "done.json").unlink()
+    (out / "runs" / "second-s1" / "last.pth.tar").write_bytes(b"damaged")
+    assert run(path, out) == 1
+    assert "failed: second-s1 ended with status 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"width": 64}, "they may differ by 3%"),
+        ({"more": "--seed 3"}, "models.second has --seed, which smlp vision compare sets"),
+        ({"seeds": "[1, 1]"}, "a seed stands twice"),
+        ({"seeds": "[x]"}, "seeds must be a whole number"),
+    ],
+    ids=["flops", "own-option", "twice", "no-number"],
+)
+def test_comparisons_that_are_refused(digits, tmp_path, capsys, changes, sentence):
+    assert run(write(tmp_path, digits, **changes), tmp_path / "out") == 1
+    assert sentence in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["cifar10", "digits"])
+def test_the_models_of_the_examples_have_equal_flops(name, tmp_path, digits, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    text = (EXAMPLES / f"{name}.yaml").read_text()
+    path = tmp_path / "comparison.yaml"
+    path.write_text(text.replace(f"data: data/{name}", f"data: {digits}"))
+    assert run(path, tmp_path / "out", "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[:4]] == ["Mixer", "gMLP", "ResMLP", "ViT"]
+    assert len(lines) == 4 + 12
+
+
+RECIPES = {
+    "smlp_gmlp_s16": ["--drop-path 0.05", "--weight-decay 0.05", "--aa original", "--mixup 0.8", "--opt-eps 1e-6"],
+    "smlp_gmlp_b16": ["--drop-path 0.2", "--sched cosine"],
+    "smlp_mixer_b16": ["--drop-path 0.1", "--weight-decay 0.1", "--aa rand-m15-n2", "--mixup 0.5"],
+}
+
+
+@pytest.mark.parametrize("model", RECIPES)
+def test_imagenet_recipes_are_those_of_the_papers(model, monkeypatch):
+    from smlp.vision import train
+
+    def recipe(**variables):
+        command = ["bash", str(EXAMPLES / "imagenet.sh"), model, "DATA", "--seed", "7"]
+        environment = {**os.environ, "TRAIN_COMMAND": "echo", **variables}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+
+    done = recipe(GPUS="8")
+    assert done.returncode == 0 and all(option in done.stdout for option in RECIPES[model])
+    given = []
+    monkeypatch.setattr(train, "train", given.append)
+    assert main(["vision", "train", *done.stdout.split()]) == 0
+    (args,) = given
+    assert 8 * args.batch_size * args.grad_accum_steps == 4096 and args.seed == 7
+    assert (args.epochs, args.lr, args.clip_grad, args.opt) == (300, 1e-3, 1.0, "adamw")
+    assert recipe(GPUS="3").returncode == 1

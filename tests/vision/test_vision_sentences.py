@@ -1,0 +1,211 @@
+"""Bad input of ``smlp vision``: one sentence each, on standard error, and status 1."""
+
+import builtins
+import importlib
+import shutil
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+from data_prep.images import fetch
+from smlp.cli.main import main
+
+SMALL = ["--img-size", "8", "--in-chans", "1", "--mean", "0.3", "--std", "0.4", "-j", "0", "-b", "8", "--epochs", "1"]
+VIT = "vit_tiny_patch16_224"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images") / "digits"
+    fetch("digits", folder, limit=2, quiet=True)
+    return folder
+
+
+@pytest.fixture
+def digits(whole, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(whole, tmp_path / "digits")
+
+
+def sentence(capsys, *words):
+    """The one line that a failing command prints."""
+    assert main(["vision", *map(str, words)]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("smlp: error: ") and "Traceback" not in line
+    return line
+
+
+def train(capsys, digits, *options, model="smlp_mixer_tiny"):
+    out = digits.parent / "output"
+    words = ("train", "--data-dir", digits, "--model", model, "--output", out, "--experiment", "one", *SMALL, *options)
+    line = sentence(capsys, *words)
+    assert not (out / "one").exists()
+    return line
+
+
+def test_folders_without_classes(digits, capsys):
+    assert f"--data-dir {digits / 'train'} has no folder train" in train(capsys, digits / "train")
+    for folder in (digits / "validation").iterdir():
+        shutil.rmtree(folder)
+    assert f"{digits / 'validation'} holds no images in folders of classes" in train(capsys, digits)
+
+
+def test_images_outside_of_classes_and_a_single_class(digits, capsys):
+    image = next((digits / "train" / "3").iterdir())
+    stray = shutil.copy(image, digits / "train" / "stray.png")
+    assert f"images without a class, such as {stray}" in train(capsys, digits)
+    (digits / "train" / "stray.png").unlink()
+    for name in range(1, 10):
+        shutil.rmtree(digits / "train" / str(name))
+    assert f"{digits / 'train'} has a single class" in train(capsys, digits)
+
+
+def test_a_class_of_validation_alone(digits, capsys):
+    shutil.rmtree(digits / "train" / "4")
+    assert "has the class 4, which is not among the 9 classes of training" in train(capsys, digits)
+
+
+def test_labels_of_validation_are_those_of_training(digits):
+    """timm numbers the classes of each folder by itself."""
+    from smlp.vision.data import class_names, open_split
+
+    shutil.rmtree(digits / "validation" / "0")
+    names = class_names(open_split(str(digits), "train", None, 1))
+    samples = open_split(str(digits), "validation", names, 1).reader.samples
+    assert {(path.split("/")[-2], label) for path, label in samples} == {(str(label), label) for label in range(1, 10)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_images_that_do_not_open(digits, capsys, workers):
+    broken = digits / "validation" / "7" / "broken.png"
+    broken.write_bytes(next((digits / "train" / "3").iterdir()).read_bytes()[:60])
+    words = ("train", "--data-dir", digits, "--model", "smlp_mixer_tiny", *SMALL, "-j", workers)
+    line = sentence(capsys, *words, "--output", digits.parent / "output")
+    assert line.startswith(f"smlp: error: {broken} does not open as an image (") and line.endswith(
+        "remove or replace it"
+    )
+
+
+def test_sizes_that_patches_do_not_divide(digits, capsys):
+    ours = train(capsys, digits, "--img-size", "9")
+    assert "img_size=9 must be a multiple of patch_size=4" in ours
+    line = train(capsys, digits, "--img-size", "40", "--model-kwargs", "depth=1", model=VIT)
+    assert line.endswith(f"--img-size 40: {VIT} has patches of 16 x 16 pixels, which do not divide it")
+
+
+def test_batches(digits, capsys):
+    assert "--batch-size 21 on 1 rank(s) is more than the 20 images" in train(capsys, digits, "-b", "21")
+    assert "--batch-size 7 is odd" in train(capsys, digits, "-b", "7", "--mixup", "0.5")
+
+
+def test_models_and_their_settings(digits, capsys):
+    assert "did you mean smlp_mixer_tiny" in train(capsys, digits, model="smlp_mixer_tinny")
+    assert "--model-kwargs depth: KEY=VALUE is expected" in train(capsys, digits, "--model-kwargs", "depth")
+    assert "smlp_mixer_tiny" in train(capsys, digits, "--model-kwargs", "colour=3")
+    assert "there is no module no_such" in train(capsys, digits, "--device-modules", "no_such")
+    assert "--num-classes 9" in train(capsys, digits, "--num-classes", "9")
+
+
+@pytest.fixture(scope="module")
+def trained(whole, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained")
+    words = ("train", "--data-dir", whole, "--model", "smlp_mixer_tiny", *SMALL, "--output", out, "--experiment", "run")
+    assert main(["vision", *map(str, words)]) == 0
+    return out / "run" / "last.pth.tar"
+
+
+def test_a_checkpoint_of_another_resolution(digits, trained, capsys):
+    wanted = "was trained on images of 8 pixels, --img-size is 16: give --change-resolution to convert its weights"
+    assert wanted in train(capsys, digits, "--img-size", "16", "--initial-checkpoint", trained)
+    line = sentence(capsys, "evaluate", trained, "--data-dir", digits, "--img-size", "16", "-j", "0")
+    assert wanted in line
+
+
+def test_checkpoints_of_something_else(digits, trained, capsys, tmp_path):
+    other = train(capsys, digits, "--initial-checkpoint", trained, model="smlp_gmlp_tiny")
+    assert f"{trained} is of another model than smlp_gmlp_tiny: it lacks " in other
+    damaged = tmp_path / "damaged.pth.tar"
+    damaged.write_bytes(trained.read_bytes()[:5000])
+    assert f"{damaged} is no checkpoint of timm, or is damaged" in train(capsys, digits, "--resume", damaged)
+    torch.save([1, 2], damaged)
+    assert f"{damaged} holds no weights" in train(capsys, digits, "--resume", damaged)
+    torch.save(torch.load(trained, weights_only=False)["state_dict"], damaged)
+    assert "holds weights alone: start from it with --initial-checkpoint" in train(capsys, digits, "--resume", damaged)
+    assert "name the model with --model" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
+    assert "there is no checkpoint" in train(capsys, digits, "--resume", tmp_path / "none.pth.tar")
+
+
+def test_a_checkpoint_runs_no_code(digits, capsys, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return builtins.open, (str(tmp_path / "made"), "w")
+
+    torch.save({"state_dict": {}, "args": Evil()}, tmp_path / "evil.pth.tar")
+    assert "is no checkpoint of timm, or is damaged" in train(capsys, digits, "--resume", tmp_path / "evil.pth.tar")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_folder_that_holds_a_run(trained, whole, capsys):
+    words = ("train", "--data-dir", whole, "--model", "smlp_mixer_tiny", *SMALL)
+    line = sentence(capsys, *words, "--output", trained.parents[1], "--experiment", "run")
+    assert f"continue it with --resume {trained}" in line
+
+
+def test_resolutions_that_cannot_be_changed(digits, trained, capsys):
+    options = ("--initial-checkpoint", trained, "--change-resolution")
+    assert "no multiple of the 2 at img_size=8" in train(capsys, digits, *options, "--img-size", "12")
+    vit = train(capsys, digits, *options, "--img-size", "16", "--model-kwargs", "depth=1", "patch_size=4", model=VIT)
+    assert f"for smlp_mixer_* and smlp_gmlp_*, not for timm's {VIT}" in vit
+
+
+def test_options_that_contradict_each_other(digits, trained, capsys):
+    assert "give one of the two" in train(capsys, digits, "--resume", trained, "--initial-checkpoint", trained)
+    assert "--initial-checkpoint, which is missing" in train(capsys, digits, "--change-resolution")
+
+
+def test_a_loss_that_is_no_number(digits, capsys, tmp_path):
+    words = (
+        "train",
+        "--data-dir",
+        digits,
+        "--model",
+        "smlp_mixer_tiny",
+        *SMALL,
+        "--epochs",
+        "3",
+        "--warmup-epochs",
+        "0",
+    )
+    line = sentence(capsys, *words, "--opt", "sgd", "--lr", "1e6", "--output", tmp_path / "out")
+    assert "lower --lr or set --clip-grad" in line
+
+
+def test_without_timm(monkeypatch, capsys, digits):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert "images need timm: pip install" in train(capsys, digits)
+
+
+def test_a_torchvision_that_does_not_fit(monkeypatch, capsys, digits):
+    real = importlib.import_module
+
+    def fails(name, package=None):
+        if name == "timm":
+            raise RuntimeError("operator torchvision::other does not exist")
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    assert "torchvision::other does not exist): install torch and torchvision that fit" in train(capsys, digits)
+
+
+def test_grey_and_colour_images_are_read_as_the_model_wants(digits):
+    from smlp.vision.data import open_split
+
+    path = next((digits / "train" / "3").iterdir())
+    with Image.open(path) as image:
+        assert image.mode == "L" and image.size == (8, 8)
+    for channels, mode in ((1, "L"), (3, "RGB")):
+        images = open_split(str(digits), "train", None, channels)
+        images.transform = lambda image: image.mode
+        assert images[0][0] == mode

@@ -1,0 +1,261 @@
+"""``smlp vision train`` and ``evaluate`` on scikit-learn's digits: a tiny model, a few updates."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from running import REPOSITORY
+
+from data_prep.images import fetch
+from smlp.cli.main import main
+from smlp.vision.checkpoints import read_checkpoint
+
+TINY = ["--img-size", "8", "--in-chans", "1", "--mean", "0.3059", "--std", "0.3763", "--crop-pct", "1", "-j", "0"]
+SIZES = ["--model-kwargs", "num_layers=2", "embed_dim=16", "ffn_dim=32", "token_dim=16", "patch_size=2"]
+RECIPE = [
+    *("-b", "32", "--lr", "3e-3", "--warmup-epochs", "1", "--epochs", "2", "--clip-grad", "1", "--scale", "0.7", "1"),
+    *("--mixup", "0.2", "--cutmix", "1", "--reprob", "0.2", "--drop-path", "0.1", "--model-ema", "--sched-on-updates"),
+    *("--model-ema-decay", "0.9"),
+]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images") / "digits"
+    fetch("digits", folder, limit=16, quiet=True)
+    return str(folder)
+
+
+def train(digits, *options, model="smlp_mixer_tiny"):
+    return main(["vision", "train", "--data-dir", digits, "--model", model, *TINY, *SIZES, *map(str, options)])
+
+
+def evaluated(checkpoint, digits, *options):
+    """The JSON of ``smlp vision evaluate``."""
+    report = checkpoint.parent / "report.json"
+    command = ["vision", "evaluate", checkpoint, "--data-dir", digits, "-j", "0", "--json", report, *options]
+    assert main(list(map(str, command))) == 0
+    return json.loads(report.read_text())
+
+
+@pytest.fixture(scope="module")
+def two_epochs(digits, tmp_path_factory):
+    """The folder of a run of two epochs with everything that is random."""
+    out = tmp_path_factory.mktemp("output")
+    assert train(digits, *RECIPE, "--output", out, "--experiment", "whole") == 0
+    return out / "whole"
+
+
+def rows(folder):
+    with open(folder / "summary.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    for row in found:
+        del row["train_images_per_second"]
+    return found
+
+
+def same(first, second):
+    """Whether two values of a checkpoint, tensors within them too, are equal bit for bit."""
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[name], second[name]) for name in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+def test_a_resumed_run_continues_bit_for_bit(digits, two_epochs, tmp_path):
+    first = two_epochs / "checkpoint-0.pth.tar"
+    assert train(digits, *RECIPE, "--output", tmp_path, "--experiment", "resumed", "--resume", first) == 0
+    whole, resumed = (read_checkpoint(str(run / "last.pth.tar")) for run in (two_epochs, tmp_path / "resumed"))
+    for name in ("epoch", "state_dict", "state_dict_ema", "optimizer", "metric"):
+        assert same(whole[name], resumed[name]), name
+    assert rows(tmp_path / "resumed") == rows(two_epochs)[1:]
+    assert not same(read_checkpoint(str(first))["state_dict"], whole["state_dict"])
+
+
+def test_a_run_resumes_in_its_own_folder(digits, tmp_path):
+    options = [*RECIPE[2:], "-b", "128"]
+    assert train(digits, *options, "--output", tmp_path, "--experiment", "run") == 0
+    assert train(digits, *options, "--epochs", "3", "--resume", tmp_path / "run" / "last.pth.tar") == 0
+    assert [row["epoch"] for row in rows(tmp_path / "run")] == ["0", "1", "2"]
+
+
+def test_seeds_and_epochs_draw_different_batches(digits, tmp_path):
+    for seed in (1, 2):
+        assert train(digits, *RECIPE, "--output", tmp_path, "--experiment", f"seed{seed}", "--seed", seed) == 0
+    assert rows(tmp_path / "seed1") != rows(tmp_path / "seed2")
+
+
+def test_evaluation_repeats_the_validation_of_training(digits, two_epochs):
+    report = evaluated(two_epochs / "last.pth.tar", digits)
+    last = rows(two_epochs)[-1]
+    assert report["top1"] == float(last["eval_top1"]) and report["top5"] == float(last["eval_top5"])
+    assert report["loss"] == pytest.approx(float(last["eval_loss"]), rel=1e-5)
+    assert report["weights"] == "state_dict_ema" and report["images"] == 160
+    assert report["images_per_second"] > 0 and report["images_per_second_with_loading"] > 0
+    without = evaluated(two_epochs / "last.pth.tar", digits, "--no-ema")
+    assert without["weights"] == "state_dict" and without["loss"] != report["loss"]
+
+
+def test_accuracy_is_a_count_over_all_images(digits, two_epochs, monkeypatch):
+    """Against a loop over single images, without timm's loader."""
+    from argparse import Namespace
+
+    import numpy as np
+    from PIL import Image
+
+    from smlp.vision.checkpoints import create_model, load_weights
+    from smlp.vision.data import open_split
+
+    checkpoint = read_checkpoint(str(two_epochs / "last.pth.tar"))
+    args: Namespace = checkpoint["args"]
+    model = create_model(args).eval()
+    load_weights(model, checkpoint, "last.pth.tar", args)
+    samples = open_split(digits, "validation", args.classes, 1).reader.samples
+    correct = dict.fromkeys((1, 5), 0)
+    for path, label in samples:
+        pixels = torch.from_numpy(np.asarray(Image.open(path), dtype=np.float32))
+        with torch.no_grad():
+            logits = model(((pixels / 255 - 0.3059) / 0.3763)[None, None])[0]
+        for k in correct:
+            correct[k] += int(label in logits.topk(k).indices)
+    report = evaluated(two_epochs / "last.pth.tar", digits, "-b", "48")
+    assert (report["top1"], report["top5"]) == tuple(100 * count / len(samples) for count in correct.values())
+
+
+def test_mixed_precision_and_accumulation(digits, tmp_path):
+    """Two batches of an update are one of twice the size; bfloat16 changes the numbers a little."""
+    plain = ["--no-aug", "--lr", "1e-3", "--warmup-epochs", "0", "--epochs", "1"]
+    base = read_run(digits, tmp_path, "base", *plain, "-b", "32")
+    halves = read_run(digits, tmp_path, "halves", *plain, "-b", "16", "--grad-accum-steps", "2")
+    amp = read_run(digits, tmp_path, "amp", *plain, "-b", "32", "--amp")
+    assert halves == pytest.approx(base, rel=1e-4)
+    assert amp == pytest.approx(base, rel=2e-2) and amp != base
+
+
+def read_run(digits, out, name, *options):
+    assert train(digits, *options, "--output", out, "--experiment", name) == 0
+    return float(rows(out / name)[-1]["eval_loss"])
+
+
+def test_gmlp_trains_with_fine_tuning_of_another_head(digits, two_epochs, tmp_path, capsys):
+    best = two_epochs / "model_best.pth.tar"
+    options = ["--epochs", "1", "-b", "80", "--no-aug", "--initial-checkpoint", best, "--num-classes", "12"]
+    assert train(digits, *options, "--output", tmp_path, "--experiment", "tuned") == 0
+    assert "another number of classes, so the head starts anew" in capsys.readouterr().out
+    assert train(digits, *options[:5], "--output", tmp_path, "--experiment", "gmlp", model="smlp_gmlp_tiny") == 0
+
+
+@pytest.mark.parametrize("model", ["smlp_mixer_tiny", "smlp_gmlp_tiny"])
+def test_change_of_resolution(digits, tmp_path, model):
+    """Twice the size: evaluation converts, fine-tuning converts, and its checkpoint is evaluated as it is."""
+    brief = ["--epochs", "1", "-b", "80", "--no-aug", "--output", tmp_path]
+    assert train(digits, *brief, "--experiment", "small", model=model) == 0
+    small = tmp_path / "small" / "last.pth.tar"
+    at_once = evaluated(small, digits, "--img-size", "16", "--change-resolution")
+    assert at_once["image_size"] == 16 and at_once["weights"] == "state_dict"
+    larger = [
+        "--initial-checkpoint",
+        small,
+        "--change-resolution",
+        "--lr",
+        "0",
+        "--min-lr",
+        "0",
+        "--warmup-epochs",
+        "0",
+    ]
+    assert train(digits, *brief, *larger, "--img-size", "16", "--experiment", "large", model=model) == 0
+    (row,) = rows(tmp_path / "large")
+    assert float(row["eval_loss"]) == pytest.approx(at_once["loss"], rel=1e-6)
+    again = evaluated(tmp_path / "large" / "last.pth.tar", digits)
+    assert again["loss"] == pytest.approx(at_once["loss"], rel=1e-6) and again["image_size"] == 16
+
+
+@pytest.mark.parametrize("kind", ["mixer", "gmlp"])
+def test_weights_of_timms_models_are_evaluated_in_ours(digits, tmp_path, kind):
+    from timm.layers import GatedMlp
+    from timm.models.mlp_mixer import MlpMixer, SpatialGatingBlock
+
+    sizes = {"num_classes": 10, "img_size": 8, "in_chans": 1, "patch_size": 2, "num_blocks": 2, "embed_dim": 16}
+    gated = {"block_layer": SpatialGatingBlock, "mlp_layer": GatedMlp, "mlp_ratio": 6} if kind == "gmlp" else {}
+    torch.manual_seed(0)
+    theirs = MlpMixer(**sizes, **gated).eval()
+    torch.nn.init.normal_(theirs.head.weight)
+    torch.save(theirs.state_dict(), tmp_path / "timm.pth")
+    widths = ["ffn_dim=96"] if kind == "gmlp" else ["ffn_dim=64", "token_dim=8", "activation=gelu"]
+    ours = [*("--model", f"smlp_{kind}_tiny", *TINY), "--model-kwargs", *widths, "num_layers=2", "embed_dim=16"]
+    report = evaluated(tmp_path / "timm.pth", digits, *ours, "patch_size=2")
+    from smlp.vision.data import open_split
+
+    images = open_split(digits, "validation", None, 1)
+    images.transform = lambda image: torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(1, 8, 8)
+    pixels, labels = zip(*(images[place] for place in range(len(images))), strict=True)
+    with torch.no_grad():
+        logits = theirs((torch.stack(pixels) / 255 - 0.3059) / 0.3763)
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels))
+    assert report["loss"] == pytest.approx(loss.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["smlp_mixer_tiny", "vit_tiny_patch16_224"])
+def test_pictures_of_a_checkpoint(digits, tmp_path, capsys, name):
+    brief = ["--epochs", "1", "-b", "160", "--no-aug", "--output", tmp_path, "--experiment", "run"]
+    sizes = [] if name.startswith("smlp") else ["--model-kwargs", "depth=1", "embed_dim=12", "patch_size=4"]
+    assert train(digits, *brief, *sizes, model=name) == 0
+    checkpoint = tmp_path / "run" / "last.pth.tar"
+    capsys.readouterr()
+    status = main(["vision", "plot", str(checkpoint), "--out", str(tmp_path / "pictures"), "--format", "svg"])
+    printed = capsys.readouterr()
+    if name.startswith("smlp"):
+        files = [tmp_path / "pictures" / f"{file}.svg" for file in ("stem", "units-0", "units-1")]
+        assert status == 0 and printed.out.split() == list(map(str, files)) and all(map(os.path.getsize, files))
+    else:
+        assert status == 1 and f"{checkpoint} is of timm's {name}: pictures are of smlp_mixer_*" in printed.err
+
+
+def test_two_ranks_train_as_one_with_batches_of_twice_the_size(digits, tmp_path):
+    """Through torchrun's variables and gloo; the ranks evaluate every image once."""
+    options = [
+        *(
+            "vision",
+            "train",
+            "--data-dir",
+            digits,
+            "--model",
+            "smlp_mixer_tiny",
+            *TINY,
+            *SIZES,
+            "--no-aug",
+            "--epochs",
+            "1",
+        ),
+        *("--warmup-epochs", "0", "-b", "16", "-vb", "13", "--nproc", "2", "--output", str(tmp_path)),
+        *("--experiment", "two", "--device", "cpu"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "smlp", *options],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=100)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, output
+    report = evaluated(tmp_path / "two" / "last.pth.tar", digits, "-b", "7")
+    last = rows(tmp_path / "two")[-1]
+    assert report["top1"] == float(last["eval_top1"]) and report["images"] == 160
+    assert report["loss"] == pytest.approx(float(last["eval_loss"]), rel=1e-5)
