@@ -199,7 +199,7 @@ def _write_file(args: argparse.Namespace, writer: TextWriter, prompts: Sequence[
 
     # read prompts first, so that one that does not fit is refused before the file is touched
     texts = writer.continuations(prompts, batch_size)
-    settings = {"path": args.path, **writer.settings()}
+    settings = {"path": args.path, "dtype": args.dtype, **writer.settings()}
     num_texts, num_tokens, start = 0, 0, time.perf_counter()
     with json_lines("--output", args.output) as write:
         for found in texts:

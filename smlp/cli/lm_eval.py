@@ -101,6 +101,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
             "num_fewshot": args.num_fewshot,
             "limit": args.limit,
             "skip_too_long": args.skip_too_long,
+            "dtype": args.dtype,
             "num_skipped": found["num_skipped"],
             "num_repeated": found["num_repeated"],
             "num_truncated": found["num_truncated"],

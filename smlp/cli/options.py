@@ -15,11 +15,17 @@ if TYPE_CHECKING:
     from smlp.inference.language_model import LanguageModel
     from smlp.inference.masked import MaskedLanguageModel
 
+#: names of precisions, as users write them and as torch does
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--path``, and what :func:`add_model_files` adds."""
+    """Add ``--path`` and ``--dtype``, and what :func:`add_model_files` adds."""
     parser.add_argument("--path", required=True, help="checkpoint, in one file or in parts, or an export")
     add_model_files(parser)
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="precision of weights and products (default: %(default)s)"
+    )
 
 
 def add_model_files(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +45,18 @@ def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageModel:
-    """Load the language model that the options name, in evaluation mode on its device.
+    """Load the language model that the options name, in evaluation mode, on its device and in its precision.
 
     Raises:
         UserError: a file is missing or damaged, the model is an encoder, or the device does not exist.
     """
+    import torch
+
     from smlp.checkpoint.load import load_language_model
 
     device = (team or Team()).device(args.device)
-    return load_language_model(args.path, args.dict, args.tokenizer, what=f"smlp {args.command}").to(device)
+    model = load_language_model(args.path, args.dict, args.tokenizer, what=f"smlp {args.command}")
+    return model.to(device, getattr(torch, DTYPES[args.dtype]))
 
 
 def load_any_model(args: argparse.Namespace, team: Team | None = None) -> LanguageModel | MaskedLanguageModel:

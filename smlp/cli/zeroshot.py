@@ -158,6 +158,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
         "limit": args.limit,
         "skip_too_long": args.skip_too_long,
         "batch_tokens": args.batch_tokens,
+        "dtype": args.dtype,
     }
     kept = _kept_scores(args, settings, model, tasks, team)
     if team.is_first:
