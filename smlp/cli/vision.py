@@ -12,6 +12,7 @@ from typing import Any
 
 from smlp.cli.numbers import MOST, MOST_PROCESSES, MOST_SIZE, real, whole
 from smlp.errors import UserError
+from smlp.launch.machine import num_cores
 
 DESCRIPTION = "images: data, training, evaluation and tables of MLP-Mixer and gMLP, with timm's parts"
 EPILOG = """examples:
@@ -20,7 +21,7 @@ EPILOG = """examples:
   smlp vision evaluate output/train/first/model_best.pth.tar --data-dir data/digits
   smlp vision table
 
-Everything needs timm: pip install "smlp[vision]". 'smlp vision COMMAND --help' shows the options of each; the whole way
+Everything needs timm: pip install -e '.[vision]'. 'smlp vision COMMAND --help' shows the options of each; the whole way
 is in docs/images.md.
 """
 _COMMANDS = {
@@ -355,8 +356,7 @@ def _running_options(parser: argparse.ArgumentParser) -> None:
         "--workers",
         **whole(0, MOST_PROCESSES),
         metavar="N",
-        default=4,
-        help="processes that load images (default: %(default)s)",
+        help="processes that load images (default: 4, or as many as there are cores)",
     )
     group.add_argument("--device", help="torch device (default: a GPU where there is one)")
     group.add_argument("--amp", action="store_true", help="mixed precision")
@@ -392,7 +392,7 @@ def _import_timm() -> None:
     try:
         importlib.import_module("timm")
     except ModuleNotFoundError as error:
-        raise UserError(f'images need timm: pip install "smlp[vision]" (there is no {error.name})') from None
+        raise UserError(f"images need timm: pip install -e '.[vision]' (there is no {error.name})") from None
     except (ImportError, RuntimeError) as error:
         raise UserError(f"timm cannot be imported ({error}): install torch and torchvision that fit together") from None
 
@@ -506,6 +506,8 @@ def _options_of(args: argparse.Namespace) -> Namespace:
     left_out = ("command", "action", "words", "nproc", "json")
     options = Namespace(**{name: value for name, value in vars(args).items() if name not in left_out})
     options.model_kwargs = dict(map(_setting, args.model_kwargs))
+    if "workers" in options and options.workers is None:
+        options.workers = min(4, num_cores())
     return options
 
 
