@@ -46,6 +46,12 @@ VISION = ["pillow<13", "requests>=2.31", "scikit-learn>=1.4", "timm>=1.0.31", "t
 # lm-evaluation-harness, and what of its own requirements is imported here.
 LM_EVAL = ["datasets>=3.2", "jinja2>=3.1", "lm-eval>=0.4.13,<0.5"]
 
+# torch.onnx.export, and a runtime for what it writes.
+ONNX = ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.5"]
+
+# Models in Hugging Face transformers; accelerate is for its Trainer.
+HF = ["accelerate>=1.10", "protobuf>=5", "safetensors>=0.4.3", "tokenizers>=0.22", "transformers>=5.20,<6"]
+
 # The documentation site (scripts/docs.sh).
 DOCS = ["furo>=2025.7", "myst-parser>=4", "sphinx>=8.1"]
 
@@ -92,16 +98,18 @@ setup(
     extras_require={
         "bench": ["g-mlp-gpt>=0.0.15", "g-mlp-pytorch>=0.1.5"],
         "lm-eval": LM_EVAL,
+        "onnx": ONNX,
         "data": DATA,
         "docs": DOCS,
         "export": ["safetensors>=0.4.3"],
+        "hf": HF,
         "plots": ["matplotlib>=3.8", "scipy>=1.11"],
         "squad": ["torchmetrics>=1.9,<2"],
         "vision": VISION,
         "test": [
             *("build>=1.2", "mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", *LM_EVAL),
-            *("torchmetrics>=1.9,<2", *DATA, *DOCS, *VISION),
+            *("torchmetrics>=1.9,<2", *DATA, *DOCS, *HF, *ONNX, *VISION),
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },

@@ -5,7 +5,8 @@
 Evaluates a checkpoint three times on the same blocks: with each token's best expert (as in all evaluation); with
 balanced assignment over batches (as in training; it sees later tokens, so it is a diagnosis, not a result); and with
 each token's best expert after one number for each expert has been added to its affinities, such that tokens of the
-training text, routed as in training, spread evenly. The last sees no later token.
+training text, routed as in training, spread evenly. The last sees no later token. A model that keeps such
+numbers itself (``--base-offset-rate``) is evaluated with its own as well.
 """
 
 from __future__ import annotations
@@ -16,32 +17,17 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import smlp
 from smlp.errors import UserError
 from smlp.evaluation.scoring import block_log_probs
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
-from smlp.moe.routers import BalancedRouter, Routing
-from smlp.moe.routers.balanced import greedy_plan
-from smlp.moe.routers.routing import gate_logits
+from smlp.moe.routers import BalancedRouter, ExpertOffsets
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import ForwardContext
 from smlp.text.binarized import read_fairseq_tokens
-
-
-class WithOffsets(nn.Module):
-    """Choose each token's best expert after adding a number for each expert; weights depend on affinities alone."""
-
-    def __init__(self, router: BalancedRouter, offset_E: Tensor) -> None:
-        super().__init__()
-        self.router, self.offset_E = router, offset_E
-
-    def forward(self, x_NH: Tensor, token_ids_N: Tensor | None, plan: RoutingPlan | None = None) -> Routing:
-        if plan is None:
-            plan = greedy_plan(gate_logits(x_NH, self.router.centroids) + self.offset_E)
-        return self.router(x_NH, token_ids_N, plan)
 
 
 def even_offsets(logits_NE: Tensor, steps: int = 500) -> Tensor:
@@ -76,7 +62,9 @@ def add_offsets(decoder: Decoder, tokens: Tensor) -> None:
     """Make the model's routers add offsets that are found on these tokens (N,)."""
     logits = logits_in_training(decoder, tokens)
     for layer in balanced_layers(decoder):
-        layer.router = WithOffsets(layer.router, even_offsets(logits[layer.name])).eval()
+        found_E = even_offsets(logits[layer.name])
+        layer.router.offsets = ExpertOffsets(found_E.numel(), rate=0, by_sign=False)
+        layer.router.offsets.value.copy_(found_E)
 
 
 def balanced_layers(decoder: Decoder) -> list[TokenMoE]:
@@ -113,6 +101,10 @@ def main() -> None:
     tokens = torch.from_numpy(read_fairseq_tokens(options.data / options.subset).tokens)
     if not balanced_layers(model.decoder):
         raise UserError(f"{options.path} has no layer whose tokens BASE's router assigns")
+    if any(layer.router.offsets is not None for layer in balanced_layers(model.decoder)):
+        show("own offsets", *evaluate(model.decoder, tokens, balanced=False))
+    for layer in balanced_layers(model.decoder):
+        layer.router.offsets = None
     for name, balanced in (("greedy", False), ("balanced", True)):
         show(name, *evaluate(model.decoder, tokens, balanced))
     training = torch.from_numpy(read_fairseq_tokens(options.data / "train").tokens[: options.train_tokens])

@@ -218,14 +218,8 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     metadata = header.pop("__metadata__", {})
     if "smlp" not in metadata:
         raise UserError(f"{path} is not an export of smlp: its metadata have no entry 'smlp'")
-    version = FileVersion.of(path)
     try:
-        tensors = {
-            name: StoredTensor(
-                version, start + entry["data_offsets"][0], _DTYPES[entry["dtype"]], tuple(entry["shape"])
-            )
-            for name, entry in header.items()
-        }
+        tensors = stored_tensors(path, header, start)
         content = json.loads(metadata["smlp"])
         content |= {
             "weights": {name: tensor for name, tensor in tensors.items() if not name.startswith(_FILES)},
@@ -236,6 +230,19 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is a damaged export ({type(error).__name__}: {error})") from error
+
+
+def stored_tensors(path: str | Path, header: Mapping[str, Any], start: int) -> dict[str, StoredTensor]:
+    """Return the lazy tensors of a ``.safetensors`` file by name, from its header without the metadata.
+
+    Raises:
+        KeyError: a tensor is of a type that torch does not have.
+    """
+    version = FileVersion.of(path)
+    return {
+        name: StoredTensor(version, start + entry["data_offsets"][0], _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        for name, entry in header.items()
+    }
 
 
 def safetensors_header(path: str | Path) -> tuple[dict[str, Any], int]:

@@ -91,10 +91,10 @@ def text_files(
     files = dict(checkpoint.files)
     if dictionary is not None or not checkpoint.is_export:
         dictionary, tokenizer = _find_files(checkpoint, dictionary, tokenizer)
-        files[DICTIONARY] = _bytes_of(dictionary)
+        files[DICTIONARY] = bytes_of(dictionary)
     if tokenizer is not None:
         files = {name: content for name, content in files.items() if name == DICTIONARY}
-        files |= {name: _bytes_of(path) for name, path in files_of(Path(tokenizer)).items()}
+        files |= {name: bytes_of(path) for name, path in files_of(Path(tokenizer)).items()}
     return files
 
 
@@ -105,7 +105,7 @@ def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
         UserError: the message names the file.
     """
     for name, tensor in files.items():
-        if (folder / name).exists() and _to_bytes(_bytes_of(folder / name)) != _to_bytes(tensor):
+        if (folder / name).exists() and _to_bytes(bytes_of(folder / name)) != _to_bytes(tensor):
             raise UserError(f"{folder / name} differs from the export's: write to another folder")
 
 
@@ -116,7 +116,7 @@ def write_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
             write_whole(folder / name, _to_bytes(tensor))
 
 
-def _bytes_of(path: Path) -> HeldTensor:
+def bytes_of(path: Path) -> HeldTensor:
     """Return the content of a file, (n,) uint8.
 
     Raises:

@@ -52,12 +52,14 @@ _PREFIX, _ = PREFIXES
 _FROM_DENSE = (
     *FROM_TASK,
     *("embed_dim", "ffn_dim", "dense_block", "num_heads", "positions", "activation", "dropout"),
-    *("attention_dropout", "layer_norm", "embedding_norm", "spatial_weights"),
-    *("checkpoint_activations", "embed_init_std", "spatial_init_scale"),
+    *("attention_dropout", "layer_norm", "embedding_norm", "spatial_weights", "embed_scaling"),
+    *("checkpoint_activations", "embed_init_std", "spatial_init_scale", "spatial_init_average"),
 )
 _GROWN = ("smlp", "gmlp_moe")
 # Inverse of the sum of a token's initial gates, as a function of the number of experts E.
 _INVERSE_GATE = {"hash": lambda E: 1, "gshard": lambda E: 1, "switch": lambda E: E, "base": lambda E: 2}
+# Parameters of routers; the rest of their state dicts are buffers.
+_LEARNT_BY_ROUTERS = (".weight", ".centroids")
 # Parameters that are zero in a new sparse block, so that it adds nothing.
 _SILENT = ("feature_moe.experts.weight", "feature_moe.experts.bias", "experts.w2", "experts.b2", "w_out", "b_out")
 
@@ -243,12 +245,15 @@ class _Making:
         return self.weights[prefix + name]
 
     def _inverse_gate(self) -> int:
-        return _INVERSE_GATE[self.config.moe.router](self.config.moe.num_experts)
+        moe = self.config.moe
+        return 1 if moe.router == "base" and moe.base_gate == "one" else _INVERSE_GATE[moe.router](moe.num_experts)
 
     def _router(self, index: int, name: str) -> LazyTensor:
         moe, generator = self.config.moe, torch.Generator().manual_seed(self.seed + index)
         if name.endswith(".table"):
             return HeldTensor(self._table())
+        if not name.endswith(_LEARNT_BY_ROUTERS):  # offsets, and the phase of a warm-up
+            return HeldTensor(moe.router_kind.build(self.config).state_dict()[name.removeprefix("token_moe.router.")])
         shape = (moe.num_experts, self.config.embed_dim)
         if moe.router == "gshard":
             weight = (2 * torch.rand(shape, generator=generator) - 1) * self.config.embed_dim**-0.5
@@ -260,7 +265,7 @@ class _Making:
 
     def _table(self) -> Tensor:
         moe = self.config.moe
-        if moe.hash_kind == "balanced":
+        if moe.router == "hash" and moe.hash_kind == "balanced":
             return balanced_table(self.frequencies_V, moe.num_experts)
         return random_table(self.config.vocab_size, moe.num_experts, moe.hash_seed)
 
@@ -268,8 +273,8 @@ class _Making:
         shape = self.shapes[f"blocks.{index}.{name}"]
         if name.endswith(_SILENT):
             return MadeTensor(shape, self.dtype, lambda: torch.zeros(shape))
-        if name.endswith(".table"):
-            return HeldTensor(self._table())
+        if name.startswith("token_moe.router.") and not name.endswith(_LEARNT_BY_ROUTERS):
+            return self._router(index, name)
         return MadeTensor(shape, self.dtype, lambda: self._new_block(index)[name])
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  the cache lives as long as the result

@@ -18,6 +18,7 @@ EPILOG = """examples:
   smlp checkpoint merge checkpoints/checkpoint_best.pt -o model.safetensors
   smlp checkpoint split best.pt -o parts/best.pt --parts 8
   smlp checkpoint average checkpoints --num-epoch-checkpoints 5 -o averaged.pt
+  smlp checkpoint import exported -o checkpoint.pt
   smlp checkpoint upcycle dense/checkpoint_best.pt -o base.pt --arch base_lm --num-sparse-layers 12
 
 Whatever is read may be a checkpoint in one file, one whose experts are in parts, or an export; nothing that is read is
@@ -30,6 +31,7 @@ _COMMANDS = {
     "verify": "compare every byte with its checksum, and the tensors with the configuration",
     "merge": "write one file: a checkpoint, or a self-contained export",
     "split": "write experts in parts, for any number of ranks; also from an export",
+    "import": "make a checkpoint to train from of a folder that transformers saved (smlp export --hf)",
     "average": "average the weights of several checkpoints, without the optimizer",
     "upcycle": "make a sparse model that computes the same as a dense one",
 }
@@ -52,6 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, parser_of in parsers.items():
         paths = {"verify": "+", "average": "+"}.get(name)
         what = "checkpoints" + (", or one folder of them" if name == "average" else "") if paths else "checkpoint"
+        what = "folder with config.json" if name == "import" else what
         parser_of.add_argument("path", nargs=paths, metavar="PATH", help=what)
         if name not in ("info", "verify"):
             parser_of.add_argument("-o", "--output", required=True, metavar="OUT", help="file to write")
@@ -120,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
         "verify": _verify,
         "merge": _merge,
         "split": _split,
+        "import": _import,
         "average": _average,
         "upcycle": _upcycle,
     }[args.action](args)
@@ -184,6 +188,16 @@ def _split(args: argparse.Namespace) -> int:
     if args.no_optimizer:
         checkpoint.state.pop("last_optimizer_state", None)
     write_in_parts(checkpoint, target, args.parts)
+    return _report(target)
+
+
+def _import(args: argparse.Namespace) -> int:
+    from smlp.checkpoint.hf_folder import open_hf_folder
+    from smlp.checkpoint.output import check_target, write_one_file
+
+    checkpoint = open_hf_folder(args.path)
+    target = check_target(args.output, [checkpoint.path], args.force)
+    write_one_file(checkpoint, target)
     return _report(target)
 
 

@@ -17,6 +17,9 @@ EPILOG = """examples:
   smlp lm-eval --path checkpoint_best.pt --tasks copa,hellaswag --data-dir tasks --skip-too-long
   smlp lm-eval --path checkpoint_best.pt --tasks lambada_openai,wikitext --json results.json
   smlp lm-eval --path checkpoint_best.pt --tasks mine --include-path my_tasks
+  python -m smlp.evaluation.lm_eval run --model smlp --model_args path=checkpoint_best.pt --tasks lambada_openai
+
+The last one is the harness's own command line.
 
 Needs the extra lm-eval (pip install -e '.[lm-eval]'). With --data-dir, the six tasks of smlp zeroshot are read from
 their official files there, with the harness's prompts and rules, and nothing is fetched from the network.
@@ -102,6 +105,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
             "num_repeated": found["num_repeated"],
             "num_truncated": found["num_truncated"],
             "num_partly_scored": found["num_partly_scored"],
+            "num_without_token": found["num_without_token"],
         }
         write_json(args.json, {"settings": settings, "results": found["results"], "versions": found["versions"]})
     print(make_table(found))
@@ -111,6 +115,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
             found["num_partly_scored"],
             "records have continuations that begin within the model's prefix, where nothing is scored",
         ),
+        (found["num_without_token"], "continuations add no token to their context: their log-probability is 0"),
     ):
         if count:
             print(f"{count} {what}")

@@ -21,7 +21,7 @@ EPILOG = """examples:
   smlp vision evaluate output/train/first/model_best.pth.tar --data-dir data/digits
   smlp vision table
 
-Everything needs timm: pip install -e '.[vision]'. 'smlp vision COMMAND --help' shows the options of each; the whole way
+Everything needs timm: pip install -e ".[vision]". 'smlp vision COMMAND --help' shows the options of each; the whole way
 is in docs/images.md.
 """
 _COMMANDS = {
@@ -392,7 +392,7 @@ def _import_timm() -> None:
     try:
         importlib.import_module("timm")
     except ModuleNotFoundError as error:
-        raise UserError(f"images need timm: pip install -e '.[vision]' (there is no {error.name})") from None
+        raise UserError(f'images need timm: pip install -e ".[vision]" (there is no {error.name})') from None
     except (ImportError, RuntimeError) as error:
         raise UserError(f"timm cannot be imported ({error}): install torch and torchvision that fit together") from None
 

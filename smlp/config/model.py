@@ -30,6 +30,9 @@ FEATURE_EXPERTS = ("gated", "linear", "additive")
 DROP_ORDERS = ("position", "gate")
 SECOND_EXPERTS = ("random", "sampled", "all")
 GATE_NORMALISATIONS = ("before_drop", "after_drop")
+GATES = ("sigmoid", "softmax")
+BASE_GATES = ("sigmoid", "one")
+EMBED_SCALINGS = ("with_positions", "always", "never")
 HASHES = ("random", "balanced")
 MOST_SIZE = 2**31 - 1  # rows, columns, experts: the limit of torch and the formulas
 MOST_INIT = 1e6  # scale of initial weights; safe in single precision
@@ -47,7 +50,7 @@ class MoEConfig:
     """The sparse part of a model: what the experts of its sparse blocks are and how they are chosen.
 
     Sources: smlp.txt, sections 3.1 and 3.2 and appendices A and B; Lepikhin et al., 2020 (GShard); Fedus et al., 2021
-    (Switch); Lewis et al., 2021 (BASE); Roller et al., 2021 (Hash).
+    (Switch); Lewis et al., 2021 (BASE); Roller et al., 2021 (Hash); Wang et al., 2024 (loss_free).
     """
 
     num_experts: int = setting(32, "E, experts in each sparse layer, over all ranks")
@@ -64,6 +67,22 @@ class MoEConfig:
     base_shuffle: bool = setting(
         False, "BASE: in training, mix the tokens of the ranks of an expert group before they are assigned"
     )
+    base_gate: str = setting(
+        "sigmoid", "BASE: factor of an expert's output, the sigmoid of the affinity or one", BASE_GATES
+    )
+    base_warmup: float = setting(
+        0.0, "BASE: share of --max-update at whose beginning a random table of token ids routes instead, as in Hash"
+    )
+    base_offset_rate: float = setting(
+        0.0,
+        "BASE: keep a number for each expert that evens out the loads of best experts, and add it to the affinities in "
+        "evaluation; each update moves it by at most this share of their spread; 0 for none",
+    )
+    loss_free_rate: float = setting(0.001, "loss_free: step of an expert's bias in an update, up or down")
+    loss_free_gate: str = setting(
+        "sigmoid", "loss_free: what scores become, to choose by (with the bias) and as weights (without)", GATES
+    )
+    router_freeze: float = setting(1.0, "share of --max-update after which routers are no longer trained; 1 for never")
     capacity_factor: float = setting(
         1.0, "Switch, GShard: capacity of an expert in training, in units of k*N/E; 0 drops nothing"
     )
@@ -89,7 +108,7 @@ class MoEConfig:
         "Hash: experts of token ids, drawn, or balanced by their frequency in training data in mmap format",
         HASHES,
     )
-    hash_seed: int = setting(1, "Hash: seed of the random table")
+    hash_seed: int = setting(1, "Hash, and BASE with a warm-up: seed of the random table")
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -101,7 +120,9 @@ class MoEConfig:
         )
         for name in ("capacity_factor", "eval_capacity_factor", "load_balance_weight", "router_z_weight"):
             require(0 <= getattr(self, name) < math.inf, f"{name} must be at least 0, got {getattr(self, name)}")
-        require(0 <= self.router_jitter < 1, f"router_jitter must be in [0, 1), got {self.router_jitter}")
+        for name in ("router_jitter", "base_warmup", "base_offset_rate", "loss_free_rate"):
+            require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), got {getattr(self, name)}")
+        require(0 <= self.router_freeze <= 1, f"router_freeze must be in [0, 1], got {self.router_freeze}")
         require(0 < self.prefix_fraction < 1, f"prefix_fraction must be in (0, 1), got {self.prefix_fraction}")
         require(0 <= self.hash_seed < 2**63, f"hash_seed must be at least 0 and below 2**63, got {self.hash_seed}")
 
@@ -141,14 +162,27 @@ class ModelConfig(MoEConfig):
         EMBEDDING_NORMS,
     )
     dropout: float = setting(0.1, "dropout probability after the embedding and after every sublayer")
+    expert_dropout: float | None = setting(
+        None, "dropout probability after the experts of tokens (default: that of --dropout); BASE has none"
+    )
     attention_dropout: float = setting(0.0, "dropout probability of the weights of self-attention")
     activation: str = setting("gelu", "activation function", ACTIVATIONS)
     checkpoint_activations: bool = setting(False, "recompute each block in the backward pass to save memory")
     embed_init_std: float | None = setting(None, "standard deviation of the initial embedding (default: H ** -0.5)")
+    embed_scaling: str = setting(
+        "with_positions",
+        "when the embedding is multiplied by sqrt(H): in language models with positions, in all models, in none",
+        EMBED_SCALINGS,
+    )
     spatial_weights: str = setting(
         "full", "matrices over positions: any, or Toeplitz, whose entries depend on the distance alone", SPATIAL_WEIGHTS
     )
     spatial_init_scale: float = setting(1e-3, "spatial weights start as U(-s/T, s/T) with this s: near zero")
+    spatial_init_average: float = setting(
+        0.0,
+        "add this multiple of a decaying average of the past to the initial spatial weights; half-lives of heads and "
+        "experts are spread between 1 and T",
+    )
     padding_idx: int = setting(1, "id of the padding symbol")
     #: settings that routers and blocks define, by name; only those that differ from their default
     extra: tuple[tuple[str, Any], ...] = ()
@@ -167,13 +201,14 @@ class ModelConfig(MoEConfig):
             f"{MOST_LAYERS} layers",
         )
         require(self.num_layers >= 1, "num_dense_layers and num_sparse_layers are both 0: a model needs a layer")
-        for name in ("spatial_init_scale", "embed_init_std"):
+        for name in ("spatial_init_scale", "spatial_init_average", "embed_init_std"):
             value = getattr(self, name)
             require(
                 value is None or 0 <= value < MOST_INIT, f"{name} must be from 0 to below {MOST_INIT:g}, got {value}"
             )
-        for name in ("dropout", "attention_dropout"):
-            require(0.0 <= getattr(self, name) < 1.0, f"{name} must be in [0, 1), got {getattr(self, name)}")
+        for name in ("dropout", "expert_dropout", "attention_dropout"):
+            value = getattr(self, name)
+            require(value is None or 0.0 <= value < 1.0, f"{name} must be in [0, 1), got {value}")
         require(
             0 <= self.padding_idx < self.vocab_size,
             f"padding_idx must be an id below vocab_size={self.vocab_size}, got {self.padding_idx}",
@@ -186,6 +221,10 @@ class ModelConfig(MoEConfig):
             self.sparse_placement == "spread" or self.num_sparse_layers <= self.num_dense_layers,
             f"sparse_placement=alternate starts with a dense block: num_sparse_layers={self.num_sparse_layers} must "
             f"not exceed num_dense_layers={self.num_dense_layers}",
+        )
+        require(
+            not (self.is_bidirectional and self.spatial_init_average),
+            f"spatial_init_average={self.spatial_init_average} is an average of the past: it needs direction=causal",
         )
         require(
             not (self.is_bidirectional and self.num_sparse_layers),
@@ -232,6 +271,27 @@ class ModelConfig(MoEConfig):
     def own(self, name: str) -> Any:
         """Return the settings that the router or block ``name`` defines, as an object of its settings class."""
         return own_object(name, dict(self.extra))
+
+    @property
+    def tmoe_dropout(self) -> float:
+        """Return the dropout probability after the experts of tokens."""
+        return self.dropout if self.expert_dropout is None else self.expert_dropout
+
+    @property
+    def embed_scale(self) -> float:
+        """Return the factor of the embedding, 1 or sqrt(H)."""
+        # by convention, Transformer decoders scale the embedding and BERT does not
+        usual = self.positions != "none" and not self.is_bidirectional
+        is_scaled = usual if self.embed_scaling == "with_positions" else self.embed_scaling == "always"
+        return math.sqrt(self.embed_dim) if is_scaled else 1.0
+
+    @property
+    def follows_progress(self) -> bool:
+        """Return whether routers change at a share of the training, so that its length must be known."""
+        return self.num_sparse_layers > 0 and any(
+            name in self.router_kind.takes and getattr(self, name) != usual
+            for name, usual in (("router_freeze", 1), ("base_warmup", 0))
+        )
 
     @property
     def experts_per_token(self) -> int:

@@ -74,6 +74,11 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
     "smlp": _SMLP,
     "smlp_tiny": _SMLP_TINY,
     "smlp_large": {**_LARGE, **_layers(22, 8), "num_experts": 32},
+    # sMLP with other routers of tokens: Hash (Roller et al., 2021), Switch (Fedus et al., 2021)
+    "smlp_hash": {**_SMLP, "router": "hash"},
+    "smlp_hash_tiny": {**_SMLP_TINY, "router": "hash"},
+    "smlp_switch": {**_SMLP, "router": "switch"},
+    "smlp_switch_tiny": {**_SMLP_TINY, "router": "switch"},
     # sMLP whose features are routed by the first 20 % of the tokens (section 3.2.2)
     "smlp_partial": {**_SMLP, "feature_routing": "partial"},
     "smlp_partial_tiny": {**_SMLP_TINY, "feature_routing": "partial"},

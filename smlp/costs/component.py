@@ -36,9 +36,9 @@ def linear_parameters(inputs: int, outputs: int) -> int:
     return inputs * outputs + outputs
 
 
-def dropout_keeps(config: ModelConfig) -> int:
-    """Return how many numbers a dropout layer keeps for each position."""
-    return config.embed_dim if config.dropout else 0
+def dropout_keeps(config: ModelConfig, probability: float | None = None) -> int:
+    """Return how many numbers a dropout layer keeps for each position; its probability is ``dropout`` by default."""
+    return config.embed_dim if (config.dropout if probability is None else probability) else 0
 
 
 @dataclass(frozen=True)

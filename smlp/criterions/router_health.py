@@ -28,6 +28,8 @@ LOGGED = {
     "router_load_entropy": "load_entropy",
     "router_gate_entropy": "gate_entropy",
     "router_margin": "margin",
+    "router_alpha": "alpha_mean",
+    "router_alpha_low": "alpha_low_share",
     "router_drop": "drop_share_capacity",
     "router_skip": "drop_share_second_expert",
     "router_churn": "churn",

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 #: settings that do not affect a trained model: initial weights, and how it is computed
 _WITHOUT_EFFECT = {
-    *("embed_init_std", "spatial_init_scale", "spatial_bias_init", "centroid_init_gain"),
+    *("embed_init_std", "spatial_init_scale", "spatial_init_average", "spatial_bias_init", "centroid_init_gain"),
     "checkpoint_activations",
 }
 #: settings of the hash routing table, which is part of a checkpoint

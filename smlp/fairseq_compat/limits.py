@@ -88,6 +88,8 @@ LIMITS: dict[str, Limit] = {
     "lr": Limit(0, sys.float_info.max),
     "clip_norm": Limit(0, math.inf, "0 clips nothing"),
     "weight_decay": _NOT_NEGATIVE,
+    "spatial_weight_decay": _NOT_NEGATIVE,
+    "spatial_lr_factor": _NOT_NEGATIVE,
     "adam_eps": _NOT_NEGATIVE,
     "adamax_eps": _NOT_NEGATIVE,
     "adadelta_eps": _NOT_NEGATIVE,

@@ -91,8 +91,13 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     if group_size > 1:
         check_settings(cfg)
     # the dictionary is not loaded yet, but hardly matters to whether the model fits into memory
-    config = None if has_cuda else config_of(cfg.model, vocab_size=2)
-    if config is not None and getattr(cfg.optimizer, "_name", None) == "adam":
+    config = config_of(cfg.model, vocab_size=2)
+    if config is not None and config.follows_progress and not cfg.optimization.max_update:
+        raise UserError(
+            f"--router-freeze {config.router_freeze} and --base-warmup {config.base_warmup} are shares of a training: "
+            "give its length by --max-update"
+        )
+    if config is not None and not has_cuda and getattr(cfg.optimizer, "_name", None) == "adam":
         check_training(config, group_size)
 
 

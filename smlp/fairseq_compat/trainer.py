@@ -10,7 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import nullcontext
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from smlp.fairseq_compat.expert_saving import ExpertSaving
 from smlp.fairseq_compat.experts import adapt_optimizer, experts_of, norm_with_experts
 from smlp.fairseq_compat.loading import check_moments, check_seen_by_all, said_in_one_sentence
 from smlp.fairseq_compat.needs import check_best_metric
+from smlp.fairseq_compat.parameter_groups import divide_steps
 from smlp.fairseq_compat.profiling import UpdateProfiler
 from smlp.fairseq_compat.records import DIGEST, UpdateRecord, digest, digest_of, write_environment
 from smlp.fairseq_compat.settings import check_half_precision, check_settings
@@ -118,6 +119,8 @@ class SparseTrainer(Trainer):
         if self.core is not None:
             model = self.get_model()
             adapt_optimizer(self._optimizer, model, model.experts)
+            learnt = [p for p in (*self.model.parameters(), *self.criterion.parameters()) if p.requires_grad]
+            divide_steps(self._optimizer, self.core, learnt, self.cfg.model)
 
     def load_checkpoint(self, filename: str, *rest: Any, **kw: Any) -> Any:
         """Load any checkpoint on any layout; say what this run does differently from the one that wrote it.
@@ -152,6 +155,8 @@ class SparseTrainer(Trainer):
             measured_rate(self)  # measure once, outside the updates' time
             place = (self.data_parallel_rank, self.data_parallel_world_size)
             self._seeds = batch_seeds(self.cfg.common.seed, self.get_num_updates(), *place)
+            self.core.follow(self.get_num_updates() / (self.cfg.optimization.max_update or inf))
+            self.core.forget_loads()  # of an update that failed
         # If a rank continued alone after running out of memory, the others would wait for its tokens.
         raise_oom = raise_oom or self.experts is not None
         num_updates, start = self.get_num_updates(), time.perf_counter()
@@ -163,6 +168,8 @@ class SparseTrainer(Trainer):
             if norms is not None and torch.isfinite(norms).all():  # all ranks' norms differ, but are finite
                 raise
             raise diverged(self, f"update {self.get_num_updates() + 1}", error) from error
+        if self.core is not None and self.get_num_updates() > num_updates:
+            self.core.adjust_offsets(self.get_model().experts.ranks.world)
         seconds, waited = time.perf_counter() - start, DataClock.log()
         self._update_just_done = True
         if self.update_times is not None and self.data_parallel_rank == 0 and self.get_num_updates() > num_updates:
@@ -186,6 +193,8 @@ class SparseTrainer(Trainer):
         if not ignore_grad:
             seed_generators(next(self._seeds))
         loss, sample_size, logging_output = self._train_micro_batch(sample, model, *args, ignore_grad=ignore_grad, **kw)
+        if ignore_grad:  # such batches come first, see real_batches_last
+            self.core.forget_loads()
         logging_output = {**logging_output, FLOPS: 0.0 if ignore_grad else model_flops(self.core, sample)}
         if self.data_order is not None:
             tokens_Bn = sample["net_input"]["src_tokens"]

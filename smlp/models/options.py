@@ -46,6 +46,15 @@ RUN_OPTIONS = [
         f"profile so many updates, after {WARM_UP} that warm up: a Chrome trace of each rank and a table of what each "
         "component of the model costs",
     ),
+    option(
+        "no_decay_norms",
+        bool,
+        "no weight decay for gains and biases: those of norms, linear layers and spatial projections, and scales of "
+        "features",
+        default=False,
+    ),
+    option("spatial_lr_factor", float, "learning rate of spatial weights, as a multiple of --lr", default=1.0),
+    option("spatial_weight_decay", float, "weight decay of spatial weights (default: that of --weight-decay)"),
     option("profile_dir", str, "folder for the profiles (default: the --save-dir)"),
     option("data_order_file", str, "write a line for each update to this file, with a digest of its tokens"),
     option(

@@ -22,10 +22,15 @@ from smlp.nn.state import Observation
 #: causes of dropped choices, as in ``RoutingPlan.dropped``
 DROP_CAUSES = ("capacity", "second_expert")
 
+#: an assignment with a smaller weight (alpha) hardly uses its expert
+LOW_ALPHA = 0.05
+
 #: what a vector of sums holds after the assignments of each expert. ``scored`` items have gate scores, ``probed`` ones
-#: were compared with their choice at the last log; ``at_risk_*`` choices could have been dropped for that cause
+#: were compared with their choice at the last log, ``weighed`` assignments have a weight; ``at_risk_*`` choices could
+#: have been dropped for that cause
 FIELDS = (
     *("items", "choices", "unassigned", "scored", "gate_entropy", "margin", "probed", "changed"),
+    *("weighed", "alpha", "alpha_low"),
     *(f"{count}_{cause}" for cause in DROP_CAUSES for count in ("dropped", "at_risk")),
 )
 
@@ -76,6 +81,9 @@ def routing_sums(observation: Observation, probe: tuple[Tensor, Tensor] | None =
     if logits_NE is not None and plan.num_experts > 1:
         entropy_N, margin_N = gate_entropy_and_margin(logits_NE)
         fields |= {"scored": plan.num_tokens, "gate_entropy": entropy_N.sum(), "margin": margin_N.sum()}
+    if observation.weight_A is not None:
+        alpha_A = observation.weight_A.double()
+        fields |= {"weighed": alpha_A.numel(), "alpha": alpha_A.sum(), "alpha_low": (alpha_A < LOW_ALPHA).sum()}
     for cause, num_dropped in plan.dropped.items():
         fields |= {f"dropped_{cause}": num_dropped, f"at_risk_{cause}": num_choices}
     if probe is not None:
@@ -124,6 +132,9 @@ def layer_record(sums_S: Tensor) -> dict[str, float]:
         record["unassigned_share"] = fields["unassigned"] / fields["items"]
     if fields["scored"] > 0:
         record |= {name: fields[name] / fields["scored"] for name in ("gate_entropy", "margin")}
+    if fields["weighed"] > 0:
+        record["alpha_mean"] = fields["alpha"] / fields["weighed"]
+        record["alpha_low_share"] = fields["alpha_low"] / fields["weighed"]
     if fields["probed"] > 0:
         record["churn"] = fields["changed"] / fields["probed"]
     return record

@@ -114,8 +114,8 @@ class EveryExpertRecord:
 class EveryExpertDispatcher:
     """Gives every token to every expert and keeps the outputs that the plan asks for, within one rank.
 
-    Its shapes do not depend on the data, so that ``torch.export`` and ONNX can hold a sparse layer. Outputs are those of
-    :class:`LocalDispatcher`, for E times the work.
+    Its shapes do not depend on the data, so that ``torch.export`` and ONNX can hold a sparse layer. Outputs are those
+    of :class:`LocalDispatcher`, for E times the work.
     """
 
     num_ranks = 1

@@ -65,7 +65,7 @@ class SpatialExperts(SpatialWeights):
     Args:
         max_tokens: T.
         expert_ids: global ids of the experts on this rank.
-        weight_bound, bias_init, is_toeplitz: as in :class:`smlp.nn.layers.SpatialWeights`.
+        weight_bound, bias_init, is_toeplitz, average, num_all: as in :class:`smlp.nn.layers.SpatialWeights`.
     """
 
     def __init__(
@@ -75,8 +75,12 @@ class SpatialExperts(SpatialWeights):
         weight_bound: float,
         bias_init: float,
         is_toeplitz: bool = False,
+        average: float = 0.0,
+        num_all: int | None = None,
     ) -> None:
-        super().__init__(max_tokens, expert_ids, weight_bound, bias_init, is_toeplitz=is_toeplitz)
+        super().__init__(
+            max_tokens, expert_ids, weight_bound, bias_init, is_toeplitz=is_toeplitz, average=average, num_all=num_all
+        )
         self.expert_ids = tuple(expert_ids)
 
     def forward(self, x_Bnec: Tensor, start: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ from smlp.moe.dispatch import EveryExpertDispatcher, LocalDispatcher, TokenDispa
 from smlp.moe.exchange import TokenShuffle
 from smlp.moe.routers.routing import Router, Routing
 from smlp.nn.state import ForwardContext, Observation
-from smlp.ops.fast_paths import needs_fixed_shapes
+from smlp.ops.fast_paths import needs_fixed_shapes, outside_graphs
 from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 
 
@@ -47,7 +47,8 @@ class TokenMoE(nn.Module):
         self.dispatcher = dispatcher or LocalDispatcher()
         self.shuffle = shuffle
 
-    @torch.compiler.disable  # how many tokens an expert gets depends on the data, and ranks wait for each other
+    # How many tokens an expert gets depends on the data, and ranks wait for each other.
+    @outside_graphs
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the update (B, n, H) to add to x, and the router's auxiliary losses.
 
@@ -58,7 +59,7 @@ class TokenMoE(nn.Module):
         token_ids_N = None if context.tokens_Bn is None else context.tokens_Bn.flatten()
         rows_N = way_back = None
         is_fixed = needs_fixed_shapes()
-        dispatcher = EveryExpertDispatcher() if is_fixed else self.dispatcher
+        dispatcher: TokenDispatcher = EveryExpertDispatcher() if is_fixed else self.dispatcher
         if context.valid_Bn is not None and not is_fixed:
             with stage_of(self.name, PERMUTE):
                 rows_N = context.valid_Bn.flatten().nonzero().squeeze(1)
@@ -90,7 +91,9 @@ class TokenMoE(nn.Module):
         except FloatingPointError as error:
             raise NaNError.in_layer(self.name, error) from None
         context.plans[self] = routing.plan
-        context.observed(self, Observation(routing.plan, routing.logits_NE))
+        if context.observe:
+            weight_A = None if routing.weight_A is None else routing.weight_A.detach()
+            context.observed(self, Observation(routing.plan, routing.logits_NE, weight_A))
         return routing
 
     def _beside_tokens(self, rows_N: Tensor | None, record: Any, context: ForwardContext) -> tuple[Any, ...]:

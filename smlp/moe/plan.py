@@ -1,6 +1,7 @@
 """Plans: which tokens go to which experts, as indices.
 
-Letters: ``N`` tokens, ``E`` experts, ``K`` choices of each token, ``A`` assignments (N where each token has one).
+Letters: ``N`` tokens, ``V`` ids, ``E`` experts, ``K`` choices of each token, ``A`` assignments (N where each token has
+one).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RoutingPlan:
     @classmethod
     def from_experts(cls, expert_N: Tensor, num_experts: int) -> RoutingPlan:
         """Return the plan in which token i goes to expert ``expert_N[i]`` (N,)."""
-        token_A = expert_N.argsort(stable=True)
+        token_A = _sorted_by_expert(expert_N)
         counts_E = occurrences(expert_N, num_experts)
         return cls(token_A, expert_N[token_A], counts_E, expert_N.numel(), place_N=_inverse(token_A))
 
@@ -93,6 +94,14 @@ class RoutingPlan:
         return cls(token_A, expert_A, counts_E, num_tokens, choice_NK, rank_Q[order_A], dropped, place_N)
 
 
+def _sorted_by_expert(expert_N: Tensor) -> Tensor:
+    """Return the tokens by expert and, within an expert, in their order, (N,)."""
+    if is_traced():  # ONNX has no stable sort
+        num_tokens = expert_N.numel()
+        return (expert_N * num_tokens + torch.arange(num_tokens, device=expert_N.device)).argsort()
+    return expert_N.argsort(stable=True)
+
+
 def occurrences(expert_Q: Tensor, num_experts: int) -> Tensor:
     """Return how often each expert occurs, (E,), int64."""
     if is_traced():  # the size of what bincount returns depends on the values
@@ -115,6 +124,12 @@ def _inverse(order_N: Tensor) -> Tensor:
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
     return place_N
+
+
+def random_table(vocab_size: int, num_experts: int, seed: int) -> Tensor:
+    """Return an expert for each id, (V,): a random permutation dealt out in turn, the same in every run and rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(vocab_size, generator=generator, device="cpu") % num_experts
 
 
 def expert_capacity(factor: float, num_choices: int, num_tokens: int, num_experts: int) -> int | None:

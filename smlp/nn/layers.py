@@ -30,11 +30,12 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-def xavier_linear(in_features: int, out_features: int) -> Linear:
+def xavier_linear(in_features: int, out_features: int, bias: bool = True) -> Linear:
     """Return a linear layer with Xavier's uniform weights and zero bias."""
-    layer = Linear(in_features, out_features)
+    layer = Linear(in_features, out_features, bias)
     nn.init.xavier_uniform_(layer.weight)
-    nn.init.zeros_(layer.bias)
+    if bias:
+        nn.init.zeros_(layer.bias)
     return layer
 
 
@@ -133,6 +134,8 @@ class SpatialWeights(nn.Module):
         bias_init: initial value of every bias.
         is_causal: whether no position sees a later one.
         is_toeplitz: whether a matrix depends on the distance alone.
+        average: multiple of :func:`decaying_average` that is added to the initial weights of a causal model.
+        num_all: heads or experts of the layer, over all ranks; by default those of ``ids``.
     """
 
     def __init__(
@@ -143,6 +146,8 @@ class SpatialWeights(nn.Module):
         bias_init: float,
         is_causal: bool = True,
         is_toeplitz: bool = False,
+        average: float = 0.0,
+        num_all: int | None = None,
     ) -> None:
         super().__init__()
         self.max_tokens = max_tokens
@@ -151,6 +156,12 @@ class SpatialWeights(nn.Module):
         shape = (spatial_parameters(max_tokens, is_causal, True),) if is_toeplitz else (max_tokens, max_tokens)
         self.weight = uniform_rows(ids, *shape, bound=weight_bound)
         self.bias = nn.Parameter(torch.full((len(ids), max_tokens), float(bias_init)))
+        if average and not self.weight.is_meta:
+            start = decaying_average(max_tokens, ids, len(ids) if num_all is None else num_all).flip(1)
+            if not is_toeplitz:
+                start = toeplitz_matrices(F.pad(start, (0, max_tokens - 1)), max_tokens)
+            with torch.no_grad():
+                self.weight.add_(start.to(self.weight), alpha=average)
 
     def matrices(self, num_tokens: int | None = None) -> Tensor:
         """Return the leading rows and columns, for n (default T) tokens, of all matrices, (h, n, n).
@@ -170,6 +181,17 @@ class SpatialWeights(nn.Module):
         if self.is_causal:
             return causal_spatial_projection(x_Bnhc, weight_hTT, self.bias, start, gate_Bmhc)
         return spatial_projection(x_Bnhc, weight_hTT, self.bias, gate_Bmhc)
+
+
+def decaying_average(max_tokens: int, ids: Sequence[int], num_all: int) -> Tensor:
+    """Return the weights of a decaying average by distance, from none to T-1 positions back, (h, T).
+
+    Those of each row sum to nearly one where the past is long. The half-life of head or expert i of n is
+    ``T ** ((i + 0.5) / n)`` positions.
+    """
+    half_lives = [max_tokens ** ((i + 0.5) / num_all) for i in ids]
+    decay_h1 = 2 ** (-1 / torch.tensor(half_lives, dtype=torch.float32, device="cpu").unsqueeze(1))
+    return (1 - decay_h1) * decay_h1 ** torch.arange(max_tokens, device="cpu")
 
 
 def spatial_parameters(max_tokens: int, is_causal: bool, is_toeplitz: bool) -> int:

@@ -15,12 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from smlp.config import ModelConfig
 from smlp.errors import UserError
+from smlp.moe.routers import ExpertOffsets, TrainedRouter
 from smlp.nn.blocks.base import AuxLosses, build_blocks
 from smlp.nn.layers import Dropout
 from smlp.nn.state import ForwardContext
 from smlp.ops import linear
 from smlp.ops.fast_paths import is_traced
-from smlp.parallel import Ranks
+from smlp.parallel import Group, Ranks
 from smlp.parallel.spans import EMBEDDING, LOGITS, span
 
 _S = TypeVar("_S", bound="Stack")
@@ -68,6 +69,33 @@ class Stack(nn.Module):
         self.blocks = build_blocks(config, ranks)
         #: follows the blocks; precedes them if their own norms follow the sublayers
         self.norm = nn.LayerNorm(config.embed_dim)
+
+    def follow(self, progress: float) -> None:
+        """Tell routers what share of the training is done, before an update; see ``router_freeze``, ``base_warmup``."""
+        for module in self.modules():
+            if isinstance(module, TrainedRouter):
+                module.follow(progress)
+
+    def adjust_offsets(self, world: Group | None = None) -> None:
+        """Move the offsets of routers by the loads since the last call; to be called once after each update.
+
+        Args:
+            world: all ranks, which call this together; one process by default.
+        """
+        offsets = [module for module in self.modules() if isinstance(module, ExpertOffsets)]
+        if not offsets:
+            return
+        sums = torch.cat([each.take() for each in offsets])
+        if world is not None:
+            world.all_reduce(sums, "loads of experts")
+        for each, part in zip(offsets, sums.split([each.value.numel() + 1 for each in offsets]), strict=True):
+            each.adjust(part)
+
+    def forget_loads(self) -> None:
+        """Leave out of the offsets what was counted since the last call of :meth:`adjust_offsets`."""
+        for module in self.modules():
+            if isinstance(module, ExpertOffsets):
+                module.take()
 
     def _features(self, tokens_Bn: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
         """Return final hidden states (B, n, H) and auxiliary losses of ids (B, n)."""
@@ -123,10 +151,11 @@ class Stack(nn.Module):
             context.valid_Bn = self._valid(tokens_Bn)
         with span(EMBEDDING):
             x_BnH = self.embedding(tokens_Bn)
+            scale = self.config.embed_scale
+            if scale != 1:
+                x_BnH = x_BnH * scale
             if self.config.positions != "none":
-                # by convention, Transformer decoders scale the embedding and BERT does not
-                scale = 1.0 if self.config.is_bidirectional else math.sqrt(self.config.embed_dim)
-                x_BnH = x_BnH * scale + self.positions[start:end].to(x_BnH.dtype)
+                x_BnH = x_BnH + self.positions[start:end].to(x_BnH.dtype)
             if self.embedding_norm is not None:
                 x_BnH = self.embedding_norm(x_BnH)
             elif self.config.layer_norm == "after":

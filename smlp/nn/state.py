@@ -155,6 +155,8 @@ class Observation:
     plan: Any
     #: routing scores (N, E), detached, or None where no scores are computed
     logits_NE: Tensor | None
+    #: weight of each assignment (A,), or None where all are one
+    weight_A: Tensor | None = None
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Functions on tensors, each with a slow and obvious reference in the tests; no parameters, no state."""
 
 from smlp.ops.assignment import balanced_assignment, balanced_assignments
+from smlp.ops.fast_paths import reference_ops
 from smlp.ops.feed_forward import expert_feed_forward
 from smlp.ops.functional import ACTIVATION_FUNCTIONS, activated_halves, dropout, linear, token_linear
 from smlp.ops.losses import token_losses
@@ -18,6 +19,7 @@ __all__ = [
     "linear",
     "permuted_columns",
     "permuted_rows",
+    "reference_ops",
     "spatial_projection",
     "summed_rows",
     "toeplitz_matrices",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from smlp.ops.assignment_repair import PathRepair, move_cheapest, num_to_move
-from smlp.ops.fast_paths import assign_exactly, bands_of_tokens, is_traced
+from smlp.ops.fast_paths import assign_exactly, bands_of_tokens, is_traced, outside_graphs
 from smlp.ops.functional import columns_by_bands, rows_by_bands
 
 #: fixed noise of this share of the scores' spread breaks ties (the median token's largest minus smallest)
@@ -76,7 +76,7 @@ def balanced_assignment(scores: Tensor) -> Tensor:
     return balanced_assignments(scores.unsqueeze(0))[0]
 
 
-@torch.compiler.disable  # as many steps as these scores need, with their values
+@outside_graphs  # as many steps as these scores need, with their values
 def balanced_assignments(scores: Tensor) -> Tensor:
     """:func:`balanced_assignment` of several problems of one size, each by itself, in one go.
 

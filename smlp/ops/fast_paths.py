@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from functools import cache
 from importlib.util import find_spec
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from smlp.errors import UserError
 from smlp.ops import onednn
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: positions in a strip of a causal product; each strip's block on the diagonal is computed in full
 TRIANGLE_STRIP = 128
@@ -75,6 +79,22 @@ def needs_fixed_shapes() -> bool:
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels or ())
 
 
+def outside_graphs(function: _Function) -> _Function:
+    """Keep a function out of the graphs of ``torch.compile``, which then break there; a decorator.
+
+    torch's own ``torch.compiler.disable`` would load its compiler, and Triton, for everybody.
+    """
+    disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(_Function, chosen)
+
+
 def _only_obvious() -> bool:
     """Return whether the obvious paths are asked for, or a graph is made, which torch makes fast itself."""
     return is_traced() or _reference_only.get()
@@ -88,6 +108,26 @@ def allowed(*tensors: Tensor) -> bool:
         and all(tensor.dtype == first.dtype for tensor in tensors)
         and not torch.is_autocast_enabled(first.device.type)
     )
+
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the backward pass of an autograd function refuse to be differentiated itself; a decorator.
+
+    torch's own ``once_differentiable`` leaves out what would have passed through the function, without a word.
+
+    Raises:
+        UserError: in the backward pass, if it is recorded (``create_graph=True``).
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise UserError(
+                "gradients of gradients need the obvious paths: run the forward pass inside smlp.ops.reference_ops()"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
 
 
 def triangle_strip(num_tokens: int) -> int | None:
@@ -161,7 +201,7 @@ def runs_triton(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@cache
+@functools.cache
 def _triton_is_installed() -> bool:
     return find_spec("triton") is not None  # does not import it
 

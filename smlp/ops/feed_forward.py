@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from smlp.ops.expert_runs import Run, runs
-from smlp.ops.fast_paths import allowed
+from smlp.ops.fast_paths import allowed, first_order_only
 from smlp.ops.functional import ACTIVATION_FUNCTIONS, activation_gradient
 
 
@@ -91,7 +90,7 @@ class FusedExperts(torch.autograd.Function):
         return out_AH
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_AH: Tensor) -> tuple[Tensor | None, ...]:
         x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, *hidden = ctx.saved_tensors
         grad_AH = grad_AH.contiguous()

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from smlp.ops import onednn
-from smlp.ops.fast_paths import BANDS, allowed, draws_own_masks, takes_bands, takes_onednn
+from smlp.ops.fast_paths import BANDS, allowed, draws_own_masks, first_order_only, takes_bands, takes_onednn
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -77,7 +76,7 @@ class _OneDnnLinear(torch.autograd.Function):
         return onednn.mapped(x_NI, weight_OI, bias_O)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x_NI, weight_OI = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
@@ -147,7 +146,7 @@ class _ActivatedHalves(torch.autograd.Function):
         return first, second
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_first: Tensor, grad_second: Tensor) -> tuple[Tensor, None]:
         (x_BnF,) = ctx.saved_tensors
         grad_x_BnF = torch.empty_like(x_BnF)

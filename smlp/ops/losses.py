@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from smlp.ops.fast_paths import loses_by_rows, rows_of_logits
+from smlp.ops.fast_paths import first_order_only, loses_by_rows, rows_of_logits
 
 
 def token_losses(logits: Tensor, target: Tensor, ignored: int | None = None) -> Tensor:
@@ -55,7 +54,7 @@ class _TokenLosses(torch.autograd.Function):
         return losses_N
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
         logits_NV, target_N = ctx.saved_tensors
         wide, num_rows = _wide(logits_NV.dtype), rows_of_logits(logits_NV)

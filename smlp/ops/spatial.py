@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smlp.ops.fast_paths import BANDS, allowed, fuse, reads_in_place, triangle_strip
+from smlp.ops.fast_paths import BANDS, allowed, fuse, is_traced, reads_in_place, triangle_strip
 from smlp.ops.first_use import fused_projection
 from smlp.ops.functional import columns_by_bands
 from smlp.ops.triangular import TriangularProjection
@@ -85,6 +85,9 @@ def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:
     """
     first = (w_hL.size(1) + 1) // 2 - num_tokens
     central_hL = w_hL[:, first : first + 2 * num_tokens - 1]
+    if is_traced():  # unfold holds for one length only
+        place_n = torch.arange(num_tokens, device=w_hL.device)
+        return central_hL[:, place_n - place_n[:, None] + (num_tokens - 1)]
     return central_hL.unfold(1, num_tokens, 1).flip(1)
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from smlp.ops import onednn
-from smlp.ops.fast_paths import takes_onednn
+from smlp.ops.fast_paths import first_order_only, takes_onednn
 
 
 class TriangularProjection(torch.autograd.Function):
@@ -39,7 +38,7 @@ class TriangularProjection(torch.autograd.Function):
         return _ungrouped(torch.cat(strips, dim=1), x_Bnhc.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_Bnhc: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x_Gnc, weight_hTT = ctx.saved_tensors
         grad_Gnc = _grouped(grad_Bnhc)

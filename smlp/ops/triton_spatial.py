@@ -21,10 +21,9 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.runtime.errors import OutOfResources
 
-from smlp.ops.fast_paths import product_precision
+from smlp.ops.fast_paths import first_order_only, product_precision
 from smlp.ops.triton_kernels import add_parts, project, weight_gradient
 
 Settings = dict[str, int]
@@ -87,7 +86,7 @@ class FusedProjection(torch.autograd.Function):
         return fused_forward(x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_Bnhc: Tensor) -> tuple[Tensor | None, ...]:
         return fused_backward(grad_Bnhc, *ctx.saved_tensors)
 

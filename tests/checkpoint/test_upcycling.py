@@ -71,7 +71,10 @@ def test_equal_logits_at_step_0(tmp_path: Path, arch: str, num_experts: int, mon
         ("switch_lm_tiny", ["--capacity-factor", 0]),
         ("gshard_lm_tiny", ["--capacity-factor", 0, "--second-expert", "all"]),
         ("base_lm_tiny", []),
+        ("base_lm_tiny", ["--base-gate", "one", "--base-offset-rate", 0.1, "--base-warmup", 0.1]),
         ("smlp_tiny", []),
+        ("smlp_tiny", ["--base-offset-rate", 0.1, "--base-warmup", 0.1]),
+        ("smlp_hash_tiny", []),
         ("gmlp_moe_tiny", []),
     ],
 )

@@ -16,6 +16,10 @@ PINNED = {
     "smlp": (113_344_512, 258_738_176),
     "smlp_tiny": (1_085_184, 4_579_072),
     "smlp_large": (276_946_944, 682_686_464),
+    "smlp_hash": (113_319_936, 258_369_536),
+    "smlp_hash_tiny": (1_084_160, 4_576_000),
+    "smlp_switch": (113_319_936, 258_762_752),
+    "smlp_switch_tiny": (1_084_160, 4_580_096),
     "smlp_partial": (108_808_272, 258_816_896),
     "smlp_partial_tiny": (1_073_172, 4_579_488),
     "smlp_leaky": (108_808_272, 259_131_392),
@@ -127,6 +131,21 @@ def test_sparse_positions_are_distinct_layers(num_dense, num_sparse):
         ({"num_dense_layers": 0, "num_sparse_layers": 0}, ["num_dense_layers", "num_sparse_layers"]),
         ({"activation": "tanh"}, ["activation", "tanh", "gelu"]),
         ({"padding_idx": 60000}, ["padding_idx", "60000", "51200"]),
+        ({"base_warmup": 1.0}, ["base_warmup", "1.0"]),
+        ({"base_warmup": 0.1, "base_shuffle": True}, ["base_warmup=0.1", "base_shuffle"]),
+        ({"base_gate": "softmax"}, ["base_gate must be one of sigmoid, one", "softmax"]),
+        ({"base_offset_rate": -0.1}, ["base_offset_rate", "-0.1"]),
+        ({"loss_free_rate": 2.0}, ["loss_free_rate", "2.0"]),
+        ({"router_freeze": 1.5}, ["router_freeze", "1.5"]),
+        ({"expert_dropout": 1.0}, ["expert_dropout", "1.0"]),
+        ({"smlp_feature_scale": -1.0}, ["smlp_feature_scale", "-1.0"]),
+        ({"smlp_projection_dim": 2048}, ["smlp_projection_dim=2048", "embed_dim=1024"]),
+        ({"smlp_order": "both"}, ["smlp_order must be one of features_first, tokens_first", "both"]),
+        ({"spatial_init_average": -1.0}, ["spatial_init_average", "-1.0"]),
+        (
+            {"spatial_init_average": 1.0, "direction": "bidirectional", "num_sparse_layers": 0},
+            ["spatial_init_average=1.0", "causal"],
+        ),
         ({"num_expert": 4}, ["num_expert", "num_experts"]),
         ({"capacity_factor": -1.0}, ["capacity_factor", "-1.0"]),
         ({"eval_capacity_factor": float("nan")}, ["eval_capacity_factor", "nan"]),
@@ -136,7 +155,7 @@ def test_sparse_positions_are_distinct_layers(num_dense, num_sparse):
         ({"feature_routing": "partial", "max_tokens": 1}, ["prefix_fraction=0.2", "max_tokens=1"]),
         ({"hash_seed": -1}, ["hash_seed", "-1"]),
         ({"centroid_init_gain": 0.0}, ["centroid_init_gain", "0.0"]),
-        ({"router": "top1"}, ["router", "top1", "base, switch, gshard, hash"]),
+        ({"router": "top1"}, ["router", "top1", "base, switch, gshard, hash, loss_free"]),
         ({"feature_routing": "learned"}, ["feature_routing", "learned", "partial"]),
         ({"sparse_placement": "alternate", "num_dense_layers": 1}, ["num_sparse_layers=12", "num_dense_layers=1"]),
         ({"positions": "sinusoidal", "embed_dim": 33, "num_experts": 3}, ["sinusoidal", "33"]),
@@ -192,11 +211,14 @@ def test_unknown_architecture_names_the_closest():
         smlp.preset("smlp_tinny")
 
 
+OF_SMLP_BLOCKS = {f"smlp_{name}" for name in ("feature_scale", "projection_dim", "order", "spatial_weights")}
+
+
 def test_flat_settings_are_the_inverse_of_the_nested_ones():
     config = smlp.preset("smlp_tiny", num_experts=4, dropout=0.3)
     assert config.moe.num_experts == config.num_experts == 4 and config.dropout == 0.3
     assert unflatten(flatten(config)) == config
-    assert set(flatten(config)) == {*SETTINGS, "gmlp_gate", "gmlp_attention_dim"}
+    assert set(flatten(config)) == {*SETTINGS, "gmlp_gate", "gmlp_attention_dim", *OF_SMLP_BLOCKS}
     assert all(field.metadata["help"] for field in SETTINGS.values())
 
 

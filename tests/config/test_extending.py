@@ -127,7 +127,9 @@ def test_fairseq_names_what_is_missing(runs):
     architecture, router = runs["cosine without plugins"], runs["conv without plugins"]
     assert (architecture.rc, router.rc) == (1, 1)
     assert "is of an unknown architecture, 'cosine_lm_tiny' (one of your own?" in architecture.stderr
-    assert "router must be one of base, switch, gshard, hash, got 'cosine' (one of your own?" in router.stderr
+    assert (
+        "router must be one of base, switch, gshard, hash, loss_free, got 'cosine' (one of your own?" in router.stderr
+    )
     for run in (architecture, router):
         assert "SMLP_PLUGINS" in run.stderr and "Traceback" not in run.stderr
 

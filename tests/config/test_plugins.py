@@ -30,11 +30,18 @@ from smlp.launch.environment import environment
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("own_tables")]
 
 
+#: settings of the blocks of smlp_tiny
+OF_BLOCKS = {
+    *("gmlp_gate", "gmlp_attention_dim"),
+    *("smlp_feature_scale", "smlp_projection_dim", "smlp_order", "smlp_spatial_weights"),
+}
+
+
 def test_own_settings_are_settings(plugged_in):
     config = smlp.preset("smlp_tiny", router="cosine", cosine_temperature=0.5)
     assert config.own("cosine").temperature == 0.5 and config.own("cosine").balance_weight == 0.01
     flat = flatten(config)
-    own = {"cosine_temperature", "cosine_balance_weight", "gmlp_gate", "gmlp_attention_dim"}
+    own = {"cosine_temperature", "cosine_balance_weight", *OF_BLOCKS}
     assert flat.keys() - SETTINGS.keys() == own
     assert unflatten(flat) == config and hash(unflatten(flat)) == hash(config)
     assert differences(config, smlp.preset("smlp_tiny")) == {"router": "cosine", "cosine_temperature": 0.5}
@@ -42,7 +49,7 @@ def test_own_settings_are_settings(plugged_in):
     assert needs_ours(dataclasses.replace(config, extra=(("cosine_balance_weight", 0.0),))) is None
     plain = smlp.preset("smlp_tiny", conv_width=9)
     assert ignored_settings(plain, {}).get("conv_width") == "no router or block of the model is conv"
-    usual = {*SETTINGS, "gmlp_gate", "gmlp_attention_dim"}
+    usual = {*SETTINGS, *OF_BLOCKS}
     assert flatten(smlp.preset("smlp_tiny")).keys() == usual, "other models know nothing of it"
 
 
@@ -66,7 +73,7 @@ def test_a_flag_that_an_architecture_sets_stays_set_where_it_is_not_given():
     [
         ({"router": "cosine", "cosine_temperature": 0.0}, ["cosine_temperature", "0.0"]),
         ({"cosine_temperatur": 1.0}, ["cosine_temperatur", "did you mean 'cosine_temperature'"]),
-        ({"router": "cosin"}, ["base, switch, gshard, hash, cosine", "'cosin'", "SMLP_PLUGINS"]),
+        ({"router": "cosin"}, ["base, switch, gshard, hash, loss_free, cosine", "'cosin'", "SMLP_PLUGINS"]),
         ({"dense_block": "conv", "conv_width": 0}, ["conv_width", "0"]),
     ],
 )

@@ -39,17 +39,18 @@ EVEN = {
     *("min_over_mean", "max_over_mean", "dead_experts", "load_entropy"),
 }
 GATED = {"gate_entropy", "margin"}
+WEIGHED = GATED | {"alpha_mean", "alpha_low_share"}
 DROPPING = {"drop_share", "drop_share_capacity", "unassigned_share"}
 BY_TOKENS = "layer 1 (tMoE)"
 FIELDS = {
     "gmlp_lm": {},
-    "smlp": {BY_TOKENS: EVEN | GATED},
-    "smlp_partial": {"layer 1 (sMoE)": EVEN | GATED, BY_TOKENS: EVEN | GATED},
-    "smlp_leaky": {"layer 1 (sMoE)": EVEN | GATED, BY_TOKENS: EVEN | GATED},
-    "gmlp_moe": {"layer 1 (gMLP-MoE)": EVEN | GATED},
-    "gshard_lm": {BY_TOKENS: EVEN | GATED | DROPPING | {"drop_share_second_expert"}},
-    "switch_lm": {BY_TOKENS: EVEN | GATED | DROPPING},
-    "base_lm": {BY_TOKENS: EVEN | GATED},
+    "smlp": {BY_TOKENS: EVEN | WEIGHED},
+    "smlp_partial": {"layer 1 (sMoE)": EVEN | GATED, BY_TOKENS: EVEN | WEIGHED},
+    "smlp_leaky": {"layer 1 (sMoE)": EVEN | GATED, BY_TOKENS: EVEN | WEIGHED},
+    "gmlp_moe": {"layer 1 (gMLP-MoE)": EVEN | WEIGHED},
+    "gshard_lm": {BY_TOKENS: EVEN | WEIGHED | DROPPING | {"drop_share_second_expert"}},
+    "switch_lm": {BY_TOKENS: EVEN | WEIGHED | DROPPING},
+    "base_lm": {BY_TOKENS: EVEN | WEIGHED},
     "hash_lm": {BY_TOKENS: EVEN},
 }
 
@@ -121,9 +122,9 @@ def test_fairseq_logs_a_bounded_number_of_keys(runs):
     for name in ("gshard_lm", "wide"):
         last = [record for record in logged(printed[name]) if "loss" in record][-1]
         keys = {key for key in last if key.startswith("router_")}
-        assert keys == {*LOGGED, REALISED} and len(keys) == 11
+        assert keys == {*LOGGED, REALISED} and len(keys) == 13
     hashed = [record for record in logged(printed["hash_lm"]) if "loss" in record][-1]
-    absent = {"router_gate_entropy", "router_margin", "router_drop", "router_skip"}
+    absent = {"router_gate_entropy", "router_margin", "router_alpha", "router_alpha_low", "router_drop", "router_skip"}
     assert {key for key in hashed if key.startswith("router_")} == {*LOGGED, REALISED} - absent
 
 

@@ -30,6 +30,15 @@ SIZES = [
 ADAM = ["--optimizer", "adam", "--adam-eps", 1e-4]
 SPARSE = ["--num-dense-layers", 2, "--num-sparse-layers", 2, "--num-experts", 4]
 DENSE = ["--num-dense-layers", 2]
+#: routers and optimizers with a state of their own, which changes in the course of a run
+WITH_STATE = {
+    "smlp, loss_free": [
+        *("--router", "loss_free", "--loss-free-rate", 0.01, "--router-freeze", 0.7, "--smlp-feature-scale", 0.1),
+        *("--smlp-projection-dim", 4, "--weight-decay", 0.1, "--no-decay-norms"),
+        *("--spatial-lr-factor", 0.3, "--spatial-weight-decay", 0.01),
+    ],
+    "smlp, base": ["--base-offset-rate", 0.1, "--base-warmup", 0.5, "--smlp-order", "tokens_first"],
+}
 ARCHS = {
     "dense_lm": DENSE,
     "gmlp_lm": DENSE,
@@ -40,12 +49,13 @@ ARCHS = {
     "switch_lm": [*SPARSE, "--router-jitter", 0.1, "--capacity-factor", 0.7],
     "base_lm": SPARSE,
     "hash_lm": SPARSE,
+    **{name: [*SPARSE, *more] for name, more in WITH_STATE.items()},
 }
 
 
 def command(data, arch: str, world: int, group_size: int, *more) -> dict:
     """A case for ``run_fairseq_many``."""
-    args = [data, "--user-dir", USER_DIR, "--arch", f"{arch}_tiny", *SIZES, *ARCHS[arch]]
+    args = [data, "--user-dir", USER_DIR, "--arch", f"{arch.split(',')[0]}_tiny", *SIZES, *ARCHS[arch]]
     spread = ["--expert-parallel-size", group_size] if ARCHS[arch][-1] != DENSE[-1] else []
     args += [*([] if "--optimizer" in more else ADAM), *spread, "--update-freq", 4 // world, *more]
     return {"tool": "train", "args": args, "ranks": world, "timeout": 60}

@@ -16,6 +16,17 @@ VARIANTS = {
     "smlp, linear": {
         "num_dense_layers": 1, "num_sparse_layers": 2, "num_experts": 2, "feature_experts": "linear",
     },
+    "smlp, scaled, projected, tokens first": {
+        "num_dense_layers": 1, "num_sparse_layers": 2, "num_experts": 4, "smlp_feature_scale": 0.5,
+        "smlp_projection_dim": 3, "smlp_order": "tokens_first", "router": "loss_free", "embed_scaling": "always",
+    },
+    "smlp, offsets": {
+        "num_dense_layers": 1, "num_sparse_layers": 2, "num_experts": 4, "base_offset_rate": 0.1,
+    },
+    "partial, toeplitz": {
+        "num_dense_layers": 1, "num_sparse_layers": 1, "num_experts": 4, "smlp_spatial_weights": "toeplitz",
+        "smlp_projection_dim": 16, "spatial_init_average": 1.0,
+    },
     "gmlp": {"num_dense_layers": 3, "num_sparse_layers": 0},
     "gmlp, 3 heads": {"num_dense_layers": 2, "num_sparse_layers": 0, "num_heads": 3},
     "partial": {"num_dense_layers": 1, "num_sparse_layers": 2, "num_experts": 4},

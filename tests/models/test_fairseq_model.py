@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from architectures import ENCODERS
+from layouts import WITH_STATE
 from running import USER_DIR, run_python
 
 import smlp
@@ -115,6 +116,37 @@ def test_resume_equals_never_stopped(resumed):
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(moments[1][index][name])), (index, name)
     fresh = torch.load(folder / "stopped" / "checkpoint_1_10.pt", weights_only=True)["model"]
     assert any(not torch.equal(fresh[name], value) for name, value in states[0]["model"].items())
+
+
+def test_what_routers_and_optimizers_keep_is_resumed(tiny_data, tmp_path, run_fairseq_many):
+    """Offsets, and which phase of the training it is: the freeze and the end of the warm-up come after the stop."""
+    settings = ["--max-update", "8", "--disable-validation", "--save-interval-updates", "3"]
+    straight = {name: tmp_path / f"{name} straight" for name in WITH_STATE}
+    resumed = {name: tmp_path / f"{name} resumed" for name in WITH_STATE}
+    cases = [train(tiny_data, straight[name], *settings, *more) for name, more in WITH_STATE.items()]
+    assert all(run.rc == 0 for run in run_fairseq_many(cases))
+    cases = [
+        train(tiny_data, resumed[name], *settings, *more, "--restore-file", straight[name] / "checkpoint_1_3.pt")
+        for name, more in WITH_STATE.items()
+    ]
+    assert all(run.rc == 0 for run in run_fairseq_many(cases))
+    for name in WITH_STATE:
+        third, ours, theirs = (
+            torch.load(path, weights_only=True)
+            for path in (
+                straight[name] / "checkpoint_1_3.pt",
+                resumed[name] / "checkpoint_last.pt",
+                straight[name] / "checkpoint_last.pt",
+            )
+        )
+        moved = [key for key, value in third["model"].items() if not torch.equal(value, theirs["model"][key])]
+        assert any("bias.value" in key or "offsets.value" in key for key in moved), "there is something to resume"
+        for key, value in theirs["model"].items():
+            assert torch.equal(value, ours["model"][key]), (name, key)
+        for number, moments in theirs["last_optimizer_state"]["state"].items():
+            for key, value in moments.items():
+                mine = ours["last_optimizer_state"]["state"][number][key]
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(mine)), (name, number, key)
 
 
 def test_a_finished_run_is_left_alone(resumed, tiny_data, run_fairseq_many):
@@ -275,6 +307,7 @@ def test_bad_settings_are_one_sentence(tiny_data, tools, tmp_path, run_fairseq_m
         "dictionary": ([other, *wider, "--restore-file", path], ["dict.txt"]),
         "context": ([tiny_data, *wider, "--restore-file", path, "--tokens-per-sample", "32"], ["24", "32"]),
         "width": ([tiny_data, *wider, "--restore-file", path, "--ffn-dim", "32"], ["(16,", "(32,"]),
+        "progress": ([tiny_data, *wider, "--router-freeze", "0.5"], ["--router-freeze 0.5", "--max-update"]),
     }
     # they run side by side, and a save-dir has one writer
     tried = [[*arguments, "--save-dir", tmp_path / name] for name, (arguments, _) in cases.items()]

@@ -69,10 +69,16 @@ def test_gate_entropy_and_margin():
     assert record["margin"] == pytest.approx(0.125, abs=1e-6)
 
 
+def test_alpha():
+    plan = RoutingPlan.from_experts(torch.tensor([0, 1, 1, 0]), 2)
+    record = layer_record(routing_sums(Observation(plan, None, torch.tensor([0.9, 0.01, 0.049, 0.05]))))
+    assert record["alpha_mean"] == pytest.approx(1.009 / 4) and record["alpha_low_share"] == 0.5
+
+
 def test_what_makes_no_sense_is_absent():
     plan = RoutingPlan.from_experts(torch.tensor([0, 1, 1]), 2)
     fixed = layer_record(routing_sums(Observation(plan, None)))
-    assert not fixed.keys() & {"gate_entropy", "margin", "drop_share", "unassigned_share", "churn"}
+    assert not fixed.keys() & {"gate_entropy", "margin", "drop_share", "unassigned_share", "churn", "alpha_mean"}
     one_choice = RoutingPlan.from_choices(torch.tensor([[0], [0]]), 2, capacity=1)
     switch = layer_record(routing_sums(Observation(one_choice, torch.zeros(2, 2))))
     assert switch["drop_share"] == switch["drop_share_capacity"] == 0.5

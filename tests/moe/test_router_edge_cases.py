@@ -20,7 +20,9 @@ from smlp.nn.state import ForwardContext
 ROUTERS = {
     "base": {"router": "base"},
     "base, shuffled": {"router": "base", "base_shuffle": True},
+    "base, offsets": {"router": "base", "base_offset_rate": 0.1},
     "hash": {"router": "hash"},
+    "loss_free": {"router": "loss_free"},
     "switch": {"router": "switch", "router_z_weight": 0.1, "router_jitter": 0.1},
     "switch, by gate": {"router": "switch", "drop_order": "gate"},
     "gshard, random": {"router": "gshard"},

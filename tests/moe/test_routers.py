@@ -11,7 +11,7 @@ from sparse_references import feed_forward_expert, randomised, slow_top_k, top_k
 from smlp.config import unflatten
 from smlp.errors import NaNError
 from smlp.moe.plan import RoutingPlan, expert_capacity, slots
-from smlp.moe.routers import BalancedRouter, HashRouter, TopKRouter, balanced
+from smlp.moe.routers import BalancedRouter, HashRouter, LossFreeRouter, TopKRouter, balanced
 from smlp.nn.blocks import sparse_block
 from smlp.nn.state import ForwardContext
 
@@ -82,7 +82,10 @@ def test_expert_capacity(factor, num_choices, num_tokens, num_experts, places):
 ROUTERS = {
     "base": {"router": "base"},
     "base, shuffled": {"router": "base", "base_shuffle": True},
+    "base, weight one": {"router": "base", "base_gate": "one", "base_offset_rate": 0.1},
     "hash": {"router": "hash"},
+    "loss_free": {"router": "loss_free"},
+    "loss_free, softmax": {"router": "loss_free", "loss_free_gate": "softmax"},
     "switch": {"router": "switch", "capacity_factor": 0.7, "router_jitter": 0.1, "router_z_weight": 0.1},
     "switch, by gate": {"router": "switch", "capacity_factor": 0.7, "drop_order": "gate"},
     "gshard, random": {"router": "gshard", "capacity_factor": 0.5},
@@ -97,7 +100,10 @@ SMALL |= {"num_dense_layers": 1, "num_sparse_layers": 1, "dropout": 0.0, "load_b
 
 def make_block(router, kind):
     config = unflatten({**SMALL, "sparse_block": kind, **ROUTERS[router]})
-    return randomised(sparse_block(config, layer_index=1)).train()
+    block = randomised(sparse_block(config, layer_index=1)).train()
+    if isinstance(block.token_moe.router, LossFreeRouter):
+        block.token_moe.router.bias.value.copy_(torch.tensor([0.0, 0.2, -0.3, 0.4]))
+    return block
 
 
 def batch(lengths, num_tokens):
@@ -119,8 +125,14 @@ def slow_update(token_moe, x_NH, ids_N, plan):
     for i, x in enumerate(x_NH):
         if isinstance(router, HashRouter):
             rows.append(feed_forward_expert(experts, router.table[ids_N[i]].item(), x))
+        elif isinstance(router, LossFreeRouter):
+            scores = router.weight @ x
+            gates = torch.sigmoid(scores) if router.by_sigmoid else scores.exp() / scores.exp().sum()
+            best = max(range(len(gates)), key=lambda e: gates[e].item() + router.bias.value[e].item())
+            rows.append(gates[best] * feed_forward_expert(experts, best, x))
         else:
-            alpha = torch.sigmoid(x @ router.centroids[expert_of[i]])
+            affinity = x @ router.centroids[expert_of[i]]
+            alpha = torch.sigmoid(affinity) if router.weighs else 1 + 0 * affinity
             rows.append(alpha * feed_forward_expert(experts, expert_of[i], x))
     return torch.stack(rows), {}
 

@@ -9,7 +9,7 @@ two ranks one gets a batch and then none.
 from __future__ import annotations
 
 import pytest
-from layouts import ARCHS, DENSE, UPDATES, command, same, saved
+from layouts import ARCHS, DENSE, UPDATES, WITH_STATE, command, same, saved
 from recording import updates_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
@@ -20,14 +20,15 @@ IN_PAIRS = {"smlp": [(4, 2)], "switch_lm": [(4, 2)]}  # of all architectures: te
 
 
 # of the others, layer by layer in the default suite: tests/parallel/test_parallel_models.py
-IN_DEFAULT_SUITE = ("smlp", "smlp_partial", "gshard_lm", "switch_lm", "base_lm")
+IN_DEFAULT_SUITE = ("smlp", "smlp_partial", "gshard_lm", "switch_lm", "base_lm", *WITH_STATE)
 
 
 @pytest.mark.parametrize(
     "arch", [pytest.param(arch, marks=[] if arch in IN_DEFAULT_SUITE else pytest.mark.slow) for arch in ARCHS]
 )
 def test_every_layout_trains_the_same_model(arch, tiny_data, tmp_path, run_fairseq_many):
-    layouts = [*LAYOUTS, *IN_PAIRS.get(arch, [])] if ARCHS[arch] != DENSE else [(1, 1), (2, 1), (4, 1)]
+    layouts = [(1, 1), (2, 2)] if arch in WITH_STATE else [*LAYOUTS, *IN_PAIRS.get(arch, [])]
+    layouts = layouts if ARCHS[arch] != DENSE else [(1, 1), (2, 1), (4, 1)]
     folders = {layout: tmp_path / f"W{layout[0]}P{layout[1]}" for layout in layouts}
     cases = []
     for (world, group_size), folder in folders.items():

@@ -6,6 +6,7 @@ from running import REPOSITORY
 
 import smlp
 from smlp.evaluation.leak import randomise
+from smlp.moe.routers import ExpertOffsets
 
 
 @pytest.fixture
@@ -63,9 +64,9 @@ def test_a_model_with_offsets_uses_its_experts_evenly_and_sees_nothing_later(scr
         )
 
 
-def test_without_offsets_nothing_changes(script, model):
+def test_offsets_of_zero_change_nothing(script, model):
     tokens = TOKENS[:16].view(1, 16)
     before = model(tokens).logits
     for layer in script.balanced_layers(model):
-        layer.router = script.WithOffsets(layer.router, torch.zeros(4))
+        layer.router.offsets = ExpertOffsets(4, rate=0, by_sign=False)
     assert torch.equal(model(tokens).logits, before)

@@ -75,8 +75,9 @@ def evaluate(
 ) -> dict[str, Any] | None:
     """Return the harness's results, with every sample; None on all ranks but the first.
 
-    They also have ``num_truncated`` and ``num_partly_scored``: records that had to give way, see :class:`HarnessModel`;
-    and by task ``num_skipped``, records left out as too long, and ``num_repeated``, those in an official file again.
+    They also have ``num_truncated``, ``num_partly_scored`` and ``num_without_token``: what had to give way, see
+    :class:`HarnessModel`; and by task ``num_skipped``, records left out as too long, and ``num_repeated``, those in an
+    official file again.
 
     Args:
         model: to be evaluated.
@@ -107,7 +108,7 @@ def evaluate(
             raise UserError(f"--limit {limit} leaves some of the {model.team.size} ranks without a record")
 
         def run(**selection: Any) -> dict[str, Any] | None:
-            model.num_truncated = model.num_partly_scored = 0
+            model.num_truncated = model.num_partly_scored = model.num_without_token = 0
             return lm_eval.simple_evaluate(
                 model,
                 tasks=list(tasks),
@@ -135,9 +136,10 @@ def evaluate(
                 f"lm-evaluation-harness cannot run {', '.join(tasks)} ({type(error).__name__}: {reason}); --data-dir "
                 "or --include-path has tasks read local files"
             ) from error
-        counts = model.team.gather((model.num_truncated, model.num_partly_scored))
+        names = ("num_truncated", "num_partly_scored", "num_without_token")
+        counts = model.team.gather([getattr(model, name) for name in names])
         if found is not None:
-            found["num_truncated"], found["num_partly_scored"] = map(sum, zip(*counts, strict=True))
+            found |= dict(zip(names, map(sum, zip(*counts, strict=True)), strict=True))
             found["num_skipped"] = dict(sorted(Counter(task for task, _ in skipped).items()))
             found["num_repeated"] = {name: count for name, count in num_repeated.items() if count}
         return found

@@ -1,9 +1,11 @@
 """A checkpoint as a model of lm-evaluation-harness.
 
-Importing this module registers the model's name, ``smlp``; the harness has no other way to find one::
+Importing this module registers the model's name, ``smlp``; the harness (0.4.13) looks for models nowhere else::
 
     import smlp.evaluation.lm_eval.model
     lm_eval.simple_evaluate("smlp", model_args="path=checkpoint_best.pt", tasks=["lambada_openai"])
+
+The harness's own command line with this model is ``python -m smlp.evaluation.lm_eval run --model smlp ...``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from smlp.evaluation.lm_eval.writing import WritingOrder
 from smlp.inference.generation import TextWriter
 from smlp.inference.language_model import LanguageModel
 from smlp.inference.scoring.candidates import CandidateScorer, TokenScores, drop_nothing
-from smlp.inference.scoring.texts import Candidates, TokenizedText, TooLongError
+from smlp.inference.scoring.texts import Candidates, NoTokenError, TokenizedText, TooLongError
 from smlp.launch.team import Team
 
 Result = tuple[float, bool]
@@ -54,8 +56,8 @@ class TooLongRecords(UserError):
 class HarnessModel(TemplateLM):
     """Scores and texts of a language model, as the harness asks for them.
 
-    Requests of one record are scored together, so that what they begin with alike is read once and, where they are too
-    long, all lose the same number of tokens from the left.
+    Requests of one record are scored together, so that what they begin with alike is read once. Those that are too long
+    lose tokens from the left, each for itself, and the start symbol first, as in the harness's own models.
 
     Args:
         path: checkpoint, or a model from :func:`smlp.load_pretrained`.
@@ -86,6 +88,8 @@ class HarnessModel(TemplateLM):
     ) -> None:
         super().__init__()
         team = team or Team()
+        if device == "cuda:0" and not torch.cuda.is_available():
+            device = None  # the harness's command line asks for it unless told otherwise
         if not isinstance(path, LanguageModel):
             path = load_language_model(path, dictionary, tokenizer, what="the harness").to(team.device(device))
         self.lm = path
@@ -95,6 +99,8 @@ class HarnessModel(TemplateLM):
         self.batch_tokens = batch_tokens
         #: records whose contexts were cut on the left, and records whose continuations begin within the model's prefix
         self.num_truncated = self.num_partly_scored = 0
+        #: continuations that add no token to their context: they are certain, with a log-probability of 0
+        self.num_without_token = 0
         #: called before anything is scored or written; may be set
         self.begins: Callable[[], None] = lambda: None
         drop_nothing(self.lm.decoder)
@@ -128,17 +134,18 @@ class HarnessModel(TemplateLM):
         groups: dict[Any, list[int]] = {}
         texts: list[TokenizedText | None] = []
         for number, request in enumerate(requests):
-            context, continuation = request.args
-            if continuation == "":  # certain, and nothing to score
-                texts.append(None)
+            texts.append(self._encoded(request, *request.args))
+            if texts[-1] is None:
                 continue
-            texts.append(self._encoded(request, context, continuation))
             groups.setdefault((request.task_name, request.doc_id), []).append(number)
         results: list[Result] = [(0.0, True)] * len(requests)
-        members = list(groups.values())
         by_record = {key: [texts[number] for number in numbers] for key, numbers in groups.items()}
         self._check_lengths(by_record)
-        candidates = [self._fitted(own, f"{task}, example {number}") for (task, number), own in by_record.items()]
+        members, candidates = [], []
+        for (task, number), own in by_record.items():
+            for places, group in self._fitted(own, f"{task}, example {number}"):
+                members.append([groups[task, number][place] for place in places])
+                candidates.append(group)
         for place, scored in self._scored(candidates, disable_tqdm):
             for number, text, scores in zip(members[place], candidates[place].texts, scored, strict=True):
                 results[number] = _of_continuation(text, scores)
@@ -146,9 +153,19 @@ class HarnessModel(TemplateLM):
             self.cache_hook.add_partial("loglikelihood", request.args, result)
         return results
 
-    def _encoded(self, request: Instance, context: str, continuation: str) -> TokenizedText:
+    def _encoded(self, request: Instance, context: str, continuation: str) -> TokenizedText | None:
+        """Return both texts as ids, or None if the continuation has none and is certain.
+
+        White space at the end of the context belongs to the continuation, as in the harness's ``TemplateLM``.
+        """
+        if continuation == "":
+            return None
+        kept = context.rstrip()
         try:
-            return self._encoding.pair(context, continuation)
+            return self._encoding.pair(kept, context[len(kept) :] + continuation)
+        except NoTokenError:
+            self.num_without_token += 1
+            return None
         except UserError as error:
             raise UserError(f"{request.task_name}, example {request.doc_id}: {error}") from None
 
@@ -168,21 +185,33 @@ class HarnessModel(TemplateLM):
         if found:
             raise TooLongRecords(found)
 
-    def _fitted(self, texts: Sequence[TokenizedText], where: str) -> Candidates:
-        """Make texts fit the model, and count what had to give way."""
-        prefix_tokens = self.lm.decoder.config.prefix_tokens
-        try:
-            group = self._encoding.group(texts)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
-        if group.ends_within(prefix_tokens):
+    def _fitted(self, texts: Sequence[TokenizedText], where: str) -> list[tuple[list[int], Candidates]]:
+        """Make texts fit the model, and count what had to give way; return groups with the places of their texts.
+
+        Of a text that is too long, the last T + 1 tokens are left, of which the model reads T.
+        """
+        most, prefix_tokens = self.max_length, self.lm.decoder.config.prefix_tokens
+        long = [place for place, text in enumerate(texts) if len(text.tokens) > most]
+        short = [place for place in range(len(texts)) if place not in long]
+        fitted = []
+        for place in long:
+            text = texts[place]
+            num_cut = len(text.tokens) - most
+            cut = TokenizedText(text.tokens[num_cut:], text.num_context - num_cut)
+            fitted.append(([place], Candidates((cut,), num_cut, (text.tokens[num_cut - 1],))))
+        if short:
+            try:
+                fitted.append((short, self._encoding.group([texts[place] for place in short])))
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
+        if any(group.ends_within(prefix_tokens) for _, group in fitted):
             raise UserError(
                 f"{where} ends within the first {prefix_tokens} positions, which only choose experts: fill the prefix "
                 "(--fill-prefix)"
             )
-        self.num_truncated += group.num_cut > 0
-        self.num_partly_scored += group.begins_within(prefix_tokens)
-        return group
+        self.num_truncated += any(group.num_cut > 0 for _, group in fitted)
+        self.num_partly_scored += any(group.begins_within(prefix_tokens) for _, group in fitted)
+        return fitted
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
@@ -192,7 +221,10 @@ class HarnessModel(TemplateLM):
         candidates = []
         for number, (_, context, continuation) in enumerate(requests):
             known = context[1:] if context[:1] == [self.lm.start_token] else context
-            candidates.append(self._fitted([TokenizedText((*known, *continuation), len(known))], f"request {number}"))
+            text = TokenizedText((*known, *continuation), len(known))
+            self._check_lengths({("request", number): [text]})
+            ((_, group),) = self._fitted([text], f"request {number}")
+            candidates.append(group)
         results: list[Result] = [(0.0, True)] * len(requests)
         for place, (scores,) in self._scored(candidates, disable_tqdm):
             results[place] = _of_continuation(candidates[place].texts[0], scores)
@@ -279,13 +311,12 @@ class HarnessModel(TemplateLM):
         self, contexts: Sequence[str], order: WritingOrder, writer: TextWriter
     ) -> Iterator[tuple[int, list[str]]]:
         """Yield the number of a context, and the texts that are written after it; in no particular order."""
-        # the last new token is only fed if the end of a text may follow
-        room = self.max_length - writer.limits.max_tokens - ("beam" in order.method)
+        room = self.max_length - writer.limits.max_tokens
         prompts = []
         for context in contexts:
-            tokens = self.tok_encode(context)
+            tokens = [self.lm.start_token, *self.tok_encode(context)]
             self.num_truncated += len(tokens) > room
-            prompts.append([self.lm.start_token, *tokens[max(len(tokens) - room, 0) :]])
+            prompts.append(tokens[-room:])
         by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         num_rows = order.method.get("beam", writer.num_return)
         size = max(1, self.batch_tokens // (self.max_length * num_rows))

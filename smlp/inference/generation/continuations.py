@@ -13,7 +13,7 @@ from smlp.inference.generation.prompts import Text, ready_prompts
 from smlp.inference.generation.sampled import sampled_texts
 from smlp.inference.generation.settings import BeamSearch, Limits, Sampling
 from smlp.nn.decoder import Decoder
-from smlp.text.tokenizer import Tokenizer
+from smlp.text.tokenizer import Tokenizer, Vocabulary
 
 
 class StopStrings:
@@ -64,6 +64,12 @@ def _overlap(text: str, stop: str) -> int:
 BATCHES_AHEAD = 8
 #: continuations of a prompt generated in one batch
 _MAX_RETURN = 2**16
+
+
+def banned_tokens(vocabulary: Vocabulary) -> list[int]:
+    """Return the ids that are never written: ``<s>``, padding, unknown, and fairseq's filler symbols."""
+    fillers = [token for symbol, token in vocabulary.index.items() if symbol.startswith("madeupword")]
+    return [vocabulary.bos, vocabulary.pad, vocabulary.unk, *fillers]
 
 
 @dataclass(frozen=True)
@@ -219,10 +225,7 @@ class TextWriter:
 
     @cached_property
     def _banned(self) -> list[int]:
-        """Ids that are never written: ``<s>``, padding, unknown, and fairseq's filler symbols."""
-        vocabulary = self.tokenizer.vocabulary
-        fillers = [token for symbol, token in vocabulary.index.items() if symbol.startswith("madeupword")]
-        return [vocabulary.bos, vocabulary.pad, vocabulary.unk, *fillers]
+        return banned_tokens(self.tokenizer.vocabulary)
 
     def _with_shown(self, texts: Iterator[Text], prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
         shown: dict[tuple[int, int], _Shown] = {}

@@ -23,6 +23,10 @@ class TooLongError(UserError):
     """A continuation alone does not fit the model's context."""
 
 
+class NoTokenError(UserError):
+    """A continuation adds no token to its context."""
+
+
 @dataclass(frozen=True)
 class TokenizedText:
     """A context with its continuation."""
@@ -81,12 +85,12 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, newline: 
     """Return the ids of both texts joined; the context ends where its own ids cease to be the beginning of theirs.
 
     Raises:
-        UserError: the continuation has no token of its own.
+        NoTokenError: the continuation has no token of its own.
     """
     tokens = tokenizer.encode_lines(context + continuation, newline)
     num_context = common_prefix([tokenizer.encode_lines(context, newline), tokens])
     if num_context == len(tokens):
-        raise UserError(f"the continuation {continuation!r} adds no token to {_end(context)!r}")
+        raise NoTokenError(f"the continuation {continuation!r} adds no token to {_end(context)!r}")
     return TokenizedText(tuple(tokens), num_context)
 
 

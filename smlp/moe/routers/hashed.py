@@ -15,15 +15,9 @@ from torch import Tensor, nn
 
 from smlp.config import ModelConfig
 from smlp.errors import UserError
-from smlp.moe.plan import RoutingPlan
+from smlp.moe.plan import RoutingPlan, random_table
 from smlp.moe.routers.routing import RouterKind, Routing, register_router
 from smlp.parallel.spans import ASSIGNMENT, stage
-
-
-def random_table(vocab_size: int, num_experts: int, seed: int) -> Tensor:
-    """Return an expert for each id, (V,): a random permutation dealt out in turn, the same in every run and rank."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(vocab_size, generator=generator, device="cpu") % num_experts
 
 
 def balanced_table(frequencies_V: Tensor, num_experts: int) -> Tensor:

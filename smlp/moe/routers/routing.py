@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smlp.config import ModelConfig
 from smlp.config.registration import ModelPart, register
@@ -38,6 +38,8 @@ class Routing:
 class Router(Protocol):
     """Chooses experts for tokens.
 
+    A router that changes with the progress of training has ``follow(progress)``, as :class:`TrainedRouter`; what it
+    learns from loads instead of gradients is in an :class:`smlp.moe.routers.offsets.ExpertOffsets`.
     A router that can drop tokens in evaluation too has ``limit_capacity(factor)``, which sets the capacity factor of
     evaluation in place; 0 drops nothing.
     """
@@ -51,6 +53,28 @@ class Router(Protocol):
 
     def looks_ahead(self) -> bool:
         """Tell whether, in the present mode, other tokens of the batch can change where a token goes."""
+
+
+class TrainedRouter(nn.Module):
+    """Base class of routers with parameters, which may stop being trained after a share of the training.
+
+    Args:
+        freeze_after: share of the training; 1 for never.
+    """
+
+    def __init__(self, freeze_after: float = 1.0) -> None:
+        super().__init__()
+        self.freeze_after = freeze_after
+        #: whether the present update leaves its parameters alone; the trainer's optimizer asks
+        self.is_frozen = False
+
+    def follow(self, progress: float) -> None:
+        """Take notice of the share of the training that is done; called before each update."""
+        self.is_frozen = self.freeze_after < 1 and progress >= self.freeze_after
+
+    def scores(self, x_NH: Tensor, weight_EH: Tensor) -> Tensor:
+        """Return :func:`gate_logits`; a frozen weight gets a gradient of zeros."""
+        return gate_logits(x_NH, weight_EH.detach() + 0 * weight_EH if self.is_frozen else weight_EH)
 
 
 class RouterKind(ModelPart):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from smlp.config import ModelConfig
 from smlp.moe.plan import RoutingPlan, expert_capacity
-from smlp.moe.routers.routing import Routing, ScoredRouterKind, gate_logits, register_router
+from smlp.moe.routers.routing import Routing, ScoredRouterKind, TrainedRouter, register_router
 from smlp.ops.assignment import check_no_nan
 from smlp.parallel.spans import ASSIGNMENT, stage
 
@@ -92,17 +92,18 @@ class TopKSettings:
     gate_normalisation: str = "before_drop"
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(TrainedRouter):
     """Softmax gate in float32; each token's K best experts, within a capacity that training and evaluation set apart.
 
     Args:
         embed_dim: H.
         num_experts: E, over all ranks; every rank holds the whole gate.
         settings: how it chooses.
+        freeze_after: as in :class:`TrainedRouter`.
     """
 
-    def __init__(self, embed_dim: int, num_experts: int, settings: TopKSettings) -> None:
-        super().__init__()
+    def __init__(self, embed_dim: int, num_experts: int, settings: TopKSettings, freeze_after: float = 1.0) -> None:
+        super().__init__(freeze_after)
         self.settings = settings
         self.weight = nn.Parameter(torch.empty(num_experts, embed_dim))
         if not self.weight.is_meta:
@@ -115,7 +116,7 @@ class TopKRouter(nn.Module):
             # drawn in float32: bfloat16 has too few numbers near one
             noise_NH = torch.empty_like(x_NH, dtype=torch.promote_types(x_NH.dtype, torch.float32))
             x_NH = x_NH * noise_NH.uniform_(1 - settings.router_jitter, 1 + settings.router_jitter)
-        logits_NE = gate_logits(x_NH, self.weight)
+        logits_NE = self.scores(x_NH, self.weight)
         gate_NE = logits_NE.softmax(dim=1)
         noise = self._draw(logits_NE)
         if plan is None:
@@ -173,6 +174,7 @@ class Switch(ScoredRouterKind):
         "drop_order",
         *_LOSS_WEIGHTS,
         "router_jitter",
+        "router_freeze",
     )
     title = "Switch"
 
@@ -180,7 +182,7 @@ class Switch(ScoredRouterKind):
         own = [field.name for field in fields(TopKSettings) if field.name != "num_choices"]
         same_name = {name: getattr(config, name) for name in own}
         settings = TopKSettings(num_choices=config.experts_per_token, **same_name)
-        return TopKRouter(config.embed_dim, config.num_experts, settings)
+        return TopKRouter(config.embed_dim, config.num_experts, settings, config.router_freeze)
 
     def auxiliary_loss(self, config: ModelConfig) -> str | None:
         weights = {name: getattr(config, name) for name in _LOSS_WEIGHTS}

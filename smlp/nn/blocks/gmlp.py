@@ -67,7 +67,7 @@ class SpatialGatingUnit(nn.Module):
         weight_bound: weights start as U(-bound, bound), near zero.
         num_heads: h.
         gate: one of ``GATES``; "split" and "multiplicative" are the same here.
-        is_causal, is_toeplitz: as in :class:`smlp.nn.layers.SpatialWeights`.
+        is_causal, is_toeplitz, average: as in :class:`smlp.nn.layers.SpatialWeights`.
         norm_eps: of the layer norm.
     """
 
@@ -80,6 +80,7 @@ class SpatialGatingUnit(nn.Module):
         gate: str = "split",
         is_causal: bool = True,
         is_toeplitz: bool = False,
+        average: float = 0.0,
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
@@ -94,6 +95,7 @@ class SpatialGatingUnit(nn.Module):
             bias_init=float(self.is_product),
             is_causal=is_causal,
             is_toeplitz=is_toeplitz,
+            average=average,
         )
 
     @classmethod
@@ -107,6 +109,7 @@ class SpatialGatingUnit(nn.Module):
             config.own("gmlp").gate,
             is_causal=not config.is_bidirectional,
             is_toeplitz=config.spatial_weights == "toeplitz",
+            average=config.spatial_init_average,
         )
 
     def forward(

@@ -73,7 +73,7 @@ class GatedMLPExperts(nn.Module):
         activation: "gelu", "relu" or "swish".
         weight_bound: spatial weights start as U(-bound, bound).
         experts_per_token: k, most experts that a token goes to.
-        is_toeplitz: whether the spatial weights depend on the distance alone.
+        is_toeplitz, average, num_all: of the spatial weights, as in :class:`smlp.nn.layers.SpatialWeights`.
     """
 
     def __init__(
@@ -86,6 +86,8 @@ class GatedMLPExperts(nn.Module):
         weight_bound: float,
         experts_per_token: int = 1,
         is_toeplitz: bool = False,
+        average: float = 0.0,
+        num_all: int | None = None,
     ) -> None:
         super().__init__()
         num_local = len(expert_ids)
@@ -98,7 +100,9 @@ class GatedMLPExperts(nn.Module):
         self.b_in = nn.Parameter(torch.zeros(num_local, ffn_dim))
         self.gate_norm_weight = nn.Parameter(torch.ones(num_local, ffn_dim // 2))
         self.gate_norm_bias = nn.Parameter(torch.zeros(num_local, ffn_dim // 2))
-        self.gating = SpatialWeights(max_tokens, expert_ids, weight_bound, bias_init=1.0, is_toeplitz=is_toeplitz)
+        self.gating = SpatialWeights(
+            max_tokens, expert_ids, weight_bound, 1.0, is_toeplitz=is_toeplitz, average=average, num_all=num_all
+        )
         self.w_out = uniform_rows(expert_ids, embed_dim, ffn_dim // 2, bound=xavier_bound(ffn_dim // 2, embed_dim))
         self.b_out = nn.Parameter(torch.zeros(num_local, embed_dim))
 
@@ -215,6 +219,8 @@ def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = N
         config.spatial_weight_bound,
         config.experts_per_token,
         config.spatial_weights == "toeplitz",
+        config.spatial_init_average,
+        config.num_experts,
     )
     return PlacedTokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(ranks, name))
 
@@ -229,7 +235,7 @@ class GatedMLPMoE(BlockKind):
         check_halves(config)
 
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
-        return GatedMLPMoEBlock(gated_mlp_moe(config, layer_index, ranks), config.dropout)
+        return GatedMLPMoEBlock(gated_mlp_moe(config, layer_index, ranks), config.tmoe_dropout)
 
     def components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
         H, F, T = config.embed_dim, config.ffn_dim, config.max_tokens
@@ -254,7 +260,7 @@ class GatedMLPMoE(BlockKind):
         # for each choice: input, normed input, input and output of the activation; key, gate and their product;
         # the spatial weights of its keys and their causal mask; the output, which a routing weight multiplies
         each = 2 * width + 2 * hidden + 3 * hidden / 2 + 1.25 * keys + width
-        return width + config.experts_per_token * each + dropout_keeps(config)
+        return width + config.experts_per_token * each + dropout_keeps(config, config.tmoe_dropout)
 
     def ffn_multiple(self, config: ModelConfig) -> int:
         return 2 * config.num_heads

@@ -42,23 +42,32 @@ class SparseBlock(Block):
         token_moe: the sparse layer.
         norm: the layer norm before it, or the identity.
         dropout: after it.
+        tokens_first: whether the tMoE precedes the first sublayer instead.
     """
 
-    def __init__(self, mixing: nn.Module, token_moe: TokenMoE, norm: nn.Module, dropout: float) -> None:
+    def __init__(
+        self, mixing: nn.Module, token_moe: TokenMoE, norm: nn.Module, dropout: float, tokens_first: bool = False
+    ) -> None:
         super().__init__()
+        self.tokens_first = tokens_first
         self.mixing = mixing
         self.norm = norm
         self.token_moe = token_moe
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
-        x_BnH = self.mixing(x_BnH, context)
+        if not self.tokens_first:
+            x_BnH = self.mixing(x_BnH, context)
         update_BnH, aux_losses = self.token_moe(self.norm(x_BnH), context)
-        return x_BnH + self.dropout(update_BnH), aux_losses
+        x_BnH = x_BnH + self.dropout(update_BnH)
+        return (self.mixing(x_BnH, context) if self.tokens_first else x_BnH), aux_losses
 
     def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
-        """Skip the experts of tokens, which no other position sees; otherwise as in :class:`Block`."""
-        self.mixing(x_BnH, context)
+        """Skip the experts of tokens if no other position sees them; otherwise as in :class:`Block`."""
+        if self.tokens_first:
+            self.forward(x_BnH, context)
+        else:
+            self.mixing(x_BnH, context)
 
 
 class SparseBlockKind(BlockKind):
@@ -72,6 +81,10 @@ class SparseBlockKind(BlockKind):
     def mixing_components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
         """Return parameters and work of the first sublayer, ``blocks.{layer_index}.mixing``."""
 
+    def has_tokens_first(self, config: ModelConfig) -> bool:
+        """Return whether the experts of tokens precede the first sublayer."""
+        return False
+
     def mixing_activations(self, config: ModelConfig) -> float:
         """Return how many numbers the first sublayer keeps, as :meth:`activations_per_position`."""
         return super().activations_per_position(config)
@@ -79,7 +92,8 @@ class SparseBlockKind(BlockKind):
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
         mixing = self.mixing(config, layer_index, ranks)
         norm = nn.Identity() if config.router_kind.experts_as_in_base else nn.LayerNorm(config.embed_dim)
-        return SparseBlock(mixing, feed_forward_moe(config, layer_index, ranks), norm, config.dropout)
+        token_moe = feed_forward_moe(config, layer_index, ranks)
+        return SparseBlock(mixing, token_moe, norm, config.tmoe_dropout, self.has_tokens_first(config))
 
     def components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
         yield from router_costs(config, layer_index)
@@ -87,7 +101,8 @@ class SparseBlockKind(BlockKind):
         yield _token_experts_costs(config, layer_index)
 
     def activations_per_position(self, config: ModelConfig) -> float:
-        return self.mixing_activations(config) + _token_experts_keep(config) + 2 * dropout_keeps(config)
+        dropouts = dropout_keeps(config) + dropout_keeps(config, config.tmoe_dropout)
+        return self.mixing_activations(config) + _token_experts_keep(config) + dropouts
 
 
 def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> TokenMoE:

@@ -1,0 +1,113 @@
+"""Read a folder that transformers has saved (:mod:`smlp.hf`) as a checkpoint; needs no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smlp.checkpoint.content import check_is_ours, config_of
+from smlp.checkpoint.export import PREFIXES, new_history, new_state, safetensors_header, stored_tensors
+from smlp.checkpoint.lazy import HeldTensor, LazyTensor
+from smlp.checkpoint.load import bytes_of
+from smlp.checkpoint.opened import Checkpoint, fit_problems
+from smlp.config import all_settings
+from smlp.config.presets import FROM_TASK
+from smlp.errors import UserError
+from smlp.files import plain_name, read_text
+from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES, Vocabulary
+
+CONFIG = "config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: the names in ``model_type``, by whether the model is an encoder
+MODEL_TYPES = ("smlp", "smlp_encoder")
+_CORE = "core."
+
+
+def open_hf_folder(folder: str | Path) -> Checkpoint:
+    """Open such a folder as a checkpoint without optimizer, to start a training from; tensors are lazy.
+
+    Raises:
+        UserError: a file is missing or damaged, or it holds another kind of model.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    path = folder / CONFIG
+    options = _read_json(path)
+    kind = options.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise UserError(f"{path} is of another kind of model (model_type {kind!r:.40}), not one of smlp's")
+    is_encoder = kind == MODEL_TYPES[True]
+    model = {
+        PREFIXES[is_encoder] + name.removeprefix(_CORE): tensor
+        for name, tensor in _weights(folder).items()
+        if name.startswith(_CORE)
+    }
+    cfg = {"model": _training_options(options, is_encoder, path)}
+    cfg |= {"task": {"_name": "masked_lm" if is_encoder else "language_modeling", "data": None}}
+    state = new_state(cfg, model, [new_history(cfg, options.get("num_updates") or 0)])
+    check_is_ours(state, path)
+    names = (DICTIONARY, *TOKENIZER_FILES)
+    files: dict[str, HeldTensor | LazyTensor] = {
+        name: bytes_of(folder / name) for name in names if (folder / name).is_file()
+    }
+    checkpoint = Checkpoint(path, state, config_of(state, path), files=files, is_export=True)
+    for problem in fit_problems(checkpoint):
+        raise UserError(problem)
+    return checkpoint
+
+
+def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) -> dict[str, Any]:
+    """Return the model's part of fairseq's configuration that these settings follow from.
+
+    Raises:
+        UserError: the context's length is missing.
+    """
+    settings = {name: options[name] for name in all_settings() if name in options and name not in FROM_TASK}
+    num_tokens = options.get("max_tokens")
+    if not isinstance(num_tokens, int):
+        raise UserError(f"{path} is damaged: max_tokens is {num_tokens!r:.40}, not a whole number")
+    add_bos = not is_encoder and options.get("bos_token_id") == Vocabulary.bos
+    own = {"_name": options.get("arch"), "add_bos_token": add_bos}
+    if is_encoder:
+        return {**settings, **own, "max_positions": num_tokens}
+    return {**settings, **own, "tokens_per_sample": num_tokens - add_bos}
+
+
+def _weights(folder: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of one file, or of several by their index.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    if (folder / WEIGHTS).is_file():
+        files = {WEIGHTS}
+    elif (folder / INDEX).is_file():
+        found = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(found, dict):
+            raise UserError(f"{folder / INDEX} is damaged: it has no weight_map")
+        files = {plain_name(name, str(folder / INDEX)) for name in found.values()}
+    else:
+        raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
+    tensors: dict[str, LazyTensor] = {}
+    for name in sorted(files):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} lacks {name}, which {INDEX} names")
+        header, start = safetensors_header(folder / name)
+        header.pop("__metadata__", None)
+        tensors |= stored_tensors(folder / name, header, start)
+    return tensors
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_text(path))
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return content

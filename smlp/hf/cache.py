@@ -1,0 +1,96 @@
+"""The state of incremental decoding as a cache of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from smlp.nn.state import DecodingState
+
+
+class SmlpCache(Cache):
+    """What a decoder has read of some sequences.
+
+    Weights over positions are absolute: every sequence begins at position 0, whatever padding stands before it. Without
+    padding, all sequences share one state; otherwise each has its own.
+
+    Args:
+        starts_B: number of padded places on the left of each sequence, or None if no sequence has any.
+        max_tokens: T, positions of the model.
+        device: of the model.
+    """
+
+    def __init__(self, starts_B: Tensor | None, max_tokens: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(layers=[])
+        self.device = device
+        self.starts_B = starts_B
+        self.max_tokens = max_tokens
+        #: places read, padding included
+        self.length = 0
+        #: one for all sequences, or one for each
+        self.states = [DecodingState() for _ in range(1 if starts_B is None else len(starts_B))]
+
+    def groups(self, tokens_Bn: Tensor) -> list[tuple[Tensor, DecodingState]]:
+        """Return the next tokens of sequences that share a state, padding removed, and that state."""
+        if self.starts_B is None:
+            return [(tokens_Bn, self.states[0])]
+        first_B = (self.starts_B - self.length).clamp(min=0).tolist()
+        rows = zip(tokens_Bn, first_B, self.states, strict=True)
+        return [(row[first:].unsqueeze(0), state) for row, first, state in rows]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of places read, padding included."""
+        return self.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return T."""
+        return self.max_tokens
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep only the sequences at ``beam_idx`` (any length, repeats allowed), in that order."""
+        if self.starts_B is None:
+            self.states[0].reorder(beam_idx)
+            return
+        self.starts_B = self.starts_B[beam_idx]
+        self.states = [self.states[row].clone() for row in beam_idx.tolist()]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The same as :meth:`reorder_cache`."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        self.reorder_cache(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
+
+    @property
+    def batch_size(self) -> int:
+        """Return B."""
+        return self.states[0].num_seqs or 0 if self.starts_B is None else len(self.starts_B)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.length, self.states = 0, [DecodingState() for _ in self.states]
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to forget the last places, as assisted generation asks for.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("a cache of smlp cannot forget its last positions: no assisted generation")
+
+
+def joined(features: Tensor, shapes: Sequence[int], width: int) -> Tensor:
+    """Return the hidden states (B, n, H) of groups of one sequence each, with zeros at padded places on the left.
+
+    Args:
+        features: of all groups, one after the other, (N, H).
+        shapes: number of tokens of each.
+        width: n.
+    """
+    rows = features.split(list(shapes))
+    return torch.stack([torch.cat([row.new_zeros(width - len(row), row.size(1)), row]) for row in rows])

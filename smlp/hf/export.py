@@ -1,0 +1,120 @@
+"""Write a checkpoint as a folder that transformers reads: ``smlp export CHECKPOINT DIR --hf``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from smlp.checkpoint.lazy import as_bytes
+from smlp.checkpoint.load import text_files, tokenizer_of
+from smlp.checkpoint.opened import Checkpoint, fit_problems
+from smlp.config import flatten
+from smlp.errors import UserError
+from smlp.files import write_whole
+from smlp.hf.card import model_card
+from smlp.hf.config import SmlpConfig, SmlpEncoderConfig
+from smlp.hf.fast_tokenizer import fast_tokenizer
+from smlp.hf.modeling import SmlpForCausalLM, SmlpForMaskedLM
+from smlp.inference.generation.continuations import banned_tokens
+from smlp.text.tokenizer_files import Vocabulary
+
+#: transformers' own parts of files that are larger
+MAX_SHARD_SIZE = "5GB"
+
+
+def write_folder(
+    checkpoint: Checkpoint,
+    folder: Path,
+    dictionary: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> list[str]:
+    """Write the weights, configurations, tokenizer and model card; all of them, or nothing.
+
+    Experts of a checkpoint in parts are merged. Heads of an encoder for other tasks are left out.
+
+    Args:
+        checkpoint: to be written.
+        folder: to write to; empty, or not there yet.
+        dictionary, tokenizer: if they are not found next to the checkpoint.
+        max_shard_size: of a file of weights, as transformers reads it.
+
+    Returns:
+        The names of the tensors that are left out.
+
+    Raises:
+        UserError: the checkpoint does not fit its configuration, there is no dictionary, the tokenizer cannot be a fast
+            tokenizer, or the folder has files.
+    """
+    for problem in fit_problems(checkpoint):
+        raise UserError(problem)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder: give another one")
+    files = text_files(checkpoint, dictionary, tokenizer)
+    symbols = tokenizer_of(checkpoint, dictionary, tokenizer).vocabulary
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for name, tensor in files.items():
+            write_whole(made / name, bytes(as_bytes(tensor.load())))
+        config = config_of(checkpoint)
+        fast = fast_tokenizer(made, checkpoint.config.is_bidirectional, config.bos_token_id, config.max_tokens)
+        fast.save_pretrained(made)
+        model, left_out = _model_of(checkpoint, config)
+        if isinstance(model, SmlpForCausalLM):
+            model.generation_config = _generation_config(config, symbols)
+        model.save_pretrained(made, max_shard_size=max_shard_size)
+        (made / "README.md").write_text(model_card(checkpoint, folder.name), encoding="utf-8")
+        made.chmod(0o777 & ~_umask())
+        if folder.exists():
+            folder.rmdir()
+        os.replace(made, folder)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return left_out
+
+
+def config_of(checkpoint: Checkpoint) -> SmlpConfig:
+    """Return the configuration of transformers for the model of a checkpoint."""
+    add_bos = checkpoint.state["cfg"]["model"].get("add_bos_token")
+    is_encoder = checkpoint.config.is_bidirectional
+    return (SmlpEncoderConfig if is_encoder else SmlpConfig)(
+        **flatten(checkpoint.config),
+        arch=checkpoint.arch,
+        num_updates=checkpoint.num_updates,
+        bos_token_id=Vocabulary.bos if add_bos or is_encoder else Vocabulary.eos,
+        eos_token_id=Vocabulary.eos,
+        pad_token_id=checkpoint.config.padding_idx,
+    )
+
+
+def _model_of(checkpoint: Checkpoint, config: SmlpConfig) -> tuple[SmlpForCausalLM | SmlpForMaskedLM, list[str]]:
+    """Return the model with its weights, and the names of tensors that it has no place for."""
+    with torch.device("meta"):
+        model = (SmlpForMaskedLM if checkpoint.config.is_bidirectional else SmlpForCausalLM)(config)
+    weights = {name.removeprefix(checkpoint.prefix): tensor for name, tensor in checkpoint.state["model"].items()}
+    own = model.core.state_dict().keys()
+    model.core.load_state_dict({name: weights[name].load() for name in own}, assign=True)
+    return model, sorted(weights.keys() - own)
+
+
+def _generation_config(config: SmlpConfig, symbols: Vocabulary) -> GenerationConfig:
+    """Return the defaults of ``generate``: as here, symbols that stand for no text are never written."""
+    return GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        suppress_tokens=banned_tokens(symbols),
+    )
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,353 @@
+"""Models of transformers around the decoder and the encoder of this package.
+
+Letters: ``B`` sequences, ``n`` places of the batch, ``m`` tokens of the longest sequence, ``H`` width, ``V``
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput, MoeCausalLMOutputWithPast
+from transformers.utils import can_return_tuple, logging
+
+from smlp.hf.cache import SmlpCache, joined
+from smlp.hf.config import REMOTE_MODULE, SmlpConfig, SmlpEncoderConfig
+from smlp.nn.build import model_of
+from smlp.nn.decoder import Decoder
+from smlp.nn.encoder import Encoder
+from smlp.nn.stack import Stack
+
+logger = logging.get_logger(__name__)
+
+_IGNORED = -100
+_REMOTE_CODE = '''"""Lets transformers find the classes of the package smlp with trust_remote_code=True."""
+
+from smlp.hf import {config}, {model}  # noqa: F401
+'''
+#: options of transformers that mean nothing if they are not set
+_UNSUPPORTED = ("inputs_embeds", "position_ids", "output_hidden_states", "output_attentions", "token_type_ids")
+
+
+class _SmlpModel(PreTrainedModel):
+    """What both kinds of models share: how they start, how they are saved, and how padding is read."""
+
+    config: SmlpConfig
+    base_model_prefix = "core"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    core: Stack
+
+    def __init__(self, config: SmlpConfig) -> None:
+        super().__init__(config)
+        self.core = model_of(config.core_config())
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Compute the table of positions, which no file holds; a new model has drawn its weights already."""
+        if isinstance(module, Stack) and "positions" in module._buffers:
+            module._compute_positions(module.positions)
+
+    def _initialize_missing_keys(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse folders that lack weights, which nothing has given values.
+
+        Raises:
+            ValueError: the message names the first of them.
+        """
+        lacking = [name for name, _ in self.named_parameters() if not _has_values(self, name)]
+        if lacking:
+            raise ValueError(f"the folder lacks {len(lacking)} weights of the model, such as {lacking[0]}")
+        super()._initialize_missing_keys(*args, **kwargs)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """Return the embedding, which is the output matrix too."""
+        return self.core.embedding
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Refuse another number of rows.
+
+        Raises:
+            ValueError: always, unless the number is the present one.
+        """
+        if new_num_tokens not in (None, self.config.vocab_size):
+            raise ValueError(
+                f"a model of smlp keeps its {self.config.vocab_size} symbols, got {new_num_tokens}: they are those of "
+                "its dictionary, and tables of routers follow them"
+            )
+        return self.core.embedding
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Recompute each block in the backward pass to save memory (``checkpoint_activations``)."""
+        self.core.config = dataclasses.replace(self.core.config, checkpoint_activations=True)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations for the backward pass."""
+        self.core.config = dataclasses.replace(self.core.config, checkpoint_activations=False)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Save as transformers does, with the thin file for ``trust_remote_code=True``."""
+        super().save_pretrained(save_directory, **kwargs)
+        text = _REMOTE_CODE.format(config=type(self.config).__name__, model=type(self).__name__)
+        (Path(save_directory) / f"{REMOTE_MODULE}.py").write_text(text, encoding="utf-8")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: a saved folder has the thin file, and not a copy of this one."""
+
+    def _check_options(self, input_ids: Tensor | None, options: dict[str, Any]) -> None:
+        """Refuse what cannot be done; take it out of the options that go to the loss.
+
+        Raises:
+            ValueError: the message names it.
+        """
+        for name in _UNSUPPORTED:
+            value = options.pop(name, None)
+            if value is not None and value is not False:
+                raise ValueError(f"a model of smlp does not take {name}")
+        if input_ids is None:
+            raise ValueError("a model of smlp needs input_ids")
+
+
+def _has_values(model: PreTrainedModel, name: str) -> bool:
+    return getattr(model.get_parameter(name), "_is_hf_initialized", False)
+
+
+class Alignment:
+    """Places of sequences in a padded batch, and their places in the model, where every sequence begins at 0.
+
+    Args:
+        mask_Bn: 1 at tokens and 0 at padding, (B, n).
+
+    Raises:
+        ValueError: a row has padding between its tokens, or no token.
+    """
+
+    def __init__(self, mask_Bn: Tensor) -> None:
+        mask_Bn = mask_Bn.bool()
+        self.starts_B = mask_Bn.int().argmax(1)
+        self.lengths_B = mask_Bn.sum(1)
+        place_n = torch.arange(mask_Bn.size(1), device=mask_Bn.device)
+        ends_B1 = (self.starts_B + self.lengths_B).unsqueeze(1)
+        whole_Bn = (place_n >= self.starts_B.unsqueeze(1)) & (place_n < ends_B1)
+        if not bool((whole_Bn == mask_Bn).all() and self.lengths_B.all()):
+            raise ValueError(
+                "attention_mask must have ones at the tokens of each sequence, at least one, and zeros at the padding "
+                "before or after them only: positions of these models are absolute, so none can be left out"
+            )
+        self._place_n = place_n
+
+    @property
+    def has_padding_after(self) -> bool:
+        """Return whether padding stands on the right of a sequence."""
+        return bool((self.starts_B + self.lengths_B < len(self._place_n)).any())
+
+    def read(self, values_Bn: Tensor, fill: int) -> Tensor:
+        """Move sequences to their places in the model: (B, n) to (B, m), with ``fill`` after their ends."""
+        place_m = self._place_n[: int(self.lengths_B.max())]
+        index_Bm = (place_m + self.starts_B.unsqueeze(1)).clamp(max=len(self._place_n) - 1)
+        return values_Bn.gather(1, index_Bm).masked_fill(place_m >= self.lengths_B.unsqueeze(1), fill)
+
+    def put_back(self, x_BmH: Tensor) -> Tensor:
+        """Move hidden states back: (B, m, H) to (B, n, H); at padding they mean nothing."""
+        index_Bn = (self._place_n - self.starts_B.unsqueeze(1)).clamp(0, x_BmH.size(1) - 1)
+        return x_BmH.gather(1, index_Bn.unsqueeze(2).expand(-1, -1, x_BmH.size(2)))
+
+
+def alignment_of(attention_mask: Tensor | None, num_places: int) -> Alignment | None:
+    """Return where the sequences of a batch are, or None if there is no padding.
+
+    Raises:
+        ValueError: the mask is of another size, or cannot be followed.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.size(1) != num_places:
+        raise ValueError(
+            f"attention_mask must have a column for each of the {num_places} places, got {tuple(attention_mask.shape)}"
+        )
+    return None if bool(attention_mask.all()) else Alignment(attention_mask)
+
+
+class SmlpForCausalLM(_SmlpModel, GenerationMixin):
+    """A language model; a folder from ``smlp export --hf`` holds one.
+
+    Its logits are those of :class:`smlp.nn.decoder.Decoder`. The loss is that of training: cross-entropy of the next
+    token, without labels of -100 and without the positions that only choose experts, plus the auxiliary losses while
+    training.
+    """
+
+    config_class = SmlpConfig
+    core: Decoder
+    _tied_weights_keys: ClassVar[dict[str, str]] = {}
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: SmlpCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> MoeCausalLMOutputWithPast:
+        """Return logits (B, n, V) and, given labels, the loss.
+
+        Args:
+            input_ids: (B, n), the places after those of the cache.
+            attention_mask: 1 at tokens and 0 at padding, (B, places of the cache + n). Padding may stand before and
+                after a sequence, which always begins at position 0.
+            past_key_values: what was read before.
+            labels: ids (B, n), shifted here; -100 does not count.
+            use_cache: whether to return a cache; by default, in evaluation without labels.
+            logits_to_keep: number of last places to compute logits for, 0 for all; or their indices.
+            **kwargs: of transformers' loss, such as ``num_items_in_batch``.
+
+        Raises:
+            ValueError: an option or a mask that cannot be followed.
+            UserError: sequences longer than the model's context.
+        """
+        self._check_options(input_ids, kwargs)
+        if past_key_values is not None and not isinstance(past_key_values, SmlpCache):
+            raise ValueError(f"past_key_values must be a SmlpCache, got {type(past_key_values).__name__}")
+        if past_key_values is not None and labels is not None:
+            raise ValueError("labels are for whole sequences: give no past_key_values")
+        past = 0 if past_key_values is None else past_key_values.length
+        alignment = alignment_of(attention_mask, past + input_ids.size(1))
+        wants_cache = past_key_values is not None or use_cache
+        if alignment is not None and alignment.has_padding_after:
+            if wants_cache:
+                raise ValueError("what follows padding cannot be continued: pad on the left (padding_side='left')")
+        elif use_cache is None and not self.training and labels is None:
+            wants_cache = self.config.use_cache
+        aux_losses: dict[str, Tensor] = {}
+        if wants_cache:
+            if past_key_values is None:  # a cache has a length, which may be zero
+                starts_B = None if alignment is None else alignment.starts_B
+                past_key_values = SmlpCache(starts_B, self.core.config.max_tokens, input_ids.device)
+            x_BnH = self._continued(input_ids, past_key_values)
+        elif alignment is not None:
+            tokens_Bm = alignment.read(input_ids, self.core.config.padding_idx)
+            x_BmH, aux_losses = self.core.features(tokens_Bm)
+            x_BnH = alignment.put_back(x_BmH)
+        else:
+            x_BnH, aux_losses = self.core.features(input_ids)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.core.project(x_BnH[:, kept])
+        aux_loss = torch.stack(list(aux_losses.values())).sum() if self.training and aux_losses else None
+        loss = None if labels is None else self._loss(logits, labels, alignment, aux_loss, kwargs)
+        return MoeCausalLMOutputWithPast(
+            loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=past_key_values if wants_cache else None
+        )
+
+    def _continued(self, input_ids: Tensor, cache: SmlpCache) -> Tensor:
+        """Return the hidden states (B, n, H) of the places after those of a cache, which reads them."""
+        groups = cache.groups(input_ids)
+        if cache.starts_B is None:
+            x_BnH, _ = self.core.features(*groups[0])
+        else:
+            # nothing of a sequence that begins later
+            x_NH = self.core.features_of([group for group in groups if group[0].size(1)])
+            x_BnH = joined(x_NH, [tokens.size(1) for tokens, _ in groups], input_ids.size(1))
+        cache.length += input_ids.size(1)
+        return x_BnH
+
+    def _loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        alignment: Alignment | None,
+        aux_loss: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        # Nothing predicts the first token, least of all padding before it, and no position within the prefix counts.
+        place_n = torch.arange(labels.size(1), device=labels.device)
+        starts_B1 = 0 if alignment is None else alignment.starts_B.unsqueeze(1)
+        labels = labels.masked_fill(place_n <= starts_B1 + self.core.config.prefix_tokens, _IGNORED)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
+        if aux_loss is None:
+            return loss
+        num_items = options.get("num_items_in_batch")
+        share = 1.0 if num_items is None else (labels[:, 1:] != _IGNORED).sum() / num_items
+        return loss + share * aux_loss
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the inputs of the next step of ``generate``.
+
+        Raises:
+            ValueError: the model cannot write, or not after so short a prompt.
+        """
+        config = self.core.config
+        if config.is_leaky:
+            raise ValueError("a model with feature_routing=leaky needs the tokens that it is to write, so it cannot")
+        if config.prefix_tokens and kwargs.get("is_first_iteration"):
+            mask = kwargs.get("attention_mask")
+            shortest = input_ids.size(1) if mask is None else int(mask.sum(1).min())
+            if shortest <= config.prefix_tokens:
+                raise ValueError(
+                    f"a prompt has {shortest} tokens (start symbol included) and this model needs at least "
+                    f"{config.prefix_tokens + 1}: its first ones only choose experts"
+                )
+        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> GenerationConfig:
+        """End texts at the end of the context at the latest: pipelines ask for 256 tokens by default."""
+        generation_config = super()._prepare_generated_length(*args, **kwargs)
+        most = self.core.config.max_tokens + 1  # the last token is not read
+        if generation_config.max_length > most:
+            logger.warning_once(f"texts end at the end of the model's context of {most - 1} tokens")
+            generation_config.max_length = most
+        return generation_config
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # forward makes a SmlpCache
+
+
+class SmlpForMaskedLM(_SmlpModel):
+    """A masked language model, without heads for other tasks.
+
+    Its logits are those of :class:`smlp.nn.encoder.Encoder`.
+    """
+
+    config: SmlpEncoderConfig
+    config_class = SmlpEncoderConfig
+    core: Encoder
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Return logits (B, n, V) and, given labels, the cross-entropy of those that are not -100.
+
+        Args:
+            input_ids: (B, n).
+            attention_mask: 1 at tokens and 0 at padding before or after them, (B, n).
+            labels: ids (B, n) of the original tokens at masked places.
+            **kwargs: of transformers' loss.
+
+        Raises:
+            ValueError: an option or a mask that cannot be followed.
+            UserError: sequences longer than the model's context.
+        """
+        kwargs.pop("token_type_ids", None)  # tokenizers make them by default
+        self._check_options(input_ids, kwargs)
+        alignment = alignment_of(attention_mask, input_ids.size(1))
+        if alignment is None:
+            logits = self.core(input_ids)
+        else:
+            logits = alignment.put_back(self.core(alignment.read(input_ids, self.core.config.padding_idx)))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(loss=loss, logits=logits)

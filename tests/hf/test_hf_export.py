@@ -1,0 +1,238 @@
+"""``smlp export --hf`` and ``smlp checkpoint import``: folders for transformers, and back."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from running import run_python
+from tiny_checkpoints import WORDS, write_checkpoint
+
+import smlp
+import smlp.hf
+from smlp.checkpoint.opened import open_checkpoint
+from smlp.cli.main import main
+
+# isort: split
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+PROMPTS = ["the s1 v1", "a", "the o1 a and v2 s2"]
+
+
+def command(*words):
+    return main([str(word) for word in words])
+
+
+def exported(path, folder, *words):
+    assert command("export", path, folder, "--hf", *words) == 0
+    return folder
+
+
+@pytest.fixture(scope="module", params=["smlp_tiny", "switch_lm_tiny", "gmlp_moe_tiny", "dense_lm_tiny"])
+def model(request, tmp_path_factory):
+    """A checkpoint and its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    path, _ = write_checkpoint(folder / "ours", WORDS, request.param, 30)
+    return path, exported(path, folder / "hf")
+
+
+@torch.no_grad()
+def test_logits_and_texts_are_those_of_the_checkpoint(model):
+    path, folder = model
+    lm, tokenizer = smlp.load_pretrained(path), AutoTokenizer.from_pretrained(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.randint(2, 14, (3, 30), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(theirs(tokens).logits, lm(tokens).logits)
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    for settings, options in (
+        ({"greedy": True, "stop_at_eos": True}, {"do_sample": False}),
+        ({"beam": 3, "length_penalty": 0.0}, {"num_beams": 3, "length_penalty": 0.0, "early_stopping": True}),
+    ):
+        written = theirs.generate(**batch, max_new_tokens=20, **options)[:, batch["input_ids"].size(1) :]
+        for row, (best, *_) in zip(written.tolist(), lm.continuations(PROMPTS, 20, **settings), strict=True):
+            if best.finish == "end" or "beam" not in settings:  # transformers forces no end at the last token
+                assert row[: len(best.tokens)] == best.tokens, settings
+    writer = pipeline("text-generation", model=theirs, tokenizer=tokenizer)
+    found = writer(PROMPTS[0], max_new_tokens=12, do_sample=False)[0]["generated_text"]
+    assert found == PROMPTS[0] + lm.generate(PROMPTS[0], 12, greedy=True, stop_at_eos=True).rstrip("\n")
+
+
+def test_a_folder_is_whole(model):
+    path, folder = model
+    names = {file.name for file in folder.iterdir()}
+    assert names == {
+        *("README.md", "config.json", "dict.txt", "generation_config.json", "model.safetensors", "modeling_smlp.py"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    }
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "smlp" and config["arch"] == open_checkpoint(path).arch
+    assert json.loads((folder / "generation_config.json").read_text())["suppress_tokens"] == [0, 1, 3, 13]
+    card = (folder / "README.md").read_text()
+    assert "million multiply-adds" in card and "at most 30 tokens" in card and "`data`" in card
+
+
+def test_experts_in_parts_are_merged_and_large_files_split(tmp_path, capsys):
+    path, _ = write_checkpoint(tmp_path / "ours", WORDS, "base_lm_tiny", 12, num_experts=4)
+    parts = tmp_path / "parts" / "checkpoint_last.pt"
+    assert command("checkpoint", "split", path, "-o", parts, "--parts", 2) == 0
+    shutil.copy(path.parent / "dict.txt", parts.parent)
+    folder = exported(parts, tmp_path / "hf", "--max-shard-size", "5KB")
+    assert (folder / "model.safetensors.index.json").is_file() and len(list(folder.glob("model-0*"))) > 2
+    back = tmp_path / "back" / "checkpoint.pt"
+    assert command("checkpoint", "import", folder, "-o", back) == 0
+    assert "base_lm_tiny" in capsys.readouterr().out
+    tokens = torch.randint(2, 14, (2, 12))
+    ours, again = smlp.load_pretrained(path), smlp.load_pretrained(back)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(again(tokens).logits, ours(tokens).logits)
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens).logits)
+    assert (back.parent / "dict.txt").read_bytes() == (path.parent / "dict.txt").read_bytes()
+
+
+def test_the_card_says_what_the_checkpoint_records(tmp_path):
+    path, _ = write_checkpoint(tmp_path / "ours", WORDS, "smlp_partial_tiny", 30)
+    state = torch.load(path, weights_only=True)
+    state["cfg"] |= {
+        "dataset": {"batch_size": 4},
+        "optimization": {"update_freq": [2]},
+        "distributed_training": {"distributed_world_size": 1},
+    }
+    state["optimizer_history"] = [{"num_updates": 100}]
+    state["extra_state"] = {"best": 3.0}
+    torch.save(state, path)
+    card = (exported(path, tmp_path / "hf") / "README.md").read_text()
+    assert "At most 24,000 tokens were read (4 sequences on each of 1 ranks, 2 times for each update)" in card
+    assert "perplexity of the training run was 8.00 per token (3.000 bits)" in card
+    assert "The first 6 positions only choose experts" in card and "Updates: 100." in card
+
+
+@torch.no_grad()
+def test_an_encoder_fills_masks_and_comes_back(tmp_path, capsys):
+    path, core = write_checkpoint(tmp_path / "ours", WORDS, "bert_mlm_tiny", 12, num_sparse_layers=0, num_heads=2)
+    state = torch.load(path, weights_only=True)
+    core.add_sentence_head("topic", 3)
+    state["model"] = {f"encoder.core.{name}": tensor for name, tensor in core.state_dict().items()}
+    torch.save(state, path)
+    folder = exported(path, tmp_path / "hf")
+    assert (
+        "left out, because a masked language model has no other heads: sentence_heads.topic" in capsys.readouterr().out
+    )
+    ours, text = smlp.load_pretrained(path), "the s1 <mask> a"
+    theirs = AutoModelForMaskedLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(text)["input_ids"] == ours.tokenize(text)
+    found = pipeline("fill-mask", model=theirs, tokenizer=tokenizer)(text)
+    want = ours.fill(text)[0]
+    assert [one["token"] for one in found] == [one.token for one in want]
+    assert [one["score"] for one in found] == pytest.approx([one.probability for one in want], abs=1e-6)
+    assert command("checkpoint", "import", folder, "-o", tmp_path / "back" / "checkpoint.pt") == 0
+    again = smlp.load_pretrained(tmp_path / "back" / "checkpoint.pt")
+    assert torch.equal(again(torch.tensor([[0, 5, 2]])), ours(torch.tensor([[0, 5, 2]])))
+
+
+def test_a_model_is_fine_tuned_by_the_trainer_and_comes_back(tmp_path):
+    path, _ = write_checkpoint(tmp_path / "ours", WORDS, "switch_lm_tiny", 12)
+    folder = exported(path, tmp_path / "hf")
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    rows = [tokenizer(text) for text in ["the s1 v1 the o1", "a s2 v2", "the s1 v1 the o2"] * 4]
+    arguments = TrainingArguments(
+        str(tmp_path / "run"),
+        **{"max_steps": 8, "learning_rate": 0.02, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2},
+        **{"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1},
+    )
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        processing_class=tokenizer,
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.8 * before
+    trainer.save_model(str(tmp_path / "tuned"))
+    shutil.copy(folder / "dict.txt", tmp_path / "tuned")
+    back = tmp_path / "back" / "checkpoint.pt"
+    assert command("checkpoint", "import", tmp_path / "tuned", "-o", back) == 0
+    tokens = torch.randint(4, 14, (2, 9))
+    assert torch.equal(smlp.load_pretrained(back)(tokens).logits, model.eval()(tokens).logits)
+
+
+REMOTE = """
+import sys
+sys.modules["torchvision"] = sys.modules["torchaudio"] = None  # those of another torch keep transformers from loading
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, again = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder)
+assert "smlp" not in sys.modules
+for place in (folder, again):
+    model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
+    model.save_pretrained(again)
+prompt = tokenizer("the s1", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=4, do_sample=False)[0]))
+"""
+
+
+def test_a_folder_is_read_without_this_package_being_named(tmp_path, monkeypatch):
+    """Through its own thin file, which a model saved again has too."""
+    path, _ = write_checkpoint(tmp_path / "ours", WORDS, "smlp_tiny", 12)
+    folder = exported(path, tmp_path / "hf")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    script = tmp_path / "read.py"
+    script.write_text(REMOTE)
+    done = run_python(script, folder, tmp_path / "again", timeout=100)
+    assert done.rc == 0, done.stderr
+    assert done.stdout.strip().endswith(smlp.load_pretrained(path).generate("the s1", 4, greedy=True, stop_at_eos=True))
+    assert (tmp_path / "again" / "modeling_smlp.py").read_text() == (folder / "modeling_smlp.py").read_text()
+
+
+def refused(capsys, *words):
+    capsys.readouterr()
+    assert command(*words) == 1
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and error[0].startswith("smlp: error: ")
+    return error[0]
+
+
+def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
+    path, _ = write_checkpoint(tmp_path / "ours", WORDS, "smlp_tiny", 12)
+    folder = exported(path, tmp_path / "hf")
+    assert "is not an empty folder" in refused(capsys, "export", path, folder, "--hf")
+    (path.parent / "dict.txt").rename(tmp_path / "dict.txt")
+    assert "no dict.txt beside" in refused(capsys, "export", path, tmp_path / "new", "--hf")
+    exported(path, tmp_path / "new", "--dict", tmp_path / "dict.txt")
+    out = tmp_path / "back.pt"
+    assert "there is no folder" in refused(capsys, "checkpoint", "import", tmp_path / "none", "-o", out)
+    config = json.loads((folder / "config.json").read_text())
+    for change, words in (
+        ({"model_type": "gpt2"}, "is of another kind of model (model_type 'gpt2')"),
+        ({"max_tokens": None}, "max_tokens is None, not a whole number"),
+        ({"ffn_dim": 64}, "does not fit its configuration"),
+        ({"router": "none"}, "router must be one of"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        assert words in refused(capsys, "checkpoint", "import", folder, "-o", out)
+    (folder / "config.json").write_text("{")
+    assert "config.json cannot be read" in refused(capsys, "checkpoint", "import", folder, "-o", out)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    assert "neither model.safetensors nor" in refused(capsys, "checkpoint", "import", folder, "-o", out)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"core.norm.bias": "../hf/other.safetensors"}}))
+    assert "would lie outside its folder" in refused(capsys, "checkpoint", "import", folder, "-o", out)
+    index.write_text(json.dumps({"weight_map": {"core.norm.bias": "gone.safetensors"}}))
+    assert "lacks gone.safetensors" in refused(capsys, "checkpoint", "import", folder, "-o", out)
+    assert not out.exists() and not list(tmp_path.glob(".new*"))
+    monkeypatch.setitem(sys.modules, "smlp.hf.export", None)
+    assert "pip install -e '.[hf]'" in refused(capsys, "export", path, tmp_path / "x", "--hf")

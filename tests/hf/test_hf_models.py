@@ -1,0 +1,224 @@
+"""Models of transformers: logits, padding, losses and generation are those of this package."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_decoders import VARIANTS, make, random_tokens
+
+import smlp
+from smlp.config import flatten
+from smlp.evaluation.leak import randomise
+from smlp.hf import SmlpCache, SmlpConfig, SmlpEncoderConfig, SmlpForCausalLM, SmlpForMaskedLM
+
+# isort: split
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache
+
+WRITE = {"do_sample": False, "max_new_tokens": 5, "suppress_tokens": [0, 1, 3], "eos_token_id": None}
+
+
+def wrapped(core):
+    """A model of transformers with the weights of a decoder or an encoder."""
+    is_encoder = core.config.is_bidirectional
+    config = (SmlpEncoderConfig if is_encoder else SmlpConfig)(**flatten(core.config))
+    model = (SmlpForMaskedLM if is_encoder else SmlpForCausalLM)(config)
+    model.core.load_state_dict(core.state_dict())
+    return model.eval().to(core.embedding.weight.dtype)
+
+
+def encoder(arch="gmlp_mlm_tiny", **settings):
+    small = {"vocab_size": 40, "max_tokens": 12, "embed_dim": 16, "ffn_dim": 24, "num_dense_layers": 2, "num_heads": 2}
+    return randomise(smlp.build(arch, **{**small, **settings})).eval()
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request):
+    core = make(request.param)
+    return core, wrapped(core)
+
+
+@torch.no_grad()
+def test_a_saved_model_is_read_again(pair, tmp_path):
+    """Bit by bit, with what no file holds: from_pretrained builds the model without memory first."""
+    core, model = pair
+    model.save_pretrained(tmp_path)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(found) is SmlpForCausalLM and flatten(found.core.config) == flatten(core.config)
+    tokens = random_tokens(2, 12)
+    assert torch.equal(found(tokens).logits, core(tokens).logits)
+    assert found.get_input_embeddings() is found.core.embedding and not found.training
+    assert [name for name, _ in found.named_parameters() if "embedding" in name] == ["core.embedding.weight"]
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    want = copy.deepcopy(core).bfloat16()
+    assert half.dtype == torch.bfloat16 and torch.equal(half(tokens).logits, want(tokens).logits)
+
+
+@torch.no_grad()
+def test_generation_does_not_depend_on_the_cache_or_on_padding(pair):
+    """Greedy, sampled and searched; beams are reordered, and each sequence of a padded batch begins at position 0."""
+    _, model = pair
+    prompts = random_tokens(2, 7)
+    padded, mask = prompts.clone(), torch.ones_like(prompts)
+    padded[0, :2], mask[0, :2] = 1, 0
+    kinds = ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 0})
+    for kind in kinds:
+        written = []
+        for use_cache in (True, False):
+            torch.manual_seed(3)
+            asked = {**WRITE, **kind, "use_cache": use_cache}
+            written.append(model.generate(padded, attention_mask=mask, **asked))
+        assert torch.equal(*written), kind
+        if not kind.get("do_sample"):
+            for row, first in ((0, 2), (1, 0)):
+                alone = model.generate(prompts[row : row + 1, first:], **{**WRITE, **kind})
+                assert torch.equal(written[0][row, first:], alone[0]), kind
+
+
+def test_padding_on_either_side_changes_nothing(pair):
+    """Outputs and gradients, in float64, against each sequence alone."""
+    core, _ = pair
+    core = copy.deepcopy(core).double()
+    model, alone = wrapped(core), wrapped(core)
+    tokens = random_tokens(3, 9)
+    mask = torch.ones_like(tokens)
+    mask[0, :4], mask[1, 6:], mask[2, 0], mask[2, 8] = 0, 0, 0, 0
+    logits = model(tokens, attention_mask=mask, use_cache=False).logits
+    total = 0.0
+    for row in range(3):
+        kept = mask[row].bool()
+        own = alone(tokens[row : row + 1, kept], use_cache=False).logits
+        torch.testing.assert_close(logits[row, kept], own[0])
+        total = total + own.square().mean()
+    sum(logits[row, mask[row].bool()].square().mean() for row in range(3)).backward()
+    total.backward()
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+def test_the_loss_is_that_of_training(pair):
+    """Next tokens, without -100 and the positions that only choose experts, plus auxiliary losses in training."""
+    core, model = pair
+    tokens, labels = random_tokens(2, 10), random_tokens(2, 10)
+    labels[0, 4:6] = -100
+    prefix = core.config.prefix_tokens
+    with torch.no_grad():
+        targets = labels[:, 1 + prefix :].flatten()
+        want = F.cross_entropy(core(tokens).logits[:, prefix:-1].flatten(0, 1), targets)
+        found = model(tokens, labels=labels)
+        torch.testing.assert_close(found.loss, want)
+        assert found.past_key_values is None
+        share = model(tokens, labels=labels, num_items_in_batch=torch.tensor(100)).loss
+        torch.testing.assert_close(share, want * (targets != -100).sum() / 100)
+        shifted = torch.cat([torch.ones(2, 1, dtype=torch.long), tokens], 1)
+        mask = (torch.arange(11) > 0).expand(2, -1).long()
+        padded = model(shifted, attention_mask=mask, labels=torch.cat([labels[:, :1], labels], 1))
+        torch.testing.assert_close(padded.loss, want)
+        training = copy.deepcopy(model).train()
+        torch.manual_seed(0)
+        found = training(tokens, labels=labels)
+        torch.manual_seed(0)
+        output = training.core(tokens)
+        aux_losses = sum(output.aux_losses.values())
+        likelihood = F.cross_entropy(output.logits[:, prefix:-1].flatten(0, 1), targets)
+        torch.testing.assert_close(found.loss, likelihood + aux_losses)
+
+
+@pytest.mark.parametrize("arch", ["gmlp_mlm_tiny", "bert_mlm_tiny", "bert_mlm_rel_tiny", "amlp_mlm_tiny"])
+@torch.no_grad()
+def test_an_encoder_is_a_masked_language_model(arch, tmp_path):
+    core = encoder(arch)
+    wrapped(core).save_pretrained(tmp_path)
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    tokens, labels = random_tokens(2, 9), torch.full((2, 9), -100)
+    assert torch.equal(model(tokens).logits, core(tokens))
+    mask = torch.ones_like(tokens)
+    mask[0, 6:] = 0
+    padded = model(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(padded[0, :6], core(tokens[:1, :6])[0])
+    labels[1, 3] = 7
+    torch.testing.assert_close(model(tokens, labels=labels).loss, -core(tokens)[1, 3].log_softmax(0)[7])
+
+
+def test_blocks_are_recomputed_if_asked():
+    core = make("smlp").train()
+    model = wrapped(core).train()
+    model.gradient_checkpointing_enable()
+    assert model.core.config.checkpoint_activations
+    tokens = random_tokens(2, 9)
+    model(tokens, labels=tokens).loss.backward()
+    want = wrapped(core).train()
+    want(tokens, labels=tokens).loss.backward()
+    for ours, theirs in zip(model.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    model.gradient_checkpointing_disable()
+    assert not model.core.config.checkpoint_activations
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return wrapped(make("gmlp"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"inputs_embeds": torch.ones(1)}, "does not take inputs_embeds"),
+        ({"output_hidden_states": True}, "does not take output_hidden_states"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "zeros at the padding before or after them only"),
+        ({"attention_mask": torch.tensor([[0, 0, 0, 0]])}, "at least one"),
+        ({"attention_mask": torch.ones(1, 3)}, "a column for each of the 4 places"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0]]), "use_cache": True}, "pad on the left"),
+        ({"past_key_values": DynamicCache()}, "must be a SmlpCache, got DynamicCache"),
+        ({"past_key_values": SmlpCache(None, 12), "labels": torch.ones(1, 4)}, "labels are for whole sequences"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(plain, options, words):
+    with pytest.raises(ValueError, match=words):
+        plain(random_tokens(1, 4), **options)
+
+
+def test_what_a_model_cannot_write_is_refused(plain):
+    with pytest.raises(ValueError, match="needs at least 4: its first ones only choose experts"):
+        wrapped(make("partial")).generate(random_tokens(1, 3), **WRITE)
+    with pytest.raises(ValueError, match="leaky needs the tokens that it is to write"):
+        wrapped(make("partial", feature_routing="leaky")).generate(random_tokens(1, 5), **WRITE)
+    with pytest.raises(ValueError, match="keeps its 40 symbols, got 50"):
+        plain.resize_token_embeddings(50)
+    with pytest.raises(smlp.UserError, match="of 13 tokens is longer than the model's context of max_tokens=12"):
+        plain(random_tokens(1, 13))
+
+
+def test_texts_end_where_the_context_does(plain):
+    """The last token needs no position."""
+    assert plain.generate(random_tokens(1, 5), **{**WRITE, "max_new_tokens": 256}).shape == (1, 13)
+
+
+def test_a_folder_that_lacks_weights_is_refused(plain, tmp_path):
+    state = {name: tensor for name, tensor in plain.state_dict().items() if "norm.bias" not in name}
+    plain.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match=r"lacks \d+ weights of the model, such as core\..*norm.bias"):
+        SmlpForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_cache_can_be_repeated_and_chosen_from(plain):
+    tokens = random_tokens(2, 6)
+    mask = torch.ones_like(tokens)
+    mask[1, 0] = 0
+    with torch.no_grad():
+        for attention_mask in (None, mask):
+            full = plain(tokens, attention_mask=attention_mask, use_cache=False).logits
+            given = None if attention_mask is None else attention_mask[:, :5]
+            cache = plain(tokens[:, :5], attention_mask=given).past_key_values
+            assert (cache.get_seq_length(), cache.get_max_length(), cache.batch_size) == (5, 12, 2)
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([3, 0]))
+            found = plain(tokens[[1, 0], 5:], past_key_values=cache).logits
+            torch.testing.assert_close(found[:, 0], full[[1, 0], 5])
+            with pytest.raises(NotImplementedError, match="cannot forget its last positions"):
+                cache.crop(1)
+            cache.reset()
+            again = plain(tokens[[1, 0], :5], past_key_values=cache, logits_to_keep=1).logits
+            if attention_mask is None:
+                torch.testing.assert_close(again[:, 0], full[[1, 0], 4])

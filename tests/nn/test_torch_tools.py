@@ -1,0 +1,111 @@
+"""torch.compile, torch.export, ONNX and torch.func on whole models, against the models themselves."""
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+
+import smlp
+from smlp.evaluation.leak import randomise
+
+SMALL = {"vocab_size": 30, "max_tokens": 12, "embed_dim": 16, "ffn_dim": 32, "num_dense_layers": 1, "dropout": 0.0}
+SPARSE = {"num_sparse_layers": 1, "num_experts": 4}
+WHOLE = ["gmlp_lm", "dense_lm", "amlp_mlm", "bert_mlm_rel"]
+IN_PARTS = ["smlp", "smlp_partial", "base_lm", "gshard_lm"]
+
+
+def model(arch: str, dtype: torch.dtype = torch.double) -> torch.nn.Module:
+    heads = {"num_heads": 2} if arch.startswith(("bert", "dense", "base", "gshard", "switch", "hash")) else {}
+    small = {**SMALL, "gmlp_attention_dim": 8} if arch.startswith("amlp") else SMALL
+    sparse = SPARSE if smlp.preset(arch).num_sparse_layers else {}
+    built = smlp.build(arch, **small, **heads, **sparse).to(dtype)
+    randomise(built)
+    return built
+
+
+def tokens(num_seqs: int, num_tokens: int, padded: bool = True) -> torch.Tensor:
+    ids = torch.randint(4, 30, (num_seqs, num_tokens), generator=torch.Generator().manual_seed(1))
+    if padded:
+        ids[-1, num_tokens - 3 :] = 1
+    return ids
+
+
+def outputs(call, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    out = call(ids)
+    return (out, {}) if isinstance(out, torch.Tensor) else (out.logits, out.aux_losses)
+
+
+def gradients(module: torch.nn.Module, call, ids: torch.Tensor) -> list[torch.Tensor]:
+    logits, aux_losses = outputs(call, ids)
+    real = logits[ids != 1]
+    loss = real.square().mean() + sum(aux_losses.values())
+    return [real, *torch.autograd.grad(loss, list(module.parameters()))]
+
+
+@pytest.mark.parametrize("arch", [*WHOLE, *IN_PARTS])
+def test_compiled_models(arch):
+    torch._dynamo.reset()
+    module, ids = model(arch).train(), tokens(3, 10)
+    torch.manual_seed(1)  # GShard draws its second experts
+    want = gradients(module, module, ids)
+    torch.manual_seed(1)
+    # A tMoE stays outside: how many tokens an expert gets depends on the data.
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=arch in WHOLE)
+    for got, expected in zip(gradients(module, compiled, ids), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("arch", ["gmlp_lm", "bert_mlm_rel", "smlp", "hash_lm"])
+def test_exported_models_take_other_sizes(arch):
+    module = model(arch, torch.float).eval()
+    sizes = ({0: torch.export.Dim("B", max=64), 1: torch.export.Dim("n", min=2, max=11)},)
+    exported = torch.export.export(module, (tokens(3, 10, padded=False),), dynamic_shapes=sizes).module()
+    for ids in (tokens(3, 10, padded=False), tokens(2, 7), tokens(5, 11)):
+        got, want = outputs(exported, ids)[0], outputs(module, ids)[0]
+        torch.testing.assert_close(got[ids != 1], want[ids != 1], rtol=1e-4, atol=1e-4)
+
+
+def test_onnx():
+    runtime = pytest.importorskip("onnxruntime")
+    module, ids = model("smlp", torch.float).eval(), tokens(3, 10)
+    program = torch.onnx.export(module, (ids,), dynamo=True, verbose=False)
+    session = runtime.InferenceSession(program.model_proto.SerializeToString())
+    logits = session.run(None, {session.get_inputs()[0].name: ids.numpy()})[0]
+    want = outputs(module, ids)[0]
+    torch.testing.assert_close(torch.from_numpy(logits)[ids != 1], want[ids != 1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["gmlp_lm", "smlp"])
+def test_gradients_of_each_sequence(arch):
+    module, ids = model(arch).eval(), tokens(3, 10, padded=False)
+    weights = {name: value.detach() for name, value in module.named_parameters()}
+
+    def loss(weights, ids_n):
+        return outputs(lambda ids: functional_call(module, weights, (ids,)), ids_n[None])[0].sin().mean()
+
+    together = vmap(grad(loss), in_dims=(None, 0))(weights, ids)
+    for row, ids_n in enumerate(ids):
+        alone = torch.autograd.grad(loss(dict(module.named_parameters()), ids_n), list(module.parameters()))
+        for (name, got), want in zip(together.items(), alone, strict=True):
+            torch.testing.assert_close(
+                got[row], want, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("arch", ["gmlp_lm", "smlp"])
+def test_second_derivatives(arch):
+    module, ids = model(arch).eval(), tokens(2, 8, padded=False)
+    weight = module.blocks[0].proj_in.weight
+
+    def slope(create_graph: bool) -> torch.Tensor:
+        return torch.autograd.grad(outputs(module, ids)[0].sin().mean(), weight, create_graph=create_graph)[0]
+
+    with pytest.raises(smlp.UserError, match=r"gradients of gradients need the obvious paths: run .*reference_ops"):
+        slope(create_graph=True)
+    with smlp.ops.reference_ops():
+        (second,) = torch.autograd.grad(slope(create_graph=True).square().sum(), weight)
+    step, squares = 1e-5 * second / second.norm(), []
+    for sign in (1, -2):
+        with torch.no_grad():
+            weight.add_(sign * step)
+        squares.append(slope(create_graph=False).square().sum())
+    assert (squares[0] - squares[1]).item() == pytest.approx(2e-5 * second.norm().item(), rel=1e-4)
