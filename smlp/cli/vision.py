@@ -266,7 +266,6 @@ def _plot_options(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("plots"), metavar="DIR", help="folder for the pictures (default: %(default)s)"
     )
     parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the pictures (default: png)")
-    _model_options(parser, required=False)
     parser.add_argument("--no-ema", action="store_true", help="the weights themselves, not their moving average")
 
 
@@ -477,15 +476,13 @@ def _plot(args: argparse.Namespace) -> int:
 
     check_matplotlib()
     _import_timm()
-    from smlp.plots.images import draw_images
-    from smlp.vision.evaluate import model_of
-    from smlp.vision.model import ImageModel
+    from smlp.plots.image_units import draw_image_units
+    from smlp.vision.checkpoints import read_checkpoint
 
-    options = _options_of(args)
-    model = model_of(options)
-    if not isinstance(model, ImageModel):
-        raise UserError(f"{args.checkpoint} is of timm's {options.model}: pictures are of smlp_mixer_* and smlp_gmlp_*")
-    for path in draw_images(model, args.out, options.model, args.format):
+    checkpoint = read_checkpoint(args.checkpoint)
+    averaged = None if args.no_ema else checkpoint.get("state_dict_ema")
+    name = getattr(checkpoint.get("args"), "model", Path(args.checkpoint).name)
+    for path in draw_image_units(averaged or checkpoint["state_dict"], name, args.out, args.format):
         print(path)
     return 0
 
