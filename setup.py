@@ -41,7 +41,7 @@ DATA = [
 ]
 
 # Image models and their training; timm brings torchvision. Pillow 13 refuses operations of timm's RandAugment.
-VISION = ["pillow<13", "timm>=1.0.20"]
+VISION = ["pillow<13", "requests>=2.31", "scikit-learn>=1.4", "timm>=1.0.31", "tqdm>=4.66", "urllib3>=2.1"]
 
 # lm-evaluation-harness, and what of its own requirements is imported here.
 LM_EVAL = ["datasets>=3.2", "jinja2>=3.1", "lm-eval>=0.4.13,<0.5"]

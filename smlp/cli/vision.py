@@ -12,6 +12,7 @@ from typing import Any
 
 from smlp.cli.numbers import MOST, MOST_PROCESSES, MOST_SIZE, real, whole
 from smlp.errors import UserError
+from smlp.launch.machine import num_cores
 
 DESCRIPTION = "images: data, training, evaluation and tables of MLP-Mixer and gMLP, with timm's parts"
 EPILOG = """examples:
@@ -265,7 +266,6 @@ def _plot_options(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("plots"), metavar="DIR", help="folder for the pictures (default: %(default)s)"
     )
     parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the pictures (default: png)")
-    _model_options(parser, required=False)
     parser.add_argument("--no-ema", action="store_true", help="the weights themselves, not their moving average")
 
 
@@ -355,8 +355,7 @@ def _running_options(parser: argparse.ArgumentParser) -> None:
         "--workers",
         **whole(0, MOST_PROCESSES),
         metavar="N",
-        default=4,
-        help="processes that load images (default: %(default)s)",
+        help="processes that load images (default: 4, or as many as there are cores)",
     )
     group.add_argument("--device", help="torch device (default: a GPU where there is one)")
     group.add_argument("--amp", action="store_true", help="mixed precision")
@@ -477,15 +476,13 @@ def _plot(args: argparse.Namespace) -> int:
 
     check_matplotlib()
     _import_timm()
-    from smlp.plots.images import draw_images
-    from smlp.vision.evaluate import model_of
-    from smlp.vision.model import ImageModel
+    from smlp.plots.image_units import draw_image_units
+    from smlp.vision.checkpoints import read_checkpoint
 
-    options = _options_of(args)
-    model = model_of(options)
-    if not isinstance(model, ImageModel):
-        raise UserError(f"{args.checkpoint} is of timm's {options.model}: pictures are of smlp_mixer_* and smlp_gmlp_*")
-    for path in draw_images(model, args.out, options.model, args.format):
+    checkpoint = read_checkpoint(args.checkpoint)
+    averaged = None if args.no_ema else checkpoint.get("state_dict_ema")
+    name = getattr(checkpoint.get("args"), "model", Path(args.checkpoint).name)
+    for path in draw_image_units(averaged or checkpoint["state_dict"], name, args.out, args.format):
         print(path)
     return 0
 
@@ -506,6 +503,8 @@ def _options_of(args: argparse.Namespace) -> Namespace:
     left_out = ("command", "action", "words", "nproc", "json")
     options = Namespace(**{name: value for name, value in vars(args).items() if name not in left_out})
     options.model_kwargs = dict(map(_setting, args.model_kwargs))
+    if "workers" in options and options.workers is None:
+        options.workers = min(4, num_cores())
     return options
 
 
