@@ -200,6 +200,13 @@ def test_capacity_can_be_limited(evaluate):
     assert plenty["nll"] == pytest.approx(dropless["nll"], rel=1e-6) and plenty["dropped_share"] == 0
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_half_precision(evaluate, arch, dtype):
+    exact, half = (evaluate(arch, "--dtype", precision)[0]["nll"] for precision in ("fp32", dtype))
+    assert half != exact and half == pytest.approx(exact, rel=0.02)
+
+
 def test_a_model_that_leaks_is_not_praised(folder, evaluate):
     save(folder, "smlp_leaky_tiny")
     with pytest.warns(UserWarning, match="look better than they are"):
