@@ -26,7 +26,7 @@ common=(--img-size 224 --num-classes 1000 --epochs 300 --warmup-epochs 32 --warm
     --opt adamw --lr 1e-3 --clip-grad 1 --amp --amp-dtype bfloat16)
 gmlp=(--opt-eps 1e-6 --weight-decay 0.05 --sched cosine --aa original --mixup 0.8 --cutmix 1 --mixup-switch-prob 0.5
     --smoothing 0.1)
-# two layers of RandAugment; the main paper (Tolstikhin et al., 2021) prints batch, warm-up, clipping and linear decay
+# two layers of RandAugment; the supplement does not print batch, warm-up, clipping and decay: these are our choice
 mixer=(--weight-decay 0.1 --sched poly --decay-rate 1 --aa rand-m15-n2 --mixup 0.5 --smoothing 0 --drop-path 0.1)
 case "$model" in
     smlp_gmlp_ti16) recipe=("${gmlp[@]}" --drop-path 0) ;;

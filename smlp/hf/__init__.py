@@ -15,22 +15,24 @@ import importlib
 import sys
 from importlib.util import find_spec
 
+from smlp.launch.machine import let_torchvision_load
 
-def _hide_what_cannot_be_loaded() -> None:
-    """Let transformers go without torchvision and torchaudio where they were built for another torch.
 
-    It only asks whether they are installed, and then cannot be imported itself. fairseq's metadata bring such a
-    torchaudio beside torch's CPU build.
+def _hide_torchaudio_if_it_cannot_be_loaded() -> None:
+    """Let transformers go without a torchaudio that was built for another torch.
+
+    transformers only asks whether it is installed, and then cannot be imported itself. fairseq's metadata bring such a
+    torchaudio along with torch's CPU build.
     """
-    for name in ("torchvision", "torchaudio"):
-        if name not in sys.modules and find_spec(name) is not None:
-            try:
-                importlib.import_module(name)
-            except (ImportError, RuntimeError, OSError):
-                sys.modules[name] = None  # type: ignore[assignment]
+    if "torchaudio" not in sys.modules and find_spec("torchaudio") is not None:
+        try:
+            importlib.import_module("torchaudio")
+        except (ImportError, RuntimeError, OSError):
+            sys.modules["torchaudio"] = None  # type: ignore[assignment]
 
 
-_hide_what_cannot_be_loaded()
+let_torchvision_load()
+_hide_torchaudio_if_it_cannot_be_loaded()
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 except (ImportError, RuntimeError) as error:  # transformers raises either
