@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
             continue
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:  # ValueError: a null byte
-            raise UserError(f"cannot make {copy.parent}: {getattr(error, 'strerror', error)}") from None
+        except OSError as error:
+            raise UserError(f"cannot make {copy.parent}: {error.strerror}") from None
         copy_whole(path, copy)
         copy.chmod(path.stat().st_mode & 0o755)
         written += 1

@@ -67,7 +67,6 @@ def test_every_command_shows_an_example(name: str, capsys) -> None:
         (["data", "inspect", "x", "--samples=-1"], ["--samples must be at least 0, got -1"]),
         (["match", "--like", ""], ["unknown architecture ''"]),
         (["doctor", "--dir", "x"], ["--dir is for smlp doctor --parallel"]),
-        (["examples", "a\0b"], ["embedded null byte"]),
         (["compare", "run", "x" * 5000], ["x" * 300 + ": File name too long"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
