@@ -196,7 +196,8 @@ def _import(args: argparse.Namespace) -> int:
     from smlp.checkpoint.output import check_target, write_one_file
 
     checkpoint = open_hf_folder(args.path)
-    target = check_target(args.output, [checkpoint.path], args.force)
+    # its tensors are read while the checkpoint is written
+    target = check_target(args.output, list(checkpoint.path.parent.iterdir()), args.force)
     write_one_file(checkpoint, target)
     return _report(target)
 

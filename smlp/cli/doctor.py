@@ -92,15 +92,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="with --parallel: ranks on this machine (default: one for each GPU, or 2)",
     )
     parser.add_argument(
-        "--dir", default=".", metavar="DIR", help="with --parallel: a folder that all ranks share (default: this one)"
+        "--dir", metavar="DIR", help="with --parallel: a folder that all ranks share (default: this one)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     if args.parallel:
+        args.dir = "." if args.dir is None else args.dir
         return check_ranks(args)
-    if args.nproc is not None:
-        raise UserError("--nproc is for smlp doctor --parallel")
+    for option, value in (("--nproc", args.nproc), ("--dir", args.dir)):
+        if value is not None:
+            raise UserError(f"{option} is for smlp doctor --parallel")
     return report(all_checks(), args.json)
 
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     given = {"max_tokens": args.tokens, "vocab_size": args.vocab_size, "embed_dim": args.embed_dim}
     shared = {name: value for name, value in given.items() if value is not None}
-    if args.like:
+    if args.like is not None:
         target, size, shared = like(args.like, shared)
     else:
         target, size = args.flops_per_token, ""

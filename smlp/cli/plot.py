@@ -36,6 +36,8 @@ Drawing needs matplotlib: pip install -e ".[plots]". What each picture and numbe
 SEPARATOR = "|||"
 #: lines of data whose attention is drawn, and the most tokens of one, so that each can be read in the picture
 MOST_TEXTS, _MOST_TOKENS = 4, 64
+#: tokens of data that are followed, unless another number is given
+_LIMIT_TOKENS = 2**16
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,15 +59,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--experts", metavar="LIST", help="heads or experts whose matrices are drawn (default: 8, spread evenly)"
     )
     weights.add_argument("--data", metavar="DATA", help="binarised text (mmap format) whose tokens are followed")
-    weights.add_argument(
-        "--subset", metavar="NAME", dest="gen_subset", default="valid", help="split of DATA (default: %(default)s)"
-    )
+    weights.add_argument("--subset", metavar="NAME", dest="gen_subset", help="split of DATA (default: valid)")
     weights.add_argument(
         "--limit-tokens",
         **whole(),
         metavar="N",
-        default=2**16,
-        help="only the first sequences, until they hold so many tokens (default: %(default)s)",
+        help=f"only the first sequences, until they hold so many tokens (default: {_LIMIT_TOKENS})",
     )
     weights.add_argument(
         "--pieces", **whole(), metavar="P", default=40, help="most frequent pieces in a map (default: %(default)s)"
@@ -99,6 +98,13 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise UserError(f"--out {args.out} is a file: name a folder for the pictures")
     check_outputs(json=args.json)
+    for option, value in (("--subset", args.gen_subset), ("--limit-tokens", args.limit_tokens)):
+        if value is not None and args.data is None:
+            raise UserError(
+                f"{option} {value} would not be used: it chooses from the text of --data, which is not given"
+            )
+    args.gen_subset = "valid" if args.gen_subset is None else args.gen_subset
+    args.limit_tokens = _LIMIT_TOKENS if args.limit_tokens is None else args.limit_tokens
     model = load_any_model(args) if args.data is None else load_model_for(args, Team(), load_any_model)
     samples = text_name = None
     texts = [_as_text(sentence, model) for sentence in args.sentences]

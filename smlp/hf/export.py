@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -49,8 +50,12 @@ def write_folder(
 
     Raises:
         UserError: the checkpoint does not fit its configuration, there is no dictionary, the tokenizer cannot be a fast
-            tokenizer, or the folder has files.
+            tokenizer, the size is none, or the folder has files.
     """
+    if not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?[KMGT]B", max_shard_size.upper()):
+        raise UserError(
+            f"--max-shard-size takes a number with KB, MB, GB or TB, such as 5GB; got {max_shard_size!r:.40}"
+        )
     for problem in fit_problems(checkpoint):
         raise UserError(problem)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

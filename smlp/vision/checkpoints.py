@@ -34,6 +34,8 @@ def create_model(args: Namespace) -> nn.Module:
         UserError: there is no such model, it refuses a setting, or its patches do not divide the image.
     """
     for name in [OWN_MODELS, *(args.device_modules or ())]:
+        if not name or name.startswith("."):
+            raise UserError(f"--device-modules takes full names of modules, got {name!r}")
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:

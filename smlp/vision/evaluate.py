@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from smlp.errors import UserError
+from smlp.launch.team import Team
 from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint, trained_with
 from smlp.vision.data import evaluation_loader, open_split
 
@@ -136,7 +137,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
         raise UserError(
             f"{dataset.reader.root} has {len(dataset.reader.class_to_idx)} classes, the model {model.num_classes}"
         )
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = Team().device(args.device)
     args.rank, args.world_size, args.distributed = 0, 1, False
     config = resolve_data_config(vars(args), model=model)
     loader = evaluation_loader(dataset, args, config, device)

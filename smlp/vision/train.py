@@ -32,6 +32,7 @@ from torch import nn
 
 from smlp.errors import NaNError, UserError
 from smlp.files import locked
+from smlp.launch.team import Team
 from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint
 from smlp.vision.data import class_names, evaluation_loader, open_split, training_loader
 from smlp.vision.evaluate import precision_of, validate
@@ -52,8 +53,7 @@ def train(args: Namespace) -> dict[str, float]:
     Raises:
         UserError: options, data and checkpoints do not fit together; NaNError: the loss is not a number.
     """
-    if args.device is None:
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = str(Team().device(args.device))
     device = timm.utils.init_distributed_device(args)  # sets args.rank, world_size, distributed
     try:
         folder = _folder(args)

@@ -65,6 +65,8 @@ def test_every_command_shows_an_example(name: str, capsys) -> None:
         (["match", "--flops-per-token", "inf"], ["--flops-per-token must be at most 1e+18, got inf"]),
         (["costs", "--arch", "smlp_tiny", "--timeout=-inf"], ["--timeout must be at least 1, got -inf"]),
         (["data", "inspect", "x", "--samples=-1"], ["--samples must be at least 0, got -1"]),
+        (["match", "--like", ""], ["unknown architecture ''"]),
+        (["doctor", "--dir", "x"], ["--dir is for smlp doctor --parallel"]),
         (["compare", "run", "x" * 5000], ["x" * 300 + ": File name too long"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -302,7 +304,7 @@ def test_doctor_reports_problems(monkeypatch, capsys) -> None:
     monkeypatch.setattr(
         doctor, "all_checks", lambda: doctor._guarded(check_something, "it does not work", "install it")
     )
-    assert doctor.run(argparse.Namespace(json=None, parallel=False, nproc=None)) == 1
+    assert doctor.run(argparse.Namespace(json=None, parallel=False, nproc=None, dir=None)) == 1
     shown = capsys.readouterr().out
     assert "problem  something: it does not work: ImportError: no such library" in shown
     assert "-> install it" in shown

@@ -139,6 +139,7 @@ def test_sparse_positions_are_distinct_layers(num_dense, num_sparse):
         ({"router_freeze": 1.5}, ["router_freeze", "1.5"]),
         ({"expert_dropout": 1.0}, ["expert_dropout", "1.0"]),
         ({"smlp_feature_scale": -1.0}, ["smlp_feature_scale", "-1.0"]),
+        ({"smlp_feature_scale": 1e300}, ["smlp_feature_scale", "below 1e+06", "1e+300"]),
         ({"smlp_projection_dim": 2048}, ["smlp_projection_dim=2048", "embed_dim=1024"]),
         ({"smlp_order": "both"}, ["smlp_order must be one of features_first, tokens_first", "both"]),
         ({"spatial_init_average": -1.0}, ["spatial_init_average", "-1.0"]),

@@ -214,6 +214,13 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     exported(path, tmp_path / "new", "--dict", tmp_path / "dict.txt")
     out = tmp_path / "back.pt"
     assert "there is no folder" in refused(capsys, "checkpoint", "import", tmp_path / "none", "-o", out)
+    for size in ("", "5", "0GB", "1e400GB", "nan"):
+        words = refused(capsys, "export", path, tmp_path / "small", "--hf", "--max-shard-size", size)
+        assert words.endswith(f"such as 5GB; got {size!r}") and not (tmp_path / "small").exists()
+    weights = folder / "model.safetensors"
+    before = weights.read_bytes()
+    assert "is an input" in refused(capsys, "checkpoint", "import", folder, "-o", weights, "--force")
+    assert weights.read_bytes() == before
     config = json.loads((folder / "config.json").read_text())
     for change, words in (
         ({"model_type": "gpt2"}, "is of another kind of model (model_type 'gpt2')"),

@@ -6,7 +6,6 @@ Letters: ``B`` sequences, ``n`` tokens (n <= T), ``H`` features, ``E`` experts, 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smlp.config import ModelConfig
+from smlp.config.model import MOST_INIT
 from smlp.config.settings import require, setting
 from smlp.costs.component import LAYER_NORM_FLOPS, LAYER_NORM_KEEPS, NORMS, PROJECTIONS, ROUTER, SPATIAL, Component
 from smlp.moe.dispatch import LocalFeatureDispatcher
@@ -49,8 +49,8 @@ class SparseMLPSettings:
 
     def __post_init__(self) -> None:
         require(
-            0 <= self.feature_scale < math.inf,
-            f"smlp_feature_scale must be at least 0 and finite, got {self.feature_scale}",
+            0 <= self.feature_scale < MOST_INIT,
+            f"smlp_feature_scale must be from 0 to below {MOST_INIT:g}, got {self.feature_scale}",
         )
         require(self.projection_dim >= 0, f"smlp_projection_dim must not be negative, got {self.projection_dim}")
 
