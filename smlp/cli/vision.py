@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import math
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -422,6 +423,7 @@ def _train(args: argparse.Namespace) -> int:
         raise UserError("--resume and --initial-checkpoint both name weights to begin with: give one of the two")
     if args.change_resolution and not args.initial_checkpoint:
         raise UserError("--change-resolution converts the weights of --initial-checkpoint, which is missing")
+    _check_numbers(args)
     place = place_of(os.environ, is_interactive=has_terminal())
     if args.nproc > 1 and place is not None:
         raise UserError(
@@ -434,6 +436,26 @@ def _train(args: argparse.Namespace) -> int:
 
     with_sentences(train, _options_of(args))
     return 0
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuse numbers that timm takes, and then fails with or ignores.
+
+    Raises:
+        UserError: the message names the option and the numbers.
+    """
+    for option, least, most in (("scale", 0.0, 1.0), ("ratio", 0.0, math.inf), ("cutmix_minmax", 0.0, 1.0)):
+        pair = getattr(args, option)
+        if pair is not None and not (least < pair[0] <= pair[1] <= most and pair[1] < math.inf):
+            shown = " ".join(f"{number:g}" for number in pair)
+            limit = "" if most == math.inf else f" and at most {most:g}"
+            raise UserError(f"--{option.replace('_', '-')} {shown}: two numbers above 0{limit} are needed, in order")
+    if args.std is not None and not all(0 < number < math.inf for number in args.std):
+        raise UserError(f"--std {' '.join(f'{number:g}' for number in args.std)}: deviations are above 0")
+    if args.input_size is not None and min(args.input_size) < 1:
+        raise UserError(f"--input-size {' '.join(map(str, args.input_size))}: sizes are at least 1")
+    if args.experiment is not None and Path(args.experiment).name != args.experiment:
+        raise UserError(f"--experiment {args.experiment!r} is a name for a folder in --output, without '/'")
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -511,7 +533,7 @@ def _options_of(args: argparse.Namespace) -> Namespace:
 def _setting(word: str) -> tuple[str, Any]:
     name, equals, text = word.partition("=")
     if not equals or not name.isidentifier():
-        raise UserError(f"--model-kwargs {word}: KEY=VALUE is expected, such as num_blocks=4")
+        raise UserError(f"--model-kwargs {word}: KEY=VALUE is expected, such as num_layers=4")
     try:
         return name, ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -5,7 +5,10 @@ The layout is that of ImageNet and of ``smlp vision data``: ``DIR/train/CLASS/IM
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from PIL import Image
 from timm.data import FastCollateMixup, ImageDataset, create_dataset, create_loader
 from timm.data.readers.img_extensions import get_img_extensions
 
-from smlp.errors import UserError
+from smlp.errors import UserError, one_line
+from smlp.files import regular_file
 
 # names that timm takes for one another
 _ALIASES = {
@@ -27,14 +31,30 @@ class NamedImages(ImageDataset):
     """timm's dataset, but an image that does not open ends the work; timm's replaces it by its neighbour."""
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
+        if not os.path.isfile(path := self.reader.filename(index, absolute=True)):
+            regular_file(path, "image")  # says what it is: reading a named pipe would wait for ever
         try:
             file, target = self.reader[index]
             with file, Image.open(file) as opened:
                 image = opened.convert(self.input_img_mode)
         except (OSError, SyntaxError, ValueError) as error:  # Pillow raises SyntaxError for broken PNG files
-            path = self.reader.filename(index, absolute=True)
             raise UserError(f"{path} does not open as an image ({error}): remove or replace it") from None
         return self.transform(image), target
+
+
+@contextmanager
+def said_by_timm(options: str) -> Iterator[None]:
+    """Turn what timm and torch raise about the values of options into one sentence.
+
+    Raises:
+        UserError: it names the options and what was raised.
+    """
+    try:
+        yield
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"timm does not take {options}: {type(error).__name__} {one_line(error)}".rstrip()) from None
 
 
 def split_folder(data_dir: str, split: str) -> Path:

@@ -34,7 +34,7 @@ from smlp.errors import NaNError, UserError
 from smlp.files import locked
 from smlp.launch.team import Team
 from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint
-from smlp.vision.data import class_names, evaluation_loader, open_split, training_loader
+from smlp.vision.data import class_names, evaluation_loader, open_split, said_by_timm, training_loader
 from smlp.vision.evaluate import precision_of, validate
 
 SUMMARY, LAST = "summary.csv", "last.pth.tar"
@@ -101,11 +101,13 @@ class _Run:
         elif initial is not None:
             load_weights(self.model, initial, args.initial_checkpoint, args, new_head=True)
         config = resolve_data_config(vars(args), model=self.model)
-        self.batches = training_loader(images, args, config, device)
-        self.held_out = evaluation_loader(held_out, args, config, device)
+        with said_by_timm("--aa, --mixup, --train-interpolation or --interpolation"):
+            self.batches = training_loader(images, args, config, device)
+            self.held_out = evaluation_loader(held_out, args, config, device)
         self.mixes = args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None
         self.criterion = SoftTargetCrossEntropy() if self.mixes else LabelSmoothingCrossEntropy(args.smoothing)
-        self.optimizer = create_optimizer_v2(self.model, **optimizer_kwargs(cfg=args))
+        with said_by_timm(f"--opt {args.opt!r} and its options"):
+            self.optimizer = create_optimizer_v2(self.model, **optimizer_kwargs(cfg=args))
         self.precision = precision_of(args, device)
         self.scaler = NativeScaler(device.type) if args.amp and args.amp_dtype == "float16" else None
         self.first_epoch = 0

@@ -2,6 +2,7 @@
 
 import builtins
 import importlib
+import os
 import shutil
 import sys
 
@@ -211,3 +212,24 @@ def test_grey_and_colour_images_are_read_as_the_model_wants(digits):
         images = open_split(str(digits), "train", None, channels)
         images.transform = lambda image: image.mode
         assert images[0][0] == mode
+
+
+def test_values_that_timm_fails_with(digits, capsys):
+    for words, said in (
+        (["--opt", "nope"], "timm does not take --opt 'nope'"),
+        (["--opt-betas", "2", "3"], "timm does not take --opt 'adamw' and its options: ValueError"),
+        (["--aa", "x"], "timm does not take --aa, "),
+        (["--interpolation", "x"], "--interpolation: KeyError 'x'"),
+        (["--scale", "nan", "nan"], "--scale nan nan: two numbers above 0 and at most 1 are needed"),
+        (["--ratio", "0", "0"], "--ratio 0 0: two numbers above 0 are needed"),
+        (["--cutmix-minmax", "1", "0"], "--cutmix-minmax 1 0: two numbers"),
+        (["--std", "-1"], "--std -1: deviations are above 0"),
+        (["--experiment", "../x"], "--experiment '../x' is a name for a folder in --output"),
+    ):
+        assert said in train(capsys, digits, *words)
+
+
+def test_a_pipe_is_no_image(digits, capsys):
+    os.mkfifo(digits / "train" / "3" / "pipe.png")
+    words = ("train", "--data-dir", digits, "--model", "smlp_mixer_tiny", *SMALL, "--output", digits.parent / "output")
+    assert "pipe.png is not a regular file but a named pipe" in sentence(capsys, *words)
