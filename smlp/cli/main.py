@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import itertools
 import os
 import sys
 from types import ModuleType
@@ -106,11 +107,26 @@ def _dispatch(argv: list[str]) -> int:
         args = top.parse_args([name, "--help"] if wants_help else [name])
         args.arguments = rest
     else:
+        _refuse_empty(argv)
         args, unknown = top.parse_known_args(argv)
         if unknown:
             getattr(module, "refuse", top.error)(f"unrecognized arguments: {' '.join(unknown)}")
         args.words = argv
     return module.run(args)
+
+
+def _refuse_empty(words: list[str]) -> None:
+    """Refuse empty arguments, which a variable that is not set leaves behind; only a prompt may be empty.
+
+    Raises:
+        UserError: the message names the option, or the word before the empty one.
+    """
+    for before, word in itertools.pairwise(words):
+        option, equals, value = word.partition("=")
+        if word == "" and before != "--prompt":
+            raise UserError(f"the argument after {before} is empty: leave it out, or give a value")
+        if option.startswith("--") and equals and not value and option != "--prompt":
+            raise UserError(f"{option} is empty: leave it out, or give a value")
 
 
 def command_parser(name: str) -> argparse.ArgumentParser:

@@ -106,7 +106,7 @@ def test_models_and_their_settings(digits, capsys):
     assert "--model-kwargs depth: KEY=VALUE is expected" in train(capsys, digits, "--model-kwargs", "depth")
     assert "smlp_mixer_tiny" in train(capsys, digits, "--model-kwargs", "colour=3")
     assert "there is no module no_such" in train(capsys, digits, "--device-modules", "no_such")
-    assert "takes full names of modules, got ''" in train(capsys, digits, "--device-modules", "")
+    assert "takes full names of modules, got '.x'" in train(capsys, digits, "--device-modules", ".x")
     assert "--device nope cannot be used here" in train(capsys, digits, "--device", "nope")
     assert "--num-classes 9" in train(capsys, digits, "--num-classes", "9")
 
