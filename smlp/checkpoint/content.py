@@ -151,6 +151,12 @@ def embedding_name(model: Mapping[str, Any]) -> str | None:
     return next((prefix + _EMBEDDING for prefix in PREFIXES if prefix + _EMBEDDING in model), None)
 
 
+def older_settings(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of a checkpoint that is older than they are, where the architecture now has others."""
+    has_norm = any(name.endswith(".core.embedding_norm.weight") for name in state["model"])
+    return {} if has_norm or "embedding_norm" in state["cfg"]["model"] else {"embedding_norm": "none"}
+
+
 def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     """Return the configuration of the model in a checkpoint.
 
@@ -159,7 +165,7 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     """
     embedding = embedding_name(state["model"])
     assert embedding is not None, "the caller has checked it"
-    options, (num_rows, width) = state["cfg"]["model"], state["model"][embedding].shape
+    options, (num_rows, width) = {**state["cfg"]["model"], **older_settings(state)}, state["model"][embedding].shape
     try:
         config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
     except (UserError, KeyError, TypeError, AttributeError) as error:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from omegaconf import open_dict
 
-from smlp.checkpoint.content import moment_problems, progress_problems
+from smlp.checkpoint.content import embedding_name, moment_problems, older_settings, progress_problems
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.parts import attach
 from smlp.checkpoint.torch_file import OtherClassError, check_records, existing_file, read_structure, record_problem
@@ -57,6 +58,9 @@ def apply() -> None:
             raise UserError(f"{path} is not a fairseq checkpoint: it has no 'model' among its {len(state)} entries")
         check_arch_of(state, path)
         attach(state, path)
+        if embedding_name(state["model"]) is not None and state.get("cfg"):
+            with open_dict(state["cfg"]):
+                state["cfg"]["model"].update(older_settings(state))
         for problem in moment_problems(state, path):
             raise UserError(problem)
         return state

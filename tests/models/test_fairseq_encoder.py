@@ -88,6 +88,18 @@ def test_what_is_loaded_is_what_was_validated(trained, tiny_data, arch):
     assert count > 50
 
 
+def test_a_checkpoint_from_before_the_norm_of_the_embedding(trained, tmp_path):
+    """Its settings do not name the norm, which its architecture has now."""
+    path = trained[0] / "gmlp_mlm_tiny" / "checkpoint_last.pt"
+    state = torch.load(path, weights_only=False)
+    for part in ("weight", "bias"):
+        del state["model"][f"encoder.core.embedding_norm.{part}"]
+    del state["cfg"]["model"]["embedding_norm"], state["last_optimizer_state"], state["optimizer_history"]
+    torch.save(state, tmp_path / "old.pt")
+    model = smlp.load_pretrained(tmp_path / "old.pt").core
+    assert model.config.embedding_norm == "none" and model.embedding_norm is None
+
+
 def test_resume_equals_never_stopped(trained):
     folder, results = trained
     assert "Loaded checkpoint" in said(results["resumed"])
