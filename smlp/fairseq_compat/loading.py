@@ -58,7 +58,7 @@ def apply() -> None:
             raise UserError(f"{path} is not a fairseq checkpoint: it has no 'model' among its {len(state)} entries")
         check_arch_of(state, path)
         attach(state, path)
-        if embedding_name(state["model"]) is not None and state.get("cfg"):
+        if embedding_name(state["model"]) is not None and (state.get("cfg") or {}).get("model"):
             with open_dict(state["cfg"]):
                 state["cfg"]["model"].update(older_settings(state))
         for problem in moment_problems(state, path):
