@@ -67,7 +67,7 @@ def test_a_failed_step_names_step_and_log(tmp_path):
 
 
 def test_a_python_that_is_too_old_or_missing_is_named(tmp_path):
-    done = shell(f'source "{REPOSITORY}/scripts/environment.sh"; PATH={tmp_path}; find_python', tmp_path)
+    done = shell(f'source "{REPOSITORY}/scripts/environment.sh"; unset PYTHON; PATH={tmp_path}; find_python', tmp_path)
     assert done.returncode == 1
     assert "Python 3.11 or 3.12 with venv is needed" in done.stderr
 
