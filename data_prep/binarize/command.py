@@ -20,6 +20,7 @@ from data_prep.flow.options import (
     add_number,
     add_reading_options,
     add_run_options,
+    add_tokenizer_option,
     reading_of,
     reading_settings,
     run_of,
@@ -72,13 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_reading_options(group)
     parser.set_defaults(part_bytes=PART_BYTES)
     group = parser.add_argument_group("output")
-    group.add_argument(
-        "--tokenizer",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="dict.txt, with sentencepiece.model or encoder.json",
-    )
+    add_tokenizer_option(group)
     add_number(group, "--shards", whole(1, MOST_SHARDS), "folders that train is dealt to (default: 1)", 1)
     add_run_options(parser)
 

@@ -27,7 +27,7 @@ from data_prep.finetuning.glue_tasks import (
     read_rows,
 )
 from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
-from data_prep.flow.options import add_run_options, check_apart, run_of, tokenizer_setting
+from data_prep.flow.options import add_run_options, add_tokenizer_option, check_apart, run_of, tokenizer_setting
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import Report, aligned, begin, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
@@ -159,14 +159,7 @@ def add_file_options(parser: argparse.ArgumentParser, group: Any, of_train: str)
     for split in (VALID, TEST):
         help_text = f"files of {split}, {split}1, ..."
         group.add_argument(f"--{split}", type=Path, nargs="+", metavar="FILE", help=help_text)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--tokenizer",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="dict.txt, with sentencepiece.model or encoder.json, as the model was trained with",
-    )
+    add_tokenizer_option(parser.add_argument_group("output"), ", as the model was trained with")
     add_run_options(parser)
 
 

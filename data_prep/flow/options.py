@@ -20,6 +20,17 @@ from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 COMPRESSIONS = {"gz": ".gz", "zst": ".zst", "none": ""}
 
 
+def add_tokenizer_option(group: Any, more: str = "") -> None:
+    """Declare ``--tokenizer``, a folder that must be given; ``more`` ends its help."""
+    group.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help=f"dict.txt, with sentencepiece.model or encoder.json{more}",
+    )
+
+
 def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) -> None:
     """Declare ``--out``, ``--workers``, ``--share``, ``--restart``, ``--quiet``."""
     group = parser.add_argument_group("running")

@@ -88,7 +88,7 @@ class TaskData:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class PretrainedEncoder:
     """A trained encoder."""
 
     path: Path
@@ -130,7 +130,7 @@ class FinetuningRun:
 class Finetuning:
     """A request to fine-tune a checkpoint on data; either ``epochs`` or ``updates`` is given."""
 
-    encoder: Encoder
+    encoder: PretrainedEncoder
     data: TaskData
     lrs: tuple[float, ...]
     batch_sizes: tuple[int, ...]
@@ -237,7 +237,7 @@ def read_data(path: Path, metric: str | None = None) -> TaskData:
     return TaskData(path, task, metric, subsets, rows, len(classes), digest)
 
 
-def read_encoder(path: Path, data: TaskData, allows_other_dictionary: bool = False) -> Encoder:
+def read_encoder(path: Path, data: TaskData, allows_other_dictionary: bool = False) -> PretrainedEncoder:
     """Read what a checkpoint says about itself, and compare its dictionary and tokenizer with those of the data.
 
     Raises:
@@ -264,7 +264,7 @@ def read_encoder(path: Path, data: TaskData, allows_other_dictionary: bool = Fal
             raise UserError(f"{data.path} was made with another {name} than {beside}, which the checkpoint has")
     base, own = flatten(preset(arch)), flatten(config)
     overrides = {name: value for name, value in own.items() if value != base[name] and name not in _NOT_OF_ENCODER}
-    return Encoder(path, arch, overrides, config, checkpoint.num_updates, _sha256(checkpoint.paths))
+    return PretrainedEncoder(path, arch, overrides, config, checkpoint.num_updates, _sha256(checkpoint.paths))
 
 
 def _sha256(paths: Sequence[Path]) -> str:

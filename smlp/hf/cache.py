@@ -13,7 +13,7 @@ from smlp.nn.state import DecodingState
 
 
 class SmlpCache(Cache):
-    """What a decoder has read of some sequences.
+    """Keeps what a decoder has read of some sequences.
 
     Weights over positions are absolute: every sequence begins at position 0, whatever padding stands before it. Without
     padding, all sequences share one state; otherwise each has its own.
@@ -59,7 +59,7 @@ class SmlpCache(Cache):
         self.states = [self.states[row].clone() for row in beam_idx.tolist()]
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """The same as :meth:`reorder_cache`."""
+        """Keep only the sequences at ``indices``, as :meth:`reorder_cache` does."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

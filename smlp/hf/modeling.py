@@ -36,7 +36,7 @@ _UNSUPPORTED = ("inputs_embeds", "position_ids", "output_hidden_states", "output
 
 
 class _SmlpModel(PreTrainedModel):
-    """What both kinds of models share: how they start, how they are saved, and how padding is read."""
+    """Base of both kinds of models: how they start, how they are saved, and how padding is read."""
 
     config: SmlpConfig
     base_model_prefix = "core"

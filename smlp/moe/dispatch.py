@@ -102,38 +102,23 @@ class LocalDispatcher:
         return add_up(y_AH, weight_A, plan.token_A, plan.num_tokens, plan.place_N)
 
 
-@dataclass(frozen=True)
-class EveryExpertRecord:
-    """All that :meth:`EveryExpertDispatcher.combine` needs."""
-
-    plan: RoutingPlan
-    #: tokens of each expert: all of them
-    counts: list[int]
-
-
-class EveryExpertDispatcher:
+class EveryExpertDispatcher(LocalDispatcher):
     """Gives every token to every expert and keeps the outputs that the plan asks for, within one rank.
 
     Its shapes do not depend on the data, so that ``torch.export`` and ONNX can hold a sparse layer. Outputs are those
     of :class:`LocalDispatcher`, for E times the work.
     """
 
-    num_ranks = 1
-
-    def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, EveryExpertRecord]:
+    def dispatch(self, x_NH: Tensor, plan: RoutingPlan) -> tuple[Tensor, DispatchRecord]:
         """Return (E*N, H), all tokens once for each expert, and the record for :meth:`combine`."""
         num_experts = plan.num_experts
-        return x_NH.repeat(num_experts, 1), EveryExpertRecord(plan, [x_NH.size(0)] * num_experts)
+        return x_NH.repeat(num_experts, 1), DispatchRecord(plan, [x_NH.size(0)] * num_experts)
 
-    def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: EveryExpertRecord) -> tuple[Tensor, int]:
-        """As :meth:`LocalDispatcher.dispatch_places`."""
-        return place_N2.repeat(record.plan.num_experts, 1), num_seqs
-
-    def combine(self, y_XH: Tensor, weight_A: Tensor | None, record: EveryExpertRecord) -> Tensor:
-        """As :meth:`LocalDispatcher.combine`, with the expert outputs (E*N, H) of :meth:`dispatch`."""
+    def combine(self, y_XH: Tensor, weight_A: Tensor | None, record: DispatchRecord) -> Tensor:
+        """Sum the outputs that the plan asks for, out of all expert outputs (E*N, H) of :meth:`dispatch`."""
         plan = record.plan
         y_AH = y_XH.index_select(0, plan.expert_A * plan.num_tokens + plan.token_A)
-        return add_up(y_AH, weight_A, plan.token_A, plan.num_tokens, plan.place_N)
+        return super().combine(y_AH, weight_A, record)
 
 
 def add_up(

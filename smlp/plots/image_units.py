@@ -1,4 +1,4 @@
-"""What image models have learnt: token-mixing units, stem units and spatial gates, for checkpoints of ours and timm's.
+"""Draw what image models have learnt: units over tokens, stem units and spatial gates, of our checkpoints and timm's.
 
 Letters: ``D`` hidden units over tokens, ``S`` tokens, ``g`` patches along a side (S = g*g), ``C`` features, ``P`` side
 of a patch in pixels.

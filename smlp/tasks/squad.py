@@ -227,5 +227,5 @@ class SquadTask(FairseqTask):
 
     @property
     def target_dictionary(self) -> Dictionary:
-        """The same dictionary: models are built with either."""
+        """Return the source dictionary: models are built with either."""
         return self.dictionary

@@ -161,7 +161,7 @@ class MixerBlock(nn.Module):
         return self.drop_path2(x_BSC, lambda x: self.mlp_channels(self.norm2(x)))
 
 
-class GatedMLP(nn.Module):
+class ImageGatedMLP(nn.Module):
     """``V s(act(U x))`` with the spatial gating unit s over all tokens (gmlp.txt, equation 1)."""
 
     def __init__(self, config: ImageConfig) -> None:
@@ -182,13 +182,13 @@ class GatedMLP(nn.Module):
         return self.fc2(self.gate(*activated_halves(self.fc1(x_BSC), self.activation), ForwardContext()))
 
 
-class GatedMLPBlock(nn.Module):
+class ImageGatedBlock(nn.Module):
     """``x + V s(act(U LN(x)))`` (gmlp.txt, Figure 1)."""
 
     def __init__(self, config: ImageConfig, drop_path: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.embed_dim, config.norm_eps)
-        self.mlp_channels = GatedMLP(config)
+        self.mlp_channels = ImageGatedMLP(config)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class ImageModel(nn.Module):
             pairs = zip(rates[::2], rates[1::2], strict=True)
             blocks = [MixerBlock(config, *given) for given in zip(config.tokens_of_layers(), pairs, strict=True)]
         else:
-            blocks = [GatedMLPBlock(config, rate) for rate in rates]
+            blocks = [ImageGatedBlock(config, rate) for rate in rates]
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(config.embed_dim, config.norm_eps)
         self.representation = nn.Linear(config.embed_dim, config.embed_dim) if config.pool == "cls" else None

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from image_models import SMALL, randomised
 
 from smlp.errors import UserError
 from smlp.nn.blocks import SpatialGatingUnit
@@ -13,7 +14,6 @@ from smlp.ops.fast_paths import reference_ops
 from smlp.vision.model import DropPath, ImageModel
 from smlp.vision.presets import preset
 
-SMALL = {"img_size": 12, "patch_size": 4, "embed_dim": 8, "token_dim": 6, "ffn_dim": 16, "num_layers": 2}
 VARIANTS = {
     "shared": {},
     "untied": {"token_mixing": "untied"},
@@ -21,15 +21,6 @@ VARIANTS = {
     "views": {"token_mixing": "views", "token_groups": 2},
     "pyramid": {"pyramid": {1: 4}},
 }
-
-
-def randomised(name="smlp_mixer_s16", **settings):
-    torch.manual_seed(0)
-    model = ImageModel(preset(name, **{**SMALL, "num_classes": 5, **settings})).double().eval()
-    with torch.no_grad():
-        for value in model.parameters():
-            value.copy_(torch.randn_like(value) * 0.3)
-    return model
 
 
 def network(state, name, vector, channel=None):

@@ -4,22 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from image_models import randomised
 
 from smlp.errors import UserError
 from smlp.vision.model import ImageModel
-from smlp.vision.presets import preset
 from smlp.vision.weights import change_resolution
-
-SMALL = {"img_size": 12, "patch_size": 4, "embed_dim": 8, "token_dim": 6, "ffn_dim": 16, "num_layers": 2}
-
-
-def randomised(name="smlp_mixer_s16", **settings):
-    torch.manual_seed(0)
-    model = ImageModel(preset(name, **{**SMALL, "num_classes": 5, **settings})).double().eval()
-    with torch.no_grad():
-        for value in model.parameters():
-            value.copy_(torch.randn_like(value) * 0.3)
-    return model
 
 
 def resized(model, img_size):

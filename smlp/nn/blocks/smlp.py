@@ -36,7 +36,7 @@ MATRICES = ("as_model", "full", "toeplitz")
 
 @dataclass(frozen=True)
 class SparseMLPSettings:
-    """What the sMoE adds to the residual stream, and its matrices. The defaults are the paper's."""
+    """Settings of what the sMoE adds to the residual stream, and of its matrices. The defaults are the paper's."""
 
     feature_scale: float = setting(
         0.0, "initial value of a learnt factor for each feature of the sMoE's output, as LayerScale's; 0 for none"
