@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.text.binarized import MAGIC, OLDER_MAGIC, check_older, check_recorded, open_data_file, open_tokens
+from smlp.text.binarized import (
+    MAGIC,
+    OLDER_MAGIC,
+    check_older,
+    check_recorded,
+    check_recorded_file,
+    open_data_file,
+    open_tokens,
+)
 
 #: bytes up to which a .bin file is read whole before training: 500 million tokens of two bytes take 0.1 s for their ids
 #: and 1 s for their SHA-256 once they are read. Larger files are checked batch by batch.
@@ -147,7 +155,7 @@ def check_folder(directory: str | Path) -> None:
 
 def check_dictionary(directory: str | Path) -> None:
     """Raise ``UserError`` if a data directory or its ``dict.txt`` is missing or unreadable, or the latter is empty,
-    malformed, or has a symbol twice."""
+    malformed, not what its manifest says, or has a symbol twice."""
     check_folder(directory)
     path = Path(directory) / "dict.txt"
     if not path.exists():
@@ -164,6 +172,7 @@ def check_dictionary(directory: str | Path) -> None:
             if symbol in lines_of and not line.rstrip().endswith(_OVERWRITE):
                 raise UserError(f"{path}, line {number}: the symbol {symbol!r} is there already, in {lines_of[symbol]}")
             lines_of[symbol] = f"line {number}"
+    check_recorded_file(path)
 
 
 def check_split(

@@ -162,21 +162,30 @@ def check_recorded(
     Raises:
         UserError: a file has changed.
     """
-    prefix = Path(path_prefix).absolute()
-    for path in (Path(f"{prefix}.{suffix}") for suffix in suffixes):
-        manifest, row = _record_of(path)
-        if row is None:
-            continue
-        said = (
-            f"{manifest} says, which 'smlp data {row['step']}' wrote with it: make the data again, or delete "
-            f"{manifest.name}"
-        )
-        with open_data_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != row["bytes"]:
-                raise UserError(f"{path} has changed: {size:,} bytes, not the {row['bytes']:,} that {said}")
-            if size <= largest and (digest := hashlib.file_digest(file, "sha256").hexdigest()) != row["sha256"]:
-                raise UserError(f"{path} has changed: its SHA-256 is {digest[:16]}..., not what {said}")
+    for suffix in suffixes:
+        check_recorded_file(Path(f"{path_prefix}.{suffix}"), largest)
+
+
+def check_recorded_file(path: Path, largest: float = math.inf) -> None:
+    """Compare one file with its manifest, as :func:`check_recorded` does.
+
+    Raises:
+        UserError: the file has changed.
+    """
+    path = path.absolute()
+    manifest, row = _record_of(path)
+    if row is None:
+        return
+    said = (
+        f"{manifest} says, which 'smlp data {row['step']}' wrote with it: make the data again, or delete "
+        f"{manifest.name}"
+    )
+    with open_data_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != row["bytes"]:
+            raise UserError(f"{path} has changed: {size:,} bytes, not the {row['bytes']:,} that {said}")
+        if size <= largest and (digest := hashlib.file_digest(file, "sha256").hexdigest()) != row["sha256"]:
+            raise UserError(f"{path} has changed: its SHA-256 is {digest[:16]}..., not what {said}")
 
 
 def read_fairseq_tokens(path_prefix: str | Path) -> BinarizedTokens:

@@ -39,7 +39,8 @@ class NamedImages(ImageDataset):
                 image = opened.convert(self.input_img_mode)
         except (OSError, SyntaxError, ValueError) as error:  # Pillow raises SyntaxError for broken PNG files
             raise UserError(f"{path} does not open as an image ({error}): remove or replace it") from None
-        return self.transform(image), target
+        with said_by_timm(f"--aa and the other options of augmentation, on {path}"):
+            return self.transform(image), target
 
 
 @contextmanager
@@ -51,7 +52,16 @@ def said_by_timm(options: str) -> Iterator[None]:
     """
     try:
         yield
-    except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (
+        AssertionError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        OverflowError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"timm does not take {options}: {type(error).__name__} {one_line(error)}".rstrip()) from None

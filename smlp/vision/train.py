@@ -121,6 +121,10 @@ class _Run:
             self.average = ModelEmaV3(self.model, decay=args.model_ema_decay, use_warmup=args.model_ema_warmup)
             if checkpoint is not None and "state_dict_ema" in checkpoint:
                 self.average.module.load_state_dict(load_state_dict(args.resume))
+        if args.grad_accum_steps > len(self.batches):
+            raise UserError(
+                f"--grad-accum-steps {args.grad_accum_steps} is more than the {len(self.batches)} batches of an epoch"
+            )
         self.updates_per_epoch = math.ceil(len(self.batches) / args.grad_accum_steps)
         settings = {**scheduler_kwargs(args), "updates_per_epoch": self.updates_per_epoch}
         self.schedule, self.num_epochs = create_scheduler_v2(self.optimizer, **settings)

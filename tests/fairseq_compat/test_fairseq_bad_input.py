@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -481,6 +483,17 @@ def test_a_finetuned_run_goes_on_without_what_it_began_with(tmp_path: Path) -> N
         check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
     (tmp_path / "checkpoint_last.pt").touch()
     check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
+
+
+def test_a_dictionary_that_its_manifest_does_not_know_is_refused(tmp_path: Path) -> None:
+    dictionary = tmp_path / "dict.txt"
+    dictionary.write_text("the 3\nof 2\n")
+    row = {"name": "dict.txt", "bytes": 11, "sha256": hashlib.sha256(dictionary.read_bytes()).hexdigest()}
+    (tmp_path / "manifest.json").write_text(json.dumps({"step": "binarize", "outputs": [row]}))
+    check_dictionary(tmp_path)
+    dictionary.write_text("of 3\nthe 2\n")
+    with pytest.raises(UserError, match=r"dict.txt has changed: its SHA-256 is .*manifest.json says"):
+        check_dictionary(tmp_path)
 
 
 def test_a_dictionary_in_another_order_is_refused(tmp_path: Path, caplog) -> None:

@@ -99,6 +99,20 @@ def test_sizes_that_patches_do_not_divide(digits, capsys):
 def test_batches(digits, capsys):
     assert "--batch-size 21 on 1 rank(s) is more than the 20 images" in train(capsys, digits, "-b", "21")
     assert "--batch-size 7 is odd" in train(capsys, digits, "-b", "7", "--mixup", "0.5")
+    assert "--grad-accum-steps 3 is more than the 2 batches" in train(capsys, digits, "--grad-accum-steps", "3")
+
+
+def test_augmentations_that_fail_on_an_image(digits, capsys, monkeypatch):
+    """timm accepts any magnitude; what fails, fails on an image."""
+    from timm.data.auto_augment import RandAugment
+
+    def fails(self, image):
+        raise OverflowError("magnitude of 1e9")
+
+    monkeypatch.setattr(RandAugment, "__call__", fails)
+    words = ("train", "--data-dir", digits, "--model", "smlp_mixer_tiny", *SMALL, "--aa", "rand-m9")
+    line = sentence(capsys, *words, "--output", digits.parent / "output")
+    assert "--aa and the other options of augmentation, on " in line and "OverflowError magnitude of 1e9" in line
 
 
 def test_models_and_their_settings(digits, capsys):
