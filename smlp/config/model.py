@@ -206,6 +206,10 @@ class ModelConfig(MoEConfig):
             require(
                 value is None or 0 <= value < MOST_INIT, f"{name} must be from 0 to below {MOST_INIT:g}, got {value}"
             )
+        require(
+            abs(self.spatial_bias_init) < MOST_INIT,
+            f"spatial_bias_init must be between -{MOST_INIT:g} and {MOST_INIT:g}, got {self.spatial_bias_init}",
+        )
         for name in ("dropout", "expert_dropout", "attention_dropout"):
             value = getattr(self, name)
             require(value is None or 0.0 <= value < 1.0, f"{name} must be in [0, 1), got {value}")

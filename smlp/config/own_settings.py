@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smlp.config.registry import DENSE_BLOCKS, ROUTERS, SPARSE_BLOCKS
-from smlp.config.settings import check_choices
+from smlp.config.settings import check_value
 from smlp.errors import UserError
 
 _TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
@@ -68,7 +68,8 @@ def own_object(name: str, values: Mapping[str, Any]) -> Any:
     settings_class, prefix = next((settings for settings in found if settings is not None), None), f"{name}_"
     if settings_class is None:
         raise UserError(f"no router or block {name!r} has settings of its own")
-    own = {full.removeprefix(prefix): values[full] for full in fields_of(name, settings_class) if full in values}
-    settings = settings_class(**own)
-    check_choices(settings, prefix)
-    return settings
+    own = {}
+    for full, field in fields_of(name, settings_class).items():
+        own[full.removeprefix(prefix)] = value = values.get(full, field.default)
+        check_value(full, field, value)  # before the class's own checks, which compare numbers
+    return settings_class(**own)

@@ -38,11 +38,20 @@ def check_choices(config: Any, prefix: str = "") -> None:
         UserError: the message names the field.
     """
     for field in dataclasses.fields(config):
-        allowed, value = field.metadata.get("allowed"), getattr(config, field.name)
-        _check_type(f"{prefix}{field.name}", field.type, value)
-        if allowed is not None and value not in allowed:
-            hint = getattr(allowed, "hint", "")
-            raise UserError(f"{prefix}{field.name} must be one of {', '.join(allowed)}, got {value!r:.80}{hint}")
+        check_value(f"{prefix}{field.name}", field, getattr(config, field.name))
+
+
+def check_value(name: str, field: dataclasses.Field[Any], value: Any) -> None:
+    """Refuse a value that is not of a field's type, or not among its choices, as :func:`check_choices` does.
+
+    Raises:
+        UserError: the message starts with ``name``.
+    """
+    allowed = field.metadata.get("allowed")
+    _check_type(name, field.type, value)
+    if allowed is not None and value not in allowed:
+        hint = getattr(allowed, "hint", "")
+        raise UserError(f"{name} must be one of {', '.join(allowed)}, got {value!r:.80}{hint}")
 
 
 def _check_type(name: str, kind: Any, value: Any) -> None:

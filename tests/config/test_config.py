@@ -141,6 +141,9 @@ def test_sparse_positions_are_distinct_layers(num_dense, num_sparse):
         ({"smlp_feature_scale": -1.0}, ["smlp_feature_scale", "-1.0"]),
         ({"smlp_feature_scale": 1e300}, ["smlp_feature_scale", "below 1e+06", "1e+300"]),
         ({"smlp_projection_dim": 2048}, ["smlp_projection_dim=2048", "embed_dim=1024"]),
+        ({"smlp_projection_dim": None}, ["smlp_projection_dim must be of type int", "None"]),
+        ({"smlp_feature_scale": "0.1"}, ["smlp_feature_scale must be of type float", "'0.1'"]),
+        ({"spatial_bias_init": 1e99}, ["spatial_bias_init", "1e+06", "1e+99"]),
         ({"smlp_order": "both"}, ["smlp_order must be one of features_first, tokens_first", "both"]),
         ({"spatial_init_average": -1.0}, ["spatial_init_average", "-1.0"]),
         (
