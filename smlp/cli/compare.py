@@ -71,16 +71,19 @@ def _add_action(actions: Any, name: str, about: str, epilog: str, action_of: Any
     parser = actions.add_parser(name, help=about, description=about, epilog=epilog, formatter_class=raw)
     parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help="YAML file, or the folder of its runs")
     parser.add_argument("--out", type=Path, help="folder of its runs (default: runs/compare/NAME)")
+    parser.add_argument(
+        "--quick", action="store_true", help="with the changes in the file's section quick; runs go to NAME-quick"
+    )
     parser.set_defaults(action_of=action_of)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; return the exit status."""
-    return args.action_of(args, *_file_and_folder(args.experiment, args.out))
+    return args.action_of(args, *_file_and_folder(args.experiment, args.out, args.quick))
 
 
-def _file_and_folder(given: Path, out: Path | None) -> tuple[Path, Path]:
+def _file_and_folder(given: Path, out: Path | None, is_quick: bool) -> tuple[Path, Path]:
     """Return the file of an experiment and the folder of its runs, given either of them.
 
     Raises:
@@ -91,10 +94,12 @@ def _file_and_folder(given: Path, out: Path | None) -> tuple[Path, Path]:
             raise UserError(f"{given} is not a folder of smlp compare: it has no experiment.yaml")
         if out is not None:
             raise UserError(f"{given} is the folder of the runs already: leave --out out")
+        if is_quick:
+            raise UserError(f"{given} is the folder of the runs, whose settings are fixed: leave --quick out")
         return given / "experiment.yaml", given
     if not given.is_file():
         raise UserError(f"there is no experiment {given}")
-    return given, out or Path("runs") / "compare" / given.stem
+    return given, out or Path("runs") / "compare" / (f"{given.stem}-quick" if is_quick else given.stem)
 
 
 def _run(args: argparse.Namespace, path: Path, out: Path) -> int:
@@ -103,7 +108,7 @@ def _run(args: argparse.Namespace, path: Path, out: Path) -> int:
     from smlp.experiments.reading import read_experiment
     from smlp.experiments.run import run_experiment
 
-    experiment = read_experiment(path)
+    experiment = read_experiment(path, args.quick)
     _check_zeroshot(experiment)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file: name a folder for the runs")

@@ -424,6 +424,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.change_resolution and not args.initial_checkpoint:
         raise UserError("--change-resolution converts the weights of --initial-checkpoint, which is missing")
     _check_numbers(args)
+    _check_backend(args.torchcompile)
     place = place_of(os.environ, is_interactive=has_terminal())
     if args.nproc > 1 and place is not None:
         raise UserError(
@@ -436,6 +437,22 @@ def _train(args: argparse.Namespace) -> int:
 
     with_sentences(train, _options_of(args))
     return 0
+
+
+def _check_backend(backend: str | None) -> None:
+    """Refuse a backend that ``torch.compile`` does not have here.
+
+    Raises:
+        UserError: the message names those that it has.
+    """
+    if backend is None:
+        return
+    from torch.compiler import list_backends
+
+    if backend not in list_backends(exclude_tags=()):
+        raise UserError(
+            f"--torchcompile {backend!r} is no backend of torch.compile; it has {', '.join(list_backends())}"
+        )
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

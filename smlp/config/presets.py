@@ -182,8 +182,9 @@ def preset(arch: str, **overrides: Any) -> ModelConfig:
         raise UserError(f"the name of the architecture must be text, got {arch!r}")
     if arch not in PRESETS:
         close = difflib.get_close_matches(arch, PRESETS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UserError(f"unknown architecture {arch!r}{hint} (known: {', '.join(sorted(PRESETS))}){PRESETS.hint}")
+        known = f"there are {len(PRESETS)}, such as smlp, gmlp_lm and switch_lm (docs/presets.md)"
+        hint = f"did you mean {close[0]!r}?" if close else known
+        raise UserError(f"unknown architecture {arch!r:.80}; {hint}{PRESETS.hint}")
     return unflatten({**PRESETS[arch], **overrides})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,42 @@ _MOST_RUNS = 5000  # limit of models times seeds, or models times grid values
 _MOST_THREADS = 1024  # limit over all concurrent runs on one machine: OpenMP crashes with many more
 
 
-def read_experiment(path: Path) -> Experiment:
+def read_experiment(path: Path, is_quick: bool = False) -> Experiment:
     """Read the file.
+
+    Args:
+        path: of the file.
+        is_quick: whether its section ``quick`` replaces settings of the same name.
 
     Raises:
         UserError: something in it is wrong; one sentence names the file, the value and what it may be.
     """
-    top = Section("", read_yaml(path), path)
+    if not is_quick and "quick" in read_yaml(path):
+        _experiment(path, settings_of(path, is_quick=True))  # finds mistakes before they are needed
+    return replace(_experiment(path, settings_of(path, is_quick)), is_quick=is_quick)
+
+
+def settings_of(path: Path, is_quick: bool) -> dict[str, Any]:
+    """Return the settings in a file, with those of its section ``quick`` in place of the others, or without it.
+
+    A setting that is empty (null) in the section is left out.
+
+    Raises:
+        UserError: as :func:`read_experiment`, or there is no such section.
+    """
+    settings = read_yaml(path)
+    changes = Section("", settings, path).section("quick").items()
+    if is_quick and not changes:
+        raise UserError(f"{path}: --quick needs a section quick with the settings that it changes, such as seeds: [1]")
+    settings.pop("quick", None)
+    if is_quick:
+        settings |= changes
+        settings = {name: value for name, value in settings.items() if name not in changes or value is not None}
+    return settings
+
+
+def _experiment(path: Path, settings: dict[str, Any]) -> Experiment:
+    top = Section("", settings, path)
     resources = _resources(top.section("run"))
     data, text = _data(top)
     tokens_per_sample, batch_size = top.count("tokens_per_sample", 128), top.count("batch_size", 8)

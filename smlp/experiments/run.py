@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+import yaml
 
 from smlp.errors import UserError
 from smlp.experiments import slurm
@@ -26,9 +27,10 @@ from smlp.experiments.plan import (
     tuning_runs,
 )
 from smlp.experiments.progress import Progress, reached
+from smlp.experiments.reading import settings_of
 from smlp.experiments.spec import Experiment
 from smlp.experiments.tuning import at_edge, choose
-from smlp.files import copy_whole
+from smlp.files import copy_whole, write_whole
 from smlp.launch.environment import environment, keep_difference
 from smlp.launch.stop_signals import EXIT_STOPPED
 
@@ -85,7 +87,10 @@ def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedM
     described = describe(data, experiment.evaluation.subsets)
     folder.settle({**as_json(experiment, models), "data_sha256": described["splits"]["train"]["sha256"]})
     write_json(folder.data, described)
-    if not folder.yaml.exists() or not folder.yaml.samefile(experiment.path):
+    if experiment.is_quick:
+        settings = yaml.safe_dump(settings_of(experiment.path, is_quick=True), sort_keys=False, allow_unicode=True)
+        write_whole(folder.yaml, lambda file: file.write(settings.encode()))
+    elif not folder.yaml.exists() or not folder.yaml.samefile(experiment.path):
         copy_whole(experiment.path, folder.yaml)
     print_models(experiment, models)
     return data, models

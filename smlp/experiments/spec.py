@@ -130,6 +130,8 @@ class Experiment:
     evaluation: EvaluationPlan
     tuning: Tuning | None
     resources: Resources
+    #: whether the section ``quick`` of the file counts
+    is_quick: bool = False
 
     @property
     def name(self) -> str:

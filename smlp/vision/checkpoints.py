@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import pickle
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             return {"state_dict": read_safetensors(str(file))}
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # damaged pickles raise whatever their bytes lead to
         raise UserError(f"{path} is no checkpoint of timm, or is damaged: {str(error).partition(chr(10))[0]}") from None
     state = content.get("state_dict", content.get("model")) if isinstance(content, dict) else None
     if state is None:

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import yaml
 from running import run_python
 
 from smlp.cli.main import main
@@ -35,9 +36,10 @@ def experiment(tiny_data, tmp_path_factory):
     path.write_text(FILE.replace("DATA", str(tiny_data)))
     first = run_python("-m", "smlp", "compare", "run", path, "--out", out, timeout=200)
     before = {file: file.stat().st_mtime_ns for file in (out / "runs").glob("*/checkpoint_last.pt")}
+    assert (out / "experiment.yaml").read_text() == path.read_text()
     text = re.sub(r"  broken:.*\n", "", path.read_text())
-    path.write_text(text.replace("seeds: [1]", "seeds: [1]\ntitle: again"))
-    second = run_python("-m", "smlp", "compare", "run", path, "--out", out, timeout=200)
+    path.write_text(text.replace("seeds: [1]", "seeds: [2, 3]\nquick: {seeds: [1], title: again}"))
+    second = run_python("-m", "smlp", "compare", "run", path, "--quick", "--out", out, timeout=200)
     after = {file: file.stat().st_mtime_ns for file in (out / "runs").glob("*/checkpoint_last.pt")}
     return path, out, first, second, before == after
 
@@ -81,7 +83,8 @@ def test_what_a_third_person_needs(experiment):
     assert orders[0] == orders[1]
     assert len(orders[0].splitlines()) == 6
     assert len((run / "update_times.jsonl").read_text().splitlines()) == 6
-    assert (out / "experiment.yaml").read_text() == path.read_text()
+    settings = yaml.safe_load(path.read_text())
+    assert yaml.safe_load((out / "experiment.yaml").read_text()) == settings | settings.pop("quick")
 
 
 def test_speed_is_measured_in_turn(experiment):
@@ -95,6 +98,14 @@ def test_a_second_call_does_what_is_left(experiment):
     assert second.rc == 0, second.stdout + second.stderr
     assert is_untouched
     assert "2 of 2 runs are done" in second.stdout
+
+
+def test_the_settings_of_a_folder_are_fixed(experiment, capsys):
+    _, out, *_ = experiment
+    assert main(["compare", "run", str(out), "--quick"]) == 1
+    assert capsys.readouterr().err.endswith(
+        f"{out} is the folder of the runs, whose settings are fixed: leave --quick out\n"
+    )
 
 
 def test_status(experiment):
@@ -113,14 +124,14 @@ def test_changed_settings_are_refused(experiment, tmp_path):
     path, out, *_ = experiment
     other = tmp_path / "other.yaml"
     other.write_text(path.read_text().replace("updates: 6", "updates: 8"))
-    done = run_python("-m", "smlp", "compare", "run", other, "--out", out)
+    done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
     assert done.rc == 1
     assert "was made with updates = 6, and the experiment now says 8: give another --out" in done.stderr
 
 
 def test_dry_run_says_what_is_left(experiment):
-    path, out, *_ = experiment
-    done = run_python("-m", "smlp", "compare", "run", path, "--out", out, "--dry-run")
+    _, out, *_ = experiment
+    done = run_python("-m", "smlp", "compare", "run", out, "--dry-run")
     assert done.rc == 0, done.stderr
     assert "2 of 2 runs are done already\n" in done.stdout and "\n0 runs: about 0 s" in done.stdout
 
@@ -129,7 +140,7 @@ def test_dry_run_trains_nothing(experiment, tmp_path):
     path, *_ = experiment
     done = run_python("-m", "smlp", "compare", "run", path, "--out", tmp_path / "dry", "--dry-run")
     assert done.rc == 0, done.stderr
-    assert re.search(r"2 runs: about \d+ s with 2 at a time", done.stdout)
+    assert re.search(r"4 runs: about \d+ s with 2 at a time", done.stdout)
     assert "smlp train" in done.stdout
     assert not (tmp_path / "dry").exists()
 

@@ -72,6 +72,20 @@ def test_a_copy_in_the_folder_of_runs_has_the_folders_name(tmp_path):
     assert read(tmp_path / "quick", FILE, "experiment.yaml").name == "quick"
 
 
+def test_a_section_quick(tmp_path):
+    """It replaces settings as a whole, and takes away those that are empty there."""
+    text = FILE + TUNE + "quick: {tokens: 20k, seeds: 3, tune: null, models: {small: {arch: gmlp_lm_tiny}}}\n"
+    whole = read(tmp_path, text)
+    quick = read_experiment(tmp_path / "small.yaml", is_quick=True)
+    assert not whole.is_quick and quick.is_quick
+    assert (whole.updates, whole.seeds, len(whole.models), whole.tuning is None) == (97, (1, 2), 2, False)
+    assert (quick.updates, quick.seeds, [model.name for model in quick.models]) == (19, (3,), ["small"])
+    assert quick.tuning is None and quick.recipe == whole.recipe
+    read(tmp_path, FILE)
+    with pytest.raises(UserError, match="--quick needs a section quick"):
+        read_experiment(tmp_path / "small.yaml", is_quick=True)
+
+
 TUNE = "tune: {lr: [1.0e-3, 2.0e-3], updates: 10}\n"
 MISTAKES = {
     "twice": (FILE + "seeds: [3]\n", r"small.yaml, line 9: 'seeds' stands twice"),
@@ -98,6 +112,8 @@ MISTAKES = {
     "reserved setting": (FILE.replace("num_experts: 4", "batch-size: 4"), r"batch_size is the same for all models"),
     "same seeds": (FILE.replace("[1, 2]", "[1, 1]"), r"seeds must be different numbers, got \[1, 1\]"),
     "same folder": (FILE + "  sMLP_E 4: {arch: smlp_tiny}\n", r"'sMLP E=4' and 'sMLP_E 4' would share the folder"),
+    "quick": (FILE + "quick: {seed: [1]}\n", r"seed is unknown; did you mean 'seeds'\?"),
+    "quick list": (FILE + "quick: [1]\n", r"quick must be names with values, got a list"),
     "grid": (FILE + "tune: {updates: 10}\n", r"tune wants one option .*; it has no option"),
     "grid of two": (FILE + TUNE.replace("updates", "clip_norm: [1, 2], updates"), r"it has lr, clip_norm"),
     "grid of one": (FILE + TUNE.replace(", 2.0e-3", ""), r"tune.lr wants at least two different values"),

@@ -121,6 +121,9 @@ def test_models_and_their_settings(digits, capsys):
     assert "smlp_mixer_tiny" in train(capsys, digits, "--model-kwargs", "colour=3")
     assert "there is no module no_such" in train(capsys, digits, "--device-modules", "no_such")
     assert "takes full names of modules, got '.x'" in train(capsys, digits, "--device-modules", ".x")
+    assert "--torchcompile 'a b' is no backend of torch.compile; it has " in train(
+        capsys, digits, "--torchcompile", "a b"
+    )
     assert "--device nope cannot be used here" in train(capsys, digits, "--device", "nope")
     assert "--num-classes 9" in train(capsys, digits, "--num-classes", "9")
 
