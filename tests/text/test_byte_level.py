@@ -18,7 +18,7 @@ from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.output import write_exported
 from smlp.errors import UserError
 from smlp.evaluation.report import decoded_sizes, tokens_of
-from smlp.inference.generation.continuations import _Shown
+from smlp.inference.generation.continuations import ShownText
 from smlp.text import tokenizer_kinds
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import byte_characters, files_of, find_tokenizer
@@ -92,14 +92,14 @@ def test_text_that_grows_token_by_token_has_whole_characters(tokenizer):
 
 def test_generation_shows_the_rest_of_a_character_that_is_cut_off(tokenizer):
     tokens = tokenizer.encode("中文")
-    shown = _Shown(tokenizer, ["中文"], tokenizer.vocabulary.eos, tokenizer.vocabulary.eos)
+    shown = ShownText(tokenizer, ["中文"], tokenizer.vocabulary.eos, tokenizer.vocabulary.eos)
     text = SimpleNamespace(tokens=[], finish=None)
     for token in tokens[:-1]:
         text.tokens.append(token)
         assert shown.follow(text) == ""  # it may become the stop string
     text.tokens.append(tokens[-1])
     assert shown.follow(text) == "" and text.finish == "stop"
-    shown = _Shown(tokenizer, [], tokenizer.vocabulary.eos, tokenizer.vocabulary.eos)
+    shown = ShownText(tokenizer, [], tokenizer.vocabulary.eos, tokenizer.vocabulary.eos)
     text = SimpleNamespace(tokens=tokenizer.encode("\U0001f525")[:1], finish="length")
     assert shown.follow(text) == "\ufffd"
 

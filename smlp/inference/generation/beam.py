@@ -174,7 +174,7 @@ def _advance(
             length = len(search.prompt.tokens) - 1 + len(ended.tokens)
             finish = search.prompt.finish if len(ended.tokens) > search.prompt.room else "end"
             score = ended.total / length**beam.length_penalty
-            search.finished.append(Text(search.number, 0, ended.tokens, ended.log_probs, score, finish))
+            search.finished.append(Text(search.number, 0, ended.tokens, ended.log_probs, [], score, finish))
     return [] if len(search.finished) == beam.size else going_on[: beam.size]
 
 

@@ -100,7 +100,7 @@ class Continuation:
         return sum(self.log_probs)
 
 
-class _Shown:
+class ShownText:
     """Decide how much of a growing text can be shown."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end: int | None, before: int) -> None:
@@ -228,11 +228,11 @@ class TextWriter:
         return banned_tokens(self.tokenizer.vocabulary)
 
     def _with_shown(self, texts: Iterator[Text], prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
-        shown: dict[tuple[int, int], _Shown] = {}
+        shown: dict[tuple[int, int], ShownText] = {}
         for text in texts:
             key = text.prompt, text.draw
             if key not in shown:
-                shown[key] = _Shown(self.tokenizer, self.stop, self.limits.end, prompts[text.prompt][-1])
+                shown[key] = ShownText(self.tokenizer, self.stop, self.limits.end, prompts[text.prompt][-1])
             yield text, shown[key].follow(text)
 
     def _in_batches(

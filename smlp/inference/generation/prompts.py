@@ -34,6 +34,8 @@ class Text:
     tokens: list[int] = field(default_factory=list)
     #: natural logarithm of the model's probability of each of them, before temperature, penalties and bans
     log_probs: list[float] = field(default_factory=list)
+    #: likeliest ids at each of them with their log-probabilities, as many as were asked for
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
     #: ranking score of beam search; None for sampled texts
     score: float | None = None
     #: its end: "length" (max_tokens), "end" (the id that ends texts), "context" (no position is left) or "stop"

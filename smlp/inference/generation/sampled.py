@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,94 +66,142 @@ def sampled_texts(
             computed.
         NaNError: what the model computes is not a number.
     """
+    sampling = sampling or Sampling()
     ready = ready_prompts(decoder.config, prompts, limits, fill)
-    drafts = [_Draft(Text(number), prompt) for number, prompt in enumerate(ready)]
-    capacity = max((len(prompt.tokens) + prompt.room - 1 for prompt in ready), default=0)
-    batch = SharedPositions(decoder, [prompt.tokens for prompt in ready], capacity)
-    return _write(batch, drafts, limits, sampling or Sampling(), num_return, list(banned))
+    batch = SampledBatch(decoder, [Request(prompt, limits, sampling, num_return) for prompt in ready], banned)
+    return batch.texts()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be written after one prompt."""
+
+    prompt: Prompt
+    limits: Limits
+    sampling: Sampling
+    #: texts, with random numbers of their own
+    num_return: int = 1
+    #: likeliest ids that are noted at each token
+    num_top: int = 0
 
 
 @dataclass
 class _Draft:
-    """A row of the batch: a text and its prompt."""
+    """A row of the batch: a text and what it is to be."""
 
     text: Text
-    prompt: Prompt
+    request: Request
     #: of the random numbers; None while the prompt is still being read
     stream: torch.Generator | None = None
 
 
-@torch.no_grad()
-def _write(
-    batch: SharedPositions,
-    drafts: list[_Draft],
-    limits: Limits,
-    sampling: Sampling,
-    num_return: int,
-    banned: list[int],
-) -> Iterator[Text]:
-    while drafts:
+class SampledBatch:
+    """Texts that grow side by side, each as its own request says; otherwise as in :func:`sampled_texts`.
+
+    Args:
+        decoder: put in evaluation mode by the caller.
+        requests: a text's ``prompt`` is the number of its request.
+        banned: ids that are never chosen.
+    """
+
+    def __init__(self, decoder: Decoder, requests: Sequence[Request], banned: Sequence[int] = ()) -> None:
+        self._drafts = [_Draft(Text(number), request) for number, request in enumerate(requests)]
+        prompts = [request.prompt for request in requests]
+        capacity = max((len(prompt.tokens) + prompt.room - 1 for prompt in prompts), default=0)
+        self._positions = SharedPositions(decoder, [prompt.tokens for prompt in prompts], capacity)
+        self._banned = list(banned)
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether no text grows any more."""
+        return not self._drafts
+
+    def texts(self) -> Iterator[Text]:
+        """Yield a text each time that a token is added to it, until all are finished."""
+        while not self.is_finished:
+            yield from self.step()
+
+    @torch.no_grad()
+    def step(self) -> Iterator[Text]:
+        """Add a token to every text whose prompt has been read; yield them, and then drop those with a ``finish``."""
+        batch = self._positions
         last_RH = batch.read()[:, -1]
-        index, drafts = _branch(batch, drafts, sampling.seed, num_return)
+        index = self._branch()
+        drafts = self._drafts
         last_RH = last_RH[torch.tensor(index, device=last_RH.device)]
         waiting = batch.waiting
         logits_WV = batch.decoder.project(last_RH[torch.tensor(waiting, device=last_RH.device)]).float()
         log_total_W = logits_WV.logsumexp(1)
-        adjusted_WV = _adjusted(logits_WV, batch, drafts, waiting, limits, sampling, banned)
-        tokens = choose(adjusted_WV, sampling, [drafts[row].stream for row in waiting])
+        tokens = self._chosen(self._adjusted(logits_WV), [drafts[row] for row in waiting])
         rows = torch.arange(len(waiting), device=logits_WV.device)
         log_probs = (logits_WV[rows, torch.tensor(tokens, device=logits_WV.device)] - log_total_W).tolist()
-        for row, token, log_prob in zip(waiting, tokens, log_probs, strict=True):
+        for place, (row, token, log_prob) in enumerate(zip(waiting, tokens, log_probs, strict=True)):
             draft = drafts[row]
             batch.rows[row].append(token)
             draft.text.tokens.append(token)
             draft.text.log_probs.append(log_prob)
-            if token == limits.end:
+            if draft.request.num_top:
+                draft.text.top.append(likeliest(logits_WV[place] - log_total_W[place], draft.request.num_top))
+            if token == draft.request.limits.end:
                 draft.text.finish = "end"
-            elif len(draft.text.tokens) == draft.prompt.room:
-                draft.text.finish = draft.prompt.finish
+            elif len(draft.text.tokens) == draft.request.prompt.room:
+                draft.text.finish = draft.request.prompt.finish
             yield draft.text
         unfinished = [row for row, draft in enumerate(drafts) if draft.text.finish is None]
         batch.keep(unfinished)
-        drafts = [drafts[row] for row in unfinished]
+        self._drafts = [drafts[row] for row in unfinished]
+
+    def _branch(self) -> list[int]:
+        """Make ``num_return`` rows of each whose prompt has just been read; return the row that each comes from."""
+        waiting = set(self._positions.waiting)
+        index, branched = [], []
+        for row, draft in enumerate(self._drafts):
+            if draft.stream is not None or row not in waiting:
+                index.append(row)
+                branched.append(draft)
+                continue
+            request = draft.request
+            for draw in range(request.num_return):
+                index.append(row)
+                stream = random_stream(request.sampling.seed, request.prompt.tokens, draw)
+                branched.append(_Draft(Text(draft.text.prompt, draw), request, stream))
+        self._positions.keep(index)
+        self._drafts = branched
+        return index
+
+    def _adjusted(self, logits_WV: Tensor) -> Tensor:
+        """Return the logits of the waiting rows, with what may not be chosen at minus infinity."""
+        logits_WV = logits_WV.clone()
+        logits_WV[:, self._banned] = -torch.inf
+        for logits_V, row in zip(logits_WV, self._positions.waiting, strict=True):
+            request = self._drafts[row].request
+            if request.sampling.repetition_penalty != 1:
+                penalise(logits_V, self._positions.rows[row], request.sampling.repetition_penalty)
+            end = request.limits.end
+            if end is not None and len(self._drafts[row].text.tokens) < request.limits.min_tokens:
+                logits_V[end] = -torch.inf
+        return logits_WV
+
+    @staticmethod
+    def _chosen(logits_WV: Tensor, drafts: list[_Draft]) -> list[int]:
+        """Return the next token of each waiting row."""
+        alike: dict[Sampling, list[int]] = {}
+        for place, draft in enumerate(drafts):
+            alike.setdefault(replace(draft.request.sampling, seed=0), []).append(place)
+        tokens = [0] * len(drafts)
+        for sampling, places in alike.items():
+            logits_RV = logits_WV if len(places) == len(drafts) else logits_WV[places]
+            for place, token in zip(
+                places, choose(logits_RV, sampling, [drafts[place].stream for place in places]), strict=True
+            ):
+                tokens[place] = token
+        return tokens
 
 
-def _branch(batch: SharedPositions, drafts: list[_Draft], seed: int, num_return: int) -> tuple[list[int], list[_Draft]]:
-    """Make ``num_return`` rows of each whose prompt has just been read; return where rows come from, and the rows."""
-    waiting = set(batch.waiting)
-    index, branched = [], []
-    for row, draft in enumerate(drafts):
-        if draft.stream is not None or row not in waiting:
-            index.append(row)
-            branched.append(draft)
-            continue
-        for draw in range(num_return):
-            index.append(row)
-            stream = random_stream(seed, draft.prompt.tokens, draw)
-            branched.append(_Draft(Text(draft.text.prompt, draw), draft.prompt, stream))
-    batch.keep(index)
-    return index, branched
-
-
-def _adjusted(
-    logits_WV: Tensor,
-    batch: SharedPositions,
-    drafts: list[_Draft],
-    waiting: list[int],
-    limits: Limits,
-    sampling: Sampling,
-    banned: list[int],
-) -> Tensor:
-    """Return the logits of the waiting rows, with what may not be chosen at minus infinity."""
-    logits_WV = logits_WV.clone()
-    if sampling.repetition_penalty != 1:
-        for logits_V, row in zip(logits_WV, waiting, strict=True):
-            penalise(logits_V, batch.rows[row], sampling.repetition_penalty)
-    logits_WV[:, banned] = -torch.inf
-    too_short = [place for place, row in enumerate(waiting) if len(drafts[row].text.tokens) < limits.min_tokens]
-    if limits.end is not None and too_short:
-        logits_WV[too_short, limits.end] = -torch.inf
-    return logits_WV
+def likeliest(log_probs_V: Tensor, count: int) -> list[tuple[int, float]]:
+    """Return the ``count`` likeliest ids with their log-probabilities, likeliest first."""
+    best = log_probs_V.topk(min(count, log_probs_V.numel()))
+    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
 def random_stream(seed: int, prompt: Sequence[int], draw: int) -> torch.Generator:
