@@ -52,6 +52,9 @@ ONNX = ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.5"]
 # Models in Hugging Face transformers; accelerate is for its Trainer.
 HF = ["accelerate>=1.10", "protobuf>=5", "safetensors>=0.4.3", "tokenizers>=0.22", "transformers>=5.20,<6"]
 
+# A server of OpenAI's completions endpoint; in tests also its official client and a browser's remote control.
+SERVE = ["starlette>=1", "uvicorn>=0.40"]
+
 # The documentation site (scripts/docs.sh).
 DOCS = ["furo>=2025.7", "myst-parser>=4", "sphinx>=8.1"]
 
@@ -81,7 +84,7 @@ setup(
     cmdclass={"build_py": BuildWithExamples},
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["smlp", "smlp.*", "data_prep", "data_prep.*"]),
-    package_data={"data_prep": ["sources/*.toml"], "smlp": ["py.typed"]},
+    package_data={"data_prep": ["sources/*.toml"], "smlp": ["py.typed", "serving/page.html"]},
     install_requires=[
         "torch>=2.6",
         f"ve-fairseq==0.12.3; {HAS_FAIRSEQ_WHEEL}",
@@ -103,6 +106,7 @@ setup(
         "docs": DOCS,
         "export": ["safetensors>=0.4.3"],
         "hf": HF,
+        "serve": SERVE,
         "plots": ["matplotlib>=3.8", "scipy>=1.11"],
         "squad": ["torchmetrics>=1.9,<2"],
         "vision": VISION,
@@ -110,6 +114,7 @@ setup(
             *("build>=1.2", "mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", *LM_EVAL),
             *("torchmetrics>=1.9,<2", *DATA, *DOCS, *HF, *ONNX, *VISION),
+            *("httpx2>=2", "openai>=3", "playwright>=1.60", *SERVE),
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },

@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "zeroshot": ("smlp.cli.zeroshot", "accuracy on six tasks: COPA, PIQA, StoryCloze, Winogrande, HellaSwag, ReCoRD"),
     "lm-eval": ("smlp.cli.lm_eval", "any task of lm-evaluation-harness"),
     "generate": ("smlp.cli.generate", "continue a prompt"),
+    "serve": ("smlp.cli.serve", "OpenAI's completions endpoint for a checkpoint, and a page to try it"),
     "checkpoint": ("smlp.cli.checkpoint", "inspect, verify, merge, split, import, average and upcycle checkpoints"),
     "export": ("smlp.cli.export", "write a checkpoint as a folder for Hugging Face transformers"),
     "leak-test": ("smlp.cli.leak_test", "check that no later token changes an earlier prediction"),

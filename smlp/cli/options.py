@@ -23,6 +23,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--path`` and ``--dtype``, and what :func:`add_model_files` adds."""
     parser.add_argument("--path", required=True, help="checkpoint, in one file or in parts, or an export")
     add_model_files(parser)
+    add_dtype_option(parser)
+
+
+def add_dtype_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--dtype``."""
     parser.add_argument(
         "--dtype", choices=DTYPES, default="fp32", help="precision of weights and products (default: %(default)s)"
     )

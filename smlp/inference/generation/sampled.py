@@ -112,13 +112,13 @@ class SampledBatch:
         self._banned = list(banned)
 
     @property
-    def is_finished(self) -> bool:
-        """Return whether no text grows any more."""
-        return not self._drafts
+    def num_texts(self) -> int:
+        """Return how many texts are growing."""
+        return sum(draft.request.num_return if draft.stream is None else 1 for draft in self._drafts)
 
     def texts(self) -> Iterator[Text]:
         """Yield a text each time that a token is added to it, until all are finished."""
-        while not self.is_finished:
+        while self._drafts:
             yield from self.step()
 
     @torch.no_grad()

@@ -1,0 +1,151 @@
+"""``smlp serve``: OpenAI's completions endpoint for a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from smlp.cli.numbers import MOST, whole
+from smlp.cli.options import add_dtype_option, add_model_files, load_model
+from smlp.errors import UserError
+
+DESCRIPTION = "offer OpenAI's completions endpoint for a checkpoint, and a page to try the model"
+EPILOG = """examples:
+  smlp serve checkpoints/checkpoint_best.pt
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"prompt": "The module", "max_tokens": 20, "seed": 1}'
+
+http://127.0.0.1:8000/ is a page to try the model. OpenAI's clients take http://127.0.0.1:8000/v1 as their base_url.
+Texts of several requests are written side by side. What requests may say: docs/serving.md. Needs the extra serve
+(pip install -e '.[serve]'). Ctrl-C or SIGTERM ends the server.
+"""
+_KEY = "SMLP_API_KEY"
+_SECONDS_TO_END = 5
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("path", metavar="CHECKPOINT", help="checkpoint, in one file or in parts, or an export")
+    add_model_files(parser)
+    add_dtype_option(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s, this machine)")
+    group.add_argument(
+        "--port", **whole(0, 65535), default=8000, help="port; 0 for one that is free (default: %(default)s)"
+    )
+    group.add_argument("--name", help="name of the model for clients (default: the checkpoint's file or folder)")
+    group.add_argument(
+        "--api-key", metavar="KEY", help=f"what clients must send (default: the variable {_KEY}, or none)"
+    )
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-texts", **whole(), metavar="N", default=16, help="texts written at a time (default: %(default)s)"
+    )
+    limits.add_argument(
+        "--max-queue",
+        **whole(),
+        metavar="N",
+        default=64,
+        help="prompts that may wait; more are refused with status 429 (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--max-tokens",
+        **whole(1, MOST),
+        metavar="N",
+        help="most new tokens of a text that a request may ask for (default: the model's context)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    uvicorn = _uvicorn()
+    listener = _listener(args.host, args.port)
+    from smlp.inference.generation.continuations import banned_tokens
+    from smlp.inference.scoring.candidates import drop_nothing
+    from smlp.serving.app import make_app
+    from smlp.serving.engine import Engine
+    from smlp.serving.questions import Reader
+
+    model = load_model(args)
+    config = model.decoder.config
+    if config.is_leaky:
+        raise UserError("a model with feature_routing=leaky needs the tokens that it is to write, so it cannot write")
+    drop_nothing(model.decoder)
+    banned = banned_tokens(model.vocabulary)
+    engine = Engine(model.decoder.eval(), model.tokenizer, banned, args.max_texts, args.max_queue)
+    most_tokens = min(args.max_tokens or config.max_tokens, config.max_tokens)
+    name = args.name or _name_of(Path(args.path))
+    reader = Reader(name, config, model.tokenizer, model.start_token, most_tokens, args.max_texts)
+    api_key = args.api_key or os.environ.get(_KEY) or None
+    app = make_app(engine, reader, api_key)
+    host, port = listener.getsockname()[:2]
+    if not _is_loopback(host) and api_key is None:
+        print(
+            f"smlp: warning: everybody who reaches {host} can use the model: --api-key asks for a key", file=sys.stderr
+        )
+    shown = f"[{host}]" if ":" in host else host
+    print(f"{name} at http://{shown}:{port}/ (API: http://{shown}:{port}/v1)", flush=True)
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_SECONDS_TO_END)
+    )
+    try:
+        with _signals_that_only_end():
+            server.run(sockets=[listener])
+    finally:
+        engine.close()
+    return 0
+
+
+def _uvicorn() -> Any:
+    try:
+        import starlette  # noqa: F401
+        import uvicorn
+    except ModuleNotFoundError as error:
+        raise UserError(f"serving needs {error.name}: pip install -e '.[serve]'") from None
+    return uvicorn
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Take the port before the model is loaded.
+
+    Raises:
+        UserError: another program has it, or there is no such address.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        return listener
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--host {host} --port {port}: cannot listen there: {reason}") from None
+
+
+def _name_of(path: Path) -> str:
+    """Return the name of a checkpoint: its folder's for fairseq's names, which are all alike."""
+    path = path.resolve()
+    return path.parent.name if path.stem.startswith("checkpoint") and path.parent.name else path.stem
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+@contextmanager
+def _signals_that_only_end() -> Iterator[None]:
+    """Let SIGINT and SIGTERM, which the server raises again when it has ended, do nothing more."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

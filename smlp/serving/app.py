@@ -1,0 +1,357 @@
+"""The endpoints: OpenAI's completions and models, a health check, and a page to try the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from smlp.inference.generation import Request
+from smlp.serving.engine import BusyError, Engine, Event, Failed, Job, NewToken, PromptScores
+from smlp.serving.questions import Asked, Question, QuestionError, Reader
+from smlp.text.tokenizer import Tokenizer
+
+MOST_BYTES = 4 << 20  # of a request
+_LOOK = 0.2  # seconds between two looks at whether a client is still there
+_GONE = 499  # status for a client that will not read it, as nginx has it
+_NOT_HERE = {
+    "/v1/chat/completions": "these models continue texts and know no conversations: use /v1/completions",
+    "/v1/embeddings": "there are no embeddings here: use /v1/completions",
+}
+#: names that OpenAI has for why a text ended
+_REASONS = {"end": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+def make_app(engine: Engine, reader: Reader, api_key: str | None = None) -> Starlette:
+    """Return the application.
+
+    Args:
+        engine: writes the texts.
+        reader: checks requests.
+        api_key: what clients must send as ``Authorization: Bearer KEY``; None: nothing.
+    """
+    app = _App(engine, reader, api_key)
+    routes = [
+        Route("/", app.page),
+        Route("/health", app.health),
+        Route("/v1/models", app.models),
+        Route("/v1/models/{name:path}", app.model),
+        Route("/v1/completions", app.completions, methods=["POST"]),
+        *(Route(path, app.not_here, methods=["GET", "POST"]) for path in _NOT_HERE),
+    ]
+    return Starlette(routes=routes, exception_handlers={404: _no_such_page, 405: _no_such_method, 500: _bug})
+
+
+@dataclass
+class _Choice:
+    """A text as it grows."""
+
+    asked: Asked
+    tokens: list[NewToken] = field(default_factory=list)
+    prompt_scores: PromptScores | None = None
+    finish: str | None = None
+
+
+class _App:
+    def __init__(self, engine: Engine, reader: Reader, api_key: str | None) -> None:
+        self._engine, self._reader, self._api_key = engine, reader, api_key
+        self._started = int(time.time())
+
+    async def page(self, request: HttpRequest) -> Response:
+        page = resources.files("smlp.serving").joinpath("page.html").read_text(encoding="utf-8")
+        return HTMLResponse(page, headers={"Content-Security-Policy": "default-src 'self' 'unsafe-inline'"})
+
+    async def health(self, request: HttpRequest) -> Response:
+        return JSONResponse({"status": "ok", **self._engine.state()})
+
+    async def models(self, request: HttpRequest) -> Response:
+        return self._refusal(request) or JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        refusal = self._refusal(request)
+        if refusal is None and request.path_params["name"] != self._reader.name:
+            return _error(404, f"there is no model {request.path_params['name']!r:.200}", "model", "model_not_found")
+        return refusal or JSONResponse(self._described())
+
+    async def not_here(self, request: HttpRequest) -> Response:
+        return _error(404, _NOT_HERE[request.url.path])
+
+    async def completions(self, request: HttpRequest) -> Response:
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return refusal
+        try:
+            body = await _json_body(request)
+            question = await asyncio.to_thread(self._reader.read, body)
+            name = body.get("model") or self._reader.name
+            if name != self._reader.name:
+                message = f"there is no model {name!r:.200}; this server has {self._reader.name!r}"
+                return _error(404, message, "model", "model_not_found")
+            answer = _Answer(self._engine, self._reader, question)
+            answer.begin()
+        except QuestionError as error:
+            return _error(400, str(error), error.name)
+        except BusyError as error:
+            return _error(429, str(error), kind="rate_limit_error", headers={"Retry-After": "1"})
+        if question.streams:
+            return StreamingResponse(answer.stream(request), media_type="text/event-stream")
+        return await answer.whole(request)
+
+    def _refusal(self, request: HttpRequest) -> Response | None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._api_key is None or secrets.compare_digest(given.encode(), self._api_key.encode()):
+            return None
+        return _error(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    def _described(self) -> dict[str, Any]:
+        context = self._reader.config.max_tokens
+        return {
+            "id": self._reader.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "smlp",
+            "max_model_len": context,
+        }
+
+
+class _Answer:
+    """The texts of one request, as they come."""
+
+    def __init__(self, engine: Engine, reader: Reader, question: Question) -> None:
+        self._engine, self._reader, self._question = engine, reader, question
+        self._about = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": reader.name,
+        }
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._look_at = time.monotonic() + _LOOK
+        loop = asyncio.get_running_loop()
+
+        def emitter(number: int) -> Any:
+            def emit(event: Event) -> None:
+                with suppress(RuntimeError):  # the server is shutting down
+                    loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
+
+            return emit
+
+        self._choices = [_Choice(asked) for asked in question.prompts for _ in range(question.num_texts)]
+        wants_scores = question.echoes and question.num_top is not None
+        self._jobs = [
+            Job(
+                asked.tokens,
+                asked.ready
+                and Request(asked.ready, question.limits, question.sampling, question.num_texts, question.num_top or 0),
+                emitter(number),
+                question.stop,
+                question.num_top if wants_scores else None,
+            )
+            for number, asked in enumerate(question.prompts)
+        ]
+        #: events that end a choice, or bring the scores of a prompt
+        self._left = sum(
+            (job.num_texts if job.request else 0) + (job.prompt_top is not None and len(job.prompt) > 1)
+            for job in self._jobs
+        )
+
+    def begin(self) -> None:
+        """Have the texts written.
+
+        Raises:
+            BusyError: too many prompts wait already.
+        """
+        for job in self._jobs:
+            if len(job.prompt) == 1:
+                job.prompt_top = None  # there is nothing to score
+        if self._left:
+            self._engine.submit(self._jobs)
+
+    async def whole(self, request: HttpRequest) -> Response:
+        """Return the answer when all texts are written; stop writing if the client goes away."""
+        try:
+            while self._left:
+                found = await self._next(request)
+                if found is None:
+                    return Response(status_code=_GONE)
+                number, event = found
+                if isinstance(event, Failed):
+                    return _error(500, event.reason, kind="server_error")
+                self._take(number, event)
+        finally:
+            self._cancel()
+        choices = [self._finished(index) for index in range(len(self._choices))]
+        return JSONResponse({**self._about, "choices": choices, "usage": self._usage()})
+
+    async def stream(self, request: HttpRequest) -> AsyncIterator[str]:
+        """Yield server-sent events; stop writing if the client goes away."""
+        try:
+            while self._left:
+                found = await self._next(request)
+                if found is None:
+                    return
+                number, event = found
+                if isinstance(event, Failed):
+                    yield _sent({"error": _error_of(event.reason, None, None, "server_error")})
+                    return
+                for chunk in self._take(number, event):
+                    yield _sent({**self._about, "choices": [chunk]})
+            if self._question.says_usage:
+                yield _sent({**self._about, "choices": [], "usage": self._usage()})
+            yield "data: [DONE]\n\n"
+        finally:
+            self._cancel()
+
+    async def _next(self, request: HttpRequest) -> tuple[int, Event] | None:
+        """Return what happens next, and to which prompt; None if the client has gone away, which no error tells."""
+        while True:
+            if time.monotonic() >= self._look_at:
+                if await request.is_disconnected():
+                    return None
+                self._look_at = time.monotonic() + _LOOK
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(self._events.get(), _LOOK)
+
+    def _take(self, number: int, event: Event) -> list[dict[str, Any]]:
+        """Note what has happened to a prompt; return what a stream says of it."""
+        first = number * self._question.num_texts
+        if isinstance(event, PromptScores):
+            for choice in self._choices[first : first + self._question.num_texts]:
+                choice.prompt_scores = event
+            self._left -= 1
+            return []
+        assert isinstance(event, NewToken)
+        choice = self._choices[first + event.draw]
+        choice.tokens.append(event)
+        if event.finish is not None:
+            choice.finish = _REASONS[event.finish]
+            self._left -= 1
+        if not event.shown and choice.finish is None and self._question.num_top is None:
+            return []
+        logprobs = None
+        if self._question.num_top is not None:
+            before = sum(len(token.shown) for token in choice.tokens[:-1])
+            logprobs = _logprobs(self._reader.tokenizer, self._last(choice, len(choice.tokens) - 1), [event], before)
+        index = first + event.draw
+        return [{"index": index, "text": event.shown, "logprobs": logprobs, "finish_reason": choice.finish}]
+
+    def _finished(self, index: int) -> dict[str, Any]:
+        choice, echoes = self._choices[index], self._question.echoes
+        text = (choice.asked.text if echoes else "") + "".join(token.shown for token in choice.tokens)
+        logprobs = None
+        if self._question.num_top is not None:
+            tokenizer, prompt = self._reader.tokenizer, choice.asked.tokens
+            known = list(choice.tokens)
+            if echoes and choice.prompt_scores is not None:
+                scores = choice.prompt_scores
+                rows = zip(prompt[1:], scores.log_probs, scores.top, strict=True)
+                known = [_Known(*row) for row in rows] + known
+            logprobs = _logprobs(tokenizer, prompt[0] if echoes else prompt[-1], known, 0)
+        # of a prompt that was only scored, there is no end
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish or "length"}
+
+    @staticmethod
+    def _last(choice: _Choice, place: int) -> int:
+        return choice.tokens[place - 1].token if place else choice.asked.tokens[-1]
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(len(asked.tokens) - 1 for asked in self._question.prompts)
+        new = sum(len(choice.tokens) for choice in self._choices)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def _cancel(self) -> None:
+        for job in self._jobs:
+            job.is_cancelled = True
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A token with its log-probability; None where the model predicts nothing."""
+
+    token: int
+    log_prob: float | None
+    top: list[tuple[int, float]]
+
+
+def _logprobs(tokenizer: Tokenizer, before: int, known: list[Any], offset: int) -> dict[str, Any]:
+    """Return log-probabilities as OpenAI writes them.
+
+    Args:
+        tokenizer: of the model.
+        before: the token before the first.
+        known: tokens with their log-probabilities and the likeliest in their place.
+        offset: characters of the text before the first.
+    """
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    decoder = tokenizer.decoder(before)
+    for one in known:
+        top: dict[str, float] = {}
+        for token, log_prob in one.top:
+            top.setdefault(_text_of(tokenizer, before, token), log_prob)  # of ids with one text, the likeliest
+        found["top_logprobs"].append(top or None)
+        text = decoder.push(one.token)
+        found["tokens"].append(text)
+        found["token_logprobs"].append(one.log_prob)
+        found["text_offset"].append(offset)
+        offset, before = offset + len(text), one.token
+    return found
+
+
+def _text_of(tokenizer: Tokenizer, before: int, token: int) -> str:
+    decoder = tokenizer.decoder(before)
+    return decoder.push(token) + decoder.rest()
+
+
+async def _json_body(request: HttpRequest) -> Any:
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
+        if len(content) > MOST_BYTES:
+            raise QuestionError(None, f"the request has more than {MOST_BYTES:,} bytes")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise QuestionError(None, "the body is not JSON") from None
+
+
+def _sent(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def _error_of(message: str, name: str | None, code: str | None, kind: str) -> dict[str, Any]:
+    return {"message": message, "type": kind, "param": name, "code": code}
+
+
+def _error(
+    status: int,
+    message: str,
+    name: str | None = None,
+    code: str | None = None,
+    kind: str = "invalid_request_error",
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
+    """Return an error as OpenAI writes it."""
+    return JSONResponse({"error": _error_of(message, name, code, kind)}, status, headers)
+
+
+async def _no_such_page(request: HttpRequest, error: Exception) -> Response:
+    return _error(404, f"there is no {request.url.path[:200]}; there are /, /health, /v1/models and /v1/completions")
+
+
+async def _no_such_method(request: HttpRequest, error: Exception) -> Response:
+    return _error(405, f"{request.url.path[:200]} does not take {request.method}")
+
+
+async def _bug(request: HttpRequest, error: Exception) -> Response:
+    return _error(500, f"internal error: {type(error).__name__}", kind="server_error")

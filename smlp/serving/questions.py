@@ -1,0 +1,226 @@
+"""What a client asks of the completions endpoint, checked: OpenAI's names, and some that other servers have too."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smlp.config import ModelConfig
+from smlp.errors import UserError
+from smlp.inference.generation import Limits, Sampling
+from smlp.inference.generation.continuations import StopStrings
+from smlp.inference.generation.prompts import Prompt, ready_prompts
+from smlp.text.tokenizer import Tokenizer, Vocabulary
+
+#: as in OpenAI's interface
+_MOST_STOPS, _MOST_LOGPROBS, _MOST_TEXTS = 4, 5, 128
+_DEFAULT_TOKENS = 16
+#: keys that are understood only with the value that changes nothing
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "suffix": ("",),
+}
+_KNOWN = {
+    *("model", "prompt", "max_tokens", "temperature", "top_p", "n", "stream", "stream_options", "logprobs", "echo"),
+    *("stop", "seed", "user", "top_k", "repetition_penalty", "stop_at_eos", "fill_prefix"),
+    *_WITHOUT_EFFECT,
+}
+
+
+class QuestionError(UserError):
+    """A request that cannot be answered; ``name`` is the key at fault."""
+
+    def __init__(self, name: str | None, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt of a request."""
+
+    #: as the client gave it, or what its ids mean
+    text: str
+    #: ids, start symbol first
+    tokens: list[int]
+    #: with the room for new tokens; None if nothing is to be written
+    ready: Prompt | None
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request of a client."""
+
+    prompts: list[Asked]
+    sampling: Sampling
+    limits: Limits
+    stop: tuple[str, ...]
+    #: texts for each prompt
+    num_texts: int
+    #: likeliest tokens at each place, whose log-probabilities are wanted; None: no log-probabilities
+    num_top: int | None
+    echoes: bool
+    streams: bool
+    #: whether a stream ends with the numbers of tokens
+    says_usage: bool
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads requests to one model."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+    start_token: int
+    most_tokens: int
+    most_texts: int
+
+    def read(self, body: Any) -> Question:
+        """Check the body of a request.
+
+        Raises:
+            QuestionError: something in it is wrong, or the model cannot read it; the message names the key.
+        """
+        if not isinstance(body, dict):
+            raise QuestionError(None, "the body must be a JSON object")
+        given = {name: value for name, value in body.items() if value is not None}
+        for name in given:
+            if name not in _KNOWN:
+                raise QuestionError(name, f"unknown key {name[:80]!r}; there are {', '.join(sorted(_KNOWN))}")
+        for name, allowed in _WITHOUT_EFFECT.items():
+            if name in given and given[name] not in allowed:
+                raise QuestionError(name, f"{name} is not available here: leave it out")
+        keys = _Keys(given)
+        num_texts = keys.whole("n", 1, 1, min(_MOST_TEXTS, self.most_texts))
+        max_tokens = keys.whole("max_tokens", min(_DEFAULT_TOKENS, self.most_tokens), 0, self.most_tokens)
+        echoes, streams = keys.flag("echo"), keys.flag("stream")
+        num_top = keys.whole("logprobs", -1, 0, _MOST_LOGPROBS) if "logprobs" in given else None
+        sampling = _with_name(
+            None,
+            lambda: Sampling(
+                temperature=keys.number("temperature", 1.0),
+                top_k=keys.whole("top_k", 0, 0, len(self.tokenizer.vocabulary)),
+                top_p=keys.number("top_p", 1.0),
+                repetition_penalty=keys.number("repetition_penalty", 1.0),
+                seed=keys.whole("seed", secrets.randbits(62), -(2**63), 2**63 - 1) % 2**63,
+            ),
+        )
+        if num_texts > 1 and sampling.temperature == 0:
+            raise QuestionError("n", f"n={num_texts} texts of temperature 0 would all be the same")
+        if max_tokens == 0 and not echoes:
+            raise QuestionError("max_tokens", "max_tokens is 0: that scores a prompt, and needs echo")
+        if streams and echoes:
+            raise QuestionError("stream", "stream and echo do not go together")
+        options = given.get("stream_options", {})
+        if not isinstance(options, dict) or set(options) - {"include_usage"}:
+            raise QuestionError("stream_options", "stream_options may have include_usage alone")
+        end = Vocabulary.eos if keys.flag("stop_at_eos") else None
+        limits = Limits(max(max_tokens, 1), end=end, when_full="stop")
+        fill = self.start_token if keys.flag("fill_prefix") else None
+        prompts = [
+            self._asked(prompt, limits if max_tokens else None, fill) for prompt in self._prompts(given.get("prompt"))
+        ]
+        if len(prompts) * num_texts > self.most_texts:
+            raise QuestionError(
+                "prompt", f"{len(prompts)} prompts with {num_texts} texts each: at most {self.most_texts} at a time"
+            )
+        says_usage = options.get("include_usage") is True
+        return Question(
+            prompts, sampling, limits, self._stops(given.get("stop")), num_texts, num_top, echoes, streams, says_usage
+        )
+
+    def _prompts(self, prompt: Any) -> list[str | list[int]]:
+        """Return the prompts: of a text, several texts, ids, or several lists of ids."""
+        if prompt is None:
+            raise QuestionError("prompt", "prompt is missing")
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _are_ids(prompt)):
+            return [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            raise QuestionError("prompt", "prompt must be a text, ids, or a list of them that is not empty")
+        for one in prompt:
+            if not isinstance(one, str) and not (isinstance(one, list) and _are_ids(one)):
+                raise QuestionError("prompt", f"prompt must hold texts or lists of ids, got {one!r:.80}")
+        return prompt
+
+    def _asked(self, prompt: str | list[int], limits: Limits | None, fill: int | None) -> Asked:
+        if isinstance(prompt, str):
+            text, ids = prompt, _with_name("prompt", lambda: self.tokenizer.encode_lines(prompt))
+        else:
+            text, ids = _with_name("prompt", lambda: self.tokenizer.decode(prompt)), prompt
+        tokens = [self.start_token, *ids]
+        if len(tokens) > self.config.max_tokens:
+            raise QuestionError(
+                "prompt",
+                f"the prompt has {len(tokens)} tokens (start symbol included), and the model's context has "
+                f"{self.config.max_tokens}: give a shorter one",
+            )
+        if limits is None:
+            return Asked(text, tokens, None)
+        (ready,) = _with_name("prompt", lambda: ready_prompts(self.config, [tokens], limits, fill))
+        return Asked(text, tokens, ready)
+
+    @staticmethod
+    def _stops(stop: Any) -> tuple[str, ...]:
+        stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(_list("stop", stop))
+        if len(stops) > _MOST_STOPS:
+            raise QuestionError("stop", f"stop has {len(stops)} texts: at most {_MOST_STOPS}")
+        _with_name("stop", lambda: StopStrings(stops))
+        return stops
+
+
+class _Keys:
+    """Values by their names, each of its type and within its bounds."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
+
+    def whole(self, name: str, default: int, least: int, most: int) -> int:
+        value = self._given.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise QuestionError(name, f"{name} must be a whole number, got {value!r:.80}")
+        if value != default and not least <= value <= most:
+            raise QuestionError(name, f"{name} must be from {least} to {most}, got {value!r:.80}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self._given.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise QuestionError(name, f"{name} must be a number, got {value!r:.80}")
+        try:
+            return float(value)
+        except OverflowError:
+            raise QuestionError(name, f"{name} is too large") from None
+
+    def flag(self, name: str) -> bool:
+        value = self._given.get(name, False)
+        if not isinstance(value, bool):
+            raise QuestionError(name, f"{name} must be true or false, got {value!r:.80}")
+        return value
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _list(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise QuestionError(name, f"{name} must be a text or a list of texts, got {value!r:.80}")
+    return value
+
+
+def _with_name(name: str | None, work: Callable[[], Any]) -> Any:
+    """Return what ``work`` returns; its errors become errors of the key, by default of the one that they begin with."""
+    try:
+        return work()
+    except QuestionError:
+        raise
+    except UserError as error:
+        raise QuestionError(name or str(error).partition(" ")[0], str(error)) from None
+    except UnicodeEncodeError:
+        raise QuestionError(name, f"{name} holds half of a surrogate pair, which is no text") from None
