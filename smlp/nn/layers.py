@@ -58,6 +58,49 @@ class FeedForward(nn.Module):
         return self.fc2(self.activation(self.fc1(x_BnH)))
 
 
+class MaskedLinear(nn.Module):
+    """A linear map ``(M * W) x + b`` with a static random mask M, computed as a dense product.
+
+    Every entry of M is one with probability p, independently, and stays as it is (mixer_wide_sparse.txt, S.16). Masked
+    weights start at zero and get no gradient, so that weight decay leaves them at zero. The mask is a buffer: it is
+    saved with the weights, and data-parallel training sends rank 0's to all ranks.
+
+    Args:
+        in_features, out_features: I, O.
+        density: p, in (0, 1].
+        bias: whether there is a b.
+    """
+
+    mask: Tensor
+
+    def __init__(self, in_features: int, out_features: int, density: float, bias: bool = True) -> None:
+        super().__init__()
+        if not 0 < density <= 1:
+            raise UserError(f"the density of a masked layer must be above 0 and at most 1, got {density}")
+        self.density = density
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.register_buffer("mask", torch.rand(out_features, in_features) < density)
+        self.start((density * in_features) ** -0.5)
+
+    @torch.no_grad()
+    def start(self, deviation: float) -> None:
+        """Draw the weights from a normal distribution, and set the masked ones to zero."""
+        nn.init.normal_(self.weight, std=deviation)
+        self.weight.mul_(self.mask)
+
+    def matrix(self) -> Tensor:
+        """Return ``M * W``, (O, I)."""
+        return self.weight * self.mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        return linear(x, self.matrix(), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.weight.size(1)}, out_features={self.weight.size(0)}, density={self.density:.4g}"
+
+
 class Dropout(nn.Module):
     """:func:`smlp.ops.dropout` in training, nothing in evaluation.
 

@@ -27,9 +27,11 @@ def components(config: ImageConfig) -> list[Component]:
     patch = config.in_chans * config.patch_size**2
     tokens = config.tokens_of_layers()
     is_cls = config.pool == "cls"
-    own = 2 * C + is_cls * (C + linear_parameters(C, C))
-    norms = LAYER_NORM_FLOPS * C * tokens[-1][1] / S
-    head = linear_parameters(C, K) if K else 0
+    is_flat = config.block == "sparse_mlp"
+    own = (not is_flat) * 2 * C + is_cls * (C + linear_parameters(C, C))
+    norms = (not is_flat) * LAYER_NORM_FLOPS * C * tokens[-1][1] / S
+    features = config.width if is_flat else C
+    head = linear_parameters(features, K) if K else 0
     parts = [
         Component(
             ROOT, None, "norm and class token", other_params=own, work={NORMS: norms, OUTPUT: is_cls * C * C / S}
@@ -42,10 +44,10 @@ def components(config: ImageConfig) -> list[Component]:
             work={PROJECTIONS: patch * C * config.grid**2 / S},
         ),
     ]
-    of_block = _mixer_block if config.block == "mixer" else _gmlp_block
+    of_block = _BLOCKS[config.block]
     for layer, (before, after) in enumerate(tokens):
         parts += of_block(config, layer, before, after)
-    return [*parts, Component("head", None, "head", other_params=head, work={OUTPUT: C * K / S})]
+    return [*parts, Component("head", None, "head", other_params=head, work={OUTPUT: features * K / S})]
 
 
 def parameters(config: ImageConfig) -> int:
@@ -137,3 +139,42 @@ def _gmlp_block(config: ImageConfig, layer: int, before: int, after: int) -> Ite
         work={NORMS: LAYER_NORM_FLOPS * f, SPATIAL: S * f},
         num_mixed=S,
     )
+
+
+def _s_mixer_block(config: ImageConfig, layer: int, before: int, after: int) -> Iterator[Component]:
+    S, C, name = config.num_tokens, config.embed_dim, f"blocks.{layer}"
+    yield Component(
+        name,
+        layer,
+        "channel layer and norms",
+        other_params=4 * C + C * C,
+        work={NORMS: LAYER_NORM_FLOPS * C * (before + after) / S, PROJECTIONS: C * C * after / S},
+    )
+    mixing = {SPATIAL: C * before * after / S}
+    yield Component(
+        f"{name}.mlp_tokens", layer, "token layer", other_params=before * after, work=mixing, num_mixed=before
+    )
+    if config.mixed_tokens and layer == 0:
+        yield Component(
+            f"{name}.skip",
+            layer,
+            "skip over tokens",
+            other_params=before * after + 2 * C,
+            work={NORMS: LAYER_NORM_FLOPS * C * after / S, SPATIAL: C * before * after / S},
+            num_mixed=before,
+        )
+
+
+def _sparse_block(config: ImageConfig, layer: int, before: int, after: int) -> Iterator[Component]:
+    S, m = config.num_tokens, config.width
+    inputs = S * config.embed_dim if layer == 0 else m
+    yield Component(
+        f"blocks.{layer}",
+        layer,
+        "masked layer",
+        other_params=2 * inputs + inputs * m,
+        work={NORMS: LAYER_NORM_FLOPS * inputs / S, PROJECTIONS: inputs * m / S},
+    )
+
+
+_BLOCKS = {"mixer": _mixer_block, "s_mixer": _s_mixer_block, "sparse_mlp": _sparse_block, "gmlp": _gmlp_block}

@@ -15,11 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from smlp.config.settings import require
 from smlp.nn.blocks import SpatialGatingUnit
-from smlp.nn.layers import Dropout, FeedForward, Linear
+from smlp.nn.layers import Dropout, FeedForward, Linear, MaskedLinear
 from smlp.nn.state import ForwardContext
 from smlp.ops import ACTIVATION_FUNCTIONS, activated_halves, linear, token_linear
 from smlp.ops.fast_paths import skips_dropped
 from smlp.vision.presets import ImageConfig
+from smlp.wide_sparse.layers import Permutation
 
 #: what timm calls ways of pooling; "" returns all tokens
 _POOLS = {"mean": "avg", "cls": "token"}
@@ -136,29 +137,111 @@ class TokenMLP(nn.Module):
         return token_linear(hidden_BDC, self.fc2.weight, self.fc2.bias)
 
 
-class MixerBlock(nn.Module):
-    """``x + token MLP(LN(x))``, then ``x + channel MLP(LN(x))`` (mlp_mixer_supplement.txt, listing 1).
+class TokenLayer(nn.Module):
+    """``act(W x)`` over the tokens of each channel, without bias: an S-Mixer's (mixer_wide_sparse.txt, S.3, S.7)."""
 
-    A token MLP that changes the number of tokens (a pyramid) has no residual; the paper prints none.
-    """
-
-    def __init__(self, config: ImageConfig, tokens: tuple[int, int], drop_paths: tuple[float, float]) -> None:
+    def __init__(self, tokens_in: int, tokens_out: int, activation: str) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.embed_dim, config.norm_eps)
-        self.mlp_tokens = TokenMLP(config, *tokens)
-        self.drop_path1 = DropPath(drop_paths[0])
-        self.norm2 = nn.LayerNorm(config.embed_dim, config.norm_eps)
-        self.mlp_channels = FeedForward(config.embed_dim, config.ffn_dim, config.activation)
-        self.drop_path2 = DropPath(drop_paths[1])
-        self.is_residual = tokens[0] == tokens[1]
+        self.weight = nn.Parameter(torch.empty(tokens_out, tokens_in))
+        self.activation = ACTIVATION_FUNCTIONS[activation]
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         """(B, S, C) to (B, S', C)."""
-        if self.is_residual:
-            x_BSC = self.drop_path1(x_BSC, lambda x: self.mlp_tokens(self.norm1(x)))
+        return self.activation(self.weight @ x_BSC)
+
+
+class ChannelLayer(nn.Module):
+    """``act(x V)``, without bias: an S-Mixer's (mixer_wide_sparse.txt, S.3, S.8)."""
+
+    def __init__(self, channels: int, activation: str) -> None:
+        super().__init__()
+        self.fc = Linear(channels, channels, bias=False)
+        self.activation = ACTIVATION_FUNCTIONS[activation]
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        """(B, S, C) to (B, S, C)."""
+        return self.activation(self.fc(x_BSC))
+
+
+class NormedSkip(nn.Module):
+    """``LN(W x)`` over tokens: the skip connection of a block that changes their number (mixer_wide_sparse.txt, S.15)."""
+
+    def __init__(self, config: ImageConfig, tokens_in: int, tokens_out: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(tokens_in, tokens_out, bias=False)
+        self.norm = nn.LayerNorm(config.embed_dim, config.norm_eps)
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        """(B, S, C) to (B, S', C)."""
+        return self.norm(self.proj.weight @ x_BSC)
+
+
+class MixerBlock(nn.Module):
+    """``x + token MLP(LN(x))``, then ``x + channel MLP(LN(x))`` (mlp_mixer_supplement.txt, listing 1).
+
+    A token MLP that changes the number of tokens (a pyramid) has no residual; the paper prints none. In an S-Mixer each
+    MLP is one layer. An RP-Mixer permutes all features before and after each of them: with random permutations P1 and
+    P2, ``P2 J_c^T (I kron W) J_c P1`` is equation 19 with ``J1 = J_c P1``, which is as random as P1.
+    """
+
+    def __init__(
+        self, config: ImageConfig, tokens: tuple[int, int], drop_paths: tuple[float, float], has_skip: bool = False
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.embed_dim, config.norm_eps)
+        is_simple = config.block == "s_mixer"
+        self.mlp_tokens = TokenLayer(*tokens, config.activation) if is_simple else TokenMLP(config, *tokens)
+        self.drop_path1 = DropPath(drop_paths[0])
+        self.norm2 = nn.LayerNorm(config.embed_dim, config.norm_eps)
+        if is_simple:
+            self.mlp_channels: nn.Module = ChannelLayer(config.embed_dim, config.activation)
         else:
-            x_BSC = self.mlp_tokens(self.norm1(x_BSC))
-        return self.drop_path2(x_BSC, lambda x: self.mlp_channels(self.norm2(x)))
+            self.mlp_channels = FeedForward(config.embed_dim, config.ffn_dim, config.activation)
+        self.drop_path2 = DropPath(drop_paths[1])
+        self.skip = NormedSkip(config, *tokens) if has_skip else None
+        self.is_residual = tokens[0] == tokens[1]
+        self.orders = nn.ModuleList()
+        if config.permutations == "random":
+            sizes = [count * config.embed_dim for count in (*tokens, tokens[1], tokens[1])]
+            self.orders.extend(Permutation.random(size) for size in sizes)
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        """(B, S, C) to (B, S', C)."""
+        if self.skip is not None:
+            x_BSC = self.skip(x_BSC) + self._mixed(self.norm1(x_BSC), self.mlp_tokens, 0)
+        elif self.is_residual:
+            x_BSC = self.drop_path1(x_BSC, lambda x: self._mixed(self.norm1(x), self.mlp_tokens, 0))
+        else:
+            x_BSC = self._mixed(self.norm1(x_BSC), self.mlp_tokens, 0)
+        return self.drop_path2(x_BSC, lambda x: self._mixed(self.norm2(x), self.mlp_channels, 2))
+
+    def _mixed(self, x_BSC: Tensor, network: nn.Module, first: int) -> Tensor:
+        """Apply a network, in an RP-Mixer between the permutations ``first`` and ``first + 1``."""
+        if not self.orders:
+            return network(x_BSC)
+        return self.orders[first + 1](network(self.orders[first](x_BSC)))
+
+
+class SparseLayerBlock(nn.Module):
+    """``x + act((M * W) LN(x))`` with a static random mask M, over all features at once (mixer_wide_sparse.txt, S.16).
+
+    Where the width changes there is no ``x +``; the paper does not say how its first layer reaches the width.
+    """
+
+    def __init__(self, config: ImageConfig, inputs: int, drop_path: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(inputs, config.norm_eps)
+        self.layer = MaskedLinear(inputs, config.width, config.mask_density, bias=False)
+        self.activation = ACTIVATION_FUNCTIONS[config.activation]
+        self.drop_path = DropPath(drop_path)
+        self.is_residual = inputs == config.width
+
+    def forward(self, x_B1m: Tensor) -> Tensor:
+        """(B, 1, inputs) to (B, 1, m)."""
+        return self.drop_path(x_B1m, self._mixed) if self.is_residual else self._mixed(x_B1m)
+
+    def _mixed(self, x_B1m: Tensor) -> Tensor:
+        return self.activation(self.layer(self.norm(x_B1m)))
 
 
 class ImageGatedMLP(nn.Module):
@@ -210,19 +293,29 @@ class ImageModel(nn.Module):
         super().__init__()
         self.config = config
         self.num_classes = config.num_classes
-        self.num_features = self.head_hidden_size = self.embed_dim = config.embed_dim
+        self.is_flat = config.block == "sparse_mlp"
+        features = config.width if self.is_flat else config.embed_dim
+        self.num_features = self.head_hidden_size = self.embed_dim = features
         self.global_pool = _POOLS[config.pool]
         self.grad_checkpointing = False
         self.stem = Stem(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.embed_dim)) if config.pool == "cls" else None
         rates = config.drop_path_rates()
-        if config.block == "mixer":
+        blocks: list[nn.Module]
+        if config.block in ("mixer", "s_mixer"):
             pairs = zip(rates[::2], rates[1::2], strict=True)
-            blocks = [MixerBlock(config, *given) for given in zip(config.tokens_of_layers(), pairs, strict=True)]
+            blocks = [
+                MixerBlock(config, *given, has_skip=config.mixed_tokens > 0 and layer == 0)
+                for layer, given in enumerate(zip(config.tokens_of_layers(), pairs, strict=True))
+            ]
+        elif self.is_flat:
+            inputs = [config.num_tokens * config.embed_dim] + [config.width] * (config.num_layers - 1)
+            blocks = [SparseLayerBlock(config, *given) for given in zip(inputs, rates, strict=True)]
         else:
             blocks = [ImageGatedBlock(config, rate) for rate in rates]
         self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(config.embed_dim, config.norm_eps)
+        # a sparse MLP has none before its head (mixer_wide_sparse.txt, A.2.5)
+        self.norm = nn.Identity() if self.is_flat else nn.LayerNorm(config.embed_dim, config.norm_eps)
         self.representation = nn.Linear(config.embed_dim, config.embed_dim) if config.pool == "cls" else None
         self.head_drop = Dropout(config.drop_rate)
         self.head = self._new_head()
@@ -234,8 +327,10 @@ class ImageModel(nn.Module):
         return self.forward_head(self.forward_features(x_BcII))
 
     def forward_features(self, x_BcII: Tensor) -> Tensor:
-        """Return the normed tokens of the last block, (B, S, C); a class token comes first."""
+        """Return the normed tokens of the last block, (B, S, C); a class token comes first. A sparse MLP has (B, 1, m)."""
         x_BSC = self.stem(x_BcII)
+        if self.is_flat:
+            x_BSC = x_BSC.flatten(1).unsqueeze(1)
         if self.cls_token is not None:
             x_BSC = torch.cat([self.cls_token.expand(x_BSC.size(0), -1, -1), x_BSC], dim=1)
         for block in self.blocks:
@@ -294,11 +389,13 @@ class ImageModel(nn.Module):
 
 def _start(module: nn.Module) -> None:
     """Set the initial weights of a layer: LeCun's normal, cut at two deviations, and zero biases."""
-    if isinstance(module, nn.Linear | nn.Conv2d | UntiedLinear):
+    if isinstance(module, MaskedLinear):
+        module.start((module.density * module.weight.size(1)) ** -0.5)
+    if isinstance(module, nn.Linear | nn.Conv2d | UntiedLinear | TokenLayer):
         fan_in = module.weight[0].numel() if isinstance(module, nn.Conv2d) else module.weight.size(-1)
         # 0.8796 is the deviation of a standard normal that is cut at two
         nn.init.trunc_normal_(module.weight, std=(std := fan_in**-0.5 / 0.87962566103423978), a=-2 * std, b=2 * std)
-        if module.bias is not None:
+        if getattr(module, "bias", None) is not None:
             nn.init.zeros_(module.bias)
 
 

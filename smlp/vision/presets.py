@@ -15,10 +15,22 @@ from typing import Any
 from smlp.config.settings import check_choices, require, setting
 from smlp.errors import UserError
 
-BLOCKS = ("mixer", "gmlp")
+BLOCKS = ("mixer", "gmlp", "s_mixer", "sparse_mlp")
+PERMUTATIONS = ("none", "random")
 TOKEN_MIXINGS = ("shared", "untied", "grouped", "views")
 POOLS = ("mean", "cls")
 ACTIVATIONS = ("gelu", "gelu_tanh")
+
+
+#: settings that some kinds of blocks have
+_OF_BLOCKS = {
+    "token_mixing": ("mixer",),
+    "pyramid": ("mixer",),
+    "permutations": ("mixer", "s_mixer"),
+    "mixed_tokens": ("s_mixer",),
+    "mask_density": ("sparse_mlp",),
+    "mlp_width": ("sparse_mlp",),
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,14 @@ class ImageConfig:
         TOKEN_MIXINGS,
     )
     token_groups: int = setting(1, "G, channels that a grouped network over tokens sees at once")
+    permutations: str = setting(
+        "none", "Mixer, S-Mixer: random makes it an RP-Mixer, with fixed random orders of all features", PERMUTATIONS
+    )
+    mixed_tokens: int = setting(
+        0, "S-Mixer: S, tokens after the first block, whose skip connection is then LN(W x); 0 for one per patch"
+    )
+    mask_density: float = setting(1.0, "sparse MLP: p, share of the weights of a block that its mask keeps")
+    mlp_width: int = setting(0, "sparse MLP: m, features of a block; 0 for all features of all tokens")
     #: pairs of a block's index and the tokens that its network over tokens leaves
     pyramid: tuple[tuple[int, int], ...] = ()
 
@@ -83,12 +103,18 @@ class ImageConfig:
         )
         for name in ("drop_rate", "drop_path_rate"):
             require(0.0 <= getattr(self, name) < 1.0, f"{name} must be in [0, 1), got {getattr(self, name)}")
+        require(0 < self.mask_density <= 1, f"mask_density must be above 0 and at most 1, got {self.mask_density}")
+        for name, kinds in _OF_BLOCKS.items():
+            value = getattr(self, name)
+            if name in ("mixed_tokens", "mlp_width"):
+                require(value >= 0, f"{name} must not be negative, got {value}")
+            default = next(field.default for field in dataclasses.fields(self) if field.name == name)
+            require(
+                self.block in kinds or value == default,
+                f"{name}={value} is for block={' or '.join(kinds)}, not {self.block}",
+            )
         if self.block == "gmlp":
             require(self.ffn_dim % 2 == 0, f"ffn_dim must be even to be split in halves, got {self.ffn_dim}")
-            require(
-                self.token_mixing == "shared" and not self.pyramid,
-                f"token_mixing={self.token_mixing} and pyramid={self.pyramid} are for block=mixer, not gmlp",
-            )
         else:
             require(self.pool == "mean", f"pool={self.pool} is for block=gmlp: a Mixer's tokens all have a place")
         groups = self.token_groups
@@ -114,9 +140,18 @@ class ImageConfig:
         """Return S: patches, and the class token if there is one."""
         return self.grid**2 + (self.pool == "cls")
 
+    @property
+    def width(self) -> int:
+        """Return m, the features of all tokens together after the first block (mixer_wide_sparse.txt, 3.1)."""
+        if self.block == "sparse_mlp":
+            return self.mlp_width or self.num_tokens * self.embed_dim
+        return self.tokens_of_layers()[0][1] * self.embed_dim
+
     def tokens_of_layers(self) -> list[tuple[int, int]]:
         """Return the tokens before and after the network over tokens of each block."""
         steps, before, tokens = dict(self.pyramid), self.num_tokens, []
+        if self.mixed_tokens:
+            steps = {0: self.mixed_tokens}
         for layer in range(self.num_layers):
             tokens.append((before, steps.get(layer, before)))
             before = tokens[-1][1]
@@ -127,7 +162,7 @@ class ImageConfig:
 
         They rise linearly from 0 to ``drop_path_rate`` (mlp_mixer_supplement.txt, section B; Huang et al., 2016).
         """
-        branches = self.num_layers * (2 if self.block == "mixer" else 1)
+        branches = self.num_layers * (2 if self.block in ("mixer", "s_mixer") else 1)
         return [self.drop_path_rate * branch / max(branches - 1, 1) for branch in range(branches)]
 
 
@@ -147,6 +182,15 @@ def _gmlp(width: int, layers: int = 30) -> dict[str, Any]:
     return {"block": "gmlp", "embed_dim": width, "num_layers": layers, "ffn_dim": 6 * width}
 
 
+_S_MIXER = {
+    "block": "s_mixer",
+    "patch_size": 4,
+    "img_size": 32,
+    "num_layers": 8,
+    "num_classes": 10,
+    "norm_eps": 1e-5,
+}
+
 #: settings by name. Mixer: Tolstikhin et al., 2021, Table 1; gMLP: gmlp.txt, Table 1. The tiny ones are for small
 #: images and two cores.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -161,6 +205,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smlp_gmlp_s16": {**_gmlp(256), "drop_path_rate": 0.05},
     "smlp_gmlp_b16": {**_gmlp(512), "drop_path_rate": 0.2},
     "smlp_mixer_tiny": {**_mixer(4, 128, 8), "img_size": 32, "num_classes": 10},
+    # mixer_wide_sparse.txt, section C.4, at Omega = 2^18: the same connections in a layer. The Mixer's permuted kin has
+    # MLPs with a hidden layer
+    "smlp_s_mixer": {**_S_MIXER, "embed_dim": 64, "mixed_tokens": 64},
+    "smlp_rp_s_mixer": {**_S_MIXER, "embed_dim": 64, "mixed_tokens": 64, "permutations": "random"},
+    "smlp_sparse_mlp": {**_S_MIXER, "block": "sparse_mlp", "embed_dim": 48, "mlp_width": 1619, "mask_density": 0.1},
+    "smlp_rp_mixer_tiny": {**_mixer(4, 128, 8), "img_size": 32, "num_classes": 10, "permutations": "random"},
     "smlp_gmlp_tiny": {**_gmlp(96, 12), "patch_size": 4, "img_size": 32, "num_classes": 10},
 }
 

@@ -1,0 +1,74 @@
+"""Centred kernel alignment (CKA) of hidden features, in mini-batches with the unbiased HSIC.
+
+Sources: Nguyen et al., 2021, section 3.1, equations 2 and 3; mixer_wide_sparse.txt, section 3.4. Letters: ``B`` inputs
+of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from smlp.config.settings import require
+from smlp.errors import UserError
+
+
+def gram(features: Tensor) -> Tensor:
+    """Return the products of the features of all pairs of inputs, (B, B) float64, with zeros on the diagonal."""
+    x_Bf = features.detach().flatten(1).double()
+    return (x_Bf @ x_Bf.t()).fill_diagonal_(0)
+
+
+def hsic(k_BB: Tensor, l_BB: Tensor) -> Tensor:
+    """Return the unbiased estimate of HSIC from two matrices of :func:`gram`; B is at least 4."""
+    size = len(k_BB)
+    trace = (k_BB * l_BB).sum()
+    both = k_BB.sum() * l_BB.sum() / ((size - 1) * (size - 2))
+    crossed = 2 * (k_BB.sum(0) * l_BB.sum(0)).sum() / (size - 2)
+    return (trace + both - crossed) / (size * (size - 3))
+
+
+class MiniBatchCKA:
+    """CKA of every layer of one model with every layer of another, gathered over batches.
+
+    HSIC is averaged over the batches before the quotient is taken, so that the result hardly depends on their size.
+    """
+
+    def __init__(self) -> None:
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def add(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+        """Add the features of a batch: a tensor (B, ...) for each layer.
+
+        Raises:
+            UserError: a batch has fewer than four inputs, or the numbers of inputs differ.
+        """
+        sizes = {len(features) for features in (*first, *second)}
+        require(len(sizes) == 1, f"CKA compares features of the same inputs, got batches of {sorted(sizes)}")
+        require(min(sizes) >= 4, f"CKA needs batches of at least 4 inputs, got {min(sizes)}")
+        one, two = ([gram(features) for features in layers] for layers in (first, second))
+        new = (
+            torch.stack([torch.stack([hsic(k, l) for l in two]) for k in one]),
+            torch.stack([hsic(k, k) for k in one]),
+            torch.stack([hsic(l, l) for l in two]),
+        )
+        if self._sums is None:
+            self._sums = new
+            return
+        shapes = [tuple(total.shape) for total in self._sums], [tuple(value.shape) for value in new]
+        require(shapes[0] == shapes[1], f"CKA has {shapes[0][0]} pairs of layers, and a batch has {shapes[1][0]}")
+        for total, value in zip(self._sums, new, strict=True):
+            total.add_(value)
+
+    def matrix(self) -> Tensor:
+        """Return the CKA of each pair of layers, (layers of the first, layers of the second).
+
+        Raises:
+            UserError: there was no batch.
+        """
+        if self._sums is None:
+            raise UserError("CKA needs at least one whole batch of inputs")
+        crossed, one, two = self._sums
+        return crossed / (one.unsqueeze(1) * two).sqrt()
