@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plot": ("smlp.cli.plot", "pictures of a checkpoint: spatial filters, what goes to which expert"),
     "data": ("smlp.cli.data", "prepare training data: fetch, clean, dedup, sample, tokenizer, binarize, inspect"),
     "vision": ("smlp.cli.vision", "images: train and evaluate MLP-Mixer and gMLP with timm's parts"),
+    "wide-sparse": ("smlp.cli.wide_sparse", "models as wide, sparse MLPs: connections, singular values, similarity"),
     "examples": ("smlp.cli.examples", "write recipes, experiments and Slurm scripts to a folder"),
     "doctor": ("smlp.cli.doctor", "check versions, devices and speed on this machine"),
     "user-dir": ("smlp.cli.user_dir", "print the directory to give to fairseq's --user-dir"),

@@ -380,7 +380,7 @@ def run(args: argparse.Namespace) -> int:
     return work[args.action](args)
 
 
-def _import_timm() -> None:
+def import_timm() -> None:
     """Import timm, whatever torchvision is installed.
 
     Raises:
@@ -432,7 +432,7 @@ def _train(args: argparse.Namespace) -> int:
         )
     if args.nproc > 1:
         return run_ranks([*this_program(), *without_options(args.words, "--nproc")], args.nproc)
-    _import_timm()
+    import_timm()
     from smlp.vision.train import train
 
     with_sentences(train, _options_of(args))
@@ -479,7 +479,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from smlp.cli.json_file import check_outputs, write_json
 
     check_outputs(json=args.json)
-    _import_timm()
+    import_timm()
     from smlp.vision.evaluate import evaluate
 
     report = with_sentences(evaluate, _options_of(args))
@@ -499,7 +499,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
 
-    _import_timm()
+    import_timm()
     from smlp.vision.compare import read_comparison, run_comparison
 
     parser = argparse.ArgumentParser(prog=f"{args.file}: options of smlp vision train", add_help=False)
@@ -514,7 +514,7 @@ def _plot(args: argparse.Namespace) -> int:
     from smlp.plots.drawing import check_matplotlib
 
     check_matplotlib()
-    _import_timm()
+    import_timm()
     from smlp.plots.image_units import draw_image_units
     from smlp.vision.checkpoints import read_checkpoint
 

@@ -164,7 +164,7 @@ class ChannelLayer(nn.Module):
 
 
 class NormedSkip(nn.Module):
-    """``LN(W x)`` over tokens: the skip connection of a block that changes their number (mixer_wide_sparse.txt, S.15)."""
+    """``LN(W x)`` over tokens: the skip connection where their number changes (mixer_wide_sparse.txt, S.15)."""
 
     def __init__(self, config: ImageConfig, tokens_in: int, tokens_out: int) -> None:
         super().__init__()
@@ -327,7 +327,10 @@ class ImageModel(nn.Module):
         return self.forward_head(self.forward_features(x_BcII))
 
     def forward_features(self, x_BcII: Tensor) -> Tensor:
-        """Return the normed tokens of the last block, (B, S, C); a class token comes first. A sparse MLP has (B, 1, m)."""
+        """Return the normed tokens of the last block, (B, S, C); a class token comes first.
+
+        A sparse MLP returns (B, 1, m).
+        """
         x_BSC = self.stem(x_BcII)
         if self.is_flat:
             x_BSC = x_BSC.flatten(1).unsqueeze(1)

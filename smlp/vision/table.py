@@ -73,7 +73,7 @@ def table_text() -> str:
         "One FLOP is an addition or a multiplication, two to a multiply-add; training counts three passes over the\n"
         "303 million images of JFT-300M for the paper's epochs. Norms, biases and activations are not counted."
     )
-    return "\n\n".join([_aligned(printed, 3), _aligned(sizes, 1), notes]) + "\n"
+    return "\n\n".join([aligned(printed, 3), aligned(sizes, 1), notes]) + "\n"
 
 
 def _row(
@@ -97,7 +97,7 @@ def _row(
     }
 
 
-def _aligned(rows: list[list[str]], num_texts: int) -> str:
+def aligned(rows: list[list[str]], num_texts: int) -> str:
     """Return rows as columns, the first ones texts, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -63,9 +63,13 @@ def change_resolution(
     """
     new = dataclasses.replace(config, img_size=img_size)
     require(
-        config.token_mixing in ("shared", "untied") and not config.pyramid and config.pool == "mean",
-        f"no change of resolution is defined for token_mixing={config.token_mixing}, pyramid={config.pyramid}, "
-        f"pool={config.pool}",
+        config.block in ("mixer", "gmlp")
+        and config.token_mixing in ("shared", "untied")
+        and not config.pyramid
+        and config.pool == "mean"
+        and config.permutations == "none",
+        f"no change of resolution is defined for block={config.block}, token_mixing={config.token_mixing}, "
+        f"pyramid={config.pyramid}, pool={config.pool}, permutations={config.permutations}",
     )
     if config.block == "gmlp":
         return {name: _shifted(name, tensor, config.grid, new.grid) for name, tensor in state.items()}, new

@@ -50,9 +50,9 @@ class MiniBatchCKA:
         require(min(sizes) >= 4, f"CKA needs batches of at least 4 inputs, got {min(sizes)}")
         one, two = ([gram(features) for features in layers] for layers in (first, second))
         new = (
-            torch.stack([torch.stack([hsic(k, l) for l in two]) for k in one]),
+            torch.stack([torch.stack([hsic(k, other) for other in two]) for k in one]),
             torch.stack([hsic(k, k) for k in one]),
-            torch.stack([hsic(l, l) for l in two]),
+            torch.stack([hsic(k, k) for k in two]),
         )
         if self._sums is None:
             self._sums = new

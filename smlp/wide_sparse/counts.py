@@ -178,7 +178,10 @@ def _layers(
         work = size * k * experts / num_experts
         yield EXPERTS, k / (num_experts * size), work, experts, work
     if spatial is not None and part.flops_per_pair:
-        pairs = [size * (work[EXPERTS] - part.assignments_per_token * part.flops_per_assignment) for work in (connected, executed)]
+        pairs = [
+            size * (work[EXPERTS] - part.assignments_per_token * part.flops_per_assignment)
+            for work in (connected, executed)
+        ]
         yield SPATIAL, None, pairs[0], spatial[0], pairs[1]
 
 
@@ -203,7 +206,11 @@ def _weights(
             spatial = one.weight.size(0) * distinct, float(size * size)
         elif isinstance(one, TokenMLP | TokenMixing | TokenLayer):
             names = ("fc1", "fc2", "tokens_in", "tokens_out")
-            sizes = [value.numel() for name, value in one.named_parameters() if name in ("weight", *(f"{n}.weight" for n in names))]
+            sizes = [
+                value.numel()
+                for name, value in one.named_parameters()
+                if name in ("weight", *(f"{n}.weight" for n in names))
+            ]
             networks = one.fc1.weight.size(0) if isinstance(one, TokenMLP) and one.is_untied else 1
             spatial = sum(sizes), sum(sizes) / networks
             over_tokens = tuple(f"{path}.{name}".removeprefix(".") for name in names)

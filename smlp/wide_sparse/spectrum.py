@@ -80,7 +80,9 @@ def sparse_rows(
         width = tokens * count
         density = omega / (expansion * width**2)
         found = [
-            largest_singular_value(masked_sample(width, density, expansion, torch.Generator().manual_seed(seed + trial)))
+            largest_singular_value(
+                masked_sample(width, density, expansion, torch.Generator().manual_seed(seed + trial))
+            )
             for trial in range(trials)
         ]
         rows.append(

@@ -19,6 +19,10 @@ PARAMETERS = {
     "smlp_gmlp_s16": 19_422_656,
     "smlp_gmlp_b16": 73_075_392,
     "smlp_mixer_tiny": 1_132_170,
+    "smlp_s_mixer": 75_722,
+    "smlp_rp_s_mixer": 75_722,
+    "smlp_sparse_mlp": 23_369_057,
+    "smlp_rp_mixer_tiny": 1_132_170,
     "smlp_gmlp_tiny": 1_068_394,
 }
 WITH_CLASS_TOKEN = {"smlp_gmlp_ti16": 5_895_788, "smlp_gmlp_s16": 19_500_524, "smlp_gmlp_b16": 73_350_380}
@@ -47,6 +51,9 @@ def test_every_size_has_its_number_of_parameters():
         ("smlp_gmlp_ti16", {"pool": "cls", "num_layers": 3}),
         *(("smlp_mixer_tiny", {**settings, "num_layers": 2}) for settings in VARIANTS.values()),
         ("smlp_gmlp_tiny", {"img_size": 8, "num_layers": 1}),
+        ("smlp_rp_s_mixer", {"mixed_tokens": 40, "num_layers": 2}),
+        ("smlp_sparse_mlp", {"mlp_width": 100, "num_layers": 2}),
+        ("smlp_rp_mixer_tiny", {"num_layers": 1}),
     ],
 )
 def test_formula_modules_and_fvcore_agree(name, settings):

@@ -65,7 +65,7 @@ def test_what_has_no_rule_is_refused():
     with pytest.raises(UserError, match="img_size=13 must be a multiple of patch_size=4"):
         resized(mixer, 13)
     for settings in ({"token_mixing": "grouped", "token_groups": 2}, {"pyramid": {0: 4}}):
-        with pytest.raises(UserError, match="no change of resolution is defined for token_mixing"):
+        with pytest.raises(UserError, match="no change of resolution is defined for block=mixer, token_mixing"):
             resized(randomised(**settings), 24)
     with pytest.raises(UserError, match="pool=cls"):
         resized(randomised("smlp_gmlp_ti16", pool="cls"), 24)

@@ -17,6 +17,7 @@ from smlp.vision.weights import from_timm, to_timm
 NAMES = [
     *("smlp_mixer_s32", "smlp_mixer_s16", "smlp_mixer_b32", "smlp_mixer_b16", "smlp_mixer_l32", "smlp_mixer_l16"),
     *("smlp_mixer_h14", "smlp_gmlp_ti16", "smlp_gmlp_s16", "smlp_gmlp_b16", "smlp_mixer_tiny", "smlp_gmlp_tiny"),
+    *("smlp_s_mixer", "smlp_rp_s_mixer", "smlp_sparse_mlp", "smlp_rp_mixer_tiny"),
 ]
 #: small models: ours, and timm's class with what timm's own sizes give it
 PAIRS = {

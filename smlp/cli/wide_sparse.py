@@ -1,0 +1,176 @@
+"""``smlp wide-sparse``: layers of Mixers, gMLPs and sMLPs as wide, sparse layers of an MLP."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from smlp.cli.numbers import MOST_SEED, whole
+from smlp.cli.options import add_model_files, load_any_model
+from smlp.errors import UserError
+
+DESCRIPTION = "models as wide, sparse MLPs: widths and connections, singular values, similarity of features"
+EPILOG = """examples:
+  smlp wide-sparse table --arch smlp --arch smlp_mixer_b16
+  smlp wide-sparse spectrum
+  smlp wide-sparse spectrum checkpoints/checkpoint_best.pt --json spectrum.json
+  smlp wide-sparse cka mixer/model_best.pth.tar sparse/model_best.pth.tar --data-dir data/cifar10
+
+The view, its formulas and what is measured are in docs/wide_sparse.md.
+"""
+_COMMANDS = {
+    "table": "effective width, density, connections and reuse of weights, of presets and of the paper's models",
+    "spectrum": "largest singular values: random masked matrices, or spatial matrices of a model",
+    "cka": "similarity of the hidden features of two image models",
+}
+#: channels of Figure 4 (right)
+_CHANNELS = (4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 64)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands with their options."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
+    declare = {"table": _table_options, "spectrum": _spectrum_options, "cka": _cka_options}
+    for name, summary in _COMMANDS.items():
+        declare[name](actions.add_parser(name, help=summary, description=summary))
+
+
+def _table_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--arch",
+        action="append",
+        metavar="NAME",
+        help="architecture or image model; may be repeated (default: all of them, and the paper's rows)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
+
+
+def _spectrum_options(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("path", nargs="?", metavar="CHECKPOINT", help="language model, in one file or in parts")
+    model.add_argument("--arch", metavar="NAME", help="architecture with its initial weights")
+    add_model_files(parser)
+    parser.add_argument(
+        "--trials",
+        **whole(0, 1000),
+        default=0,
+        metavar="N",
+        help="without a model: random matrices for each width, about a minute each (default: the formulas alone)",
+    )
+    parser.add_argument("--seed", **whole(0, MOST_SEED), default=1, help="of random weights (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="also write the numbers here")
+
+
+def _cka_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="CHECKPOINT", help="of smlp vision train")
+    parser.add_argument("second", metavar="CHECKPOINT", help="of smlp vision train")
+    parser.add_argument(
+        "--data-dir", required=True, metavar="DIR", help="holds the split, with a folder for each class"
+    )
+    parser.add_argument(
+        "--split", metavar="NAME", default="validation", help="folder of the images (default: %(default)s)"
+    )
+    parser.add_argument(
+        "-b", "--batch-size", **whole(4, 1 << 16), default=128, metavar="N", help="images (default: %(default)s)"
+    )
+    parser.add_argument("--batches", **whole(), metavar="N", help="use the first N batches (default: all)")
+    parser.add_argument("--json", metavar="FILE", help="also write the matrix here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand."""
+    from smlp.cli.json_file import check_outputs
+
+    check_outputs(json=args.json)
+    return {"table": _table, "spectrum": _spectrum, "cka": _cka}[args.action](args)
+
+
+def _table(args: argparse.Namespace) -> int:
+    from smlp.wide_sparse.counts import preset_rows
+    from smlp.wide_sparse.table import as_json, paper_rows, table_text
+
+    rows = preset_rows(args.arch)
+    print(table_text(rows, with_paper=args.arch is None), end="")
+    content: dict[str, Any] = {"presets": as_json(rows)}
+    if args.arch is None:
+        content["paper"] = [vars(row) for row in paper_rows()]
+    _write(args.json, content)
+    return 0
+
+
+def _spectrum(args: argparse.Namespace) -> int:
+    if args.path or args.arch:
+        return _spectrum_of_model(args)
+    from smlp.vision.table import aligned
+    from smlp.wide_sparse.spectrum import sparse_rows
+
+    rows = sparse_rows(2**19, 2, _CHANNELS, args.trials, args.seed)
+    table = [["C", "S", "width", "density", "Mixer", "masked (17)", "as printed", "measured"]]
+    for row in rows:
+        measured = "-" if row["measured"] is None else f"{row['measured']:.3f}"
+        edges = [f"{row[name]:.3f}" for name in ("mixer", "formula", "printed")]
+        table.append(
+            [str(row["channels"]), str(row["tokens"]), str(row["width"]), f"{row['density']:.4f}", *edges, measured]
+        )
+    print("largest singular values at 2^19 connections, gamma = 2 (Figure 4, right)\n")
+    print(aligned(table, 0))
+    _write(args.json, {"omega": 2**19, "expansion": 2, "trials": args.trials, "seed": args.seed, "rows": rows})
+    return 0
+
+
+def _spectrum_of_model(args: argparse.Namespace) -> int:
+    import torch
+
+    from smlp.plots.filters import spatial_layers
+    from smlp.wide_sparse.spectrum import CAUSAL_EDGE, scaled_largest
+
+    if args.path:
+        model = load_any_model(args).core
+    else:
+        from smlp.config.presets import preset
+        from smlp.nn.build import model_of
+
+        torch.manual_seed(args.seed)
+        model = model_of(preset(args.arch))
+    name, layers = args.path or args.arch, spatial_layers(model)
+    if not layers:
+        raise UserError(f"{name} has no spatial matrices: its tokens are mixed in other ways")
+    print(f"largest singular values of the spatial matrices of {name}, weights scaled to variance 1/T")
+    rows = []
+    for layer in layers:
+        values = [scaled_largest(matrix, layer.is_causal) for matrix in layer.experts.matrices().detach().double()]
+        # a Toeplitz matrix has no independent entries, so that there is no such edge
+        edge = None if layer.is_toeplitz else CAUSAL_EDGE if layer.is_causal else 2.0
+        known = [value for value in values if value is not None]
+        about = f"{min(known):.3f} to {max(known):.3f}" if known else "all weights are zero"
+        random = "" if edge is None else f" (random: {edge:.3f})"
+        print(
+            f"layer {layer.layer:>3}  {layer.kind:<22} {len(values):>4} {layer.unit}s of {layer.size}: {about}{random}"
+        )
+        rows.append({"layer": layer.layer, "kind": layer.kind, "size": layer.size, "edge": edge, "largest": values})
+    _write(args.json, {"model": name, "layers": rows})
+    return 0
+
+
+def _cka(args: argparse.Namespace) -> int:
+    from smlp.cli.vision import import_timm
+
+    import_timm()
+    from smlp.vision.table import aligned
+    from smlp.wide_sparse.features import compare_checkpoints
+
+    found = compare_checkpoints(args.first, args.second, args.data_dir, args.split, args.batch_size, args.batches)
+    first, second, matrix = found["first"], found["second"], found["cka"]
+    lines = [[name, *(f"{value:.3f}" for value in row)] for name, row in zip(first, matrix, strict=True)]
+    print(aligned([["", *second], *lines], 1))
+    if len(first) == len(second):
+        print(f"\nmean of the diagonal: {sum(row[i] for i, row in enumerate(matrix)) / len(first):.4f}")
+    _write(args.json, found)
+    return 0
+
+
+def _write(path: str | None, content: Any) -> None:
+    from smlp.cli.json_file import write_json
+
+    if path:
+        write_json(path, content)

@@ -1,0 +1,96 @@
+"""Hidden features of trained image models, and their CKA (mixer_wide_sparse.txt, Figure 2 and section C.1)."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from timm.data import resolve_data_config
+from torch import Tensor, nn
+
+from smlp.errors import UserError
+from smlp.vision.data import evaluation_loader, open_split
+from smlp.vision.evaluate import model_of
+from smlp.vision.model import ImageGatedBlock, ImageModel, MixerBlock, SparseLayerBlock
+from smlp.wide_sparse.cka import MiniBatchCKA
+
+#: a module, and what is applied to its output before the skip connection is added
+Branch = tuple[nn.Module, Callable[[Tensor], Tensor] | None]
+
+
+def branches(model: ImageModel) -> dict[str, Branch]:
+    """Return where the features that are added to skip connections come from, in order.
+
+    An RP-Mixer permutes them before it adds them. That is left out: CKA does not depend on the order of features.
+    """
+    found: dict[str, Branch] = {}
+    for index, block in enumerate(model.blocks):
+        if isinstance(block, MixerBlock):
+            found |= {f"{index}.tokens": (block.mlp_tokens, None), f"{index}.channels": (block.mlp_channels, None)}
+        elif isinstance(block, ImageGatedBlock):
+            found[str(index)] = (block.mlp_channels, None)
+        elif isinstance(block, SparseLayerBlock):
+            found[str(index)] = (block.layer, block.activation)
+    return found
+
+
+@contextmanager
+def recorded(model: ImageModel) -> Iterator[list[Tensor]]:
+    """Gather the features of :func:`branches` in the forward pass inside the ``with``, in order."""
+    features: list[Tensor] = []
+
+    def gather(function: Callable[[Tensor], Tensor] | None) -> Callable[..., None]:
+        return lambda module, inputs, output: features.append(output if function is None else function(output))
+
+    handles = [module.register_forward_hook(gather(function)) for module, function in branches(model).values()]
+    try:
+        yield features
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def compare_checkpoints(
+    first: str, second: str, data_dir: str, split: str, batch_size: int, batches: int | None = None
+) -> dict[str, Any]:
+    """Return the CKA of the branches of two trained models on the same images; the last, smaller batch is left out.
+
+    Returns:
+        ``first`` and ``second``, names of branches; ``cka``, a row for each of the first; ``images``.
+
+    Raises:
+        UserError: a checkpoint is none of ours, the models' images differ, or there is no whole batch.
+    """
+    models, configs = [], []
+    for path in (first, second):
+        args = Namespace(checkpoint=path, model=None, num_classes=None, img_size=None, in_chans=None, model_kwargs={})
+        args.__dict__.update(mean=None, std=None, crop_pct=None, interpolation="", no_ema=False, device_modules=None)
+        model = model_of(args).eval()
+        if not isinstance(model, ImageModel):
+            raise UserError(f"{path} is of timm's {args.model}; CKA compares branches of smlp_* models")
+        models.append(model)
+        configs.append((args, resolve_data_config(vars(args), model=model)))
+    (args, config), (_, other) = configs
+    if config["input_size"] != other["input_size"]:
+        sizes = [" x ".join(map(str, one["input_size"])) for one in (config, other)]
+        raise UserError(f"{first} and {second} must take the same images, got {sizes[0]} and {sizes[1]}")
+    dataset = open_split(data_dir, split, args.classes, config["input_size"][0])
+    args.__dict__.update(batch_size=batch_size, validation_batch_size=None, workers=0, distributed=False)
+    cka, images_seen = MiniBatchCKA(), 0
+    for images, _ in islice(evaluation_loader(dataset, args, config, torch.device("cpu")), batches):
+        if len(images) < batch_size:
+            break
+        with recorded(models[0]) as one, recorded(models[1]) as two:
+            for model in models:
+                model(images)
+        cka.add(one, two)
+        images_seen += len(images)
+    if not images_seen:
+        raise UserError(f"{data_dir} has {len(dataset)} images in {split}, less than --batch-size {batch_size}")
+    names = [list(branches(model)) for model in models]
+    return {"first": names[0], "second": names[1], "cka": cka.matrix().tolist(), "images": images_seen}
