@@ -115,6 +115,7 @@ setup(
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", *LM_EVAL),
             *("torchmetrics>=1.9,<2", *DATA, *DOCS, *HF, *ONNX, *VISION),
             *("httpx2>=2", "openai>=3", "playwright>=1.60", *SERVE),
+            "torch-cka>=0.21",
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],
     },
