@@ -55,7 +55,7 @@ def _spectrum_options(parser: argparse.ArgumentParser) -> None:
         **whole(0, 1000),
         default=0,
         metavar="N",
-        help="without a model: random matrices for each width, about a minute each (default: the formulas alone)",
+        help="without a model: random matrices for each width, some ten seconds each (default: the formulas alone)",
     )
     parser.add_argument("--seed", **whole(0, MOST_SEED), default=1, help="of random weights (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the numbers here")

@@ -1,6 +1,7 @@
 """``smlp wide-sparse``: its output, its JSON, and what it says about wrong input."""
 
 import json
+from argparse import Namespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tiny_checkpoints import write_checkpoint
 
 from smlp.cli.main import main
 from smlp.launch.machine import let_torchvision_load
+from smlp.plots.filters import spatial_layers
 from smlp.vision.presets import preset
 
 WORDS = [f"word{number}" for number in range(12)]
@@ -34,20 +36,14 @@ def test_spectrum_of_random_matrices(tmp_path, capsys):
 
 
 def test_spectrum_of_a_checkpoint(tmp_path, capsys):
-    path = write_checkpoint(tmp_path, WORDS)
+    path, model = write_checkpoint(tmp_path, WORDS)
     file = tmp_path / "layers.json"
     assert main(["wide-sparse", "spectrum", str(path), "--json", str(file)]) == 0
     layers = json.loads(file.read_text())["layers"]
-    state = torch.load(path, weights_only=False)["model"]
     assert {layer["kind"] for layer in layers} == {"SGU", "sMoE (deterministic)"}
-    for layer in layers:
+    for layer, found in zip(layers, spatial_layers(model), strict=True):
         assert layer["size"] == 12 and layer["edge"] == pytest.approx(1.6487, abs=1e-4)
-        name = next(
-            n
-            for n in state
-            if f"blocks.{layer['layer']}." in n and n.endswith(("heads.weight", "feature_moe.experts.weight"))
-        )
-        weight = state[name][0].double().tril()
+        weight = found.experts.weight[0].detach().double().tril()
         expected = torch.linalg.matrix_norm(weight, 2) / (12 * weight.square().sum() / 78).sqrt()
         assert layer["largest"][0] == pytest.approx(expected.item())
 
@@ -64,8 +60,6 @@ def test_cka_of_two_checkpoints(tmp_path, capsys):
         folder.mkdir(parents=True, exist_ok=True)
         pixels = torch.randint(256, (8, 8, 3), dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
-    from argparse import Namespace
-
     paths = []
     for name, settings in (("smlp_rp_s_mixer", {"mixed_tokens": 3}), ("smlp_sparse_mlp", {"mlp_width": 30})):
         settings |= {"img_size": 8, "num_layers": 2, "num_classes": 2}

@@ -1,4 +1,4 @@
-"""Widths, connections, reuse, edges of spectra and CKA: formulas, counts of real weights, random matrices, a library."""
+"""Widths, connections, reuse, edges of spectra and CKA: formulas, real weights, random matrices, a library."""
 
 import math
 import warnings
