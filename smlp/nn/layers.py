@@ -39,25 +39,6 @@ def xavier_linear(in_features: int, out_features: int, bias: bool = True) -> Lin
     return layer
 
 
-class FeedForward(nn.Module):
-    """``fc2(act(fc1(x)))``, H to F to H.
-
-    Args:
-        embed_dim, ffn_dim: H, F.
-        activation: "gelu", "relu" or "swish".
-    """
-
-    def __init__(self, embed_dim: int, ffn_dim: int, activation: str) -> None:
-        super().__init__()
-        self.fc1 = xavier_linear(embed_dim, ffn_dim)
-        self.activation = ACTIVATION_FUNCTIONS[activation]
-        self.fc2 = xavier_linear(ffn_dim, embed_dim)
-
-    def forward(self, x_BnH: Tensor) -> Tensor:
-        """(B, n, H) to (B, n, H)."""
-        return self.fc2(self.activation(self.fc1(x_BnH)))
-
-
 class MaskedLinear(nn.Module):
     """A linear map ``(M * W) x + b`` with a static random mask M, computed as a dense product.
 
@@ -99,6 +80,35 @@ class MaskedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight.size(1)}, out_features={self.weight.size(0)}, density={self.density:.4g}"
+
+
+def _feed_forward_layer(inputs: int, outputs: int, density: float) -> nn.Module:
+    """Return a linear layer with Xavier's values, or a masked one whose outputs start with the same variance."""
+    if density == 1:
+        return xavier_linear(inputs, outputs)
+    layer = MaskedLinear(inputs, outputs, density)
+    layer.start((2 / (density * (inputs + outputs))) ** 0.5)
+    return layer
+
+
+class FeedForward(nn.Module):
+    """``fc2(act(fc1(x)))``, H to F to H.
+
+    Args:
+        embed_dim, ffn_dim: H, F.
+        activation: "gelu", "relu" or "swish".
+        density: below 1, share of the weights that a static mask keeps (:class:`MaskedLinear`).
+    """
+
+    def __init__(self, embed_dim: int, ffn_dim: int, activation: str, density: float = 1.0) -> None:
+        super().__init__()
+        self.fc1 = _feed_forward_layer(embed_dim, ffn_dim, density)
+        self.activation = ACTIVATION_FUNCTIONS[activation]
+        self.fc2 = _feed_forward_layer(ffn_dim, embed_dim, density)
+
+    def forward(self, x_BnH: Tensor) -> Tensor:
+        """(B, n, H) to (B, n, H)."""
+        return self.fc2(self.activation(self.fc1(x_BnH)))
 
 
 class Dropout(nn.Module):

@@ -58,13 +58,14 @@ class DenseBlock(Block):
     Args:
         config: of the model.
         mixing: the sublayer before, with its residual.
+        density: of the feed-forward network's weights, if they have a static mask.
     """
 
-    def __init__(self, config: ModelConfig, mixing: nn.Module) -> None:
+    def __init__(self, config: ModelConfig, mixing: nn.Module, density: float = 1.0) -> None:
         super().__init__()
         self.mixing = mixing
         self.norm = nn.LayerNorm(config.embed_dim)
-        self.feed_forward = FeedForward(config.embed_dim, config.ffn_dim, config.activation)
+        self.feed_forward = FeedForward(config.embed_dim, config.ffn_dim, config.activation, density)
         self.dropout = Dropout(config.dropout)
         self.norms_after = config.layer_norm == "after"
 

@@ -43,13 +43,21 @@ SCORES_OF = ("content", "relative", "relative_only")
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """Settings of self-attention: what its scores are made of (gmlp.txt, Table 3)."""
+    """Settings of self-attention (gmlp.txt, Table 3), and of the mask of dense blocks' feed-forward networks."""
 
     attention: str = setting(
         "content",
         "scores of self-attention: queries times keys, the same plus a bias for each distance, or the bias alone",
         SCORES_OF,
     )
+    ffn_density: float = setting(
+        1.0, "share of the feed-forward weights of dense blocks that a static random mask keeps; 1 for no mask"
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.ffn_density <= 1, f"transformer_ffn_density must be above 0 and at most 1, got {self.ffn_density}"
+        )
 
 
 class AttentionSublayer(nn.Module):
@@ -110,7 +118,7 @@ class Transformer(BlockKind):
         _check_heads(config)
 
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
-        return DenseBlock(config, AttentionSublayer(config))
+        return DenseBlock(config, AttentionSublayer(config), config.own("transformer").ffn_density)
 
     def components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
         return _attention_costs(config, layer_index, num_tokens), feed_forward_costs(config, layer_index)
@@ -127,6 +135,11 @@ class SparseTransformer(SparseBlockKind):
 
     def check(self, config: ModelConfig) -> None:
         _check_heads(config)
+        density = config.own("transformer").ffn_density
+        require(
+            density == 1 or (config.dense_block == "transformer" and config.num_dense_layers > 0),
+            f"transformer_ffn_density={density} masks dense blocks with self-attention, and this model has none",
+        )
 
     def mixing(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> nn.Module:
         return AttentionSublayer(config)
