@@ -6,6 +6,7 @@ from tiny_checkpoints import write_checkpoint
 from transformers import AutoModelForCausalLM
 
 import smlp
+import smlp.hf
 from smlp.checkpoint.load import load_pretrained
 from smlp.cli.flops import account
 from smlp.cli.main import main
@@ -51,9 +52,10 @@ def test_masked_weights_of_a_language_model_stay_zero():
 def test_masks_go_through_checkpoints_and_exports(tmp_path):
     path, model = write_checkpoint(tmp_path, WORDS, "dense_lm_tiny", transformer_ffn_density=0.3)
     assert main(["export", "--hf", str(path), str(tmp_path / "export")]) == 0
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True).eval()
+    assert main(["checkpoint", "merge", str(path), "-o", str(tmp_path / "model.safetensors")]) == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     loaded, tokens = load_pretrained(path).core, torch.randint(4, 16, (2, 8))
-    for other in (loaded, exported):
+    for other in (loaded, theirs, load_pretrained(tmp_path / "model.safetensors").core):
         assert len(masked(other)) == len(masked(model)) == 2
         for one, two in zip(masked(model), masked(other), strict=True):
             assert torch.equal(one.mask, two.mask) and torch.equal(one.weight, two.weight)
