@@ -192,7 +192,7 @@ def test_bad_settings_are_refused_in_one_sentence():
         ({"token_mixing": "views", "token_groups": 3}, "token_groups=3 must divide embed_dim=512"),
         ({"pool": "cls"}, "pool=cls is for block=gmlp"),
         ({"block": "gmlp", "ffn_dim": 5}, "ffn_dim must be even"),
-        ({"block": "gmlp", "pyramid": {0: 4}}, "are for block=mixer, not gmlp"),
+        ({"block": "gmlp", "pyramid": {0: 4}}, "is for block=mixer, not gmlp"),
         ({"pyramid": {9: 4}}, "block 9 of 8 cannot leave 4 of 196 tokens"),
         ({"drop_path_rate": 1.0}, "drop_path_rate must be in"),
         ({"activation": "silu"}, "activation must be one of gelu, gelu_tanh"),
