@@ -59,7 +59,7 @@ SERVE = ["starlette>=1", "uvicorn>=0.40"]
 LOGS = ["tensorboard>=2.18", "wandb>=0.19"]
 
 # The documentation site (scripts/docs.sh).
-DOCS = ["furo>=2025.7", "myst-parser>=4", "sphinx>=8.1"]
+DOCS = ["furo>=2025.7", "myst-parser>=4", "sphinx>=8.1", "sphinx-copybutton>=0.5.2"]
 
 
 class BuildWithExamples(build_py):

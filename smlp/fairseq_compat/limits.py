@@ -13,7 +13,6 @@ import numbers
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from smlp.errors import UserError
@@ -180,9 +179,6 @@ LIMITS: dict[str, Limit] = {
     "base_sublayers": _POSITIVE,
 }
 
-#: options of logs that other programs show, with the package that writes them; without it fairseq only warns
-_WATCHED = {"tensorboard_logdir": "tensorboard", "wandb_project": "wandb"}
-
 
 def apply() -> None:
     from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -219,7 +215,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         values: of fairseq's options by their names as Python attributes; None and texts are left alone.
 
     Raises:
-        UserError: the message names the option and the numbers, or the package that an option needs.
+        UserError: the message names the option and the numbers.
     """
     for name, limit in LIMITS.items():
         given = values.get(name)
@@ -228,9 +224,6 @@ def check_numbers(values: Mapping[str, Any]) -> None:
             if is_number and not limit.lowest <= value <= limit.highest:
                 remark = f" ({limit.why})" if limit.why else ""
                 raise UserError(f"--{name.replace('_', '-')} must be {_as_text(limit, value)}, got {value}{remark}")
-    for name, package in _WATCHED.items():
-        if values.get(name) and find_spec(package) is None:
-            raise UserError(f"--{name.replace('_', '-')} needs {package}: pip install -e '.[logs]'")
     for trouble in _of_schedule(values.get("lr_scheduler"), values):
         raise UserError(f"--lr-scheduler {values['lr_scheduler']} {trouble}")
     if {"mask_prob", "d2v2_multi"} <= values.keys():  # of the task masked_lm

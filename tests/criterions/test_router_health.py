@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from running import USER_DIR, run_python
 
 import smlp
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder, probe_choices
+from smlp.fairseq_compat import needs
 from smlp.fairseq_compat.records import Journal
 from smlp.nn.state import ForwardContext
 
@@ -159,6 +161,18 @@ def test_tensorboard_and_wandb_show_each_layer(tiny_data, tmp_path, monkeypatch)
     assert [event.step for event in events["train_inner"].Scalars("router_load_cv")][:2] == [2, 4]
     (log,) = (tmp_path / "wandb").rglob("run-*.wandb")
     assert b"layer_1_tMoE/load_cv" in log.read_bytes() and b"train_inner/router_load_cv" in log.read_bytes()
+
+
+@pytest.mark.parametrize(("option", "library"), [("tensorboard_logdir", "tensorboard"), ("wandb_project", "wandb")])
+def test_a_missing_library_is_named(option, library, monkeypatch):
+    common = SimpleNamespace(tensorboard_logdir=None, wandb_project=None)
+    found = {library}
+    monkeypatch.setattr(needs, "_is_installed", lambda name: name in found)
+    setattr(common, option, "here")
+    needs._check_logs(common)
+    found.clear()
+    with pytest.raises(smlp.UserError, match=rf"--{option.replace('_', '-')} needs {library}: pip install"):
+        needs._check_logs(common)
 
 
 def test_the_logs_show_the_pooled_record(runs):

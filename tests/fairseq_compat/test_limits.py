@@ -15,7 +15,6 @@ from smlp.config.presets import preset
 from smlp.costs import memory
 from smlp.costs.memory import check_training, check_weights
 from smlp.errors import UserError
-from smlp.fairseq_compat import limits
 from smlp.fairseq_compat.command_line import load_plugin
 from smlp.fairseq_compat.limits import LIMITS, check_numbers
 from smlp.launch import local
@@ -44,17 +43,6 @@ def parse(*words: str, task: bool = True) -> argparse.Namespace:
     given = ["data", *(["--task", "language_modeling"] if task else []), "--optimizer", "adam", "--max-update", "9"]
     arch = [] if "--arch" in words else ["--arch", "smlp_tiny"]
     return options.parse_args_and_arch(options.get_training_parser(), [*given, *arch, *words])
-
-
-@pytest.mark.parametrize(("option", "package"), [("tensorboard_logdir", "tensorboard"), ("wandb_project", "wandb")])
-def test_logs_need_their_package(option, package, monkeypatch):
-    found = {package}
-    monkeypatch.setattr(limits, "find_spec", lambda name: name in found or None)
-    check_numbers({option: "here"})
-    found.clear()
-    check_numbers({option: None})
-    with pytest.raises(UserError, match=rf"--{option.replace('_', '-')} needs {package}: pip install -e '.\[logs\]'"):
-        check_numbers({option: "here"})
 
 
 @pytest.mark.parametrize("name", LIMITS)
