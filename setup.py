@@ -55,8 +55,11 @@ HF = ["accelerate>=1.10", "protobuf>=5", "safetensors>=0.4.3", "tokenizers>=0.22
 # A server of OpenAI's completions endpoint; in tests also its official client and a browser's remote control.
 SERVE = ["starlette>=1", "uvicorn>=0.40"]
 
+# What shows the logs of training: --tensorboard-logdir, --wandb-project.
+LOGS = ["tensorboard>=2.18", "wandb>=0.19"]
+
 # The documentation site (scripts/docs.sh).
-DOCS = ["furo>=2025.7", "myst-parser>=4", "sphinx>=8.1"]
+DOCS = ["furo>=2025.7", "myst-parser>=4", "sphinx>=8.1", "sphinx-copybutton>=0.5.2"]
 
 
 class BuildWithExamples(build_py):
@@ -101,6 +104,8 @@ setup(
     extras_require={
         "bench": ["g-mlp-gpt>=0.0.15", "g-mlp-pytorch>=0.1.5"],
         "lm-eval": LM_EVAL,
+        "completion": ["shtab>=1.7"],
+        "logs": LOGS,
         "onnx": ONNX,
         "data": DATA,
         "docs": DOCS,
@@ -114,7 +119,7 @@ setup(
             *("build>=1.2", "mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.9"),
             *("scipy>=1.11", "matplotlib>=3.8", "safetensors>=0.4.3", *LM_EVAL),
             *("torchmetrics>=1.9,<2", *DATA, *DOCS, *HF, *ONNX, *VISION),
-            *("httpx2>=2", "openai>=3", "playwright>=1.60", *SERVE),
+            *("httpx2>=2", "openai>=3", "playwright>=1.60", "shtab>=1.7", *LOGS, *SERVE),
             "torch-cka>=0.21",
             f"triton>=3.2; {HAS_TRITON_WHEEL}",  # its interpreter runs the GPU kernels on a CPU
         ],

@@ -16,17 +16,21 @@ import time
 import traceback
 from pathlib import Path
 
+from smlp.launch.machine import let_waiting_threads_sleep
+
+if __name__ == "__main__":
+    let_waiting_threads_sleep()  # here, and in the commands that are started; torch reads it when it is imported
+
 import torch
 import torch.nn.functional as F
 import training_runs as tools
-from training_runs import BATCH_SIZE, ROOT, TOKENS_PER_SAMPLE, TOKENS_PER_UPDATE, run_tool
+from training_runs import BATCH_SIZE, ROOT, TOKENS_PER_SAMPLE, TOKENS_PER_UPDATE, WARMUP_UPDATES, run_tool
 
 import smlp
 from data_prep.corpus import MANIFEST, describe_splits
 from smlp.errors import UserError
 from smlp.evaluation.curves import draw_curves, read_training_log
 from smlp.evaluation.perplexity import Perplexity, measure_text
-from smlp.launch.machine import let_waiting_threads_sleep
 from smlp.text.binarized import read_fairseq_tokens
 from smlp.text.ngram import NGramModel
 from smlp.text.tokenizer import Vocabulary
@@ -89,7 +93,8 @@ def choose_num_updates(options: argparse.Namespace, data: Path, chosen: Path) ->
 
 def train(options: argparse.Namespace, arch: str, data: Path, run: Path, num_updates: int) -> None:
     """Steps 3 and 4: run fairseq-train with a live display; its whole output goes to a log."""
-    if not tools.train(arch, arch, data, run, num_updates, VALIDATIONS, options.logs(f"train-{arch}"), more=[]):
+    warmup = ["--warmup-updates", str(min(WARMUP_UPDATES, num_updates // 2))]
+    if not tools.train(arch, arch, data, run, num_updates, VALIDATIONS, options.logs(f"train-{arch}"), more=warmup):
         print(f"      {run} is trained, skipped")
 
 
@@ -171,7 +176,6 @@ def positive(text: str) -> int:
 
 
 def main() -> None:
-    let_waiting_threads_sleep()  # in the commands that are started here
     parser = argparse.ArgumentParser(prog="bash scripts/quickstart.sh", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--text", nargs="+", metavar="FILE", help="train on these UTF-8 files instead")

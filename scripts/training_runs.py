@@ -22,10 +22,11 @@ TOKENS_PER_SAMPLE = 128
 BATCH_SIZE = 8
 TOKENS_PER_UPDATE = TOKENS_PER_SAMPLE * BATCH_SIZE
 LOG_INTERVAL = 10  # updates
+WARMUP_UPDATES = 50
 RECIPE = shlex.split(
     "--optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.1 --clip-norm 1.0 --lr 5e-3 --lr-scheduler cosine "
-    "--warmup-updates 50 --warmup-init-lr 1e-7 --dropout 0 --seed 1 --no-epoch-checkpoints --keep-interval-updates 1 "
-    f"--log-format json --log-interval {LOG_INTERVAL}"
+    f"--warmup-updates {WARMUP_UPDATES} --warmup-init-lr 1e-7 --dropout 0 --seed 1 --no-epoch-checkpoints "
+    f"--keep-interval-updates 1 --log-format json --log-interval {LOG_INTERVAL}"
 )
 
 

@@ -13,7 +13,7 @@ project = "smlp"
 release = re.search(r'__version__ = "([^"]+)"', PACKAGE.read_text(encoding="utf-8")).group(1)
 copyright = "the authors of smlp, MIT licence"
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "docs/index"
 include_patterns = ["README.md", "CHANGELOG.md", "SECURITY.md", "docs/**.md", "examples/README.md"]
 # Folders without pages: the search for pages does not walk through them.
@@ -21,10 +21,18 @@ exclude_patterns = [".*", "build", "dist", "data_prep", "docs/site", "outputs", 
 
 myst_heading_anchors = 4  # links such as page.md#a-heading, with the anchors that GitHub makes
 smartquotes = False  # "--option" is two hyphens
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
+suppress_warnings = ["ref.python"]  # a name that two modules offer
+# docstrings name functions and classes that have no page
+nitpick_ignore_regex = [("py:.*", ".*")]
+copybutton_exclude = ".linenos, .gp, .go"
 highlight_language = "none"  # of blocks that name none: what programs print
 
 html_theme = "furo"
 html_title = f"smlp {release}"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_extra_path = ["top"]  # leads from the top of the site to the root page
 html_copy_source = False
 html_show_sphinx = False

@@ -22,6 +22,7 @@ import itertools
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
 from smlp import __version__
 from smlp.cli.interrupts import interrupted_after_imports
@@ -50,6 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "wide-sparse": ("smlp.cli.wide_sparse", "models as wide, sparse MLPs: connections, singular values, similarity"),
     "examples": ("smlp.cli.examples", "write recipes, experiments and Slurm scripts to a folder"),
     "doctor": ("smlp.cli.doctor", "check versions, devices and speed on this machine"),
+    "completion": ("smlp.cli.completion", "print a script with which a shell completes commands and options"),
     "user-dir": ("smlp.cli.user_dir", "print the directory to give to fairseq's --user-dir"),
 }
 
@@ -136,14 +138,28 @@ def command_parser(name: str) -> argparse.ArgumentParser:
     return _add_parser(argparse.ArgumentParser(prog="smlp"), name)
 
 
+def whole_parser() -> argparse.ArgumentParser:
+    """Return one parser with all commands."""
+    top = argparse.ArgumentParser(prog="smlp", description="Sparse all-MLP language models on fairseq.")
+    subparsers = top.add_subparsers(dest="command")
+    for name in COMMANDS:
+        _add_to(subparsers, name, help=COMMANDS[name][1])
+    return top
+
+
 def _add_parser(top: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    return _add_to(top.add_subparsers(dest="command", required=True), name)
+
+
+def _add_to(subparsers: Any, name: str, **more: Any) -> argparse.ArgumentParser:
     module = _module_of(name)
-    parser = top.add_subparsers(dest="command", required=True).add_parser(
+    parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         usage=getattr(module, "USAGE", None),
         description=module.DESCRIPTION,
         epilog=module.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        **more,
     )
     if hasattr(module, "add_options"):
         module.add_options(parser)

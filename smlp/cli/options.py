@@ -8,15 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from smlp.cli.numbers import whole
+from smlp.config.settings import DTYPES
 from smlp.errors import UserError
 from smlp.launch.team import Team, team_at
 
 if TYPE_CHECKING:
     from smlp.inference.language_model import LanguageModel
     from smlp.inference.masked import MaskedLanguageModel
-
-#: names of precisions, as users write them and as torch does
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 from smlp.errors import UserError
 
+#: names of precisions, as users write them and as torch does
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
 
 def setting(default: Any, help_text: str, choices: Iterable[str] | None = None) -> Any:
     """Return a field with its documentation, which command lines show as well, and the values it may take.

@@ -17,7 +17,7 @@ from omegaconf import II
 from torch import Tensor, nn
 
 from smlp.criterions.choice import OURS
-from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder
+from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder, LiveFigures
 from smlp.fairseq_compat.core import core_of, prefix_of
 from smlp.fairseq_compat.records import Journal
 from smlp.nn.decoder import Decoder
@@ -44,6 +44,7 @@ class MoECrossEntropyConfig(CrossEntropyCriterionConfig):
     log_interval: int = II("common.log_interval")
     save_dir: str = II("checkpoint.save_dir")
     no_save: bool = II("checkpoint.no_save")
+    tensorboard_logdir: Optional[str] = II("common.tensorboard_logdir")  # noqa: UP045
 
 
 @register_criterion(OURS, dataclass=MoECrossEntropyConfig)
@@ -70,12 +71,14 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         log_interval: int,
         save_dir: str,
         no_save: bool,
+        tensorboard_logdir: str | None = None,
     ) -> None:
         super().__init__(task, sentence_avg)
         self.log_interval = log_interval
         self.health_path = Path(router_health_file) if router_health_file else Path(save_dir) / HEALTH_FILE
         if no_save and not router_health_file:
             self.health_path = None
+        self.tensorboard_logdir = tensorboard_logdir
         self._recorder: HealthRecorder | None = None
         self._has_told_positions = False
 
@@ -135,7 +138,8 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         if self._recorder is None:
             is_first = distributed_utils.get_global_rank() == 0
             journal = Journal(self.health_path, done, "router-health record") if self.health_path and is_first else None
-            self._recorder = HealthRecorder(decoder, sample["net_input"]["src_tokens"], journal)
+            live = LiveFigures(self.tensorboard_logdir) if is_first else None
+            self._recorder = HealthRecorder(decoder, sample["net_input"]["src_tokens"], journal, live)
         if self.log_interval < 1 or (done + 1) % self.log_interval:
             return None
         with whole_span(HEALTH):

@@ -5,6 +5,9 @@ Letters: ``B`` sequences, ``n`` tokens, ``E`` experts, ``M`` items of the probe 
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -39,6 +42,41 @@ REALISED = "router_realised"
 _PROBE_TOKENS = 1024
 
 
+class LiveFigures:
+    """The figures of each layer as scalars for TensorBoard and Weights & Biases, where fairseq writes its own.
+
+    TensorBoard shows them as the run ``routers``, next to fairseq's ``train_inner``, ``train`` and ``valid``.
+
+    Args:
+        tensorboard_logdir: fairseq's option, or None.
+    """
+
+    def __init__(self, tensorboard_logdir: str | None) -> None:
+        self._folder = os.path.join(tensorboard_logdir, "routers") if tensorboard_logdir else None
+        self._writer: Any = None
+
+    def write(self, update: int, layers: dict[str, dict[str, Any]]) -> None:
+        """Write the numbers of a record's ``layers``; their names are ``LAYER/FIGURE``."""
+        scalars = {
+            f"{re.sub(r'[^A-Za-z0-9]+', '_', layer).strip('_')}/{name}": value
+            for layer, figures in layers.items()
+            for name, value in figures.items()
+            if isinstance(value, int | float)
+        }
+        if self._folder is not None and scalars:
+            if self._writer is None:
+                from fairseq.logging.progress_bar import SummaryWriter
+
+                # a resumed run replaces what was written after its checkpoint
+                self._writer = SummaryWriter(self._folder, purge_step=update)
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, update)
+            self._writer.flush()
+        run = getattr(sys.modules.get("wandb"), "run", None)  # fairseq starts it for --wandb-project
+        if run is not None and scalars:
+            run.log(scalars, step=update)
+
+
 class HealthRecorder:
     """Records what the routers of one process's model do.
 
@@ -49,11 +87,15 @@ class HealthRecorder:
         decoder: the model.
         tokens_Bn: input ids of the first batch; its first rows are the probe set.
         journal: where to write; None on all ranks but the first.
+        live: shows the figures of each layer as they come; None on all ranks but the first.
     """
 
-    def __init__(self, decoder: Decoder, tokens_Bn: Tensor, journal: Journal | None) -> None:
+    def __init__(
+        self, decoder: Decoder, tokens_Bn: Tensor, journal: Journal | None, live: LiveFigures | None = None
+    ) -> None:
         self.decoder = decoder
         self.journal = journal
+        self.live = live
         self.layers = [module for module in decoder.modules() if isinstance(module, TokenMoE | RoutedFeatureMoE)]
         self.probe_Bn = tokens_Bn[: max(1, _PROBE_TOKENS // tokens_Bn.size(1))].clone()
         self._update: int | None = None
@@ -89,6 +131,8 @@ class HealthRecorder:
         record = self._record(sums.cpu())
         if self.journal is not None:
             self.journal.append(record)
+        if self.live is not None:
+            self.live.write(record["update"], record["layers"])
         figures = {key: record["pooled"][name] for key, name in LOGGED.items() if name in record["pooled"]}
         if record["work"]["ratio"] is not None:
             figures[REALISED] = record["work"]["ratio"]

@@ -232,7 +232,8 @@ def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> s
         prefix: leading positions that some model of the experiment does not predict.
     """
     scores = read_json(run.scores, SCORES) if run.scores.is_file() else {"subsets": {}, "prefix": None}
-    if scores["prefix"] != prefix or not set(experiment.evaluation.subsets) <= set(scores["subsets"]):
+    has_changed = scores["prefix"] != prefix or scores.get("dtype", "fp32") != experiment.evaluation.dtype
+    if has_changed or not set(experiment.evaluation.subsets) <= set(scores["subsets"]):
         return SCORE
     wanted = _zeroshot_of(experiment)
     if wanted is None or (run.zeroshot.is_file() and run.state().get("zeroshot_of") == wanted):

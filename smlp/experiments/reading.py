@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.config.presets import PRESETS
+from smlp.config.settings import DTYPES
 from smlp.costs.match import FAMILIES
 from smlp.costs.match import families as known_families
 from smlp.errors import UserError
@@ -291,6 +292,7 @@ def _evaluation(section: Section, updates: int) -> EvaluationPlan:
         zeroshot_tasks=tasks,
         zeroshot_options=options,
         speed_rounds=section.count("speed_rounds", 9, least=0),
+        dtype=section.text("dtype", "fp32", choices=DTYPES),
     )
     section.end()
     if found.validations > updates:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from smlp.checkpoint.load import load_language_model, load_pretrained
+from smlp.checkpoint.load import load_pretrained
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.config import unflatten
+from smlp.config.settings import DTYPES
 from smlp.errors import UserError
 from smlp.evaluation.curves import curve_of, log_records
 from smlp.evaluation.masked import masked_nll
@@ -48,10 +49,13 @@ def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict
             f"{run.last_checkpoint()} is of update {num_updates}, not of update {experiment['updates']}, the run's last"
         )
     words = next(model["recipe"] for model in experiment["models"] if model["name"] == run.state()["model"])
-    tolerance = AGREEMENT if dtype_of(words) == torch.float32 else HALF_AGREEMENT
+    precision = experiment.get("evaluation_dtype", "fp32")
+    dtype = getattr(torch, DTYPES[precision])
+    tolerance = AGREEMENT if dtype == dtype_of(words) == torch.float32 else HALF_AGREEMENT
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     score = _masked_scores if experiment.get("task") == MASKED else _scores
-    subsets = score(experiment, data, run, device, prefix)
+    model = load_pretrained(run.last_checkpoint()).to(device, dtype)
+    subsets = score(model, experiment, data, run, prefix)
     for subset, own in subsets.items():
         if subset == experiment["evaluation_subsets"][0]:
             check_agreement(run, subset, num_updates, own["nll_own"], tolerance)
@@ -61,13 +65,13 @@ def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict
         "prefix": prefix,
         "checkpoint": run.last_checkpoint().name,
         "num_updates": num_updates,
+        "dtype": precision,
     }
 
 
-def _scores(experiment: Any, data: Any, run: RunFolder, device: str, prefix: int) -> dict[str, dict[str, Any]]:
+def _scores(model: Any, experiment: Any, data: Any, run: RunFolder, prefix: int) -> dict[str, dict[str, Any]]:
     """Return the losses of next tokens, by subset."""
-    model = load_language_model(run.last_checkpoint())
-    decoder = model.decoder.to(device)
+    decoder = model.decoder
     own_prefix, width = decoder.config.prefix_tokens, decoder.config.max_tokens
     subsets = {}
     for subset in experiment["evaluation_subsets"]:
@@ -84,9 +88,8 @@ def _scores(experiment: Any, data: Any, run: RunFolder, device: str, prefix: int
     return subsets
 
 
-def _masked_scores(experiment: Any, data: Any, run: RunFolder, device: str, prefix: int) -> dict[str, dict[str, Any]]:
+def _masked_scores(model: Any, experiment: Any, data: Any, run: RunFolder, prefix: int) -> dict[str, dict[str, Any]]:
     """Return the losses of masked tokens, by subset; there is none for each word."""
-    model = load_pretrained(run.last_checkpoint()).to(device)
     assert isinstance(model, MaskedLanguageModel), "it was trained on masked tokens"
     options = open_checkpoint(run.last_checkpoint()).state["cfg"]["task"]
     subsets = {}

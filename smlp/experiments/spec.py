@@ -67,6 +67,8 @@ class EvaluationPlan:
     #: options of `smlp zeroshot`
     zeroshot_options: dict[str, Any]
     speed_rounds: int
+    #: precision of the scores: a name of :data:`smlp.config.settings.DTYPES`
+    dtype: str = "fp32"
 
 
 @dataclass(frozen=True)

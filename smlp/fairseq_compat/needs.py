@@ -22,6 +22,7 @@ _CRITERIONS = (
 #: names that they and ours log in validation
 _METRICS = ("loss", "nll_loss", "ppl", "accuracy", "total", "n_correct", "wps", "wpb", "bsz", "num_updates")
 _LIBRARIES = {"lamb": "apex", "cpu_adam": "deepspeed"}  # required by optimizers
+_DRAWN_BY = {"tensorboard_logdir": "tensorboard", "wandb_project": "wandb"}  # required by logs; fairseq only warns
 
 
 def apply() -> None:
@@ -89,6 +90,7 @@ def check_needs(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
     if cfg.model is None:
         return  # no training
     _check_names(cfg)
+    _check_logs(cfg.common)
     _check_devices(cfg, num_ranks, has_cuda)
     _check_optimizer(cfg.optimizer, has_cuda)
     _check_schedule(cfg.lr_scheduler)
@@ -112,6 +114,12 @@ def _check_names(cfg: Any) -> None:
             raise UserError(
                 f"there is no {group.replace('_', ' ')} {name!r}" if name else f"there is no {group} to train with"
             )
+
+
+def _check_logs(common: Any) -> None:
+    for name, library in _DRAWN_BY.items():
+        if getattr(common, name) and not _is_installed(library):
+            raise UserError(f"--{name.replace('_', '-')} needs {library}: pip install -e '.[logs]'")
 
 
 def _check_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> None:

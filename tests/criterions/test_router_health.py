@@ -4,13 +4,15 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from running import USER_DIR
+from running import USER_DIR, run_python
 
 import smlp
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder, probe_choices
+from smlp.fairseq_compat import needs
 from smlp.fairseq_compat.records import Journal
 from smlp.nn.state import ForwardContext
 
@@ -126,6 +128,51 @@ def test_fairseq_logs_a_bounded_number_of_keys(runs):
     hashed = [record for record in logged(printed["hash_lm"]) if "loss" in record][-1]
     absent = {"router_gate_entropy", "router_margin", "router_alpha", "router_alpha_low", "router_drop", "router_skip"}
     assert {key for key in hashed if key.startswith("router_")} == {*LOGGED, REALISED} - absent
+
+
+def test_tensorboard_and_wandb_show_each_layer(tiny_data, tmp_path, monkeypatch):
+    """The figures of ``router_health.jsonl``, next to what fairseq writes."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("wandb")
+    (tmp_path / "wandb").mkdir()
+    for name, value in (("MODE", "offline"), ("DIR", tmp_path / "wandb"), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", str(value))
+    words = train(tiny_data, tmp_path / "run", "switch_lm", *NARROW, "--cpu")["args"]
+    live = ["--tensorboard-logdir", tmp_path / "tensorboard", "--wandb-project", "smlp-test"]
+    done = run_python("-m", "fairseq_cli.train", *words, *live, timeout=120)
+    assert done.rc == 0, done.stderr
+
+    records = journal(tmp_path / "run" / "router_health.jsonl")
+    want = {
+        f"layer_1_tMoE/{name}": [
+            (record["update"], pytest.approx(record["layers"][BY_TOKENS][name])) for record in records
+        ]
+        for name, value in records[0]["layers"][BY_TOKENS].items()
+        if not isinstance(value, str)
+    }
+    events = {}
+    for name in ("routers", "train_inner"):
+        events[name] = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard" / name))
+        events[name].Reload()
+    tags = events["routers"].Tags()["scalars"]
+    found = {name: [(event.step, event.value) for event in events["routers"].Scalars(name)] for name in tags}
+    assert [step for step, _ in found.pop("layer_1_tMoE/churn")] == [4]
+    assert found == want and len(found) > 10
+    assert [event.step for event in events["train_inner"].Scalars("router_load_cv")][:2] == [2, 4]
+    (log,) = (tmp_path / "wandb").rglob("run-*.wandb")
+    assert b"layer_1_tMoE/load_cv" in log.read_bytes() and b"train_inner/router_load_cv" in log.read_bytes()
+
+
+@pytest.mark.parametrize(("option", "library"), [("tensorboard_logdir", "tensorboard"), ("wandb_project", "wandb")])
+def test_a_missing_library_is_named(option, library, monkeypatch):
+    common = SimpleNamespace(tensorboard_logdir=None, wandb_project=None)
+    found = {library}
+    monkeypatch.setattr(needs, "_is_installed", lambda name: name in found)
+    setattr(common, option, "here")
+    needs._check_logs(common)
+    found.clear()
+    with pytest.raises(smlp.UserError, match=rf"--{option.replace('_', '-')} needs {library}: pip install"):
+        needs._check_logs(common)
 
 
 def test_the_logs_show_the_pooled_record(runs):

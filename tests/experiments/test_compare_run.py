@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import yaml
@@ -26,6 +27,7 @@ max_spread: 9
 evaluate: {{validations: 2, speed_rounds: 2}}
 run: {{jobs: 2, threads: 1, device: cpu}}
 """
+BF16 = "evaluate: {validations: 2, speed_rounds: 2, dtype: bf16}"
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,9 @@ def experiment(tiny_data, tmp_path_factory):
     first = run_python("-m", "smlp", "compare", "run", path, "--out", out, timeout=200)
     before = {file: file.stat().st_mtime_ns for file in (out / "runs").glob("*/checkpoint_last.pt")}
     assert (out / "experiment.yaml").read_text() == path.read_text()
+    shutil.copy(out / "runs" / "gMLP-s1" / "scores.json", folder)
     text = re.sub(r"  broken:.*\n", "", path.read_text())
-    path.write_text(text.replace("seeds: [1]", "seeds: [2, 3]\nquick: {seeds: [1], title: again}"))
+    path.write_text(text.replace("seeds: [1]", "seeds: [2, 3]\nquick: {seeds: [1], title: again, " + BF16 + "}"))
     second = run_python("-m", "smlp", "compare", "run", path, "--quick", "--out", out, timeout=200)
     after = {file: file.stat().st_mtime_ns for file in (out / "runs").glob("*/checkpoint_last.pt")}
     return path, out, first, second, before == after
@@ -64,6 +67,14 @@ def test_scores_are_of_the_same_positions(experiment):
     assert partial["subsets"]["valid"]["nll_all"] is None
     assert gmlp["subsets"]["valid"]["nll_all"] != gmlp["subsets"]["valid"]["nll_after_prefix"]
     assert gmlp["num_updates"] == 6
+
+
+def test_scores_in_another_precision_are_made_anew(experiment):
+    path, out, *_ = experiment
+    exact, half = (read(file) for file in (path.parent / "scores.json", out / "runs" / "gMLP-s1" / "scores.json"))
+    assert (exact["dtype"], half["dtype"]) == ("fp32", "bf16")
+    values = [scores["subsets"]["valid"]["nll_all"] for scores in (exact, half)]
+    assert values[0] != values[1] == pytest.approx(values[0], abs=1e-2)
 
 
 def test_what_a_third_person_needs(experiment):

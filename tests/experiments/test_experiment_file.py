@@ -120,6 +120,7 @@ MISTAKES = {
     "match": (FILE + "match: {families: [smlp]}\n", r"match wants either like .* or flops_per_token"),
     "family": (FILE + "match: {like: smlp, families: [lstm]}\n", r"match.families has 'lstm', which is not one of"),
     "validations": (FILE + "evaluate: {validations: 98}\n", r"evaluate.validations is 98, more than the 97 updates"),
+    "precision": (FILE + "evaluate: {dtype: int8}\n", r"evaluate.dtype must be one of fp32, bf16, fp16, got 'int8'"),
     "where": (FILE + "run: {where: cloud}\n", r"run.where must be one of local, slurm, got 'cloud'"),
     "slurm": (FILE + "run: {where: slurm}\n", r"run wants gpus_per_node or"),
     "mfu": (FILE + "run: {mfu: 30}\n", r"run.mfu is a share .*, got 30"),

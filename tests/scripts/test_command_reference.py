@@ -1,11 +1,12 @@
 """docs/commands.md is what its script writes, whatever the terminal, and nothing is missing from it."""
 
 import argparse
+import dataclasses
 import importlib.util
 import re
 
 import pytest
-from running import REPOSITORY
+from running import REPOSITORY, run_python
 
 from smlp.cli.main import COMMANDS
 from smlp.config import SETTINGS
@@ -67,6 +68,22 @@ def shown_commands(markdown):
         for line in block.replace("\\\n", " ").splitlines():
             if match := re.match(r"(?:\$ |srun (?:-\S+ +)*)?smlp ([a-z].*)", line.split(" # ")[0]):
                 yield match[1].split()
+
+
+def test_options_for_those_who_come_from_elsewhere_exist():
+    """The right columns of docs/migrating.md."""
+    from fairseq.optim.adam import FairseqAdamConfig
+    from fairseq.optim.lr_scheduler.cosine_lr_scheduler import CosineLRScheduleConfig
+
+    words = "--user-dir smlp --task language_modeling --arch smlp_tiny --help"
+    done = run_python("-m", "fairseq_cli.train", *words.split())
+    fields = [*dataclasses.fields(FairseqAdamConfig), *dataclasses.fields(CosineLRScheduleConfig)]
+    known = {f"--{field.name.replace('_', '-')}" for field in fields}  # not shown by --help
+    known |= set(re.findall(r"--[a-z][\w-]+", done.stdout)) | set(re.findall(r"`(?:[^`]*, )?(--[a-z][\w-]+)", PAGE))
+    page = (REPOSITORY / "docs" / "migrating.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[2] for line in page.splitlines() if line.startswith("| ")]
+    named = {option for cell in cells for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", cell)}
+    assert len(named) > 40 and named <= known, named - known
 
 
 def test_commands_in_the_pages_have_options_that_exist():

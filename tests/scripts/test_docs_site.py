@@ -36,6 +36,22 @@ def test_every_page_is_in_the_navigation(site):
     assert pages and linked == pages | {"../README", "../CHANGELOG", "../SECURITY", "../examples/README"}
 
 
+def test_titles_of_the_sidebar_are_unique(site):
+    sidebar = (site / "docs" / "index.html").read_text(encoding="utf-8")
+    sidebar = sidebar[sidebar.index('<div class="sidebar-tree">') :]
+    titles = re.findall(r'href="[^"]+">([^<]+)</a>', sidebar[: sidebar.index("</aside>")])
+    assert len(titles) > 40 and len(set(titles)) == len(titles)
+
+
+def test_code_has_a_copy_button_and_docstrings_have_a_page(site):
+    data = (site / "docs" / "data.html").read_text(encoding="utf-8")
+    assert "copybutton.js" in data and "wide.css" in data
+    interface = (site / "docs" / "api.html").read_text(encoding="utf-8")
+    for name in ("smlp.build", "smlp.load_pretrained", "LanguageModel.generate", "causal_spatial_projection"):
+        assert re.search(rf'id="[\w.]*{re.escape(name)}"', interface), name
+    assert "Build a model with random weights for a named architecture." in interface
+
+
 def test_links_out_of_the_folder_lead_to_pages_and_files_of_the_site(site):
     results = (site / "docs" / "results.html").read_text(encoding="utf-8")
     assert 'href="../README.html"' in results

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Installs smlp into a Python that has torch, as in a container image, without replacing its torch.
+#
+#   bash scripts/containers/install.sh [EXTRAS] [OPTIONS OF PIP ...]
+#   PYTHON=/usr/bin/python3.12 bash scripts/containers/install.sh data,plots
+#
+# torch and what belongs to it (Triton, torchvision, torchaudio, CUDA's libraries) are constraints, so that pip either
+# keeps them or fails; afterwards torch must be the same as before.
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+PYTHON="${PYTHON:-python}"
+EXTRAS="${1:-}"
+[ $# -eq 0 ] || shift
+
+fail() {
+    echo "smlp: error: $1" >&2
+    exit 1
+}
+
+torch_here() {
+    "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda)' 2>/dev/null
+}
+
+BEFORE="$(torch_here)" || fail "$PYTHON has no torch: choose an image with PyTorch, or use scripts/quickstart.sh"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' ||
+    fail "$("$PYTHON" --version): fairseq needs Python 3.11 or 3.12, choose another image"
+KEPT="$(mktemp)"
+trap 'rm -f "$KEPT"' EXIT
+"$PYTHON" -m pip list --format=freeze 2>/dev/null |
+    grep -E '^(torch|torchvision|torchaudio|triton|pytorch[_-]triton|nvidia[_-][a-z0-9_-]+)==' > "$KEPT"
+echo "kept as they are: $(tr '\n' ' ' < "$KEPT")"
+"$PYTHON" -m pip install --no-cache-dir --constraint "$KEPT" "$@" "$ROOT${EXTRAS:+[$EXTRAS]}"
+AFTER="$(torch_here)" || fail "torch $BEFORE does not import any more"
+[ "$BEFORE" = "$AFTER" ] || fail "torch was $BEFORE and is now $AFTER"
+echo "smlp is installed next to torch $AFTER"
