@@ -24,6 +24,17 @@ WORDS = [
 ]
 
 
+def test_it_was_executed():
+    """Its outputs are those of its cells, in order, without errors and without names of a machine's folders."""
+    cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert all(cell["outputs"] for cell in cells)
+    kinds = {output["output_type"] for cell in cells for output in cell["outputs"]}
+    assert kinds <= {"stream", "execute_result", "display_data"}
+    printed = json.dumps([cell["outputs"] for cell in cells])
+    assert len(printed) < 100_000 and "/home" not in printed and str(REPOSITORY) not in printed
+
+
 def test_every_cell_runs(tmp_path, monkeypatch, capsys):
     write_checkpoint(tmp_path / "runs" / "quickstart" / "smlp_tiny", WORDS, max_tokens=32)
     monkeypatch.chdir(tmp_path)
