@@ -47,7 +47,3 @@ def test_every_cell_runs(tmp_path, monkeypatch, capsys):
     assert "The function returns a list." in printed[1]
     assert float(printed[8].rsplit(maxsplit=1)[1]) < 1e-4
     assert "(tMoE)" in printed[9] and "(sMoE)" not in printed[9]
-
-
-def test_it_is_kept_without_outputs():
-    assert all(cell["outputs"] == [] for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code")
