@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +211,47 @@ def compiled(device: str, out: Path) -> str:
     return ", ".join(f"{arch}: {row['eager'] / row['compiled']:.2f}x" for arch, row in rows.items())
 
 
+def launches(device: str, out: Path) -> str:
+    """The trials of launch settings: seconds of each choice, forward and backward, and of torch's masked product.
+
+    They say which settings to keep in ``smlp/ops/triton_spatial.py``, and from which T on the kernel is worth choosing
+    (``FUSED_TOKENS``). On a CPU, Triton's interpreter runs the smallest size.
+    """
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
+    if importlib.util.find_spec("triton") is None:
+        raise Skipped("needs Triton")
+    from smlp.ops.triton_spatial import NUM_CHOICES, FusedProjection, prescribed
+
+    sizes = [(tokens, heads, 2048 // heads) for tokens in (64, 128, 256, 512, 1024, 2048) for heads in (1, 16, 64)]
+    dtypes = (torch.bfloat16, torch.float32)
+    if device == "cpu":
+        sizes, dtypes = [(16, 1, 16)], (torch.float32,)
+    rows = []
+    for dtype, (tokens, heads, width) in itertools.product(dtypes, sizes):
+        x, gate = _drawn(device, dtype, (4, tokens, heads, width), (4, tokens, heads, width))
+        weight, bias = _drawn(device, dtype, (heads, tokens, tokens), (heads, tokens))
+        grad = torch.ones_like(x)
+
+        def run(project: Callable[..., Tensor], given: tuple[Tensor, ...], grad: Tensor = grad) -> None:
+            torch.autograd.grad(project(*given), given, grad)
+
+        def by_torch(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+            with reference_ops():
+                return causal_spatial_projection(x, weight, bias, 0, gate)
+
+        given = (x, weight, bias, gate)
+        row = {"dtype": str(dtype), "tokens": tokens, "heads": heads, "width": width}
+        row["torch"] = _median(partial(run, by_torch, given), device)
+        for number in range(NUM_CHOICES):
+            with prescribed(number):
+                row[f"choice {number}"] = _median(partial(run, FusedProjection.apply, given), device)
+        rows.append(row)
+        (out / "launches.json").write_text(json.dumps(rows, indent=1) + "\n")
+    faster = [row for row in rows if min(row[f"choice {n}"] for n in range(NUM_CHOICES)) < row["torch"]]
+    return f"the kernel is faster than torch in {len(faster)} of {len(rows)} sizes"
+
+
 def utilisation(device: str, out: Path) -> str:
     """The arithmetic of an update of ``smlp``, small, as a share of the rate of a matrix product."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -226,7 +269,9 @@ CHECKS: dict[str, Callable[[str, Path], str]] = {
     check.__name__: check
     for check in (kernels, experts, losses, syncs, precision, recomputation, resume, fully_sharded)
 }
-FIGURES: dict[str, Callable[[str, Path], str]] = {figure.__name__: figure for figure in (compiled, utilisation)}
+FIGURES: dict[str, Callable[[str, Path], str]] = {
+    figure.__name__: figure for figure in (compiled, launches, utilisation)
+}
 
 
 def _needs_gpu(device: str) -> None:
@@ -291,14 +336,23 @@ def _seconds(model: torch.nn.Module, device: str, sizes: dict[str, int], num_seq
     """Return the median time of an update."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     tokens_Bn = torch.randint(4, sizes["vocab_size"], (num_seqs, sizes["max_tokens"]), device=device)
-    times = []
-    for _ in range(12 if device == "cuda" else 4):
-        start = time.perf_counter()
+
+    def update() -> None:
         output = model(tokens_Bn)
         loss = F.cross_entropy(output.logits.flatten(0, 1), tokens_Bn.flatten()) + sum(output.aux_losses.values())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return _median(update, device)
+
+
+def _median(run: Callable[[], None], device: str) -> float:
+    """Return the median seconds of a function, after two calls that are not counted."""
+    times = []
+    for _ in range(12 if device == "cuda" else 3):
+        start = time.perf_counter()
+        run()
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
