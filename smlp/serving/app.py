@@ -299,6 +299,8 @@ def _logprobs(tokenizer: Tokenizer, before: int, known: list[Any], offset: int) 
         top: dict[str, float] = {}
         for token, log_prob in one.top:
             top.setdefault(_text_of(tokenizer, before, token), log_prob)  # of ids with one text, the likeliest
+        if top:  # the token itself is always among them
+            top.setdefault(_text_of(tokenizer, before, one.token), one.log_prob)
         found["top_logprobs"].append(top or None)
         text = decoder.push(one.token)
         found["tokens"].append(text)
