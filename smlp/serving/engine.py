@@ -1,8 +1,8 @@
 """Write the texts of concurrent requests side by side, in one thread.
 
-A decoder's rows share their position, because spatial weights are indexed by it. So a request that comes while others
-are being written cannot join them: it begins a batch with all that came with it, and the batches take turns, a token
-each. A request never waits for a longer one to end.
+The rows of a batch share their position, so that they are multiplied by the same spatial weights. A request that comes
+while others are being written does not join them: it begins a batch with all that came with it, and the batches take
+turns, a token each. A request never waits for a longer one to end.
 """
 
 from __future__ import annotations
