@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +53,14 @@ class LazyTensor(ABC):
     def load(self) -> Tensor:
         """Return the whole tensor, in memory."""
         return self.read(0, self.numel).view(self.shape)
+
+    def mapped(self) -> Tensor:
+        """Return the whole tensor; where that is possible, the file is read as its elements are used.
+
+        Its pages are shared with other processes that map the file, until they are written to. The file must not be
+        written to in place; to replace it is harmless.
+        """
+        return self.load()
 
 
 class HeldTensor(LazyTensor):
@@ -123,6 +132,19 @@ class StoredTensor(LazyTensor):
         elements = torch.empty(stop - start, dtype=self.dtype)
         self.version.read_into(elements, self.offset + start * self.dtype.itemsize)
         return elements
+
+    def mapped(self) -> Tensor:
+        if not self.numel or self.offset % self.dtype.itemsize:
+            return self.load()
+        path = self.version.path
+        try:
+            bytes_N = np.memmap(path, np.uint8, mode="c", offset=self.offset, shape=(self.num_bytes,))
+            is_same = FileVersion.of(path) == self.version
+        except (OSError, ValueError) as error:  # numpy's error for a file that has become shorter
+            raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        if not is_same:
+            raise UserError(f"cannot read {path}: it has changed since it was opened")
+        return torch.from_numpy(bytes_N).view(self.dtype).view(self.shape)
 
 
 class SplicedTensor(LazyTensor):

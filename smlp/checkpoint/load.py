@@ -137,6 +137,7 @@ def load_pretrained(
     path: str | Path,
     dictionary: str | Path | None = None,
     tokenizer: str | Path | None = None,
+    mapped: bool = False,
 ) -> LanguageModel | MaskedLanguageModel:
     """Load a model from a checkpoint of ``fairseq-train --user-dir smlp``, in evaluation mode, on the CPU.
 
@@ -149,6 +150,8 @@ def load_pretrained(
         path: of the checkpoint.
         dictionary: a ``dict.txt`` to use instead.
         tokenizer: a SentencePiece model or ``encoder.json`` to use instead.
+        mapped: whether weights stay in the file and are read as they are used, so that processes share them. The file
+            may be replaced meanwhile, but not written to.
 
     Returns:
         A language model, or, from an encoder's checkpoint, a masked language model.
@@ -167,11 +170,15 @@ def load_pretrained(
         raise UserError(problem)
     if checkpoint.config.is_leaky:
         warnings.warn(LEAKY_WARNING, stacklevel=2)
-    model = model_of(checkpoint.config)
-    if isinstance(model, Encoder):
-        add_heads(model, checkpoint.state["model"])
+    with torch.device("meta"):  # no weights are drawn only to be replaced
+        model = model_of(checkpoint.config)
+        if isinstance(model, Encoder):
+            add_heads(model, checkpoint.state["model"])
+    weights = {}
     for name, tensor in model.state_dict().items():
-        tensor.copy_(checkpoint.state["model"][checkpoint.prefix + name].load())
+        stored = checkpoint.state["model"][checkpoint.prefix + name]
+        weights[name] = (stored.mapped() if mapped else stored.load()).to(tensor.dtype).view(tensor.shape)
+    model.load_state_dict(weights, assign=True)
     if isinstance(model, Encoder):
         return MaskedLanguageModel(model, text).eval()
     options = checkpoint.state["cfg"]["model"]
@@ -180,7 +187,11 @@ def load_pretrained(
 
 
 def load_language_model(
-    path: str | Path, dictionary: str | Path | None = None, tokenizer: str | Path | None = None, what: str = "this"
+    path: str | Path,
+    dictionary: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    mapped: bool = False,
+    what: str = "this",
 ) -> LanguageModel:
     """Load a model that predicts next tokens; arguments as of :func:`load_pretrained`.
 
@@ -190,7 +201,7 @@ def load_language_model(
     Raises:
         UserError: it is an encoder, or cannot be loaded.
     """
-    model = load_pretrained(path, dictionary, tokenizer)
+    model = load_pretrained(path, dictionary, tokenizer, mapped)
     if isinstance(model, MaskedLanguageModel):
         raise UserError(f"{path} is an encoder, which predicts no next tokens: {what} needs a language model")
     return model

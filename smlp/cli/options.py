@@ -58,7 +58,7 @@ def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageMo
     from smlp.checkpoint.load import load_language_model
 
     device = (team or Team()).device(args.device)
-    model = load_language_model(args.path, args.dict, args.tokenizer, what=f"smlp {args.command}")
+    model = load_language_model(args.path, args.dict, args.tokenizer, mapped=True, what=f"smlp {args.command}")
     return model.to(device, getattr(torch, DTYPES[args.dtype]))
 
 
@@ -67,7 +67,7 @@ def load_any_model(args: argparse.Namespace, team: Team | None = None) -> Langua
     from smlp.checkpoint.load import load_pretrained
 
     device = (team or Team()).device(args.device)
-    return load_pretrained(args.path, args.dict, args.tokenizer).to(device)
+    return load_pretrained(args.path, args.dict, args.tokenizer, mapped=True).to(device)
 
 
 def add_team_options(parser: argparse.ArgumentParser) -> None:

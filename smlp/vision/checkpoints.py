@@ -20,6 +20,9 @@ from smlp.files import regular_file
 from smlp.vision.model import ImageModel
 from smlp.vision.weights import change_resolution, from_timm
 
+# plain options of training; `safe_globals` as a context would take them away from others, who have allowed them too
+torch.serialization.add_safe_globals([argparse.Namespace])
+
 #: registers smlp_mixer_* and smlp_gmlp_*
 OWN_MODELS = "smlp.vision.timm_models"
 
@@ -92,8 +95,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     try:
         if file.suffix == ".safetensors":
             return {"state_dict": read_safetensors(str(file))}
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise whatever their bytes lead to
         raise UserError(f"{path} is no checkpoint of timm, or is damaged: {str(error).partition(chr(10))[0]}") from None
     state = content.get("state_dict", content.get("model")) if isinstance(content, dict) else None

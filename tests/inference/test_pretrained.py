@@ -29,6 +29,36 @@ def test_the_same_model_comes_back(checkpoint):
     assert model.vocabulary.symbols[4:] == WORDS
 
 
+@pytest.mark.parametrize("arch", ["smlp_tiny", "dense_lm_tiny", "hash_lm_tiny", "amlp_mlm_tiny"])
+@pytest.mark.parametrize("kind", ["checkpoint", "pt", "safetensors"])
+def test_weights_that_stay_in_the_file(arch, kind, tmp_path):
+    """They are those of the file, can be changed without changing it, and survive its replacement."""
+    settings = {"num_sparse_layers": 0} if "mlm" in arch or "dense" in arch else {}
+    path, core = write_checkpoint(tmp_path, WORDS, arch, **settings)
+    if kind != "checkpoint":
+        exported = tmp_path / f"model.{kind}"
+        assert main(["checkpoint", "merge", str(path), "-o", str(exported)]) == 0
+        path = exported
+    before = path.read_bytes()
+    model = load_pretrained(path, mapped=True)
+    tokens = torch.randint(2, 14, (2, 12))
+    want = core(tokens)
+    assert torch.equal(getattr(model.core(tokens), "logits", model.core(tokens)), getattr(want, "logits", want))
+    weights = dict(model.core.named_parameters())
+    assert all(weight.requires_grad and weight.is_leaf for weight in weights.values())
+    with open("/proc/self/maps") as maps:
+        assert any(line.rstrip().endswith(str(path)) for line in maps)
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.add_(1.0)
+    assert path.read_bytes() == before
+    again = load_pretrained(path, mapped=True)
+    path.rename(tmp_path / "other")
+    path.write_bytes(b"replaced")
+    for name, weight in again.core.named_parameters():
+        assert torch.equal(weight, dict(core.named_parameters())[name]), name
+
+
 def test_dictionary_with_the_data_or_by_name(checkpoint, tmp_path):
     path, _ = checkpoint
     dictionary = tmp_path / "dict.txt"

@@ -1,5 +1,6 @@
 """Bad input of ``smlp vision``: one sentence each, on standard error, and status 1."""
 
+import argparse
 import builtins
 import importlib
 import os
@@ -164,6 +165,7 @@ def test_a_checkpoint_runs_no_code(digits, capsys, tmp_path):
 
     torch.save({"state_dict": {}, "args": Evil()}, tmp_path / "evil.pth.tar")
     assert "is no checkpoint of timm, or is damaged" in train(capsys, digits, "--resume", tmp_path / "evil.pth.tar")
+    assert argparse.Namespace in torch.serialization.get_safe_globals(), "fairseq's checkpoints need it too"
     assert not (tmp_path / "made").exists()
 
 

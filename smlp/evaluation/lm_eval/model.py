@@ -91,7 +91,9 @@ class HarnessModel(TemplateLM):
         if device == "cuda:0" and not torch.cuda.is_available():
             device = None  # the harness's command line asks for it unless told otherwise
         if not isinstance(path, LanguageModel):
-            path = load_language_model(path, dictionary, tokenizer, what="the harness").to(team.device(device))
+            path = load_language_model(path, dictionary, tokenizer, mapped=True, what="the harness").to(
+                team.device(device)
+            )
         self.lm = path
         self.team = team
         self.newline = newline
