@@ -124,6 +124,7 @@ def _listener(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # other programs can bind to a port that nobody listens at
         return listener
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)

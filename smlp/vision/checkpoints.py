@@ -6,6 +6,8 @@ import argparse
 import difflib
 import importlib
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,25 @@ from smlp.files import regular_file
 from smlp.vision.model import ImageModel
 from smlp.vision.weights import change_resolution, from_timm
 
-# plain options of training; `safe_globals` as a context would take them away from others, who have allowed them too
-torch.serialization.add_safe_globals([argparse.Namespace])
-
 #: registers smlp_mixer_* and smlp_gmlp_*
 OWN_MODELS = "smlp.vision.timm_models"
 
 
+@contextmanager
+def safe_classes_kept() -> Iterator[None]:
+    """Keep the classes that torch reads from checkpoints.
+
+    ``torch.serialization.safe_globals``, also inside timm's readers, forbids afterwards what it allowed, although
+    others, such as fairseq's checkpoints, have allowed it too.
+    """
+    allowed = torch.serialization.get_safe_globals()
+    try:
+        yield
+    finally:
+        torch.serialization.add_safe_globals(allowed)
+
+
+@safe_classes_kept()
 def create_model(args: Namespace) -> nn.Module:
     """Return a model of timm, ours included, as the options say; its weights are random or timm's pretrained ones.
 
@@ -95,7 +109,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     try:
         if file.suffix == ".safetensors":
             return {"state_dict": read_safetensors(str(file))}
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        with safe_classes_kept(), torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise whatever their bytes lead to
         raise UserError(f"{path} is no checkpoint of timm, or is damaged: {str(error).partition(chr(10))[0]}") from None
     state = content.get("state_dict", content.get("model")) if isinstance(content, dict) else None

@@ -33,7 +33,7 @@ from torch import nn
 from smlp.errors import NaNError, UserError
 from smlp.files import locked
 from smlp.launch.team import Team
-from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint
+from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint, safe_classes_kept
 from smlp.vision.data import class_names, evaluation_loader, open_split, said_by_timm, training_loader
 from smlp.vision.evaluate import precision_of, validate
 
@@ -57,7 +57,8 @@ def train(args: Namespace) -> dict[str, float]:
     device = timm.utils.init_distributed_device(args)  # sets args.rank, world_size, distributed
     try:
         folder = _folder(args)
-        with locked(folder, "smlp vision train", "--output") if args.rank == 0 else nullcontext():
+        held = locked(folder, "smlp vision train", "--output") if args.rank == 0 else nullcontext()
+        with held, safe_classes_kept():
             return _Run(args, device, folder).all_epochs()
     finally:
         if args.distributed:

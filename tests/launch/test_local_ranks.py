@@ -241,16 +241,20 @@ def test_interrupted_ranks_end_without_a_report(tmp_path: Path) -> None:
     assert (done.rc, done.stderr) == (130, "")
 
 
+def wait_for_the_end(pids: list[int]) -> None:
+    limit = time.monotonic() + 20
+    while any(map(is_running, pids)):
+        assert time.monotonic() < limit, pids
+        time.sleep(0.02)
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the kernel's help is Linux's")
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     launcher = launch(tmp_path, 2, "note(str(os.getpid()))\ntime.sleep(60)\n")
     pids = [int(wait_for(tmp_path / f"rank{rank}")) for rank in range(2)]
     launcher.kill()
     launcher.communicate(timeout=10)
-    limit = time.monotonic() + 5
-    while any(map(is_running, pids)):
-        assert time.monotonic() < limit, pids
-        time.sleep(0.02)
+    wait_for_the_end(pids)
 
 
 def test_what_ranks_leave_behind_is_ended(tmp_path: Path) -> None:
@@ -259,7 +263,7 @@ def test_what_ranks_leave_behind_is_ended(tmp_path: Path) -> None:
     began = time.monotonic()
     assert finish(launch(tmp_path, 2, script)).rc == 0
     assert time.monotonic() - began < 50
-    assert not any(is_running(int(wait_for(tmp_path / f"rank{rank}"))) for rank in range(2))
+    wait_for_the_end([int(wait_for(tmp_path / f"rank{rank}")) for rank in range(2)])
 
 
 def test_options_are_taken_out_of_the_command_line() -> None:

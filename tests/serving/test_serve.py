@@ -18,6 +18,7 @@ from tiny_checkpoints import write_checkpoint
 
 from smlp.checkpoint.load import load_language_model
 from smlp.cli.main import main
+from smlp.cli.serve import _listener
 from smlp.inference.generation.continuations import banned_tokens
 from smlp.inference.scoring.candidates import drop_nothing
 
@@ -324,14 +325,19 @@ def test_the_command(checkpoint):
             line = process.stdout.readline()
             found = re.search(r"at http://127\.0\.0\.1:(\d+)/", line)
             assert found, line + process.stderr.read()
-            taken = ["serve", str(checkpoint), "--port", found[1]]
-            assert main(taken) == 1
             process.send_signal(signal.SIGTERM)
             assert process.wait(SECONDS) == 0
         finally:
             watch.cancel()
             process.kill()
         assert process.stderr.read() == ""
+
+
+def test_a_port_is_taken_before_the_model_is_loaded(checkpoint, capsys):
+    with _listener("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert main(["serve", str(checkpoint), "--port", str(port)]) == 1
+    assert f"--host 127.0.0.1 --port {port}: cannot listen there: Address already in use" in capsys.readouterr().err
 
 
 def test_bad_options(checkpoint, tmp_path, capsys):

@@ -163,6 +163,7 @@ def test_a_checkpoint_runs_no_code(digits, capsys, tmp_path):
         def __reduce__(self):
             return builtins.open, (str(tmp_path / "made"), "w")
 
+    torch.serialization.add_safe_globals([argparse.Namespace])
     torch.save({"state_dict": {}, "args": Evil()}, tmp_path / "evil.pth.tar")
     assert "is no checkpoint of timm, or is damaged" in train(capsys, digits, "--resume", tmp_path / "evil.pth.tar")
     assert argparse.Namespace in torch.serialization.get_safe_globals(), "fairseq's checkpoints need it too"

@@ -1,5 +1,6 @@
 """``smlp vision train`` and ``evaluate`` on scikit-learn's digits: a tiny model, a few updates."""
 
+import argparse
 import csv
 import json
 import os
@@ -73,12 +74,14 @@ def same(first, second):
 
 def test_a_resumed_run_continues_bit_for_bit(digits, two_epochs, tmp_path):
     first = two_epochs / "checkpoint-0.pth.tar"
+    torch.serialization.add_safe_globals([argparse.Namespace])
     assert train(digits, *RECIPE, "--output", tmp_path, "--experiment", "resumed", "--resume", first) == 0
     whole, resumed = (read_checkpoint(str(run / "last.pth.tar")) for run in (two_epochs, tmp_path / "resumed"))
     for name in ("epoch", "state_dict", "state_dict_ema", "optimizer", "metric"):
         assert same(whole[name], resumed[name]), name
     assert rows(tmp_path / "resumed") == rows(two_epochs)[1:]
     assert not same(read_checkpoint(str(first))["state_dict"], whole["state_dict"])
+    assert argparse.Namespace in torch.serialization.get_safe_globals(), "fairseq's checkpoints need it too"
 
 
 def test_a_run_resumes_in_its_own_folder(digits, tmp_path):
