@@ -8,6 +8,7 @@ import importlib
 import math
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "data": _data_options,
             "train": _train_options,
             "evaluate": _evaluate_options,
-            "compare": _compare_options,
+            "compare": add_run_options,
             "plot": _plot_options,
             "table": _table_options,
         }
@@ -252,7 +253,8 @@ def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
 
 
-def _compare_options(parser: argparse.ArgumentParser) -> None:
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what a comparison of image models needs."""
     parser.add_argument("file", type=Path, metavar="FILE", help="data, options, seeds and models, in YAML")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for runs and results")
     parser.add_argument(
@@ -500,14 +502,17 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
 
     import_timm()
-    from smlp.vision.compare import read_comparison, run_comparison
+    from smlp.vision.compare import compare_at_equal_flops, read_comparison
 
-    parser = argparse.ArgumentParser(prog=f"{args.file}: options of smlp vision train", add_help=False)
-    _train_options(parser)
     comparison = read_comparison(args.file)
-    return run_comparison(
-        comparison, args.out, args.jobs, lambda words: _options_of(parser.parse_args(words)), args.dry_run
-    )
+    return compare_at_equal_flops(comparison, args.out, args.jobs, training_options(args.file), args.dry_run)
+
+
+def training_options(file: Path) -> Callable[[list[str]], Namespace]:
+    """Return what reads words as options of ``smlp vision train``; messages name the file that they come from."""
+    parser = argparse.ArgumentParser(prog=f"{file}: options of smlp vision train", add_help=False)
+    _train_options(parser)
+    return lambda words: _options_of(parser.parse_args(words))
 
 
 def _plot(args: argparse.Namespace) -> int:

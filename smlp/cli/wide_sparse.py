@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from smlp.cli.numbers import MOST_SEED, whole
 from smlp.cli.options import add_model_files, load_any_model
+from smlp.cli.vision import add_run_options
 from smlp.errors import UserError
 
 DESCRIPTION = "models as wide, sparse MLPs: widths and connections, singular values, similarity of features"
@@ -15,6 +17,7 @@ EPILOG = """examples:
   smlp wide-sparse spectrum
   smlp wide-sparse spectrum checkpoints/checkpoint_best.pt --json spectrum.json
   smlp wide-sparse cka mixer/model_best.pth.tar sparse/model_best.pth.tar --data-dir data/cifar10
+  smlp wide-sparse run examples/wide_sparse/digits.yaml --out runs/wide_sparse/digits --jobs 2
 
 The view, its formulas and what is measured are in docs/wide_sparse.md.
 """
@@ -22,7 +25,16 @@ _COMMANDS = {
     "table": "effective width, density, connections and reuse of weights, of presets and of the paper's models",
     "spectrum": "largest singular values: random masked matrices, or spatial matrices of a model",
     "cka": "similarity of the hidden features of two image models",
+    "run": "train image models along an axis, such as the effective width at fixed connections, and report",
+    "report": "report of finished runs: tables and a figure",
 }
+_RUN = """train the models of a sweep with several seeds; OUT gets report.md, report.json, report.png and a folder for
+each run
+
+The same command resumes what was stopped; finished runs are kept, and points and seeds can be added. The runner is that
+of smlp vision compare. What the file may say: docs/wide_sparse.md.
+
+exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command resumes)"""
 #: channels of Figure 4 (right)
 _CHANNELS = (4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 64)
 
@@ -30,9 +42,20 @@ _CHANNELS = (4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 64)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands with their options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
-    declare = {"table": _table_options, "spectrum": _spectrum_options, "cka": _cka_options}
+    declare = {
+        "table": _table_options,
+        "spectrum": _spectrum_options,
+        "cka": _cka_options,
+        "run": add_run_options,
+        "report": _report_options,
+    }
     for name, summary in _COMMANDS.items():
-        declare[name](actions.add_parser(name, help=summary, description=summary))
+        description = _RUN if name == "run" else summary
+        declare[name](
+            actions.add_parser(
+                name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+            )
+        )
 
 
 def _table_options(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +100,14 @@ def _cka_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the matrix here")
 
 
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="DIR", help="folder of smlp wide-sparse run")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand."""
+    if args.action in ("run", "report"):
+        return _run(args) if args.action == "run" else _report(args)
     from smlp.cli.json_file import check_outputs
 
     check_outputs(json=args.json)
@@ -166,6 +195,25 @@ def _cka(args: argparse.Namespace) -> int:
     if len(first) == len(second):
         print(f"\nmean of the diagonal: {sum(row[i] for i, row in enumerate(matrix)) / len(first):.4f}")
     _write(args.json, found)
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from smlp.cli.vision import import_timm, training_options
+
+    import_timm()
+    from smlp.wide_sparse.sweep import read_sweep, run_sweep
+
+    return run_sweep(read_sweep(args.file), args.out, args.jobs, training_options(args.file), args.dry_run)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from smlp.cli.vision import import_timm
+
+    import_timm()
+    from smlp.wide_sparse.sweep import write_report
+
+    write_report(args.out)
     return 0
 
 

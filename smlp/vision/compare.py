@@ -16,7 +16,7 @@ import csv
 import shlex
 import signal
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -66,24 +66,43 @@ def read_comparison(path: Path) -> Comparison:
     """
     section = Section("", read_yaml(path), path)
     data, options = section.text("data"), section.text("options", "")
-    seeds = [section.as_count("seeds", seed, least=0) for seed in section.values("seeds", [1, 2, 3])]
+    seeds = read_seeds(section)
     named = section.section("models")
-    models = {name: _words(named, name, words) for name, words in named.items().items()}
+    models = {name: option_words(named, name, words) for name, words in named.items().items()}
     section.end()
     if data is None or len(models) < 2:
         raise UserError(f"{path}: data and at least two models are needed")
+    return Comparison(data, option_words(section, "options", options), models, seeds)
+
+
+def read_seeds(section: Section) -> list[int]:
+    """Take the seeds of a file; 1, 2 and 3 if there are none."""
+    seeds = [section.as_count("seeds", seed, least=0) for seed in section.values("seeds", [1, 2, 3])]
     if len(set(seeds)) < len(seeds):
-        raise UserError(f"{path}: a seed stands twice in {seeds}")
-    return Comparison(data, _words(section, "options", options), models, seeds)
+        raise section.error("seeds", f"has a seed twice: {seeds}")
+    return seeds
 
 
-def _words(section: Section, name: str, text: Any) -> list[str]:
+def option_words(section: Section, name: str, text: Any, also_own: Sequence[str] = ()) -> list[str]:
+    """Return the options of ``smlp vision train`` in a text as words.
+
+    Args:
+        section, name: where the text stands, for messages.
+        text: the value there.
+        also_own: options that the caller decides, beside those of the runner.
+
+    Raises:
+        UserError: it is no text, or sets an option of the runner.
+    """
     if not isinstance(text, str):
         raise section.error(name, "must be options of smlp vision train")
-    words = shlex.split(text)
-    for own in _OWN:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise section.error(name, f"cannot be split into words: {error}") from None
+    for own in (*_OWN, *also_own):
         if any(word == own or word.startswith(f"{own}=") for word in words):
-            raise section.error(name, f"has {own}, which smlp vision compare sets")
+            raise section.error(name, f"has {own}, which smlp vision compare sets" if own in _OWN else f"has {own}")
     return words
 
 
@@ -93,9 +112,6 @@ def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> di
     Args:
         comparison: what to compare.
         parse: reads the words of ``smlp vision train``.
-
-    Raises:
-        UserError: FLOPs differ by more than :data:`TOLERANCE`.
     """
     folder = Path(comparison.data) / "train"
     num_classes = sum(one.is_dir() for one in folder.iterdir()) if folder.is_dir() else 0
@@ -109,14 +125,22 @@ def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> di
             model(torch.zeros(1, args.in_chans or 3, side, side))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         found[name] = {"flops": counter.get_total_flops(), "parameters": parameters}
-    (first, own), *others = found.items()
+    return found
+
+
+def check_equal_flops(counted: dict[str, dict[str, int]]) -> None:
+    """Compare the models' FLOPs.
+
+    Raises:
+        UserError: they differ by more than :data:`TOLERANCE`.
+    """
+    (first, own), *others = counted.items()
     for name, other in others:
         if abs(other["flops"] / own["flops"] - 1) > TOLERANCE:
             raise UserError(
                 f"an image costs {other['flops']:,} FLOPs in {name} and {own['flops']:,} in {first}: they may differ "
                 f"by {TOLERANCE:.0%}"
             )
-    return found
 
 
 class _RunChain(Chain):
@@ -143,53 +167,68 @@ class _RunChain(Chain):
             self.failed.append(f"{result.step.name} ended with status {result.status}: see {result.step.output}")
 
 
-def run_comparison(
+def compare_at_equal_flops(
     comparison: Comparison, out: Path, jobs: int, parse: Callable[[list[str]], Namespace], dry_run: bool = False
 ) -> int:
     """Train what is left, and write ``results.json``, ``results.md`` and, with matplotlib, ``curves.png``.
 
+    Arguments, result and errors are those of :func:`train_all`, and :func:`check_equal_flops`.
+    """
+    counted = costs(comparison, parse)
+    check_equal_flops(counted)
+    status = train_all(comparison, counted, out, jobs, dry_run)
+    if not dry_run:
+        _write_results(comparison, counted, out)
+    return status
+
+
+def run_folder(out: Path, name: str, seed: int) -> Path:
+    """Return the folder of a run."""
+    return out / "runs" / f"{name}-s{seed}"
+
+
+def train_all(
+    comparison: Comparison, counted: dict[str, dict[str, int]], out: Path, jobs: int, dry_run: bool = False
+) -> int:
+    """Train what is left of a comparison, each run in a process of its own.
+
     Args:
         comparison: what to compare.
+        counted: of :func:`costs`.
         out: folder of runs and results; the same command resumes.
         jobs: trainings at a time.
-        parse: reads the words of ``smlp vision train``.
         dry_run: print costs and commands instead.
 
     Returns:
         The exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal, 130 by SIGINT.
 
     Raises:
-        UserError: ``out`` holds runs of other settings, or as :func:`costs`.
+        UserError: ``out`` holds runs of other settings.
     """
-    counted = costs(comparison, parse)
     for name, cost in counted.items():
         print(
             f"{name}: {cost['parameters']:,} parameters, {cost['flops'] / 1e6:,.2f} million FLOPs an image", flush=True
         )
     runs = {
-        (name, seed): (
-            out / "runs" / f"{name}-s{seed}",
-            [
-                *("--data-dir", comparison.data, *comparison.options, *words, "--seed", str(seed)),
-                *("--output", str(out / "runs"), "--experiment", f"{name}-s{seed}"),
-            ],
-        )
+        run_folder(out, name, seed): [
+            *("--data-dir", comparison.data, *comparison.options, *words, "--seed", str(seed)),
+            *("--output", str(out / "runs"), "--experiment", f"{name}-s{seed}"),
+        ]
         for name, words in comparison.models.items()
         for seed in comparison.seeds
     }
     if dry_run:
-        for _, words in runs.values():
+        for words in runs.values():
             print(f"smlp vision train {shlex.join(words)}")
         return 0
     failed: list[str] = []
-    with Folder(out).locked("smlp vision compare"):
+    with Folder(out).locked("comparison of image models"):
         _settle(comparison, out / "comparison.json")
-        left = {folder: words for folder, words in runs.values() if not (folder / _DONE).is_file()}
+        left = {folder: words for folder, words in runs.items() if not (folder / _DONE).is_file()}
         print(f"{len(left)} of {len(runs)} runs to do, {jobs} at a time", flush=True)
         threads = max(1, num_cores() // jobs)
         chains = [_RunChain(folder, words, threads, failed) for folder, words in left.items()]
         stopped = run_chains(chains, jobs, lambda: None)
-        _write_results(comparison, counted, {key: folder for key, (folder, _) in runs.items()}, out)
     for message in failed:
         print(f"failed: {message}", flush=True)
     if stopped is not None:
@@ -216,17 +255,25 @@ def _settle(comparison: Comparison, path: Path) -> None:
     write_json(path, {**planned, "models": {**older["models"], **comparison.models}})
 
 
-def _write_results(
-    comparison: Comparison, counted: dict[str, dict[str, int]], runs: dict[tuple[str, int], Path], out: Path
-) -> None:
-    curves: dict[str, dict[int, list[float]]] = {name: {} for name in comparison.models}
-    speeds: dict[str, dict[int, float]] = {name: {} for name in comparison.models}
-    for (name, seed), folder in runs.items():
-        if (folder / _DONE).is_file():
-            with open(folder / SUMMARY, newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-            curves[name][seed] = [float(row["eval_top1"]) for row in rows]
-            speeds[name][seed] = median(float(row["train_images_per_second"]) for row in rows)
+def finished_runs(out: Path, names: Iterable[str], seeds: Iterable[int]) -> dict[str, dict[int, list[dict[str, str]]]]:
+    """Return the rows of ``summary.csv``, one for each epoch, of all finished runs, by model and seed."""
+    found: dict[str, dict[int, list[dict[str, str]]]] = {name: {} for name in names}
+    for name, by_seed in found.items():
+        for seed in seeds:
+            if ((folder := run_folder(out, name, seed)) / _DONE).is_file():
+                with open(folder / SUMMARY, newline="", encoding="utf-8") as file:
+                    by_seed[seed] = list(csv.DictReader(file))
+    return found
+
+
+def _write_results(comparison: Comparison, counted: dict[str, dict[str, int]], out: Path) -> None:
+    curves: dict[str, dict[int, list[float]]] = {}
+    speeds: dict[str, dict[int, float]] = {}
+    for name, by_seed in finished_runs(out, comparison.models, comparison.seeds).items():
+        curves[name] = {seed: [float(row["eval_top1"]) for row in rows] for seed, rows in by_seed.items()}
+        speeds[name] = {
+            seed: median(float(row["train_images_per_second"]) for row in rows) for seed, rows in by_seed.items()
+        }
     table = _table(comparison, counted, curves, speeds)
     write_json(out / "results.json", {**table.as_json(), "curves": curves})
     text = "\n\n".join([f"# {table.title}", table.markdown(), *table.notes]) + "\n"

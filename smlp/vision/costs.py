@@ -119,6 +119,7 @@ def _mixer_block(config: ImageConfig, layer: int, before: int, after: int) -> It
         work={SPATIAL: C * D * (before + after) / S, PROJECTIONS: views * before / S},
         num_mixed=before,
     )
+    yield from _skip(config, layer, before, after)
 
 
 def _gmlp_block(config: ImageConfig, layer: int, before: int, after: int) -> Iterator[Component]:
@@ -154,9 +155,14 @@ def _s_mixer_block(config: ImageConfig, layer: int, before: int, after: int) -> 
     yield Component(
         f"{name}.mlp_tokens", layer, "token layer", other_params=before * after, work=mixing, num_mixed=before
     )
+    yield from _skip(config, layer, before, after)
+
+
+def _skip(config: ImageConfig, layer: int, before: int, after: int) -> Iterator[Component]:
+    S, C = config.num_tokens, config.embed_dim
     if config.mixed_tokens and layer == 0:
         yield Component(
-            f"{name}.skip",
+            f"blocks.{layer}.skip",
             layer,
             "skip over tokens",
             other_params=before * after + 2 * C,
@@ -166,14 +172,15 @@ def _s_mixer_block(config: ImageConfig, layer: int, before: int, after: int) -> 
 
 
 def _sparse_block(config: ImageConfig, layer: int, before: int, after: int) -> Iterator[Component]:
-    S, m = config.num_tokens, config.width
+    S, m, hidden = config.num_tokens, config.width, config.mlp_hidden
     inputs = S * config.embed_dim if layer == 0 else m
+    weights = (inputs + m) * hidden if hidden else inputs * m
     yield Component(
         f"blocks.{layer}",
         layer,
-        "masked layer",
-        other_params=2 * inputs + inputs * m,
-        work={NORMS: LAYER_NORM_FLOPS * inputs / S, PROJECTIONS: inputs * m / S},
+        "masked MLP" if hidden else "masked layer",
+        other_params=2 * inputs + weights,
+        work={NORMS: LAYER_NORM_FLOPS * inputs / S, PROJECTIONS: weights / S},
     )
 
 

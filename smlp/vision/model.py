@@ -225,13 +225,16 @@ class MixerBlock(nn.Module):
 class SparseLayerBlock(nn.Module):
     """``x + act((M * W) LN(x))`` with a static random mask M, over all features at once (mixer_wide_sparse.txt, S.16).
 
-    Where the width changes there is no ``x +``; the paper does not say how its first layer reaches the width.
+    With a hidden width it is ``x + (M2 * W2) act((M1 * W1) LN(x))`` (S.17, which names W2 twice). Where the width
+    changes there is no ``x +``; the paper does not say how its first layer reaches the width.
     """
 
     def __init__(self, config: ImageConfig, inputs: int, drop_path: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(inputs, config.norm_eps)
-        self.layer = MaskedLinear(inputs, config.width, config.mask_density, bias=False)
+        hidden = config.mlp_hidden
+        self.layer = MaskedLinear(inputs, hidden or config.width, config.mask_density, bias=False)
+        self.out = MaskedLinear(hidden, config.width, config.mask_density, bias=False) if hidden else None
         self.activation = ACTIVATION_FUNCTIONS[config.activation]
         self.drop_path = DropPath(drop_path)
         self.is_residual = inputs == config.width
@@ -241,7 +244,8 @@ class SparseLayerBlock(nn.Module):
         return self.drop_path(x_B1m, self._mixed) if self.is_residual else self._mixed(x_B1m)
 
     def _mixed(self, x_B1m: Tensor) -> Tensor:
-        return self.activation(self.layer(self.norm(x_B1m)))
+        x_B1h = self.activation(self.layer(self.norm(x_B1m)))
+        return x_B1h if self.out is None else self.out(x_B1h)
 
 
 class ImageGatedMLP(nn.Module):

@@ -27,9 +27,10 @@ _OF_BLOCKS = {
     "token_mixing": ("mixer",),
     "pyramid": ("mixer",),
     "permutations": ("mixer", "s_mixer"),
-    "mixed_tokens": ("s_mixer",),
+    "mixed_tokens": ("mixer", "s_mixer"),
     "mask_density": ("sparse_mlp",),
     "mlp_width": ("sparse_mlp",),
+    "mlp_hidden": ("sparse_mlp",),
 }
 
 
@@ -70,10 +71,12 @@ class ImageConfig:
         "none", "Mixer, S-Mixer: random makes it an RP-Mixer, with fixed random orders of all features", PERMUTATIONS
     )
     mixed_tokens: int = setting(
-        0, "S-Mixer: S, tokens after the first block, whose skip connection is then LN(W x); 0 for one per patch"
+        0,
+        "Mixer, S-Mixer: S, tokens after the first block, whose skip connection is then LN(W x); 0 for one per patch",
     )
     mask_density: float = setting(1.0, "sparse MLP: p, share of the weights of a block that its mask keeps")
     mlp_width: int = setting(0, "sparse MLP: m, features of a block; 0 for all features of all tokens")
+    mlp_hidden: int = setting(0, "sparse MLP: hidden features of a block; 0 for blocks of one layer")
     #: pairs of a block's index and the tokens that its network over tokens leaves
     pyramid: tuple[tuple[int, int], ...] = ()
 
@@ -106,7 +109,7 @@ class ImageConfig:
         require(0 < self.mask_density <= 1, f"mask_density must be above 0 and at most 1, got {self.mask_density}")
         for name, kinds in _OF_BLOCKS.items():
             value = getattr(self, name)
-            if name in ("mixed_tokens", "mlp_width"):
+            if name in ("mixed_tokens", "mlp_width", "mlp_hidden"):
                 require(value >= 0, f"{name} must not be negative, got {value}")
             default = next(field.default for field in dataclasses.fields(self) if field.name == name)
             require(
@@ -123,6 +126,10 @@ class ImageConfig:
             f"token_groups={groups} needs token_mixing grouped or views, got {self.token_mixing}",
         )
         require(self.embed_dim % groups == 0, f"token_groups={groups} must divide embed_dim={self.embed_dim}")
+        require(
+            not (self.mixed_tokens and self.pyramid),
+            f"mixed_tokens={self.mixed_tokens} and pyramid={self.pyramid} both set the tokens of blocks: give one",
+        )
         for layer, tokens in self.pyramid:
             require(
                 0 <= layer < self.num_layers and 1 <= tokens <= self.num_tokens,

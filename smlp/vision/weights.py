@@ -67,9 +67,11 @@ def change_resolution(
         and config.token_mixing in ("shared", "untied")
         and not config.pyramid
         and config.pool == "mean"
-        and config.permutations == "none",
+        and config.permutations == "none"
+        and not config.mixed_tokens,
         f"no change of resolution is defined for block={config.block}, token_mixing={config.token_mixing}, "
-        f"pyramid={config.pyramid}, pool={config.pool}, permutations={config.permutations}",
+        f"pyramid={config.pyramid}, pool={config.pool}, permutations={config.permutations}, "
+        f"mixed_tokens={config.mixed_tokens}",
     )
     if config.block == "gmlp":
         return {name: _shifted(name, tensor, config.grid, new.grid) for name, tensor in state.items()}, new

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from smlp.nn.blocks import TokenMixing
 from smlp.nn.layers import MaskedLinear, SpatialWeights
 from smlp.vision.costs import ROOT
 from smlp.vision.costs import components as image_components
-from smlp.vision.model import ImageModel, TokenLayer, TokenMLP
+from smlp.vision.model import ImageModel, NormedSkip, TokenLayer, TokenMLP
 from smlp.vision.presets import PRESETS as IMAGE_PRESETS
 from smlp.vision.presets import ImageConfig
 from smlp.vision.presets import preset as image_preset
@@ -76,6 +76,23 @@ def masked_width(omega: float, density: float, expansion: float = 1) -> float:
     return math.sqrt(omega / (expansion * density))
 
 
+def layer_connections(config: ImageConfig) -> float:
+    """Return Omega of an image model: the mean connections of the layers of its last block (equations 13, 14, S.42).
+
+    Raises:
+        UserError: it is a gMLP, for which the paper defines none.
+    """
+    tokens, channels = config.tokens_of_layers()[-1][1], config.embed_dim
+    if config.block == "sparse_mlp":
+        return masked_connections(config.width, config.mask_density, (config.mlp_hidden or config.width) / config.width)
+    if config.block == "s_mixer":
+        return mixer_connections(tokens, channels)
+    require(
+        config.block == "mixer", f"connections of a layer are defined for Mixers and sparse MLPs, not {config.block}"
+    )
+    return channels * tokens * (config.token_dim + config.ffn_dim) / 2
+
+
 @dataclass(frozen=True)
 class Row:
     """One kind of layer of a model, seen as a wide, sparse layer; numbers are those of a single layer."""
@@ -112,7 +129,7 @@ def text_rows(name: str, config: ModelConfig | None = None) -> list[Row]:
     config = config or text_preset(name)
     parts, size = components(config), config.max_tokens
     model, width = build_without_weights(config), size * config.embed_dim
-    return _rows(name, parts, model, root_of(config), size, width, not config.is_bidirectional)
+    return _rows(name, parts, model, root_of(config), size, lambda layer, work: width, not config.is_bidirectional)
 
 
 def image_rows(name: str, config: ImageConfig | None = None) -> list[Row]:
@@ -120,7 +137,14 @@ def image_rows(name: str, config: ImageConfig | None = None) -> list[Row]:
     config = config or image_preset(name)
     with torch.device("meta"):
         model = ImageModel(config)
-    return _rows(name, image_components(config), model, ROOT, config.num_tokens, config.width, False)
+
+    def width(layer: int, work: str) -> int:
+        if config.block == "sparse_mlp":
+            return config.width if layer else config.num_tokens * config.embed_dim
+        before, after = config.tokens_of_layers()[layer]
+        return (before if work == SPATIAL else after) * config.embed_dim
+
+    return _rows(name, image_components(config), model, ROOT, config.num_tokens, width, False)
 
 
 def preset_rows(names: Iterable[str] | None = None) -> list[Row]:
@@ -136,9 +160,15 @@ def preset_rows(names: Iterable[str] | None = None) -> list[Row]:
 
 
 def _rows(
-    name: str, parts: list[Component], model: nn.Module, root: str, size: int, width: int, is_causal: bool
+    name: str,
+    parts: list[Component],
+    model: nn.Module,
+    root: str,
+    size: int,
+    width: Callable[[int, str], int],
+    is_causal: bool,
 ) -> list[Row]:
-    """Return the rows of a model; equal layers are one row."""
+    """Return the rows of a model; equal layers are one row. ``width`` gives m of a layer and a kind of work."""
     found: Counter[tuple[Any, ...]] = Counter()
     paths = {part.name.removeprefix(f"{root}.") for part in parts}
     for part in parts:
@@ -146,8 +176,8 @@ def _rows(
             path = part.name.removeprefix(f"{root}.")
             inner = tuple(other.removeprefix(f"{path}.") for other in paths if other.startswith(f"{path}."))
             for numbers in _layers(part, model.get_submodule(path), inner, size, is_causal):
-                found[part.kind, *numbers] += 1
-    return [Row(name, key[0], key[1], count, width, *key[2:]) for key, count in found.items()]
+                found[part.kind, numbers[0], width(part.layer, numbers[0]), *numbers[1:]] += 1
+    return [Row(name, *key[:2], count, *key[2:]) for key, count in found.items()]
 
 
 def _layers(
@@ -172,7 +202,8 @@ def _layers(
         copies = work / all_weights
         yield PROJECTIONS, (density if not linear else kept / all_weights) / copies, copies * kept, kept, work
     elif linear and executed.get(PROJECTIONS):
-        yield PROJECTIONS, 1 / size, size * connected[PROJECTIONS], linear, size * executed[PROJECTIONS]
+        work = size * executed[PROJECTIONS]
+        yield PROJECTIONS, linear / work, size * connected[PROJECTIONS], linear, work
     if experts and part.assignments_per_token:
         k, num_experts = part.assignments_per_token, part.num_experts
         work = size * k * experts / num_experts
@@ -204,8 +235,8 @@ def _weights(
             size = one.max_tokens
             distinct = size * (size + 1) // 2 if one.is_causal and not one.is_toeplitz else one.weight[0].numel()
             spatial = one.weight.size(0) * distinct, float(size * size)
-        elif isinstance(one, TokenMLP | TokenMixing | TokenLayer):
-            names = ("fc1", "fc2", "tokens_in", "tokens_out")
+        elif isinstance(one, TokenMLP | TokenMixing | TokenLayer | NormedSkip):
+            names = ("fc1", "fc2", "tokens_in", "tokens_out", "proj")
             sizes = [
                 value.numel()
                 for name, value in one.named_parameters()

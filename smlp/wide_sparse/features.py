@@ -34,7 +34,7 @@ def branches(model: ImageModel) -> dict[str, Branch]:
         elif isinstance(block, ImageGatedBlock):
             found[str(index)] = (block.mlp_channels, None)
         elif isinstance(block, SparseLayerBlock):
-            found[str(index)] = (block.layer, block.activation)
+            found[str(index)] = (block.layer, block.activation) if block.out is None else (block.out, None)
     return found
 
 

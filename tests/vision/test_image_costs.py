@@ -53,6 +53,8 @@ def test_every_size_has_its_number_of_parameters():
         ("smlp_gmlp_tiny", {"img_size": 8, "num_layers": 1}),
         ("smlp_rp_s_mixer", {"mixed_tokens": 40, "num_layers": 2}),
         ("smlp_sparse_mlp", {"mlp_width": 100, "num_layers": 2}),
+        ("smlp_sparse_mlp", {"mlp_width": 50, "mlp_hidden": 100, "num_layers": 2}),
+        ("smlp_mixer_tiny", {"mixed_tokens": 40, "num_layers": 2}),
         ("smlp_rp_mixer_tiny", {"num_layers": 1}),
     ],
 )

@@ -194,6 +194,7 @@ def test_bad_settings_are_refused_in_one_sentence():
         ({"block": "gmlp", "ffn_dim": 5}, "ffn_dim must be even"),
         ({"block": "gmlp", "pyramid": {0: 4}}, "is for block=mixer, not gmlp"),
         ({"pyramid": {9: 4}}, "block 9 of 8 cannot leave 4 of 196 tokens"),
+        ({"pyramid": {0: 4}, "mixed_tokens": 4}, "both set the tokens of blocks"),
         ({"drop_path_rate": 1.0}, "drop_path_rate must be in"),
         ({"activation": "silu"}, "activation must be one of gelu, gelu_tanh"),
         ({"depth": 3}, "unknown setting 'depth' of smlp_mixer_s16"),

@@ -5,12 +5,11 @@ import os
 import subprocess
 
 import pytest
+from image_models import train_in_this_process
 from running import REPOSITORY
 
 from data_prep.images import fetch
 from smlp.cli.main import main
-from smlp.experiments.processes import Ended
-from smlp.vision import compare
 
 EXAMPLES = REPOSITORY / "examples" / "vision"
 TINY = """
@@ -33,19 +32,7 @@ def digits(tmp_path_factory):
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Commands that would have been started run here instead; returns their words."""
-    started = []
-
-    def run_chains(chains, jobs, watch):
-        for chain in chains:
-            step = chain.next_step(0)
-            started.append(step.command)
-            status = main(step.command[step.command.index("vision") :])
-            chain.ended(Ended(step, status, 1.0, 100.0, 0.0))
-            assert chain.next_step(0) is None
-
-    monkeypatch.setattr(compare, "run_chains", run_chains)
-    return started
+    return train_in_this_process(monkeypatch)
 
 
 def write(tmp_path, digits, seeds="[1, 2]", width=8, more=""):
@@ -100,7 +87,7 @@ def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, 
     [
         ({"width": 64}, "they may differ by 3%"),
         ({"more": "--seed 3"}, "models.second has --seed, which smlp vision compare sets"),
-        ({"seeds": "[1, 1]"}, "a seed stands twice"),
+        ({"seeds": "[1, 1]"}, "seeds has a seed twice: [1, 1]"),
         ({"seeds": "[x]"}, "seeds must be a whole number"),
     ],
     ids=["flops", "own-option", "twice", "no-number"],

@@ -84,6 +84,34 @@ def test_counts_are_those_of_the_matrices():
     assert first.executed == 64 * 48 * 1619
 
 
+def test_counts_after_a_change_of_tokens():
+    """Density is the share of entries, and the width is that of the layer's own input."""
+    config = image_preset("smlp_s_mixer", num_layers=2, embed_dim=32, mixed_tokens=113)
+    rows = {(row.kind, row.layers, row.width): row for row in counts.image_rows("smlp_s_mixer", config)}
+    patches, tokens, channels = 64, 113, 32
+    first = rows["token layer", 1, patches * channels]
+    skip = rows["skip over tokens", 1, patches * channels]
+    assert (first.connections, first.weights) == (channels * patches * tokens, patches * tokens)
+    assert (skip.connections, skip.weights, skip.density) == (first.connections, first.weights, first.density)
+    mixing = rows["channel layer and norms", 2, tokens * channels]
+    assert mixing.density == 1 / tokens and mixing.uses == tokens and mixing.weights == channels**2
+    for row in (first, skip, rows["token layer", 1, tokens * channels]):
+        assert row.density == 1 / channels and row.uses == channels
+
+
+def test_connections_of_a_layer():
+    assert counts.layer_connections(image_preset("smlp_s_mixer", embed_dim=32, mixed_tokens=113)) == 262_160
+    assert counts.layer_connections(image_preset("smlp_sparse_mlp")) == pytest.approx(2**18, rel=0.001)
+    wide = {"embed_dim": 12, "mixed_tokens": 203, "token_dim": 2 * 203, "ffn_dim": 2 * 12}
+    assert counts.layer_connections(image_preset("smlp_mixer_tiny", **wide)) == 2 * (12 * 203**2 + 203 * 12**2) / 2
+    hidden = image_preset("smlp_sparse_mlp", mlp_width=100, mlp_hidden=200, mask_density=0.5)
+    assert counts.layer_connections(hidden) == 100 * 200 * 0.5
+    rows = counts.image_rows("smlp_sparse_mlp", hidden)
+    assert rows[-1].executed == 2 * 100 * 200 and rows[-1].connections == 100 * 200
+    with pytest.raises(UserError, match="defined for Mixers and sparse MLPs, not gmlp"):
+        counts.layer_connections(image_preset("smlp_gmlp_tiny"))
+
+
 def test_reuse_of_the_papers_smlp():
     """HT(T+1)/2 connections whatever E, E T(T+1)/2 distinct weights."""
     rows = {row.kind: row for row in counts.text_rows("smlp")}
@@ -178,12 +206,18 @@ def test_cka():
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("smlp_rp_mixer_tiny", 4), ("smlp_s_mixer", 4), ("smlp_sparse_mlp", 2), ("smlp_gmlp_tiny", 2)]
+    ("name", "count", "small"),
+    [
+        ("smlp_rp_mixer_tiny", 4, {}),
+        ("smlp_s_mixer", 4, {}),
+        ("smlp_sparse_mlp", 2, {"mlp_width": 64 * 48}),
+        ("smlp_sparse_mlp", 2, {"mlp_width": 64 * 48, "mlp_hidden": 20}),
+        ("smlp_gmlp_tiny", 2, {}),
+    ],
 )
-def test_recorded_features_add_up_to_the_block(name, count):
+def test_recorded_features_add_up_to_the_block(name, count, small):
     """What is recorded is what the last skip connection adds, up to an RP-Mixer's order."""
     torch.manual_seed(7)
-    small = {"mlp_width": 64 * 48} if name == "smlp_sparse_mlp" else {}
     model = ImageModel(image_preset(name, num_layers=2, **small)).eval()
     seen = []
     model.blocks[-1].register_forward_hook(lambda module, inputs, output: seen.append(output - inputs[0]))

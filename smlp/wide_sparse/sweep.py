@@ -1,0 +1,328 @@
+"""Train image models along an axis, such as the effective width at fixed connections, and report (section 5).
+
+A sweep is a YAML file of series of models; each point of a series is a model:
+
+    title: Error and effective width
+    paper: "Figure 5: the error falls as the width grows"
+    data: data/cifar10                  # folder of smlp vision data
+    seeds: [1, 2, 3]
+    x: width                            # of the figure: width, channels, tokens, layers or density
+    connections: 32768                  # that every point must have in a layer; leave it out where they differ
+    similarity: Mixer                   # series of one point that the others' features are compared with, if wanted
+    options: --img-size 32 --epochs 15  # of smlp vision train, for all models
+    series:
+      S-Mixer:
+        options: --model smlp_s_mixer
+        settings: {num_layers: 4}       # of all points
+        points:
+          - {embed_dim: 4, mixed_tokens: 126}
+          - {embed_dim: 32, mixed_tokens: 32}
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smlp.errors import UserError
+from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.report.table import Cell, Column, Estimate, Table, amount, label, mean_cell
+from smlp.experiments.yaml_file import Section, read_yaml
+from smlp.files import write_whole
+from smlp.vision.checkpoints import create_model
+from smlp.vision.compare import Comparison, costs, finished_runs, option_words, read_seeds, run_folder, train_all
+from smlp.vision.model import ImageModel
+from smlp.vision.presets import ImageConfig
+from smlp.vision.train import LAST
+from smlp.wide_sparse.counts import layer_connections
+from smlp.wide_sparse.features import branches, compare_checkpoints
+
+#: axes, with what they are called
+AXES = {
+    "width": "effective width m",
+    "channels": "channels C",
+    "tokens": "tokens S",
+    "layers": "blocks L",
+    "density": "density p",
+}
+#: connections may differ by this share from those of the file: S and C are whole numbers
+TOLERANCE = 0.05
+_RECORD = "sweep.json"
+#: batches of images for CKA
+_BATCH, _BATCHES = 128, 8
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The content of the file; ``series`` has the names of the models of each series, in order."""
+
+    title: str
+    paper: str
+    x: str
+    connections: int | None
+    similarity: str | None
+    comparison: Comparison
+    series: dict[str, list[str]]
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read the file of a sweep.
+
+    Raises:
+        UserError: an entry is missing, unknown or of another type, or two points are the same.
+    """
+    section = Section("", read_yaml(path), path)
+    title, paper, data = section.text("title", path.stem), section.text("paper", ""), section.text("data")
+    x, seeds = section.text("x", "width", AXES), read_seeds(section)
+    connections, similarity = section.count("connections"), section.text("similarity")
+    options = option_words(section, "options", section.text("options", ""))
+    series: dict[str, list[str]] = {}
+    models: dict[str, list[str]] = {}
+    named = section.section("series")
+    for name, content in named.items().items():
+        one = Section(f"series.{name}", content, path)
+        words = option_words(one, "options", one.text("options", ""), also_own=("--model-kwargs",))
+        common = one.section("settings").settings()
+        points = [Section(f"series.{name}.points", point, path).settings() for point in one.values("points")]
+        one.end()
+        if not points:
+            raise one.error("points", "needs at least one point")
+        series[name] = []
+        for point in points:
+            settings = {**common, **point}
+            full = " ".join([name, *(f"{key}={value}" for key, value in point.items())])
+            if full in models:
+                raise one.error("points", f"has {full!r} twice")
+            series[name].append(full)
+            models[full] = [*words, "--model-kwargs", *(f"{key}={value}" for key, value in settings.items())]
+    section.end()
+    if data is None or len(models) < 2:
+        raise UserError(f"{path}: data and at least two points are needed")
+    if similarity is not None and len(series.get(similarity, ())) != 1:
+        raise section.error("similarity", f"must name a series of one point, got {similarity!r}")
+    return Sweep(
+        title or path.stem,
+        paper or "",
+        x or "",
+        connections,
+        similarity,
+        Comparison(data, options, models, seeds),
+        series,
+    )
+
+
+def run_sweep(
+    sweep: Sweep, out: Path, jobs: int, parse: Callable[[list[str]], Namespace], dry_run: bool = False
+) -> int:
+    """Train what is left of a sweep with the runner of ``smlp vision compare``, and report.
+
+    Args:
+        sweep: what to train.
+        out: folder of runs and report; the same command resumes.
+        jobs: trainings at a time.
+        parse: reads the words of ``smlp vision train``.
+        dry_run: print costs and commands instead.
+
+    Returns:
+        The exit status, as :func:`smlp.vision.compare.train_all`.
+
+    Raises:
+        UserError: a model has no place on the axis, its connections are others, or ``out`` holds other runs.
+    """
+    counted, facts, num_branches = costs(sweep.comparison, parse), {}, {}
+    for name, words in sweep.comparison.models.items():
+        args = parse(["--data-dir", sweep.comparison.data, *sweep.comparison.options, *words])
+        with torch.device("meta"):
+            model = create_model(args)
+        if not isinstance(model, ImageModel):
+            raise UserError(f"{name}: --model {args.model} is timm's; a sweep is of smlp_* models")
+        facts[name], num_branches[name] = {**counted[name], **_facts(model.config)}, len(branches(model))
+        if facts[name][sweep.x] is None:
+            raise UserError(f"{name} has no place on the axis x={sweep.x}: its features are not divided into tokens")
+        found, wanted = facts[name]["connections"], sweep.connections
+        if wanted is not None and abs(found / wanted - 1) > TOLERANCE:
+            raise UserError(
+                f"{name} has {found:,.0f} connections in a layer, {found / wanted - 1:+.1%} from the {wanted:,} of the "
+                f"sweep: they may differ by {TOLERANCE:.0%}"
+            )
+    if sweep.similarity is not None and len(set(num_branches.values())) > 1:
+        raise UserError(f"similarity compares branches of the same number, and the models have {num_branches}")
+    status = train_all(sweep.comparison, counted, out, jobs, dry_run)
+    if not dry_run:
+        given = {name: getattr(sweep, name) for name in ("title", "paper", "x", "similarity", "series")}
+        more = {"data": sweep.comparison.data, "seeds": sweep.comparison.seeds, "facts": facts}
+        write_json(out / _RECORD, {**given, **more})
+        write_report(out)
+    return status
+
+
+def _facts(config: ImageConfig) -> dict[str, float | None]:
+    """Return where a model stands on each axis, and its connections; None where it has no place."""
+    is_flat = config.block == "sparse_mlp"
+    tokens, channels = config.tokens_of_layers()[-1][1], config.embed_dim
+    return {
+        "width": config.width,
+        "channels": None if is_flat else channels,
+        "tokens": None if is_flat else tokens,
+        "layers": config.num_layers,
+        "density": config.mask_density if is_flat else (1 / tokens + 1 / channels) / 2,
+        "connections": layer_connections(config),
+    }
+
+
+def write_report(out: Path) -> None:
+    """Write and print ``report.md`` and ``report.json``, and ``report.png`` if matplotlib is there, from finished runs.
+
+    Raises:
+        UserError: the folder is none of a sweep, or none of its runs has ended.
+    """
+    if not (out / _RECORD).is_file():
+        raise UserError(f"{out} holds no sweep of smlp wide-sparse run: there is no {_RECORD}")
+    record = read_json(out / _RECORD)
+    errors = {
+        name: {seed: 100 - float(rows[-1]["eval_top1"]) for seed, rows in by_seed.items()}
+        for name, by_seed in finished_runs(out, record["facts"], record["seeds"]).items()
+    }
+    if not any(errors.values()):
+        raise UserError(f"{out}: no run has ended yet")
+    tables = [_points_table(record, errors, _similarities(out, record, errors)), *_series_tables(record, errors)]
+    parts = [f"# {record['title']}"]
+    if record["paper"]:
+        parts.append(f"The paper: {record['paper']}.")
+    for table in tables:
+        parts += [table.markdown(), *table.notes]
+    text = "\n\n".join(parts) + "\n"
+    write_whole(out / "report.md", text.encode())
+    write_json(out / "report.json", [table.as_json() for table in tables])
+    print(text)
+    try:
+        from smlp.plots.drawing import check_matplotlib
+
+        check_matplotlib()
+    except UserError as error:
+        print(f"no report.png: {error}")
+        return
+    _draw(record, errors, out / "report.png")
+
+
+def _difference(first: dict[int, float], second: dict[int, float]) -> dict[str, Cell]:
+    """Return the cells of ``first - second``, paired by seed, and of what can be said of it."""
+    paired = {seed: value - second[seed] for seed, value in first.items() if seed in second}
+    if not paired:
+        return {}
+    found, source = Estimate(paired), "runs/*/summary.csv: eval_top1, paired by seed"
+    shown = f"{found.mean:+.2f}" + ("" if found.half is None else f" ± {found.half:.2f}")
+    seen = found.low is not None and found.high is not None and not found.low <= 0 <= found.high
+    return {
+        "difference": Cell(found.mean, shown, source, found.low, found.high, paired),
+        "verdict": label("one seed" if found.count < 2 else "seen" if seen else "not seen", source),
+    }
+
+
+_LAST_COLUMN = Column("verdict", "difference is", "seen if the interval does not hold 0")
+
+
+def _points_table(
+    record: dict[str, Any], errors: dict[str, dict[int, float]], similarities: dict[str, dict[int, float]]
+) -> Table:
+    """Make the table of all models: errors, and differences from the widest of each series."""
+    rows, facts, source = [], record["facts"], "sweep.json: facts"
+    for series, names in record["series"].items():
+        widest = max(names, key=lambda name: facts[name]["width"])
+        for name in names:
+            own = facts[name]
+            row = {
+                "series": label(series),
+                **{axis: amount(own[axis], ",.4g" if axis == "density" else ",d", source) for axis in AXES},
+                "connections": amount(own["connections"], ",.0f", source),
+                "mflops": amount(own["flops"] / 1e6, ",.2f", "counted"),
+                "parameters": amount(own["parameters"] / 1e6, ",.3f", "counted"),
+            }
+            if errors[name]:
+                row["error"] = mean_cell(Estimate(errors[name]), ".2f", f"runs/{name}-s*/summary.csv: eval_top1")
+            if similarities.get(name):
+                row["cka"] = mean_cell(Estimate(similarities[name]), ".3f", "last.pth.tar of both")
+            rows.append(row if name == widest else {**row, **_difference(errors[name], errors[widest])})
+    columns = [
+        Column("series", "series", "sweep.json: series"),
+        *(Column(axis, head.split()[-1], head) for axis, head in AXES.items()),
+        Column("connections", "connections", "mean of the layers of the last block"),
+        Column("mflops", "MFLOPs an image", "forward pass, 2 for a multiply-add"),
+        Column("parameters", "parameters (M)", "counted, with masked weights"),
+        Column("error", "error (%)", "of validation after the last epoch"),
+        Column("difference", "less the widest (points)", "paired by seed"),
+        _LAST_COLUMN,
+        Column("cka", f"CKA with {record['similarity']}", "mean over branches of the same number"),
+    ]
+    notes = [
+        "m is the effective width, C channels, S tokens, L blocks, p the density. Error: top-1 on validation after "
+        f"the last epoch, no epoch chosen. {len(record['seeds'])} seeds; intervals are Student's t, 95 %, over seeds, "
+        "and differences are paired by seed. A difference is called seen if its interval does not hold 0."
+    ]
+    return Table("points", record["title"], columns, rows, notes)
+
+
+def _series_tables(record: dict[str, Any], errors: dict[str, dict[int, float]]) -> list[Table]:
+    """Make the table of differences between the first series and the others, where they share points of the axis."""
+    facts, x = record["facts"], record["x"]
+    (first, own), *others = record["series"].items()
+    by_place = {facts[name][x]: name for name in own}
+    rows = []
+    for series, names in others:
+        for name in names:
+            partner = by_place.get(facts[name][x])
+            if partner is not None and (cells := _difference(errors[name], errors[partner])):
+                place = amount(facts[name][x], ",.4g" if x == "density" else ",d", "sweep.json: facts")
+                rows.append({"series": label(f"{series} less {first}"), "x": place, **cells})
+    columns = [
+        Column("series", "series", "sweep.json: series"),
+        Column("x", AXES[x], "sweep.json: facts"),
+        Column("difference", "difference of errors (points)", "paired by seed"),
+        _LAST_COLUMN,
+    ]
+    return [Table("series", "Between series", columns, rows)] if rows else []
+
+
+def _similarities(
+    out: Path, record: dict[str, Any], errors: dict[str, dict[int, float]]
+) -> dict[str, dict[int, float]]:
+    """Return the mean CKA of branches of the same number with the model of ``similarity``, by model and seed."""
+    if record["similarity"] is None:
+        return {}
+    (reference,) = record["series"][record["similarity"]]
+    found: dict[str, dict[int, float]] = {}
+    for name in record["facts"]:
+        for seed in errors[name] if name != reference else ():
+            if seed in errors[reference]:
+                pair = [str(run_folder(out, one, seed) / LAST) for one in (reference, name)]
+                cka = compare_checkpoints(*pair, record["data"], "validation", _BATCH, _BATCHES)["cka"]
+                found.setdefault(name, {})[seed] = sum(row[i] for i, row in enumerate(cka)) / len(cka)
+    return found
+
+
+def _draw(record: dict[str, Any], errors: dict[str, dict[int, float]], path: Path) -> None:
+    """Draw the error along the axis: the mean over seeds and its interval."""
+    from smlp.plots.drawing import OKABE_ITO, new_figure, save
+
+    figure = new_figure(6.5, 4.2, record["title"])
+    axes = figure.subplots()
+    places: list[float] = []
+    for (series, names), colour in zip(record["series"].items(), OKABE_ITO.values(), strict=False):
+        points = sorted((record["facts"][name][record["x"]], Estimate(errors[name])) for name in names if errors[name])
+        if points:
+            xs, ys = [x for x, _ in points], [one.mean for _, one in points]
+            halves = [one.half or 0.0 for _, one in points]
+            axes.errorbar(xs, ys, yerr=halves, marker="o", capsize=3, label=series, color=colour)
+            places += xs
+    if max(places) > 8 * min(places):
+        axes.set_xscale("log")
+    axes.set_xlabel(AXES[record["x"]])
+    axes.set_ylabel("validation error (%)")
+    axes.grid(alpha=0.3, linewidth=0.6)
+    axes.legend(frameon=False)
+    save(figure, path)

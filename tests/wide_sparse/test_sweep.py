@@ -1,0 +1,134 @@
+"""``smlp wide-sparse run`` and ``report``: series of image models along an axis."""
+
+import json
+from pathlib import Path
+
+import pytest
+from image_models import train_in_this_process
+from running import REPOSITORY
+
+from data_prep.images import fetch
+from smlp.cli.main import main
+from smlp.wide_sparse import sweep
+
+EXAMPLES = sorted((REPOSITORY / "examples" / "wide_sparse").glob("*.yaml"))
+TINY = """
+title: A tiny sweep
+paper: "Figure 5: the error falls"
+data: {data}
+seeds: {seeds}
+x: width
+connections: 512
+similarity: {similarity}
+options: --img-size 8 --in-chans 1 --no-aug -j 0 -b 32 --epochs 1 --lr 3e-3 {options}
+series:
+  S-Mixer:
+    options: --model smlp_s_mixer
+    settings: {{patch_size: 2, num_layers: 1}}
+    points: [{{embed_dim: 8, mixed_tokens: 8}}]
+  SW-MLP:
+    options: --model smlp_sparse_mlp {more}
+    settings: {{patch_size: 2, num_layers: 2, embed_dim: 8}}
+    points: [{{mlp_width: 32, mask_density: 0.5}}, {{mlp_width: 64, mask_density: {density}}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images") / "digits"
+    fetch("digits", folder, limit=16, quiet=True)
+    return folder
+
+
+def write(tmp_path, digits, **changes):
+    path = tmp_path / "sweep.yaml"
+    given = {"seeds": "[1, 2]", "similarity": "S-Mixer", "options": "", "more": "", "density": 0.125, **changes}
+    path.write_text(TINY.format(data=digits, **given))
+    return path
+
+
+def run(path, out, *options):
+    return main(["wide-sparse", "run", str(path), "--out", str(out), *options])
+
+
+def test_a_sweep_reports_errors_differences_and_similarity(digits, tmp_path, monkeypatch, capsys):
+    started, out = train_in_this_process(monkeypatch), tmp_path / "out"
+    assert run(write(tmp_path, digits), out) == 0
+    assert len(started) == 6
+    points, between = json.loads((out / "report.json").read_text())
+    mixer, narrow, wide = points["rows"]
+    assert [row["width"]["value"] for row in (mixer, narrow, wide)] == [64, 32, 64]
+    assert [row["connections"]["value"] for row in (mixer, narrow, wide)] == [512, 512, 512]
+    assert mixer["channels"]["value"] == 8 and narrow["channels"]["value"] is None
+    name = "SW-MLP mlp_width=32 mask_density=0.5"
+    last = (out / "runs" / f"{name}-s2" / "summary.csv").read_text().splitlines()
+    accuracy = float(last[-1].split(",")[last[0].split(",").index("eval_top1")])
+    assert narrow["error"]["by_seed"]["2"] == pytest.approx(100 - accuracy)
+    by_seed = {seed: value - wide["error"]["by_seed"][seed] for seed, value in narrow["error"]["by_seed"].items()}
+    assert narrow["difference"]["by_seed"] == pytest.approx(by_seed)
+    assert wide["difference"]["value"] is None, "the widest is not compared with itself"
+    (row,) = between["rows"]
+    assert row["x"]["value"] == 64 and row["series"]["value"] == "SW-MLP less S-Mixer"
+    expected = [wide["error"]["by_seed"][seed] - mixer["error"]["by_seed"][seed] for seed in ("1", "2")]
+    assert row["difference"]["value"] == pytest.approx(sum(expected) / 2)
+    assert set(wide["cka"]["by_seed"]) == {"1", "2"} and -1 <= wide["cka"]["value"] <= 1
+    text = (out / "report.md").read_text()
+    assert "# A tiny sweep" in text and "The paper: Figure 5: the error falls." in text
+    assert (out / "report.png").stat().st_size > 1000
+    # finished runs are kept, a seed is added, and a report can be made again
+    assert run(write(tmp_path, digits, seeds="[1, 2, 3]", similarity="null"), out) == 0
+    assert len(started) == 9
+    (out / "report.md").unlink()
+    assert main(["wide-sparse", "report", str(out)]) == 0
+    assert "3 seeds" in (out / "report.md").read_text()
+    assert run(write(tmp_path, digits, options="--epochs 2"), out) == 1
+    assert "was made with options = " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"density": 0.5}, "mlp_width=64 mask_density=0.5 has 2,048 connections in a layer, +300.0% from the 512"),
+        ({"more": "--model-kwargs num_layers=3"}, "series.SW-MLP.options has --model-kwargs"),
+        ({"more": "--seed 3"}, "series.SW-MLP.options has --seed, which smlp vision compare sets"),
+        ({"more": "'"}, "cannot be split into words: No closing quotation"),
+        ({"similarity": "SW-MLP"}, "similarity must name a series of one point, got 'SW-MLP'"),
+        ({"seeds": "[1, 1]"}, "seeds has a seed twice"),
+    ],
+)
+def test_sweeps_that_are_refused(digits, tmp_path, capsys, changes, sentence):
+    path = write(tmp_path, digits, **changes)
+    assert run(path, tmp_path / "out") == 1
+    assert sentence in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_no_sweeps(tmp_path, digits, capsys):
+    good = write(tmp_path, digits).read_text()
+    for old, new, sentence in (
+        ("x: width", "x: height", "x must be one of width, channels, tokens, layers, density, got 'height'"),
+        ("x: width", "x: channels", "mask_density=0.5 has no place on the axis x=channels"),
+        ("mlp_width: 64, mask_density: 0.125", "mlp_width: 32, mask_density: 0.5", "mask_density=0.5' twice"),
+        ("points: [{embed_dim: 8, mixed_tokens: 8}]", "points: []", "series.S-Mixer.points needs at least one point"),
+        ("title:", "titel: x\ntitle:", "titel is unknown; did you mean 'title'?"),
+        ("num_layers: 2", "num_layers: 3", "similarity compares branches of the same number"),
+    ):
+        (tmp_path / "sweep.yaml").write_text(good.replace(old, new))
+        assert run(tmp_path / "sweep.yaml", tmp_path / "out") == 1
+        assert sentence in capsys.readouterr().err
+    timms = "options: --model vit_tiny_patch16_224\n    points: [{patch_size: 2, depth: 1}]\n"
+    (tmp_path / "sweep.yaml").write_text(f"{good.replace('similarity: S-Mixer', '')}  ViT:\n    {timms}")
+    assert run(tmp_path / "sweep.yaml", tmp_path / "out") == 1
+    assert "--model vit_tiny_patch16_224 is timm's; a sweep is of smlp_* models" in capsys.readouterr().err
+    assert main(["wide-sparse", "report", str(tmp_path)]) == 1
+    assert f"{tmp_path} holds no sweep of smlp wide-sparse run: there is no sweep.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_can_be_run(path, digits, monkeypatch, capsys):
+    """Every model of the files can be made, stands on the axis, and has the connections of its sweep."""
+    read = sweep.read_sweep(path)
+    assert len(read.comparison.seeds) >= 3
+    cost = {"flops": 1, "parameters": 1}
+    monkeypatch.setattr(sweep, "costs", lambda comparison, parse: dict.fromkeys(comparison.models, cost))
+    assert run(path, Path("nowhere"), "--dry-run") == 0 and not Path("nowhere").exists()
