@@ -10,7 +10,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from smlp.cli.numbers import MOST, MOST_PROCESSES, MOST_SIZE, real, whole
 from smlp.errors import UserError
@@ -510,7 +510,12 @@ def _compare(args: argparse.Namespace) -> int:
 
 def training_options(file: Path) -> Callable[[list[str]], Namespace]:
     """Return what reads words as options of ``smlp vision train``; messages name the file that they come from."""
-    parser = argparse.ArgumentParser(prog=f"{file}: options of smlp vision train", add_help=False)
+
+    class OptionsOfFile(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UserError(f"{file}: options of smlp vision train: {message}")
+
+    parser = OptionsOfFile(add_help=False)
     _train_options(parser)
     return lambda words: _options_of(parser.parse_args(words))
 

@@ -59,7 +59,7 @@ class Vocabulary:
         for number, line in enumerate(lines, start=1):
             fields = line.removesuffix(" #fairseq:overwrite").rsplit(" ", 1)
             if len(fields) != 2 or not fields[1].isdigit():
-                raise UserError(f"dictionary {path}, line {number}: expected 'symbol count', got {line!r}")
+                raise UserError(f"dictionary {path}, line {number}: expected 'symbol count', got {line[:100]!r}")
             symbols.append(fields[0])
         return cls(symbols)
 

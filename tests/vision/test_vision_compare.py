@@ -89,8 +89,9 @@ def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, 
         ({"more": "--seed 3"}, "models.second has --seed, which smlp vision compare sets"),
         ({"seeds": "[1, 1]"}, "seeds has a seed twice: [1, 1]"),
         ({"seeds": "[x]"}, "seeds must be a whole number"),
+        ({"more": "--epoch x"}, "comparison.yaml: options of smlp vision train: argument --epochs: "),
     ],
-    ids=["flops", "own-option", "twice", "no-number"],
+    ids=["flops", "own-option", "twice", "no-number", "no-option"],
 )
 def test_comparisons_that_are_refused(digits, tmp_path, capsys, changes, sentence):
     assert run(write(tmp_path, digits, **changes), tmp_path / "out") == 1
