@@ -92,12 +92,12 @@ def run(args: argparse.Namespace) -> int:
             f"smlp: warning: everybody who reaches {host} can use the model: --api-key asks for a key", file=sys.stderr
         )
     shown = f"[{host}]" if ":" in host else host
-    print(f"{name} at http://{shown}:{port}/ (API: http://{shown}:{port}/v1)", flush=True)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_SECONDS_TO_END)
     )
     try:
-        with _signals_that_only_end():
+        with _signals_that_only_end(server):
+            print(f"{name} at http://{shown}:{port}/ (API: http://{shown}:{port}/v1)", flush=True)
             server.run(sockets=[listener])
     finally:
         engine.close()
@@ -142,9 +142,16 @@ def _is_loopback(host: str) -> bool:
 
 
 @contextmanager
-def _signals_that_only_end() -> Iterator[None]:
-    """Let SIGINT and SIGTERM, which the server raises again when it has ended, do nothing more."""
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+def _signals_that_only_end(server: Any) -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the server, also before it handles them itself.
+
+    It raises them again when it has ended; then they do nothing more.
+    """
+
+    def end(*_: Any) -> None:
+        server.should_exit = True
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

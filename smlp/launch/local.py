@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import queue
 import random
@@ -24,6 +25,8 @@ from smlp.launch.stop_signals import EXIT_STOPPED
 
 # After a failure, the other ranks get this long to report their broken connections before they are ended.
 GRACE_SECONDS = 10.0
+# The ends of ranks that are this close may be noticed in another order: peers of a killed rank end at once.
+_SAME_MOMENT = 1.0
 # Time from SIGTERM to SIGKILL: a rank that waits inside a library does not react to SIGTERM.
 TERMINATION_SECONDS = 5.0
 #: memory of a process that has imported torch and fairseq but has no model yet
@@ -90,6 +93,7 @@ class _LocalRanks:
         self.frozen: list[int] = []
         self.failed: int | None = None
         self.interrupted = False
+        self.failed_at = -math.inf
         #: when patience runs out, and the signal to send then
         self.deadline: float | None = None
         self.next_signal = signal.SIGTERM
@@ -153,10 +157,17 @@ class _LocalRanks:
         rank, code = event
         self.codes[rank] = code
         if self.failed is None and code not in (0, EXIT_STOPPED):
-            self.failed = rank
+            self.failed, self.failed_at = rank, time.monotonic()
             self.lose_patience_after(self.grace)
+        elif self.is_killed_first(code):
+            self.failed, self.codes = rank, {rank: code, **self.codes}
         elif self.patience is not None:
             self.lose_patience_after(self.patience)
+
+    def is_killed_first(self, code: int) -> bool:
+        """Return whether a rank was killed, not from here, at the moment of the failure: then it is the cause."""
+        is_ours = self.next_signal == signal.SIGKILL  # SIGTERM has been sent
+        return code == -signal.SIGKILL and not is_ours and time.monotonic() < self.failed_at + _SAME_MOMENT
 
     def lose_patience_after(self, seconds: float) -> None:
         limit = time.monotonic() + seconds

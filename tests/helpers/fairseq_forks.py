@@ -36,7 +36,7 @@ class Run:
         folder.mkdir(parents=True)
         self.folder = folder
         self.started = time.monotonic()
-        self.limit = self.started + case.get("timeout", 60)
+        self.limit = self.started + case.get("timeout", 110)
         ranks = case.get("ranks", 1)
         port = free_port() if ranks > 1 else 0
         self.waiting = {_fork(case, rank, ranks, port, folder): rank for rank in range(ranks)}

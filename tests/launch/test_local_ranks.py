@@ -19,7 +19,7 @@ from smlp.cli.main import main
 from smlp.cli.train import check_nproc, read_launch_options
 from smlp.errors import UserError
 from smlp.fairseq_compat import startup
-from smlp.launch import machine
+from smlp.launch import local, machine
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 pytestmark = pytest.mark.timeout(120)
@@ -69,8 +69,6 @@ note(os.environ["MASTER_PORT"], "ports")
 
 
 def test_threads_share_the_cores(monkeypatch) -> None:
-    from smlp.launch import local
-
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(local, "num_cores", lambda: 8)
     assert local.rank_environment(3)["OMP_NUM_THREADS"] == "2"
@@ -255,6 +253,19 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     launcher.kill()
     launcher.communicate(timeout=10)
     wait_for_the_end(pids)
+
+
+def test_peers_of_a_killed_rank_may_be_noticed_first(monkeypatch) -> None:
+    """But ends long after the first failure are no cause of it."""
+    now = [100.0]
+    monkeypatch.setattr(local.time, "monotonic", lambda: now[0])
+    for seconds, status, first in ((0.5, 137, "rank 1 of 3 ended first, killed by SIGKILL"), (2.0, 1, "rank 2 of 3")):
+        ranks = local._LocalRanks(["true"], 3, 10.0, 5.0, None)
+        for rank, code in ((2, 1), (1, -9)):
+            ranks.events.put((rank, code))
+            ranks.handle_next_event()
+            now[0] += seconds
+        assert ranks.status() == status and ranks.report().startswith(first)
 
 
 def test_what_ranks_leave_behind_is_ended(tmp_path: Path) -> None:
