@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import random
 import select
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import HELPERS, TINY_LM, USER_DIR, Finished, run_python, start_python
+from running import HELPERS, REPOSITORY, TINY_LM, USER_DIR, Finished, run_python, start_python
 
 from smlp.launch.machine import let_torchvision_load
 
+PAGES = ("README", "CHANGELOG", "SECURITY")
 let_torchvision_load()  # before any test file imports timm or torchmetrics
 
 
@@ -33,6 +36,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Let each of several processes begin with the files marked as long, so that none is left to the end."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution, the wheel, and the wheel's packages in ``site``."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    for folder in ("smlp", "data_prep", "examples", "scripts", "docs", "requirements"):
+        shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", *(f"{page}.md" for page in PAGES), "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    with zipfile.ZipFile(next(out.glob("*.whl"))) as wheel:
+        wheel.extractall(out / "site")
+    return out
 
 
 @pytest.fixture(scope="session")

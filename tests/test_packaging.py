@@ -4,33 +4,13 @@ import ast
 import importlib.metadata
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
 from running import REPOSITORY
-
-FOLDERS = ("smlp", "data_prep", "examples", "scripts", "docs", "requirements")
-FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md")
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution, the wheel, and the wheel's packages in ``site``."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
-    for folder in FOLDERS:
-        shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FILES:
-        shutil.copy(REPOSITORY / name, source)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
-    subprocess.run(command, check=True, capture_output=True, timeout=240)
-    with zipfile.ZipFile(next(out.glob("*.whl"))) as wheel:
-        wheel.extractall(out / "site")
-    return out
 
 
 def run(built: Path, cwd: Path, *words: object, **environment: str) -> str:

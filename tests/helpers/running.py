@@ -54,16 +54,19 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def as_user() -> dict[str, str]:
-    """The environment of a user who has activated this Python's."""
+def as_user(packages: Path = REPOSITORY) -> dict[str, str]:
+    """The environment of a user who has activated this Python's, with the packages of a clone or of a wheel."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"}
 
 
-def shell(command: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def shell(
+    command: str, cwd: Path, timeout: float = 200, packages: Path = REPOSITORY
+) -> subprocess.CompletedProcess[str]:
     """Run a command as such a user types it."""
+    environment = as_user(packages)
     return subprocess.run(
-        ["bash", "-e", "-c", command], cwd=cwd, env=as_user(), capture_output=True, text=True, timeout=timeout
+        ["bash", "-e", "-c", command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
     )
 
 

@@ -29,12 +29,29 @@ def blocks(language):
     return [text for kind, text in BLOCK.findall(README) if kind == language]
 
 
-@pytest.fixture(scope="module")
-def reader(tiny_data, tmp_path_factory):
-    """A folder as a reader has it: the repository's smlp/ and examples/, a data-bin/, and tasks/."""
+class Reader:
+    """A folder as a reader has it, and the packages that are installed: a clone's or a wheel's."""
+
+    def __init__(self, folder, packages):
+        self.folder, self.packages = folder, packages
+
+    def types(self, command):
+        if self.packages != REPOSITORY:
+            command = command.replace("--user-dir smlp", "--user-dir $(smlp user-dir)")  # docs/launching.md
+        return shell(command, self.folder, timeout=270, packages=self.packages)
+
+
+@pytest.fixture(scope="module", params=["clone", "wheel"])
+def reader(request, tiny_data, tmp_path_factory):
+    """With examples/, a data-bin/, tasks/ and corpora/."""
     folder = tmp_path_factory.mktemp("reader")
-    (folder / "smlp").symlink_to(REPOSITORY / "smlp")
-    shutil.copytree(REPOSITORY / "examples", folder / "examples")
+    packages = REPOSITORY if request.param == "clone" else request.getfixturevalue("built") / "site"
+    found = Reader(folder, packages)
+    if packages == REPOSITORY:
+        (folder / "smlp").symlink_to(REPOSITORY / "smlp")
+        shutil.copytree(REPOSITORY / "examples", folder / "examples")
+    else:
+        assert found.types("smlp examples . && smlp user-dir").stdout.endswith(f"{packages}/smlp\n")
     quick = folder / "examples" / "compare" / "quick.yaml"
     text = quick.read_text(encoding="utf-8")
     for long, short in SHORTER_COMPARISON.items():
@@ -46,7 +63,7 @@ def reader(tiny_data, tmp_path_factory):
     (folder / "corpora").mkdir()
     for page in (REPOSITORY / "docs").glob("*.md"):
         (folder / "corpora" / f"{page.stem}.txt").write_text(page.read_text(encoding="utf-8"))
-    return folder
+    return found
 
 
 def _lengthen(tasks):
@@ -84,18 +101,18 @@ def test_shown_commands_work(reader, number):
     for long, short in SHORTER.items():
         text = text.replace(long, short)
     assert "--max-update 1000" not in text
-    done = shell(text, reader, timeout=270)
+    done = reader.types(text)
     assert done.returncode == 0, (text, done.stdout[-1500:], done.stderr[-3000:])
     assert SAID[number] in done.stdout
 
 
 @pytest.mark.slow
 def test_shown_python_works(reader):
-    assert (reader / "checkpoints" / "checkpoint_best.pt").exists(), "the first of README's commands has not run"
+    trained = reader.folder / "checkpoints" / "checkpoint_best.pt"
+    assert trained.exists(), "the first of README's commands has not run"
     (text,) = blocks("python")
-    done = subprocess.run(
-        [sys.executable, "-c", text], cwd=reader, env=as_user(), capture_output=True, text=True, timeout=100
-    )
+    command, environment = [sys.executable, "-c", text], as_user(reader.packages)
+    done = subprocess.run(command, cwd=reader.folder, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
 
