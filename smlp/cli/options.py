@@ -27,7 +27,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_dtype_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--dtype``."""
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="fp32", help="precision of weights and products (default: %(default)s)"
+        "--dtype",
+        choices=(*DTYPES, "int8"),
+        default="fp32",
+        help="precision of weights and products; int8 on a CPU, with scales for each token (default: %(default)s)",
     )
 
 
@@ -51,14 +54,21 @@ def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageMo
     """Load the language model that the options name, in evaluation mode, on its device and in its precision.
 
     Raises:
-        UserError: a file is missing or damaged, the model is an encoder, or the device does not exist.
+        UserError: a file is missing or damaged, the model is an encoder, or the device does not exist or has no int8.
     """
     import torch
 
     from smlp.checkpoint.load import load_language_model
 
     device = (team or Team()).device(args.device)
+    if args.dtype == "int8" and device.type != "cpu":
+        raise UserError(f"--dtype int8 is for CPUs, and the device is {device}: give --device cpu, or --dtype bf16")
     model = load_language_model(args.path, args.dict, args.tokenizer, mapped=True, what=f"smlp {args.command}")
+    if args.dtype == "int8":
+        from smlp.inference.int8 import quantize
+
+        quantize(model)
+        return model
     return model.to(device, getattr(torch, DTYPES[args.dtype]))
 
 
