@@ -16,7 +16,7 @@ from typing import Any
 from data_prep.flow.streams import read_json, write_bytes
 from smlp import __version__
 from smlp.errors import UserError
-from smlp.files import name_below
+from smlp.files import name_below, read_text
 
 MANIFEST = "manifest.json"
 STATE = ".state"  # in a step's folder: finished parts
@@ -162,7 +162,7 @@ def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(path))
         step = manifest["step"]
     except FileNotFoundError:
         raise UserError(f"{folder} has no {MANIFEST}: the step that writes it is not finished") from None

@@ -562,9 +562,12 @@ def _setting(word: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         raise UserError(f"--model-kwargs {word}: KEY=VALUE is expected, such as num_layers=4")
     try:
-        return name, ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return name, text
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        value = text
+    if value is None:  # which timm leaves out
+        raise UserError(f"--model-kwargs {word}: None is no value; leave the setting out")
+    return name, value
 
 
 def with_sentences(work: Any, options: Namespace) -> Any:

@@ -13,6 +13,7 @@ A comparison is a YAML file:
 from __future__ import annotations
 
 import csv
+import os
 import shlex
 import signal
 from argparse import Namespace
@@ -30,7 +31,7 @@ from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.report.table import Cell, Column, Estimate, Table, amount, label, mean_cell
-from smlp.experiments.yaml_file import Section, read_yaml
+from smlp.experiments.yaml_file import Section, read_yaml, shown
 from smlp.files import write_whole
 from smlp.launch.local import this_program
 from smlp.launch.machine import num_cores
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 #: FLOPs of an image may differ by this share from those of the first model
 TOLERANCE = 0.03
 _DONE = "done.json"
+_MOST_NAME = 200  # bytes; -s SEED.log is added
 #: what the runner decides itself
 _OWN = ("--data-dir", "--seed", "--output", "--experiment", "--resume", "--nproc")
 
@@ -69,6 +71,7 @@ def read_comparison(path: Path) -> Comparison:
     seeds = read_seeds(section)
     named = section.section("models")
     models = {name: option_words(named, name, words) for name, words in named.items().items()}
+    check_names(named, models)
     section.end()
     if data is None or len(models) < 2:
         raise UserError(f"{path}: data and at least two models are needed")
@@ -81,6 +84,15 @@ def read_seeds(section: Section) -> list[int]:
     if len(set(seeds)) < len(seeds):
         raise section.error("seeds", f"has a seed twice: {seeds}")
     return seeds
+
+
+def check_names(section: Section, names: Iterable[str]) -> None:
+    """Raise ``UserError`` for a model whose name, to which the seed is added, is no name of a folder."""
+    for name in names:
+        if not name.strip(" .") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > _MOST_NAME:
+            raise section.error(
+                shown(name), f"is no name for folders of runs: up to {_MOST_NAME} bytes that can be printed, without /"
+            )
 
 
 def option_words(section: Section, name: str, text: Any, also_own: Sequence[str] = ()) -> list[str]:

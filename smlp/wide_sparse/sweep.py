@@ -35,7 +35,16 @@ from smlp.experiments.report.table import Cell, Column, Estimate, Table, amount,
 from smlp.experiments.yaml_file import Section, read_yaml
 from smlp.files import write_whole
 from smlp.vision.checkpoints import create_model
-from smlp.vision.compare import Comparison, costs, finished_runs, option_words, read_seeds, run_folder, train_all
+from smlp.vision.compare import (
+    Comparison,
+    check_names,
+    costs,
+    finished_runs,
+    option_words,
+    read_seeds,
+    run_folder,
+    train_all,
+)
 from smlp.vision.model import ImageModel
 from smlp.vision.presets import ImageConfig
 from smlp.vision.train import LAST
@@ -84,7 +93,9 @@ def read_sweep(path: Path) -> Sweep:
     series: dict[str, list[str]] = {}
     models: dict[str, list[str]] = {}
     named = section.section("series")
-    for name, content in named.items().items():
+    by_name = named.items()
+    check_names(named, by_name)
+    for name, content in by_name.items():
         one = Section(f"series.{name}", content, path)
         words = option_words(one, "options", one.text("options", ""), also_own=("--model-kwargs",))
         common = one.section("settings").settings()
@@ -101,6 +112,7 @@ def read_sweep(path: Path) -> Sweep:
             series[name].append(full)
             models[full] = [*words, "--model-kwargs", *(f"{key}={value}" for key, value in settings.items())]
     section.end()
+    check_names(named, models)
     if data is None or len(models) < 2:
         raise UserError(f"{path}: data and at least two points are needed")
     if similarity is not None and len(series.get(similarity, ())) != 1:

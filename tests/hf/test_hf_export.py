@@ -242,7 +242,9 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     assert "must end in .pt" in named and not (tmp_path / "back.safetensors").exists()
     symbols = (folder / "dict.txt").read_text()
     (folder / "dict.txt").write_text("one 1\n")
-    assert "config.json: dictionary dict.txt has 5 symbols" in refused(capsys, "checkpoint", "import", folder, "-o", out)
+    assert "config.json: dictionary dict.txt has 5 symbols" in refused(
+        capsys, "checkpoint", "import", folder, "-o", out
+    )
     (folder / "dict.txt").write_text(symbols)
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     assert "neither model.safetensors nor" in refused(capsys, "checkpoint", "import", folder, "-o", out)

@@ -110,6 +110,9 @@ def test_files_that_are_no_sweeps(tmp_path, digits, capsys):
         ("x: width", "x: channels", "mask_density=0.5 has no place on the axis x=channels"),
         ("mlp_width: 64, mask_density: 0.125", "mlp_width: 32, mask_density: 0.5", "mask_density=0.5' twice"),
         ("points: [{embed_dim: 8, mixed_tokens: 8}]", "points: []", "series.S-Mixer.points needs at least one point"),
+        ("  S-Mixer:", "  ../../S-Mixer:", "series.'../../S-Mixer' is no name for folders of runs"),
+        ("embed_dim: 8", "embed_dim: null", "--model-kwargs embed_dim=None: None is no value"),
+        ("num_layers: 2", "num_layers: 1000000000", "num_layers must be at most 10,000, got 1000000000"),
         ("title:", "titel: x\ntitle:", "titel is unknown; did you mean 'title'?"),
         ("num_layers: 2", "num_layers: 3", "similarity compares branches of the same number"),
     ):
