@@ -237,7 +237,16 @@ def test_grey_and_colour_images_are_read_as_the_model_wants(digits):
 def test_values_that_timm_fails_with(digits, capsys):
     for words, said in (
         (["--opt", "nope"], "timm does not take --opt 'nope'"),
-        (["--opt-betas", "2", "3"], "timm does not take --opt 'adamw' and its options: ValueError"),
+        (["--opt-betas", "1", "2"], "--opt-betas 1 2: betas are from 0 to below 1"),
+        (["--sched", "step", "--decay-epochs", "0"], "--decay-epochs must be above 0, got 0"),
+        (["--decay-milestones", "5", "3"], "--decay-milestones 5 3: epochs from 1 on, in order, are needed"),
+        (["--decay-rate", "0.5"], "--decay-rate has no effect without --sched step, multistep or poly"),
+        (["--mixup-mode", "elem"], "--mixup-mode has no effect without --mixup or --cutmix"),
+        (["--clip-grad", "0"], "--clip-grad must be above 0, got 0"),
+        (["--mean", "nan"], "--mean nan: means are finite"),
+        (["--mean", "0.5", "0.5"], "--mean 0.5 0.5: images of 1 channels need so many numbers, or one"),
+        (["--input-size", "3", "8", "8"], "--input-size 3 8 8: --in-chans is 1"),
+        (["--model-kwargs", "a=1", "a=2"], "--model-kwargs a=1 a=2: a setting stands twice"),
         (["--aa", "x"], "timm does not take --aa, "),
         (["--interpolation", "x"], "--interpolation: KeyError 'x'"),
         (["--scale", "nan", "nan"], "--scale nan nan: two numbers above 0 and at most 1 are needed"),
