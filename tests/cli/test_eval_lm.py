@@ -229,6 +229,7 @@ REFUSED = {
     "no capacity": (["{data}", "--eval-capacity-factor", "1"], "no expert of"),
     "negative": (["{data}", "--eval-capacity-factor=-1"], "must be at least 0, got -1"),
     "parity": (["{data}", "--parity", "--batch-size", "3"], "leave --batch-size out"),
+    "parity in half": (["{data}", "--parity", "--dtype", "int8"], "leave --dtype int8 out"),
     "parity of one": (["{data}", "--parity", "--nproc", "1"], "leave --nproc 1 out"),
     "unwritable": (["{data}", "--per-document", "{root}/none/x"], "there is no folder {root}/none"),
     "a mix-up": (["{data}", "--per-document", "{root}/text.txt"], "there is a file of another kind already"),

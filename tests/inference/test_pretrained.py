@@ -216,6 +216,8 @@ def test_tokens_and_text_with_sentencepiece(tmp_path):
         Tokenizer(vocabulary, text)
     with pytest.raises(smlp.UserError, match="there is no SentencePiece model"):
         Tokenizer(vocabulary, tmp_path / "none.model")
+    with pytest.raises(smlp.UserError, match=r"no piece of .*\.model is in the dictionary of 5 symbols"):
+        Tokenizer(Vocabulary(["another"]), f"{model}.model")
 
 
 def test_pieces_without_their_model_are_refused(checkpoint, capsys):
