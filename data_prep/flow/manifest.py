@@ -154,6 +154,11 @@ def as_json(value: Any, indent: int | None = None) -> bytes:
         return json.dumps(value, indent=indent).encode()
 
 
+#: what the entries of every manifest are
+_KINDS: dict[str, type] = {"settings": dict, "counts": dict, "splits": dict, "inputs": list, "outputs": list}
+_KIND_NAMES = {dict: "names with values", list: "a list"}
+
+
 def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
     """Read the manifest of a finished step.
 
@@ -164,8 +169,13 @@ def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
     try:
         manifest = json.loads(read_text(path))
         step = manifest["step"]
+        for name, kind in _KINDS.items():
+            if not isinstance(manifest.get(name, kind()), kind):
+                raise UserError(f"{path} is damaged: {name} must be {_KIND_NAMES[kind]}")
     except FileNotFoundError:
         raise UserError(f"{folder} has no {MANIFEST}: the step that writes it is not finished") from None
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not a manifest of smlp data") from None
     if made_by and step != made_by:

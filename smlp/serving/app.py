@@ -13,6 +13,7 @@ from importlib import resources
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -94,6 +95,11 @@ class _App:
             return refusal
         try:
             body = await _json_body(request)
+        except ClientDisconnect:
+            return Response(status_code=_GONE)
+        except QuestionError as error:
+            return _error(400, str(error), error.name)
+        try:
             question = await asyncio.to_thread(self._reader.read, body)
             name = self._reader.name if body.get("model") is None else body["model"]
             if name != self._reader.name:

@@ -1,5 +1,6 @@
 """``smlp serve``: its endpoints, OpenAI's client, a browser, and the command itself."""
 
+import asyncio
 import json
 import os
 import re
@@ -214,6 +215,21 @@ def test_other_errors(client):
     assert ask(client, model="", prompt="w1")[0] == 404
     assert "use /v1/completions" in client.post("/v1/chat/completions", json={}).json()["error"]["message"]
     assert client.get("/nothing").status_code == 404 and client.get("/v1/completions").status_code == 405
+
+
+def test_a_client_that_leaves_within_its_request(model):
+    sent = []
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    with application(model) as app:
+        asyncio.run(app(scope, receive, send))  # no error, which uvicorn would log with its traceback
+    assert sent[0]["status"] == 499
 
 
 def test_a_key_is_asked_for(model):

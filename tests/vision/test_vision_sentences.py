@@ -6,6 +6,7 @@ import importlib
 import os
 import shutil
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -156,6 +157,16 @@ def test_checkpoints_of_something_else(digits, trained, capsys, tmp_path):
     assert "holds weights alone: start from it with --initial-checkpoint" in train(capsys, digits, "--resume", damaged)
     assert "name the model with --model" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
     assert "there is no checkpoint" in train(capsys, digits, "--resume", tmp_path / "none.pth.tar")
+
+
+def test_a_flipped_bit_in_a_checkpoint(digits, trained, capsys, tmp_path):
+    content = bytearray(trained.read_bytes())
+    with zipfile.ZipFile(trained) as file:
+        record = max(file.infolist(), key=lambda one: ("/data/" in one.filename, one.file_size))
+    content[record.header_offset + len(record.filename) + 200] ^= 1
+    (tmp_path / "flipped.pth.tar").write_bytes(content)
+    for words in (["evaluate", "--data-dir", digits], ["plot"]):
+        assert "differs from its checksum" in sentence(capsys, *words, tmp_path / "flipped.pth.tar")
 
 
 def test_a_checkpoint_runs_no_code(digits, capsys, tmp_path):
