@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from smlp.errors import UserError
-from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.json_files import Each, Maybe, read_json, write_json
 from smlp.experiments.report.table import Cell, Column, Estimate, Table, amount, label, mean_cell
 from smlp.experiments.yaml_file import Section, read_yaml
 from smlp.files import write_whole
@@ -62,6 +62,10 @@ AXES = {
 #: connections may differ by this share from those of the file: S and C are whole numbers
 TOLERANCE = 0.05
 _RECORD = "sweep.json"
+_RECORDED = {
+    **{"title": str, "paper": str, "x": str, "similarity": Maybe(str), "series": Each([str]), "seeds": [int]},
+    **{"data": str, "facts": Each(dict)},
+}
 #: batches of images for CKA
 _BATCH, _BATCHES = 128, 8
 
@@ -195,7 +199,7 @@ def write_report(out: Path) -> None:
     """
     if not (out / _RECORD).is_file():
         raise UserError(f"{out} holds no sweep of smlp wide-sparse run: there is no {_RECORD}")
-    record = read_json(out / _RECORD)
+    record = read_json(out / _RECORD, _RECORDED)
     errors = {
         name: {seed: 100 - float(rows[-1]["eval_top1"]) for seed, rows in by_seed.items()}
         for name, by_seed in finished_runs(out, record["facts"], record["seeds"]).items()

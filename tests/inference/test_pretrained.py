@@ -180,6 +180,12 @@ def test_leak_test_passes_on_a_checkpoint_and_an_architecture(checkpoint, tmp_pa
     assert "expected: routed by batch" in capsys.readouterr().out
     assert main(["leak-test", "--arch", "gmlp_lm_tiny", "--tokens", "16"]) == 0
     assert "H=64, 9 + 0 blocks" in capsys.readouterr().out
+    for words, said in (
+        (["--path", str(path), "--width", "8"], "--width is for --arch"),
+        (["--arch", "gmlp_lm_tiny", "--dict", "d"], "--dict d would not be used: it is for --path"),
+    ):
+        assert main(["leak-test", *words]) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_leak_test_fails_on_a_leak(checkpoint, capsys, monkeypatch):

@@ -83,6 +83,17 @@ def test_a_sweep_reports_errors_differences_and_similarity(digits, tmp_path, mon
     assert "3 seeds" in (out / "report.md").read_text()
     assert run(write(tmp_path, digits, options="--epochs 2"), out) == 1
     assert "was made with options = " in capsys.readouterr().err
+    # damaged files are named
+    summary = f"runs/{name}-s2/summary.csv"
+    for file, content in ((summary, ""), (summary, "epoch,eval_top1\n0,x\n"), ("sweep.json", "{}")):
+        before = (out / file).read_text()
+        (out / file).write_text(content)
+        assert main(["wide-sparse", "report", str(out)]) == 1
+        assert f"{file} is damaged: " in capsys.readouterr().err
+        (out / file).write_text(before)
+    (out / "comparison.json").write_text("{}")
+    assert run(write(tmp_path, digits), out) == 1
+    assert "comparison.json is damaged: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
