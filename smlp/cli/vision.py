@@ -561,7 +561,7 @@ def training_options(file: Path) -> Callable[[list[str]], Namespace]:
         def error(self, message: str) -> NoReturn:
             raise UserError(f"{file}: options of smlp vision train: {message}")
 
-    parser = OptionsOfFile(add_help=False)
+    parser = OptionsOfFile(add_help=False, allow_abbrev=False)  # names that the runner keeps for itself are whole ones
     _train_options(parser)
 
     def read(words: list[str]) -> Namespace:

@@ -23,6 +23,9 @@ TOKENIZERS = {SENTENCEPIECE_MODEL: (SENTENCEPIECE_MODEL,), ENCODER_JSON: (ENCODE
 TOKENIZER_FILES = tuple(name for names in TOKENIZERS.values() for name in names)
 
 
+_OVERWRITE = " #fairseq:overwrite"  # fairseq's flag for a symbol that may stand twice
+
+
 class Vocabulary:
     """Symbols and their ids, as in fairseq's ``dict.txt``."""
 
@@ -55,11 +58,15 @@ class Vocabulary:
             raise UserError(f"dictionary {path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise UserError(f"dictionary {path} is not UTF-8 at byte {error.start}") from None
-        symbols = []
+        symbols: list[str] = []
+        seen = set(SPECIAL_SYMBOLS)
         for number, line in enumerate(lines, start=1):
-            fields = line.removesuffix(" #fairseq:overwrite").rsplit(" ", 1)
+            fields = line.removesuffix(_OVERWRITE).rsplit(" ", 1)
             if len(fields) != 2 or not fields[1].isdigit():
                 raise UserError(f"dictionary {path}, line {number}: expected 'symbol count', got {line[:100]!r}")
+            if fields[0] in seen and not line.endswith(_OVERWRITE):
+                raise UserError(f"dictionary {path}, line {number}: the symbol {fields[0][:100]!r} is there already")
+            seen.add(fields[0])
             symbols.append(fields[0])
         return cls(symbols)
 

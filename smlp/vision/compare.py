@@ -49,6 +49,7 @@ TOLERANCE = 0.03
 _DONE = "done.json"
 _REPORTED = ("eval_top1", "train_images_per_second")
 _RECORDED = {"data": str, "options": [str], "models": Each([str])}
+_MOST_SEED = 2**31 - 1  # of smlp vision train
 _MOST_NAME = 200  # bytes; -s SEED.log is added
 #: what the runner decides itself
 _OWN = ("--data-dir", "--seed", "--output", "--experiment", "--resume", "--nproc")
@@ -84,7 +85,7 @@ def read_comparison(path: Path) -> Comparison:
 
 def read_seeds(section: Section) -> list[int]:
     """Take the seeds of a file; 1, 2 and 3 if there are none."""
-    seeds = [section.as_count("seeds", seed, least=0) for seed in section.values("seeds", [1, 2, 3])]
+    seeds = [section.as_count("seeds", seed, least=0, most=_MOST_SEED) for seed in section.values("seeds", [1, 2, 3])]
     if len(set(seeds)) < len(seeds):
         raise section.error("seeds", f"has a seed twice: {seeds}")
     return seeds

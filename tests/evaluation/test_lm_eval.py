@@ -359,6 +359,7 @@ def test_mistakes_in_a_task_of_ones_own_are_one_sentence(path, data, tmp_path, c
     for change, words in (
         ({"doc_to_text": "{{nothing}}"}, "UndefinedError: 'nothing' is undefined"),
         ({"validation_split": "x"}, "KeyError: 'x'"),
+        ({"dataset_path": None}, "cannot run mine (TypeError: "),
         ({"generation_kwargs": {"typical_p": 1}}, "mine: generation_kwargs has 'typical_p', which cannot be done here"),
     ):
         (tmp_path / "mine.yaml").write_text(json.dumps({**definition, **change}))

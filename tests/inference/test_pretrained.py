@@ -59,6 +59,15 @@ def test_weights_that_stay_in_the_file(arch, kind, tmp_path):
         assert torch.equal(weight, dict(core.named_parameters())[name]), name
 
 
+def test_a_symbol_stands_once_in_a_dictionary(tmp_path):
+    for lines, number in (("a 1\nb 1\na 1\n", 3), ("<unk> 1\n", 1)):
+        (tmp_path / "dict.txt").write_text(lines)
+        with pytest.raises(smlp.UserError, match=rf"dict.txt, line {number}: the symbol '.*' is there already"):
+            Vocabulary.load(tmp_path / "dict.txt")
+    (tmp_path / "dict.txt").write_text("a 1\na 1 #fairseq:overwrite\n")
+    assert len(Vocabulary.load(tmp_path / "dict.txt")) == 6
+
+
 def test_dictionary_with_the_data_or_by_name(checkpoint, tmp_path):
     path, _ = checkpoint
     dictionary = tmp_path / "dict.txt"

@@ -87,11 +87,13 @@ def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, 
     [
         ({"width": 64}, "they may differ by 3%"),
         ({"more": "--seed 3"}, "models.second has --seed, which smlp vision compare sets"),
+        ({"more": "--resum x"}, "comparison.yaml: options of smlp vision train: unrecognized arguments: --resum x"),
+        ({"seeds": "[2147483648]"}, "seeds must be at most 2,147,483,647"),
         ({"seeds": "[1, 1]"}, "seeds has a seed twice: [1, 1]"),
         ({"seeds": "[x]"}, "seeds must be a whole number"),
-        ({"more": "--epoch x"}, "comparison.yaml: options of smlp vision train: argument --epochs: "),
+        ({"more": "--epochs x"}, "comparison.yaml: options of smlp vision train: argument --epochs: "),
     ],
-    ids=["flops", "own-option", "twice", "no-number", "no-option"],
+    ids=["flops", "own-option", "abbreviated", "large", "twice", "no-number", "no-option"],
 )
 def test_comparisons_that_are_refused(digits, tmp_path, capsys, changes, sentence):
     assert run(write(tmp_path, digits, **changes), tmp_path / "out") == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 from datasets.exceptions import DatasetsError
 from lm_eval.tasks import TaskManager
 
+import smlp
 from smlp.errors import UserError
 from smlp.evaluation.lm_eval.model import HarnessModel, TooLongRecords
 from smlp.evaluation.zeroshot.evaluate import for_each_task
@@ -37,6 +39,7 @@ _THEIRS = (
     *(OSError, ValueError, AssertionError, ImportError, LookupError, ArithmeticError),
     *(jinja2.TemplateError, DatasetsError),
 )
+_OURS = str(Path(smlp.__file__).parent)  # where errors of other kinds are bugs
 
 
 #: by our name, the file of the harness's task in its folder of tasks
@@ -130,7 +133,10 @@ def evaluate(
                 found = run(samples=_without(skipped, manager.load(list(tasks))["tasks"], limit, model.team.size))
         except UserError:
             raise
-        except _THEIRS as error:
+        except Exception as error:
+            inside = traceback.extract_tb(error.__traceback__)[2:]  # of this function and run
+            if not isinstance(error, _THEIRS) and any(frame.filename.startswith(_OURS) for frame in inside):
+                raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"lm-evaluation-harness cannot run {', '.join(tasks)} ({type(error).__name__}: {reason}); --data-dir "
