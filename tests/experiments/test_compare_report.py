@@ -57,6 +57,16 @@ def test_one_seed_has_no_interval():
     assert Estimate({1: 3.0}).mean == 3.0
 
 
+def test_bits_per_byte(whole, out):
+    # 4 bits and 0.01 for each seed, on 4 bytes a token
+    found = cell(tables(whole)["quality-valid"], "gMLP", "bits_per_byte")
+    assert (found.value, found.text) == (pytest.approx((4 + 0.02) / 4), "1.0050 ± 0.0062")
+    assert "bits per byte" in [column.head for column in tables(whole)["summary"].columns]
+    settings = json.loads((out / "experiment.json").read_text())
+    (out / "experiment.json").write_text(json.dumps({**settings, "task": "masked_lm"}))
+    assert "bits_per_byte" not in [column.key for column in tables(out)["quality-valid"].columns]
+
+
 def test_perplexity_per_word_and_after_the_prefix(whole):
     quality = tables(whole)["quality-valid"]
     nats = [(4 + 0.01 * seed) * math.log(2) for seed in SEEDS]

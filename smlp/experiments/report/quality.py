@@ -35,6 +35,24 @@ def likelihoods(results: Results, model: Model, subset: str, field: str) -> dict
     return {run.seed: score(run, subset, field) for run in results.done(model)}
 
 
+def bits_per_byte(results: Results, model: Model, subset: str, field: str) -> Cell:
+    """Return the mean loss in bits for each byte of the text.
+
+    It is empty for masked language models, which predict a part of the tokens, and if data.json has no number of bytes.
+    """
+    size = None if results.is_masked else (results.data.get("splits", {}).get(subset) or {}).get("bytes")
+    found = {}
+    for run in results.done(model):
+        nll, tokens = score(run, subset, field), score(run, subset, "tokens")
+        found[run.seed] = nll * tokens / size / math.log(2) if nll is not None and tokens and size else None
+    mean = estimate(found)
+    if mean is None:
+        return EMPTY
+    runs = [run for run in results.done(model) if run.seed in mean.samples]
+    formula = f"subsets.{subset}, {field} * tokens / bytes of data.json / ln 2"
+    return mean_cell(mean, ".4f", origin(runs, "scores.json", formula))
+
+
 def perplexity(results: Results, model: Model, subset: str, field: str, per_word: bool = False) -> Estimate | None:
     """Return the perplexity per token or per word over the seeds of the finished runs; None if no run has it."""
     found = {}
@@ -126,6 +144,11 @@ def quality_table(results: Results, subset: str, held_against: Sequence[Model]) 
         Column("per_token", "per token", f"scores.json: exp(subsets.{subset}.nll_all), all positions"),
         Column("per_word", "per word", f"scores.json: exp(nll_all * tokens / words) of subsets.{subset}"),
         Column(
+            "bits_per_byte",
+            "bits per byte",
+            f"scores.json: nll_all * tokens / ln 2 of subsets.{subset}, over the bytes of data.json",
+        ),
+        Column(
             "after_prefix",
             "per token, after the prefix",
             f"scores.json: exp(subsets.{subset}.nll_after_prefix), the positions that every model predicts",
@@ -153,6 +176,7 @@ def quality_table(results: Results, subset: str, held_against: Sequence[Model]) 
             "seeds": amount(len(after.samples) if after else 0, "d", "run.json: state; scores.json"),
             "per_token": perplexity_cell(results, model, subset, ALL),
             "per_word": perplexity_cell(results, model, subset, ALL, per_word=True),
+            "bits_per_byte": bits_per_byte(results, model, subset, ALL),
         }
         if prefix:
             row["after_prefix"] = perplexity_cell(results, model, subset, AFTER_PREFIX)

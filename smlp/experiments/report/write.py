@@ -18,7 +18,7 @@ from smlp.plots.drawing import check_matplotlib
 TABLES = "tables"
 #: tables without sources: derived from other tables, or only the paper's numbers
 _NO_SOURCES = ("summary", "paper-table-4", "details-paper")
-_QUALITY = ("per_token", "per_word", "after_prefix")
+_QUALITY = ("per_token", "per_word", "bits_per_byte", "after_prefix")
 _SPEEDS = (
     *("timed_words_per_second", "timed_tokens_per_second"),
     *("logged_words_per_second", "logged_tokens_per_second"),
