@@ -175,7 +175,7 @@ def test_without_words_there_are_tokens(out):
     (out / "data.json").write_text(json.dumps(data))
     speed = tables(out)["speed"]
     assert not any("words" in column.key for column in speed.columns)
-    assert "Speeds are in tokens: data.json knows no number of words." in speed.notes
+    assert "Speeds are in tokens, because data.json has no number of words." in speed.notes
 
 
 def test_data_order_is_compared_and_its_digest_known(out):
@@ -202,7 +202,7 @@ def test_grid_of_the_tuning(out):
     table = tables(out)["tuning"]
     shown = [[row.get(key) and row[key].text for key in ("0.001", "0.002", "0.004", "chosen")] for row in table.rows]
     assert shown == [["30.00", "failed", "25.00", "0.004"], ["31.00", "29.00", None, "0.002"]]
-    assert table.notes[1].endswith("do better: gMLP.")
+    assert table.notes[1].endswith("might be better: gMLP.")
 
 
 def test_grid_of_words(out):

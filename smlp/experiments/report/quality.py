@@ -190,8 +190,8 @@ def quality_table(results: Results, subset: str, held_against: Sequence[Model]) 
 
 def _notes(results: Results, subset: str) -> list[str]:
     notes = [
-        "± and brackets are 95 % intervals (Student's t) over seeds; models of one seed saw the same data, so that the "
-        'columns "against" compare seed with seed, and are the ones to judge a difference by.'
+        "± and brackets are 95 % intervals (Student's t) over seeds. Runs with the same seed saw the same data, so the "
+        'columns "against" compare seed by seed; judge differences between models by these.'
     ]
     if results.has_prefix:
         positions = max(model.config.prefix_tokens for model in results.models)
@@ -200,10 +200,10 @@ def _notes(results: Results, subset: str) -> list[str]:
         notes.append(
             f"{_listed(names)} {verb} nothing within the first {positions} of "
             f"{results.settings['tokens_per_sample']} positions. The columns after the prefix, and the comparisons, "
-            "count the other positions alone, for every model."
+            "count only the other positions, for every model."
         )
     if results.words_per_token(subset) is None:
-        notes.append(f"data.json knows no number of words for `{subset}`: nothing is given per word.")
+        notes.append(f"data.json has no number of words for `{subset}`, so there are no numbers per word.")
     return notes
 
 

@@ -125,7 +125,7 @@ class Cell:
         return {"value": self.value, **known, "source": self.source}
 
 
-EMPTY = Cell(None, NOTHING, "no file has it")
+EMPTY = Cell(None, NOTHING, "no file has this number")
 
 
 @dataclass(frozen=True)
