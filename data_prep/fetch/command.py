@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the step."""
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="source to fetch")
     parser.add_argument("--list", action="store_true", help="list the available sources and exit")
-    parser.add_argument("--show", metavar="SOURCE", help="show all that is known of a source and exit")
+    parser.add_argument("--show", metavar="SOURCE", help="show everything that is known about a source and exit")
     parser.add_argument("--json", metavar="FILE", help="write what --list, --show or --dry-run print as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything but the download and exit")
     group = parser.add_argument_group("what to fetch")

@@ -124,7 +124,7 @@ class Wanted:
         if self.check_space and need is not None and need > free:
             raise UserError(
                 f"{self.source.name} still needs about {need / 1e9:,.1f} GB in {self.out}, {free / 1e9:,.1f} are free: "
-                "--delete-downloads or --limit-files need less, --no-space-check goes on all the same"
+                "--delete-downloads or --limit-files need less, --no-space-check continues all the same"
             )
 
 

@@ -31,7 +31,7 @@ EPILOG = """examples:
   smlp eval-lm --text book.txt --path checkpoints/checkpoint_best.pt --per-document chapters.jsonl
   smlp eval-lm data-bin --path checkpoints/checkpoint_best.pt --parity
 
-Options that fairseq-eval-lm has too mean the same there, and the loss is the same. What this command lacks:
+Options that fairseq-eval-lm has too mean the same there, and the loss is the same. For what this command lacks, use
   fairseq-eval-lm --user-dir $(smlp user-dir) DATA --path CHECKPOINT ...
 """
 #: default batch size in tokens: more would not fit into a CPU's caches, fewer would leave a GPU idle
@@ -50,10 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--text",
         metavar="FILE",
-        help="text that the split was made of, whose words and bytes count; without DATA: the text to score",
+        help="text that the split was made from, to count its words and bytes; without DATA, the text to score",
     )
     text.add_argument(
-        "--limit-tokens", **whole(), metavar="N", help="only the first samples, until they hold so many tokens"
+        "--limit-tokens", **whole(), metavar="N", help="score only the first samples, until they hold N tokens"
     )
     samples = parser.add_argument_group("samples")
     samples.add_argument("--tokens-per-sample", type=int, metavar="N", help="default: as in training")
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="feed each sample with so many tokens before it, which take room from it (default: %(default)s)",
+        help="tokens before each sample that the model reads too; they take room from it (default: %(default)s)",
     )
     samples.add_argument(
         "--sample-break-mode",

@@ -36,7 +36,7 @@ def add_dtype_option(parser: argparse.ArgumentParser) -> None:
 
 def add_model_files(parser: argparse.ArgumentParser) -> None:
     """Add ``--dict``, ``--tokenizer`` and ``--device``, for commands that name the checkpoint otherwise."""
-    parser.add_argument("--dict", help="dict.txt, if it is not found")
+    parser.add_argument("--dict", help="dict.txt, if it is not found automatically")
     add_tokenizer_option(parser)
     parser.add_argument("--device", help="torch device (default: a GPU where there is one)")
 
@@ -46,7 +46,7 @@ def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *("--tokenizer", "--sentencepiece-model"),
         metavar="FILE",
-        help="SentencePiece model, or encoder.json with vocab.bpe next to it, if it is not found",
+        help="SentencePiece model, or encoder.json with vocab.bpe next to it, if it is not found automatically",
     )
 
 

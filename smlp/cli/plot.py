@@ -29,7 +29,7 @@ EPILOG = """examples:
   smlp plot weights checkpoints/checkpoint_best.pt --layers 3,6 --experts all --format svg
   smlp plot weights amlp/checkpoint_best.pt --text "A man is asleep. ||| Nobody sleeps." --text "The sun rises."
 
-Drawing needs matplotlib: pip install -e ".[plots]". What each picture and number means: docs/plots.md.
+Drawing needs matplotlib: pip install -e ".[plots]". docs/plots.md explains each picture and number.
 """
 
 #: stands between two texts that are read together
@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--limit-tokens",
         **whole(),
         metavar="N",
-        help=f"only the first sequences, until they hold so many tokens (default: {_LIMIT_TOKENS})",
+        help=f"use only the first sequences, until they hold N tokens (default: {_LIMIT_TOKENS})",
     )
     weights.add_argument(
         "--pieces", **whole(), metavar="P", default=40, help="most frequent pieces in a map (default: %(default)s)"

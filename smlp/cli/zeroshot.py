@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="only the first N records of each task's file, which is not a random sample",
     )
     parser.add_argument("--num-fewshot", **whole(0), default=0, metavar="K", help="solved examples before each record")
-    parser.add_argument("--fewshot-seed", type=int, default=1, help="draws them (default: %(default)s)")
+    parser.add_argument("--fewshot-seed", type=int, default=1, help="seed for drawing them (default: %(default)s)")
     add_scoring_options(parser)
     parser.add_argument(
         "--output",
