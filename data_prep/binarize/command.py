@@ -136,7 +136,7 @@ def _inputs_of_splits(args: argparse.Namespace, suffixes: tuple[str, ...]) -> di
 
 
 def _of_split(sample: Path, split: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return a folder of the split's name that holds files, or else the files of that name."""
+    """Return a folder that has the split's name and holds files, or else the files of that name."""
     if (sample / split).is_dir():
         try:
             find_files([sample / split], suffixes)
@@ -205,7 +205,7 @@ def _merge(
 
 
 def _left_out(split: str, done: Finished, args: argparse.Namespace) -> bool:
-    """Return whether a valid or test split of ``--in`` is empty, so that none was wanted."""
+    """Return whether a valid or test split of ``--in`` is empty and therefore left out."""
     empty = all(not result.counts.documents_in and not result.facts["segments"] for result in done.results)
     return empty and split != "train" and args.sample is not None
 

@@ -1,4 +1,4 @@
-"""Apply all rules to one document, in their order, and count what they change."""
+"""Apply all rules to one document, in order, and count their changes."""
 
 from __future__ import annotations
 

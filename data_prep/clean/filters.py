@@ -66,7 +66,7 @@ class Thresholds:
 
 @dataclass
 class Measures:
-    """Measures of a document for the filters, each computed when it is asked for."""
+    """Measures of a document for the filters, each computed when first needed."""
 
     text: str
     lines: list[str] = field(default_factory=list)

@@ -37,7 +37,7 @@ SETTINGS = ("greedy", "temperature", "top_k", "top_p", "repetition_penalty", "se
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; those that are not given are None, so that they can be told apart."""
+    """Declare the options, which are None if they are not given."""
     add_model_options(parser)
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue; may be empty")

@@ -91,7 +91,7 @@ def add_team_options(parser: argparse.ArgumentParser) -> None:
 
 
 def as_team(args: argparse.Namespace, work: Callable[[Team], int]) -> int:
-    """Do the work here, or on the ranks that ``--nproc`` asks for, or as one of those that a launcher started.
+    """Do the work here, on the ranks that ``--nproc`` asks for, or as one of the ranks that a launcher started.
 
     Args:
         args: of the command, with ``nproc``, ``device`` and ``words``, the command line itself.

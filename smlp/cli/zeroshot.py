@@ -90,7 +90,7 @@ def check_not_read(data_dir: Path, **paths: str | None) -> None:
 
     Args:
         data_dir: folder of the tasks.
-        **paths: what is to be written, by option; None for one that is not given.
+        **paths: file to write, by option; None for an option that is not given.
 
     Raises:
         UserError: an output is a file of a task; the message names it.

@@ -81,7 +81,7 @@ class PlannedRun:
 
 
 def entries_of(experiment: Experiment, vocab_size: int) -> list[ModelEntry]:
-    """Return the models that the file names, and those that it asks to be matched.
+    """Return the models that the file names, and those that ``match`` finds for it.
 
     Raises:
         UserError: a family cannot be matched, or two models share a name.

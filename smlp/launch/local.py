@@ -282,7 +282,7 @@ def _copy_lines(prefix: bytes, source: BinaryIO, target: TextIO, lock: threading
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nobody listens on and that the system does not hand out by itself.
+    """Return a TCP port of 127.0.0.1 on which nobody listens and which the system does not assign by itself.
 
     Ranks take seconds until they listen on it. By then, a port of the ephemeral range, which binding to port 0 returns,
     may be one end of another connection, so that the ranks cannot bind to it or talk to a stranger. So the port is

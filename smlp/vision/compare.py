@@ -5,7 +5,7 @@ A comparison is a YAML file:
     data: data/cifar10                  # folder of smlp vision data
     seeds: [1, 2, 3]
     options: --img-size 32 --epochs 15  # of smlp vision train, for all models
-    models:                             # the first is the one that the others are compared with
+    models:                             # the others are compared with the first
       Mixer: --model smlp_mixer_tiny
       gMLP: --model smlp_gmlp_tiny
 """
