@@ -29,7 +29,16 @@ from smlp.errors import UserError
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
-from smlp.experiments.report.table import Cell, Column, Estimate, Table, amount, label, mean_cell
+from smlp.experiments.report.table import (
+    VERDICT_COLUMN,
+    Column,
+    Estimate,
+    Table,
+    amount,
+    difference_cells,
+    label,
+    mean_cell,
+)
 from smlp.experiments.yaml_file import Section, read_yaml
 from smlp.files import write_whole
 from smlp.launch.local import this_program
@@ -311,13 +320,8 @@ def _table(
             by_seed = ", ".join(f"{value:.2f}" for value in last[name].values())
             row["seeds"] = label(by_seed, source)
             row["speed"] = mean_cell(Estimate(speeds[name]), ",.0f", f"runs/{name}-s*/{SUMMARY}: images per second")
-        paired = {seed: value - last[baseline][seed] for seed, value in last[name].items() if seed in last[baseline]}
-        if name != baseline and paired:
-            found = Estimate(paired)
-            shown = f"{found.mean:+.2f}" + ("" if found.half is None else f" ± {found.half:.2f}")
-            row["difference"] = Cell(found.mean, shown, source, found.low, found.high, dict(found.samples))
-            seen = found.low is not None and found.high is not None and not found.low <= 0 <= found.high
-            row["verdict"] = label("one seed" if found.count < 2 else "seen" if seen else "not seen", source)
+        if name != baseline:
+            row |= difference_cells(last[name], last[baseline], source)
         rows.append(row)
     columns = [
         Column("model", "model", "comparison.json: models"),
@@ -326,7 +330,7 @@ def _table(
         Column("top1", "top-1 (%)", "of validation after the last epoch"),
         Column("seeds", "by seed", "of validation after the last epoch"),
         Column("difference", f"less {baseline} (points)", "paired by seed"),
-        Column("verdict", "difference is", "seen if the interval does not hold 0"),
+        VERDICT_COLUMN,
         Column("speed", "images/s in training", "median over epochs; with loading"),
     ]
     notes = [
