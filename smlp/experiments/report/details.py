@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from smlp.experiments.plan import spread_of
 from smlp.experiments.report.results import MISSING, Results, RunResult
 from smlp.experiments.report.table import EMPTY, Cell, Column, Table, amount, label
 from smlp.experiments.tuning import at_edge, is_ordered
@@ -37,12 +38,6 @@ _REASONS = {
 def training_flops(flops_per_token: float, tokens: float) -> float:
     """Return the multiply-adds of a training: three forward passes for each token."""
     return FORWARD_AND_BACKWARD * flops_per_token * tokens
-
-
-def spread(results: Results) -> float:
-    """Return the largest over the smallest nominal cost of a token, less one."""
-    costs = [model.flops_per_token for model in results.models]
-    return max(costs) / min(costs) - 1
 
 
 def details_table(results: Results) -> Table:
@@ -85,7 +80,7 @@ def details_table(results: Results) -> Table:
     largest = results.settings.get("max_spread")
     allowed = "" if largest is None else f" ({largest:.2%} are allowed)"
     notes = [
-        f"Nominal forward FLOPs per token differ by {spread(results):.2%}{allowed}. FLOPs in this report are "
+        f"Nominal forward FLOPs per token differ by {spread_of(results.models):.2%}{allowed}. FLOPs in this report are "
         "multiply-adds, as in the paper; training counts as three forward passes per token. `--dry-run` counts "
         "floating-point operations, as data sheets do: two per multiply-add, and only the causal half of attention "
         "and spatial matrices.",

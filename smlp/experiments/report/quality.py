@@ -135,7 +135,7 @@ def percent_cell(logs: Estimate, source: str, is_by_round: bool = False) -> Cell
     return Cell(percent(logs.mean), shown, source, low, high, samples, is_by_round)
 
 
-def quality_table(results: Results, subset: str, held_against: Sequence[Model]) -> Table:
+def quality_table(results: Results, subset: str, compared_with: Sequence[Model]) -> Table:
     """Make the table of perplexity on a validation set at the end of training."""
     prefix = results.has_prefix
     columns = [
@@ -165,7 +165,7 @@ def quality_table(results: Results, subset: str, held_against: Sequence[Model]) 
                 f"scores.json: mean over common seeds of the difference of subsets.{subset}.nll_after_prefix to "
                 f"{baseline.name}'s, as per cent of perplexity; 95 % interval of the paired differences (Student's t)",
             )
-            for baseline in held_against
+            for baseline in compared_with
         ),
     ]
     rows = []
@@ -181,7 +181,7 @@ def quality_table(results: Results, subset: str, held_against: Sequence[Model]) 
         if prefix:
             row["after_prefix"] = perplexity_cell(results, model, subset, AFTER_PREFIX)
             row["after_prefix_per_word"] = perplexity_cell(results, model, subset, AFTER_PREFIX, per_word=True)
-        for baseline in held_against:
+        for baseline in compared_with:
             if baseline is not model:
                 row[f"against_{baseline.name}"] = difference(results, model, baseline, subset)[1]
         rows.append(row)

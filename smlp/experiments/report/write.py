@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
+from smlp.experiments.plan import spread_of
 from smlp.experiments.report import details, health, machine, paper, quality, speed, studies
 from smlp.experiments.report.figures import Picture, write_figures
 from smlp.experiments.report.results import Results
@@ -60,9 +61,9 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
 
 def all_tables(results: Results, baselines: Sequence[str] = ()) -> dict[str, Table]:
     """Make all tables that the results have data for, by name."""
-    held_against = quality.baselines(results, baselines)
+    compared_with = quality.baselines(results, baselines)
     made = [
-        *(quality.quality_table(results, subset, held_against) for subset in results.subsets),
+        *(quality.quality_table(results, subset, compared_with) for subset in results.subsets),
         paper.table_4(results),
         speed.speed_table(results),
         machine.split_table(results),
@@ -93,7 +94,7 @@ def _as_json(results: Results, tables: dict[str, Table], pictures: dict[str, Pic
             "timing": (results.speed or {}).get("environment"),
             "source": "environment.json, speed.json",
         },
-        "flops_spread": {"value": details.spread(results), "source": "experiment.json: models.flops_per_token"},
+        "flops_spread": {"value": spread_of(results.models), "source": "experiment.json: models.flops_per_token"},
         "scale": [] if results.is_masked else paper.scale_sentences(results),
         "data_order": [
             {
