@@ -265,7 +265,7 @@ def _report(
 
 
 def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_text: bool) -> list[str]:
-    """Return what a reader must know to compare the numbers.
+    """Return the notes that a reader needs to compare the numbers.
 
     Args:
         config: of the model.
@@ -303,7 +303,7 @@ def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_
 
 
 def print_evaluation(name: str, evaluation: Evaluation, seconds: float, notes: list[str]) -> None:
-    """Print the numbers, each with what it is divided by."""
+    """Print the numbers, each with its unit."""
     total = evaluation.total
     text = total.text
     source = "of the original text" if evaluation.sizes.of_original else "of the decoded tokens"

@@ -34,9 +34,9 @@ Drawing needs matplotlib: pip install -e ".[plots]". docs/plots.md explains each
 
 #: stands between two texts that are read together
 SEPARATOR = "|||"
-#: lines of data whose attention is drawn, and the most tokens of one, so that each can be read in the picture
+#: number of lines of data whose attention is drawn, and the most tokens of one, for a readable picture
 MOST_TEXTS, _MOST_TOKENS = 4, 64
-#: tokens of data that are followed, unless another number is given
+#: default number of tokens of data that are followed
 _LIMIT_TOKENS = 2**16
 
 
@@ -83,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw, and print the numbers and where the pictures are."""
+    """Draw, and print the numbers and the paths of the pictures."""
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.eval_data import load_model_for, read_text
     from smlp.cli.json_file import check_outputs, remove_outputs, write_json

@@ -263,7 +263,7 @@ def _evaluate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what a comparison of image models needs."""
+    """Declare the arguments of a comparison of image models."""
     parser.add_argument("file", type=Path, metavar="FILE", help="data, options, seeds and models, in YAML")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for runs and results")
     parser.add_argument(
@@ -294,7 +294,7 @@ def _data_dir(group: Any) -> None:
 
 
 def _model_options(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Declare what timm needs to make a model and to prepare its images."""
+    """Declare the options that timm needs to make a model and to prepare its images."""
     group = parser.add_argument_group("model")
     default = {} if required else {"default": None}
     group.add_argument(
@@ -471,7 +471,7 @@ def _check_backend(backend: str | None) -> None:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse numbers that timm takes, and then fails with or ignores.
+    """Refuse numbers that timm accepts, but then fails with or ignores.
 
     Raises:
         UserError: the message names the option and the numbers.
@@ -522,7 +522,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def training_options(file: Path) -> Callable[[list[str]], Namespace]:
-    """Return what reads words as options of ``smlp vision train``; messages name the file that they come from."""
+    """Return a function that reads words as options of ``smlp vision train``; messages name the file they come from."""
 
     class OptionsOfFile(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -581,7 +581,7 @@ def _setting(word: str) -> tuple[str, Any]:
 
 
 def with_sentences(work: Any, options: Namespace) -> Any:
-    """Call ``work``; a sentence of a process that loads images arrives as one, without the traceback around it."""
+    """Call ``work``; a UserError in a process that loads images is passed on without the traceback around it."""
     try:
         return work(options)
     except UserError as error:

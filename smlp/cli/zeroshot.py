@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_not_kept(args: argparse.Namespace) -> None:
-    """Refuses to write the report where scores are kept, which are removed at the end."""
+    """Refuse to write the report over the file of partial scores, which is removed at the end."""
     from smlp.evaluation.zeroshot.partial import partial_path
 
     if args.output and args.json and partial_path(args.output).resolve() == Path(args.json).resolve():
@@ -188,7 +188,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
 def _kept_scores(
     args: argparse.Namespace, settings: dict[str, Any], model: LanguageModel, tasks: list[Task], team: Team
 ) -> PartialScores | None:
-    """Return the scores of an interrupted run with the same output; None without an output to keep them by."""
+    """Return the scores of an interrupted run with the same output; None without an output."""
     from smlp.evaluation.zeroshot.partial import PartialScores, digest_of, partial_path, weights_digest
 
     if not args.output or (Path(args.output).exists() and not Path(args.output).is_file()):

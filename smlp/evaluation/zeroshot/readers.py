@@ -103,7 +103,7 @@ def without_id(item: Item) -> Item:
 
 
 def distinct(found: Iterable[Item]) -> list[Item]:
-    """Return the records, each once, in their order: a repeated one with the same id tells nothing more about a
+    """Return the records, each once, in their order: a repeated one with the same id says nothing more about a
     model."""
     return list(dict.fromkeys(found))
 

@@ -1,6 +1,6 @@
 """Log-probabilities of the tokens of texts, as candidates of a choice or on their own.
 
-What the candidates of a group begin with alike is read once; then each continues from a copy of that state
+The beginning that the candidates of a group share is read once; then each continues from a copy of that state
 (:mod:`smlp.inference.scoring.batching`). Padding stands on the right only.
 
 Letters: ``R`` rows of logits at a time (in ``_block``: candidates of a block), ``n`` tokens, ``N`` positions of one
