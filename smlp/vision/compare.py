@@ -329,14 +329,15 @@ def _table(
         Column("mflops", "MFLOPs an image", "forward pass, 2 for a multiply-add"),
         Column("top1", "top-1 (%)", "of validation after the last epoch"),
         Column("seeds", "by seed", "of validation after the last epoch"),
-        Column("difference", f"less {baseline} (points)", "paired by seed"),
+        Column("difference", f"minus {baseline} (points)", "paired by seed"),
         VERDICT_COLUMN,
         Column("speed", "images/s in training", "median over epochs; with loading"),
     ]
     notes = [
-        "Accuracy on validation after the last epoch, no epoch chosen; intervals: Student's t, 95 %, over seeds. "
-        "A seed decides initial weights, order and augmentation; an interval over seeds leaves out that other images "
-        "would give other accuracies. Runs that trained at the same time shared the machine, so speeds are rough."
+        "Accuracy is that on validation after the last epoch; no epoch was chosen. Intervals are Student's t, 95 %, "
+        "over seeds. A seed decides initial weights, order and augmentation; other images would give other "
+        "accuracies, which these intervals do not cover. Runs that trained at the same time shared the machine, so "
+        "speeds are rough."
     ]
     return Table("vision", "Image models at equal FLOPs", columns, rows, notes)
 

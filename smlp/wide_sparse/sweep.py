@@ -249,14 +249,14 @@ def _points_table(
         Column("mflops", "MFLOPs an image", "forward pass, 2 for a multiply-add"),
         Column("parameters", "parameters (M)", "counted, with masked weights"),
         Column("error", "error (%)", "of validation after the last epoch"),
-        Column("difference", "less the widest (points)", "paired by seed"),
+        Column("difference", "minus the widest (points)", "paired by seed"),
         VERDICT_COLUMN,
         Column("cka", f"CKA with {record['similarity']}", "mean over branches of the same number"),
     ]
     notes = [
-        "m is the effective width, C channels, S tokens, L blocks, p the density. Error: top-1 on validation after "
-        f"the last epoch, no epoch chosen. {len(record['seeds'])} seeds; intervals are Student's t, 95 %, over seeds, "
-        "and differences are paired by seed. A difference is called seen if its interval does not hold 0."
+        "m is the effective width, C channels, S tokens, L blocks, p the density. The error is top-1 on validation "
+        f"after the last epoch; no epoch was chosen. {len(record['seeds'])} seeds; intervals are Student's t, 95 %, "
+        "over seeds, and differences are paired by seed. A difference is called seen if its interval excludes 0."
     ]
     return Table("points", record["title"], columns, rows, notes)
 
@@ -272,7 +272,7 @@ def _series_tables(record: dict[str, Any], errors: dict[str, dict[int, float]]) 
             partner = by_place.get(facts[name][x])
             if partner is not None and (cells := difference_cells(errors[name], errors[partner], _ERRORS)):
                 place = amount(facts[name][x], ",.4g" if x == "density" else ",d", "sweep.json: facts")
-                rows.append({"series": label(f"{series} less {first}"), "x": place, **cells})
+                rows.append({"series": label(f"{series} minus {first}"), "x": place, **cells})
     columns = [
         Column("series", "series", "sweep.json: series"),
         Column("x", AXES[x], "sweep.json: facts"),

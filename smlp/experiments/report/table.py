@@ -224,7 +224,7 @@ def mean_cell(found: Estimate | None, pattern: str, source: str) -> Cell:
 
 
 #: the second column of :func:`difference_cells`
-VERDICT_COLUMN = Column("verdict", "difference is", "seen if the interval does not hold 0")
+VERDICT_COLUMN = Column("verdict", "difference is", "seen if the interval excludes 0")
 
 
 def difference_cells(first: Mapping[int, float], second: Mapping[int, float], source: str) -> dict[str, Cell]:
