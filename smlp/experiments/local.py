@@ -47,7 +47,7 @@ class Machine:
             return cls.shared(jobs, resources.ranks, resources.threads)
         if num_gpus < resources.ranks * (jobs if resources.ranks > 1 else 1) or num_gpus == 0:
             raise UserError(
-                f"{experiment.path}: run.jobs {jobs} at a time with run.ranks {resources.ranks} each want more than "
+                f"{experiment.path}: run.jobs {jobs} at a time with run.ranks {resources.ranks} each need more than "
                 f"the {num_gpus} GPUs that are visible here"
             )
         return cls.shared(jobs, resources.ranks, resources.threads, num_gpus)
