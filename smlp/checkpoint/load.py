@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from smlp.checkpoint.export import check_sums
-from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes, rows_of
+from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes, row_range
 from smlp.checkpoint.opened import Checkpoint, fit_problems, open_checkpoint
 from smlp.config import LEAKY_WARNING, ModelConfig
 from smlp.errors import UserError
@@ -180,12 +180,12 @@ def load_pretrained(
         model = model_of(checkpoint.config, ranks)
         if isinstance(model, Encoder):
             add_heads(model, checkpoint.state["model"])
-    own = {name: ids for name, _, ids in expert_parameters(model)} if ranks is not None else {}
+    experts = {name for name, _, _ in expert_parameters(model)} if ranks is not None else set()
     weights = {}
     for name, tensor in model.state_dict().items():
         stored = checkpoint.state["model"][checkpoint.prefix + name]
-        if name in own:
-            stored = rows_of(stored, own[name])
+        if ranks is not None and name in experts:
+            stored = row_range(stored, ranks.layout.expert_ids)
         weights[name] = (stored.mapped() if mapped else stored.load()).to(tensor.dtype).view(tensor.shape)
     model.load_state_dict(weights, assign=True)
     if isinstance(model, Encoder):
