@@ -1,11 +1,15 @@
 """torch.compile, torch.export, ONNX and torch.func on whole models, against the models themselves."""
 
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 
 import smlp
 from smlp.evaluation.leak import randomise
+from smlp.fairseq_compat.trainer import SparseTrainer
 
 SMALL = {"vocab_size": 30, "max_tokens": 12, "embed_dim": 16, "ffn_dim": 32, "num_dense_layers": 1, "dropout": 0.0}
 SPARSE = {"num_sparse_layers": 1, "num_experts": 4}
@@ -51,6 +55,20 @@ def test_compiled_models(arch):
     # A tMoE stays outside: how many tokens an expert gets depends on the data.
     compiled = torch.compile(module, backend="aot_eager", fullgraph=arch in WHOLE)
     for got, expected in zip(gradients(module, compiled, ids), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("arch", ["gmlp_lm", "smlp"])
+def test_compiled_training(arch, monkeypatch):
+    """``--compile``: block by block, as the trainer does it."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    module, ids = model(arch).train(), tokens(3, 10)
+    want = gradients(module, module, ids)
+    trainer = SimpleNamespace(core=module, cfg=SimpleNamespace(model=SimpleNamespace(compile=True)))
+    SparseTrainer._prepare_options(trainer)
+    assert all(block._compiled_call_impl is not None for block in module.blocks)
+    for got, expected in zip(gradients(module, module, ids), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
