@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 _IGNORED = -100
 _REMOTE_CODE = '''"""Lets transformers find the classes of the package smlp with trust_remote_code=True."""
 
-# inside of try, where transformers does not look for packages: it would offer "pip install smlp", another project
+# inside of try, where transformers does not look for packages: it would offer PyPI's smlp, which is another project
 try:
     from smlp.hf import {config}, {model}  # noqa: F401
 except ImportError as error:
