@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.numbers import whole
-from smlp.cli.options import add_model_options, add_team_options, as_team
+from smlp.cli.options import add_model_options, add_spread_option, add_team_options, as_team
 from smlp.cli.progress import BatchesProgress
 from smlp.errors import UserError
 from smlp.evaluation import BREAK_MODES, DOCUMENTS
@@ -44,6 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options, with fairseq's names if fairseq has them."""
     add_model_options(parser)
     add_team_options(parser)
+    add_spread_option(parser)
     parser.add_argument("data", nargs="?", metavar="DATA", help="folder of fairseq-preprocess, mmap format")
     text = parser.add_argument_group("text")
     text.add_argument("--gen-subset", default="test", metavar="NAME", help="split of DATA (default: %(default)s)")
@@ -134,6 +135,8 @@ def check_options(args: argparse.Namespace) -> None:
         for name in ("batch_size", "max_tokens", "eval_capacity_factor", "per_document"):
             if getattr(args, name) is not None:
                 raise UserError(f"--parity is a separate comparison: leave {_option(name)} out")
+    if args.parity and args.spread_experts:
+        raise UserError("--parity compares spread experts with others: leave --spread-experts out")
     if args.document != "empty-line" and args.per_document is None:
         raise UserError("--document is about --per-document, which names the file to write")
 
@@ -207,7 +210,7 @@ def _evaluate(
     args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team
 ) -> int:
     from smlp.evaluation.scoring import score_samples
-    from smlp.inference.scoring.candidates import capacity_limits, limit_capacity
+    from smlp.inference.scoring.candidates import capacity_limits, is_spread, limit_capacity
 
     if args.eval_capacity_factor is not None:
         if not capacity_limits(model.decoder):
@@ -222,7 +225,8 @@ def _evaluate(
         remove_outputs(args.json, args.per_document)
     start = time.perf_counter()
     progress = BatchesProgress(-(-len(batches) // team.size), team.size) if team.is_first else None
-    scores = score_samples(model.decoder, samples, batches, len(text.stream.tokens), team, seen=progress)
+    is_in_step = is_spread(model.decoder)
+    scores = score_samples(model.decoder, samples, batches, len(text.stream.tokens), team, is_in_step, progress)
     seconds = time.perf_counter() - start
     if team.is_first:
         _report(args, model, text, scores, seconds)

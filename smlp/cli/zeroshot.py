@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.numbers import whole
-from smlp.cli.options import add_model_options, add_scoring_options, add_team_options, as_team, load_model
+from smlp.cli.options import (
+    add_model_options,
+    add_scoring_options,
+    add_spread_option,
+    add_team_options,
+    as_team,
+    load_model,
+)
 from smlp.cli.progress import RecordsProgress
 from smlp.errors import UserError
 from smlp.evaluation.zeroshot.readers import READERS
@@ -66,6 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the report here too")
     add_team_options(parser)
+    add_spread_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -159,6 +167,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
         "skip_too_long": args.skip_too_long,
         "batch_tokens": args.batch_tokens,
         "dtype": args.dtype,
+        "spread_experts": args.spread_experts,
     }
     kept = _kept_scores(args, settings, model, tasks, team)
     if team.is_first:
@@ -193,12 +202,14 @@ def _kept_scores(
 
     if not args.output or (Path(args.output).exists() and not Path(args.output).is_file()):
         return None
-    pins = {}
+    pins, weights = {}, weights_digest(model.decoder) if team.is_first or args.spread_experts else None
+    if args.spread_experts:
+        weights = digest_of(team.gather(weights))
     if team.is_first:
         pins = {
             **{name: value for name, value in settings.items() if name not in ("model", "data_dir")},
             "device": model.decoder.embedding.weight.device.type,
-            "weights": weights_digest(model.decoder),
+            "weights": weights,
             **{f"records of {task.name}": digest_of(task.prepared.parts()) for task in tasks},
         }
     kept = PartialScores(partial_path(args.output), pins, team)

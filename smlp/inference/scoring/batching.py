@@ -100,6 +100,28 @@ def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: i
     return [_batch(order, some, readings, batch_tokens, block_tokens) for some in together]
 
 
+def plan_single_passes(readings: Sequence[Reading], batch_tokens: int, block_tokens: int) -> list[CandidateBatch]:
+    """Return batches of one pass each, in which nothing is read ahead; arguments as of :func:`plan_batches`."""
+    order = sorted(range(len(readings)), key=lambda place: -readings[place].longest)
+    longest = [readings[place].longest for place in order]
+    num_rows = [0, *accumulate(len(readings[place].inputs) for place in order)]
+    in_all = [0, *accumulate(sum(map(len, readings[place].inputs)) for place in order)]
+
+    def padded(begin: int, end: int) -> int:
+        return longest[begin] * (num_rows[end] - num_rows[begin])
+
+    def padding(begin: int, end: int) -> int:
+        return padded(begin, end) - (in_all[end] - in_all[begin])
+
+    batches = []
+    for begin, end in partition(len(order), padding, padded, batch_tokens, block_tokens):
+        members = tuple(order[begin:end])
+        rows = tuple((at, number) for at, place in enumerate(members) for number in range(len(readings[place].inputs)))
+        together = Beginning(tuple(range(len(members))), 0)
+        batches.append(CandidateBatch(members, (together,), ((CandidateBlock(0, rows),),)))
+    return batches
+
+
 def _batch(
     order: Sequence[int],
     parts: Sequence[tuple[int, int]],
