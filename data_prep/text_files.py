@@ -14,6 +14,7 @@ from pathlib import Path
 
 from data_prep.corpus import MANIFEST, SPLITS, Document, Splits, assert_disjoint, describe_splits, run, write_corpus
 from smlp.errors import UserError
+from smlp.files import read_bytes
 
 HOLD_OUT_EVERY = 20  # paragraphs
 MIN_PARAGRAPHS = 2 * HOLD_OUT_EVERY  # with fewer, test would be empty
@@ -26,7 +27,7 @@ def read_text(path: Path) -> str:
         UserError: it is missing, unreadable, blank, or not UTF-8 (with line and byte offset).
     """
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except OSError as error:
         raise UserError(f"text file {path} cannot be read: {error.strerror}") from error
     try:

@@ -37,6 +37,7 @@ from data_prep.flow.running import STATE, Finished, Report, StepRun, aligned, be
 from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
 from data_prep.flow.streams import write_bytes, write_stream
 from smlp.cli.numbers import real, whole
+from smlp.errors import UserError
 from smlp.evaluation.zeroshot.readers import READERS
 
 DESCRIPTION = (
@@ -110,6 +111,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the phases that are not done, and report how many documents were kept and removed."""
+    for option, companion, has_effect, default in (
+        ("decontaminate_action", "--decontaminate", args.decontaminate, "report"),
+        ("decontaminate_splits", "--decontaminate", args.decontaminate, "scoring"),
+        ("decontaminate_ngram", "--decontaminate", args.decontaminate, NGRAM),
+        ("threshold", "near duplicates, and --no-near is given", args.near, 0.8),
+        ("num_perm", "near duplicates, and --no-near is given", args.near, 128),
+        ("ngram", "near duplicates, and --no-near is given", args.near, 5),
+    ):
+        if not has_effect and getattr(args, option) != default:
+            raise UserError(f"--{option.replace('_', '-')} would not be used: it is for {companion}")
     reading, run = reading_of(args), run_of(args)
     held_out, inputs = _plan(args)
     scheme = Scheme.for_threshold(args.threshold, args.num_perm, args.ngram, args.seed) if args.near else None

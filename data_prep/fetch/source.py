@@ -14,6 +14,7 @@ from data_prep.fetch.download import ALGORITHMS, RemoteFile
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT
 from data_prep.flow.parts import name_of
 from smlp.errors import UserError
+from smlp.files import read_text
 
 FOLDER = Path(__file__).resolve().parents[1] / "sources"
 FORMATS = ("wikipedia", "warc", "jsonl", "txt", "parquet")
@@ -143,7 +144,7 @@ def read_source(path: Path) -> Source:
         UserError: it is missing, is not TOML, or a field is missing, unknown or wrong; the message names the field.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_text(path)
         row = tomllib.loads(content)
     except OSError as error:
         raise UserError(f"source file {path}: {error.strerror}") from None

@@ -16,7 +16,7 @@ from typing import Any
 from data_prep.flow.streams import read_json, write_bytes
 from smlp import __version__
 from smlp.errors import UserError
-from smlp.files import name_below
+from smlp.files import name_below, read_text
 
 MANIFEST = "manifest.json"
 STATE = ".state"  # in a step's folder: finished parts
@@ -154,6 +154,11 @@ def as_json(value: Any, indent: int | None = None) -> bytes:
         return json.dumps(value, indent=indent).encode()
 
 
+#: what the entries of every manifest are
+_KINDS: dict[str, type] = {"settings": dict, "counts": dict, "splits": dict, "inputs": list, "outputs": list}
+_KIND_NAMES = {dict: "names with values", list: "a list"}
+
+
 def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
     """Read the manifest of a finished step.
 
@@ -162,10 +167,15 @@ def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(path))
         step = manifest["step"]
+        for name, kind in _KINDS.items():
+            if not isinstance(manifest.get(name, kind()), kind):
+                raise UserError(f"{path} is damaged: {name} must be {_KIND_NAMES[kind]}")
     except FileNotFoundError:
         raise UserError(f"{folder} has no {MANIFEST}: the step that writes it is not finished") from None
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not a manifest of smlp data") from None
     if made_by and step != made_by:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from smlp.errors import UserError
-from smlp.files import renamed_when_whole
+from smlp.files import read_text, renamed_when_whole
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 PARTIAL = ".partial"
@@ -209,7 +209,7 @@ def json_line(row: Any) -> bytes:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Read a small file of a JSON object; return None if it is not there or damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
         return content if isinstance(content, dict) else None
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None

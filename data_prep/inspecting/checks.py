@@ -147,7 +147,7 @@ def inspect(folder: Path, verify: bool, seen: Callable[[int], None]) -> Inspecti
     """
     shards = shards_of(folder)
     manifest = read_manifest(folder, "binarize") if (folder / MANIFEST).is_file() else None
-    needs_document_end = manifest is not None and manifest["settings"]["format"] == "documents"
+    needs_document_end = manifest is not None and manifest["settings"].get("format") == "documents"
     first = shards[0] / DICTIONARY
     found = Inspection(Vocabulary.load(first))
     for shard in shards:
@@ -165,7 +165,10 @@ def inspect(folder: Path, verify: bool, seen: Callable[[int], None]) -> Inspecti
             if not problems:
                 found.files[name] = Statistics.of(file, len(found.vocabulary))
     if manifest is not None:
-        found.problems += _manifest_problems(folder, manifest, found, verify, seen)
+        try:
+            found.problems += _manifest_problems(folder, manifest, found, verify, seen)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error})") from error
     return found
 
 

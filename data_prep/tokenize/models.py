@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from smlp.errors import UserError
+from smlp.files import read_bytes
 from smlp.text.tokenizer_files import (
     ENCODER_JSON,
     SPECIAL_SYMBOLS,
@@ -134,7 +135,7 @@ def given_byte_level(encoder_json: Path, vocab_bpe: Path) -> dict[str, bytes]:
             raise UserError(f"{vocab_bpe} merges {' and '.join(pair)}, but {encoder_json} has no piece {unknown[0]}")
     if sorted(ids.values()) != list(range(len(ids))):
         raise UserError(f"{encoder_json} has {len(ids)} pieces, but their ids are not 0 to {len(ids) - 1}")
-    return {ENCODER_JSON: encoder_json.read_bytes(), VOCAB_BPE: vocab_bpe.read_bytes()}
+    return {ENCODER_JSON: read_bytes(encoder_json), VOCAB_BPE: read_bytes(vocab_bpe)}
 
 
 def padding_of(num_symbols: int, pad_to: int | None, pad_multiple: int) -> list[str]:

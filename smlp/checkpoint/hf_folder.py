@@ -10,7 +10,7 @@ from typing import Any
 from smlp.checkpoint.content import check_is_ours, config_of
 from smlp.checkpoint.export import PREFIXES, new_history, new_state, safetensors_header, stored_tensors
 from smlp.checkpoint.lazy import HeldTensor, LazyTensor
-from smlp.checkpoint.load import bytes_of
+from smlp.checkpoint.load import bytes_of, tokenizer_of
 from smlp.checkpoint.opened import Checkpoint, fit_problems
 from smlp.config import all_settings
 from smlp.config.presets import FROM_TASK
@@ -54,8 +54,13 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
         name: bytes_of(folder / name) for name in names if (folder / name).is_file()
     }
     checkpoint = Checkpoint(path, state, config_of(state, path), files=files, is_export=True)
+    size = options.get("vocab_size", checkpoint.config.vocab_size)
+    if size != checkpoint.config.vocab_size:
+        raise UserError(f"{path}: vocab_size is {size!r:.40}, but the weights have {checkpoint.config.vocab_size}")
     for problem in fit_problems(checkpoint):
         raise UserError(problem)
+    if DICTIONARY in files:
+        tokenizer_of(checkpoint)  # they fit
     return checkpoint
 
 
@@ -63,13 +68,20 @@ def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) 
     """Return the model's part of fairseq's configuration that these settings follow from.
 
     Raises:
-        UserError: the context's length is missing.
+        UserError: the context's length is missing, a setting is null, or sequences begin with another symbol.
     """
-    settings = {name: options[name] for name in all_settings() if name in options and name not in FROM_TASK}
+    known = all_settings()
+    settings = {name: options[name] for name in known if name in options and name not in FROM_TASK}
+    for name, value in settings.items():
+        if value is None and known[name].default is not None:
+            raise UserError(f"{path} is damaged: {name} is null")
+    start = options.get("bos_token_id", Vocabulary.eos)
+    if start not in (Vocabulary.bos, Vocabulary.eos) or isinstance(start, bool):
+        raise UserError(f"{path}: bos_token_id must be {Vocabulary.bos} or {Vocabulary.eos}, got {start!r:.40}")
     num_tokens = options.get("max_tokens")
     if not isinstance(num_tokens, int):
         raise UserError(f"{path} is damaged: max_tokens is {num_tokens!r:.40}, not a whole number")
-    add_bos = not is_encoder and options.get("bos_token_id") == Vocabulary.bos
+    add_bos = not is_encoder and start == Vocabulary.bos
     own = {"_name": options.get("arch"), "add_bos_token": add_bos}
     if is_encoder:
         return {**settings, **own, "max_positions": num_tokens}

@@ -63,8 +63,10 @@ def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
     """Write a fairseq checkpoint in one file and, if it is made of an export, dictionary and tokenizer next to it.
 
     Raises:
-        UserError: it cannot be written, or another dictionary or tokenizer lies there.
+        UserError: it cannot be written, its name is that of an export, or another dictionary or tokenizer lies there.
     """
+    if target.suffix == ".safetensors":
+        raise UserError(f"{target}: a checkpoint to train from must end in .pt, as those of fairseq do")
     check_beside(checkpoint.files, target.parent)
     write_whole(target, lambda file: write_torch_file(file, checkpoint.state))
     write_beside(checkpoint.files, target.parent)

@@ -132,6 +132,8 @@ def check_options(args: argparse.Namespace) -> None:
     if args.parity and args.nproc == 1:
         raise UserError("--parity compares one rank with several: leave --nproc 1 out")
     if args.parity:
+        if args.dtype != "fp32":
+            raise UserError(f"--parity compares losses to 8 digits, in fp32: leave --dtype {args.dtype} out")
         for name in ("batch_size", "max_tokens", "eval_capacity_factor", "per_document"):
             if getattr(args, name) is not None:
                 raise UserError(f"--parity is a separate comparison: leave {_option(name)} out")

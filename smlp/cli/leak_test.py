@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--path", help="checkpoint to test")
     parser.add_argument("--dict", help="dict.txt of the checkpoint, if it is not next to it or with its data")
     size = whole(1, MOST_SIZE)
-    parser.add_argument("--width", **size, default=64, help="H and F to build --arch with (default: %(default)s)")
+    parser.add_argument("--width", **size, metavar="N", help="H and F to build --arch with (default: 64)")
     parser.add_argument("--tokens", **size, help="context to build --arch with (default: the architecture's)")
     parser.add_argument("--positions", **size, default=9, help="how many values of t to try (default: %(default)s)")
     parser.add_argument(
@@ -47,6 +47,12 @@ def run(args: argparse.Namespace) -> int:
     from smlp.nn.decoder import Decoder
 
     check_outputs(json=args.json)
+    if args.dict is not None and not args.path:
+        raise UserError(f"--dict {args.dict} would not be used: it is for --path")
+    for option in ("width", "tokens"):
+        if args.path and getattr(args, option) is not None:
+            raise UserError(f"--{option} is for --arch: a checkpoint has the sizes that it was trained with")
+    args.width = 64 if args.width is None else args.width
     if args.path:
         decoder = load_language_model(args.path, args.dict, what="smlp leak-test").decoder
     else:

@@ -8,7 +8,7 @@ import importlib
 import math
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -104,7 +104,7 @@ def _data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
-    rate, share = real(0, 1e6), real(0, 1)
+    rate, positive, share = real(0, 1e6), real(0, 1e6, above=True), real(0, 1)
     group = parser.add_argument_group("data")
     _data_dir(group)
     group.add_argument(
@@ -134,16 +134,18 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--opt-betas", type=float, nargs="+", metavar="X", help="betas of the optimizer (default: its own)"
     )
-    _number(group, "--momentum", rate, 0.9, "momentum of SGD and similar optimizers")
+    _number(group, "--momentum", share, 0.9, "momentum of SGD and similar optimizers")
     _number(group, "--weight-decay", rate, 0.05, "weight decay of matrices and convolutions")
-    group.add_argument("--clip-grad", **rate, metavar="X", help="clip gradients (default: no clipping)")
+    group.add_argument("--clip-grad", **positive, metavar="X", help="clip gradients (default: no clipping)")
     group.add_argument(
         "--clip-mode",
         choices=("norm", "value", "agc"),
         default="norm",
         help="clip by the norm, by value, or by agc, adaptively (default: %(default)s)",
     )
-    group.add_argument("--layer-decay", **rate, metavar="X", help="learning rate of a layer relative to the next one's")
+    group.add_argument(
+        "--layer-decay", **positive, metavar="X", help="learning rate of a layer relative to the next one's"
+    )
     _number(group, "--lr", rate, 1e-3, "learning rate after the warm-up")
     # plateau would need the history of the run to resume
     schedules = ("cosine", "tanh", "step", "multistep", "poly")
@@ -157,7 +159,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     _number(group, "--cooldown-epochs", whole(0), 0, "epochs at the lowest rate, after the others")
     _number(group, "--warmup-lr", rate, 1e-5, "rate at the start of the warm-up")
     _number(group, "--min-lr", rate, 0.0, "lowest rate")
-    _number(group, "--decay-epochs", rate, 90.0, "step: epochs between two steps")
+    _number(group, "--decay-epochs", positive, 90.0, "step: epochs between two steps")
     group.add_argument(
         "--decay-milestones",
         type=int,
@@ -482,15 +484,59 @@ def _check_numbers(args: argparse.Namespace) -> None:
             shown = " ".join(f"{number:g}" for number in pair)
             limit = "" if most == math.inf else f" and at most {most:g}"
             raise UserError(f"--{option.replace('_', '-')} {shown}: two numbers above 0{limit} are needed, in order")
-    if args.std is not None and not all(0 < number < math.inf for number in args.std):
-        raise UserError(f"--std {' '.join(f'{number:g}' for number in args.std)}: deviations are above 0")
-    if args.input_size is not None and min(args.input_size) < 1:
-        raise UserError(f"--input-size {' '.join(map(str, args.input_size))}: sizes are at least 1")
+    _check_images(args, args.in_chans or 3)
+    if args.opt_betas is not None and not all(0 <= number < 1 for number in args.opt_betas):
+        raise UserError(f"--opt-betas {_listed(args.opt_betas)}: betas are from 0 to below 1")
+    if args.decay_milestones != sorted(set(args.decay_milestones)) or args.decay_milestones[0] < 1:
+        raise UserError(f"--decay-milestones {_listed(args.decay_milestones)}: epochs from 1 on, in order, are needed")
+    parser = argparse.ArgumentParser(add_help=False)
+    _train_options(parser)
+    for companion, has_effect, options in (
+        ("--clip-grad", args.clip_grad is not None, ["clip_mode"]),
+        ("--sched step", args.sched == "step", ["decay_epochs"]),
+        ("--sched multistep", args.sched == "multistep", ["decay_milestones"]),
+        ("--sched step, multistep or poly", args.sched in ("step", "multistep", "poly"), ["decay_rate"]),
+        ("--reprob", args.reprob > 0, ["remode", "recount"]),
+        (
+            "--mixup or --cutmix",
+            args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None,
+            ["mixup_prob", "mixup_switch_prob", "mixup_mode", "mixup_off_epoch"],
+        ),
+        ("--model-ema", args.model_ema, ["model_ema_decay", "model_ema_warmup"]),
+        ("--amp", args.amp, ["amp_dtype"]),
+    ):
+        for option in options:
+            if not has_effect and getattr(args, option) != parser.get_default(option):
+                raise UserError(f"--{option.replace('_', '-')} has no effect without {companion}")
     if args.experiment is not None and Path(args.experiment).name != args.experiment:
         raise UserError(f"--experiment {args.experiment!r} is a name for a folder in --output, without '/'")
 
 
+def _check_images(args: argparse.Namespace, channels: int | None) -> None:
+    """Do for the options about images what :func:`_check_numbers` does; ``channels`` are None if they are not known."""
+    for option, is_good, about in (
+        ("mean", lambda number: math.isfinite(number), "means are finite"),
+        ("std", lambda number: 0 < number < math.inf, "deviations are above 0"),
+    ):
+        numbers = getattr(args, option)
+        if numbers is not None and not all(map(is_good, numbers)):
+            raise UserError(f"--{option} {_listed(numbers)}: {about}")
+        if channels is not None and numbers is not None and len(numbers) not in (1, channels):
+            raise UserError(
+                f"--{option} {_listed(numbers)}: images of {channels} channels need so many numbers, or one"
+            )
+    if args.input_size is not None and min(args.input_size) < 1:
+        raise UserError(f"--input-size {_listed(args.input_size)}: sizes are at least 1")
+    if channels is not None and args.input_size is not None and args.input_size[0] != channels:
+        raise UserError(f"--input-size {_listed(args.input_size)}: --in-chans is {channels}")
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return " ".join(f"{number:g}" for number in numbers)
+
+
 def _evaluate(args: argparse.Namespace) -> int:
+    _check_images(args, args.in_chans)
     from smlp.cli.json_file import check_outputs, write_json
 
     check_outputs(json=args.json)
@@ -530,7 +576,13 @@ def training_options(file: Path) -> Callable[[list[str]], Namespace]:
 
     parser = OptionsOfFile(add_help=False)
     _train_options(parser)
-    return lambda words: _options_of(parser.parse_args(words))
+
+    def read(words: list[str]) -> Namespace:
+        args = parser.parse_args(words)
+        _check_numbers(args)
+        return _options_of(args)
+
+    return read
 
 
 def _plot(args: argparse.Namespace) -> int:
@@ -565,6 +617,8 @@ def _options_of(args: argparse.Namespace) -> Namespace:
     left_out = ("command", "action", "words", "nproc", "json")
     options = Namespace(**{name: value for name, value in vars(args).items() if name not in left_out})
     options.model_kwargs = dict(map(_setting, args.model_kwargs))
+    if len(options.model_kwargs) < len(args.model_kwargs):
+        raise UserError(f"--model-kwargs {' '.join(args.model_kwargs)}: a setting stands twice")
     if "workers" in options and options.workers is None:
         options.workers = min(4, num_cores())
     return options
@@ -575,9 +629,12 @@ def _setting(word: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         raise UserError(f"--model-kwargs {word}: KEY=VALUE is expected, such as num_layers=4")
     try:
-        return name, ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return name, text
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        value = text
+    if value is None:  # which timm leaves out
+        raise UserError(f"--model-kwargs {word}: None is no value; leave the setting out")
+    return name, value
 
 
 def with_sentences(work: Any, options: Namespace) -> Any:

@@ -76,13 +76,10 @@ def _spectrum_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trials",
         **whole(0, 1000),
-        default=0,
         metavar="N",
         help="without a model: random matrices for each width, some ten seconds each (default: the formulas alone)",
     )
-    parser.add_argument(
-        "--seed", **whole(0, MOST_SEED), default=1, help="seed of random weights (default: %(default)s)"
-    )
+    parser.add_argument("--seed", **whole(0, MOST_SEED), metavar="N", help="seed of random weights (default: 1)")
     parser.add_argument("--json", metavar="FILE", help="also write the numbers here")
 
 
@@ -130,6 +127,8 @@ def _table(args: argparse.Namespace) -> int:
 
 
 def _spectrum(args: argparse.Namespace) -> int:
+    _check_used(args)
+    args.trials, args.seed = args.trials or 0, 1 if args.seed is None else args.seed
     if args.path or args.arch:
         return _spectrum_of_model(args)
     from smlp.vision.table import aligned
@@ -147,6 +146,19 @@ def _spectrum(args: argparse.Namespace) -> int:
     print(aligned(table, 0))
     _write(args.json, {"omega": 2**19, "expansion": 2, "trials": args.trials, "seed": args.seed, "rows": rows})
     return 0
+
+
+def _check_used(args: argparse.Namespace) -> None:
+    """Raise ``UserError`` for options without what they are for."""
+    files = ("dict", "tokenizer", "device")
+    unused = dict.fromkeys(files, "CHECKPOINT") if not args.path else {"seed": "--arch and --trials"}
+    if args.path or args.arch:
+        unused["trials"] = "random matrices, without a model"
+    elif not args.trials:
+        unused["seed"] = "--arch and --trials"
+    for name, purpose in unused.items():
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name} {getattr(args, name)} would not be used: it is for {purpose}")
 
 
 def _spectrum_of_model(args: argparse.Namespace) -> int:

@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="only the first N records of each task's file, which is not a random sample",
     )
     parser.add_argument("--num-fewshot", **whole(0), default=0, metavar="K", help="solved examples before each record")
-    parser.add_argument("--fewshot-seed", type=int, default=1, help="seed for drawing them (default: %(default)s)")
+    parser.add_argument("--fewshot-seed", type=int, metavar="N", help="seed for drawing them (default: 1)")
     add_scoring_options(parser)
     parser.add_argument(
         "--output",
@@ -118,6 +118,9 @@ def check(args: argparse.Namespace) -> list[str]:
     names = task_names(args.tasks)
     if args.split is not None and len(names) > 1:
         raise UserError(f"--split {args.split} is for one task, and {len(names)} are asked for: {', '.join(names)}")
+    if args.fewshot_seed is not None and not args.num_fewshot:
+        raise UserError(f"--fewshot-seed {args.fewshot_seed} would not be used: it draws the examples of --num-fewshot")
+    args.fewshot_seed = 1 if args.fewshot_seed is None else args.fewshot_seed
     return names
 
 

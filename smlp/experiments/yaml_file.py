@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from smlp.errors import UserError
+from smlp.files import read_text
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _COUNT = re.compile(r"([0-9][0-9_]{0,99}(?:\.[0-9]{1,99})?(?:e[0-9]{1,3})?)\s*([kmb]?)", re.IGNORECASE)
@@ -47,7 +48,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         UserError: it cannot be read, is no YAML, or holds something else; the message names file and line.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a subclass of the safe loader
+        content = yaml.load(read_text(path), _Loader)  # a subclass of the safe loader
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

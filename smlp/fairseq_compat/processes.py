@@ -53,6 +53,10 @@ def apply() -> None:
                 if lost is None:
                     raise
                 raise lost from error
+            except Exception as error:
+                if type(error).__module__.startswith("wandb."):
+                    raise UserError(f"--wandb-project {cfg.common.wandb_project}: {error}") from error
+                raise
             leave()
 
     @functools.wraps(wrapper, updated=())

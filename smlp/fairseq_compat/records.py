@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from smlp.errors import UserError
-from smlp.files import write_whole
+from smlp.files import check_writable, regular_file, write_whole
 from smlp.launch.environment import environment
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
-                text = path.read_bytes()
+                text = regular_file(path).read_bytes()
                 kept = b"".join(line for line in text.splitlines(keepends=True) if _is_up_to(line, num_updates))
                 if kept != text:
                     write_whole(path, kept)
@@ -101,6 +101,15 @@ class UpdateRecord:
         if self._journal is None:
             self._journal = Journal(self.path, update - 1, self.what)
         self._journal.append({"update": update, **fields})
+
+
+def check_record(path: Path, option: str) -> None:
+    """Raise ``UserError`` if the file that an option names cannot be written; its folder is made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None
+    check_writable(path, option)
 
 
 def digest_of(logging_outputs: Iterable[Mapping[str, Any]]) -> int:

@@ -32,7 +32,7 @@ from smlp.fairseq_compat.loading import check_moments, check_seen_by_all, said_i
 from smlp.fairseq_compat.needs import check_best_metric
 from smlp.fairseq_compat.parameter_groups import divide_steps
 from smlp.fairseq_compat.profiling import UpdateProfiler
-from smlp.fairseq_compat.records import DIGEST, UpdateRecord, digest, digest_of, write_environment
+from smlp.fairseq_compat.records import DIGEST, UpdateRecord, check_record, digest, digest_of, write_environment
 from smlp.fairseq_compat.settings import check_half_precision, check_settings
 from smlp.fairseq_compat.speed import FLOPS, DataClock, log_speed, measured_rate, model_flops
 from smlp.fairseq_compat.startup import keep_freed_memory
@@ -104,6 +104,9 @@ class SparseTrainer(Trainer):
     def _prepare_options(self) -> None:
         """Prepare what the options of the model ask for: records, a profile, compiled blocks."""
         options = self.cfg.model
+        for name in ("data_order_file", "update_times_file", "environment_file"):
+            if getattr(options, name, None) is not None and self.data_parallel_rank == 0:
+                check_record(Path(getattr(options, name)), f"--{name.replace('_', '-')}")
         if getattr(options, "data_order_file", None) is not None:
             self.data_order = UpdateRecord(options.data_order_file, "record of the data's order")
         if getattr(options, "update_times_file", None) is not None:

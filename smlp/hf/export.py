@@ -58,7 +58,7 @@ def write_folder(
         )
     for problem in fit_problems(checkpoint):
         raise UserError(problem)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: give another one")
     files = text_files(checkpoint, dictionary, tokenizer)
     symbols = tokenizer_of(checkpoint, dictionary, tokenizer).vocabulary

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smlp.errors import UserError
 from smlp.nn.encoder import Encoder
-from smlp.text.tokenizer import Tokenizer, Vocabulary
+from smlp.text.tokenizer import Tokenizer, Vocabulary, check_characters
 from smlp.text.tokenizer_files import MASK
 
 
@@ -56,6 +56,7 @@ class MaskedLanguageModel(nn.Module):
         """
         ids = [Vocabulary.bos]
         for number, part in enumerate((text, *more)):
+            check_characters(part)
             ids += [Vocabulary.eos] * (number > 0)
             first, *others = (self.tokenizer.encode(piece) for piece in part.split(MASK))
             ids += first
@@ -74,6 +75,8 @@ class MaskedLanguageModel(nn.Module):
         Raises:
             UserError: a text is longer than the model's context.
         """
+        if isinstance(texts, str):
+            raise UserError(f"texts must be a list of texts, got {texts!r:.80}")
         rows = [torch.tensor(self.tokenize(text)) for text in texts]
         longest, most = max(map(len, rows)), self.encoder.config.max_tokens
         if longest > most:

@@ -132,6 +132,8 @@ class Stack(nn.Module):
 
     def _embedded(self, tokens_Bn: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of the first block, (B, n, H); put the ids and the padding mask into the context."""
+        if tokens_Bn.dim() != 2:
+            raise UserError(f"ids must have the shape (batch, length), got {tuple(tokens_Bn.shape)}")
         start = context.start
         end = start + tokens_Bn.size(1)
         if end > self.config.max_tokens:

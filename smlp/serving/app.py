@@ -13,6 +13,7 @@ from importlib import resources
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -24,6 +25,7 @@ from smlp.text.tokenizer import Tokenizer
 
 MOST_BYTES = 4 << 20  # of a request
 _LOOK = 0.2  # seconds between two looks at whether a client is still there
+_SHOWN = 80  # most characters of an unknown key
 _GONE = 499  # status for a client that will not read it, as nginx has it
 _NOT_HERE = {
     "/v1/chat/completions": "these models continue texts and know no conversations: use /v1/completions",
@@ -93,8 +95,13 @@ class _App:
             return refusal
         try:
             body = await _json_body(request)
+        except ClientDisconnect:
+            return Response(status_code=_GONE)
+        except QuestionError as error:
+            return _error(400, str(error), error.name)
+        try:
             question = await asyncio.to_thread(self._reader.read, body)
-            name = body.get("model") or self._reader.name
+            name = self._reader.name if body.get("model") is None else body["model"]
             if name != self._reader.name:
                 message = f"there is no model {name!r:.200}; this server has {self._reader.name!r}"
                 return _error(404, message, "model", "model_not_found")
@@ -332,7 +339,8 @@ def _sent(content: dict[str, Any]) -> str:
 
 
 def _error_of(message: str, name: str | None, code: str | None, kind: str) -> dict[str, Any]:
-    return {"message": message, "type": kind, "param": name, "code": code}
+    param = name and name[:_SHOWN].encode(errors="backslashreplace").decode()  # a client's key may be no text
+    return {"message": message, "type": kind, "param": param, "code": code}
 
 
 def _error(

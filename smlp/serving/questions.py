@@ -94,13 +94,13 @@ class Reader:
             if name not in _KNOWN:
                 raise QuestionError(name, f"unknown key {name[:80]!r}; there are {', '.join(sorted(_KNOWN))}")
         for name, allowed in _WITHOUT_EFFECT.items():
-            if name in given and given[name] not in allowed:
+            if name in given and (given[name] not in allowed or isinstance(given[name], bool)):
                 raise QuestionError(name, f"{name} is not available here: leave it out")
         keys = _Keys(given)
         num_texts = keys.whole("n", 1, 1, min(_MOST_TEXTS, self.most_texts))
         max_tokens = keys.whole("max_tokens", min(_DEFAULT_TOKENS, self.most_tokens), 0, self.most_tokens)
         echoes, streams = keys.flag("echo"), keys.flag("stream")
-        num_top = keys.whole("logprobs", -1, 0, _MOST_LOGPROBS) if "logprobs" in given else None
+        num_top = keys.whole("logprobs", 0, 0, _MOST_LOGPROBS) if "logprobs" in given else None
         sampling = _with_name(
             None,
             lambda: Sampling(
@@ -120,6 +120,9 @@ class Reader:
         options = given.get("stream_options", {})
         if not isinstance(options, dict) or set(options) - {"include_usage"}:
             raise QuestionError("stream_options", "stream_options may have include_usage alone")
+        if options and not streams:
+            raise QuestionError("stream_options", "stream_options is for stream")
+        says_usage = _Keys({name: value for name, value in options.items() if value is not None}).flag("include_usage")
         end = Vocabulary.eos if keys.flag("stop_at_eos") else None
         limits = Limits(max(max_tokens, 1), end=end, when_full="stop")
         fill = self.start_token if keys.flag("fill_prefix") else None
@@ -130,7 +133,6 @@ class Reader:
             raise QuestionError(
                 "prompt", f"{len(prompts)} prompts with {num_texts} texts each: at most {self.most_texts} at a time"
             )
-        says_usage = options.get("include_usage") is True
         return Question(
             prompts, sampling, limits, self._stops(given.get("stop")), num_texts, num_top, echoes, streams, says_usage
         )

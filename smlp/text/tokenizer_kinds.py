@@ -94,6 +94,7 @@ class SentencePieces:
         pieces = [self._model.id_to_piece(number) for number in range(self._model.get_piece_size())]
         self._id_O = [vocabulary.index.get(piece, vocabulary.unk) for piece in pieces]
         self._id_O[self._model.unk_id()] = vocabulary.unk
+        self.num_known = sum(number > vocabulary.unk for number in self._id_O)
         is_byte = self._model.is_byte
         self._bytes = {piece: bytes([int(piece[1:-1], 16)]) for number, piece in enumerate(pieces) if is_byte(number)}
 
@@ -145,6 +146,7 @@ class ByteLevelBPE:
         self._id_O = [vocabulary.unk] * (max(ids.values(), default=0) + 1)
         for number in ids.values():
             self._id_O[number] = vocabulary.index.get(str(number), vocabulary.unk)
+        self.num_known = sum(number > vocabulary.unk for number in self._id_O)
         byte_of = byte_characters()
         self._bytes = {
             str(number): bytes(byte_of[character] for character in piece)
@@ -189,7 +191,10 @@ def kind_of(vocabulary: Vocabulary, model: str | Path | None) -> Kind:
         UserError: a file is missing or damaged, or none is given although the symbols are pieces.
     """
     if model is not None:
-        return (ByteLevelBPE if Path(model).suffix == ".json" else SentencePieces)(vocabulary, Path(model))
+        kind = (ByteLevelBPE if Path(model).suffix == ".json" else SentencePieces)(vocabulary, Path(model))
+        if kind.num_known == 0:
+            raise UserError(f"no piece of {model} is in the dictionary of {len(vocabulary)} symbols: they do not fit")
+        return kind
     missing = ""
     if any(symbol.startswith(WORD_START) for symbol in vocabulary.symbols):
         missing = f"SentencePiece pieces but there is no {SENTENCEPIECE_MODEL}"

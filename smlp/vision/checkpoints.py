@@ -17,6 +17,7 @@ from timm.models import clean_state_dict
 from timm.models import load_state_dict as read_safetensors
 from torch import nn
 
+from smlp.checkpoint.torch_file import check_records
 from smlp.errors import UserError
 from smlp.files import regular_file
 from smlp.vision.model import ImageModel
@@ -106,6 +107,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         UserError: the file is missing, damaged, or something else.
     """
     file = regular_file(path, "checkpoint")
+    check_records(file)
     try:
         if file.suffix == ".safetensors":
             return {"state_dict": read_safetensors(str(file))}

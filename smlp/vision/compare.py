@@ -13,6 +13,9 @@ A comparison is a YAML file:
 from __future__ import annotations
 
 import csv
+import io
+import math
+import os
 import shlex
 import signal
 from argparse import Namespace
@@ -27,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smlp.errors import UserError
 from smlp.experiments.folder import Folder
-from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.json_files import Each, read_json, write_json
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.report.table import (
     VERDICT_COLUMN,
@@ -39,8 +42,8 @@ from smlp.experiments.report.table import (
     label,
     mean_cell,
 )
-from smlp.experiments.yaml_file import Section, read_yaml
-from smlp.files import write_whole
+from smlp.experiments.yaml_file import Section, read_yaml, shown
+from smlp.files import read_text, write_whole
 from smlp.launch.local import this_program
 from smlp.launch.machine import num_cores
 from smlp.launch.stop_signals import EXIT_STOPPED
@@ -53,6 +56,9 @@ if TYPE_CHECKING:
 #: FLOPs of an image may differ by this share from those of the first model
 TOLERANCE = 0.03
 _DONE = "done.json"
+_REPORTED = ("eval_top1", "train_images_per_second")
+_RECORDED = {"data": str, "options": [str], "models": Each([str])}
+_MOST_NAME = 200  # bytes; -s SEED.log is added
 #: what the runner decides itself
 _OWN = ("--data-dir", "--seed", "--output", "--experiment", "--resume", "--nproc")
 
@@ -78,6 +84,7 @@ def read_comparison(path: Path) -> Comparison:
     seeds = read_seeds(section)
     named = section.section("models")
     models = {name: option_words(named, name, words) for name, words in named.items().items()}
+    check_names(named, models)
     section.end()
     if data is None or len(models) < 2:
         raise UserError(f"{path}: data and at least two models are needed")
@@ -90,6 +97,15 @@ def read_seeds(section: Section) -> list[int]:
     if len(set(seeds)) < len(seeds):
         raise section.error("seeds", f"has a seed twice: {seeds}")
     return seeds
+
+
+def check_names(section: Section, names: Iterable[str]) -> None:
+    """Raise ``UserError`` for a model whose name, to which the seed is added, is no name of a folder."""
+    for name in names:
+        if not name.strip(" .") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > _MOST_NAME:
+            raise section.error(
+                shown(name), f"is no name for folders of runs: up to {_MOST_NAME} bytes that can be printed, without /"
+            )
 
 
 def option_words(section: Section, name: str, text: Any, also_own: Sequence[str] = ()) -> list[str]:
@@ -253,7 +269,7 @@ def _settle(comparison: Comparison, path: Path) -> None:
         UserError: the folder holds runs of something else.
     """
     planned = {"data": comparison.data, "options": comparison.options, "models": comparison.models}
-    older = read_json(path) if path.is_file() else planned
+    older = read_json(path, _RECORDED) if path.is_file() else planned
     models = {name: words for name, words in older["models"].items() if name in comparison.models}
     for name, before, after in (
         *((name, older[name], planned[name]) for name in ("data", "options")),
@@ -270,9 +286,28 @@ def finished_runs(out: Path, names: Iterable[str], seeds: Iterable[int]) -> dict
     for name, by_seed in found.items():
         for seed in seeds:
             if ((folder := run_folder(out, name, seed)) / _DONE).is_file():
-                with open(folder / SUMMARY, newline="", encoding="utf-8") as file:
-                    by_seed[seed] = list(csv.DictReader(file))
+                by_seed[seed] = _summary(folder / SUMMARY)
     return found
+
+
+def _summary(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a run, in which what reports read are numbers.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    try:
+        rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
+        if rows and all(math.isfinite(float(row[name])) for row in rows for name in _REPORTED):
+            return rows
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError, csv.Error):
+        pass
+    raise UserError(
+        f"{path} is damaged: each row needs finite numbers as {' and '.join(_REPORTED)}; remove {path.parent} to train "
+        "this run again"
+    )
 
 
 def _write_results(comparison: Comparison, counted: dict[str, dict[str, int]], out: Path) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from smlp.errors import UserError
-from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.json_files import Each, Maybe, read_json, write_json
 from smlp.experiments.report.table import (
     VERDICT_COLUMN,
     Column,
@@ -44,7 +44,16 @@ from smlp.experiments.report.table import (
 from smlp.experiments.yaml_file import Section, read_yaml
 from smlp.files import write_whole
 from smlp.vision.checkpoints import create_model
-from smlp.vision.compare import Comparison, costs, finished_runs, option_words, read_seeds, run_folder, train_all
+from smlp.vision.compare import (
+    Comparison,
+    check_names,
+    costs,
+    finished_runs,
+    option_words,
+    read_seeds,
+    run_folder,
+    train_all,
+)
 from smlp.vision.model import ImageModel
 from smlp.vision.presets import ImageConfig
 from smlp.vision.train import LAST
@@ -64,6 +73,10 @@ AXES = {
 #: connections may differ by this share from those of the file: S and C are whole numbers
 TOLERANCE = 0.05
 _RECORD = "sweep.json"
+_RECORDED = {
+    **{"title": str, "paper": str, "x": str, "similarity": Maybe(str), "series": Each([str]), "seeds": [int]},
+    **{"data": str, "facts": Each(dict)},
+}
 #: batches of images for CKA
 _BATCH, _BATCHES = 128, 8
 
@@ -95,7 +108,9 @@ def read_sweep(path: Path) -> Sweep:
     series: dict[str, list[str]] = {}
     models: dict[str, list[str]] = {}
     named = section.section("series")
-    for name, content in named.items().items():
+    by_name = named.items()
+    check_names(named, by_name)
+    for name, content in by_name.items():
         one = Section(f"series.{name}", content, path)
         words = option_words(one, "options", one.text("options", ""), also_own=("--model-kwargs",))
         common = one.section("settings").settings()
@@ -112,6 +127,7 @@ def read_sweep(path: Path) -> Sweep:
             series[name].append(full)
             models[full] = [*words, "--model-kwargs", *(f"{key}={value}" for key, value in settings.items())]
     section.end()
+    check_names(named, models)
     if data is None or len(models) < 2:
         raise UserError(f"{path}: data and at least two points are needed")
     if similarity is not None and len(series.get(similarity, ())) != 1:
@@ -194,7 +210,7 @@ def write_report(out: Path) -> None:
     """
     if not (out / _RECORD).is_file():
         raise UserError(f"{out} holds no sweep of smlp wide-sparse run: there is no {_RECORD}")
-    record = read_json(out / _RECORD)
+    record = read_json(out / _RECORD, _RECORDED)
     errors = {
         name: {seed: 100 - float(rows[-1]["eval_top1"]) for seed, rows in by_seed.items()}
         for name, by_seed in finished_runs(out, record["facts"], record["seeds"]).items()

@@ -229,6 +229,7 @@ REFUSED = {
     "no capacity": (["{data}", "--eval-capacity-factor", "1"], "no expert of"),
     "negative": (["{data}", "--eval-capacity-factor=-1"], "must be at least 0, got -1"),
     "parity": (["{data}", "--parity", "--batch-size", "3"], "leave --batch-size out"),
+    "parity in half": (["{data}", "--parity", "--dtype", "int8"], "leave --dtype int8 out"),
     "parity of one": (["{data}", "--parity", "--nproc", "1"], "leave --nproc 1 out"),
     "alone": (["{data}", "--spread-experts"], "--spread-experts: 1 rank and the 4 experts of"),
     "spread twice": (["{data}", "--parity", "--spread-experts"], "leave --spread-experts out"),

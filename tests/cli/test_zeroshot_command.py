@@ -392,6 +392,7 @@ def test_line_breaks_as_spaces(model, data, tmp_path):
     [
         (["--tasks", "copa,boolq"], ["boolq", "copa, piqa"]),
         (["--tasks", "copa,piqa", "--split", "train"], ["--split train is for one task, and 2"]),
+        (["--tasks", "copa", "--fewshot-seed", "5"], ["--fewshot-seed 5 would not be used", "of --num-fewshot"]),
         (["--tasks", "copa", "--split", "dev"], ["copa has no split 'dev'", "val, train"]),
         (["--tasks", "copa", "--limit", "0"], ["--limit must be at least 1, got 0"]),
         (["--tasks", "copa", "--batch-tokens", "0"], ["--batch-tokens must be at least 1"]),

@@ -470,6 +470,8 @@ def test_splits_of_tasks(tasks):
         (["--partitions", "4097"], "--partitions must be at most 4,096, got 4097"),
         (["--decontaminate", "."], "holds none of the files that 'smlp zeroshot --data-dir' reads"),
         (["--held-out", "a.jsonl"], "is read twice"),
+        (["--decontaminate-action", "remove"], "would not be used: it is for --decontaminate"),
+        (["--no-near", "--threshold", "0.5"], "--threshold would not be used: it is for near duplicates"),
     ],
 )
 def test_wrong_options(tmp_path, capsys, monkeypatch, options, message):

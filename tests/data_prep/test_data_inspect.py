@@ -246,6 +246,16 @@ def test_mistakes(made, tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("outputs", None), ("outputs", [1]), ("splits", []), ("splits", {"train": 3}), ("counts", {})]
+)
+def test_a_damaged_manifest_is_named(data, capsys, name, value):
+    manifest = json.loads((data / "manifest.json").read_text())
+    (data / "manifest.json").write_text(json.dumps({**manifest, name: value}))
+    assert inspect(data, "--verify") == 1
+    assert "manifest.json is damaged" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]"])
 def test_a_manifest_that_is_none(data, capsys, content):
     (data / "manifest.json").write_text(content)

@@ -1,10 +1,13 @@
 """The file of an experiment: what it may say, and one clear sentence for everything else."""
 
+import os
+
 import pytest
 
 from smlp.errors import UserError
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.spec import option_words
+from smlp.experiments.yaml_file import read_yaml
 
 FILE = """
 data: data-bin
@@ -84,6 +87,12 @@ def test_a_section_quick(tmp_path):
     read(tmp_path, FILE)
     with pytest.raises(UserError, match="--quick needs a section quick"):
         read_experiment(tmp_path / "small.yaml", is_quick=True)
+
+
+def test_a_pipe_without_a_writer(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"cannot read .*/pipe: nothing writes to this pipe"):
+        read_yaml(tmp_path / "pipe")
 
 
 TUNE = "tune: {lr: [1.0e-3, 2.0e-3], updates: 10}\n"

@@ -469,6 +469,16 @@ def test_a_configuration_of_hydra_is_checked(changes: str, said: str, tiny_data,
     assert run.errors[-1].startswith(f"smlp: error: {said}")
 
 
+def test_wandb_says_what_it_wants(tiny_data: Path, tmp_path: Path, run_fairseq_many) -> None:
+    pytest.importorskip("wandb")
+    args = [tiny_data, "--user-dir", USER_DIR, *TINY_LM, "--max-update", "1", "--save-dir", tmp_path / "save"]
+    nobody = {"WANDB_API_KEY": "", "HOME": str(tmp_path)}  # no login is found there
+    case = {"tool": "train", "args": [*args, "--wandb-project", "mine"], "environment": nobody}
+    (run,) = run_fairseq_many([case])
+    assert run.rc == 1 and "Traceback" not in run.stderr
+    assert run.stderr.strip().splitlines()[-1].startswith("smlp: error: --wandb-project mine: ")
+
+
 def test_bad_input_leaves_everything_in_place(refused, broken: Path) -> None:
     assert (broken / "corrupted_last" / "checkpoint_last.pt").stat().st_size == 20000
     torch.load(broken / "corrupted_last" / "checkpoint_best.pt")

@@ -2,13 +2,14 @@
 ``--update-times-file``: how long each one took; ``--environment-file``: where each start of a run was."""
 
 import json
+import os
 
 import pytest
 import torch
 from running import USER_DIR
 
 from smlp.errors import UserError
-from smlp.fairseq_compat.records import digest, write_environment
+from smlp.fairseq_compat.records import UpdateRecord, check_record, digest, write_environment
 
 PRIME, BASE = 2**31 - 1, 1_103_515_245
 COMMON = [
@@ -117,6 +118,18 @@ def test_each_update_has_its_time_and_tokens(records):
         assert all(line["seconds"] > 0 and line["data_seconds"] >= 0 for line in times), name
     tokens = [[line["tokens"] for line in records[name][2]] for name in ("smlp", "two ranks", "stopped")]
     assert tokens[0] == tokens[1] == tokens[2] and tokens[0][0] == 2 * 4 * 24
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "below a file"])
+def test_what_is_no_file_for_records_is_named(tmp_path, kind, caplog):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    names = {"device": "/dev/zero", "pipe": "pipe", "folder": ".", "below a file": "file/x"}
+    path = tmp_path / names[kind]
+    with pytest.raises(UserError, match=r"--update-times-file .*(device|pipe|folder|Not a directory|File exists)"):
+        check_record(path, "--update-times-file")
+    UpdateRecord(str(path), "record").add(1)  # a file that became one of these meanwhile costs the record alone
+    assert "no record from here on: cannot write" in caplog.text
 
 
 def test_an_environment_file_that_cannot_be_written_is_named(tmp_path):

@@ -222,6 +222,8 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     path, _ = write_checkpoint(tmp_path / "ours", WORDS, "smlp_tiny", 12)
     folder = exported(path, tmp_path / "hf")
     assert "is not an empty folder" in refused(capsys, "export", path, folder, "--hf")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert "link exists and is not an empty folder" in refused(capsys, "export", path, tmp_path / "link", "--hf")
     (path.parent / "dict.txt").rename(tmp_path / "dict.txt")
     assert "no dict.txt beside" in refused(capsys, "export", path, tmp_path / "new", "--hf")
     exported(path, tmp_path / "new", "--dict", tmp_path / "dict.txt")
@@ -240,12 +242,23 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
         ({"max_tokens": None}, "max_tokens is None, not a whole number"),
         ({"ffn_dim": 64}, "does not fit its configuration"),
         ({"router": "none"}, "router must be one of"),
+        ({"router": None}, "config.json is damaged: router is null"),
+        ({"vocab_size": 99}, "vocab_size is 99, but the weights have 14"),
+        ({"bos_token_id": 5}, "bos_token_id must be 0 or 2, got 5"),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         assert words in refused(capsys, "checkpoint", "import", folder, "-o", out)
     (folder / "config.json").write_text("{")
     assert "config.json cannot be read" in refused(capsys, "checkpoint", "import", folder, "-o", out)
     (folder / "config.json").write_text(json.dumps(config))
+    named = refused(capsys, "checkpoint", "import", folder, "-o", tmp_path / "back.safetensors")
+    assert "must end in .pt" in named and not (tmp_path / "back.safetensors").exists()
+    symbols = (folder / "dict.txt").read_text()
+    (folder / "dict.txt").write_text("one 1\n")
+    assert "config.json: dictionary dict.txt has 5 symbols" in refused(
+        capsys, "checkpoint", "import", folder, "-o", out
+    )
+    (folder / "dict.txt").write_text(symbols)
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     assert "neither model.safetensors nor" in refused(capsys, "checkpoint", "import", folder, "-o", out)
     index = folder / "model.safetensors.index.json"

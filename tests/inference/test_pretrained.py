@@ -194,6 +194,12 @@ def test_leak_test_passes_on_a_checkpoint_and_an_architecture(checkpoint, tmp_pa
     assert "expected: routed by batch" in capsys.readouterr().out
     assert main(["leak-test", "--arch", "gmlp_lm_tiny", "--tokens", "16"]) == 0
     assert "H=64, 9 + 0 blocks" in capsys.readouterr().out
+    for words, said in (
+        (["--path", str(path), "--width", "8"], "--width is for --arch"),
+        (["--arch", "gmlp_lm_tiny", "--dict", "d"], "--dict d would not be used: it is for --path"),
+    ):
+        assert main(["leak-test", *words]) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_leak_test_fails_on_a_leak(checkpoint, capsys, monkeypatch):
@@ -230,6 +236,8 @@ def test_tokens_and_text_with_sentencepiece(tmp_path):
         Tokenizer(vocabulary, text)
     with pytest.raises(smlp.UserError, match="there is no SentencePiece model"):
         Tokenizer(vocabulary, tmp_path / "none.model")
+    with pytest.raises(smlp.UserError, match=r"no piece of .*\.model is in the dictionary of 5 symbols"):
+        Tokenizer(Vocabulary(["another"]), f"{model}.model")
 
 
 def test_pieces_without_their_model_are_refused(checkpoint, capsys):

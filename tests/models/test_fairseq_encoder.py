@@ -146,6 +146,10 @@ def test_masks_are_filled(trained):
     assert model.tokenize("a", "b")[0] == 0 and model.tokenize("a", "b").count(2) == 3
     with pytest.raises(smlp.UserError, match="there is no <mask> in the text 'a cat'"):
         model.fill("a cat")
+    with pytest.raises(smlp.UserError, match="a text must be a string, got None"):
+        model.fill(None)
+    with pytest.raises(smlp.UserError, match="texts must be a list of texts, got 'a cat'"):
+        model.features("a cat")
     with pytest.raises(smlp.UserError, match="a text of 32 tokens is longer than the model's context of 24"):
         model.features(["a " * 30])
 

@@ -217,6 +217,8 @@ def test_too_long_an_input_is_refused_with_both_numbers():
     model = make("smlp")
     with pytest.raises(smlp.UserError, match=r"13 tokens.*max_tokens=12"):
         model(random_tokens(1, 13))
+    with pytest.raises(smlp.UserError, match=r"ids must have the shape \(batch, length\), got \(12,\)"):
+        model(random_tokens(1, 12)[0])
     state = DecodingState()
     model(random_tokens(1, 12), state)
     with pytest.raises(smlp.UserError, match=r"13 tokens.*max_tokens=12"):

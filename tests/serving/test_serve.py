@@ -1,5 +1,6 @@
 """``smlp serve``: its endpoints, OpenAI's client, a browser, and the command itself."""
 
+import asyncio
 import json
 import os
 import re
@@ -176,6 +177,15 @@ REFUSED = {
     "text": ({"prompt": "w1", "temperature": "hot"}, "temperature", "temperature must be a number, got 'hot'"),
     "top_p": ({"prompt": "w1", "top_p": 0}, "top_p", "top_p must be in (0, 1]"),
     "logprobs": ({"prompt": "w1", "logprobs": 6}, "logprobs", "logprobs must be from 0 to 5, got 6"),
+    "no logprobs": ({"prompt": "w1", "logprobs": -1}, "logprobs", "logprobs must be from 0 to 5, got -1"),
+    "half a key": ({"prompt": "w1", "\ud800": 1}, "\\ud800", "unknown key '\\ud800'"),
+    "no number": ({"prompt": "w1", "best_of": True}, "best_of", "best_of is not available here"),
+    "no stream": ({"prompt": "w1", "stream_options": {"include_usage": True}}, "stream_options", "is for stream"),
+    "usage": (
+        {"prompt": "w1", "stream": True, "stream_options": {"include_usage": "yes"}},
+        "include_usage",
+        "include_usage must be true or false",
+    ),
     "stops": ({"prompt": "w1", "stop": list("abcde")}, "stop", "stop has 5 texts: at most 4"),
     "empty stop": ({"prompt": "w1", "stop": ""}, "stop", "must not be empty"),
     "stop": ({"prompt": "w1", "stop": 3}, "stop", "stop must be a text or a list of texts, got 3"),
@@ -202,8 +212,24 @@ def test_other_errors(client):
     assert answer.status_code == 400 and "more than 4,194,304 bytes" in answer.json()["error"]["message"]
     status, found = ask(client, model="gpt", prompt="w1")
     assert (status, found["error"]["code"]) == (404, "model_not_found")
+    assert ask(client, model="", prompt="w1")[0] == 404
     assert "use /v1/completions" in client.post("/v1/chat/completions", json={}).json()["error"]["message"]
     assert client.get("/nothing").status_code == 404 and client.get("/v1/completions").status_code == 405
+
+
+def test_a_client_that_leaves_within_its_request(model):
+    sent = []
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    with application(model) as app:
+        asyncio.run(app(scope, receive, send))  # no error, which uvicorn would log with its traceback
+    assert sent[0]["status"] == 499
 
 
 def test_a_key_is_asked_for(model):

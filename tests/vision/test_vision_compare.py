@@ -99,6 +99,14 @@ def test_comparisons_that_are_refused(digits, tmp_path, capsys, changes, sentenc
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["../../first", ".", "a\\nb", "x" * 201])
+def test_models_without_names_for_folders(digits, tmp_path, capsys, name):
+    path = write(tmp_path, digits)
+    path.write_text(path.read_text().replace("first:", f'"{name}":'))
+    assert run(path, tmp_path / "out") == 1
+    assert "is no name for folders of runs: up to 200 bytes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["cifar10", "digits"])
 def test_the_models_of_the_examples_have_equal_flops(name, tmp_path, digits, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))

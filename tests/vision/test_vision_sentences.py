@@ -6,6 +6,7 @@ import importlib
 import os
 import shutil
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -158,6 +159,16 @@ def test_checkpoints_of_something_else(digits, trained, capsys, tmp_path):
     assert "there is no checkpoint" in train(capsys, digits, "--resume", tmp_path / "none.pth.tar")
 
 
+def test_a_flipped_bit_in_a_checkpoint(digits, trained, capsys, tmp_path):
+    content = bytearray(trained.read_bytes())
+    with zipfile.ZipFile(trained) as file:
+        record = max(file.infolist(), key=lambda one: ("/data/" in one.filename, one.file_size))
+    content[record.header_offset + len(record.filename) + 200] ^= 1
+    (tmp_path / "flipped.pth.tar").write_bytes(content)
+    for words in (["evaluate", "--data-dir", digits], ["plot"]):
+        assert "differs from its checksum" in sentence(capsys, *words, tmp_path / "flipped.pth.tar")
+
+
 def test_a_checkpoint_runs_no_code(digits, capsys, tmp_path):
     class Evil:
         def __reduce__(self):
@@ -237,7 +248,16 @@ def test_grey_and_colour_images_are_read_as_the_model_wants(digits):
 def test_values_that_timm_fails_with(digits, capsys):
     for words, said in (
         (["--opt", "nope"], "timm does not take --opt 'nope'"),
-        (["--opt-betas", "2", "3"], "timm does not take --opt 'adamw' and its options: ValueError"),
+        (["--opt-betas", "1", "2"], "--opt-betas 1 2: betas are from 0 to below 1"),
+        (["--sched", "step", "--decay-epochs", "0"], "--decay-epochs must be above 0, got 0"),
+        (["--decay-milestones", "5", "3"], "--decay-milestones 5 3: epochs from 1 on, in order, are needed"),
+        (["--decay-rate", "0.5"], "--decay-rate has no effect without --sched step, multistep or poly"),
+        (["--mixup-mode", "elem"], "--mixup-mode has no effect without --mixup or --cutmix"),
+        (["--clip-grad", "0"], "--clip-grad must be above 0, got 0"),
+        (["--mean", "nan"], "--mean nan: means are finite"),
+        (["--mean", "0.5", "0.5"], "--mean 0.5 0.5: images of 1 channels need so many numbers, or one"),
+        (["--input-size", "3", "8", "8"], "--input-size 3 8 8: --in-chans is 1"),
+        (["--model-kwargs", "a=1", "a=2"], "--model-kwargs a=1 a=2: a setting stands twice"),
         (["--aa", "x"], "timm does not take --aa, "),
         (["--interpolation", "x"], "--interpolation: KeyError 'x'"),
         (["--scale", "nan", "nan"], "--scale nan nan: two numbers above 0 and at most 1 are needed"),

@@ -83,6 +83,17 @@ def test_a_sweep_reports_errors_differences_and_similarity(digits, tmp_path, mon
     assert "3 seeds" in (out / "report.md").read_text()
     assert run(write(tmp_path, digits, options="--epochs 2"), out) == 1
     assert "was made with options = " in capsys.readouterr().err
+    # damaged files are named
+    summary = f"runs/{name}-s2/summary.csv"
+    for file, content in ((summary, ""), (summary, "epoch,eval_top1\n0,x\n"), ("sweep.json", "{}")):
+        before = (out / file).read_text()
+        (out / file).write_text(content)
+        assert main(["wide-sparse", "report", str(out)]) == 1
+        assert f"{file} is damaged: " in capsys.readouterr().err
+        (out / file).write_text(before)
+    (out / "comparison.json").write_text("{}")
+    assert run(write(tmp_path, digits), out) == 1
+    assert "comparison.json is damaged: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -110,6 +121,9 @@ def test_files_that_are_no_sweeps(tmp_path, digits, capsys):
         ("x: width", "x: channels", "mask_density=0.5 has no place on the axis x=channels"),
         ("mlp_width: 64, mask_density: 0.125", "mlp_width: 32, mask_density: 0.5", "mask_density=0.5' twice"),
         ("points: [{embed_dim: 8, mixed_tokens: 8}]", "points: []", "series.S-Mixer.points needs at least one point"),
+        ("  S-Mixer:", "  ../../S-Mixer:", "series.'../../S-Mixer' is no name for folders of runs"),
+        ("embed_dim: 8", "embed_dim: null", "--model-kwargs embed_dim=None: None is no value"),
+        ("num_layers: 2", "num_layers: 1000000000", "num_layers must be at most 10,000, got 1000000000"),
         ("title:", "titel: x\ntitle:", "titel is unknown; did you mean 'title'?"),
         ("num_layers: 2", "num_layers: 3", "similarity compares branches of the same number"),
     ):
