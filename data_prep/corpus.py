@@ -1,4 +1,4 @@
-"""Corpora of the quickstart: documents of paragraphs, disjoint splits, files and manifest, and how a command ends.
+"""Corpora of the quickstart: documents of paragraphs, disjoint splits, files, manifest and exit status.
 
 On disk a split is UTF-8 text with one paragraph a line and an empty line between documents. fairseq reads each line
 as a sentence ending in ``</s>``: ``--sample-break-mode none`` then trains on the running stream of paragraphs, and an

@@ -2,7 +2,7 @@
 
 They are read from the syntax tree: nothing is imported or executed. Removed are sections, code, tables and field lists
 as scientific packages write them: numpydoc and Google-style sections, reST directives, roles and field lists, doctests.
-What is left may still be no English; :mod:`data_prep.prose` judges that.
+The rest may still not be English; :mod:`data_prep.prose` decides that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def source_files(root: Path) -> Iterator[Path]:
 def docstrings(source: bytes) -> list[str]:
     """Return the docstrings of one source file in order, dedented.
 
-    They are those of modules, classes and functions, and strings handed to a documentation setter such as
+    These are the docstrings of modules, classes and functions, and strings passed to a documentation setter such as
     ``add_newdoc``. A file that is not valid Python (a template, a file for another version) has none.
     """
     if b'"""' not in source and b"'''" not in source:
@@ -139,7 +139,7 @@ class _BlockReader:
 def text_blocks(docstring: str, removed: Counter[str]) -> list[str]:
     """Return paragraphs and list items of a dedented docstring, each on one line, reST inline markup still in place.
 
-    ``removed`` counts the lines each rule took away, under "lines: RULE".
+    ``removed`` counts the lines that each rule removed, under "lines: RULE".
     """
     reader = _BlockReader(removed)
     rows = docstring.expandtabs().split("\n")

@@ -22,13 +22,13 @@ INTRODUCTION = """# Commands and options
 
 Written by `python scripts/command_reference.py` from the command-line parsers; do not edit. `smlp COMMAND --help`
 prints the same at the terminal. A command ends with status 0 if all went well; a mistake in the input is one sentence
-on standard error and status 1 (a missing option: the usage and status 2). Other statuses stand with their command.
+on standard error and status 1 (a missing option: the usage and status 2). Other statuses are listed with their command.
 """
 ADDED = """## Options that this package adds to fairseq
 
 `fairseq-train --user-dir smlp --task language_modeling --arch ARCH` and `smlp train` take all of fairseq's options and
-those below. What is not given is as the architecture says ([presets.md](presets.md)). But for the last five of the
-model and that of the criterion, each is a setting of `smlp.build(ARCH, ...)` too.
+those below. The architecture ([presets.md](presets.md)) sets those that are not given. The options of the model before
+`--expert-parallel-size` are settings of `smlp.build(ARCH, ...)` too; the others are about the run.
 """
 # An option's name in a sentence, not within a word or an address.
 _OPTION_IN_TEXT = re.compile(r"(?<![\w/-])(--[a-zA-Z][\w-]*)")

@@ -5,6 +5,8 @@
 Each folder is of ``smlp compare run`` with the same models and another token budget. Writes ``budgets.csv`` and a
 figure, and prints a table: how much higher the perplexity of each model is than the baseline's, seed by seed, after
 each budget, and the learning rate, which has to be a good one for each. What a folder lacks is left out there.
+
+``--predict TOKENS`` also fits a line to the differences over the logarithm of the tokens, and reads it at TOKENS.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +23,7 @@ from smlp.errors import UserError
 from smlp.experiments.report.draw_curves import styles
 from smlp.experiments.report.quality import AFTER_PREFIX, difference, perplexity
 from smlp.experiments.report.results import Model, Results, read_results
-from smlp.experiments.report.table import Cell, Estimate
+from smlp.experiments.report.table import Cell, Estimate, t_quantile
 from smlp.plots.drawing import FORMATS, new_figure, save
 
 #: models are drawn side by side, each at this many times the tokens of the one before, or intervals would overlap
@@ -104,6 +107,40 @@ def write_table(experiments: Sequence[Results], names: Sequence[str], baseline: 
     return "\n".join([*lines, f"| learning rate | | {' | '.join(', '.join(some) or '–' for some in rates)} |"])
 
 
+def fitted(experiments: Sequence[Results], name: str, baseline: str, tokens: float) -> str | None:
+    """Fit how much higher a model's perplexity is than the baseline's, as a line over the logarithm of the tokens.
+
+    Every seed of every budget is a point, and the line is that of least squares.
+
+    Args:
+        experiments: of at least two budgets.
+        name, baseline: the models.
+        tokens: where the line is read.
+
+    Returns:
+        a row of a Markdown table: model, points, change for ten times the tokens, and difference at ``tokens``, both in
+        per cent with the 95 % interval of the line; None with fewer than three points or a single budget.
+    """
+    from scipy.stats import linregress
+
+    points = []
+    for experiment in experiments:
+        model, other = find(experiment, name), find(experiment, baseline)
+        logs = difference(experiment, model, other, experiment.subsets[0])[0] if model else None
+        points += [
+            (math.log10(tokens_of(experiment) / tokens), value) for value in (logs.samples.values() if logs else ())
+        ]
+    if len(points) < 3 or len({x for x, _ in points}) < 2:
+        return None
+    line = linregress(*zip(*points, strict=True))
+    cells = []
+    for value, error in ((line.slope, line.stderr), (line.intercept, line.intercept_stderr)):
+        half = t_quantile(len(points) - 2) * error
+        low, best, high = (100 * math.expm1(value + end) for end in (-half, 0, half))
+        cells.append(f"{best:+.1f} % [{low:+.1f}, {high:+.1f}]")
+    return f"| {name} | {len(points)} | {' | '.join(cells)} |"
+
+
 def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, out: Path) -> None:
     """Write ``budgets.png`` and ``.svg``."""
     widest = max(experiments, key=lambda experiment: len(experiment.models))
@@ -143,6 +180,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="OUT", help="folder of smlp compare run")
     parser.add_argument("--baseline", required=True, metavar="MODEL", help="compare all models with this one")
     parser.add_argument("--to", required=True, type=Path, metavar="DIR", help="folder for tables and figure")
+    parser.add_argument("--predict", type=float, metavar="TOKENS", help="also fit a line, and read it at TOKENS")
     args = parser.parse_args()
     experiments = in_order(args.folders)
     names = names_of(experiments, args.baseline)
@@ -150,6 +188,10 @@ def main() -> None:
     table = write_table(experiments, names, args.baseline, args.to)
     draw(experiments, names, args.baseline, args.to)
     print(table)
+    if args.predict:
+        rows = [row for name in names[1:] if (row := fitted(experiments, name, args.baseline, args.predict))]
+        head = f"| model | runs | for ten times the tokens | at {args.predict:.3g} tokens |"
+        print("\n".join(["", head, "|---|---:|---:|---:|", *rows]))
 
 
 if __name__ == "__main__":

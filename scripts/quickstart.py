@@ -1,7 +1,7 @@
 """Run the steps of scripts/quickstart.sh after the installation: text, training, evaluation, samples.
 
 Everything goes to one run folder. A step whose result is there is skipped, so the script can be run again; a run that
-was stopped goes on from its last checkpoint.
+was stopped resumes from its last checkpoint.
 """
 
 from __future__ import annotations

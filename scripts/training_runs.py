@@ -91,7 +91,7 @@ def train(
 ) -> bool:
     """Run fairseq-train with a live display and its whole output in ``log``; return False if it was done before.
 
-    ``more`` are further options. A run that was stopped goes on from its last checkpoint.
+    ``more`` are further options. A run that was stopped resumes from its last checkpoint.
     """
     if (run / "done").is_file():
         return False

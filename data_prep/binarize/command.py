@@ -35,11 +35,11 @@ from smlp.errors import UserError
 
 PART_BYTES = 32 << 20
 MOST_SHARDS = 1 << 16  # each shard is a folder with a dictionary
-DESCRIPTION = """text into fairseq's binary data: train, valid and test (.bin, .idx), with dictionary and tokenizer
+DESCRIPTION = """encode text as fairseq's binary data: train, valid and test (.bin, .idx), with dictionary and tokenizer
 
 A paragraph becomes a line of tokens that ends in </s>; an empty line, a lone </s>, ends a document. With --shards N the
-documents of train are dealt to N folders, to be read one an epoch: fairseq-train OUT/shard00:OUT/shard01:...
-valid and test are in the first, where fairseq looks for them. With one shard all is in OUT itself."""
+documents of train are divided among N folders, of which fairseq-train OUT/shard00:OUT/shard01:... reads one per epoch.
+valid and test are in the first folder, where fairseq looks for them. With one shard, all files are in OUT itself."""
 EPILOG = """examples:
   smlp data binarize --in data/sample --tokenizer data/tokenizer --out data/bin --shards 8
   smlp data binarize --format lines --train train.txt --valid valid.txt --tokenizer data/tokenizer --out data/bin
@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     for split in SPLITS:
         group.add_argument(
-            f"--{split}", type=Path, nargs="+", metavar="PATH", help="instead: its files, or folders of them"
+            f"--{split}", type=Path, nargs="+", metavar="PATH", help="instead of --in: its files, or folders of them"
         )
     group.add_argument(
         "--format",
@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(part_bytes=PART_BYTES)
     group = parser.add_argument_group("output")
     add_tokenizer_option(group)
-    add_number(group, "--shards", whole(1, MOST_SHARDS), "folders that train is dealt to (default: 1)", 1)
+    add_number(group, "--shards", whole(1, MOST_SHARDS), "folders among which train is divided (default: 1)", 1)
     add_run_options(parser)
 
 
@@ -136,7 +136,7 @@ def _inputs_of_splits(args: argparse.Namespace, suffixes: tuple[str, ...]) -> di
 
 
 def _of_split(sample: Path, split: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return a folder of the split's name that holds files, or else the files of that name."""
+    """Return a folder that has the split's name and holds files, or else the files of that name."""
     if (sample / split).is_dir():
         try:
             find_files([sample / split], suffixes)
@@ -205,7 +205,7 @@ def _merge(
 
 
 def _left_out(split: str, done: Finished, args: argparse.Namespace) -> bool:
-    """Return whether a valid or test split of ``--in`` is empty, so that none was wanted."""
+    """Return whether a valid or test split of ``--in`` is empty and therefore left out."""
     empty = all(not result.counts.documents_in and not result.facts["segments"] for result in done.results)
     return empty and split != "train" and args.sample is not None
 

@@ -92,7 +92,7 @@ def _lines_of(content: bytes, part: FilePart, start: int) -> list[str]:
 
 DOCUMENTS, LINES, PIECES = FORMATS = ("documents", "lines", "pieces")
 BLOCK_CHARACTERS = 1 << 20  # of the documents that are encoded at a time
-SEGMENTS = f"{STATE}/segments"  # tokens of parts until they are moved to shards
+SEGMENTS = f"{STATE}/segments"  # holds tokens of parts until they are moved to shards
 NO_TOKEN = "no token in it"
 
 
@@ -198,7 +198,7 @@ def _encoded(
 
 
 def _deal(segments: SegmentWriter, tokens_N: np.ndarray, lengths_L: np.ndarray, documents: _Documents | None) -> None:
-    """Give each document to its shard; lines that are no documents go to the first."""
+    """Assign each document to its shard; lines that are no documents go to the first."""
     if documents is None or not any(documents[0]):
         segments.add(0, tokens_N, lengths_L)
         return

@@ -1,4 +1,4 @@
-"""Apply all rules to one document, in their order, and count what they change."""
+"""Apply all rules to one document, in order, and count their changes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Cleaning:
     off: frozenset[str] = frozenset()  # names of rules that are not applied
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the filters
     language: str = "en"  # code of the language that documents must be in, or "any"
-    min_line_words: int = option(0, "lines of fewer words are removed; 0 keeps them")
-    repeated_line_words: int = option(5, "a line of so many words that comes again in a document is removed")
-    menu_lines: int = option(5, "so many lines of up to three words in a row are a menu, and removed")
-    min_probability: float = option(0.65, "less probably in --language: dropped")
-    language_characters: int = option(500, "of a document, from its beginning, that tell its language")
+    min_line_words: int = option(0, "remove lines with fewer words; 0 keeps them")
+    repeated_line_words: int = option(5, "remove lines of at least N words that occurred earlier in the document")
+    menu_lines: int = option(5, "remove N or more lines in a row of up to three words, as a menu")
+    min_probability: float = option(0.65, "drop documents that are less probably in --language")
+    language_characters: int = option(500, "first characters of a document, which tell its language")
 
 
 def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]:

@@ -118,7 +118,7 @@ def clean_part(part: FilePart, out: Path, reading: ReadSettings, settings: Clean
 
 
 def run(args: argparse.Namespace) -> int:
-    """Clean all parts and report what became of the documents."""
+    """Clean all parts, and report how many documents were kept and dropped."""
     settings, reading, run = settings_of(args), reading_of(args), run_of(args)
     recorded = {
         **input_settings(args),

@@ -48,25 +48,25 @@ def option(default: float, help: str) -> Any:
 class Thresholds:
     """Limits that a document must keep; shares are from 0 to 1."""
 
-    min_words: int = option(20, "fewer words: dropped")
-    max_words: int = option(1_000_000, "more words: dropped")
-    min_word_length: float = option(3.0, "shorter words on average, in characters: dropped")  # Gopher
-    max_word_length: float = option(10.0, "longer words on average: dropped")  # Gopher
-    max_symbols: float = option(0.1, "greater share of symbols (neither letter, digit nor punctuation): dropped")
-    max_digits: float = option(0.2, "greater share of digits: dropped")
-    max_upper_case: float = option(0.5, "greater share of capitals among letters: dropped")
-    max_undecodable: float = option(0.001, "greater share of U+FFFD: dropped")
+    min_words: int = option(20, "drop documents with fewer words")
+    max_words: int = option(1_000_000, "drop documents with more words")
+    min_word_length: float = option(3.0, "drop documents whose words are shorter on average, in characters")  # Gopher
+    max_word_length: float = option(10.0, "drop documents whose words are longer on average")  # Gopher
+    max_symbols: float = option(
+        0.1, "drop documents with a greater share of symbols (neither letter, digit nor punctuation)"
+    )
+    max_digits: float = option(0.2, "drop documents with a greater share of digits")
+    max_upper_case: float = option(0.5, "drop documents with a greater share of capitals among their letters")
+    max_undecodable: float = option(0.001, "drop documents with a greater share of U+FFFD")
     min_stop_words: int = option(
-        2, "fewer different words of the, be, to, of, and, that, have, with: dropped (--language en only)"
+        2, "drop documents with fewer different words of the, be, to, of, and, that, have, with (--language en only)"
     )  # Gopher
-    max_repeated_lines: float = option(
-        0.3, "greater share of lines that stood earlier in the document: dropped"
-    )  # Gopher
+    max_repeated_lines: float = option(0.3, "drop documents with a greater share of repeated lines")  # Gopher
 
 
 @dataclass
 class Measures:
-    """Measures of a document for the filters, each computed when it is asked for."""
+    """Measures of a document for the filters, each computed when first needed."""
 
     text: str
     lines: list[str] = field(default_factory=list)

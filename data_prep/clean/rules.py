@@ -126,7 +126,7 @@ def whitespace(text: str) -> str:
 
 
 def num_changed(old: str, new: str) -> int:
-    """Return how many characters of ``old`` are missing in ``new``, or how many were added, whichever is more."""
+    """Return how many characters of ``old`` are missing in ``new``, or how many were added, whichever is larger."""
     ascii_change = _ascii_counts(new) - _ascii_counts(old)
     before, after = (Counter(_NOT_ASCII.findall(text)) for text in (old, new))
     gone = -int(ascii_change[ascii_change < 0].sum()) + (before - after).total()

@@ -110,7 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the phases that are not done, and report what became of the documents."""
+    """Run the phases that are not done, and report how many documents were kept and removed."""
     for option, companion, has_effect, default in (
         ("decontaminate_action", "--decontaminate", args.decontaminate, "report"),
         ("decontaminate_splits", "--decontaminate", args.decontaminate, "scoring"),
@@ -249,7 +249,7 @@ def _forget_phases(out: Path, phases: list[str], current: set[str]) -> None:
 def _finish(
     run: StepRun, recorded: dict[str, Any], sign: SignSettings, num_held_out: int, signing: Finished, written: Finished
 ) -> dict[str, Any]:
-    """Gather what the parts left, and write the manifest."""
+    """Collect the results of the parts, and write the manifest."""
     names = [result.outputs[0]["name"].removesuffix(".names") for result in signing.results]
     facts: dict[str, Any] = {REMOVED: _gather(run.out, REMOVED, [f"{name}.removed" for name in names[num_held_out:]])}
     held_out = Counts()

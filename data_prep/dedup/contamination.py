@@ -36,7 +36,7 @@ MIN_NGRAM = 8  # shortest text to search, if it is shorter than NGRAM
 
 
 def texts_of(item: Item) -> list[str]:
-    """Return what a corpus that holds a record would contain: its text with each of its candidates in place."""
+    """Return the texts that a corpus with this record would contain: its text with each of its candidates filled in."""
     if isinstance(item, CopaItem):
         return [f"{item.premise} {choice}" for choice in item.choices]
     if isinstance(item, PiqaItem):

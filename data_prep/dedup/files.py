@@ -1,4 +1,4 @@
-"""The files in ``OUT/.work`` that the phases leave for each other, and the reports.
+"""The intermediate files of the phases in ``OUT/.work``, and the reports.
 
 Rows of numbers are partitioned by their first number, so that one partition at a time fits in memory. A file holds
 blocks, each ordered by partition; its index says where in each block each partition begins.

@@ -22,7 +22,7 @@ GROUP = 1 << 16  # larger groups are processed in pieces, each with the first do
 
 
 def first_of_each(num_documents: int, files: Iterable[Path]) -> np.ndarray:
-    """Return for each document the first that pairs join it with, over any number of steps; itself if there is none.
+    """Return for each document the first one that a chain of pairs joins it with; itself if there is none.
 
     This is a union-find on many pairs at once: every document points to an earlier one or to itself; pairs make one
     root point to the other, until all pairs have one root.
@@ -86,7 +86,7 @@ def partition_parts(out: Path, num_partitions: int) -> list[FilePart]:
 
 
 def _rows(signed: Signed, kind: str, width: int, num_partitions: int, partition: int) -> np.ndarray:
-    """Return the rows of a partition from all parts, their last number made that of the document among all."""
+    """Return the rows of a partition from all parts, with the documents' numbers counted over all parts."""
     pieces = []
     for part, base in enumerate(signed.bases[:-1]):
         rows = read_partition(signed.path(part, kind), width, num_partitions, partition)
@@ -111,8 +111,8 @@ def near_pairs(
 ) -> PartResult:
     """Write ``.work/near-NAME.pairs``: pairs of documents that share a band of the partition.
 
-    Their signatures say that they are at least ``threshold`` alike. ``unique`` is a file of a byte a document: 0 for
-    those that take no part.
+    By their signatures, their similarity is at least ``threshold``. ``unique`` has one byte per document: 0 for
+    documents that are left out.
     """
     rows = _rows(signed, "bands", 2, num_partitions, int(part.name))
     rows = rows[np.memmap(unique, dtype=bool, mode="r")[rows[:, 1].astype(np.int64)]] if len(rows) else rows
@@ -137,9 +137,9 @@ def near_pairs(
 
 
 def alike(documents: np.ndarray, lookup: Lookup, threshold: float) -> Iterator[tuple[int, int]]:
-    """Yield pairs of documents whose signatures are alike, enough to join all that such pairs join.
+    """Yield pairs of documents with similar signatures, enough of them to join every group of similar documents.
 
-    Of more than ``ALL_PAIRS`` documents, those that are like an earlier one are not compared with later ones.
+    Among more than ``ALL_PAIRS`` documents, one that is similar to an earlier one is not compared with later ones.
     """
     values = lookup.signatures(documents)
     if len(documents) > ALL_PAIRS:

@@ -27,7 +27,7 @@ from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import json_line, write_stream
 
-BLOCK = 4096  # documents whose rows are held and written at once
+BLOCK = 4096  # documents whose rows are held in memory and written together
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def write_part(
 
 
 def _removed(document: int, winner: int, is_exact: bool, lookup: Lookup) -> dict[str, Any]:
-    """Say why a document goes. The similarity is that to the kept one, which may be a duplicate's duplicate."""
+    """Say why a document is removed. The similarity is to the kept document, which may be a duplicate's duplicate."""
     identity, source = lookup.name(winner)
     alike = 1.0
     if not is_exact:

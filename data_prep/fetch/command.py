@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the step."""
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="source to fetch")
     parser.add_argument("--list", action="store_true", help="list the available sources and exit")
-    parser.add_argument("--show", metavar="SOURCE", help="show all that is known of a source and exit")
+    parser.add_argument("--show", metavar="SOURCE", help="show everything that is known about a source and exit")
     parser.add_argument("--json", metavar="FILE", help="write what --list, --show or --dry-run print as JSON")
     parser.add_argument("--dry-run", action="store_true", help="check everything but the download and exit")
     group = parser.add_argument_group("what to fetch")
@@ -168,7 +168,7 @@ def _options(sources: list[Source], words: list[str]) -> dict[str, dict[str, str
 
 
 def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
-    """Print what would be done and what stands against it; return 1 if anything does."""
+    """Print what would be done and what prevents it; return 1 if anything does."""
     free, problem = free_bytes(wanted[0].out), not_writable(wanted[0].out)
     problems = [f"--out: {problem}"] if problem else []
     rows: list[dict[str, Any]] = []
@@ -256,7 +256,7 @@ def as_json(source: Source) -> dict[str, Any]:
 
 
 def print_plan(rows: list[dict[str, Any]], free: int, problems: list[str], json_file: str | None) -> int:
-    """Print what would be fetched; return 1 if something stands against it."""
+    """Print what would be fetched; return 1 if something prevents it."""
     lines = [("name", "from", "files", "download", "documents", "disk needed", "options")]
     for row in rows:
         number = "?" if row["files"] is None else f"{row['files']:,}"

@@ -63,7 +63,7 @@ class _Passing(Exception):
 
 @dataclass
 class _Partial:
-    """The bytes of a file that are there, and the version that the server called them."""
+    """The downloaded bytes of a file, and the version that the server gave for them."""
 
     path: Path
 
@@ -76,17 +76,17 @@ class _Partial:
         return self.path.with_name(self.path.name + ".json")
 
     def version(self, url: str) -> str:
-        """Return the validator of the version that the bytes are of, or "" if there is none for this URL."""
+        """Return the validator for the version of these bytes, or "" if there is none for this URL."""
         row = read_json(self._memo) or {}
         return row["version"] if row.get("url") == url else ""
 
     def begin(self, url: str, version: str) -> None:
-        """Throw away what is there and note what comes next."""
+        """Throw away the bytes that are there, and note the version to come."""
         self.path.write_bytes(b"")
         self._memo.write_text(json.dumps({"url": url, "version": version}), encoding="utf-8")
 
     def discard(self) -> int:
-        """Throw away what is there; return its bytes."""
+        """Throw away the bytes that are there; return their number."""
         size = self.size
         self.path.unlink(missing_ok=True)
         self._memo.unlink(missing_ok=True)
@@ -106,16 +106,16 @@ def download(
     advance: Callable[[int], Any] = lambda num_bytes: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Write ``path``, whole and checked, or not at all; until then, ``NAME.partial`` holds what has come.
+    """Write ``path``, whole and checked, or not at all; until then, ``NAME.partial`` holds the bytes so far.
 
-    What an earlier call left is resumed if the server still has the same version (``If-Range`` with its ``ETag`` or
-    date, or a checksum to find out at the end), so that no file is glued together from two.
+    The partial file of an earlier call is resumed if the server still has the same version (``If-Range`` with its
+    ``ETag`` or date, or a checksum to find out at the end), so that no file is glued together from two.
 
-    ``advance`` is called with the number of bytes that came, a negative one for those that had to be thrown away. Once
-    ``stop`` is set, the download ends with DownloadFailed; what has come stays.
+    ``advance`` is called with the number of new bytes, a negative one for bytes that had to be thrown away. Once
+    ``stop`` is set, the download ends with DownloadFailed; the bytes so far stay.
 
     Raises:
-        DownloadFailed: it cannot be had; the message names URL, reason and numbers.
+        DownloadFailed: the download failed; the message names URL, reason and numbers.
         UserError: ``requests`` is not installed.
     """
     partial = _Partial(path.with_name(path.name + ".partial"))
@@ -143,7 +143,7 @@ def download(
 def _attempt(
     file: RemoteFile, partial: _Partial, patience: Patience, advance: Callable[[int], Any], stop: threading.Event
 ) -> None:
-    """Fetch what is missing. Return with all of it there, as far as server and list can say."""
+    """Fetch the missing bytes; return when the file is complete, as far as server and list can say."""
     requests, urllib3 = (from_extra(name, "for downloads") for name in ("requests", "urllib3"))
     total: int | None = None
     have, version = partial.size, partial.version(file.url)
@@ -220,7 +220,7 @@ def _seconds(retry_after: str) -> float:
 
 
 def _check(file: RemoteFile, partial: _Partial) -> None:
-    """Compare what came with the list; throw away what is wrong, so that it comes anew."""
+    """Compare the file with the list; throw away a wrong one, so that it is downloaded again."""
     if file.num_bytes is not None and partial.size != file.num_bytes:
         have = partial.discard()
         raise _Passing(f"{have:,} bytes came, its list says {file.num_bytes:,}", lost=have)
@@ -262,7 +262,7 @@ def download_all(
     """Download what is not in ``folder`` yet, ``connections`` files at a time.
 
     Returns:
-        A sentence for each file that could not be had, in the order of ``files``; none if all are there.
+        A sentence for each file that could not be downloaded, in the order of ``files``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     todo = [file for file in files if not (folder / file.name).is_file()]
@@ -277,7 +277,7 @@ def download_all(
 
 
 def bytes_there(path: Path) -> int:
-    """Return the bytes of a download that are there, whole or in part."""
+    """Return how many bytes of a download are on disk."""
     places = (path, path.with_name(path.name + ".partial"))
     return sum(place.stat().st_size for place in places if place.is_file())
 

@@ -36,7 +36,7 @@ def list_files(source: Source, options: dict[str, str], folder: Path, patience: 
     """Return the files of a source of the web, in a fixed order and with names of their own; keep them in ``folder``.
 
     Raises:
-        UserError: the list cannot be had or read, or an option is wrong.
+        UserError: the list cannot be downloaded or read, or an option is wrong.
     """
     kept = kept_files(source, options, folder)
     if kept is not None:

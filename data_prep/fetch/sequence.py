@@ -48,7 +48,7 @@ def fetch(wanted: Wanted) -> Outcome:
     """Download and convert what is not done yet.
 
     Raises:
-        UserError: it cannot begin: no room, no list of files, other work in its folder.
+        UserError: it cannot begin: no disk space, no list of files, or other work in its folder.
     """
     source, run = wanted.source, wanted.run
     begin(run, "fetch", wanted.settings, wanted.restart)
@@ -93,7 +93,7 @@ def fetch(wanted: Wanted) -> Outcome:
 
 
 def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and request of each shard, of the revision that the first command found."""
+    """Return name and request of each shard, for the revision that the first command found."""
     kept = wanted.raw / _SHARDS
     key = {"hub": asdict(wanted.source.hub)}
     row = read_json(kept)
@@ -197,8 +197,8 @@ def _download_if_absent(file: RemoteFile, path: Path, wanted: Wanted) -> None:
 class Writer:
     """Write documents into ``NAME-00000.jsonl.gz``, ``NAME-00001.jsonl.gz`` and so on, each of ``file_bytes`` of text.
 
-    After each file, what was read until then is on record; a repeated command reads these documents again, but neither
-    writes nor counts them. ``key`` says what is read and how: with another one, nothing on record is used. ``limit`` is
+    After each file, the number of documents read is recorded; a repeated command reads these again, but neither
+    writes nor counts them. ``key`` says what is read and how: with another key, the record is not used. ``limit`` is
     the number of documents to keep, or None for all.
     """
 
@@ -210,7 +210,7 @@ class Writer:
         self._resume()
 
     def write(self, pieces: Iterator[Record | Loss | Defect]) -> PartResult:
-        """Write what is not written yet; the result covers all of it."""
+        """Write the remaining documents; the result covers all of them."""
         for _ in islice(pieces, self._read):
             pass
         lines = self._lines(pieces)

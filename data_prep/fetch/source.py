@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a corpus, where it is known, by ``basis``. ``bytes`` are those to download."""
+    """Size of a corpus, if it is known; ``basis`` says from what. ``bytes`` are those to download."""
 
     bytes: int | None = None
     files: int | None = None
@@ -103,10 +103,10 @@ def built_in() -> dict[str, Source]:
 
 
 def find_source(name: str) -> Source:
-    """Return the source that a word of the command line means.
+    """Return the source that an argument of the command line names.
 
     Raises:
-        UserError: there is no such source, or its file is not in order.
+        UserError: there is no such source, or its file is wrong.
     """
     if name.startswith("hf:"):
         return _of_hub(name)
@@ -141,7 +141,7 @@ def read_source(path: Path) -> Source:
     """Read a source file.
 
     Raises:
-        UserError: it is not there, is no TOML, or a field is missing, unknown or wrong; the message names the field.
+        UserError: it is missing, is not TOML, or a field is missing, unknown or wrong; the message names the field.
     """
     try:
         content = read_text(path)
@@ -184,7 +184,7 @@ def _list_of(kind: type, value: Any, name: str) -> list[Any]:
 
 
 def _record(kind: type, row: Any, where: str) -> Any:
-    """Make a dataclass of a table; plain fields are strings or whole numbers, as their annotations say."""
+    """Make a dataclass from a table; plain fields are strings or whole numbers, as their annotations say."""
     if not isinstance(row, dict):
         raise _Wrong(f"{where!r} must be a table")
     known = {item.name: item for item in fields(kind)}

@@ -1,4 +1,4 @@
-"""Decide how a source is fetched, and check that it can be: packages, permission, room on the disk."""
+"""Decide how to fetch a source, and check that this is possible: packages, permission, disk space."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class Wanted:
         return None if kept is None else kept[: self.limit_files]
 
     def sizes(self, files: Sequence[RemoteFile] | None) -> dict[str, int | None]:
-        """Estimate the bytes of downloads, of text, of documents, and the room on the disk that is still to be taken.
+        """Estimate the bytes of downloads, of text and of documents, and the disk space that is still needed.
 
-        Shards of the Hub are converted as they come, and take no room for themselves.
+        Shards of the Hub are converted while they are read, and need no space of their own.
 
         Args:
-            files: those that are still to come; None for all, as far as they are known.
+            files: those that are still missing; None for all, as far as they are known.
 
         Returns:
             ``download_bytes``, ``text_bytes``, ``document_bytes``, ``needed_bytes``; None for what is unknown.
@@ -119,12 +119,12 @@ class Wanted:
         }
 
     def refuse_small_disk(self, absent: Sequence[RemoteFile]) -> None:
-        """Raise UserError if the disk has less room than the absent files still need, as far as that is known."""
+        """Raise UserError if the disk has less space than the missing files need, as far as that is known."""
         need, free = self.sizes(absent)["needed_bytes"], free_bytes(self.out)
         if self.check_space and need is not None and need > free:
             raise UserError(
                 f"{self.source.name} still needs about {need / 1e9:,.1f} GB in {self.out}, {free / 1e9:,.1f} are free: "
-                "--delete-downloads or --limit-files need less, --no-space-check goes on all the same"
+                "--delete-downloads or --limit-files need less, --no-space-check continues all the same"
             )
 
 

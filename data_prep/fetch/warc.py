@@ -75,7 +75,7 @@ def text_of_page(content: bytes, url: str) -> str | None:
 
 
 class _UntilDamage:
-    """A stream that ends where its file is damaged: warcio then hands out all that comes before."""
+    """A stream that ends where its file is damaged, so that warcio returns everything before."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self.damage = stream, ""

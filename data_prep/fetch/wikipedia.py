@@ -70,7 +70,7 @@ def articles(
 
 
 class _OnePage:
-    """A stream that ends where a page is too long to be one, which the parser would hold in memory.
+    """A stream that ends at a page that is too long, because the parser would hold it in memory.
 
     ``num_bytes`` have been read since the caller set it to 0.
     """
@@ -170,7 +170,7 @@ def _without_notes(wikitext: str) -> str:
 
 
 class _Ends:
-    """Places where something may end, each found once, however often it is asked for."""
+    """Places where something may end, each searched for once, however often it is needed."""
 
     def __init__(self, pattern: re.Pattern[str], text: str) -> None:
         self._matches = pattern.finditer(text)

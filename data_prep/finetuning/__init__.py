@@ -1,1 +1,1 @@
-"""``smlp data glue`` and ``smlp data squad``: data for fine-tuning, of the benchmarks or of one's own."""
+"""``smlp data glue`` and ``smlp data squad``: data for fine-tuning, from the benchmarks or your own."""

@@ -1,4 +1,4 @@
-"""``smlp data glue``: GLUE's tasks, and sentences or pairs of one's own, for fairseq's task ``sentence_prediction``."""
+"""``smlp data glue``: GLUE's tasks, or sentences or pairs of your own, for fairseq's task ``sentence_prediction``."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from smlp.errors import UserError
 from smlp.text.tokenizer import Tokenizer, load_tokenizer
 from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
 
-DESCRIPTION = """GLUE's tasks, and sentences or pairs of one's own, for fairseq's task sentence_prediction
+DESCRIPTION = """prepare GLUE's tasks, or sentences or pairs of your own, for fairseq's task sentence_prediction
 
-Reads the official TSV folders and writes OUT/input0, OUT/input1 (of pairs) and OUT/label. Class numbers are fixed by
-the task, not by frequency as in fairseq-preprocess. dev becomes valid, test stays without labels; of MNLI, valid and
-valid1 are matched and mismatched. Prints the command that fine-tunes on the data."""
+Reads the official TSV folders and writes OUT/input0, OUT/input1 (for pairs) and OUT/label. Class numbers are fixed by
+the task, not by frequency as in fairseq-preprocess. dev becomes valid, and test has no labels; for MNLI, valid is
+matched and valid1 mismatched. Prints the command that fine-tunes on the data."""
 EPILOG = """examples:
   smlp data glue --task MNLI --in glue/MNLI --tokenizer data/tokenizer --out data/mnli
   smlp data glue --task SST-2 --train a.tsv --valid b.tsv --tokenizer data/tokenizer --out data/sst2
@@ -56,7 +56,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
     group.add_argument("--task", choices=TASKS, help="a task of GLUE, which says columns and labels")
     group.add_argument(
-        "--columns", metavar="NAME[,NAME]", help="instead: the columns of the sentences in files with a header"
+        "--columns",
+        metavar="NAME[,NAME]",
+        help="instead of --task: the columns of the sentences in files with a header",
     )
     group.add_argument("--label", metavar="NAME", help="with --columns: the column of the label")
     group.add_argument(

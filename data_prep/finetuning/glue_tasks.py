@@ -19,7 +19,7 @@ _FILES = {"train": "train.tsv", "valid": "dev.tsv", "test": "test.tsv"}
 
 @dataclass(frozen=True)
 class GlueTask:
-    """A GLUE task: where its sentences and labels are, and what fairseq needs to report its metric.
+    """A GLUE task: the columns of its sentences and labels, and what fairseq needs to report its metric.
 
     The position of a label in ``labels`` is its class number, whatever the data. An empty tuple is regression; None
     means that any label is accepted (:func:`labels_of`).

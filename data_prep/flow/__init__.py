@@ -2,5 +2,5 @@
 
 A step reads files of documents (:mod:`.documents`), cut into parts (:mod:`.parts`), works on each part once
 (:mod:`.running`), in parallel (:mod:`.workers`), writes each of its files whole or not at all (:mod:`.streams`), and
-says in ``manifest.json`` what went in and what came out (:mod:`.manifest`).
+records inputs, outputs and counts in ``manifest.json`` (:mod:`.manifest`).
 """

@@ -61,7 +61,7 @@ class Failure(Loss):
 
 @dataclass(frozen=True)
 class Defect:
-    """Something wrong with a file as a whole: it is empty, it breaks off."""
+    """A problem with a file as a whole: it is empty or truncated."""
 
     problem: str
     where: str
@@ -69,12 +69,12 @@ class Defect:
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """The format of files, and how much a document may take."""
+    """The format of files, and the limits of a document."""
 
     text_field: str = "text"  # the field or column of the text
     documents_of_text: str = "blank"  # what a document is in ``.txt``: one of ``DOCUMENTS_OF_TEXT``
     max_bytes: int = 16 << 20  # longer documents are dropped; memory is bounded by a small multiple of it
-    # of CPU time, in the steps that take text apart; a document that takes longer is dropped
+    # of CPU time, in the steps that parse text; a document that takes longer is dropped
     max_seconds: float = DEFAULT_SECONDS
 
 
@@ -258,7 +258,7 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
         number = 0
         try:
             for group in range(file.metadata.num_row_groups):
-                # A value that is stored once for many rows is copied for each row that is read at once.
+                # A value that is stored once for many rows is copied for each row of a batch.
                 size = max(file.metadata.row_group(group).total_byte_size, 1)
                 at_once = max(1, min(_ROWS_AT_ONCE, _PARQUET_BYTES // size))
                 for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):

@@ -1,7 +1,7 @@
 """Limit the CPU time of one document, so that a busy machine drops no more documents than an idle one.
 
-Python code and regular expressions are interrupted where they are (:class:`CpuLimit`). A parser in C hands control back
-only when it is done, so it works in a process of its own (:class:`Helper`), which the kernel ends when its time is up.
+Python code and regular expressions are interrupted directly (:class:`CpuLimit`). A parser in C returns control
+only when it is done, so it runs in a process of its own (:class:`Helper`), which the kernel ends when its time is up.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CpuLimit:
 
 
 class Helper:
-    """A process that applies a function to one document after the other; it is started anew after a failure.
+    """A process that applies a function to one document after the other; it is restarted after a failure.
 
     Args:
         function: ``MODULE:NAME``; its arguments and results can be pickled.
@@ -118,7 +118,7 @@ class Helper:
 
 @cache
 def helper(function: str, seconds: float, packages: tuple[str, ...] = ()) -> Helper:
-    """Return the one :class:`Helper` of this process for a function; it ends with the process."""
+    """Return this process's only :class:`Helper` for a function; it ends with the process."""
     return Helper(function, seconds, packages)
 
 

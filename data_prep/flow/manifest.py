@@ -193,9 +193,9 @@ def output_paths(folder: Path, rows: Sequence[dict[str, Any]], named_by: Path) -
 
 
 def is_whole(folder: Path, inputs: list[dict[str, Any]] | None = None) -> bool:
-    """Return whether a step is finished and all its files are there, each of the size that the manifest says.
+    """Return whether a step is finished and all its files exist, each with the size in the manifest.
 
-    ``inputs`` are those that it must have been made of, as in the manifest; None allows any.
+    ``inputs`` are those that it must have been made from, as in the manifest; None allows any.
     """
     if not (folder / MANIFEST).is_file():
         return False

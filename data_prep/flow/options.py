@@ -21,7 +21,7 @@ COMPRESSIONS = {"gz": ".gz", "zst": ".zst", "none": ""}
 
 
 def add_tokenizer_option(group: Any, more: str = "") -> None:
-    """Declare ``--tokenizer``, a folder that must be given; ``more`` ends its help."""
+    """Declare ``--tokenizer``, a required folder; ``more`` is appended to its help."""
     group.add_argument(
         "--tokenizer",
         type=Path,
@@ -59,7 +59,7 @@ def run_of(args: argparse.Namespace) -> StepRun:
     """Return the run that :func:`add_run_options` describes.
 
     Raises:
-        UserError: the folder lies in one that is read.
+        UserError: the folder is inside one that is read.
     """
     for name in ("inputs", "held_out", "train", "valid", "test"):
         value = getattr(args, name, None) or []
@@ -69,7 +69,7 @@ def run_of(args: argparse.Namespace) -> StepRun:
 
 
 def check_apart(out: Path, places: Iterable[Path]) -> None:
-    """Raise UserError if a folder to write lies in one of those that are read."""
+    """Raise UserError if a folder to write is inside one of those that are read."""
     for place in places:
         if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
             raise UserError(f"--out {out} lies in {place}, which is read: the next run would read its output")
@@ -124,7 +124,7 @@ def add_bytes_option(group: Any) -> None:
 
 
 def add_time_option(group: Any) -> None:
-    """Declare ``--max-document-seconds``, for steps that take documents apart."""
+    """Declare ``--max-document-seconds``, for steps that parse documents."""
     add_number(
         group,
         "--max-document-seconds",
@@ -136,7 +136,7 @@ def add_time_option(group: Any) -> None:
 
 
 def reading_of(args: argparse.Namespace) -> ReadSettings:
-    """Return how documents are to be read."""
+    """Return the settings for reading documents."""
     seconds = getattr(args, "max_document_seconds", ReadSettings.max_seconds)
     return ReadSettings(args.text_field, args.documents, args.max_document_bytes, seconds)
 

@@ -47,13 +47,13 @@ class FilePart:
 def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Path, Path]]:
     """Return files named, and those in named folders that end in ``suffixes`` (or these and a compression's), sorted.
 
-    Names that begin with a point are skipped: a step wrote them for itself, or has not finished them.
+    Names that begin with a dot are skipped: they are a step's own files, or unfinished.
 
     Returns:
         Pairs of the input that led to a file, and the file.
 
     Raises:
-        UserError: an input is not there, holds no such file, or is named twice.
+        UserError: an input does not exist, holds no such file, or is named twice.
     """
     suffixes = tuple(suffixes)
     found: list[tuple[Path, Path]] = []

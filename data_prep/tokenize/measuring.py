@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from data_prep.tokenize.models import MAX_LINE_BYTES
 from smlp.errors import UserError
 from smlp.text.tokenizer import Tokenizer
+from smlp.text.tokenizer_kinds import batches_of_text
 
 BLOCK_CHARACTERS = 1 << 20  # of lines that are encoded at a time
 ROUND_TRIP_CHARACTERS = 4 << 20  # of the sample that are decoded again
@@ -29,20 +30,6 @@ ODD_LINES = (
 )
 
 
-def blocks_of(lines: Iterable[str]) -> Iterator[list[str]]:
-    """Yield lines in lists of about ``BLOCK_CHARACTERS``."""
-    block: list[str] = []
-    size = 0
-    for line in lines:
-        block.append(line)
-        size += len(line)
-        if size >= BLOCK_CHARACTERS:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
-
-
 def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray, dict[str, Any]]:
     """Count each symbol of the dictionary, (V,) int64, and lines, words, bytes, tokens, unknown ones and their shares.
 
@@ -51,7 +38,7 @@ def count_pieces(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[np.ndarray
     """
     vocabulary = tokenizer.vocabulary
     frequency_V, totals = np.zeros(len(vocabulary), np.int64), Counter()
-    for block in blocks_of(lines):
+    for block in batches_of_text(lines, BLOCK_CHARACTERS):
         ids_N, _ = tokenizer.encode_batch(block)
         frequency_V += np.bincount(ids_N, minlength=len(vocabulary))
         totals["lines"] += len(block)

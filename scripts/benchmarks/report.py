@@ -74,10 +74,10 @@ def as_markdown(about: dict[str, Any], rows: Iterable[Row], absent: dict[str, st
     lines = [
         "# Benchmark",
         "",
-        "Written by `python scripts/benchmark.py --markdown FILE`; more about it: [performance.md](performance.md).",
+        "`python scripts/benchmark.py --markdown FILE` wrote this page; [performance.md](performance.md) explains it.",
         f"Measured on {about['date']}: {about['device']}; {known}.",
         "",
-        "Medians, all alternatives of a line in turns; ratio = theirs / ours.",
+        "The numbers are medians; the alternatives of a line take turns. The ratio is theirs / ours.",
     ]
     section = None
     for row in rows:

@@ -21,16 +21,24 @@ SECTION = "Whole updates at equal FLOPs (words a second)"
 #: how much faster sMLP is to be; the paper's Table 4 has 1.04, 1.09, 1.08 and 1.41
 TARGETS = {"switch_lm": 1.05, "base_lm": 1.10, "hash_lm": 1.10, "gshard_lm": 1.40}
 IN_SHORT = ("switch_lm", "base_lm")
+#: measured with ``smlp train --compile`` too, which translates every block
+COMPILED = ("gmlp_lm", "dense_lm", "smlp")
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """sMLP against each sparse Transformer, BASE against the dense one, and that one against fairseq's."""
+    """sMLP against each sparse Transformer, BASE against the dense one, and that one against fairseq's; compiled."""
     targets = {arch: target for arch, target in TARGETS.items() if arch in IN_SHORT or not settings.quick}
-    matches = matched(settings, ["smlp", *targets, "dense_lm"])
+    translated = () if settings.quick else COMPILED
+    matches = matched(settings, list(dict.fromkeys(["smlp", *targets, "dense_lm", *translated])))
     num_seqs = 1 if settings.scale > 1 else 2 if settings.quick else 4
     length = matches["smlp"].config.max_tokens
     tokens_Bn = torch.randint(4, settings.sized(VOCABULARY)[0], (num_seqs, length), device=settings.device)
     steps = {arch: update(build(found.config, settings), tokens_Bn) for arch, found in matches.items()}
+    for arch in translated:
+        model = build(matches[arch].config, settings)
+        for block in model.blocks:
+            block.compile(backend="inductor" if settings.scale == 1 else "eager")
+        steps[f"{arch}, compiled"] = update(model, tokens_Bn)
     theirs = None if settings.quick else peers.transformer_lm(matches["dense_lm"].config)
     if theirs is not None:
         steps["fairseq"] = update(theirs.to(settings.device, settings.dtype), tokens_Bn)
@@ -39,6 +47,9 @@ def rows(settings: Settings) -> Iterator[Row]:
     for arch, target in targets.items():
         yield compared(SECTION, f"sMLP, {what}", seconds["smlp"], arch, seconds[arch], target)
     yield compared(SECTION, f"BASE, {what}", seconds["base_lm"], "dense_lm", seconds["dense_lm"], 0.91)
+    for arch in translated:
+        name = f"{arch}, compiled"
+        yield compared(SECTION, f"{name}, {what}", seconds[name], arch, seconds[arch])
     if theirs is not None:
         dense = f"dense_lm, {what}"
         yield compared(SECTION, dense, seconds["dense_lm"], "fairseq's transformer_lm", seconds["fairseq"])

@@ -196,21 +196,6 @@ def fully_sharded(device: str, out: Path) -> str:
     return f"losses {losses[0]:.3f} to {losses[-1]:.3f}"
 
 
-def compiled(device: str, out: Path) -> str:
-    """The time of an update with and without ``torch.compile``, dense models in one graph."""
-    rows = {}
-    sizes = {"num_dense_layers": 12, "embed_dim": 768, "ffn_dim": 3072, "max_tokens": 1024, "vocab_size": 16000}
-    if device == "cpu":
-        sizes = {"num_dense_layers": 1, "embed_dim": 32, "ffn_dim": 64, "max_tokens": 64, "vocab_size": 200}
-    for arch in ("gmlp_lm", "dense_lm"):
-        model = smlp.build(arch, dropout=0.0, **sizes).to(device).train()
-        backend = "inductor" if device == "cuda" else "eager"
-        alternatives = {"eager": model, "compiled": torch.compile(model, fullgraph=True, backend=backend)}
-        rows[arch] = {name: _seconds(alternative, device, sizes) for name, alternative in alternatives.items()}
-    (out / "compiled.json").write_text(json.dumps(rows) + "\n")
-    return ", ".join(f"{arch}: {row['eager'] / row['compiled']:.2f}x" for arch, row in rows.items())
-
-
 def launches(device: str, out: Path) -> str:
     """The trials of launch settings: seconds of each choice, forward and backward, and of torch's masked product.
 
@@ -269,9 +254,7 @@ CHECKS: dict[str, Callable[[str, Path], str]] = {
     check.__name__: check
     for check in (kernels, experts, losses, syncs, precision, recomputation, resume, fully_sharded)
 }
-FIGURES: dict[str, Callable[[str, Path], str]] = {
-    figure.__name__: figure for figure in (compiled, launches, utilisation)
-}
+FIGURES: dict[str, Callable[[str, Path], str]] = {figure.__name__: figure for figure in (launches, utilisation)}
 
 
 def _needs_gpu(device: str) -> None:

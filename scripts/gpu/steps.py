@@ -5,7 +5,7 @@
   bash scripts/gpu/compare.sh ...
 
 DIR gets WHAT.json with what each step came to, and a log of each. A step that passed is not done again by the same
-revision of the code. No step begins that is likely to outlast M minutes (default: 9); the same command goes on.
+revision of the code. No step begins that is likely to outlast M minutes (default: 9); the same command resumes.
 ``--device cpu`` rehearses everything that needs no GPU.
 
 Exit status: 0 all steps passed, 1 one failed, 75 time is up.
@@ -43,7 +43,7 @@ class Step:
     name: str
     words: list[str]
     minutes: float
-    #: status with which it says that its time was up, and that it goes on when called again
+    #: status with which it says that its time was up, and that it resumes when called again
     goes_on: int | None = None
 
 
@@ -118,7 +118,7 @@ def run_steps(steps: list[Step], out: Path, name: str, end: float) -> int:
             is_up = True
             break
     if is_up:
-        print("time is up: the same command goes on")
+        print("time is up: the same command resumes")
         return TIME_IS_UP
     return 1 if any(records[step.name]["status"] == FAILED for step in steps) else 0
 

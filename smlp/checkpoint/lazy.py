@@ -11,7 +11,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -208,6 +208,14 @@ class MadeTensor(LazyTensor):
 def rows_of(source: LazyTensor, rows: Sequence[int]) -> SplicedTensor:
     """Return rows (e, ...) of a tensor (E, ...)."""
     return joined_rows([(source, row) for row in rows])
+
+
+def row_range(source: LazyTensor, rows: range) -> LazyTensor:
+    """Return consecutive rows of a tensor, which stay in the file if the tensor is there."""
+    if not isinstance(source, StoredTensor):
+        return rows_of(source, rows)
+    row_bytes = source.num_bytes // source.shape[0]
+    return replace(source, offset=source.offset + rows.start * row_bytes, shape=(len(rows), *source.shape[1:]))
 
 
 def joined_rows(places: Sequence[tuple[LazyTensor, int]]) -> SplicedTensor:

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from smlp.checkpoint.export import check_sums
-from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes
+from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes, row_range
 from smlp.checkpoint.opened import Checkpoint, fit_problems, open_checkpoint
-from smlp.config import LEAKY_WARNING
+from smlp.config import LEAKY_WARNING, ModelConfig
 from smlp.errors import UserError
 from smlp.files import check_path, write_whole
 from smlp.inference.language_model import LanguageModel
 from smlp.inference.masked import MaskedLanguageModel
+from smlp.moe.experts import expert_parameters
 from smlp.nn.build import model_of
 from smlp.nn.encoder import Encoder, add_heads
+from smlp.parallel import Ranks
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, files_of, find_tokenizer
 
@@ -138,6 +140,7 @@ def load_pretrained(
     dictionary: str | Path | None = None,
     tokenizer: str | Path | None = None,
     mapped: bool = False,
+    ranks_for: Callable[[ModelConfig], Ranks] | None = None,
 ) -> LanguageModel | MaskedLanguageModel:
     """Load a model from a checkpoint of ``fairseq-train --user-dir smlp``, in evaluation mode, on the CPU.
 
@@ -152,6 +155,8 @@ def load_pretrained(
         tokenizer: a SentencePiece model or ``encoder.json`` to use instead.
         mapped: whether weights stay in the file and are read as they are used, so that processes share them. The file
             may be replaced meanwhile, but not written to.
+        ranks_for: returns who holds which experts of a model; only those of this rank are read. One process with all of
+            them by default.
 
     Returns:
         A language model, or, from an encoder's checkpoint, a masked language model.
@@ -170,13 +175,17 @@ def load_pretrained(
         raise UserError(problem)
     if checkpoint.config.is_leaky:
         warnings.warn(LEAKY_WARNING, stacklevel=2)
+    ranks = None if ranks_for is None else ranks_for(checkpoint.config)
     with torch.device("meta"):  # no weights are drawn only to be replaced
-        model = model_of(checkpoint.config)
+        model = model_of(checkpoint.config, ranks)
         if isinstance(model, Encoder):
             add_heads(model, checkpoint.state["model"])
+    experts = {name for name, _, _ in expert_parameters(model)} if ranks is not None else set()
     weights = {}
     for name, tensor in model.state_dict().items():
         stored = checkpoint.state["model"][checkpoint.prefix + name]
+        if ranks is not None and name in experts:
+            stored = row_range(stored, ranks.layout.expert_ids)
         weights[name] = (stored.mapped() if mapped else stored.load()).to(tensor.dtype).view(tensor.shape)
     model.load_state_dict(weights, assign=True)
     if isinstance(model, Encoder):
@@ -192,6 +201,7 @@ def load_language_model(
     tokenizer: str | Path | None = None,
     mapped: bool = False,
     what: str = "this",
+    ranks_for: Callable[[ModelConfig], Ranks] | None = None,
 ) -> LanguageModel:
     """Load a model that predicts next tokens; arguments as of :func:`load_pretrained`.
 
@@ -201,7 +211,7 @@ def load_language_model(
     Raises:
         UserError: it is an encoder, or cannot be loaded.
     """
-    model = load_pretrained(path, dictionary, tokenizer, mapped)
+    model = load_pretrained(path, dictionary, tokenizer, mapped, ranks_for)
     if isinstance(model, MaskedLanguageModel):
         raise UserError(f"{path} is an encoder, which predicts no next tokens: {what} needs a language model")
     return model

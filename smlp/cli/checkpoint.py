@@ -21,8 +21,8 @@ EPILOG = """examples:
   smlp checkpoint import exported -o checkpoint.pt
   smlp checkpoint upcycle dense/checkpoint_best.pt -o base.pt --arch base_lm --num-sparse-layers 12
 
-Whatever is read may be a checkpoint in one file, one whose experts are in parts, or an export; nothing that is read is
-changed. 'smlp checkpoint COMMAND --help' shows the options of each.
+Every input may be a checkpoint in one file, one whose experts are in parts, or an export; inputs are never changed.
+'smlp checkpoint COMMAND --help' shows the options of each command.
 exit status: 0 success, 1 error (then nothing is written).
 """
 
@@ -36,7 +36,7 @@ _COMMANDS = {
     "upcycle": "make a sparse model that computes the same as a dense one",
 }
 _UPCYCLE = """copies of a block's feed-forward network become experts (hash, switch, gshard, base), or new sparse
-blocks that change nothing at first are added (smlp, gmlp_moe); sizes are those of the dense model. Go on with
+blocks that change nothing at first are added (smlp, gmlp_moe); sizes are those of the dense model. Continue with
   fairseq-train ... --finetune-from-model OUT
 or --restore-file OUT --reset-optimizer --reset-lr-scheduler --reset-meters --reset-dataloader, and the options that
 this command prints."""

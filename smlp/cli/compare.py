@@ -18,22 +18,22 @@ EPILOG = """examples:
   smlp compare status examples/compare/quick.yaml
   smlp compare report examples/compare/quick.yaml
 
-An experiment is one YAML file (docs/compare.md). Its runs go to runs/compare/NAME, or to --out. "run" goes on where it
-was, whatever has stopped it; a run that fails does not stop the others.
+An experiment is one YAML file (docs/compare.md). Its runs go to runs/compare/NAME, or to --out. "run" resumes after
+whatever stopped it; a run that fails does not stop the others.
 """
 _RUN_EPILOG = """example:
   smlp compare run examples/compare/quick.yaml --dry-run
 
 exit status: 0 all runs are done, or their jobs submitted, 1 one failed, 75 stopped by a signal (the same
-command goes on)"""
+command resumes)"""
 _STATUS_EPILOG = """example:
   smlp compare status examples/compare/quick.yaml --json status.json"""
 _REPORT_EPILOG = """examples:
   smlp compare report examples/compare/quick.yaml
   smlp compare report runs/compare/quick --to docs/results/quick --baseline gMLP
 
-Runs that failed, are missing or half done are named, and the others reported. Drawing needs matplotlib:
-pip install -e ".[plots]". What is in the report: docs/compare.md.
+The report names runs that failed, are missing or half done, and covers the others. Drawing needs matplotlib:
+pip install -e ".[plots]". docs/compare.md describes the report.
 """
 
 
@@ -45,7 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="train nothing; print models, FLOPs, runs, time and disk"
     )
     run_parser.add_argument(
-        "--only", choices=("scores",), help="train nothing; score what is trained (a job on a cluster does it)"
+        "--only",
+        choices=("scores",),
+        help="train nothing; score the trained models (as the scoring job on a cluster does)",
     )
     status_parser = _add_action(actions, "status", "progress of the runs", _STATUS_EPILOG, _status)
     status_parser.add_argument("--json", metavar="FILE", help="also write the result here")
@@ -72,7 +74,7 @@ def _add_action(actions: Any, name: str, about: str, epilog: str, action_of: Any
     parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help="YAML file, or the folder of its runs")
     parser.add_argument("--out", type=Path, help="folder of its runs (default: runs/compare/NAME)")
     parser.add_argument(
-        "--quick", action="store_true", help="with the changes in the file's section quick; runs go to NAME-quick"
+        "--quick", action="store_true", help="apply the changes in the file's section quick; runs go to NAME-quick"
     )
     parser.set_defaults(action_of=action_of)
     return parser

@@ -24,12 +24,12 @@ EPILOG = """examples:
   torchrun --nproc-per-node 8 --no-python smlp costs --arch smlp --batch-size 2
 
 A model with random weights is trained on random tokens: some updates as they are, for the time of an update, and as
-many under torch's profiler, for the shares; all numbers are of rank 0 where nothing else is said. Stages of a sparse
-layer: gate (scores and auxiliary losses), assign (who goes where), permute (into the order of the experts and back),
-out and back (the all-to-all to the experts' ranks and back, waiting for a slower rank included), experts, skew (waiting
-for the other ranks to arrive at the layer). The backward pass of a stage is part of it. The optimizer is Adam;
-gradients are reduced after the backward pass. --nproc starts ranks on this machine; as one of several ranks of torchrun
-or srun the command finds the others by itself.
+many under torch's profiler, for the shares. All numbers are those of rank 0 unless stated otherwise. The stages of a
+sparse layer are: gate (scores and auxiliary losses), assign (which token goes to which expert), permute (into the order
+of the experts and back), out and back (the all-to-all to the experts' ranks and back, waiting for a slower rank
+included), experts, skew (waiting for the other ranks to arrive at the layer). The backward pass of a stage is part of
+it. The optimizer is Adam; gradients are reduced after the backward pass. --nproc starts ranks on this machine; under
+torchrun or srun, the command finds the other ranks by itself.
 The trace (with several ranks one each: trace.rank0.json, ...) opens in chrome://tracing and https://ui.perfetto.dev.
 """
 

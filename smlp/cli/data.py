@@ -15,8 +15,8 @@ EPILOG = """examples:
   smlp data binarize --in data/sample --tokenizer data/tokenizer --out data/bin --shards 8
   smlp data inspect data/bin
 
-Every step reads and writes plain files, works in parallel (--workers), goes on where it was if it is run again, and
-leaves a manifest.json. 'smlp data STEP --help' shows the options of each.
+Every step reads and writes plain files, works in parallel (--workers), resumes if it is run again, and writes a
+manifest.json. 'smlp data STEP --help' shows the options of each.
 """
 
 # name: (module, summary). A module has DESCRIPTION, EPILOG, add_options(parser) and run(args) -> exit status.
@@ -27,7 +27,7 @@ STEPS: dict[str, tuple[str, str]] = {
     "sample": ("data_prep.sample.command", "sample documents, mix sources, split into train, valid, test"),
     "tokenizer": ("data_prep.tokenize.command", "a SentencePiece model or byte-level BPE, and its dictionary"),
     "binarize": ("data_prep.binarize.command", "text into fairseq's binary shards"),
-    "glue": ("data_prep.finetuning.glue", "GLUE's tasks, or sentences of one's own, for fine-tuning"),
+    "glue": ("data_prep.finetuning.glue", "GLUE's tasks, or sentences of your own, for fine-tuning"),
     "squad": ("data_prep.finetuning.squad", "question answering in SQuAD's JSON, for fine-tuning"),
     "inspect": ("data_prep.inspecting.command", "show what binary data contain, and verify them"),
 }

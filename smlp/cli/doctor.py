@@ -23,9 +23,9 @@ from smlp.errors import UserError
 from smlp.launch.machine import num_cores
 
 DESCRIPTION = (
-    "Checks versions, devices, speed, fairseq and this plug-in; with --parallel whether several ranks "
-    "work together: collectives, experts spread over ranks against one process, a checkpoint's way to the disk and "
-    "back. Exit status 1 if there is a problem."
+    "Checks versions, devices, speed, fairseq and this plug-in. With --parallel, checks whether several ranks work "
+    "together: collectives, experts spread over ranks compared with one process, writing and reading a checkpoint. "
+    "Exit status 1 if there is a problem."
 )
 EPILOG = """examples:
   smlp doctor --json doctor.json

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.numbers import whole
-from smlp.cli.options import add_model_options, add_team_options, as_team
+from smlp.cli.options import add_model_options, add_spread_option, add_team_options, as_team
 from smlp.cli.progress import BatchesProgress
 from smlp.errors import UserError
 from smlp.evaluation import BREAK_MODES, DOCUMENTS
@@ -31,7 +31,7 @@ EPILOG = """examples:
   smlp eval-lm --text book.txt --path checkpoints/checkpoint_best.pt --per-document chapters.jsonl
   smlp eval-lm data-bin --path checkpoints/checkpoint_best.pt --parity
 
-Options that fairseq-eval-lm has too mean the same there, and the loss is the same. What this command lacks:
+Options that fairseq-eval-lm has too mean the same there, and the loss is the same. For what this command lacks, use
   fairseq-eval-lm --user-dir $(smlp user-dir) DATA --path CHECKPOINT ...
 """
 #: default batch size in tokens: more would not fit into a CPU's caches, fewer would leave a GPU idle
@@ -44,16 +44,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options, with fairseq's names if fairseq has them."""
     add_model_options(parser)
     add_team_options(parser)
+    add_spread_option(parser)
     parser.add_argument("data", nargs="?", metavar="DATA", help="folder of fairseq-preprocess, mmap format")
     text = parser.add_argument_group("text")
     text.add_argument("--gen-subset", default="test", metavar="NAME", help="split of DATA (default: %(default)s)")
     text.add_argument(
         "--text",
         metavar="FILE",
-        help="text that the split was made of, whose words and bytes count; without DATA: the text to score",
+        help="text that the split was made from, to count its words and bytes; without DATA, the text to score",
     )
     text.add_argument(
-        "--limit-tokens", **whole(), metavar="N", help="only the first samples, until they hold so many tokens"
+        "--limit-tokens", **whole(), metavar="N", help="score only the first samples, until they hold N tokens"
     )
     samples = parser.add_argument_group("samples")
     samples.add_argument("--tokens-per-sample", type=int, metavar="N", help="default: as in training")
@@ -62,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="feed each sample with so many tokens before it, which take room from it (default: %(default)s)",
+        help="tokens before each sample that the model reads too; they take room from it (default: %(default)s)",
     )
     samples.add_argument(
         "--sample-break-mode",
@@ -136,6 +137,8 @@ def check_options(args: argparse.Namespace) -> None:
         for name in ("batch_size", "max_tokens", "eval_capacity_factor", "per_document"):
             if getattr(args, name) is not None:
                 raise UserError(f"--parity is a separate comparison: leave {_option(name)} out")
+    if args.parity and args.spread_experts:
+        raise UserError("--parity compares spread experts with others: leave --spread-experts out")
     if args.document != "empty-line" and args.per_document is None:
         raise UserError("--document is about --per-document, which names the file to write")
 
@@ -209,7 +212,7 @@ def _evaluate(
     args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team
 ) -> int:
     from smlp.evaluation.scoring import score_samples
-    from smlp.inference.scoring.candidates import capacity_limits, limit_capacity
+    from smlp.inference.scoring.candidates import capacity_limits, is_spread, limit_capacity
 
     if args.eval_capacity_factor is not None:
         if not capacity_limits(model.decoder):
@@ -224,7 +227,8 @@ def _evaluate(
         remove_outputs(args.json, args.per_document)
     start = time.perf_counter()
     progress = BatchesProgress(-(-len(batches) // team.size), team.size) if team.is_first else None
-    scores = score_samples(model.decoder, samples, batches, len(text.stream.tokens), team, seen=progress)
+    is_in_step = is_spread(model.decoder)
+    scores = score_samples(model.decoder, samples, batches, len(text.stream.tokens), team, is_in_step, progress)
     seconds = time.perf_counter() - start
     if team.is_first:
         _report(args, model, text, scores, seconds)
@@ -267,7 +271,7 @@ def _report(
 
 
 def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_text: bool) -> list[str]:
-    """Return what a reader must know to compare the numbers.
+    """Return the notes that a reader needs to compare the numbers.
 
     Args:
         config: of the model.
@@ -305,7 +309,7 @@ def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_
 
 
 def print_evaluation(name: str, evaluation: Evaluation, seconds: float, notes: list[str]) -> None:
-    """Print the numbers, each with what it is divided by."""
+    """Print the numbers, each with its unit."""
     total = evaluation.total
     text = total.text
     source = "of the original text" if evaluation.sizes.of_original else "of the decoded tokens"

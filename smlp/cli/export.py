@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="CHECKPOINT", help="checkpoint in one file or in parts, or an export")
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write")
     parser.add_argument("--hf", action="store_true", required=True, help="for Hugging Face transformers")
-    parser.add_argument("--dict", help="dict.txt, if it is not found")
+    parser.add_argument("--dict", help="dict.txt, if it is not found automatically")
     add_tokenizer_option(parser)
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights (default: %(default)s)"

@@ -25,7 +25,7 @@ EPILOG = """examples:
   smlp finetune checkpoints/amlp/checkpoint_last.pt data/pairs --metric accuracy --out runs/finetune/pairs \\
       --lr 1e-4 3e-4 --batch-size 16 --epochs 3 --seeds 1 2 3
 
-OUT gets results.json, results.md and a folder for each run. The same command resumes what was stopped; finished runs
+OUT gets results.json, results.md and a folder for each run. The same command resumes interrupted runs; finished runs
 are kept, and more points or seeds can be added.
 
 exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command resumes)
@@ -67,10 +67,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     running.add_argument(
         "--jobs", **whole(1, MOST_PROCESSES), default=1, metavar="N", help="runs at a time (default: 1)"
     )
-    running.add_argument("--threads", **whole(1, MOST_PROCESSES), metavar="N", help="of each run")
+    running.add_argument("--threads", **whole(1, MOST_PROCESSES), metavar="N", help="threads of each run")
     running.add_argument("--cpu", action="store_true", help="use no GPU")
     running.add_argument(
-        "--keep-checkpoints", action="store_true", help="by default, those of finished runs are removed"
+        "--keep-checkpoints",
+        action="store_true",
+        help="keep the checkpoints of finished runs, which are removed otherwise",
     )
     running.add_argument("--dry-run", action="store_true", help="train nothing; print the runs and the first command")
 

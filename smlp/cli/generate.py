@@ -26,8 +26,9 @@ EPILOG = """examples:
 
 dict.txt and the tokenizer are looked for next to the checkpoint, then with the data it was trained on; an export
 (smlp checkpoint merge) brings its own.
-A single text is written to standard output as it is made; of several, each has a line, where " / " stands for a line
-end. --output keeps ids, log-probabilities and why each text ended. Beam search finds what fairseq-generate finds.
+A single text is written to standard output while it is generated; several texts are written one per line, with " / "
+for a line end. --output also records ids, log-probabilities and why each text ended. Beam search finds the same texts
+as fairseq-generate.
 """
 DEFAULT_TOKENS = 60
 DEFAULT_BATCH = 16
@@ -36,7 +37,7 @@ SETTINGS = ("greedy", "temperature", "top_k", "top_p", "repetition_penalty", "se
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; those that are not given are None, so that they can be told apart."""
+    """Declare the options, which are None if they are not given."""
     add_model_options(parser)
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue; may be empty")
@@ -47,7 +48,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     length = parser.add_argument_group("end of a text")
     length.add_argument(
-        *("--max-tokens", "--tokens"), type=int, default=DEFAULT_TOKENS, help="most new tokens (default: %(default)s)"
+        *("--max-tokens", "--tokens"),
+        type=int,
+        default=DEFAULT_TOKENS,
+        help="maximum number of new tokens (default: %(default)s)",
     )
     length.add_argument(
         "--stop",
@@ -55,13 +59,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end before this text, which is not written; may be given again; \\n is a line end",
     )
-    length.add_argument("--stop-at-eos", action="store_true", help="end at </s> instead of going on on the next line")
-    length.add_argument("--min-tokens", type=int, default=0, help="with --beam or --stop-at-eos: least new tokens")
+    length.add_argument("--stop-at-eos", action="store_true", help="end at </s> instead of continuing on the next line")
+    length.add_argument(
+        "--min-tokens", type=int, default=0, help="with --beam or --stop-at-eos: minimum number of new tokens"
+    )
     length.add_argument(
         "--when-full",
         choices=("refuse", "stop", "slide"),
-        help="where a text needs more than the model's context: refuse it before anything is written (default), stop "
-        "there, or forget the earlier half and go on (of a prompt that is longer, the beginning is not read)",
+        help="if a text needs more than the model's context: refuse it before anything is written (default), stop "
+        "there, or forget the earlier half and continue (the beginning of a longer prompt is not read)",
     )
     length.add_argument("--slide", action="store_true", help="the same as --when-full slide")
     length.add_argument(

@@ -14,8 +14,8 @@ EPILOG = """examples:
 
 For positions t across the context the tokens from t on are replaced, and the largest change of any logit before t is
 shown, in evaluation and in training mode. In training, balanced assignment (BASE, sMLP) and a limited capacity
-(Switch, GShard) look at the whole batch, so that there a change is expected; "training, routing fixed" shows that
-nothing else lets later tokens through. smlp_leaky routes features by the tokens to be predicted, and fails.
+(Switch, GShard) look at the whole batch, so a change is expected there; "training, routing fixed" shows that nothing
+else lets later tokens through. smlp_leaky routes features by the tokens to be predicted, and fails.
 --arch builds all layers, experts and positions of the architecture, but narrow: width has no part in a leak.
 exit status: 0 no unexpected leak, 1 a leak.
 """
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", **size, help="context to build --arch with (default: the architecture's)")
     parser.add_argument("--positions", **size, default=9, help="how many values of t to try (default: %(default)s)")
     parser.add_argument(
-        "--seed", **whole(-(1 << 63), MOST_SEED), default=1, help="of weights and tokens (default: %(default)s)"
+        "--seed", **whole(-(1 << 63), MOST_SEED), default=1, help="seed of weights and tokens (default: %(default)s)"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
 

@@ -7,8 +7,8 @@ A subcommand is a module with
     run(args) -> int           does the work and returns the exit status
 
 If its arguments belong to another program, it has ``PASS_THROUGH = True`` and ``USAGE`` instead of options: everything
-after its name, apart from ``--help``, is handed over untouched as the list ``args.arguments``. Other commands find the
-whole command line in ``args.words``, should they have to start it again. A module with ``refuse(message)`` raises an
+after its name, apart from ``--help``, is passed on unchanged as the list ``args.arguments``. Other commands find the
+whole command line in ``args.words``, in case they have to start it again. A module with ``refuse(message)`` raises an
 error of its own for options that it does not know. Modules are imported only when they are called, so that
 ``smlp --help`` answers at once.
 """

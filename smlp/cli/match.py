@@ -15,10 +15,10 @@ EPILOG = """examples:
   smlp match --flops-per-token 6e6 --embed-dim 256 --tokens 128 --vocab-size 8192 --experts 8
 
 Each family starts from its preset (of the size of --like, where it has one). --vary layers changes numbers of layers,
-keeping the share of sparse ones as near to the preset's as it can; where whole layers do not do, the feed-forward
-width changes too, by up to 25 %. --vary ffn keeps the layers and changes that width alone, in steps of 8. FLOPs are
+keeping the share of sparse ones as near to the preset's as possible; if whole layers are too coarse, the feed-forward
+width changes too, by up to 25 %. --vary ffn keeps the layers and changes only that width, in steps of 8. FLOPs are
 nominal, by formula, as in "smlp flops": multiply-adds of the forward pass. Every match is within 0.5 % of the target,
-so that any two agree within 1 %. The arguments are for fairseq-train; the vocabulary comes with the data.
+so any two agree within 1 %. The arguments are for fairseq-train; the vocabulary comes with the data.
 exit status: 0 all families match, 1 one does not.
 """
 MOST_FLOPS = 1e18  # per token
@@ -31,7 +31,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--flops-per-token", **real(0, MOST_FLOPS, above=True), metavar="X", help="multiply-adds of the forward pass"
     )
     target.add_argument("--like", metavar="ARCH", help="architecture to match, in its context, vocabulary and width")
-    parser.add_argument("--vary", choices=("layers", "ffn"), default="layers", help="default: %(default)s")
+    parser.add_argument(
+        "--vary", choices=("layers", "ffn"), default="layers", help="what to change (default: %(default)s)"
+    )
     parser.add_argument("--tokens", **whole(1, MOST_SIZE), help="T, context (default: that of --like, or 1024)")
     parser.add_argument("--vocab-size", **whole(1, MOST_SIZE), help="V (default: that of --like, or 51200)")
     parser.add_argument("--embed-dim", **whole(1, MOST_SIZE), help="H (default: that of --like, or 1024)")
@@ -91,7 +93,7 @@ def _match(family: str, target: float, vary: str, size: str, shared: dict[str, A
     if not found.matches:
         note = f"no settings within {TOLERANCE:.1%}: these are the nearest"
     elif vary == "layers" and found.width_moved:
-        note = f"whole layers do not do: feed-forward width {config.ffn_dim} instead of {found.start.ffn_dim}"
+        note = f"whole layers are too coarse: feed-forward width {config.ffn_dim} instead of {found.start.ffn_dim}"
     print(f"    {' '.join(found.arguments())}" + (f"\n    ({note})" if note else ""))
     return {
         "family": family,

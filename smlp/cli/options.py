@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,8 +15,12 @@ from smlp.errors import UserError
 from smlp.launch.team import Team, team_at
 
 if TYPE_CHECKING:
+    import torch
+
+    from smlp.config import ModelConfig
     from smlp.inference.language_model import LanguageModel
     from smlp.inference.masked import MaskedLanguageModel
+    from smlp.parallel import Ranks
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +42,7 @@ def add_dtype_option(parser: argparse.ArgumentParser) -> None:
 
 def add_model_files(parser: argparse.ArgumentParser) -> None:
     """Add ``--dict``, ``--tokenizer`` and ``--device``, for commands that name the checkpoint otherwise."""
-    parser.add_argument("--dict", help="dict.txt, if it is not found")
+    parser.add_argument("--dict", help="dict.txt, if it is not found automatically")
     add_tokenizer_option(parser)
     parser.add_argument("--device", help="torch device (default: a GPU where there is one)")
 
@@ -46,7 +52,7 @@ def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *("--tokenizer", "--sentencepiece-model"),
         metavar="FILE",
-        help="SentencePiece model, or encoder.json with vocab.bpe next to it, if it is not found",
+        help="SentencePiece model, or encoder.json with vocab.bpe next to it, if it is not found automatically",
     )
 
 
@@ -63,13 +69,35 @@ def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageMo
     device = (team or Team()).device(args.device)
     if args.dtype == "int8" and device.type != "cpu":
         raise UserError(f"--dtype int8 is for CPUs, and the device is {device}: give --device cpu, or --dtype bf16")
-    model = load_language_model(args.path, args.dict, args.tokenizer, mapped=True, what=f"smlp {args.command}")
+    ranks_for = None
+    if getattr(args, "spread_experts", False):
+        ranks_for = functools.partial(_spread_over, args.path, (team or Team()).size, device)
+    what = f"smlp {args.command}"
+    model = load_language_model(args.path, args.dict, args.tokenizer, True, what, ranks_for)
     if args.dtype == "int8":
         from smlp.inference.int8 import quantize
 
         quantize(model)
         return model
     return model.to(device, getattr(torch, DTYPES[args.dtype]))
+
+
+def _spread_over(path: str, num_ranks: int, device: torch.device, config: ModelConfig) -> Ranks:
+    """Return which rank holds which experts of a model.
+
+    Raises:
+        UserError: each rank would hold all of them.
+    """
+    from smlp.parallel import connect
+
+    if not config.num_sparse_layers:
+        raise UserError(f"--spread-experts: {path} has no experts")
+    if math.gcd(num_ranks, config.num_experts) == 1:
+        raise UserError(
+            f"--spread-experts: {num_ranks} rank{'s' * (num_ranks > 1)} and the {config.num_experts} experts of {path} "
+            "have no common divisor: choose another --nproc"
+        )
+    return connect(config.num_experts, backend="nccl" if device.type == "cuda" else None)
 
 
 def load_any_model(args: argparse.Namespace, team: Team | None = None) -> LanguageModel | MaskedLanguageModel:
@@ -90,8 +118,17 @@ def add_team_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_spread_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--spread-experts``, which :func:`load_model` reads."""
+    parser.add_argument(
+        "--spread-experts",
+        action="store_true",
+        help="divide the experts among the processes too, for models that do not fit into each",
+    )
+
+
 def as_team(args: argparse.Namespace, work: Callable[[Team], int]) -> int:
-    """Do the work here, or on the ranks that ``--nproc`` asks for, or as one of those that a launcher started.
+    """Do the work here, on the ranks that ``--nproc`` asks for, or as one of the ranks that a launcher started.
 
     Args:
         args: of the command, with ``nproc``, ``device`` and ``words``, the command line itself.

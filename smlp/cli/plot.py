@@ -29,14 +29,14 @@ EPILOG = """examples:
   smlp plot weights checkpoints/checkpoint_best.pt --layers 3,6 --experts all --format svg
   smlp plot weights amlp/checkpoint_best.pt --text "A man is asleep. ||| Nobody sleeps." --text "The sun rises."
 
-Drawing needs matplotlib: pip install -e ".[plots]". What each picture and number means: docs/plots.md.
+Drawing needs matplotlib: pip install -e ".[plots]". docs/plots.md explains each picture and number.
 """
 
 #: stands between two texts that are read together
 SEPARATOR = "|||"
-#: lines of data whose attention is drawn, and the most tokens of one, so that each can be read in the picture
+#: number of lines of data whose attention is drawn, and the most tokens of one, for a readable picture
 MOST_TEXTS, _MOST_TOKENS = 4, 64
-#: tokens of data that are followed, unless another number is given
+#: default number of tokens of data that are followed
 _LIMIT_TOKENS = 2**16
 
 
@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--limit-tokens",
         **whole(),
         metavar="N",
-        help=f"only the first sequences, until they hold so many tokens (default: {_LIMIT_TOKENS})",
+        help=f"use only the first sequences, until they hold N tokens (default: {_LIMIT_TOKENS})",
     )
     weights.add_argument(
         "--pieces", **whole(), metavar="P", default=40, help="most frequent pieces in a map (default: %(default)s)"
@@ -83,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw, and print the numbers and where the pictures are."""
+    """Draw, and print the numbers and the paths of the pictures."""
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.cli.eval_data import load_model_for, read_text
     from smlp.cli.json_file import check_outputs, remove_outputs, write_json

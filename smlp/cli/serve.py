@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     from smlp.inference.generation.continuations import banned_tokens
     from smlp.inference.scoring.candidates import drop_nothing
     from smlp.serving.app import make_app
+    from smlp.serving.completion_request import RequestReader
     from smlp.serving.engine import Engine
-    from smlp.serving.questions import Reader
 
     model = load_model(args)
     config = model.decoder.config
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     engine = Engine(model.decoder.eval(), model.tokenizer, banned, args.max_texts, args.max_queue)
     most_tokens = min(args.max_tokens or config.max_tokens, config.max_tokens)
     name = args.name or _name_of(Path(args.path))
-    reader = Reader(name, config, model.tokenizer, model.start_token, most_tokens, args.max_texts)
+    reader = RequestReader(name, config, model.tokenizer, model.start_token, most_tokens, args.max_texts)
     api_key = args.api_key or os.environ.get(_KEY) or None
     app = make_app(engine, reader, api_key)
     host, port = listener.getsockname()[:2]

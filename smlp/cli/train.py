@@ -38,15 +38,15 @@ _DRY_RUN, _BY_HAND, _WORLD_SIZE = "--dry-run", "--distributed-init-method", "--d
 USAGE = "smlp train [--nproc N] [--dry-run] [--profile N] DATA [any option of fairseq-train]"
 DESCRIPTION = (
     textwrap.fill(
-        "fairseq-train with this package loaded. All arguments are handed on untouched; what is not given "
-        f"defaults to --task language_modeling, --arch {DEFAULT_ARCH}, --tokens-per-sample as the architecture was "
+        "fairseq-train with this package loaded. All arguments are passed on unchanged. The defaults are "
+        f"--task language_modeling, --arch {DEFAULT_ARCH}, the --tokens-per-sample that the architecture was "
         f"designed for, batches of {TOKENS_PER_BATCH} tokens and Adam at a learning rate of 5e-4. The save-dir "
         f"also gets {DICTIONARY} and the tokenizer's files from DATA."
     )
     + "\n\n"
     + textwrap.fill(
-        f"SIGUSR1 or SIGTERM stops a run after the update that it is in: it saves and leaves with exit status "
-        f"{EXIT_STOPPED}; the same command goes on from there."
+        f"SIGUSR1 or SIGTERM stops a run after its current update: it saves and exits with status {EXIT_STOPPED}; "
+        "the same command resumes it."
     )
 )
 EPILOG = """options of its own:
@@ -55,9 +55,9 @@ EPILOG = """options of its own:
   --dry-run            train nothing; print every rank's host, device and experts, and
                        the full command
   --nodes M --gpus-per-node G
-                       with --dry-run: of M machines with G GPUs each
+                       with --dry-run: for M machines with G GPUs each
   --profile N [--profile-dir DIR]
-                       after a few updates that warm up, profile N: a Chrome trace of
+                       after a few warm-up updates, profile N updates: a Chrome trace of
                        each rank in DIR (default: the save-dir), and a table of time,
                        FLOPs and speed of each component (fairseq-train:
                        --profile-updates N; its own --profile is another option)

@@ -23,8 +23,8 @@ EPILOG = """examples:
   smlp vision evaluate output/train/first/model_best.pth.tar --data-dir data/digits
   smlp vision table
 
-Everything needs timm: pip install -e ".[vision]". 'smlp vision COMMAND --help' shows the options of each; the whole way
-is in docs/images.md.
+Everything needs timm: pip install -e ".[vision]". 'smlp vision COMMAND --help' shows the options of each command;
+docs/images.md has a complete example.
 """
 _COMMANDS = {
     "data": "fetch CIFAR-10, Fashion-MNIST, MNIST or digits, and make folders of classes",
@@ -40,7 +40,7 @@ _TRAIN = """train a model of timm, ours included, with timm's parts and the name
 
 The folder OUTPUT/EXPERIMENT gets timm's files: args.yaml, summary.csv, last.pth.tar, model_best.pth.tar, and
 checkpoint-EPOCH.pth.tar of the best epochs. --resume continues bit for bit after the last complete epoch. Several ranks
-train together with --nproc N or torchrun; batches are of each rank."""
+train together with --nproc N or torchrun; --batch-size is that of each rank."""
 _TRAIN_EPILOG = """examples:
   smlp vision train --data-dir data/digits --model smlp_mixer_tiny --img-size 8 --epochs 5 --experiment first
   smlp vision train --data-dir data/digits --model smlp_mixer_tiny --img-size 8 --epochs 5 \\
@@ -52,7 +52,7 @@ Defaults that differ from timm's: AdamW with learning rate 1e-3 and weight decay
 _COMPARE = """train models with several seeds on the same data, at equal FLOPs of an image and equal epochs; OUT gets
 results.md, results.json, curves.png and a folder for each run
 
-The same command resumes what was stopped; finished runs are kept, and models and seeds can be added."""
+The same command resumes interrupted runs; finished runs are kept, and models and seeds can be added."""
 _COMPARE_EPILOG = """examples:
   smlp vision compare examples/vision/digits.yaml --out runs/vision/digits --jobs 2
   smlp vision compare examples/vision/cifar10.yaml --out runs/vision/cifar10 --jobs 2 --dry-run
@@ -114,13 +114,15 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         "--val-split",
         metavar="NAME",
         default="validation",
-        help="folder of those to evaluate on (default: %(default)s)",
+        help="folder of the images to evaluate on (default: %(default)s)",
     )
     _model_options(parser, required=True)
-    group = parser.add_argument_group("weights to begin with")
+    group = parser.add_argument_group("initial weights")
     group.add_argument("--pretrained", action="store_true", help="timm's weights of the model, if there are any")
     group.add_argument(
-        "--initial-checkpoint", metavar="PATH", help="weights of a checkpoint; a head of other classes starts anew"
+        "--initial-checkpoint",
+        metavar="PATH",
+        help="weights of a checkpoint; a head for other classes is initialised anew",
     )
     group.add_argument("--resume", metavar="PATH", help="continue the training that wrote this checkpoint")
     _resolution(group)
@@ -132,8 +134,8 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--opt-betas", type=float, nargs="+", metavar="X", help="betas of the optimizer (default: its own)"
     )
-    _number(group, "--momentum", share, 0.9, "momentum of SGD and the like")
-    _number(group, "--weight-decay", rate, 0.05, "weight decay, of matrices and convolutions alone")
+    _number(group, "--momentum", share, 0.9, "momentum of SGD and similar optimizers")
+    _number(group, "--weight-decay", rate, 0.05, "weight decay of matrices and convolutions")
     group.add_argument("--clip-grad", **positive, metavar="X", help="clip gradients (default: no clipping)")
     group.add_argument(
         "--clip-mode",
@@ -188,7 +190,10 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         "--aa", metavar="POLICY", help="AutoAugment or RandAugment, such as original or rand-m9-mstd0.5-inc1"
     )
     group.add_argument(
-        "--train-interpolation", metavar="NAME", default="random", help="of training images (default: %(default)s)"
+        "--train-interpolation",
+        metavar="NAME",
+        default="random",
+        help="interpolation of training images (default: %(default)s)",
     )
     _number(group, "--reprob", share, 0.0, "share of images with a random part erased")
     group.add_argument(
@@ -201,7 +206,11 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     _number(group, "--mixup", rate, 0.0, "alpha of mixup; 0 is off")
     _number(group, "--cutmix", rate, 0.0, "alpha of CutMix; 0 is off")
     group.add_argument(
-        "--cutmix-minmax", type=float, nargs=2, metavar="X", help="instead of --cutmix: least and most side of the box"
+        "--cutmix-minmax",
+        type=float,
+        nargs=2,
+        metavar="X",
+        help="instead of --cutmix: smallest and largest side of the box",
     )
     _number(group, "--mixup-prob", share, 1.0, "probability that a batch is mixed at all")
     _number(group, "--mixup-switch-prob", share, 0.5, "probability of CutMix where both are on")
@@ -209,7 +218,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         "--mixup-mode",
         choices=("batch", "pair", "elem"),
         default="batch",
-        help="what is mixed alike (default: %(default)s)",
+        help="what is mixed in the same way (default: %(default)s)",
     )
     _number(group, "--mixup-off-epoch", whole(0), 0, "epoch from which nothing is mixed; 0: never")
     _number(group, "--smoothing", real(0, 1, below=True), 0.1, "label smoothing")
@@ -243,20 +252,20 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of smlp vision train or timm")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of smlp vision train or timm")
     _data_dir(parser)
     parser.add_argument(
         "--split", metavar="NAME", default="validation", help="folder of the images (default: %(default)s)"
     )
     _model_options(parser, required=False)
     _resolution(parser)
-    parser.add_argument("--no-ema", action="store_true", help="the weights themselves, not their moving average")
+    parser.add_argument("--no-ema", action="store_true", help="use the weights themselves, not their moving average")
     _running_options(parser)
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what a comparison of image models needs."""
+    """Declare the arguments of a comparison of image models."""
     parser.add_argument("file", type=Path, metavar="FILE", help="data, options, seeds and models, in YAML")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for runs and results")
     parser.add_argument(
@@ -266,12 +275,14 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plot_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of smlp vision train or timm")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of smlp vision train or timm")
     parser.add_argument(
         "--out", type=Path, default=Path("plots"), metavar="DIR", help="folder for the pictures (default: %(default)s)"
     )
-    parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the pictures (default: png)")
-    parser.add_argument("--no-ema", action="store_true", help="the weights themselves, not their moving average")
+    parser.add_argument(
+        "--format", choices=("png", "svg"), default="png", help="file format of the pictures (default: png)"
+    )
+    parser.add_argument("--no-ema", action="store_true", help="use the weights themselves, not their moving average")
 
 
 def _table_options(parser: argparse.ArgumentParser) -> None:
@@ -285,7 +296,7 @@ def _data_dir(group: Any) -> None:
 
 
 def _model_options(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Declare what timm needs to make a model and to prepare its images."""
+    """Declare the options that timm needs to make a model and to prepare its images."""
     group = parser.add_argument_group("model")
     default = {} if required else {"default": None}
     group.add_argument(
@@ -312,7 +323,7 @@ def _model_options(parser: argparse.ArgumentParser, required: bool) -> None:
         type=int,
         nargs=3,
         metavar="N",
-        help="channels, height and width of the images alone, for models of any size",
+        help="channels, height and width of the images only, for models that take any size",
     )
     group.add_argument("--in-chans", type=int, choices=(1, 3), help="1 for grey images (default: 3)")
     group.add_argument("--model-kwargs", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the model")
@@ -329,7 +340,9 @@ def _model_options(parser: argparse.ArgumentParser, required: bool) -> None:
         metavar="X",
         help="side of the evaluated crop relative to the resized image (default: the model's)",
     )
-    group.add_argument("--interpolation", metavar="NAME", default="", help="of evaluated images (default: the model's)")
+    group.add_argument(
+        "--interpolation", metavar="NAME", default="", help="interpolation of evaluated images (default: the model's)"
+    )
 
 
 def _resolution(group: Any) -> None:
@@ -367,7 +380,7 @@ def _running_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--amp-dtype",
         choices=("float16", "bfloat16"),
-        help="of mixed precision (default: float16 on GPUs, bfloat16 on CPUs)",
+        help="type of mixed precision (default: float16 on GPUs, bfloat16 on CPUs)",
     )
 
 
@@ -424,7 +437,7 @@ def _train(args: argparse.Namespace) -> int:
     from smlp.launch.ranks import has_terminal, place_of
 
     if args.resume and args.initial_checkpoint:
-        raise UserError("--resume and --initial-checkpoint both name weights to begin with: give one of the two")
+        raise UserError("--resume and --initial-checkpoint both name initial weights: give one of the two")
     if args.change_resolution and not args.initial_checkpoint:
         raise UserError("--change-resolution converts the weights of --initial-checkpoint, which is missing")
     _check_numbers(args)
@@ -460,7 +473,7 @@ def _check_backend(backend: str | None) -> None:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse numbers that timm takes, and then fails with or ignores.
+    """Refuse numbers that timm accepts, but then fails with or ignores.
 
     Raises:
         UserError: the message names the option and the numbers.
@@ -555,7 +568,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def training_options(file: Path) -> Callable[[list[str]], Namespace]:
-    """Return what reads words as options of ``smlp vision train``; messages name the file that they come from."""
+    """Return a function that reads words as options of ``smlp vision train``; messages name the file they come from."""
 
     class OptionsOfFile(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -625,7 +638,7 @@ def _setting(word: str) -> tuple[str, Any]:
 
 
 def with_sentences(work: Any, options: Namespace) -> Any:
-    """Call ``work``; a sentence of a process that loads images arrives as one, without the traceback around it."""
+    """Call ``work``; a UserError in a process that loads images is passed on without the traceback around it."""
     try:
         return work(options)
     except UserError as error:

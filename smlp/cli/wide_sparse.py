@@ -31,8 +31,8 @@ _COMMANDS = {
 _RUN = """train the models of a sweep with several seeds; OUT gets report.md, report.json, report.png and a folder for
 each run
 
-The same command resumes what was stopped; finished runs are kept, and points and seeds can be added. The runner is that
-of smlp vision compare. What the file may say: docs/wide_sparse.md.
+The same command resumes interrupted runs; finished runs are kept, and points and seeds can be added. The runner is that
+of smlp vision compare. docs/wide_sparse.md describes the file.
 
 exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command resumes)"""
 #: channels of Figure 4 (right)
@@ -79,13 +79,13 @@ def _spectrum_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="without a model: random matrices for each width, some ten seconds each (default: the formulas alone)",
     )
-    parser.add_argument("--seed", **whole(0, MOST_SEED), metavar="N", help="of random weights (default: 1)")
+    parser.add_argument("--seed", **whole(0, MOST_SEED), metavar="N", help="seed of random weights (default: 1)")
     parser.add_argument("--json", metavar="FILE", help="also write the numbers here")
 
 
 def _cka_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", metavar="CHECKPOINT", help="of smlp vision train")
-    parser.add_argument("second", metavar="CHECKPOINT", help="of smlp vision train")
+    parser.add_argument("first", metavar="CHECKPOINT", help="checkpoint of smlp vision train")
+    parser.add_argument("second", metavar="CHECKPOINT", help="the other checkpoint")
     parser.add_argument(
         "--data-dir", required=True, metavar="DIR", help="holds the split, with a folder for each class"
     )

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.numbers import whole
-from smlp.cli.options import add_model_options, add_scoring_options, add_team_options, as_team, load_model
+from smlp.cli.options import (
+    add_model_options,
+    add_scoring_options,
+    add_spread_option,
+    add_team_options,
+    as_team,
+    load_model,
+)
 from smlp.cli.progress import RecordsProgress
 from smlp.errors import UserError
 from smlp.evaluation.zeroshot.readers import READERS
@@ -56,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="only the first N records of each task's file, which is not a random sample",
     )
     parser.add_argument("--num-fewshot", **whole(0), default=0, metavar="K", help="solved examples before each record")
-    parser.add_argument("--fewshot-seed", type=int, metavar="N", help="draws them (default: 1)")
+    parser.add_argument("--fewshot-seed", type=int, metavar="N", help="seed for drawing them (default: 1)")
     add_scoring_options(parser)
     parser.add_argument(
         "--output",
@@ -66,6 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the report here too")
     add_team_options(parser)
+    add_spread_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_not_kept(args: argparse.Namespace) -> None:
-    """Refuses to write the report where scores are kept, which are removed at the end."""
+    """Refuse to write the report over the file of partial scores, which is removed at the end."""
     from smlp.evaluation.zeroshot.partial import partial_path
 
     if args.output and args.json and partial_path(args.output).resolve() == Path(args.json).resolve():
@@ -90,7 +98,7 @@ def check_not_read(data_dir: Path, **paths: str | None) -> None:
 
     Args:
         data_dir: folder of the tasks.
-        **paths: what is to be written, by option; None for one that is not given.
+        **paths: file to write, by option; None for an option that is not given.
 
     Raises:
         UserError: an output is a file of a task; the message names it.
@@ -162,6 +170,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
         "skip_too_long": args.skip_too_long,
         "batch_tokens": args.batch_tokens,
         "dtype": args.dtype,
+        "spread_experts": args.spread_experts,
     }
     kept = _kept_scores(args, settings, model, tasks, team)
     if team.is_first:
@@ -191,17 +200,19 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
 def _kept_scores(
     args: argparse.Namespace, settings: dict[str, Any], model: LanguageModel, tasks: list[Task], team: Team
 ) -> PartialScores | None:
-    """Return the scores of an interrupted run with the same output; None without an output to keep them by."""
+    """Return the scores of an interrupted run with the same output; None without an output."""
     from smlp.evaluation.zeroshot.partial import PartialScores, digest_of, partial_path, weights_digest
 
     if not args.output or (Path(args.output).exists() and not Path(args.output).is_file()):
         return None
-    pins = {}
+    pins, weights = {}, weights_digest(model.decoder) if team.is_first or args.spread_experts else None
+    if args.spread_experts:
+        weights = digest_of(team.gather(weights))
     if team.is_first:
         pins = {
             **{name: value for name, value in settings.items() if name not in ("model", "data_dir")},
             "device": model.decoder.embedding.weight.device.type,
-            "weights": weights_digest(model.decoder),
+            "weights": weights,
             **{f"records of {task.name}": digest_of(task.prepared.parts()) for task in tasks},
         }
     kept = PartialScores(partial_path(args.output), pins, team)

@@ -47,7 +47,7 @@ def counted_flops(model: Decoder | Encoder, num_seqs: int = 1, num_tokens: int |
         By component, named as in :mod:`smlp.costs.formula`; together they are the total.
 
     Raises:
-        UserError: the model runs an operator that nobody knows the cost of; the message names it.
+        UserError: the model runs an operator whose cost is unknown; the message names it.
     """
     num_tokens = model.config.max_tokens if num_tokens is None else num_tokens
     root, parts = root_of(model.config), components(model.config, num_tokens)

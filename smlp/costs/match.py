@@ -117,8 +117,8 @@ def match(
     Args:
         family: one of :func:`families`.
         target: X, multiply-adds of the forward pass for each token at the full context.
-        vary: ``layers`` keeps the share of sparse layers as near to the preset's as it can, and moves the feed-forward
-            width as well where whole layers do not do; ``ffn`` moves that width alone.
+        vary: ``layers`` keeps the share of sparse layers as near to the preset's as possible, and changes the
+            feed-forward width as well if whole layers are too coarse; ``ffn`` changes only that width.
         size: start from the preset of this size where the family has one: ``""``, ``"_tiny"`` or ``"_large"``.
         overrides: settings that all families share, such as ``max_tokens``; the feed-forward width follows
             ``embed_dim`` in proportion.

@@ -1,4 +1,4 @@
-"""The rate of matrix products that a device reaches, as it is just now: what speeds are compared with."""
+"""The rate of matrix products that a device reaches at the moment, with which speeds are compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.25)
     """Return the floating-point operations a second of a square product as our linear layers take it (multiply and add
     are two).
 
-    Draws its numbers from a generator of its own, and takes about as long as is asked for: the product grows until a
+    Draws its numbers from a generator of its own, and takes about the requested time: the product grows until a
     larger one would take more than the time that is left, and the fastest of the last size counts.
 
     Args:

@@ -1,7 +1,7 @@
 """Teach fvcore the operators of this package: handles that it lacks, and operators that cost nothing, with the reason.
 
 fvcore skips operators that it does not know, with a warning at most. Here an operator that is in none of its tables and
-none of these is taken for a matrix product until somebody has looked at it.
+none of these counts as a matrix product until it is added to one.
 """
 
 from __future__ import annotations

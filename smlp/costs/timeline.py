@@ -24,7 +24,7 @@ _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 #: precedence if several are busy at the same time
 _MAIN_THREAD, _BACKWARD_THREAD, _COMMUNICATION, _COMPUTATION = range(4)
 
-#: what a piece of time belongs to, by as many classifications as the caller has; None where one of them knows nothing
+#: the owner of a piece of time in each of the caller's classifications; None where one of them has no owner
 Owner = tuple[Hashable, ...]
 #: an owner; and FORWARD, BACKWARD, or None outside both
 Claim = tuple[Owner, str | None]
@@ -131,7 +131,7 @@ class TraceTimeline:
             open_events.append((event, in_backward))
 
     def _claim(self, event: Event | None) -> Claim:
-        """Return what the time of an event belongs to, and in which pass."""
+        """Return the owner of an event's time, and its pass."""
         if event is None:
             return self.nobody, None
         if event not in self.found:
@@ -151,7 +151,7 @@ class TraceTimeline:
         return tuple(mine or outer for mine, outer in zip(own, self._claim(source)[0], strict=True))
 
     def _busy(self, start: float, end: float) -> Counter[Event]:
-        """Return who was busy between two times, and for how long: every moment is given to one event."""
+        """Return the time between two moments by the event that was busy; every moment counts for one event."""
         events = [(self._rank(event), event) for event in (*self.busy_on_cpu, *self.on_device)]
         events = [(rank, event) for rank, event in events if event.end > start and event.start < end]
         events.sort(key=lambda item: (item[1].start, -item[1].end))

@@ -30,7 +30,7 @@ _BASELINE_COLOUR = "#555555"
 
 @dataclass(frozen=True)
 class LossPoint:
-    """Loss after so many updates, in bits per token, without auxiliary losses if the criterion reports them apart."""
+    """Loss after a number of updates, in bits per token, without auxiliary losses that are reported separately."""
 
     num_updates: int
     bits: float

@@ -83,7 +83,7 @@ def leak_test(
         seed: of the random tokens.
 
     Raises:
-        UserError: there is no position to test, or one is outside the context; or nobody knows the rounding of a type.
+        UserError: there is no position to test, one is outside the context, or the rounding error of a type is unknown.
     """
     config = decoder.config
     for dtype in dtypes:

@@ -105,7 +105,7 @@ def _cells(
 
 
 def largest_spread(decoder: Decoder, num_ranks: int) -> int:
-    """Return the largest part of so many ranks over which the experts can be spread evenly."""
+    """Return the largest number that divides ``num_ranks`` and over which the experts can be spread evenly."""
     return int(np.gcd(decoder.config.moe.num_experts, num_ranks)) if decoder.config.num_sparse_layers else 1
 
 

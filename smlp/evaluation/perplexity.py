@@ -35,8 +35,8 @@ def of_bits(loss: float) -> float:
 
 @dataclass(frozen=True)
 class TextSize:
-    """Words, lines and UTF-8 bytes of a text; empty lines count as lines, for they too are predicted, and each line's
-    end as one byte."""
+    """Words, lines and UTF-8 bytes of a text; empty lines count as lines, because they are predicted too, and each
+    line's end as one byte."""
 
     num_words: int
     num_lines: int

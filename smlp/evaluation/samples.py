@@ -132,7 +132,7 @@ class Samples:
         return SampleBatch(*map(torch.from_numpy, (sources, targets, places)))
 
     def up_to(self, num_tokens: int) -> Samples:
-        """Return the first samples, until they hold so many tokens."""
+        """Return the first samples, until they hold this many tokens."""
         inside = int(np.searchsorted(self.end_S, num_tokens)) + 1
         per_sample = (self.first_S, self.end_S, self.context_S, self.scored_from_S)
         return Samples(self.sources_M, self.targets_M, self.places_M, *(values[:inside] for values in per_sample))
@@ -141,7 +141,7 @@ class Samples:
 def cut(tokens_N: np.ndarray, lengths_L: np.ndarray, cutting: Cutting) -> Samples:
     """Cut a stream as fairseq's TokenBlockDataset, MonolingualDataset and LMContextWindowDataset do.
 
-    Every token is predicted from the one before it; the first of a sample that starts with a line from ``</s>``.
+    Every token is predicted from the one before it; if a sample starts with a line, its first token from ``</s>``.
     Samples longer than the model's context are left out, as fairseq leaves them out. Context is what was fed before, as
     much of it as fits into ``tokens_per_sample`` together with the sample.
 

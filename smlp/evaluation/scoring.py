@@ -80,13 +80,13 @@ def score_samples(
     A batch is computed in the same way whichever rank gets it, so that the numbers do not depend on how many there are.
 
     Args:
-        decoder: in the mode that is wanted.
+        decoder: in the mode in which to score.
         samples: of a stream.
         batches: numbers of samples that are fed together.
         num_tokens: N.
         team: ranks that share the batches; this process alone by default.
-        in_step: whether all ranks shall make equally many forward passes, some with an empty batch: what a decoder
-            needs whose experts are spread over them.
+        in_step: whether all ranks make equally many forward passes, some with an empty batch; a decoder whose experts
+            are spread over them needs this.
         seen: called with each forward pass's context on this rank.
 
     Raises:

@@ -160,12 +160,14 @@ def describe(data: str, subsets: tuple[str, ...]) -> dict[str, Any]:
     tokenizer = Tokenizer(Vocabulary.load(dictionary), tokenizer_file) if tokenizer_file else None
     for subset in subsets:
         stream = read_fairseq_tokens(folders[0] / subset)
-        words = int(decoded_sizes(stream, tokenizer).words_N.sum()) if tokenizer else None
+        sizes = decoded_sizes(stream, tokenizer) if tokenizer else None
+        words = int(sizes.words_N.sum()) if sizes else None
         splits[subset] = {
             "tokens": len(stream.tokens),
             "sha256": checksum(folders[0] / subset),
             "words": words,
             "words_per_token": words / len(stream.tokens) if words else None,
+            "bytes": int(sizes.bytes_N.sum()) if sizes else None,
         }
     return {
         "data": data,

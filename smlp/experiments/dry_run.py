@@ -82,7 +82,7 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     else:
         if experiment.text is not None:
             check_text(experiment.text)
-        print(f"no data yet: {vocab_size:,} pieces are assumed, and validations are not in the time")
+        print(f"no data yet: {vocab_size:,} pieces are assumed, and the time does not include validations")
     data = argument(experiment, folder)
     tasks = experiment.evaluation.zeroshot_data
     if tasks is not None and not tasks.is_dir():

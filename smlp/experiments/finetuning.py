@@ -61,7 +61,7 @@ class TaskData:
     """A folder of ``smlp data glue`` or ``smlp data squad``."""
 
     path: Path
-    #: a task of GLUE, :data:`SQUAD` or :data:`SQUAD_2`; None for files of one's own
+    #: a task of GLUE, :data:`SQUAD` or :data:`SQUAD_2`; None for your own files
     task: str | None
     metric: str
     #: splits with labels, to validate on; the first one chooses

@@ -69,7 +69,7 @@ RUN = {
 }
 _LOSSES = {"nll_all": Maybe(_NUMBER), "nll_after_prefix": Maybe(_NUMBER), "tokens": Maybe(int), "words": Maybe(int)}
 SCORES = {"subsets": Each(_LOSSES), "prefix": Maybe(int), "num_updates": Maybe(int)}
-_SPLIT = {"tokens": Maybe(int), "words": Maybe(int), "words_per_token": Maybe(Finite())}
+_SPLIT = {"tokens": Maybe(int), "words": Maybe(int), "words_per_token": Maybe(Finite()), "bytes": Maybe(int)}
 DATA = {"splits": Each(Maybe(_SPLIT))}
 _PLACE = ("jobs", "threads", "cores", "world_size")
 ENVIRONMENT = {"git": Maybe(dict), "gpus": Maybe([str]), **dict.fromkeys(_PLACE, Maybe(int))}

@@ -47,7 +47,7 @@ class Machine:
             return cls.shared(jobs, resources.ranks, resources.threads)
         if num_gpus < resources.ranks * (jobs if resources.ranks > 1 else 1) or num_gpus == 0:
             raise UserError(
-                f"{experiment.path}: run.jobs {jobs} at a time with run.ranks {resources.ranks} each want more than "
+                f"{experiment.path}: run.jobs {jobs} at a time with run.ranks {resources.ranks} each need more than "
                 f"the {num_gpus} GPUs that are visible here"
             )
         return cls.shared(jobs, resources.ranks, resources.threads, num_gpus)
@@ -62,7 +62,7 @@ class Machine:
 
     @property
     def runs_on_a_gpu(self) -> int:
-        """The most runs that share a GPU; 1 if each has its own, or none."""
+        """The largest number of runs that share a GPU; 1 if each has its own, or none."""
         taken = Counter(gpu for gpus in self.gpus for gpu in gpus)
         return max(taken.values(), default=1)
 
@@ -242,7 +242,7 @@ def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> s
 
 
 def _zeroshot_of(experiment: Experiment) -> dict[str, Any] | None:
-    """Return what is to be answered, as ``run.json`` records it."""
+    """Return which tasks to answer, as ``run.json`` records it; None for no tasks."""
     wanted = experiment.evaluation
     if wanted.zeroshot_data is None:
         return None
@@ -286,7 +286,7 @@ def run_here(
 def time_here(
     experiment: Experiment, folder: Folder, runs: Sequence[PlannedRun], machine: Machine
 ) -> signal.Signals | None:
-    """Time updates of the models in turn, if a model has no time yet; a failure costs these times and nothing else.
+    """Time updates of the models in turn, if a model has no time yet; if this fails, only these times are missing.
 
     Returns:
         The signal that stopped it, or None.
@@ -308,7 +308,7 @@ def time_here(
 
 
 class _Timing(Chain):
-    """A single command, on which nothing else depends."""
+    """A single command on which nothing else depends."""
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
         self._steps = [Step("speed", command, log, environment)]

@@ -46,7 +46,7 @@ class Median:
 def results_of(plan: Finetuning, folder: Folder) -> dict[str, Any]:
     """Return what ``results.json`` holds: every run, the medians of every point, and which point is best.
 
-    Only points of which all runs are done can be chosen; of equals, the first one.
+    Only points with all runs done can be chosen; among equals, the first one.
     """
     data, points = plan.data, []
     for lr, batch_size in plan.grid:
@@ -115,17 +115,17 @@ def page(results: dict[str, Any]) -> str:
         if confidences:
             notes[-1] += (
                 f" Intervals are between order statistics, with a confidence of {' or '.join(confidences)}. They are "
-                "about seeds, and leave out that other validation data would give other scores."
+                "about seeds; other validation data would give other scores, which they do not cover."
             )
     if best is not None and len(results["points"]) > 1:
         notes.append("The best point (bold) is chosen by these scores, so its median is somewhat too high.")
     if results["at_edge"]:
-        notes.append("The best learning rate is at the edge of the grid: a wider one could be better.")
+        notes.append("The best learning rate is at the edge of the grid; one outside it could be better.")
     if paper is not None:
         of = (
             "each a median of five runs"
             if paper["table"] == "Table 6"
-            else "of which the paper names no number of runs"
+            else "for which the paper gives no number of runs"
         )
         notes.append(f"The paper's scores are those of Liu et al., 2021, {of}.")
     missing = [
@@ -135,7 +135,7 @@ def page(results: dict[str, Any]) -> str:
         if not run["scores"]
     ]
     if missing:
-        notes.append("\n".join(["Not done, so that their points cannot be chosen:", "", *missing]))
+        notes.append("\n".join(["The following runs are not done, so their points cannot be chosen:", "", *missing]))
     return "\n\n".join([f"# {results['encoder']['arch']} on {data['task'] or data['path']}", *notes]) + "\n"
 
 

@@ -81,7 +81,7 @@ class PlannedRun:
 
 
 def entries_of(experiment: Experiment, vocab_size: int) -> list[ModelEntry]:
-    """Return the models that the file names, and those that it asks to be matched.
+    """Return the models that the file names, and those that ``match`` finds for it.
 
     Raises:
         UserError: a family cannot be matched, or two models share a name.
@@ -172,8 +172,8 @@ def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[P
     return plan_models(experiment, vocab_size, configure)
 
 
-def spread_of(models: Sequence[PlannedModel]) -> float:
-    """Return the largest cost over the smallest, less one."""
+def spread_of(models: Sequence[Any]) -> float:
+    """Return the largest ``flops_per_token`` of some models over the smallest, less one."""
     costs = [model.flops_per_token for model in models]
     return max(costs) / min(costs) - 1
 

@@ -191,12 +191,12 @@ def _data(top: Section) -> tuple[str | None, TextSource | None]:
     section.end()
     if source is None and not files:
         if data is None:
-            raise UserError(f"{top.path}: neither data (a folder of binary data) nor text (to make them of) is there")
+            raise UserError(f"{top.path}: give data (a folder of binary data) or text (to make them from)")
         return data, None
     if data is not None:
-        raise UserError(f"{top.path}: data and text are both there: give one of the two")
+        raise UserError(f"{top.path}: data and text are both given: give one of the two")
     if source is not None and files:
-        raise section.error("source", "and text.files are both there: give one of the two")
+        raise section.error("source", "and text.files are both given: give one of the two")
     if source is not None and source not in TEXT_SOURCES:
         raise section.error("source", f"must be one of {', '.join(TEXT_SOURCES)}, got {source!r}")
     return None, TextSource(source, tuple(Path(name) for name in files), vocab_size)
@@ -270,7 +270,7 @@ def _matching(top: Section) -> Matching | None:
             raise section.error("families", f"has {name!r}, which is not one of {', '.join(known)}")
     like, flops = section.text("like"), section.number("flops_per_token")
     if (like is None) == (flops is None):
-        raise UserError(f"{top.path}: match wants either like (an architecture) or flops_per_token")
+        raise UserError(f"{top.path}: match needs either like (an architecture) or flops_per_token")
     vary = section.text("vary", "layers", ("layers", "ffn"))
     sizes = {name: section.as_count(name, value) for name, value in section.settings().items()}
     return Matching(families, like, flops, vary, sizes)
@@ -305,7 +305,7 @@ def _tuning(section: Section, tokens_per_update: int) -> Tuning:
     grid = section.settings()
     if len(grid) != 1 or updates is None:
         raise UserError(
-            f"{section.path}: tune wants one option of training with a list of values, such as lr: [1.0e-3, 2.0e-3], "
+            f"{section.path}: tune needs one option of training with a list of values, such as lr: [1.0e-3, 2.0e-3], "
             f"and tokens or updates; it has {', '.join(grid) or 'no option'}"
         )
     ((option, values),) = grid.items()
@@ -314,7 +314,7 @@ def _tuning(section: Section, tokens_per_update: int) -> Tuning:
     if isinstance(values, list):
         values = [_as_number(value) for value in values]
     if not isinstance(values, list) or len(values) < 2 or len(set(map(str, values))) < len(values):
-        raise section.error(option, f"wants at least two different values in a list, got {shown(values)}")
+        raise section.error(option, f"needs at least two different values in a list, got {shown(values)}")
     return Tuning(option, tuple(values), updates, seed)
 
 
@@ -332,7 +332,7 @@ def _resources(section: Section) -> Resources:
     ranks = section.count("ranks")
     if where == "slurm":
         if (gpus is None) == (tasks is None):
-            raise UserError(f"{section.path}: run wants gpus_per_node or, on CPUs, tasks_per_node for Slurm")
+            raise UserError(f"{section.path}: run needs gpus_per_node or, on CPUs, tasks_per_node for Slurm")
         if ranks is not None:
             raise section.error("ranks", "follows from run.nodes and run.gpus_per_node with Slurm: leave it out")
         ranks = nodes * (gpus or tasks)

@@ -71,7 +71,7 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
         if stopped is None and is_alone:
             stopped = time_here(experiment, folder, runs, machine)
         if stopped is not None:
-            print(f"stopped by {stopped.name}; the same command goes on", flush=True)
+            print(f"stopped by {stopped.name}; the same command resumes", flush=True)
             return EXIT_INTERRUPTED if stopped == signal.SIGINT else EXIT_STOPPED
         return _summary(experiment, folder, models, chosen)
 

@@ -37,7 +37,7 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class Matching:
-    """Families whose settings are to be found so that they cost the same (``smlp match``)."""
+    """Families for which to find settings that cost the same (``smlp match``)."""
 
     families: tuple[str, ...]
     like: str | None

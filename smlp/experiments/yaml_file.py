@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, (str, int, float, bool)):
                 if key in seen:
-                    raise yaml.MarkedYAMLError(problem=f"{key!r} stands twice", problem_mark=key_node.start_mark)
+                    raise yaml.MarkedYAMLError(problem=f"{key!r} is given twice", problem_mark=key_node.start_mark)
                 seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -65,11 +65,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         num_values = _num_values(content, {})
     except RecursionError:
-        raise UserError(f"{path}: an alias stands inside what it means") from None
+        raise UserError(f"{path}: an alias is used inside its own value") from None
     except UnicodeEncodeError as error:
         raise UserError(f"{path}: {shown(error.object)} holds half of a surrogate pair, which is no text") from None
     if num_values > _MOST_VALUES:
-        raise UserError(f"{path} means {num_values:,} values with its aliases, and at most {_MOST_VALUES:,} are read")
+        raise UserError(f"{path} has {num_values:,} values with aliases expanded; at most {_MOST_VALUES:,} are read")
     if not isinstance(content, dict):
         raise UserError(f"{path} holds {_kind(content)}, where names with values are expected")
     return content
@@ -198,7 +198,7 @@ class Section:
         for key, value in self.items().items():
             name = key.replace("-", "_")
             if not _NAME.fullmatch(name):
-                raise self.error(key, "is no name of a setting; a value with a comma needs quotes inside { }")
+                raise self.error(key, "is not the name of a setting; a value with a comma needs quotes inside { }")
             if name in found:
                 raise self.error(key, "is given twice, with a dash and with an underscore")
             found[name] = value

@@ -58,7 +58,7 @@ def changed_settings(then: ModelConfig, now: ModelConfig) -> str | None:
     if not names:
         return None
     values = [", ".join(f"{name}={some.get(name)}" for name in names) for some in (before, after)]
-    return f"{values[0]}; this run goes on with {values[1]}"
+    return f"{values[0]}; this run continues with {values[1]}"
 
 
 def _keep_brought_along(trainer: Any, then: ModelConfig, now: ModelConfig, filename: str) -> None:

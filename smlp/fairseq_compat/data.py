@@ -232,7 +232,7 @@ def subsets(directory: str | Path, split: str) -> list[str]:
 
 
 def check_format(prefix: str, wanted: str | None) -> None:
-    """Refuse a ``--dataset-impl`` that the data are not of; without one, fairseq finds out by itself.
+    """Refuse a ``--dataset-impl`` that is not the data's format; without the option, fairseq detects the format.
 
     Raises:
         UserError: the message names both formats.

@@ -155,11 +155,13 @@ def check_moments(path: str, trainer: Any) -> None:
     Raises:
         UserError: a moment has another shape than its parameter; the message names the parameter.
     """
-    moments = trainer.optimizer.optimizer.state
+    # --zero-sharding os: this rank's part of the parameters is in the optimizer inside fairscale's
+    part = getattr(trainer.optimizer.optimizer, "optim", None)
+    moments = (part or trainer.optimizer.optimizer).state
     if not moments:
         return
     names = {parameter: name for name, parameter in trainer.get_model().named_parameters()}
-    learnt = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    learnt = [parameter for group in (part or trainer.optimizer).param_groups for parameter in group["params"]]
     without = []
     for number, parameter in enumerate(learnt):
         name = names.get(parameter, f"number {number}")

@@ -130,10 +130,10 @@ def _check_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
         raise UserError("--amp and --memory-efficient-bf16 are both given: choose one of the two")
     if distributed.cpu_offload and distributed.ddp_backend != "fully_sharded":
         raise UserError(f"--cpu-offload needs --ddp-backend fully_sharded, got {distributed.ddp_backend}")
-    if distributed.zero_sharding != "none" and (num_ranks == 1 or not has_cuda):
+    if distributed.zero_sharding != "none" and num_ranks == 1:
         raise UserError(
-            f"--zero-sharding {distributed.zero_sharding} shares out the optimizer's state among GPUs, and this run "
-            f"has {num_ranks if has_cuda else 'none'}: leave it out"
+            f"--zero-sharding {distributed.zero_sharding} shares out the optimizer's state among ranks, and this run "
+            "has one: leave it out"
         )
     if getattr(distributed, "pipeline_model_parallel", False):
         raise UserError("--pipeline-model-parallel is for fairseq's pipelines of translation models: leave it out")

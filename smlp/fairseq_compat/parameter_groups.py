@@ -53,7 +53,7 @@ def divide_steps(optimizer: Any, core: Stack, parameters: Sequence[nn.Parameter]
         options: of the model.
 
     Raises:
-        UserError: the optimizer keeps all parameters in one tensor.
+        UserError: the optimizer keeps all parameters in one tensor, or only this rank's.
     """
     factor, spatial_decay = options.spatial_lr_factor, options.spatial_weight_decay
     freezes = core.config.num_sparse_layers > 0 and core.config.follows_progress
@@ -64,6 +64,11 @@ def divide_steps(optimizer: Any, core: Stack, parameters: Sequence[nn.Parameter]
     if is_spatial_wanted and SPATIAL not in roles.values():
         logger.warning("--spatial-lr-factor and --spatial-weight-decay have no effect: there are no spatial weights")
     torch_optimizer = optimizer.optimizer
+    if hasattr(torch_optimizer, "optim"):  # fairscale's copies rates and weight decays group by group
+        raise UserError(
+            "--zero-sharding os keeps one rate and one weight decay for all parameters: leave it out, or leave out "
+            "--no-decay-norms, --spatial-lr-factor, --spatial-weight-decay and --router-freeze"
+        )
     own = [parameter for group in torch_optimizer.param_groups for parameter in group["params"]]
     if [parameter.shape for parameter in own] != [parameter.shape for parameter in parameters]:
         raise UserError(

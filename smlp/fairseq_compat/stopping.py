@@ -92,7 +92,7 @@ def _save_and_leave(trainer: Any) -> None:
     stop_signals.leave()
     leave()
     if distributed_utils.is_master(trainer.cfg.distributed_training):
-        saved = f"saved {path}; the same command goes on from it" if path else "nothing is saved with these options"
+        saved = f"saved {path}; the same command resumes from it" if path else "nothing is saved with these options"
         logger.info(f"stopped by {name} after update {num_updates}: {saved} (exit status {EXIT_STOPPED})")
     sys.exit(EXIT_STOPPED)
 

@@ -84,7 +84,7 @@ class SparseTrainer(Trainer):
             keep_freed_memory()
         if self.core is not None:
             self._train_micro_batch, task.train_step = task.train_step, self.train_micro_batch
-            self._open_records()
+            self._prepare_options()
 
     def _settle(self, cfg: Any, model: nn.Module) -> None:
         """Refuse settings that cannot work, and choose the layout of gradients that experts need.
@@ -101,8 +101,8 @@ class SparseTrainer(Trainer):
                 cfg.common.fp16_no_flatten_grads = True
         check_half_precision(cfg, torch.cuda.is_available() and not cfg.common.cpu)
 
-    def _open_records(self) -> None:
-        """Prepare what the options of the model ask to write down."""
+    def _prepare_options(self) -> None:
+        """Prepare what the options of the model ask for: records, a profile, compiled blocks."""
         options = self.cfg.model
         for name in ("data_order_file", "update_times_file", "environment_file"):
             if getattr(options, name, None) is not None and self.data_parallel_rank == 0:
@@ -115,6 +115,9 @@ class SparseTrainer(Trainer):
             write_environment(Path(options.environment_file), self.device, self.data_parallel_world_size)
         if getattr(options, "profile_updates", None):
             self.profiler = UpdateProfiler(self)
+        if getattr(options, "compile", False):
+            for block in self.core.blocks:  # one by one: equal blocks share what is compiled
+                block.compile()
 
     def _build_optimizer(self) -> None:
         """Build it so that it takes the state of all experts and averages the gradients of spread ones."""

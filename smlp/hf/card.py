@@ -21,7 +21,7 @@ tags:
 {summary}
 
 ```python
-import smlp.hf  # or pass trust_remote_code=True below; the package smlp is needed either way
+import smlp.hf  # of the package smlp-lm, which trust_remote_code=True below would need too
 from transformers import {auto}, AutoTokenizer
 
 model = {auto}.from_pretrained("{name}")
@@ -56,7 +56,7 @@ def model_card(checkpoint: Checkpoint, name: str) -> str:
     experts = f", {config.num_experts} experts in each sparse block" if config.num_sparse_layers else ""
     summary = (
         f"{'An encoder' if is_encoder else 'A language model'} of the architecture `{checkpoint.arch}` of the package "
-        f"smlp, with {total:,} parameters{experts}: {config.num_dense_layers} dense and {config.num_sparse_layers} "
+        f"smlp-lm, with {total:,} parameters{experts}: {config.num_dense_layers} dense and {config.num_sparse_layers} "
         f"sparse blocks of width {config.embed_dim}, a context of {config.max_tokens} tokens and a vocabulary of "
         f"{config.vocab_size:,}."
     )

@@ -29,7 +29,14 @@ logger = logging.get_logger(__name__)
 _IGNORED = -100
 _REMOTE_CODE = '''"""Lets transformers find the classes of the package smlp with trust_remote_code=True."""
 
-from smlp.hf import {config}, {model}  # noqa: F401
+# inside of try, where transformers does not look for packages: it would offer PyPI's smlp, which is another project
+try:
+    from smlp.hf import {config}, {model}  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"{{error}}: this model needs the package smlp-lm with its extra hf, which is imported as smlp; the package "
+        "smlp of PyPI is another project"
+    ) from error
 '''
 #: options of transformers that mean nothing if they are not set
 _UNSUPPORTED = ("inputs_embeds", "position_ids", "output_hidden_states", "output_attentions", "token_type_ids")

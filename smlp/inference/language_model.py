@@ -155,10 +155,10 @@ class LanguageModel(nn.Module):
     ) -> Iterator[str]:
         """Return the continuation of a prompt, piece by piece; options are those of :meth:`writer`.
 
-        What may be the beginning of a stop string is held back until it is known.
+        Text that may be the beginning of a stop string is held back until that is decided.
 
         Raises:
-            UserError: as :meth:`continuations`; also for a beam search, which knows no text before its end.
+            UserError: as :meth:`continuations`; also for a beam search, which has no text before its end.
         """
         writer = self.writer(max_tokens, method, **options)
         return (new for _, new in writer.follow([writer.prompt_tokens(prompt)]) if new)
@@ -181,10 +181,10 @@ class LanguageModel(nn.Module):
         Args:
             max_tokens: most new tokens of a text.
             method: how tokens are chosen; by default drawn from the model's whole distribution.
-            stop: a string, or several: a text ends before the first that comes up.
+            stop: a string, or several: a text ends before the first one that occurs.
             stop_at_eos: end a text at ``</s>``, the end of a line or document in the training data, instead of going on
                 on the next line. Beam search always does.
-            min_tokens: before so many new tokens, no ``</s>`` ends a text.
+            min_tokens: ``</s>`` ends a text only after this many new tokens.
             when_full: where a text needs more than the model's context: "refuse", "stop" it there, or "slide" (forget
                 the earlier half and go on).
             num_return: texts for each prompt.

@@ -33,7 +33,7 @@ TERMINATION_SECONDS = 5.0
 RANK_BYTES = 2**28
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-#: a port where the ranks meet: from here to the ports that the system hands out by itself
+#: ports at which ranks may meet: from here up to those that the system assigns by itself
 _LOWEST = 10000
 # The default on Linux; macOS and Windows begin at 49152.
 _FIRST_EPHEMERAL = 32768
@@ -193,7 +193,7 @@ class _LocalRanks:
         return code if code > 0 else 128 - code
 
     def report(self) -> str:
-        """Say which rank ended first, which one failed, and which ones were frozen."""
+        """Print which rank ended first, which one failed, and which ones were frozen."""
         first = next(iter(self.codes))
         said = [f"rank {first} of {self.num_ranks} ended first, {_how(self.codes[first])}"]
         if self.failed in self.late:
@@ -282,11 +282,11 @@ def _copy_lines(prefix: bytes, source: BinaryIO, target: TextIO, lock: threading
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nobody listens on and that the system does not hand out by itself.
+    """Return a TCP port of 127.0.0.1 on which nobody listens and which the system does not assign by itself.
 
     Ranks take seconds until they listen on it. By then, a port of the ephemeral range, which binding to port 0 returns,
-    may be one end of another connection, so that the ranks cannot bind to it or talk to a stranger. So the port is
-    drawn from those below that range, if the system leaves any there.
+    may be one end of another connection, so that the ranks cannot bind to it, or talk to another program. The port is
+    therefore drawn from those below that range, if the system leaves any there.
 
     Raises:
         OSError: no port can be bound.

@@ -53,7 +53,7 @@ def tasks_of_step(environ: Mapping[str, str], is_interactive: bool) -> Tasks | N
     Args:
         environ: environment variables.
         is_interactive: whether the process belongs to a terminal. In a step with one (``srun --pty``) only the first of
-            the tasks does anything, and what it starts is started by hand.
+            the tasks does anything, and the user starts everything else by hand.
 
     Raises:
         UserError: variables contradict each other.

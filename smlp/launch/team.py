@@ -1,4 +1,4 @@
-"""Ranks that share work without sharing weights: each has the whole model, does its part and shows it to the others."""
+"""Ranks that share work, not weights: each has the whole model, does a part of the work and shares its results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Team:
         return self.rank == 0
 
     def gather(self, part: _T) -> list[_T]:
-        """Return what every rank has given, in the order of the ranks; any object that can be pickled.
+        """Return the objects that the ranks pass, in the order of the ranks; any objects that can be pickled.
 
         Raises:
             ParallelError: a rank is gone.
@@ -83,7 +83,7 @@ def team_at(place: Place | None, wanted_device: str | None = None) -> Iterator[T
 
     Args:
         place: of this process, from :func:`smlp.launch.ranks.place_of`.
-        wanted_device: what the user asks for; ranks that are to use CPUs may be more than there are GPUs.
+        wanted_device: the user's choice; there may be more ranks than GPUs if they use CPUs.
 
     Raises:
         UserError: the ranks do not reach each other, or would have to share a GPU.
@@ -104,7 +104,7 @@ def team_at(place: Place | None, wanted_device: str | None = None) -> Iterator[T
 
 
 def leave() -> None:
-    """Disconnect the ranks when they are done with each other; does nothing if they never met.
+    """Disconnect the ranks when their common work is done; does nothing if they were never connected.
 
     Threads of the process group hold tensors for a moment after a collective has returned, and Python aborts if it ends
     in that moment.

@@ -53,6 +53,13 @@ RUN_OPTIONS = [
         "features",
         default=False,
     ),
+    option(
+        "compile",
+        bool,
+        "let torch.compile translate the blocks: for GPUs, on which it was never measured; on a CPU, updates take 1.1 "
+        "times as long (docs/torch.md)",
+        default=False,
+    ),
     option("spatial_lr_factor", float, "learning rate of spatial weights, as a multiple of --lr", default=1.0),
     option("spatial_weight_decay", float, "weight decay of spatial weights (default: that of --weight-decay)"),
     option("profile_dir", str, "folder for the profiles (default: the --save-dir)"),

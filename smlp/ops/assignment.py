@@ -19,11 +19,13 @@ Time is bounded for any input.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from smlp.ops.assignment_repair import PathRepair, move_cheapest, num_to_move
-from smlp.ops.fast_paths import assign_exactly, bands_of_tokens, is_traced, outside_graphs
+from smlp.ops.fast_paths import assign_exactly, bands_of_tokens, is_traced
 from smlp.ops.functional import columns_by_bands, rows_by_bands
 
 #: fixed noise of this share of the scores' spread breaks ties (the median token's largest minus smallest)
@@ -76,7 +78,6 @@ def balanced_assignment(scores: Tensor) -> Tensor:
     return balanced_assignments(scores.unsqueeze(0))[0]
 
 
-@outside_graphs  # as many steps as these scores need, with their values
 def balanced_assignments(scores: Tensor) -> Tensor:
     """:func:`balanced_assignment` of several problems of one size, each by itself, in one go.
 
@@ -89,9 +90,28 @@ def balanced_assignments(scores: Tensor) -> Tensor:
     Raises:
         FloatingPointError: a score is NaN.
     """
+    return torch.ops.smlp.balanced_assignments(scores) if is_traced() else _at_once(scores)
+
+
+def _at_once(scores_BNE: Tensor) -> Tensor:
     with torch.inference_mode():  # no gradients, and hundreds of small operations are faster so
-        owner_BN = _assigned(scores)
+        owner_BN = _assigned(scores_BNE)
     return owner_BN.clone()  # which a backward pass may keep
+
+
+def _of_all(info: Any, in_dims: tuple[int, ...], scores: Tensor) -> tuple[Tensor, int]:
+    """Assign many batches of problems (..., B, N, E) as one, for ``torch.func.vmap``."""
+    scores_VBNE = scores.movedim(in_dims[0], 0)
+    owner_XN = torch.ops.smlp.balanced_assignments(scores_VBNE.flatten(0, 1))
+    return owner_XN.unflatten(0, scores_VBNE.shape[:2]), 0
+
+
+# A single operator where torch traces: it takes as many steps as the scores need, with their values.
+_NAME = "smlp::balanced_assignments"
+torch.library.define(_NAME, "(Tensor scores) -> Tensor")
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _at_once)
+torch.library.register_fake(_NAME, lambda scores: scores.new_empty(scores.shape[:2], dtype=torch.long))
+torch.library.register_vmap(_NAME, _of_all)
 
 
 def _assigned(scores: Tensor) -> Tensor:

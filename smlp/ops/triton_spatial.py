@@ -250,7 +250,7 @@ def _first_that_fits(run: Callable[[Settings], None], choices: Sequence[Settings
 
 
 def _measured(run: Callable[[Settings], None], choices: Sequence[Settings]) -> Settings:
-    """The choice with which the kernel takes the least time, among those that the device can run."""
+    """Return the choice with which the kernel is fastest, among those that the device can run."""
     times = []
     for number, choice in enumerate(choices):
         try:

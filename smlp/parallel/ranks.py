@@ -107,7 +107,9 @@ def one_process(num_experts: int) -> Ranks:
     return Ranks(ExpertLayout(num_experts), LocalGroup(), LocalGroup(), LocalGroup())
 
 
-def connect(num_experts: int, group_size: int | None = None, timeout: timedelta | None = None) -> Ranks:
+def connect(
+    num_experts: int, group_size: int | None = None, timeout: timedelta | None = None, backend: str | None = None
+) -> Ranks:
     """Return the ranks of torch.distributed's default group, or one process if it is not initialised.
 
     A collective: every rank calls it with the same arguments. Expert and replica groups are process groups of their
@@ -117,6 +119,7 @@ def connect(num_experts: int, group_size: int | None = None, timeout: timedelta 
         num_experts: E.
         group_size: P; the largest that fits by default.
         timeout: of the expert and replica groups; torch's default if None.
+        backend: of the expert and replica groups; that of the default group if None.
 
     Raises:
         UserError: P does not divide W and E.
@@ -126,16 +129,16 @@ def connect(num_experts: int, group_size: int | None = None, timeout: timedelta 
         return Ranks(layout, LocalGroup(), LocalGroup(), LocalGroup())
     layout = ExpertLayout(num_experts, dist.get_world_size(), dist.get_rank(), group_size)  # type: ignore[arg-type]
     world = DistributedGroup(dist.group.WORLD) if layout.world_size > 1 else LocalGroup()
-    experts = _own_group(layout.expert_groups, layout.rank, timeout)
-    replicas = _own_group(layout.replica_groups, layout.rank, timeout)
+    experts = _own_group(layout.expert_groups, layout.rank, timeout, backend)
+    replicas = _own_group(layout.replica_groups, layout.rank, timeout, backend)
     return Ranks(layout, experts, replicas, world)
 
 
-def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None) -> Group:
+def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None, backend: str | None) -> Group:
     """Make all groups, as every rank must in the same order; return the one with this rank."""
     if len(groups[0]) == 1:
         return LocalGroup()
-    made = [dist.new_group(members, timeout=timeout) for members in groups]
+    made = [dist.new_group(members, timeout=timeout, backend=backend) for members in groups]
     (own,) = (group for group, members in zip(made, groups, strict=True) if rank in members)
     return DistributedGroup(own)
 

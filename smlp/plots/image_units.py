@@ -87,7 +87,7 @@ def gate_rows(state: Mapping[str, torch.Tensor]) -> dict[int, np.ndarray]:
 
 
 def _side(tokens: int) -> int:
-    """Return the side of a square of so many tokens; 0 if there is none."""
+    """Return the side of a square with this many tokens; 0 if there is none."""
     side = math.isqrt(tokens)
     return side if side * side == tokens else 0
 

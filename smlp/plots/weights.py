@@ -72,7 +72,7 @@ class Choice:
 
 @dataclass
 class WeightPlots:
-    """The numbers that were found and the pictures that were drawn."""
+    """The numbers and pictures of a model."""
 
     layers: list[SpatialLayer]
     #: numbers of every head or expert, by layer number

@@ -19,8 +19,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from smlp.inference.generation import Request
-from smlp.serving.engine import BusyError, Engine, Event, Failed, Job, NewToken, PromptScores
-from smlp.serving.questions import Asked, Question, QuestionError, Reader
+from smlp.serving.completion_request import CompletionRequest, RequestedPrompt, RequestError, RequestReader
+from smlp.serving.engine import BusyError, Engine, Event, Failed, NewToken, PromptJob, PromptScores
 from smlp.text.tokenizer import Tokenizer
 
 MOST_BYTES = 4 << 20  # of a request
@@ -35,7 +35,7 @@ _NOT_HERE = {
 _REASONS = {"end": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
-def make_app(engine: Engine, reader: Reader, api_key: str | None = None) -> Starlette:
+def make_app(engine: Engine, reader: RequestReader, api_key: str | None = None) -> Starlette:
     """Return the application.
 
     Args:
@@ -59,14 +59,14 @@ def make_app(engine: Engine, reader: Reader, api_key: str | None = None) -> Star
 class _Choice:
     """A text as it grows."""
 
-    asked: Asked
+    asked: RequestedPrompt
     tokens: list[NewToken] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
     finish: str | None = None
 
 
 class _App:
-    def __init__(self, engine: Engine, reader: Reader, api_key: str | None) -> None:
+    def __init__(self, engine: Engine, reader: RequestReader, api_key: str | None) -> None:
         self._engine, self._reader, self._api_key = engine, reader, api_key
         self._started = int(time.time())
 
@@ -97,21 +97,21 @@ class _App:
             body = await _json_body(request)
         except ClientDisconnect:
             return Response(status_code=_GONE)
-        except QuestionError as error:
+        except RequestError as error:
             return _error(400, str(error), error.name)
         try:
-            question = await asyncio.to_thread(self._reader.read, body)
+            wanted = await asyncio.to_thread(self._reader.read, body)
             name = self._reader.name if body.get("model") is None else body["model"]
             if name != self._reader.name:
                 message = f"there is no model {name!r:.200}; this server has {self._reader.name!r}"
                 return _error(404, message, "model", "model_not_found")
-            answer = _Answer(self._engine, self._reader, question)
+            answer = _Answer(self._engine, self._reader, wanted)
             answer.begin()
-        except QuestionError as error:
+        except RequestError as error:
             return _error(400, str(error), error.name)
         except BusyError as error:
             return _error(429, str(error), kind="rate_limit_error", headers={"Retry-After": "1"})
-        if question.streams:
+        if wanted.streams:
             return StreamingResponse(answer.stream(request), media_type="text/event-stream")
         return await answer.whole(request)
 
@@ -135,8 +135,8 @@ class _App:
 class _Answer:
     """The texts of one request, as they come."""
 
-    def __init__(self, engine: Engine, reader: Reader, question: Question) -> None:
-        self._engine, self._reader, self._question = engine, reader, question
+    def __init__(self, engine: Engine, reader: RequestReader, wanted: CompletionRequest) -> None:
+        self._engine, self._reader, self._wanted = engine, reader, wanted
         self._about = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -154,18 +154,18 @@ class _Answer:
 
             return emit
 
-        self._choices = [_Choice(asked) for asked in question.prompts for _ in range(question.num_texts)]
-        wants_scores = question.echoes and question.num_top is not None
+        self._choices = [_Choice(asked) for asked in wanted.prompts for _ in range(wanted.num_texts)]
+        wants_scores = wanted.echoes and wanted.num_top is not None
         self._jobs = [
-            Job(
+            PromptJob(
                 asked.tokens,
                 asked.ready
-                and Request(asked.ready, question.limits, question.sampling, question.num_texts, question.num_top or 0),
+                and Request(asked.ready, wanted.limits, wanted.sampling, wanted.num_texts, wanted.num_top or 0),
                 emitter(number),
-                question.stop,
-                question.num_top if wants_scores else None,
+                wanted.stop,
+                wanted.num_top if wants_scores else None,
             )
-            for number, asked in enumerate(question.prompts)
+            for number, asked in enumerate(wanted.prompts)
         ]
         #: events that end a choice, or bring the scores of a prompt
         self._left = sum(
@@ -214,7 +214,7 @@ class _Answer:
                     return
                 for chunk in self._take(number, event):
                     yield _sent({**self._about, "choices": [chunk]})
-            if self._question.says_usage:
+            if self._wanted.says_usage:
                 yield _sent({**self._about, "choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
         finally:
@@ -232,9 +232,9 @@ class _Answer:
 
     def _take(self, number: int, event: Event) -> list[dict[str, Any]]:
         """Note what has happened to a prompt; return what a stream says of it."""
-        first = number * self._question.num_texts
+        first = number * self._wanted.num_texts
         if isinstance(event, PromptScores):
-            for choice in self._choices[first : first + self._question.num_texts]:
+            for choice in self._choices[first : first + self._wanted.num_texts]:
                 choice.prompt_scores = event
             self._left -= 1
             return []
@@ -244,20 +244,20 @@ class _Answer:
         if event.finish is not None:
             choice.finish = _REASONS[event.finish]
             self._left -= 1
-        if not event.shown and choice.finish is None and self._question.num_top is None:
+        if not event.shown and choice.finish is None and self._wanted.num_top is None:
             return []
         logprobs = None
-        if self._question.num_top is not None:
+        if self._wanted.num_top is not None:
             before = sum(len(token.shown) for token in choice.tokens[:-1])
             logprobs = _logprobs(self._reader.tokenizer, self._last(choice, len(choice.tokens) - 1), [event], before)
         index = first + event.draw
         return [{"index": index, "text": event.shown, "logprobs": logprobs, "finish_reason": choice.finish}]
 
     def _finished(self, index: int) -> dict[str, Any]:
-        choice, echoes = self._choices[index], self._question.echoes
+        choice, echoes = self._choices[index], self._wanted.echoes
         text = (choice.asked.text if echoes else "") + "".join(token.shown for token in choice.tokens)
         logprobs = None
-        if self._question.num_top is not None:
+        if self._wanted.num_top is not None:
             tokenizer, prompt = self._reader.tokenizer, choice.asked.tokens
             known = list(choice.tokens)
             if echoes and choice.prompt_scores is not None:
@@ -273,7 +273,7 @@ class _Answer:
         return choice.tokens[place - 1].token if place else choice.asked.tokens[-1]
 
     def _usage(self) -> dict[str, int]:
-        prompt = sum(len(asked.tokens) - 1 for asked in self._question.prompts)
+        prompt = sum(len(asked.tokens) - 1 for asked in self._wanted.prompts)
         new = sum(len(choice.tokens) for choice in self._choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
@@ -327,11 +327,11 @@ async def _json_body(request: HttpRequest) -> Any:
     async for piece in request.stream():
         content += piece
         if len(content) > MOST_BYTES:
-            raise QuestionError(None, f"the request has more than {MOST_BYTES:,} bytes")
+            raise RequestError(None, f"the request has more than {MOST_BYTES:,} bytes")
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
-        raise QuestionError(None, "the body is not JSON") from None
+        raise RequestError(None, "the body is not JSON") from None
 
 
 def _sent(content: dict[str, Any]) -> str:

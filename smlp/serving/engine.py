@@ -68,7 +68,7 @@ Event = NewToken | PromptScores | Failed
 
 
 @dataclass
-class Job:
+class PromptJob:
     """One prompt of a client's request."""
 
     #: ids of the prompt, start symbol first
@@ -94,7 +94,9 @@ class Job:
 class _Batch:
     """Jobs that began together."""
 
-    def __init__(self, decoder: Decoder, jobs: Sequence[Job], tokenizer: Tokenizer, banned: Sequence[int]) -> None:
+    def __init__(
+        self, decoder: Decoder, jobs: Sequence[PromptJob], tokenizer: Tokenizer, banned: Sequence[int]
+    ) -> None:
         self.jobs, self._tokenizer = [job for job in jobs if job.request is not None], tokenizer
         self._texts = SampledBatch(decoder, [job.request for job in self.jobs if job.request is not None], banned)
 
@@ -111,7 +113,7 @@ class _Batch:
                 continue
             job.emit(self._told(job, text))
 
-    def _told(self, job: Job, text: Text) -> NewToken:
+    def _told(self, job: PromptJob, text: Text) -> NewToken:
         if text.draw not in job.shown:
             end = job.request.limits.end if job.request else None
             job.shown[text.draw] = ShownText(self._tokenizer, job.stop, end, job.prompt[-1])
@@ -136,14 +138,14 @@ class Engine:
     ) -> None:
         self.decoder, self.tokenizer, self.most_texts = decoder, tokenizer, most_texts
         self._banned, self._most_waiting = banned, most_waiting
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[PromptJob] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
         self._batches: list[_Batch] = []
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[PromptJob]) -> None:
         """Have jobs done, all or none of them.
 
         Raises:
@@ -190,10 +192,10 @@ class Engine:
         for job in [*self._waiting, *(job for batch in self._batches for job in batch.jobs)]:
             job.emit(Failed("the server is shutting down"))
 
-    def _admitted(self) -> list[Job]:
+    def _admitted(self) -> list[PromptJob]:
         """Take from the queue what there is room for, in order; call with the lock held."""
         free = self.most_texts - sum(batch.num_texts for batch in self._batches)
-        jobs: list[Job] = []
+        jobs: list[PromptJob] = []
         while self._waiting and len(self._batches) < _MOST_BATCHES:
             if self._waiting[0].is_cancelled:
                 self._waiting.popleft()
@@ -204,7 +206,7 @@ class Engine:
             jobs.append(self._waiting.popleft())
         return jobs
 
-    def _begun(self, jobs: list[Job]) -> list[_Batch]:
+    def _begun(self, jobs: list[PromptJob]) -> list[_Batch]:
         """Score prompts where that is asked for; return the batch of the texts, if any is to be written."""
         for job in jobs:
             if job.prompt_top is not None:
@@ -212,10 +214,10 @@ class Engine:
         written = [job for job in jobs if job.request is not None and not job.is_cancelled]
         return [_Batch(self.decoder, written, self.tokenizer, self._banned)] if written else []
 
-    def _score(self, job: Job, num_top: int) -> None:
+    def _score(self, job: PromptJob, num_top: int) -> None:
         job.emit(prompt_scores(self.decoder, job.prompt, num_top))
 
-    def _guarded(self, jobs: Sequence[Job], work: Callable[[], None]) -> bool:
+    def _guarded(self, jobs: Sequence[PromptJob], work: Callable[[], None]) -> bool:
         """Do some of the work; if it fails, its jobs fail, and the engine goes on. Return whether it was done."""
         try:
             work()

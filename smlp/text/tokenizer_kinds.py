@@ -161,7 +161,8 @@ class ByteLevelBPE:
     def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         stretches = [_stretches(line) for line in lines]
         ids, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for some in _batches(itertools.chain.from_iterable(stretches)):
+        # the library takes a hundred bytes for each token
+        for some in batches_of_text(itertools.chain.from_iterable(stretches), STRETCH):
             encoded = self._model.encode_batch_fast(some, add_special_tokens=False)
             ids_N, lengths_S = _joined(self._id_O.__getitem__, [stretch.ids for stretch in encoded])
             ids.append(ids_N)
@@ -228,14 +229,14 @@ def _stretches(line: str) -> list[str]:
     return [line[start:stop] for start, stop in itertools.pairwise([*places, len(line)])]
 
 
-def _batches(stretches: Iterable[str]) -> Iterator[list[str]]:
-    """Group texts in lists of about ``STRETCH`` characters: the library takes a hundred bytes for each token."""
+def batches_of_text(texts: Iterable[str], num_characters: int) -> Iterator[list[str]]:
+    """Yield texts in lists of about ``num_characters``."""
     batch: list[str] = []
     size = 0
-    for stretch in stretches:
-        batch.append(stretch)
-        size += len(stretch)
-        if size >= STRETCH:
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= num_characters:
             yield batch
             batch, size = [], 0
     if batch:

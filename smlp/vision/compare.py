@@ -5,7 +5,7 @@ A comparison is a YAML file:
     data: data/cifar10                  # folder of smlp vision data
     seeds: [1, 2, 3]
     options: --img-size 32 --epochs 15  # of smlp vision train, for all models
-    models:                             # the first is the one that the others are compared with
+    models:                             # the others are compared with the first
       Mixer: --model smlp_mixer_tiny
       gMLP: --model smlp_gmlp_tiny
 """
@@ -32,7 +32,16 @@ from smlp.errors import UserError
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import Each, read_json, write_json
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
-from smlp.experiments.report.table import Cell, Column, Estimate, Table, amount, label, mean_cell
+from smlp.experiments.report.table import (
+    VERDICT_COLUMN,
+    Column,
+    Estimate,
+    Table,
+    amount,
+    difference_cells,
+    label,
+    mean_cell,
+)
 from smlp.experiments.yaml_file import Section, read_yaml, shown
 from smlp.files import read_text, write_whole
 from smlp.launch.local import this_program
@@ -347,13 +356,8 @@ def _table(
             by_seed = ", ".join(f"{value:.2f}" for value in last[name].values())
             row["seeds"] = label(by_seed, source)
             row["speed"] = mean_cell(Estimate(speeds[name]), ",.0f", f"runs/{name}-s*/{SUMMARY}: images per second")
-        paired = {seed: value - last[baseline][seed] for seed, value in last[name].items() if seed in last[baseline]}
-        if name != baseline and paired:
-            found = Estimate(paired)
-            shown = f"{found.mean:+.2f}" + ("" if found.half is None else f" ± {found.half:.2f}")
-            row["difference"] = Cell(found.mean, shown, source, found.low, found.high, dict(found.samples))
-            seen = found.low is not None and found.high is not None and not found.low <= 0 <= found.high
-            row["verdict"] = label("one seed" if found.count < 2 else "seen" if seen else "not seen", source)
+        if name != baseline:
+            row |= difference_cells(last[name], last[baseline], source)
         rows.append(row)
     columns = [
         Column("model", "model", "comparison.json: models"),
@@ -361,14 +365,15 @@ def _table(
         Column("mflops", "MFLOPs an image", "forward pass, 2 for a multiply-add"),
         Column("top1", "top-1 (%)", "of validation after the last epoch"),
         Column("seeds", "by seed", "of validation after the last epoch"),
-        Column("difference", f"less {baseline} (points)", "paired by seed"),
-        Column("verdict", "difference is", "seen if the interval does not hold 0"),
+        Column("difference", f"minus {baseline} (points)", "paired by seed"),
+        VERDICT_COLUMN,
         Column("speed", "images/s in training", "median over epochs; with loading"),
     ]
     notes = [
-        "Accuracy on validation after the last epoch, no epoch chosen; intervals: Student's t, 95 %, over seeds. "
-        "A seed decides initial weights, order and augmentation; an interval over seeds leaves out that other images "
-        "would give other accuracies. Runs that trained at the same time shared the machine, so speeds are rough."
+        "Accuracy is that on validation after the last epoch; no epoch was chosen. Intervals are Student's t, 95 %, "
+        "over seeds. A seed decides initial weights, order and augmentation; other images would give other "
+        "accuracies, which these intervals do not cover. Runs that trained at the same time shared the machine, so "
+        "speeds are rough."
     ]
     return Table("vision", "Image models at equal FLOPs", columns, rows, notes)
 

@@ -80,7 +80,7 @@ def counted(config: ImageConfig) -> dict[str, tuple[int, int]]:
         By component, named as in :func:`components`.
 
     Raises:
-        UserError: the model runs an operator that nobody knows the cost of.
+        UserError: the model runs an operator whose cost is not known.
     """
     with torch.device("meta"):
         model = ImageModel(config).eval()

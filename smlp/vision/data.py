@@ -28,7 +28,7 @@ _ALIASES = {
 
 
 class NamedImages(ImageDataset):
-    """timm's dataset, but an image that does not open ends the work; timm's replaces it by its neighbour."""
+    """timm's dataset, except that an unreadable image is an error; timm replaces it by its neighbour."""
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         if not os.path.isfile(path := self.reader.filename(index, absolute=True)):
@@ -45,7 +45,7 @@ class NamedImages(ImageDataset):
 
 @contextmanager
 def said_by_timm(options: str) -> Iterator[None]:
-    """Turn what timm and torch raise about the values of options into one sentence.
+    """Turn timm's and torch's errors about the values of options into one sentence.
 
     Raises:
         UserError: it names the options and what was raised.

@@ -102,7 +102,7 @@ def model_of(args: Namespace, checkpoint: dict[str, Any] | None = None) -> nn.Mo
         checkpoint: its content, if it was read already.
 
     Raises:
-        UserError: the checkpoint does not say what it is of, or does not fit the options.
+        UserError: the checkpoint does not name its model, or does not fit the options.
     """
     checkpoint = checkpoint or read_checkpoint(args.checkpoint)
     trained = trained_with(checkpoint, args.checkpoint) if args.model is None else Namespace()

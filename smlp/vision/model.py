@@ -356,7 +356,7 @@ class ImageModel(nn.Module):
         x_BSC = self.head_drop(x_BSC)
         return x_BSC if pre_logits else self.head(x_BSC)
 
-    # what timm's training script, optimizers and checkpoints ask of a model
+    # methods that timm's training script, optimizers and checkpoints call
 
     def get_classifier(self) -> nn.Module:
         """Return the head."""

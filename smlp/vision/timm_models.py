@@ -31,7 +31,7 @@ _PUBLISHED = {
 
 
 def _default_cfg(name: str) -> dict[str, Any]:
-    """Return what timm wants to know about a model's input, head and published weights."""
+    """Return what timm needs to know about a model's input, head and published weights."""
     config: ImageConfig = preset(name)
     own = {
         "num_classes": config.num_classes,

@@ -1,4 +1,4 @@
-"""A thin training loop of timm's parts, with the names of timm's own ``train.py``, which its package does not contain.
+"""A training loop made of timm's parts, with the option names of timm's ``train.py``, which timm's package lacks.
 
 What differs from that script: a resumed run continues bit for bit, because every random number follows from the seed,
 the epoch and the rank (the random state is set at the start of each epoch, and workers start anew); an image that does
@@ -78,7 +78,7 @@ def _folder(args: Namespace) -> Path:
 
 
 class _Run:
-    """Everything that a training needs, in timm's order: model, data, optimizer, resume, average, ranks, schedule."""
+    """The objects of a training, made in timm's order: model, data, optimizer, resume, average, ranks, schedule."""
 
     def __init__(self, args: Namespace, device: torch.device, folder: Path) -> None:
         self.args, self.device, self.folder = args, device, folder
@@ -185,7 +185,7 @@ class _Run:
 
     def _one_epoch(self, epoch: int) -> dict[str, float]:
         args, steps = self.args, self.args.grad_accum_steps
-        # neither the seeds' nor the ranks' nor the epochs' random numbers may be those of a neighbour
+        # no two seeds, ranks or epochs may share random numbers
         drawn = np.random.SeedSequence([args.seed, epoch, args.rank]).generate_state(1)
         timm.utils.random_seed(int(drawn[0]))
         if args.distributed:

@@ -31,7 +31,16 @@ import torch
 
 from smlp.errors import UserError
 from smlp.experiments.json_files import Each, Maybe, read_json, write_json
-from smlp.experiments.report.table import Cell, Column, Estimate, Table, amount, label, mean_cell
+from smlp.experiments.report.table import (
+    VERDICT_COLUMN,
+    Column,
+    Estimate,
+    Table,
+    amount,
+    difference_cells,
+    label,
+    mean_cell,
+)
 from smlp.experiments.yaml_file import Section, read_yaml
 from smlp.files import write_whole
 from smlp.vision.checkpoints import create_model
@@ -51,6 +60,8 @@ from smlp.vision.train import LAST
 from smlp.wide_sparse.counts import layer_connections
 from smlp.wide_sparse.features import branches, compare_checkpoints
 
+#: source of differences of errors
+_ERRORS = "runs/*/summary.csv: eval_top1, paired by seed"
 #: axes, with what they are called
 AXES = {
     "width": "effective width m",
@@ -226,23 +237,6 @@ def write_report(out: Path) -> None:
     _draw(record, errors, out / "report.png")
 
 
-def _difference(first: dict[int, float], second: dict[int, float]) -> dict[str, Cell]:
-    """Return the cells of ``first - second``, paired by seed, and of what can be said of it."""
-    paired = {seed: value - second[seed] for seed, value in first.items() if seed in second}
-    if not paired:
-        return {}
-    found, source = Estimate(paired), "runs/*/summary.csv: eval_top1, paired by seed"
-    shown = f"{found.mean:+.2f}" + ("" if found.half is None else f" ± {found.half:.2f}")
-    seen = found.low is not None and found.high is not None and not found.low <= 0 <= found.high
-    return {
-        "difference": Cell(found.mean, shown, source, found.low, found.high, paired),
-        "verdict": label("one seed" if found.count < 2 else "seen" if seen else "not seen", source),
-    }
-
-
-_LAST_COLUMN = Column("verdict", "difference is", "seen if the interval does not hold 0")
-
-
 def _points_table(
     record: dict[str, Any], errors: dict[str, dict[int, float]], similarities: dict[str, dict[int, float]]
 ) -> Table:
@@ -263,7 +257,7 @@ def _points_table(
                 row["error"] = mean_cell(Estimate(errors[name]), ".2f", f"runs/{name}-s*/summary.csv: eval_top1")
             if similarities.get(name):
                 row["cka"] = mean_cell(Estimate(similarities[name]), ".3f", "last.pth.tar of both")
-            rows.append(row if name == widest else {**row, **_difference(errors[name], errors[widest])})
+            rows.append(row if name == widest else {**row, **difference_cells(errors[name], errors[widest], _ERRORS)})
     columns = [
         Column("series", "series", "sweep.json: series"),
         *(Column(axis, head.split()[-1], head) for axis, head in AXES.items()),
@@ -271,14 +265,14 @@ def _points_table(
         Column("mflops", "MFLOPs an image", "forward pass, 2 for a multiply-add"),
         Column("parameters", "parameters (M)", "counted, with masked weights"),
         Column("error", "error (%)", "of validation after the last epoch"),
-        Column("difference", "less the widest (points)", "paired by seed"),
-        _LAST_COLUMN,
+        Column("difference", "minus the widest (points)", "paired by seed"),
+        VERDICT_COLUMN,
         Column("cka", f"CKA with {record['similarity']}", "mean over branches of the same number"),
     ]
     notes = [
-        "m is the effective width, C channels, S tokens, L blocks, p the density. Error: top-1 on validation after "
-        f"the last epoch, no epoch chosen. {len(record['seeds'])} seeds; intervals are Student's t, 95 %, over seeds, "
-        "and differences are paired by seed. A difference is called seen if its interval does not hold 0."
+        "m is the effective width, C channels, S tokens, L blocks, p the density. The error is top-1 on validation "
+        f"after the last epoch; no epoch was chosen. {len(record['seeds'])} seeds; intervals are Student's t, 95 %, "
+        "over seeds, and differences are paired by seed. A difference is called seen if its interval excludes 0."
     ]
     return Table("points", record["title"], columns, rows, notes)
 
@@ -292,14 +286,14 @@ def _series_tables(record: dict[str, Any], errors: dict[str, dict[int, float]]) 
     for series, names in others:
         for name in names:
             partner = by_place.get(facts[name][x])
-            if partner is not None and (cells := _difference(errors[name], errors[partner])):
+            if partner is not None and (cells := difference_cells(errors[name], errors[partner], _ERRORS)):
                 place = amount(facts[name][x], ",.4g" if x == "density" else ",d", "sweep.json: facts")
-                rows.append({"series": label(f"{series} less {first}"), "x": place, **cells})
+                rows.append({"series": label(f"{series} minus {first}"), "x": place, **cells})
     columns = [
         Column("series", "series", "sweep.json: series"),
         Column("x", AXES[x], "sweep.json: facts"),
         Column("difference", "difference of errors (points)", "paired by seed"),
-        _LAST_COLUMN,
+        VERDICT_COLUMN,
     ]
     return [Table("series", "Between series", columns, rows)] if rows else []
 

@@ -231,6 +231,8 @@ REFUSED = {
     "parity": (["{data}", "--parity", "--batch-size", "3"], "leave --batch-size out"),
     "parity in half": (["{data}", "--parity", "--dtype", "int8"], "leave --dtype int8 out"),
     "parity of one": (["{data}", "--parity", "--nproc", "1"], "leave --nproc 1 out"),
+    "alone": (["{data}", "--spread-experts"], "--spread-experts: 1 rank and the 4 experts of"),
+    "spread twice": (["{data}", "--parity", "--spread-experts"], "leave --spread-experts out"),
     "unwritable": (["{data}", "--per-document", "{root}/none/x"], "there is no folder {root}/none"),
     "a mix-up": (["{data}", "--per-document", "{root}/text.txt"], "there is a file of another kind already"),
     "another dictionary": (["{root}/other"], "is not the dictionary of the model"),
@@ -271,6 +273,9 @@ def test_losses_that_depend_on_the_way_are_refused():
             Parity((*cells[:-1], ParityCell(0.0, 2, 8, loss, 0.0), *limited), ()).check()
 
 
+SPREAD = ("smlp_tiny", "smlp_partial_tiny", "switch_lm_tiny")
+
+
 @pytest.fixture(scope="module")
 def on_ranks(folder, tmp_path_factory) -> dict[str, tuple[Finished, dict]]:
     """What runs on two ranks print and write."""
@@ -279,6 +284,7 @@ def on_ranks(folder, tmp_path_factory) -> dict[str, tuple[Finished, dict]]:
         "switch": ("switch_lm_tiny", ["--parity"]),
         "partial": ("smlp_partial_tiny", ["--parity", "--limit-tokens", "100"]),
         "gmlp": ("gmlp_lm_tiny", ["--parity", "--limit-tokens", "100"]),
+        **{f"spread {arch}": (arch, ["--max-tokens", "30", "--nproc", "2", "--spread-experts"]) for arch in SPREAD},
     }
     cases = {}
     for name, (arch, more) in options.items():
@@ -301,6 +307,14 @@ def test_ranks_share_the_work_and_give_the_same(on_ranks, evaluate):
     different = {"seconds", "tokens_per_second"}
     assert {k: v for k, v in one.items() if k not in different} == {k: v for k, v in two.items() if k not in different}
     assert on_ranks["two"][0].stdout.count("Loss (base 2)") == 1
+
+
+@pytest.mark.parametrize("arch", SPREAD)
+def test_ranks_share_the_experts(on_ranks, evaluate, arch):
+    """With an odd number of batches, so that one rank computes for the other at the end."""
+    one, two = evaluate(arch, "--max-tokens", 30)[0], on_ranks[f"spread {arch}"][1]
+    assert two["nats_per_token"] == pytest.approx(one["nats_per_token"], rel=1e-6)
+    assert all(two[key] == one[key] for key in ("tokens_not_scored", "dropped_share"))
 
 
 def test_parity(on_ranks, evaluate):

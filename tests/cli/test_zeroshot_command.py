@@ -129,6 +129,25 @@ def test_ranks_write_the_same_files(model, data, tmp_path):
     assert json.loads((tmp_path / "two.json").read_text()) == report and len(rows) == 12
 
 
+@pytest.mark.parametrize("arch", ["smlp_tiny", "gmlp_moe_tiny"])
+def test_ranks_share_the_experts(arch, data, tmp_path):
+    """Batches are others, so numbers agree up to rounding; a rank without a batch has experts for the others."""
+    path, _ = write_checkpoint(tmp_path / "model", SYMBOLS, arch, CONTEXT)
+    command = ["--tasks", "copa,record", "--batch-tokens", "300", "--scoring", "unconditional"]
+    report, rows = results(tmp_path, path, data, *command)
+    files = ["--output", tmp_path / "two.jsonl", "--json", tmp_path / "two.json"]
+    words = ["-m", "smlp", "zeroshot", "--path", path, "--data-dir", data, "--device", "cpu", *command, *files]
+    done = run_python(*words, "--nproc", "2", "--spread-experts")
+    assert done.rc == 0, done.stderr
+    spread = json.loads((tmp_path / "two.json").read_text())
+    assert spread["settings"]["spread_experts"] and spread["tasks"].keys() == report["tasks"].keys()
+    assert spread["average"] == report["average"]
+    for line, row in zip((tmp_path / "two.jsonl").read_text().splitlines(), rows, strict=True):
+        for theirs, ours in zip(json.loads(line)["candidates"], row["candidates"], strict=True):
+            common = min(len(theirs["log_probs"]), len(ours["log_probs"]))
+            assert theirs["log_probs"][-common:] == pytest.approx(ours["log_probs"][-common:], abs=1e-5)
+
+
 class Stopped:
     """Ctrl-C after a number of batches; counts those that are scored."""
 
@@ -382,6 +401,7 @@ def test_line_breaks_as_spaces(model, data, tmp_path):
         (["--tasks", "copa", "--output", "x.json", "--json", "./x.json"], ["--output and --json both name ./x.json"]),
         (["--tasks", "copa", "--nproc", "0"], ["--nproc must be at least 1, got 0"]),
         (["--tasks", "copa", "--device", "cuda:99"], ["--device cuda:99 cannot be used here"]),
+        (["--tasks", "copa", "--spread-experts"], ["--spread-experts: 1 rank and the 2 experts", "another --nproc"]),
     ],
 )
 def test_bad_input_is_one_sentence(model, data, arguments, words, capsys):

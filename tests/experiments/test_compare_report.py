@@ -57,6 +57,16 @@ def test_one_seed_has_no_interval():
     assert Estimate({1: 3.0}).mean == 3.0
 
 
+def test_bits_per_byte(whole, out):
+    # 4 bits and 0.01 for each seed, on 4 bytes a token
+    found = cell(tables(whole)["quality-valid"], "gMLP", "bits_per_byte")
+    assert (found.value, found.text) == (pytest.approx((4 + 0.02) / 4), "1.0050 ± 0.0062")
+    assert "bits per byte" in [column.head for column in tables(whole)["summary"].columns]
+    settings = json.loads((out / "experiment.json").read_text())
+    (out / "experiment.json").write_text(json.dumps({**settings, "task": "masked_lm"}))
+    assert "bits_per_byte" not in [column.key for column in tables(out)["quality-valid"].columns]
+
+
 def test_perplexity_per_word_and_after_the_prefix(whole):
     quality = tables(whole)["quality-valid"]
     nats = [(4 + 0.01 * seed) * math.log(2) for seed in SEEDS]
@@ -165,7 +175,7 @@ def test_without_words_there_are_tokens(out):
     (out / "data.json").write_text(json.dumps(data))
     speed = tables(out)["speed"]
     assert not any("words" in column.key for column in speed.columns)
-    assert "Speeds are in tokens: data.json knows no number of words." in speed.notes
+    assert "Speeds are in tokens, because data.json has no number of words." in speed.notes
 
 
 def test_data_order_is_compared_and_its_digest_known(out):
@@ -192,7 +202,7 @@ def test_grid_of_the_tuning(out):
     table = tables(out)["tuning"]
     shown = [[row.get(key) and row[key].text for key in ("0.001", "0.002", "0.004", "chosen")] for row in table.rows]
     assert shown == [["30.00", "failed", "25.00", "0.004"], ["31.00", "29.00", None, "0.002"]]
-    assert table.notes[1].endswith("do better: gMLP.")
+    assert table.notes[1].endswith("might be better: gMLP.")
 
 
 def test_grid_of_words(out):

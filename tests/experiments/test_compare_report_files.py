@@ -50,7 +50,7 @@ def test_runs_that_are_not_whole_are_named_and_the_others_reported(out):
     found = {run.name: (run.last_update, reason) for run, reason in incomplete(read_results(out))}
     assert found == {
         "sMLP-s1": (40, "RuntimeError: no more memory"),
-        "sMLP-s2": (0, "there is no such folder: it was never started"),
+        "sMLP-s2": (0, "it was never started: its folder does not exist"),
         "Switch-s3": (
             33,
             "it had not finished when the report was made, or was killed; "
@@ -264,7 +264,7 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats):
             (run / "scores.json").write_text(json.dumps(scores))
     found = {run.name: reason for run, reason in incomplete(read_results(out))}
     assert set(found) == {"gMLP-s2", "Switch-s1", "Switch-s2", "Switch-s3"}
-    assert found["gMLP-s2"].startswith("it has diverged: on valid a token costs ")
+    assert found["gMLP-s2"].startswith("it diverged: its loss on valid is ")
     quality = tables(out)["quality-valid"]
     assert set(cell(quality, "gMLP", "per_token").samples) == {1, 3}
     assert cell(quality, "Switch", "per_token").text == "–"
@@ -272,7 +272,7 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats):
     assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
     page = (out / "there" / "report.md").read_text()
     assert "**Finished, but diverged or with files missing or damaged: gMLP-s2, Switch-s1" in page
-    words = re.findall(r"\w+", re.sub("a token costs nan nats", "", page))
+    words = re.findall(r"\w+", re.sub("valid is nan nats", "", page))
     assert "inf" not in words and "nan" not in words
 
 
@@ -292,7 +292,7 @@ def test_updates_that_are_smaller_count_as_they_are(out):
     assert speeds == pytest.approx({seed: 1024 * 35 / time for seed, time in seconds.items()})
     assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
     page = (out / "there" / "report.md").read_text()
-    assert "each run 40 updates of at most 1,024 tokens (35,840 in all)" in page
+    assert "each run has 40 updates of at most 1,024 tokens (35,840 in all)" in page
 
 
 FIGURES = {
@@ -343,7 +343,7 @@ def test_csv_has_unrounded_values_and_intervals(written):
 
 def test_the_machine_is_that_of_the_runs(out):
     assert describe_machine(read_results(out)) == (
-        "Machine: no GPU, 2 cores; at a time 2 runs, each with 1 rank of 1 thread."
+        "Machine: no GPU, 2 cores; 2 runs at a time, each with 1 rank of 1 thread."
     ), "no run has a record of its own"
     record = {"gpu": "NVIDIA H200", "world_size": 4, "threads": 8, "cores": 16, "torch": "2", "git": None}
     for model in MODELS:
@@ -352,7 +352,7 @@ def test_the_machine_is_that_of_the_runs(out):
             (run_folder(out, model, seed) / "environment.jsonl").write_text(json.dumps(line) + "\n")
     experiment = read_results(out)
     assert describe_machine(experiment) == (
-        "Machine: 4 GPUs (NVIDIA H200), 16 cores; at a time 2 runs, each with 4 ranks of 8 threads."
+        "Machine: 4 GPUs (NVIDIA H200), 16 cores; 2 runs at a time, each with 4 ranks of 8 threads."
     )
     assert scale_sentences(experiment)[0].endswith("4 GPUs (NVIDIA H200).")
     (sentence,) = differences(experiment)

@@ -45,8 +45,8 @@ def test_attempts_that_lack_one_give_no_time(out):
     assert cell(table, "gMLP", "other_s").samples == {3: pytest.approx(7.0, abs=0.05)}
     assert cell(table, "gMLP", "other_s").source == "runs/gMLP-s3/run.json: attempts.seconds"
     assert table.notes[1] == (
-        "Not known for gMLP-s1, gMLP-s2: an attempt is missing from run.json, as where it was killed together with "
-        "smlp compare run."
+        "Not known for gMLP-s1, gMLP-s2: an attempt is missing from run.json, perhaps because smlp compare run "
+        "was killed with it."
     )
     rewrite(run_folder(out, "gMLP", 3) / "run.json", attempts=[train_attempt(1.0)])
     assert cell(tables(out)[SPLIT], "gMLP", "other_s").text == "–"
@@ -64,7 +64,7 @@ def test_on_a_cluster_the_log_says_how_long_it_took(out):
     assert cell(table, "Switch", "other_s").samples == pytest.approx({1: 6.0, 2: 12.0}, abs=0.05)
     assert cell(table, "Switch", "other_s").source == "runs/{Switch-s1,Switch-s2}/train.log: wall, the last"
     assert table.notes[1].startswith(
-        "Not known for Switch-s3: no attempt is in run.json, as on Slurm, and train.log has"
+        "Not known for Switch-s3: run.json has no attempts, as on Slurm, and wall in train.log"
     )
 
 

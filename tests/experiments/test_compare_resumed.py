@@ -74,7 +74,7 @@ def stopped(tiny_data, tmp_path_factory):
 @pytest.mark.slow
 def test_a_stop_and_what_goes_on(stopped):
     out, (status, printed), when_stopped, second, _, _ = stopped
-    assert status == 75 and "stopped by SIGTERM; the same command goes on" in printed, printed
+    assert status == 75 and "stopped by SIGTERM; the same command resumes" in printed, printed
     assert UPDATES // 3 <= when_stopped < UPDATES
     assert second.rc == 0, second.stdout + second.stderr
     assert "1 of 1 runs are done" in second.stdout

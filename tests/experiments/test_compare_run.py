@@ -5,10 +5,17 @@ import re
 import shutil
 
 import pytest
+import torch
 import yaml
+from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from running import run_python
 
+from data_prep.tokenize.models import train_byte_level
 from smlp.cli.main import main
+from smlp.evaluation.report import tokens_of
+from smlp.experiments.data import describe
+from smlp.text.tokenizer import Tokenizer, Vocabulary
+from smlp.text.tokenizer_files import find_tokenizer
 
 MODEL = "embed_dim: 16, ffn_dim: 32, num_dense_layers: 1"
 FILE = f"""
@@ -45,6 +52,21 @@ def experiment(tiny_data, tmp_path_factory):
     second = run_python("-m", "smlp", "compare", "run", path, "--quick", "--out", out, timeout=200)
     after = {file: file.stat().st_mtime_ns for file in (out / "runs").glob("*/checkpoint_last.pt")}
     return path, out, first, second, before == after
+
+
+def test_words_and_bytes_of_the_text(tmp_path):
+    lines = ["the old man and the sea", "über dem Café"]
+    for name, content in train_byte_level(lines * 5, 290).items():
+        (tmp_path / name).write_bytes(content)
+    symbols = len(json.loads((tmp_path / "encoder.json").read_text()))
+    (tmp_path / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in range(symbols)))
+    text = tokens_of(lines, Tokenizer(Vocabulary.load(tmp_path / "dict.txt"), find_tokenizer([tmp_path])))
+    for split in ("train", "valid"):
+        builder = MMapIndexedDatasetBuilder(str(tmp_path / f"{split}.bin"))
+        builder.add_item(torch.from_numpy(text.tokens))
+        builder.finalize(str(tmp_path / f"{split}.idx"))
+    found = describe(str(tmp_path), ("valid",))["splits"]["valid"]
+    assert (found["words"], found["bytes"]) == (9, sum(len(line.encode()) + 1 for line in lines))
 
 
 def read(path):

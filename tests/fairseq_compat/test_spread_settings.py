@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoint_states import differences
 from layouts import command
 from recording import updates_of
 
@@ -85,11 +86,34 @@ def test_a_run_with_spread_experts_refuses_at_its_start(tiny_data, tmp_path, run
     refused = command(tiny_data, "smlp", 2, 2, "--save-dir", tmp_path / "a", "--store-ema")
     wrong = command(tiny_data, "smlp", 2, 4, "--save-dir", tmp_path / "b")
     sharded = command(tiny_data, "smlp", 2, 1, "--save-dir", tmp_path / "c", "--ddp-backend", "fully_sharded")
+    divided = command(
+        *(tiny_data, "smlp", 2, 1, "--save-dir", tmp_path / "d", "--zero-sharding", "os", "--no-decay-norms")
+    )
     reasons = ["--store-ema would save", "expert-parallel size of 4 must", "--ddp-backend fully_sharded needs GPUs"]
-    for run, said in zip(run_fairseq_many([refused, wrong, sharded]), reasons, strict=True):
+    reasons.append("--zero-sharding os keeps one rate")
+    for run, said in zip(run_fairseq_many([refused, wrong, sharded, divided]), reasons, strict=True):
         assert run.rc == 1 and "Traceback" not in run.stderr
         for code, seconds, message in run.ranks:
             assert code == 1 and seconds < 30 and said in message, message
+
+
+def test_fairscales_optimizer_gives_the_same_on_cpus(tiny_data, tmp_path, run_fairseq_many):
+    """Each rank updates a part of the parameters; weights and moments are as without, also after resuming."""
+    folders = {sharding: tmp_path / sharding for sharding in ("none", "os")}
+    for num_updates in (2, 4):
+        cases = [
+            command(
+                *(tiny_data, "smlp", 2, 1, "--save-dir", folder),
+                *("--zero-sharding", sharding, "--max-update", num_updates, "--dropout", "0.1"),
+            )
+            for sharding, folder in folders.items()
+        ]
+        for run in run_fairseq_many(cases):
+            assert run.rc == 0 and "no optimizer state" not in run.stderr + run.stdout, str(run)
+    plain, sharded = (torch.load(folder / "checkpoint_last.pt", weights_only=False) for folder in folders.values())
+    assert differences(plain["model"], sharded["model"]) == []
+    moments = [state["last_optimizer_state"]["state"] for state in (plain, sharded)]
+    assert differences(*moments) == []
 
 
 def test_dropout_differs_from_rank_to_rank_and_comes_again(tiny_data, tmp_path, run_fairseq_many):

@@ -96,7 +96,7 @@ def write_experiment(out: Path, models: dict | None = None, **settings: Any) -> 
         | {"where": "local", "jobs": 2, "threads": 1, "world_size": 1},
     )
     words = int(VALID_TOKENS * WORDS_PER_TOKEN)
-    valid = {"tokens": VALID_TOKENS, "words": words, "words_per_token": WORDS_PER_TOKEN}
+    valid = {"tokens": VALID_TOKENS, "words": words, "words_per_token": WORDS_PER_TOKEN, "bytes": 4 * VALID_TOKENS}
     _write(out / "data.json", {"vocab_size": 512, "splits": {"train": {"tokens": 90000}, "valid": valid}})
     for name in models:
         for seed in experiment["seeds"]:

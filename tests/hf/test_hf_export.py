@@ -197,6 +197,19 @@ def test_a_folder_is_read_without_this_package_being_named(tmp_path, monkeypatch
     assert (tmp_path / "again" / "modeling_smlp.py").read_text() == (folder / "modeling_smlp.py").read_text()
 
 
+def test_without_this_package_no_other_one_is_offered(tmp_path, monkeypatch):
+    """Neither ``pip install smlp``, which is another project, nor a traceback from inside of that one."""
+    path, _ = write_checkpoint(tmp_path / "ours", WORDS, "smlp_tiny", 12)
+    folder = exported(path, tmp_path / "hf")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    script = tmp_path / "read.py"
+    lines = ["import sys", "sys.modules['smlp'] = None", "from transformers import AutoConfig"]
+    script.write_text("\n".join([*lines, "AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)"]))
+    done = run_python(script, folder, timeout=100)
+    assert done.rc == 1 and "needs the package smlp-lm with its extra hf" in done.stderr.splitlines()[-1]
+    assert "pip install smlp`" not in done.stderr
+
+
 def refused(capsys, *words):
     capsys.readouterr()
     assert command(*words) == 1

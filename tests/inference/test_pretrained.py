@@ -11,6 +11,8 @@ import smlp
 from smlp.checkpoint.load import load_pretrained
 from smlp.cli.main import main
 from smlp.inference.generation import Sampling
+from smlp.moe.experts import expert_parameters
+from smlp.parallel import ExpertLayout, LocalGroup, Ranks, cut_state
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 
 
@@ -66,6 +68,18 @@ def test_a_symbol_stands_once_in_a_dictionary(tmp_path):
             Vocabulary.load(tmp_path / "dict.txt")
     (tmp_path / "dict.txt").write_text("a 1\na 1 #fairseq:overwrite\n")
     assert len(Vocabulary.load(tmp_path / "dict.txt")) == 6
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("kind", ["whole", "parts"])
+def test_a_rank_reads_its_own_experts(kind, mapped, request):
+    path, layout = request.getfixturevalue(kind), ExpertLayout(4, world_size=2, rank=1)
+    core = load_pretrained(path).core
+    alone = LocalGroup()
+    own = load_pretrained(path, mapped=mapped, ranks_for=lambda config: Ranks(layout, alone, alone, alone)).core
+    names = [name for name, _, _ in expert_parameters(core)]
+    want, found = cut_state(core.state_dict(), names, layout), own.state_dict()
+    assert names and all(torch.equal(found[name], tensor) for name, tensor in want.items())
 
 
 def test_dictionary_with_the_data_or_by_name(checkpoint, tmp_path):

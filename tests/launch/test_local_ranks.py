@@ -390,7 +390,7 @@ def test_fairseq_spawns_one_process_for_each_gpu(faulty) -> None:
     assert done.rc == EXIT_STOPPED, done.stderr
     assert "training on 2 devices" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if "| stopped by" in line]
-    assert "checkpoint_last.pt; the same command goes on from it" in line
+    assert "checkpoint_last.pt; the same command resumes from it" in line
 
 
 def test_a_signal_to_the_launcher_stops_all_ranks(faulty) -> None:
@@ -400,5 +400,5 @@ def test_a_signal_to_the_launcher_stops_all_ranks(faulty) -> None:
     assert "training on 2 devices" in done.stdout
     assert "[rank 1] hello" in done.stdout.splitlines()
     (line,) = [line for line in done.stdout.splitlines() if "| stopped by" in line]
-    assert "checkpoint_last.pt; the same command goes on from it" in line
+    assert "checkpoint_last.pt; the same command resumes from it" in line
     assert not [line for line in done.stderr.splitlines() if "Error" in line or "ended first" in line]

@@ -178,15 +178,15 @@ def test_other_settings_of_a_checkpoint_are_said(resumed, old_checkpoint, tiny_d
     assert run.rc == 0, run.stderr[-2000:]
     said = [line for line in (run.stdout + run.stderr).splitlines() if "was trained with" in line]
     then, now = "dropout=0.2, activation=gelu", "dropout=0.1, activation=relu"
-    assert len(said) == 1 and f"{checkpoint} was trained with {then}; this run goes on with {now}" in said[0]
+    assert len(said) == 1 and f"{checkpoint} was trained with {then}; this run continues with {now}" in said[0]
     assert "was trained with" not in second.stdout + second.stderr
 
 
 @pytest.mark.parametrize(
     ("arch", "then", "now", "said"),
     [
-        ("switch_lm", {}, {"router": "gshard"}, "router=switch; this run goes on with router=gshard"),
-        ("smlp", {"dropout": 0.2}, {}, "dropout=0.2; this run goes on with dropout=0.1"),
+        ("switch_lm", {}, {"router": "gshard"}, "router=switch; this run continues with router=gshard"),
+        ("smlp", {"dropout": 0.2}, {}, "dropout=0.2; this run continues with dropout=0.1"),
         ("smlp", {}, {"checkpoint_activations": True, "spatial_init_scale": 0.5}, None),
         ("smlp", {}, {"hash_seed": 7, "capacity_factor": 2.0, "prefix_fraction": 0.5}, None),
         ("hash_lm", {}, {"hash_seed": 7}, None),  # its table comes with the checkpoint

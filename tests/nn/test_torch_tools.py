@@ -1,11 +1,15 @@
 """torch.compile, torch.export, ONNX and torch.func on whole models, against the models themselves."""
 
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 
 import smlp
 from smlp.evaluation.leak import randomise
+from smlp.fairseq_compat.trainer import SparseTrainer
 
 SMALL = {"vocab_size": 30, "max_tokens": 12, "embed_dim": 16, "ffn_dim": 32, "num_dense_layers": 1, "dropout": 0.0}
 SPARSE = {"num_sparse_layers": 1, "num_experts": 4}
@@ -54,19 +58,37 @@ def test_compiled_models(arch):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("arch", ["gmlp_lm", "bert_mlm_rel", "smlp", "hash_lm"])
+@pytest.mark.parametrize("arch", ["gmlp_lm", "smlp"])
+def test_compiled_training(arch, monkeypatch):
+    """``--compile``: block by block, as the trainer does it."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    module, ids = model(arch).train(), tokens(3, 10)
+    want = gradients(module, module, ids)
+    trainer = SimpleNamespace(core=module, cfg=SimpleNamespace(model=SimpleNamespace(compile=True)))
+    SparseTrainer._prepare_options(trainer)
+    assert all(block._compiled_call_impl is not None for block in module.blocks)
+    for got, expected in zip(gradients(module, module, ids), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "arch", ["gmlp_lm", "bert_mlm_rel", "smlp", "smlp_partial", "hash_lm", "gmlp_moe", "gshard_lm"]
+)
 def test_exported_models_take_other_sizes(arch):
     module = model(arch, torch.float).eval()
-    sizes = ({0: torch.export.Dim("B", max=64), 1: torch.export.Dim("n", min=2, max=11)},)
+    shortest = module.config.prefix_tokens + 2
+    sizes = ({0: torch.export.Dim("B", max=64), 1: torch.export.Dim("n", min=shortest, max=11)},)
     exported = torch.export.export(module, (tokens(3, 10, padded=False),), dynamic_shapes=sizes).module()
     for ids in (tokens(3, 10, padded=False), tokens(2, 7), tokens(5, 11)):
         got, want = outputs(exported, ids)[0], outputs(module, ids)[0]
         torch.testing.assert_close(got[ids != 1], want[ids != 1], rtol=1e-4, atol=1e-4)
 
 
-def test_onnx():
+@pytest.mark.parametrize("arch", ["smlp", "gmlp_moe"])
+def test_onnx(arch):
     runtime = pytest.importorskip("onnxruntime")
-    module, ids = model("smlp", torch.float).eval(), tokens(3, 10)
+    module, ids = model(arch, torch.float).eval(), tokens(3, 10)
     program = torch.onnx.export(module, (ids,), dynamo=True, verbose=False)
     session = runtime.InferenceSession(program.model_proto.SerializeToString())
     logits = session.run(None, {session.get_inputs()[0].name: ids.numpy()})[0]
@@ -74,7 +96,7 @@ def test_onnx():
     torch.testing.assert_close(torch.from_numpy(logits)[ids != 1], want[ids != 1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("arch", ["gmlp_lm", "smlp"])
+@pytest.mark.parametrize("arch", ["gmlp_lm", "smlp", "smlp_partial", "gmlp_moe"])
 def test_gradients_of_each_sequence(arch):
     module, ids = model(arch).eval(), tokens(3, 10, padded=False)
     weights = {name: value.detach() for name, value in module.named_parameters()}

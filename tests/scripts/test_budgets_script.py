@@ -1,9 +1,11 @@
 """scripts/compare_budgets.py: differences to the baseline after each budget, from the folders of comparisons."""
 
 import csv
+import json
 import math
 import sys
 
+import numpy as np
 import pytest
 from experiment_folder import MODELS, UPDATES, write_experiment
 from running import REPOSITORY
@@ -21,8 +23,8 @@ def script(monkeypatch):
 
 @pytest.fixture
 def run(script, monkeypatch, tmp_path):
-    def run(*folders, baseline="gMLP"):
-        words = ["--baseline", baseline, "--to", tmp_path / "out", *folders]
+    def run(*folders, baseline="gMLP", options=()):
+        words = ["--baseline", baseline, "--to", tmp_path / "out", *options, *folders]
         monkeypatch.setattr(sys, "argv", ["compare_budgets.py", *map(str, words)])
         script.main()
         with (tmp_path / "out" / "budgets.csv").open() as file:
@@ -52,6 +54,29 @@ def test_each_model_after_each_budget(run, tmp_path, capsys):
     assert next(line for line in printed if "Switch" in line).split(" | ")[2] == "–", "the small one has no Switch"
     assert printed[-1] == "| learning rate | | 0.002 | 0.002 |" and {row["lr"] for row in rows} == {"0.002"}
     assert all((tmp_path / "out" / f"budgets.{ending}").stat().st_size > 5000 for ending in ("png", "svg"))
+
+
+def test_the_line_over_the_tokens_is_that_of_least_squares(run, tmp_path, capsys):
+    folders = [write_experiment(tmp_path / f"{size}", tokens_per_update=size) for size in (512, 1024, 4096)]
+    points = []
+    for number, folder in enumerate(folders):
+        for seed in (1, 2, 3):
+            for model, nats in (("gMLP", 3.0), ("Switch", 2.9 - 0.01 * number**1.5 + 0.003 * seed**2)):
+                path = folder / "runs" / f"{model}-s{seed}" / "scores.json"
+                scores = json.loads(path.read_text())
+                scores["subsets"]["valid"]["nll_after_prefix"] = nats
+                path.write_text(json.dumps(scores))
+            points.append((math.log10(UPDATES * (512, 1024, 4096)[number]), nats - 3.0))
+    run(*folders, options=("--predict", "1e9"))
+    row = next(line for line in capsys.readouterr().out.splitlines()[7:] if line.startswith("| Switch | 9 |"))
+    design = np.array([[1, x - 9] for x, _ in points])
+    values = np.array([y for _, y in points])
+    best, residual, *_ = np.linalg.lstsq(design, values)
+    errors = np.sqrt(np.diag(np.linalg.inv(design.T @ design)) * residual / 7)
+    # 2.365: Student's t with 7 degrees of freedom, 97.5 %, from a printed table
+    at_1e9, tenfold = ([100 * math.expm1(mean + end) for end in (0, -2.365 * error, 2.365 * error)]
+                       for mean, error in zip(best, errors, strict=True))  # fmt: skip
+    assert row.endswith(" | ".join("{:+.1f} % [{:+.1f}, {:+.1f}]".format(*cell) for cell in (tenfold, at_1e9)) + " |")
 
 
 def test_what_cannot_be_compared_is_refused(run, tmp_path):

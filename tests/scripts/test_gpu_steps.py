@@ -47,7 +47,7 @@ sys.exit(status)
     capsys.readouterr()
     assert steps.run_steps(wanted, tmp_path, "check-cpu", end) == steps.TIME_IS_UP
     told = capsys.readouterr().out
-    assert "good: passed already" in told and "once: passed in" in told and "the same command goes on" in told
+    assert "good: passed already" in told and "once: passed in" in told and "the same command resumes" in told
     assert steps.run_steps(wanted, tmp_path, "check-cpu", end) == 0
 
 

@@ -12,7 +12,7 @@ from smlp.checkpoint.load import load_language_model
 from smlp.inference.generation import Limits, Request, Sampling, sampled_texts
 from smlp.inference.generation.prompts import ready_prompts
 from smlp.inference.scoring.candidates import drop_nothing
-from smlp.serving.engine import BusyError, Engine, Failed, Job, NewToken, PromptScores, prompt_scores
+from smlp.serving.engine import BusyError, Engine, Failed, NewToken, PromptJob, PromptScores, prompt_scores
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 
 SECONDS = 60  # until a test gives up
@@ -36,7 +36,7 @@ def job_of(decoder, prompt, max_tokens=5, num_return=1, **sampling):
     limits = Limits(max_tokens, when_full="stop")
     (ready,) = ready_prompts(decoder.config, [prompt], limits)
     events = queue.Queue()
-    return Job(prompt, Request(ready, limits, Sampling(**sampling), num_return), events.put), events
+    return PromptJob(prompt, Request(ready, limits, Sampling(**sampling), num_return), events.put), events
 
 
 def texts_of(job, events):

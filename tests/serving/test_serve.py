@@ -29,8 +29,8 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from smlp.serving.app import MOST_BYTES, make_app
+from smlp.serving.completion_request import RequestReader
 from smlp.serving.engine import Engine
-from smlp.serving.questions import Reader
 
 SYMBOLS = [f"w{number}" for number in range(36)]
 SECONDS = 60  # until a test gives up
@@ -52,7 +52,7 @@ def model(checkpoint):
 def application(model, api_key=None, most_waiting=8):
     drop_nothing(model.decoder)
     engine = Engine(model.decoder, model.tokenizer, banned_tokens(model.vocabulary), 8, most_waiting)
-    reader = Reader("tiny", model.decoder.config, model.tokenizer, model.start_token, 12, 8)
+    reader = RequestReader("tiny", model.decoder.config, model.tokenizer, model.start_token, 12, 8)
     try:
         yield make_app(engine, reader, api_key)
     finally:

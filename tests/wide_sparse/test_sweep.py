@@ -68,7 +68,7 @@ def test_a_sweep_reports_errors_differences_and_similarity(digits, tmp_path, mon
     assert narrow["difference"]["by_seed"] == pytest.approx(by_seed)
     assert wide["difference"]["value"] is None, "the widest is not compared with itself"
     (row,) = between["rows"]
-    assert row["x"]["value"] == 64 and row["series"]["value"] == "SW-MLP less S-Mixer"
+    assert row["x"]["value"] == 64 and row["series"]["value"] == "SW-MLP minus S-Mixer"
     expected = [wide["error"]["by_seed"][seed] - mixer["error"]["by_seed"][seed] for seed in ("1", "2")]
     assert row["difference"]["value"] == pytest.approx(sum(expected) / 2)
     assert set(wide["cka"]["by_seed"]) == {"1", "2"} and -1 <= wide["cka"]["value"] <= 1

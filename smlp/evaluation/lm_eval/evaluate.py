@@ -190,10 +190,10 @@ def write_local_task(name: str, data_dir: str | Path, folder: str | Path, with_t
         name: a key of ``READERS``.
         data_dir: where the official files are.
         folder: to write to, and to give to the harness as ``include_path``.
-        with_training: whether few-shot examples will be wanted.
+        with_training: whether few-shot examples will be needed.
 
     Returns:
-        How many lines of the split that is scored say the same as another one; each record is written once.
+        How many lines of the scored split repeat another one; each record is written once.
 
     Raises:
         UserError: an official file is missing or malformed.

@@ -56,7 +56,7 @@ class TooLongRecords(UserError):
 class HarnessModel(TemplateLM):
     """Scores and texts of a language model, as the harness asks for them.
 
-    Requests of one record are scored together, so that what they begin with alike is read once. Those that are too long
+    Requests of one record are scored together, so that their common beginning is read once. Those that are too long
     lose tokens from the left, each for itself, and the start symbol first, as in the harness's own models.
 
     Args:
@@ -188,7 +188,7 @@ class HarnessModel(TemplateLM):
             raise TooLongRecords(found)
 
     def _fitted(self, texts: Sequence[TokenizedText], where: str) -> list[tuple[list[int], Candidates]]:
-        """Make texts fit the model, and count what had to give way; return groups with the places of their texts.
+        """Make texts fit the model, and count those that were cut; return groups with the places of their texts.
 
         Of a text that is too long, the last T + 1 tokens are left, of which the model reads T.
         """
@@ -261,12 +261,12 @@ class HarnessModel(TemplateLM):
         """Return the text that the model writes after each context, up to a stop string; contexts that leave no room
         are cut on the left, and counted.
 
-        A request that is there several times (``repeats`` of a task) is answered each time with random numbers of its
+        A request that occurs several times (``repeats`` of a task) is answered each time with random numbers of its
         own, those of the texts of :meth:`smlp.inference.language_model.LanguageModel.continuations` with as many
         ``num_return``.
 
         Raises:
-            UserError: a task's generation_kwargs ask for what cannot be done here; before anything is written.
+            UserError: a task's generation_kwargs ask for something unsupported; raised before anything is written.
         """
         results = [""] * len(requests)
         repeats: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Finding and parsing the files of a task; whatever is wrong with one is said in a sentence that names it."""
+"""Finding and parsing the files of a task; every error is one sentence that names the file."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def without_id(item: Item) -> Item:
 
 
 def distinct(found: Iterable[Item]) -> list[Item]:
-    """Return the records, each once, in their order: a repeated one with the same id tells nothing more about a
+    """Return the records, each once, in their order: a repeated one with the same id says nothing more about a
     model."""
     return list(dict.fromkeys(found))
 
@@ -147,7 +147,7 @@ class Reader:
         return [find(folder, self.folders, names, self.source) for names in there]
 
     def priming_split(self, data_dir: str | Path) -> str:
-        """Return the best split for priming of those that are there; the best of all if none is."""
+        """Return the best existing split for priming, or the best of all if none exists."""
         for split in self.priming:
             if has_one(Path(data_dir), self.folders, self.splits[split]):
                 return split

@@ -23,7 +23,7 @@ TABLE_6 = {
 
 
 def summarise(task: Task, answers: Sequence[Answer], prefix_tokens: int) -> dict[str, Any]:
-    """Return the accuracy with its uncertainty, and what it has to be compared with; shares, not per cent.
+    """Return the accuracy with its uncertainty and the figures to compare it with; shares, not per cent.
 
     Args:
         task: as read.
@@ -78,7 +78,7 @@ def _majority(answers: Sequence[Answer]) -> float | None:
 
 
 def average(summaries: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return the mean accuracy of the tasks, each counting alike."""
+    """Return the mean accuracy of the tasks, with equal weights."""
     return _mean([summary["accuracy"] for summary in summaries.values()])
 
 

@@ -60,7 +60,7 @@ def _mean(texts: Sequence[ScoredText]) -> list[float]:
 
 def _suffix(texts: Sequence[ScoredText]) -> list[float]:
     shared = common_suffix([text.tokens for text in texts])
-    if shared == 0:  # nothing follows the candidates: all that is left is what they are worth themselves
+    if shared == 0:  # nothing follows the candidates, so only they themselves can be scored
         return _sum(texts)
     return [float(text.since(len(text.tokens) - shared).sum()) for text in texts]
 

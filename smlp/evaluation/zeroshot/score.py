@@ -153,6 +153,8 @@ def score_groups(
         if team.rank < len(now):
             scores = scorer.score_within_memory(groups, batches[now[team.rank]], batch_tokens)
             own = [[candidate.log_probs for candidate in group] for group in scores]
+        elif scorer.in_step:
+            scorer.score_nothing()
         parts = dict(zip(now, team.gather(own), strict=False))
         by_batch |= parts
         if kept is not None:

@@ -209,7 +209,7 @@ _JOINT = " "
 
 
 def draw_shots(pool: Sequence[Item], evaluated: Sequence[Item], count: int, seed: int, templates: str) -> list[str]:
-    """Return the texts of ``count`` solved examples, none of them one that is evaluated.
+    """Return the texts of ``count`` solved examples, none of which is evaluated.
 
     Args:
         pool: records of the split for priming.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from smlp.experiments.plan import spread_of
 from smlp.experiments.report.results import MISSING, Results, RunResult
 from smlp.experiments.report.table import EMPTY, Cell, Column, Table, amount, label
 from smlp.experiments.tuning import at_edge, is_ordered
@@ -26,7 +27,7 @@ LAYOUT = {
 }
 _FORWARD, _TRAINING = "forward_multiply_adds_millions_per_token", "training_multiply_adds_trillions"
 _REASONS = {
-    MISSING: "there is no such folder: it was never started",
+    MISSING: "it was never started: its folder does not exist",
     "waiting": "it has not been started",
     "running": "it had not finished when the report was made, or was killed",
     "stopped": "it was stopped, and can be resumed",
@@ -37,12 +38,6 @@ _REASONS = {
 def training_flops(flops_per_token: float, tokens: float) -> float:
     """Return the multiply-adds of a training: three forward passes for each token."""
     return FORWARD_AND_BACKWARD * flops_per_token * tokens
-
-
-def spread(results: Results) -> float:
-    """Return the largest over the smallest nominal cost of a token, less one."""
-    costs = [model.flops_per_token for model in results.models]
-    return max(costs) / min(costs) - 1
 
 
 def details_table(results: Results) -> Table:
@@ -85,9 +80,10 @@ def details_table(results: Results) -> Table:
     largest = results.settings.get("max_spread")
     allowed = "" if largest is None else f" ({largest:.2%} are allowed)"
     notes = [
-        f"Nominal forward FLOPs per token differ by {spread(results):.2%}{allowed}. FLOPs of this report are "
-        "multiply-adds, as in the paper; training counts three forward passes for a token. `--dry-run` says "
-        "floating-point operations, as data sheets do: two for a multiply-add, and of what is causal only the half.",
+        f"Nominal forward FLOPs per token differ by {spread_of(results.models):.2%}{allowed}. FLOPs in this report are "
+        "multiply-adds, as in the paper; training counts as three forward passes per token. `--dry-run` counts "
+        "floating-point operations, as data sheets do: two per multiply-add, and only the causal half of attention "
+        "and spatial matrices.",
     ]
     return Table("details", "The models", columns, rows, notes)
 
@@ -131,12 +127,12 @@ def state_table(results: Results) -> Table | None:
         }
         for run, reason in incomplete(results)
     ]
-    return Table("not-whole", "Runs that failed, are missing or not whole", columns, rows) if rows else None
+    return Table("not-whole", "Runs that failed, are missing or are incomplete", columns, rows) if rows else None
 
 
 @dataclass(frozen=True)
 class SeedOrder:
-    """Return whether the runs of a seed read the same data in the same order."""
+    """The order in which the runs of a seed read the data, and whether it was the same."""
 
     seed: int
     runs: tuple[RunResult, ...]
@@ -237,10 +233,10 @@ def tuning_table(results: Results) -> Table | None:
         row["chosen"] = label(None if chosen is None else str(chosen), f"tuned.json: chosen.{model.name}")
         rows.append(row)
     notes = [
-        f"Perplexity per token after {tuned['updates']:,} updates with seed {tuned['seed']}; the lowest of a row was "
-        "chosen."
+        f"Perplexity per token after {tuned['updates']:,} updates with seed {tuned['seed']}; the lowest value of each "
+        "row was chosen."
     ]
     edge = at_edge(tuned["values"], tuned["chosen"])
     if edge:
-        notes.append(f"At the edge of the grid, so that a value outside might do better: {', '.join(edge)}.")
+        notes.append(f"The choice is at the edge of the grid, and a value outside might be better: {', '.join(edge)}.")
     return Table("tuning", f"Tuning of {option}", columns, rows, notes)

@@ -64,13 +64,15 @@ def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
     said = {"updates": [paper.FIGURE_1, paper.FIGURE_5_UPDATES], "time": [paper.FIGURE_1, paper.FIGURE_5_TIME]}
     if results.is_masked:
         said = {}
-    band = "Mean over seeds; the band is the 95 % interval (Student's t) where there are two or more: how much "
-    band += (
-        "one training differs from the next. Differences between models are better judged seed by seed, in the summary."
+    band = (
+        "The lines are means over seeds. With two or more seeds, the band is the 95 % interval (Student's t), which "
+        "shows how much one training differs from the next. Judge differences between models seed by seed, in the "
+        "summary."
     )
     if results.has_prefix:
         band += (
-            " Models with a prefix are measured on their own positions here: their lines and others' do not compare."
+            " Models with a prefix are measured on their own positions here, so their lines cannot be compared with "
+            "the others."
         )
     for across in horizontals(results):
         caption = " ".join([band, *said.get(across.key, [])])
@@ -113,7 +115,9 @@ def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
     )
     yield (
         Picture(
-            "feature-routing-final", "The same at the end, after the prefix", "The same positions for all.", scores
+            *("feature-routing-final", "The same at the end, after the prefix"),
+            "All models are measured on the same positions.",
+            scores,
         ),
         draw_final(results, variants, own_looks, "Kinds of feature routing at the end, after the prefix")
         if variants

@@ -57,9 +57,9 @@ def work_table(results: Results) -> Table:
             }
         )
     notes = [
-        "Of the logged updates in training. Dropped: choices beyond an expert's capacity (Switch, GShard; for GShard "
-        "second experts that its policy gives up as well). Evaluation drops nothing.",
-        "Where all of a model's routing is balanced or fixed, nothing can be dropped, and the columns are empty.",
+        "The numbers are from the logged updates in training. Dropped are choices beyond an expert's capacity (Switch, "
+        "GShard; for GShard also second experts that its policy gives up). Evaluation drops nothing.",
+        "If all of a model's routing is balanced or fixed, nothing can be dropped, and the columns are empty.",
     ]
     return Table("work", "Realised and nominal multiply-adds", columns, rows, notes)
 
@@ -94,8 +94,8 @@ def layers_table(results: Results) -> Table:
     ]
     rows = [row for model in results.models for row in _layer_rows(results, model)]
     notes = [
-        "Means over seeds. Last: the last logged update; what each figure means and which values are healthy is in "
-        "docs/router_health.md. Figures that make no sense for a router are left out."
+        'The numbers are means over seeds; "last" is the last logged update. docs/router_health.md explains what each '
+        "figure means and which values are healthy. Figures that do not apply to a router are left out."
     ]
     return Table("router-health", "Router health by layer", columns, rows, notes)
 

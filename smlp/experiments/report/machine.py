@@ -18,8 +18,8 @@ _NAMES = ("smlp", "torch", "fairseq", "numpy", "python", "processor", "gpu", "th
 _TRAIN = "train"
 _ATTEMPTS = ("run.json", "attempts.seconds")
 _WALL = ("train.log", "wall, the last")
-_LOST = "an attempt is missing from run.json, as where it was killed together with smlp compare run"
-_NO_WALL = "no attempt is in run.json, as on Slurm, and train.log has no wall that never falls"
+_LOST = "an attempt is missing from run.json, perhaps because smlp compare run was killed with it"
+_NO_WALL = "run.json has no attempts, as on Slurm, and wall in train.log is missing or starts again"
 
 
 def hardware(results: Results) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def describe_machine(results: Results) -> str:
     if found.get("processor"):
         parts.append(found["processor"])
     return (
-        f"Machine: {', '.join(parts)}; at a time {_counted(found.get('jobs'), 'run')}, each with "
+        f"Machine: {', '.join(parts)}; {_counted(found.get('jobs'), 'run')} at a time, each with "
         f"{_counted(found.get('world_size'), 'rank')} of {_counted(found.get('threads'), 'thread')}."
     )
 
@@ -92,7 +92,7 @@ def whole_time(run: RunResult) -> WholeTime | None:
     """Return how long the training commands of a run took; None if its log has no training steps.
 
     Args:
-        run: of which it is known how long it trained.
+        run: a run whose training time is known.
     """
     training = training_seconds(run)
     if training is None:
@@ -170,7 +170,10 @@ def _other_cell(runs: list[RunResult]) -> Cell:
 
 
 def _notes(results: Results) -> list[str]:
-    notes = ["All else of the training command: starting, validation, saving, updates that a stopped run did twice."]
+    notes = [
+        '"All else" is what the training command did besides: starting, validation, saving, and updates that a '
+        "resumed run repeated."
+    ]
     done = [run for model in results.models for run in results.done(model)]
     unknown: dict[str, list[str]] = {}
     for run in done:
@@ -180,7 +183,7 @@ def _notes(results: Results) -> list[str]:
     notes += [f"Not known for {', '.join(names)}: {reason}." for reason, names in unknown.items()]
     if not hardware(results).get("gpus"):
         notes.append(
-            "MFU is of the rate of a product of matrices that is measured when a run starts; on a CPU that others "
-            "use at the time it varies by a third."
+            "MFU is relative to the rate of a matrix product that is measured when a run starts; on a CPU that other "
+            "programs use at the time, this rate varies by a third."
         )
     return notes

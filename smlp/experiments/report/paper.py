@@ -278,10 +278,11 @@ def table_4(results: Results) -> Table | None:
                 row[f"{size}_words"] = Cell(one.words_per_second, f"{one.words_per_second:,.0f}", source)
         rows.append(row)
     notes = [
-        f"The small models' hours are those of all {SMALL.updates:,} updates: "
+        f"The small models' hours cover all {SMALL.updates:,} updates: "
         f"{SMALL.tokens / 1e9:.1f} billion tokens (32 GPUs x 4 x 4 x 1024 an update, Table 8) at the printed "
-        'words per second take 2 to 7 % less. So those words are tokens, as fairseq counts them, and "time to quality" '
-        "is the time to each model's own final perplexity. Times to one given perplexity, below, are a fairer measure.",
+        'words per second take 2 to 7 % less. So the "words" are tokens, as fairseq counts them, and "time to quality" '
+        "is the time to each model's own final perplexity. The times to a common perplexity below are a fairer "
+        "measure.",
     ]
     if any(model.paper_name == "base_lm" for model in results.models):
         notes.append("The paper remarks that its large BASE model diverged.")
@@ -309,8 +310,8 @@ def scale_sentences(results: Results) -> list[str]:
             "the tokens of this experiment."
         )
     sentences.append(
-        "So absolute numbers cannot be compared with the paper's, nor perplexities on other texts and vocabularies; "
-        "ratios and orders can be held against each other, with that difference of scale in mind."
+        "Absolute numbers therefore cannot be compared with the paper's, nor can perplexities on other texts and "
+        "vocabularies. Ratios and orders can be compared, with that difference of scale in mind."
     )
     return sentences
 

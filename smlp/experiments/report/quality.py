@@ -35,6 +35,24 @@ def likelihoods(results: Results, model: Model, subset: str, field: str) -> dict
     return {run.seed: score(run, subset, field) for run in results.done(model)}
 
 
+def bits_per_byte(results: Results, model: Model, subset: str, field: str) -> Cell:
+    """Return the mean loss in bits for each byte of the text.
+
+    It is empty for masked language models, which predict a part of the tokens, and if data.json has no number of bytes.
+    """
+    size = None if results.is_masked else (results.data.get("splits", {}).get(subset) or {}).get("bytes")
+    found = {}
+    for run in results.done(model):
+        nll, tokens = score(run, subset, field), score(run, subset, "tokens")
+        found[run.seed] = nll * tokens / size / math.log(2) if nll is not None and tokens and size else None
+    mean = estimate(found)
+    if mean is None:
+        return EMPTY
+    runs = [run for run in results.done(model) if run.seed in mean.samples]
+    formula = f"subsets.{subset}, {field} * tokens / bytes of data.json / ln 2"
+    return mean_cell(mean, ".4f", origin(runs, "scores.json", formula))
+
+
 def perplexity(results: Results, model: Model, subset: str, field: str, per_word: bool = False) -> Estimate | None:
     """Return the perplexity per token or per word over the seeds of the finished runs; None if no run has it."""
     found = {}
@@ -117,7 +135,7 @@ def percent_cell(logs: Estimate, source: str, is_by_round: bool = False) -> Cell
     return Cell(percent(logs.mean), shown, source, low, high, samples, is_by_round)
 
 
-def quality_table(results: Results, subset: str, held_against: Sequence[Model]) -> Table:
+def quality_table(results: Results, subset: str, compared_with: Sequence[Model]) -> Table:
     """Make the table of perplexity on a validation set at the end of training."""
     prefix = results.has_prefix
     columns = [
@@ -125,6 +143,11 @@ def quality_table(results: Results, subset: str, held_against: Sequence[Model]) 
         Column("seeds", "seeds", "number of finished runs with a score"),
         Column("per_token", "per token", f"scores.json: exp(subsets.{subset}.nll_all), all positions"),
         Column("per_word", "per word", f"scores.json: exp(nll_all * tokens / words) of subsets.{subset}"),
+        Column(
+            "bits_per_byte",
+            "bits per byte",
+            f"scores.json: nll_all * tokens / ln 2 of subsets.{subset}, over the bytes of data.json",
+        ),
         Column(
             "after_prefix",
             "per token, after the prefix",
@@ -142,7 +165,7 @@ def quality_table(results: Results, subset: str, held_against: Sequence[Model]) 
                 f"scores.json: mean over common seeds of the difference of subsets.{subset}.nll_after_prefix to "
                 f"{baseline.name}'s, as per cent of perplexity; 95 % interval of the paired differences (Student's t)",
             )
-            for baseline in held_against
+            for baseline in compared_with
         ),
     ]
     rows = []
@@ -153,11 +176,12 @@ def quality_table(results: Results, subset: str, held_against: Sequence[Model]) 
             "seeds": amount(len(after.samples) if after else 0, "d", "run.json: state; scores.json"),
             "per_token": perplexity_cell(results, model, subset, ALL),
             "per_word": perplexity_cell(results, model, subset, ALL, per_word=True),
+            "bits_per_byte": bits_per_byte(results, model, subset, ALL),
         }
         if prefix:
             row["after_prefix"] = perplexity_cell(results, model, subset, AFTER_PREFIX)
             row["after_prefix_per_word"] = perplexity_cell(results, model, subset, AFTER_PREFIX, per_word=True)
-        for baseline in held_against:
+        for baseline in compared_with:
             if baseline is not model:
                 row[f"against_{baseline.name}"] = difference(results, model, baseline, subset)[1]
         rows.append(row)
@@ -166,8 +190,8 @@ def quality_table(results: Results, subset: str, held_against: Sequence[Model]) 
 
 def _notes(results: Results, subset: str) -> list[str]:
     notes = [
-        "± and brackets are 95 % intervals (Student's t) over seeds; models of one seed saw the same data, so that the "
-        'columns "against" compare seed with seed, and are the ones to judge a difference by.'
+        "± and brackets are 95 % intervals (Student's t) over seeds. Runs with the same seed saw the same data, so the "
+        'columns "against" compare seed by seed; judge differences between models by these.'
     ]
     if results.has_prefix:
         positions = max(model.config.prefix_tokens for model in results.models)
@@ -176,10 +200,10 @@ def _notes(results: Results, subset: str) -> list[str]:
         notes.append(
             f"{_listed(names)} {verb} nothing within the first {positions} of "
             f"{results.settings['tokens_per_sample']} positions. The columns after the prefix, and the comparisons, "
-            "count the other positions alone, for every model."
+            "count only the other positions, for every model."
         )
     if results.words_per_token(subset) is None:
-        notes.append(f"data.json knows no number of words for `{subset}`: nothing is given per word.")
+        notes.append(f"data.json has no number of words for `{subset}`, so there are no numbers per word.")
     return notes
 
 

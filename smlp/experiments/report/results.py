@@ -248,7 +248,7 @@ def _diverged(scores: Mapping[str, Any] | None) -> Iterator[str]:
     for subset, found in ((scores or {}).get("subsets") or {}).items():
         loss = found.get("nll_after_prefix")
         if loss is not None and not math.isfinite(of_nats(loss)):
-            yield f"it has diverged: on {subset} a token costs {loss:.3g} nats, and its perplexity is in no table"
+            yield f"it diverged: its loss on {subset} is {loss:.3g} nats per token, so no table has its perplexity"
 
 
 def _run(out: Path, model: Model, seed: int, subset: str) -> RunResult:

@@ -1,7 +1,7 @@
 """The table of time and quality (Table 4's columns): speeds, and when a run first reached a perplexity.
 
 Between the last validation above the perplexity and the first one at or below it, the loss (not the perplexity) is
-taken to fall in proportion to the updates.
+interpolated linearly in updates.
 """
 
 from __future__ import annotations
@@ -263,14 +263,12 @@ def _reached_cell(when: TimeToTarget, size: float, source: str) -> Cell:
 def _notes(results: Results, aims: list[Target], words: float | None) -> list[str]:
     jobs, timed = results.environment.get("jobs"), results.speed
     notes = [
-        '"Training" speeds and times are of the training steps alone: validation, saving and starting are left '
-        "out, and shown below."
+        '"Training" speeds and times cover only the training steps. Validation, saving and starting are left '
+        "out, and are shown below."
     ]
     if jobs is None or jobs > 1:
         shared = "environment.json does not say how many" if jobs is None else f"{jobs}"
-        notes.append(
-            f"Runs shared the machine ({shared} at a time): their own speeds are lower and noisier than alone."
-        )
+        notes.append(f"Runs shared the machine ({shared} at a time), so these speeds are lower and noisier than alone.")
     if timed:
         notes.append(
             f'"Alone" is speed.json: {timed.get("how", "")} (device {timed.get("device")}, threads: '
@@ -279,15 +277,14 @@ def _notes(results: Results, aims: list[Target], words: float | None) -> list[st
     if words:
         notes.append(f"Words are tokens times {words:.4f}, the words per token of the validation text.")
     else:
-        notes.append("Speeds are in tokens: data.json knows no number of words.")
+        notes.append("Speeds are in tokens, because data.json has no number of words.")
     for aim in aims:
         notes.append(f"{aim.perplexity:,.2f} per token: from {aim.origin}.")
     if aims:
         notes.append(
-            "Times to a perplexity come from the validations during training; between two, the loss is taken to fall "
-            "in proportion to the updates. A perplexity that was below already at the first validation counts there. "
-            + _PREFIX
-            * results.has_prefix
+            "Times to a perplexity come from the validations during training; between two of them, the loss is "
+            "interpolated linearly in updates. If a model is below the perplexity at its first validation, the time "
+            "is that of this validation. " + _PREFIX * results.has_prefix
         )
     return notes
 
@@ -301,7 +298,12 @@ def _unrest(timed: Mapping[str, Any]) -> str:
     typical, share = statistics.median(spreads), timed.get("core_share")
     is_on_cpu = share is not None and timed.get("device") == "cpu"
     others = f" Its threads had {share:.0%} of a core each." if is_on_cpu else ""
-    return f"The middle half of a model's rounds spans {typical:.0%}, of the most restless {max(spreads):.0%}.{others}"
+    return (
+        f"The middle half of a model's rounds typically spans {typical:.0%}; for the model with the widest spread, "
+        f"{max(spreads):.0%}.{others}"
+    )
 
 
-_PREFIX = "Models with a prefix are measured on their own positions there, which are easier or harder than all."
+_PREFIX = (
+    "There, models with a prefix are measured on their own positions, which may be easier or harder than all positions."
+)

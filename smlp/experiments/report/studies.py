@@ -54,8 +54,9 @@ def masked_table(results: Results) -> Table | None:
         Column("per_token", "here", f"scores.json: exp(subsets.{subset}.nll_all)"),
     ]
     notes = [
-        "Perplexities are of masked tokens. The paper's models have 92 to 112 million parameters and were trained on "
-        "33 billion tokens: orders can be compared, with that difference of scale in mind, and numbers cannot."
+        "Perplexities are those of masked tokens. The paper's models have 92 to 112 million parameters and were "
+        "trained on 33 billion tokens. The order of the models can be compared, with that difference of scale in mind, "
+        "but the numbers cannot."
     ]
     return Table("gmlp-table-3", "Table 3 of the gMLP paper", columns, rows, notes) if len(rows) > 1 else None
 
@@ -115,8 +116,9 @@ def variants_table(results: Results) -> Table | None:
     ]
     notes = [
         paper.FIGURE_7,
-        "Partial and leaky routing predict nothing within the prefix: only the last column compares like with "
-        "like. Leaky routing sees the tokens that it predicts: its perplexity is no measure of a language model.",
+        "Partial and leaky routing predict nothing within the prefix, so only the last column compares the same "
+        "positions. Leaky routing sees the tokens to be predicted, so its perplexity does not measure a language "
+        "model.",
     ]
     return (
         Table("feature-routing", "Deterministic, partial and leaky (Figure 7)", columns, rows, notes) if rows else None
@@ -197,7 +199,9 @@ def zeroshot_table(results: Results) -> Table | None:
         for name in names
         if name in scored[0].zeroshot.get("tasks", {})
     )
-    notes = [f"Accuracy in per cent, ± over seeds. Records: {counts}. How tasks are scored: docs/zeroshot.md."]
+    notes = [
+        f"Accuracy in per cent; ± is over seeds. Records: {counts}. docs/zeroshot.md explains how tasks are scored."
+    ]
     return Table("zeroshot", "Zero-shot priming (Table 6)", columns, rows, notes)
 
 

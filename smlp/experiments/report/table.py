@@ -125,7 +125,7 @@ class Cell:
         return {"value": self.value, **known, "source": self.source}
 
 
-EMPTY = Cell(None, NOTHING, "no file has it")
+EMPTY = Cell(None, NOTHING, "no file has this number")
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,24 @@ def mean_cell(found: Estimate | None, pattern: str, source: str) -> Cell:
     if found.half is not None:
         shown += f" ± {format(found.half, pattern)}"
     return Cell(found.mean, shown, source, found.low, found.high, dict(found.samples))
+
+
+#: the second column of :func:`difference_cells`
+VERDICT_COLUMN = Column("verdict", "difference is", "seen if the interval excludes 0")
+
+
+def difference_cells(first: Mapping[int, float], second: Mapping[int, float], source: str) -> dict[str, Cell]:
+    """Return the cells of ``first - second``, paired by seed, and of what can be said of it; none without a pair."""
+    paired = {seed: value - second[seed] for seed, value in first.items() if seed in second}
+    if not paired:
+        return {}
+    found = Estimate(paired)
+    shown = f"{found.mean:+.2f}" + ("" if found.half is None else f" ± {found.half:.2f}")
+    seen = found.low is not None and found.high is not None and not found.low <= 0 <= found.high
+    return {
+        "difference": Cell(found.mean, shown, source, found.low, found.high, paired),
+        "verdict": label("one seed" if found.count < 2 else "seen" if seen else "not seen", source),
+    }
 
 
 def origin(runs: Iterable[RunResult], file: str, field_name: str) -> str:

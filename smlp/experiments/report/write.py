@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
+from smlp.experiments.plan import spread_of
 from smlp.experiments.report import details, health, machine, paper, quality, speed, studies
 from smlp.experiments.report.figures import Picture, write_figures
 from smlp.experiments.report.results import Results
@@ -18,7 +19,7 @@ from smlp.plots.drawing import check_matplotlib
 TABLES = "tables"
 #: tables without sources: derived from other tables, or only the paper's numbers
 _NO_SOURCES = ("summary", "paper-table-4", "details-paper")
-_QUALITY = ("per_token", "per_word", "after_prefix")
+_QUALITY = ("per_token", "per_word", "bits_per_byte", "after_prefix")
 _SPEEDS = (
     *("timed_words_per_second", "timed_tokens_per_second"),
     *("logged_words_per_second", "logged_tokens_per_second"),
@@ -60,9 +61,9 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
 
 def all_tables(results: Results, baselines: Sequence[str] = ()) -> dict[str, Table]:
     """Make all tables that the results have data for, by name."""
-    held_against = quality.baselines(results, baselines)
+    compared_with = quality.baselines(results, baselines)
     made = [
-        *(quality.quality_table(results, subset, held_against) for subset in results.subsets),
+        *(quality.quality_table(results, subset, compared_with) for subset in results.subsets),
         paper.table_4(results),
         speed.speed_table(results),
         machine.split_table(results),
@@ -93,7 +94,7 @@ def _as_json(results: Results, tables: dict[str, Table], pictures: dict[str, Pic
             "timing": (results.speed or {}).get("environment"),
             "source": "environment.json, speed.json",
         },
-        "flops_spread": {"value": details.spread(results), "source": "experiment.json: models.flops_per_token"},
+        "flops_spread": {"value": spread_of(results.models), "source": "experiment.json: models.flops_per_token"},
         "scale": [] if results.is_masked else paper.scale_sentences(results),
         "data_order": [
             {
@@ -219,7 +220,7 @@ def _outcome(results: Results, tables: Mapping[str, Table]) -> str:
     order = ", ".join(f"{row['model'].text} {row[key].value:,.2f}" for row in rows)
     where = " after the prefix" if results.has_prefix else ""
     seeds = {tuple(row[key].samples) for row in rows}
-    caution = " These are means over different seeds: compare seed with seed." if len(seeds) > 1 else ""
+    caution = " These means are over different seeds: compare models seed by seed." if len(seeds) > 1 else ""
     each = "masked token" if results.is_masked else "token"
     return f"Perplexity per {each}{where}, lowest first: {order}.{caution}"
 
@@ -230,7 +231,7 @@ def _about(results: Results) -> list[str]:
     seeds = ", ".join(map(str, results.seeds))
     smaller = "at most " if results.trained_tokens < 0.999 * results.updates * results.tokens_per_update else ""
     lines = [
-        f"{len(results.models)} models, seeds {seeds}; each run {results.updates:,} updates of {smaller}"
+        f"{len(results.models)} models, seeds {seeds}; each run has {results.updates:,} updates of {smaller}"
         f"{results.tokens_per_update:,} tokens ({results.trained_tokens:,.0f} in all) with "
         f"a context of {settings['tokens_per_sample']:,}. {done} of {len(results.runs)} runs are finished. "
         f"{machine.describe_machine(results)}",
@@ -238,7 +239,7 @@ def _about(results: Results) -> list[str]:
     problems = details.incomplete(results)
     failed = [run.name for run, _ in problems if not run.is_done]
     if failed:
-        lines += ["", f"**Not in the numbers, because they did not finish: {', '.join(failed)}** (reasons below)."]
+        lines += ["", f"**Left out, because they did not finish: {', '.join(failed)}** (reasons below)."]
     lacking = [run.name for run, _ in problems if run.is_done]
     if lacking:
         lines += ["", f"**Finished, but diverged or with files missing or damaged: {', '.join(lacking)}** (below)."]
@@ -246,8 +247,8 @@ def _about(results: Results) -> list[str]:
         if not one.agrees:
             lines += [
                 "",
-                f"**The data order differs**: with seed {one.seed}, {one.differs.name} read other tokens than "
-                f"{one.runs[0].name} from update {one.differs_at} on.",
+                f"**The data order differs**: with seed {one.seed}, {one.differs.name} and {one.runs[0].name} read "
+                f"different tokens from update {one.differs_at} on.",
             ]
     notes = [*results.notes, *machine.differences(results)]
     lines += [part for note in notes for part in ("", f"**{note}.**")]
@@ -281,9 +282,9 @@ def _sources(tables: Mapping[str, Table], pictures: Mapping[str, Picture]) -> li
     lines = [
         "## Where the numbers come from",
         "",
-        "Files are in the experiment's folder; those of a run are in `runs/RUN/`. `report.json` has the files of every "
-        "single number, unrounded, with its seeds or rounds. The paper's numbers are from "
-        f"{paper.SOURCE}, Tables 4 to 7; names of models: experiment.json.",
+        "Files are in the experiment's folder; those of a run are in `runs/RUN/`. `report.json` has every number "
+        "unrounded, with the files that it comes from and its seeds or rounds. The paper's numbers are from "
+        f"{paper.SOURCE}, Tables 4 to 7, and the models' names from experiment.json.",
         "",
     ]
     for table in tables.values():

@@ -17,9 +17,9 @@ from smlp.text.tokenizer import Tokenizer, Vocabulary
 
 
 class StopStrings:
-    """Lets text through piece by piece, up to that one of some strings which is the first to be complete.
+    """Lets text through piece by piece, up to whichever of some strings is completed first.
 
-    What may be the beginning of one is held back until more is known.
+    Text that may be the beginning of one is held back until more is known.
 
     Raises:
         UserError: one of the strings is empty, or none.
@@ -252,7 +252,7 @@ class TextWriter:
                 yield sorted(done.get(index, []), key=lambda continuation: continuation.draw)
 
     def finished(self, batch: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
-        """Yield the finished texts of prompts of ids, and what they are as strings; in no particular order."""
+        """Yield the finished texts of prompts of ids, also as strings, in no particular order."""
         if self._searches:
             found = beam_search(self.decoder, batch, self.limits, self.method, self._banned, self._fill)
             for text in (text for texts in found for text in texts[: self.num_return]):

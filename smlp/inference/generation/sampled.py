@@ -74,7 +74,7 @@ def sampled_texts(
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be written after one prompt."""
+    """A request to continue one prompt."""
 
     prompt: Prompt
     limits: Limits
@@ -87,7 +87,7 @@ class Request:
 
 @dataclass
 class _Draft:
-    """A row of the batch: a text and what it is to be."""
+    """A row of the batch: the text so far, and what was requested."""
 
     text: Text
     request: Request

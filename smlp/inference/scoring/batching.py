@@ -1,10 +1,10 @@
 """Plan which candidates are read together: common beginnings once, little padding, full passes.
 
-Groups whose candidates begin with as many tokens alike are read together, as far as the shortest beginning of them
-reaches, once for each group. Then the candidates go on, in blocks of those of like length. The cost is positions:
-padding, and tokens of longer beginnings that are read once for each candidate. One more beginning or block costs too,
-for token mixing goes through them one by one, and is put down as so many positions. All else goes through as many
-beginnings, or blocks, at a time as a pass may hold.
+Groups whose candidates share beginnings of similar length are read together, once for each group, up to the length of
+the shortest one. The candidates then continue in blocks of similar length. The cost is counted in positions: padding,
+and tokens of longer beginnings that are read once for each candidate. Each further beginning or block costs a fixed
+number of positions as well, because token mixing processes them one by one. All other work is done for as many
+beginnings, or blocks, at once as fit into a pass.
 
 Letters: ``G`` groups of a batch, ``n`` items in a list.
 """
@@ -20,7 +20,7 @@ from smlp.inference.scoring.texts import Candidates
 
 @dataclass(frozen=True)
 class Reading:
-    """The inputs of every candidate of a group, of which the first ``num_shared`` are alike."""
+    """The inputs of every candidate of a group; the first ``num_shared`` are the same for all."""
 
     #: ids, start symbols first and the last token left out
     inputs: tuple[tuple[int, ...], ...]
@@ -33,7 +33,7 @@ class Reading:
 
         Args:
             group: of candidates.
-            share: whether anything is to be shared.
+            share: whether common beginnings are read only once.
         """
         inputs = tuple(group.lead + text.tokens[:-1] for text in group.texts)
         return cls(inputs, group.num_filled + group.first if share else 0)
@@ -56,7 +56,7 @@ class Beginning:
 
 @dataclass(frozen=True)
 class CandidateBlock:
-    """Candidates of like length that go on from one beginning, padded to the longest of them."""
+    """Candidates of similar length that continue one beginning, padded to the longest of them."""
 
     #: place in ``CandidateBatch.beginnings``
     beginning: int
@@ -81,7 +81,7 @@ def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: i
     Args:
         readings: of the groups.
         batch_tokens: positions that one pass may take up, padding included; what takes more is on its own.
-        block_tokens: positions that one beginning or block more is worth.
+        block_tokens: cost of a further beginning or block, in positions.
     """
     order = sorted(range(len(readings)), key=lambda place: (-readings[place].num_shared, -readings[place].longest))
     shared = [readings[place].num_shared for place in order]
@@ -98,6 +98,28 @@ def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: i
     parts = partition(len(order), read_again, size, batch_tokens, block_tokens)
     together = [parts[begin:end] for begin, end in _fill([size(*part) for part in parts], batch_tokens)]
     return [_batch(order, some, readings, batch_tokens, block_tokens) for some in together]
+
+
+def plan_single_passes(readings: Sequence[Reading], batch_tokens: int, block_tokens: int) -> list[CandidateBatch]:
+    """Return batches of one pass each, in which nothing is read ahead; arguments as of :func:`plan_batches`."""
+    order = sorted(range(len(readings)), key=lambda place: -readings[place].longest)
+    longest = [readings[place].longest for place in order]
+    num_rows = [0, *accumulate(len(readings[place].inputs) for place in order)]
+    in_all = [0, *accumulate(sum(map(len, readings[place].inputs)) for place in order)]
+
+    def padded(begin: int, end: int) -> int:
+        return longest[begin] * (num_rows[end] - num_rows[begin])
+
+    def padding(begin: int, end: int) -> int:
+        return padded(begin, end) - (in_all[end] - in_all[begin])
+
+    batches = []
+    for begin, end in partition(len(order), padding, padded, batch_tokens, block_tokens):
+        members = tuple(order[begin:end])
+        rows = tuple((at, number) for at, place in enumerate(members) for number in range(len(readings[place].inputs)))
+        together = Beginning(tuple(range(len(members))), 0)
+        batches.append(CandidateBatch(members, (together,), ((CandidateBlock(0, rows),),)))
+    return batches
 
 
 def _batch(

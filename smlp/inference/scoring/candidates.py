@@ -1,6 +1,6 @@
 """Log-probabilities of the tokens of texts, as candidates of a choice or on their own.
 
-What the candidates of a group begin with alike is read once; then each continues from a copy of that state
+The beginning that the candidates of a group share is read once; then each continues from a copy of that state
 (:mod:`smlp.inference.scoring.batching`). Padding stands on the right only.
 
 Letters: ``R`` rows of logits at a time (in ``_block``: candidates of a block), ``n`` tokens, ``N`` positions of one
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smlp.errors import UserError
 from smlp.evaluation.perplexity import of_nats
-from smlp.inference.scoring.batching import CandidateBatch, CandidateBlock, Reading, plan_batches
+from smlp.inference.scoring.batching import CandidateBatch, CandidateBlock, Reading, plan_batches, plan_single_passes
 from smlp.inference.scoring.texts import Candidates, Encoding
 from smlp.moe.layer import TokenMoE
 from smlp.nn.decoder import Decoder
@@ -45,18 +45,25 @@ class CandidateScorer:
     Args:
         decoder: in evaluation mode, dropping no token, so that a score does not depend on what else is in a batch.
         share: whether to read common beginnings once; off for a model with leaky routing, whose beginnings depend on
-            what follows them.
+            what follows them, and where experts are spread over ranks, which must make equally many passes.
     """
 
     def __init__(self, decoder: Decoder, share: bool = True) -> None:
         self.decoder = decoder
-        self.share = share and not decoder.config.is_leaky
+        self.in_step = is_spread(decoder)
+        self.share = share and not decoder.config.is_leaky and not self.in_step
 
     def plan(self, groups: Sequence[Candidates], batch_tokens: int) -> list[CandidateBatch]:
         """Return batches in which to score the groups; they do not depend on who is to score them. See
         :func:`smlp.inference.scoring.batching.plan_batches`."""
         block_tokens = _BLOCK_ON_CPU if self._device.type == "cpu" else _BLOCK_ON_GPU
-        return plan_batches([self._reading(group) for group in groups], batch_tokens, block_tokens)
+        plan = plan_single_passes if self.in_step else plan_batches
+        return plan([self._reading(group) for group in groups], batch_tokens, block_tokens)
+
+    @torch.inference_mode()
+    def score_nothing(self) -> None:
+        """Pass an empty batch through this rank's experts, while the other ranks :meth:`score` batches of theirs."""
+        self.decoder.features(self._ids([[0]])[:0])
 
     @torch.inference_mode()
     def score(self, groups: Sequence[Candidates], batch: CandidateBatch) -> list[list[TokenScores]]:
@@ -286,6 +293,11 @@ def scored(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
     largest_R = logits_RV.amax(dim=1)
     sum_R = logits_RV.sub_(largest_R.unsqueeze(1)).exp_().sum(dim=1)
     return chosen_R - largest_R - sum_R.log(), chosen_R == largest_R
+
+
+def is_spread(decoder: Decoder) -> bool:
+    """Return whether other ranks hold experts of the model, so that all must make equally many forward passes."""
+    return any(module.dispatcher.num_ranks > 1 for module in decoder.modules() if isinstance(module, TokenMoE))
 
 
 def capacity_limits(decoder: Decoder) -> list[Callable[[float], None]]:

@@ -44,7 +44,7 @@ class TokenizedText:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Texts that are scored together because they are compared: what they begin with alike is computed once."""
+    """Texts that are scored together because they are compared; their common beginning is computed once."""
 
     texts: tuple[TokenizedText, ...]
     #: tokens that were cut from the left of every context

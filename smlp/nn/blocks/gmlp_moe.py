@@ -28,6 +28,7 @@ from smlp.nn.blocks.sparse import router_costs, token_dispatcher
 from smlp.nn.layers import Dropout, SpatialWeights, spatial_parameters, uniform_rows
 from smlp.nn.state import ForwardContext
 from smlp.ops import activated_halves, linear
+from smlp.ops.fast_paths import needs_fixed_shapes
 from smlp.parallel import Ranks, one_process
 
 GATED_MLP_EXPERTS = "gMLP experts"
@@ -107,7 +108,13 @@ class GatedMLPExperts(nn.Module):
         self.b_out = nn.Parameter(torch.zeros(num_local, embed_dim))
 
     def forward(
-        self, x_AH: Tensor, counts: Sequence[int], place_A2: Tensor, num_seqs: int, context: ForwardContext
+        self,
+        x_AH: Tensor,
+        counts: Sequence[int],
+        place_A2: Tensor,
+        num_seqs: int,
+        context: ForwardContext,
+        chosen_NE: Tensor | None = None,
     ) -> Tensor:
         """Send each token through its expert.
 
@@ -117,6 +124,8 @@ class GatedMLPExperts(nn.Module):
             place_A2: sequence and absolute position of each token, (A, 2).
             num_seqs: S, sequences among which the tokens are, those of other ranks included.
             context: for incremental decoding.
+            chosen_NE: if every expert is given all N tokens, which it gets only to have fixed shapes, those that the
+                router sends it.
 
         Returns:
             (A, H).
@@ -132,6 +141,11 @@ class GatedMLPExperts(nn.Module):
             z1, z2 = activated_halves(linear(x, *proj_in), self.activation)
             gated.append(z1)
             keys.append(F.layer_norm(z2, z2.shape[1:], *gate_norm))
+        if chosen_NE is not None:  # what is left out adds nothing to the sums over positions
+            keys_NEC = torch.stack(keys, dim=1) * chosen_NE.unsqueeze(2)
+            gates = self.gating.project(keys_NEC.unflatten(0, (num_seqs, -1))).flatten(0, 1).unbind(1)
+            outer = zip(self.w_out.unbind(), self.b_out.unbind(), strict=True)
+            return torch.cat([linear(z1 * gate, *proj) for z1, gate, proj in zip(gated, gates, outer, strict=True)])
         places = place_A2.split(counts)
         seen = list(zip(places, keys, strict=True))
         if context.state is not None:
@@ -184,11 +198,17 @@ class PlacedTokenMoE(TokenMoE):
         return super().forward(x_BnH, context)
 
     def _beside_tokens(self, rows_N: Tensor | None, record: Any, context: ForwardContext) -> tuple[Any, ...]:
-        """Return sequence and position of each token at the experts, (A, 2), the number of sequences, the context."""
+        """Return the arguments of :meth:`GatedMLPExperts.forward` from ``place_A2`` on."""
         if rows_N is None:
             rows_N = torch.arange(record.plan.num_tokens, device=record.plan.token_A.device)
         sequence_N = rows_N.div(context.num_new_tokens, rounding_mode="floor")
         place_N2 = torch.stack([sequence_N, rows_N % context.num_new_tokens + context.start], dim=1)
+        if needs_fixed_shapes():
+            plan = record.plan
+            experts = torch.arange(plan.num_experts, device=rows_N.device)
+            chosen_AE = (plan.expert_A.unsqueeze(1) == experts).to(torch.uint8)
+            chosen_NE = chosen_AE.new_zeros(plan.num_tokens, plan.num_experts).index_add(0, plan.token_A, chosen_AE)
+            return place_N2, context.num_seqs, context, chosen_NE
         return (*self.dispatcher.dispatch_places(place_N2, context.num_seqs, record), context)
 
 

@@ -1,4 +1,4 @@
-"""What a client asks of the completions endpoint, checked: OpenAI's names, and some that other servers have too."""
+"""A request to the completions endpoint, checked: OpenAI's keys, and some that other servers have too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KNOWN = {
 }
 
 
-class QuestionError(UserError):
+class RequestError(UserError):
     """A request that cannot be answered; ``name`` is the key at fault."""
 
     def __init__(self, name: str | None, message: str) -> None:
@@ -41,7 +41,7 @@ class QuestionError(UserError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedPrompt:
     """A prompt of a request."""
 
     #: as the client gave it, or what its ids mean
@@ -53,10 +53,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Question:
+class CompletionRequest:
     """A request of a client."""
 
-    prompts: list[Asked]
+    prompts: list[RequestedPrompt]
     sampling: Sampling
     limits: Limits
     stop: tuple[str, ...]
@@ -71,7 +71,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Reader:
+class RequestReader:
     """Reads requests to one model."""
 
     name: str
@@ -81,21 +81,21 @@ class Reader:
     most_tokens: int
     most_texts: int
 
-    def read(self, body: Any) -> Question:
+    def read(self, body: Any) -> CompletionRequest:
         """Check the body of a request.
 
         Raises:
-            QuestionError: something in it is wrong, or the model cannot read it; the message names the key.
+            RequestError: something in it is wrong, or the model cannot read it; the message names the key.
         """
         if not isinstance(body, dict):
-            raise QuestionError(None, "the body must be a JSON object")
+            raise RequestError(None, "the body must be a JSON object")
         given = {name: value for name, value in body.items() if value is not None}
         for name in given:
             if name not in _KNOWN:
-                raise QuestionError(name, f"unknown key {name[:80]!r}; there are {', '.join(sorted(_KNOWN))}")
+                raise RequestError(name, f"unknown key {name[:80]!r}; there are {', '.join(sorted(_KNOWN))}")
         for name, allowed in _WITHOUT_EFFECT.items():
             if name in given and (given[name] not in allowed or isinstance(given[name], bool)):
-                raise QuestionError(name, f"{name} is not available here: leave it out")
+                raise RequestError(name, f"{name} is not available here: leave it out")
         keys = _Keys(given)
         num_texts = keys.whole("n", 1, 1, min(_MOST_TEXTS, self.most_texts))
         max_tokens = keys.whole("max_tokens", min(_DEFAULT_TOKENS, self.most_tokens), 0, self.most_tokens)
@@ -112,16 +112,16 @@ class Reader:
             ),
         )
         if num_texts > 1 and sampling.temperature == 0:
-            raise QuestionError("n", f"n={num_texts} texts of temperature 0 would all be the same")
+            raise RequestError("n", f"n={num_texts} texts of temperature 0 would all be the same")
         if max_tokens == 0 and not echoes:
-            raise QuestionError("max_tokens", "max_tokens is 0: that scores a prompt, and needs echo")
+            raise RequestError("max_tokens", "max_tokens is 0: that scores a prompt, and needs echo")
         if streams and echoes:
-            raise QuestionError("stream", "stream and echo do not go together")
+            raise RequestError("stream", "stream and echo do not go together")
         options = given.get("stream_options", {})
         if not isinstance(options, dict) or set(options) - {"include_usage"}:
-            raise QuestionError("stream_options", "stream_options may have include_usage alone")
+            raise RequestError("stream_options", "stream_options may have include_usage alone")
         if options and not streams:
-            raise QuestionError("stream_options", "stream_options is for stream")
+            raise RequestError("stream_options", "stream_options is for stream")
         says_usage = _Keys({name: value for name, value in options.items() if value is not None}).flag("include_usage")
         end = Vocabulary.eos if keys.flag("stop_at_eos") else None
         limits = Limits(max(max_tokens, 1), end=end, when_full="stop")
@@ -130,48 +130,48 @@ class Reader:
             self._asked(prompt, limits if max_tokens else None, fill) for prompt in self._prompts(given.get("prompt"))
         ]
         if len(prompts) * num_texts > self.most_texts:
-            raise QuestionError(
+            raise RequestError(
                 "prompt", f"{len(prompts)} prompts with {num_texts} texts each: at most {self.most_texts} at a time"
             )
-        return Question(
+        return CompletionRequest(
             prompts, sampling, limits, self._stops(given.get("stop")), num_texts, num_top, echoes, streams, says_usage
         )
 
     def _prompts(self, prompt: Any) -> list[str | list[int]]:
         """Return the prompts: of a text, several texts, ids, or several lists of ids."""
         if prompt is None:
-            raise QuestionError("prompt", "prompt is missing")
+            raise RequestError("prompt", "prompt is missing")
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _are_ids(prompt)):
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
-            raise QuestionError("prompt", "prompt must be a text, ids, or a list of them that is not empty")
+            raise RequestError("prompt", "prompt must be a text, ids, or a list of them that is not empty")
         for one in prompt:
             if not isinstance(one, str) and not (isinstance(one, list) and _are_ids(one)):
-                raise QuestionError("prompt", f"prompt must hold texts or lists of ids, got {one!r:.80}")
+                raise RequestError("prompt", f"prompt must hold texts or lists of ids, got {one!r:.80}")
         return prompt
 
-    def _asked(self, prompt: str | list[int], limits: Limits | None, fill: int | None) -> Asked:
+    def _asked(self, prompt: str | list[int], limits: Limits | None, fill: int | None) -> RequestedPrompt:
         if isinstance(prompt, str):
             text, ids = prompt, _with_name("prompt", lambda: self.tokenizer.encode_lines(prompt))
         else:
             text, ids = _with_name("prompt", lambda: self.tokenizer.decode(prompt)), prompt
         tokens = [self.start_token, *ids]
         if len(tokens) > self.config.max_tokens:
-            raise QuestionError(
+            raise RequestError(
                 "prompt",
                 f"the prompt has {len(tokens)} tokens (start symbol included), and the model's context has "
                 f"{self.config.max_tokens}: give a shorter one",
             )
         if limits is None:
-            return Asked(text, tokens, None)
+            return RequestedPrompt(text, tokens, None)
         (ready,) = _with_name("prompt", lambda: ready_prompts(self.config, [tokens], limits, fill))
-        return Asked(text, tokens, ready)
+        return RequestedPrompt(text, tokens, ready)
 
     @staticmethod
     def _stops(stop: Any) -> tuple[str, ...]:
         stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(_list("stop", stop))
         if len(stops) > _MOST_STOPS:
-            raise QuestionError("stop", f"stop has {len(stops)} texts: at most {_MOST_STOPS}")
+            raise RequestError("stop", f"stop has {len(stops)} texts: at most {_MOST_STOPS}")
         _with_name("stop", lambda: StopStrings(stops))
         return stops
 
@@ -185,24 +185,24 @@ class _Keys:
     def whole(self, name: str, default: int, least: int, most: int) -> int:
         value = self._given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise QuestionError(name, f"{name} must be a whole number, got {value!r:.80}")
+            raise RequestError(name, f"{name} must be a whole number, got {value!r:.80}")
         if value != default and not least <= value <= most:
-            raise QuestionError(name, f"{name} must be from {least} to {most}, got {value!r:.80}")
+            raise RequestError(name, f"{name} must be from {least} to {most}, got {value!r:.80}")
         return value
 
     def number(self, name: str, default: float) -> float:
         value = self._given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise QuestionError(name, f"{name} must be a number, got {value!r:.80}")
+            raise RequestError(name, f"{name} must be a number, got {value!r:.80}")
         try:
             return float(value)
         except OverflowError:
-            raise QuestionError(name, f"{name} is too large") from None
+            raise RequestError(name, f"{name} is too large") from None
 
     def flag(self, name: str) -> bool:
         value = self._given.get(name, False)
         if not isinstance(value, bool):
-            raise QuestionError(name, f"{name} must be true or false, got {value!r:.80}")
+            raise RequestError(name, f"{name} must be true or false, got {value!r:.80}")
         return value
 
 
@@ -212,7 +212,7 @@ def _are_ids(values: list[Any]) -> bool:
 
 def _list(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise QuestionError(name, f"{name} must be a text or a list of texts, got {value!r:.80}")
+        raise RequestError(name, f"{name} must be a text or a list of texts, got {value!r:.80}")
     return value
 
 
@@ -220,9 +220,9 @@ def _with_name(name: str | None, work: Callable[[], Any]) -> Any:
     """Return what ``work`` returns; its errors become errors of the key, by default of the one that they begin with."""
     try:
         return work()
-    except QuestionError:
+    except RequestError:
         raise
     except UserError as error:
-        raise QuestionError(name or str(error).partition(" ")[0], str(error)) from None
+        raise RequestError(name or str(error).partition(" ")[0], str(error)) from None
     except UnicodeEncodeError:
-        raise QuestionError(name, f"{name} holds half of a surrogate pair, which is no text") from None
+        raise RequestError(name, f"{name} holds half of a surrogate pair, which is no text") from None
