@@ -111,15 +111,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the phases that are not done, and report how many documents were kept and removed."""
-    for option, companion, has_effect, default in (
-        ("decontaminate_action", "--decontaminate", args.decontaminate, "report"),
-        ("decontaminate_splits", "--decontaminate", args.decontaminate, "scoring"),
-        ("decontaminate_ngram", "--decontaminate", args.decontaminate, NGRAM),
-        ("threshold", "near duplicates, and --no-near is given", args.near, 0.8),
-        ("num_perm", "near duplicates, and --no-near is given", args.near, 128),
-        ("ngram", "near duplicates, and --no-near is given", args.near, 5),
+    declared = argparse.ArgumentParser()
+    add_options(declared)
+    for option, companion, has_effect in (
+        ("decontaminate_action", "--decontaminate", args.decontaminate),
+        ("decontaminate_splits", "--decontaminate", args.decontaminate),
+        ("decontaminate_ngram", "--decontaminate", args.decontaminate),
+        ("threshold", "near duplicates, and --no-near is given", args.near),
+        ("num_perm", "near duplicates, and --no-near is given", args.near),
+        ("ngram", "near duplicates, and --no-near is given", args.near),
     ):
-        if not has_effect and getattr(args, option) != default:
+        if not has_effect and getattr(args, option) != declared.get_default(option):
             raise UserError(f"--{option.replace('_', '-')} would not be used: it is for {companion}")
     reading, run = reading_of(args), run_of(args)
     held_out, inputs = _plan(args)

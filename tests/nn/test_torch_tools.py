@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import smlp
 from smlp.evaluation.leak import randomise
@@ -111,6 +112,22 @@ def test_gradients_of_each_sequence(arch):
             torch.testing.assert_close(
                 got[row], want, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+@pytest.mark.parametrize("arch", ["gmlp_lm", "dense_lm", "smlp", "smlp_partial", "base_lm", "gmlp_moe"])
+def test_forward_derivatives(arch):
+    module, ids = model(arch).eval(), tokens(2, 10, padded=False)
+    weights = {name: value.detach() for name, value in module.named_parameters()}
+    along = {name: torch.randn(value.shape, dtype=value.dtype) for name, value in weights.items()}
+
+    def loss(weights):
+        return outputs(lambda ids: functional_call(module, weights, (ids,)), ids)[0].sin().mean()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        _, got = jvp(loss, (weights,), (along,))
+        gradients = grad(loss)(weights)
+    want = sum((gradients[name] * along[name]).sum() for name in weights)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("arch", ["gmlp_lm", "smlp"])

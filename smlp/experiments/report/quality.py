@@ -40,7 +40,7 @@ def bits_per_byte(results: Results, model: Model, subset: str, field: str) -> Ce
 
     It is empty for masked language models, which predict a part of the tokens, and if data.json has no number of bytes.
     """
-    size = None if results.is_masked else (results.data.get("splits", {}).get(subset) or {}).get("bytes")
+    size = None if results.is_masked else results.of_text(subset, "bytes")
     found = {}
     for run in results.done(model):
         nll, tokens = score(run, subset, field), score(run, subset, "tokens")
@@ -202,7 +202,7 @@ def _notes(results: Results, subset: str) -> list[str]:
             f"{results.settings['tokens_per_sample']} positions. The columns after the prefix, and the comparisons, "
             "count only the other positions, for every model."
         )
-    if results.words_per_token(subset) is None:
+    if results.of_text(subset, "words_per_token") is None:
         notes.append(f"data.json has no number of words for `{subset}`, so there are no numbers per word.")
     return notes
 

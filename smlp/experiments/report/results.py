@@ -178,9 +178,9 @@ class Results:
         """Return the runs that a model's curves show: the finished ones, or, without any, those with validations."""
         return self.done(model) or [run for run in self._by_model[model.name] if run.curve.valid]
 
-    def words_per_token(self, subset: str) -> float | None:
-        """Return the words per token of a validation set; None if its text is not known."""
-        return (self.data.get("splits", {}).get(subset) or {}).get("words_per_token")
+    def of_text(self, subset: str, what: str) -> float | None:
+        """Return ``words_per_token`` or ``bytes`` of a validation set; None if its text is not known."""
+        return (self.data.get("splits", {}).get(subset) or {}).get(what)
 
 
 def read_results(folder: Path) -> Results:

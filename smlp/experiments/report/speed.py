@@ -168,7 +168,7 @@ def _in_unit(found: Estimate | None, unit: float) -> Estimate | None:
 def speed_table(results: Results) -> Table:
     """Make Table 4: parameters, perplexity, time to a perplexity, words per second."""
     subset, aims = results.subsets[0], targets(results)
-    words = results.words_per_token(subset)
+    words = results.of_text(subset, "words_per_token")
     whole = {model.name: over_runs(results, model, training_seconds) for model in results.models}
     unit, size = time_unit([found.mean for found in whole.values() if found])
     columns = [
