@@ -37,7 +37,7 @@ from data_prep.flow.running import STATE, Finished, Report, StepRun, aligned, be
 from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
 from data_prep.flow.streams import write_bytes, write_stream
 from smlp.cli.numbers import real, whole
-from smlp.errors import UserError
+from smlp.cli.options import refuse_unused
 from smlp.evaluation.zeroshot.readers import READERS
 
 DESCRIPTION = (
@@ -111,18 +111,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the phases that are not done, and report how many documents were kept and removed."""
-    declared = argparse.ArgumentParser()
-    add_options(declared)
-    for option, companion, has_effect in (
-        ("decontaminate_action", "--decontaminate", args.decontaminate),
-        ("decontaminate_splits", "--decontaminate", args.decontaminate),
-        ("decontaminate_ngram", "--decontaminate", args.decontaminate),
-        ("threshold", "near duplicates, and --no-near is given", args.near),
-        ("num_perm", "near duplicates, and --no-near is given", args.near),
-        ("ngram", "near duplicates, and --no-near is given", args.near),
-    ):
-        if not has_effect and getattr(args, option) != declared.get_default(option):
-            raise UserError(f"--{option.replace('_', '-')} would not be used: it is for {companion}")
+    groups = (
+        (
+            "--decontaminate",
+            args.decontaminate,
+            ["decontaminate_action", "decontaminate_splits", "decontaminate_ngram"],
+        ),
+        ("near duplicates, and --no-near is given", args.near, ["threshold", "num_perm", "ngram"]),
+    )
+    refuse_unused(args, add_options, "{option} would not be used: it is for {companion}", groups)
     reading, run = reading_of(args), run_of(args)
     held_out, inputs = _plan(args)
     scheme = Scheme.for_threshold(args.threshold, args.num_perm, args.ngram, args.seed) if args.near else None

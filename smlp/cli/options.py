@@ -6,7 +6,7 @@ import argparse
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from smlp.cli.numbers import whole
@@ -21,6 +21,32 @@ if TYPE_CHECKING:
     from smlp.inference.language_model import LanguageModel
     from smlp.inference.masked import MaskedLanguageModel
     from smlp.parallel import Ranks
+
+
+def refuse_unused(
+    args: argparse.Namespace,
+    declare: Callable[[argparse.ArgumentParser], None],
+    sentence: str,
+    groups: Iterable[tuple[str, object, Sequence[str]]],
+) -> None:
+    """Refuse options that differ from their defaults and would not be used.
+
+    Args:
+        args: the options as they were read.
+        declare: what declares them, with their defaults.
+        sentence: the message, with ``{option}`` and ``{companion}``.
+        groups: of options that need the same: its name in the message, whether it is there, the options' names in
+            ``args``.
+
+    Raises:
+        UserError: the message names the option and what it needs.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    declare(parser)
+    for companion, is_there, options in groups:
+        for option in options:
+            if not is_there and getattr(args, option) != parser.get_default(option):
+                raise UserError(sentence.format(option=f"--{option.replace('_', '-')}", companion=companion))
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from smlp.cli.numbers import MOST, MOST_PROCESSES, MOST_SIZE, real, whole
+from smlp.cli.options import refuse_unused
 from smlp.errors import UserError
 from smlp.launch.machine import num_cores
 
@@ -489,9 +490,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--opt-betas {_listed(args.opt_betas)}: betas are from 0 to below 1")
     if args.decay_milestones != sorted(set(args.decay_milestones)) or args.decay_milestones[0] < 1:
         raise UserError(f"--decay-milestones {_listed(args.decay_milestones)}: epochs from 1 on, in order, are needed")
-    parser = argparse.ArgumentParser(add_help=False)
-    _train_options(parser)
-    for companion, has_effect, options in (
+    groups = (
         ("--clip-grad", args.clip_grad is not None, ["clip_mode"]),
         ("--sched step", args.sched == "step", ["decay_epochs"]),
         ("--sched multistep", args.sched == "multistep", ["decay_milestones"]),
@@ -504,10 +503,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         ),
         ("--model-ema", args.model_ema, ["model_ema_decay", "model_ema_warmup"]),
         ("--amp", args.amp, ["amp_dtype"]),
-    ):
-        for option in options:
-            if not has_effect and getattr(args, option) != parser.get_default(option):
-                raise UserError(f"--{option.replace('_', '-')} has no effect without {companion}")
+    )
+    refuse_unused(args, _train_options, "{option} has no effect without {companion}", groups)
     if args.experiment is not None and Path(args.experiment).name != args.experiment:
         raise UserError(f"--experiment {args.experiment!r} is a name for a folder in --output, without '/'")
 
