@@ -24,7 +24,7 @@ The view, its formulas and what is measured are in docs/wide_sparse.md.
 _COMMANDS = {
     "table": "effective width, density, connections and reuse of weights, of presets and of the paper's models",
     "spectrum": "largest singular values: random masked matrices, or spatial matrices of a model",
-    "cka": "similarity of the hidden features of two image models",
+    "cka": "similarity of the hidden features of two image models, or of two language models",
     "run": "train image models along an axis, such as the effective width at fixed connections, and report",
     "report": "report of finished runs: tables and a figure",
 }
@@ -84,16 +84,24 @@ def _spectrum_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _cka_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", metavar="CHECKPOINT", help="checkpoint of smlp vision train")
-    parser.add_argument("second", metavar="CHECKPOINT", help="the other checkpoint")
+    parser.add_argument("first", metavar="CHECKPOINT", help="checkpoint of smlp vision train, or a language model")
+    parser.add_argument("second", metavar="CHECKPOINT", help="the other checkpoint, of the same kind")
     parser.add_argument(
-        "--data-dir", required=True, metavar="DIR", help="holds the split, with a folder for each class"
+        "--data-dir",
+        required=True,
+        metavar="DIR",
+        help="holds the split, with a folder for each class; or binarised text, with dict.txt",
     )
     parser.add_argument(
-        "--split", metavar="NAME", default="validation", help="folder of the images (default: %(default)s)"
+        "--split", metavar="NAME", help="folder of the images, or of the text (default: validation, or valid)"
     )
     parser.add_argument(
-        "-b", "--batch-size", **whole(4, 1 << 16), default=128, metavar="N", help="images (default: %(default)s)"
+        "-b",
+        "--batch-size",
+        **whole(4, 1 << 16),
+        default=128,
+        metavar="N",
+        help="images, or sequences as long as the context (default: %(default)s)",
     )
     parser.add_argument("--batches", **whole(), metavar="N", help="use the first N batches (default: all)")
     parser.add_argument("--json", metavar="FILE", help="also write the matrix here")
@@ -196,13 +204,11 @@ def _spectrum_of_model(args: argparse.Namespace) -> int:
 
 
 def _cka(args: argparse.Namespace) -> int:
-    from smlp.cli.vision import import_timm
-
-    import_timm()
+    from smlp.text.tokenizer_files import DICTIONARY
     from smlp.vision.table import aligned
-    from smlp.wide_sparse.features import compare_checkpoints
 
-    found = compare_checkpoints(args.first, args.second, args.data_dir, args.split, args.batch_size, args.batches)
+    is_text = (Path(args.data_dir) / DICTIONARY).is_file()
+    found = _cka_of_text(args) if is_text else _cka_of_images(args)
     first, second, matrix = found["first"], found["second"], found["cka"]
     lines = [[name, *(f"{value:.3f}" for value in row)] for name, row in zip(first, matrix, strict=True)]
     print(aligned([["", *second], *lines], 1))
@@ -210,6 +216,34 @@ def _cka(args: argparse.Namespace) -> int:
         print(f"\nmean of the diagonal: {sum(row[i] for i, row in enumerate(matrix)) / len(first):.4f}")
     _write(args.json, found)
     return 0
+
+
+def _cka_of_images(args: argparse.Namespace) -> dict[str, Any]:
+    from smlp.cli.vision import import_timm
+
+    import_timm()
+    from smlp.wide_sparse.features import compare_checkpoints
+
+    split = args.split or "validation"
+    return compare_checkpoints(args.first, args.second, args.data_dir, split, args.batch_size, args.batches)
+
+
+def _cka_of_text(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from smlp.cli.eval_data import load_model_for, read_text
+    from smlp.launch.team import Team
+    from smlp.wide_sparse.text_features import compare_language_models
+
+    names, models = (args.first, args.second), []
+    for path in names:
+        own = argparse.Namespace(
+            path=path, data=args.data_dir, dict=None, tokenizer=None, device="cpu", text=None,
+            gen_subset=args.split or "valid",
+        )  # fmt: skip
+        models.append(load_model_for(own, Team(), load_any_model))
+    tokens_N = torch.from_numpy(read_text(own, models[0]).stream.tokens)
+    return compare_language_models(models, names, tokens_N, args.batch_size, args.batches)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -50,19 +50,24 @@ class MaskedLinear(nn.Module):
         in_features, out_features: I, O.
         density: p, in (0, 1].
         bias: whether there is a b.
+        allowed: entries that the mask may keep, (O, I) bool on the CPU; all by default. ``self.density`` is then the
+            share of all entries that is expected.
     """
 
     mask: Tensor
 
-    def __init__(self, in_features: int, out_features: int, density: float, bias: bool = True) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, density: float, bias: bool = True, allowed: Tensor | None = None
+    ) -> None:
         super().__init__()
         if not 0 < density <= 1:
             raise UserError(f"the density of a masked layer must be above 0 and at most 1, got {density}")
-        self.density = density
+        self.density = density if allowed is None else density * float(allowed.double().mean())
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        self.register_buffer("mask", torch.rand(out_features, in_features) < density)
-        self.start((density * in_features) ** -0.5)
+        mask = torch.rand(out_features, in_features) < density
+        self.register_buffer("mask", mask if allowed is None else mask & allowed.to(mask.device))
+        self.start((self.density * in_features) ** -0.5)
 
     @torch.no_grad()
     def start(self, deviation: float) -> None:

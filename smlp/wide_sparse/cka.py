@@ -6,13 +6,19 @@ of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smlp.config.settings import require
 from smlp.errors import UserError
+
+#: a module, and what gives the features that are added to a skip connection from its inputs and its output
+Branch = tuple[nn.Module, Callable[[Any, Any], Tensor]]
+Branches = Mapping[str, Branch]
 
 
 def gram(features: Tensor) -> Tensor:
@@ -72,3 +78,44 @@ class MiniBatchCKA:
             raise UserError("CKA needs at least one whole batch of inputs")
         crossed, one, two = self._sums
         return crossed / (one.unsqueeze(1) * two).sqrt()
+
+
+@contextmanager
+def recorded(branches: Branches) -> Iterator[list[Tensor]]:
+    """Gather the features of the branches in the forward passes inside the ``with``, in the order of execution."""
+    features: list[Tensor] = []
+
+    def gather(function: Callable[[Any, Any], Tensor]) -> Callable[..., None]:
+        return lambda module, inputs, output: features.append(function(inputs, output))
+
+    handles = [module.register_forward_hook(gather(function)) for module, function in branches.values()]
+    try:
+        yield features
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def compare_models(
+    models: Sequence[nn.Module], branches: Sequence[Branches], batches: Iterable[Tensor]
+) -> dict[str, Any]:
+    """Return the CKA of the branches of two models on the same inputs.
+
+    Args:
+        models: both of them.
+        branches: of each, in the order of execution.
+        batches: inputs of the models.
+
+    Returns:
+        ``first`` and ``second``, names of branches; ``cka``, a row for each of the first; ``inputs``, their number.
+    """
+    cka, seen = MiniBatchCKA(), 0
+    for inputs in batches:
+        with recorded(branches[0]) as one, recorded(branches[1]) as two:
+            for model in models:
+                model(inputs)
+        cka.add(one, two)
+        seen += len(inputs)
+    first, second = (list(own) for own in branches)
+    return {"first": first, "second": second, "cka": cka.matrix().tolist() if seen else [], "inputs": seen}

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import torch
 from timm.data import resolve_data_config
-from torch import Tensor, nn
+from torch import Tensor
 
 from smlp.errors import UserError
 from smlp.vision.data import evaluation_loader, open_split
 from smlp.vision.evaluate import model_of
 from smlp.vision.model import ImageGatedBlock, ImageModel, MixerBlock, SparseLayerBlock
-from smlp.wide_sparse.cka import MiniBatchCKA
-
-#: a module, and what is applied to its output before the skip connection is added
-Branch = tuple[nn.Module, Callable[[Tensor], Tensor] | None]
+from smlp.wide_sparse.cka import Branch, compare_models
 
 
 def branches(model: ImageModel) -> dict[str, Branch]:
@@ -30,31 +26,27 @@ def branches(model: ImageModel) -> dict[str, Branch]:
     found: dict[str, Branch] = {}
     for index, block in enumerate(model.blocks):
         if isinstance(block, MixerBlock):
-            found |= {f"{index}.tokens": (block.mlp_tokens, None), f"{index}.channels": (block.mlp_channels, None)}
+            found |= {
+                f"{index}.tokens": (block.mlp_tokens, _output),
+                f"{index}.channels": (block.mlp_channels, _output),
+            }
         elif isinstance(block, ImageGatedBlock):
-            found[str(index)] = (block.mlp_channels, None)
+            found[str(index)] = (block.mlp_channels, _output)
         elif isinstance(block, SparseLayerBlock):
-            found[str(index)] = (block.layer, block.activation) if block.out is None else (block.out, None)
+            found[str(index)] = (
+                (block.layer, _activated(block.activation)) if block.out is None else (block.out, _output)
+            )
     return found
 
 
-@contextmanager
-def recorded(model: ImageModel) -> Iterator[list[Tensor]]:
-    """Gather the features of :func:`branches` in the forward pass inside the ``with``, in order."""
-    features: list[Tensor] = []
-
-    def gather(function: Callable[[Tensor], Tensor] | None) -> Callable[..., None]:
-        return lambda module, inputs, output: features.append(output if function is None else function(output))
-
-    handles = [module.register_forward_hook(gather(function)) for module, function in branches(model).values()]
-    try:
-        yield features
-    finally:
-        for handle in handles:
-            handle.remove()
+def _output(inputs: object, output: Tensor) -> Tensor:
+    return output
 
 
-@torch.no_grad()
+def _activated(activation: Callable[[Tensor], Tensor]) -> Callable[[object, Tensor], Tensor]:
+    return lambda inputs, output: activation(output)
+
+
 def compare_checkpoints(
     first: str, second: str, data_dir: str, split: str, batch_size: int, batches: int | None = None
 ) -> dict[str, Any]:
@@ -81,16 +73,10 @@ def compare_checkpoints(
         raise UserError(f"{first} and {second} must take the same images, got {sizes[0]} and {sizes[1]}")
     dataset = open_split(data_dir, split, args.classes, config["input_size"][0])
     args.__dict__.update(batch_size=batch_size, validation_batch_size=None, workers=0, distributed=False)
-    cka, images_seen = MiniBatchCKA(), 0
-    for images, _ in islice(evaluation_loader(dataset, args, config, torch.device("cpu")), batches):
-        if len(images) < batch_size:
-            break
-        with recorded(models[0]) as one, recorded(models[1]) as two:
-            for model in models:
-                model(images)
-        cka.add(one, two)
-        images_seen += len(images)
-    if not images_seen:
+    loader = islice(evaluation_loader(dataset, args, config, torch.device("cpu")), batches)
+    whole = (images for images, _ in loader if len(images) == batch_size)
+    found = compare_models(models, [branches(model) for model in models], whole)
+    if not found["inputs"]:
         raise UserError(f"{data_dir} has {len(dataset)} images in {split}, less than --batch-size {batch_size}")
-    names = [list(branches(model)) for model in models]
-    return {"first": names[0], "second": names[1], "cka": cka.matrix().tolist(), "images": images_seen}
+    found["images"] = found.pop("inputs")
+    return found

@@ -11,8 +11,8 @@ from smlp.errors import UserError
 from smlp.vision.model import ImageModel
 from smlp.vision.presets import preset as image_preset
 from smlp.wide_sparse import counts
-from smlp.wide_sparse.cka import MiniBatchCKA, gram, hsic
-from smlp.wide_sparse.features import branches, recorded
+from smlp.wide_sparse.cka import MiniBatchCKA, gram, hsic, recorded
+from smlp.wide_sparse.features import branches
 from smlp.wide_sparse.spectrum import (
     CAUSAL_EDGE,
     dense_edge,
@@ -221,7 +221,7 @@ def test_recorded_features_add_up_to_the_block(name, count, small):
     model = ImageModel(image_preset(name, num_layers=2, **small)).eval()
     seen = []
     model.blocks[-1].register_forward_hook(lambda module, inputs, output: seen.append(output - inputs[0]))
-    with torch.no_grad(), recorded(model) as features:
+    with torch.no_grad(), recorded(branches(model)) as features:
         model(torch.randn(4, 3, 32, 32))
     assert len(features) == len(branches(model)) == count
     if count == 2:

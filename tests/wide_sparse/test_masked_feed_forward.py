@@ -49,14 +49,18 @@ def test_masked_weights_of_a_language_model_stay_zero():
         assert (layer.weight.grad[mask] != 0).any()
 
 
-def test_masks_go_through_checkpoints_and_exports(tmp_path):
-    path, model = write_checkpoint(tmp_path, WORDS, "dense_lm_tiny", transformer_ffn_density=0.3)
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [({"transformer_ffn_density": 0.3}, 2), ({"dense_block": "masked", "masked_density": 0.3, "max_tokens": 8}, 1)],
+)
+def test_masks_go_through_checkpoints_and_exports(tmp_path, settings, count):
+    path, model = write_checkpoint(tmp_path, WORDS, "dense_lm_tiny", **settings)
     assert main(["export", "--hf", str(path), str(tmp_path / "export")]) == 0
     assert main(["checkpoint", "merge", str(path), "-o", str(tmp_path / "model.safetensors")]) == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     loaded, tokens = load_pretrained(path).core, torch.randint(4, 16, (2, 8))
     for other in (loaded, theirs, load_pretrained(tmp_path / "model.safetensors").core):
-        assert len(masked(other)) == len(masked(model)) == 2
+        assert len(masked(other)) == len(masked(model)) == count
         for one, two in zip(masked(model), masked(other), strict=True):
             assert torch.equal(one.mask, two.mask) and torch.equal(one.weight, two.weight)
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)

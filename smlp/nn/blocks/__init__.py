@@ -7,6 +7,7 @@ from smlp.nn.blocks.gmlp import GatedMLPBlock, SpatialGatingUnit
 from smlp.nn.blocks.smlp import FeatureSublayer
 from smlp.nn.blocks.transformer import AttentionSublayer
 from smlp.nn.blocks.mixer import TokenMixing
+from smlp.nn.blocks.masked import MaskedBlock
 from smlp.nn.blocks.gmlp_moe import GatedMLPExperts, GatedMLPMoEBlock
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "GatedMLPBlock",
     "GatedMLPExperts",
     "GatedMLPMoEBlock",
+    "MaskedBlock",
     "SparseBlock",
     "SparseBlockKind",
     "SpatialGatingUnit",
