@@ -214,7 +214,12 @@ def run_folder(out: Path, name: str, seed: int) -> Path:
 
 
 def train_all(
-    comparison: Comparison, counted: dict[str, dict[str, int]], out: Path, jobs: int, dry_run: bool = False
+    comparison: Comparison,
+    counted: dict[str, dict[str, int]],
+    out: Path,
+    jobs: int,
+    dry_run: bool = False,
+    started: Callable[[], None] | None = None,
 ) -> int:
     """Train what is left of a comparison, each run in a process of its own.
 
@@ -224,6 +229,7 @@ def train_all(
         out: folder of runs and results; the same command resumes.
         jobs: trainings at a time.
         dry_run: print costs and commands instead.
+        started: called before the first run, when ``out`` is known to be for these.
 
     Returns:
         The exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal, 130 by SIGINT.
@@ -250,6 +256,8 @@ def train_all(
     failed: list[str] = []
     with Folder(out).locked("comparison of image models"):
         _settle(comparison, out / "comparison.json")
+        if started is not None:
+            started()
         left = {folder: words for folder, words in runs.items() if not (folder / _DONE).is_file()}
         print(f"{len(left)} of {len(runs)} runs to do, {jobs} at a time", flush=True)
         threads = max(1, num_cores() // jobs)

@@ -179,11 +179,12 @@ def run_sweep(
             )
     if sweep.similarity is not None and len(set(num_branches.values())) > 1:
         raise UserError(f"similarity compares branches of the same number, and the models have {num_branches}")
-    status = train_all(sweep.comparison, counted, out, jobs, dry_run)
-    if not dry_run:
-        given = {name: getattr(sweep, name) for name in ("title", "paper", "x", "similarity", "series")}
-        more = {"data": sweep.comparison.data, "seeds": sweep.comparison.seeds, "facts": facts}
-        write_json(out / _RECORD, {**given, **more})
+    given = {name: getattr(sweep, name) for name in ("title", "paper", "x", "similarity", "series")}
+    more = {"data": sweep.comparison.data, "seeds": sweep.comparison.seeds, "facts": facts}
+    status = train_all(
+        sweep.comparison, counted, out, jobs, dry_run, lambda: write_json(out / _RECORD, {**given, **more})
+    )
+    if not dry_run and any(finished_runs(out, facts, sweep.comparison.seeds).values()):
         write_report(out)
     return status
 

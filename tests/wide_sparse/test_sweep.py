@@ -1,6 +1,7 @@
 """``smlp wide-sparse run`` and ``report``: series of image models along an axis."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from running import REPOSITORY
 
 from data_prep.images import fetch
 from smlp.cli.main import main
+from smlp.vision import compare
 from smlp.wide_sparse import sweep
 
 EXAMPLES = sorted((REPOSITORY / "examples" / "wide_sparse").glob("*.yaml"))
@@ -112,6 +114,15 @@ def test_sweeps_that_are_refused(digits, tmp_path, capsys, changes, sentence):
     assert run(path, tmp_path / "out") == 1
     assert sentence in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_that_is_stopped_before_a_run_ends(digits, tmp_path, monkeypatch, capsys):
+    """It exits as stopped, and its folder is known as that of a sweep, so that reports can be made meanwhile."""
+    monkeypatch.setattr(compare, "run_chains", lambda *arguments: signal.SIGTERM)
+    assert run(write(tmp_path, digits), tmp_path / "out") == 75
+    assert "the same command resumes" in capsys.readouterr().out
+    assert main(["wide-sparse", "report", str(tmp_path / "out")]) == 1
+    assert "no run has ended yet" in capsys.readouterr().err
 
 
 def test_files_that_are_no_sweeps(tmp_path, digits, capsys):
