@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smlp.moe.experts import FeedForwardExperts
-from smlp.nn.blocks import TokenMixing
+from smlp.nn.blocks import MaskedBlock, TokenMixing
 from smlp.nn.layers import Linear, MaskedLinear
 from smlp.ops import ACTIVATION_FUNCTIONS
 
@@ -89,8 +89,11 @@ class Int8Experts(nn.Module):
 
 @torch.no_grad()
 def quantize(model: nn.Module) -> None:
-    """Turn the linear maps and the feed-forward experts of a model into int8, in place; it cannot be trained then."""
-    for parent in [module for module in model.modules() if not isinstance(module, TokenMixing)]:
+    """Turn the linear maps and the feed-forward experts of a model into int8, in place; it cannot be trained then.
+
+    Blocks that use a part of a matrix for shorter inputs keep it as it is.
+    """
+    for parent in [module for module in model.modules() if not isinstance(module, TokenMixing | MaskedBlock)]:
         for name, child in parent.named_children():
             if type(child) is Linear:
                 setattr(parent, name, Int8Linear(child.weight, child.bias))

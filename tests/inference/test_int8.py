@@ -99,11 +99,15 @@ def test_masked_feed_forward_networks():
     assert (found - wanted).norm() < 0.05 * wanted.norm()
 
 
-def test_an_encoder_whose_weights_are_cut_keeps_them():
-    model = model_of(preset("mixer_mlm_tiny", vocab_size=60)).eval()
+@pytest.mark.parametrize(
+    ("arch", "settings", "kept"),
+    [("mixer_mlm_tiny", {}, Linear), ("gmlp_lm_tiny", {**SMALL, "dense_block": "masked"}, MaskedLinear)],
+)
+def test_weights_of_which_short_inputs_use_a_part_are_kept(arch, settings, kept):
+    model = model_of(preset(arch, **{"vocab_size": 60, **settings})).eval()
     quantize(model)
     model(torch.randint(4, 60, (2, 8)))
-    assert any(type(module) is Linear for module in model.modules())
+    assert any(type(module) is kept for module in model.modules())
 
 
 def test_the_commands(tmp_path, capsys, monkeypatch):
