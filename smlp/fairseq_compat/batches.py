@@ -158,7 +158,8 @@ def check_lengths(lengths: numpy.ndarray, limit: int, may_leave_out: bool) -> No
     if too_long == 0 or (may_leave_out and too_long < len(lengths)):
         return
     remedy = (
-        "lower --tokens-per-sample, or raise --max-tokens and --max-target-positions"
+        "lower --tokens-per-sample, or raise --max-tokens and --max-target-positions (of sentences, --shorten-method "
+        "truncate)"
         if too_long == len(lengths)
         else "--skip-invalid-size-inputs-valid-test leaves them out of validation, --sample-break-mode none cuts them "
         "(of sentences, --shorten-method truncate)"

@@ -79,7 +79,7 @@ def check_dictionaries(cfg: Any) -> None:
 
 
 def check_rows(task: Any, split: str) -> None:
-    """Refuse files of a split that are missing, damaged or of different numbers of rows, and labels beyond the classes.
+    """Refuse files of a split that are missing, damaged or of different numbers of rows, and other numbers of classes.
 
     A split named ``test...`` may lack labels.
 
@@ -107,6 +107,13 @@ def check_rows(task: Any, split: str) -> None:
         num_classes = largest + 1 - task.label_dictionary.nspecial
         if num_classes > cfg.num_classes:
             raise UserError(f"--num-classes {cfg.num_classes}, but {folder / name}.bin has {num_classes} classes")
+        labels = task.label_dictionary.symbols[task.label_dictionary.nspecial :]
+        # fairseq-preprocess fills up with madeupword0000 and so on, and the task adds <mask>
+        num_labels = sum(label != "<mask>" and not label.startswith("madeupword") for label in labels)
+        if num_labels < cfg.num_classes:
+            raise UserError(
+                f"--num-classes {cfg.num_classes}, but {folder / 'label' / DICTIONARY} has {num_labels} labels"
+            )
     if len(set(rows.values())) > 1:
         numbers = ", ".join(f"{name} has {number}" for name, number in rows.items())
         raise UserError(f"the files of {folder} differ in their numbers of rows: {numbers}")

@@ -61,7 +61,7 @@ def fast_tokenizer(folder: Path, is_bidirectional: bool, start_token: int, max_t
         raise UserError(f"{folder / DICTIONARY} has {len(symbols) - len(vocabulary.index)} symbols twice")
     if is_bidirectional:
         special = {"cls_token": _BOS, "sep_token": _EOS, "pad_token": _PAD, "mask_token": MASK}
-        single, pair = f"{_BOS} $A {_EOS}", f"{_BOS} $A {_EOS} {_EOS} $B {_EOS}"
+        single, pair = f"{_BOS} $A {_EOS}", f"{_BOS} $A {_EOS} $B {_EOS}"
     else:
         symbols[vocabulary.eos] = _NEWLINE
         start = _NEWLINE if start_token == vocabulary.eos else _BOS

@@ -50,14 +50,14 @@ class MaskedLanguageModel(nn.Module):
         return self.encoder(tokens_Bn, masked)
 
     def tokenize(self, text: str, *more: str) -> list[int]:
-        """Return the ids of a text, or of several that are read together: ``<s> text </s></s> more </s>``.
+        """Return the ids of a text, or of several that are read together: ``<s> text </s> more </s>``.
 
+        This is how ``masked_lm`` joins lines and ``smlp data glue`` and ``squad`` pairs; RoBERTa has ``</s></s>``.
         ``<mask>`` in a text is the symbol.
         """
         ids = [Vocabulary.bos]
-        for number, part in enumerate((text, *more)):
+        for part in (text, *more):
             check_characters(part)
-            ids += [Vocabulary.eos] * (number > 0)
             first, *others = (self.tokenizer.encode(piece) for piece in part.split(MASK))
             ids += first
             for piece in others:

@@ -8,6 +8,7 @@ from torch import nn
 
 import smlp
 from smlp.evaluation.leak import default_positions, leak_test, randomise
+from smlp.nn.blocks.gmlp import GATES
 
 pytestmark = pytest.mark.long
 
@@ -16,10 +17,10 @@ NARROW = {"vocab_size": 64, "max_tokens": 24, "embed_dim": 64, "ffn_dim": 64}
 LAYERS = ("num_dense_layers", "num_sparse_layers")
 
 
-def shallow(arch):
+def shallow(arch, **settings):
     """A preset with a quarter of its blocks: a stack leaks if and only if a block does."""
     quarter = {name: -(-size // 4) for name, size in smlp.PRESETS[arch].items() if name in LAYERS}
-    return smlp.build(arch, **NARROW, **quarter)
+    return smlp.build(arch, **NARROW, **quarter, **settings)
 
 
 HONEST = [arch for arch in LANGUAGE_MODELS if not arch.startswith("smlp_leaky")]
@@ -36,6 +37,27 @@ def test_no_preset_leaks(arch):
         if report.mode != "training":
             assert not report.leaks and report.rerouted == 0, report
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+TOEPLITZ = {"spatial_weights": "toeplitz"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings"),
+    [
+        *(("gmlp_lm_tiny", {"gmlp_gate": gate, **more}) for gate in GATES for more in ({}, TOEPLITZ)),
+        ("gmlp_lm_tiny", {"gmlp_attention_dim": 16, "num_heads": 4, **TOEPLITZ}),
+        ("gmlp_lm_tiny", {"gmlp_attention_dim": 16, "gmlp_gate": "linear"}),
+        ("gmlp_moe_tiny", {"gmlp_gate": "additive", **TOEPLITZ}),
+        *(("smlp_hash_tiny", {"feature_experts": kind, **TOEPLITZ}) for kind in ("gated", "linear", "additive")),
+        ("smlp_hash_tiny", {"smlp_spatial_weights": "toeplitz", "smlp_projection_dim": 8, "smlp_feature_scale": 0.1}),
+        ("smlp_partial_tiny", TOEPLITZ),
+        ("gmlp_lm_tiny", {"dense_block": "masked", "masked_density": 0.5}),
+    ],
+)
+def test_no_setting_of_the_blocks_leaks(arch, settings):
+    for report in leak_test(randomise(shallow(arch, **settings)), positions=[1, 5, 6, 12, 23]):
+        assert report.passed, report
 
 
 @pytest.mark.parametrize("arch", ["dense_lm_tiny", "smlp_tiny"])

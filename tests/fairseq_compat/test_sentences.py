@@ -44,6 +44,7 @@ BAD = {
     "gone": (shutil.rmtree, [], "there is no file {data}/input0/dict.txt: make the data with 'smlp data glue'"),
     "classes": (None, ["--num-classes", "-1"], "--num-classes is missing"),
     "few classes": (None, ["--num-classes", "2"], "--num-classes 2, but {data}/label/valid.bin has 3 classes"),
+    "many classes": (None, ["--num-classes", "4"], "--num-classes 4, but {data}/label/dict.txt has 3 labels"),
     "no label": (lambda data: shutil.rmtree(data / "label"), [], "there is no file {data}/label/dict.txt"),
     "numbers": (None, NUMBERS, "there is no file {data}/label/valid.label (--regression-target"),
     "a word": (

@@ -119,7 +119,7 @@ def test_start_symbols_and_encoders(tmp_path):
     encoder = fast_tokenizer(tmp_path, True, 0, 128)
     mask = len(ours.vocabulary)
     assert encoder.encode("the file <unk>") == [0, *ids, 2]
-    assert encoder.encode("the file <unk>", "a path") == [0, *ids, 2, 2, *more, 2]
+    assert encoder.encode("the file <unk>", "a path") == [0, *ids, 2, *more, 2]
     assert encoder.encode("the file <mask> a path") == [0, *ours.encode("the file"), mask, *more, 2]
     assert (encoder.mask_token_id, encoder.padding_side) == (mask, "right")
 

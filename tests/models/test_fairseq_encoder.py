@@ -26,6 +26,8 @@ ARCHS = {
     "bert_mlm_tiny": ["--num-heads", "2", "--layer-norm", "after", "--attention-dropout", "0.1"],
     "bert_mlm_rel_tiny": ["--num-heads", "2", "--checkpoint-activations"],
     "bert_mlm_rel_attn_tiny": ["--num-heads", "2", "--sample-break-mode", "eos"],
+    "gmlp_mlm_linear_tiny": [],
+    "gmlp_mlm_multiplicative_tiny": [],
     "mixer_mlm_tiny": ["--mixer-token-dim", "8", "--sample-break-mode", "complete"],
 }
 
@@ -143,7 +145,7 @@ def test_masks_are_filled(trained):
     assert len(choices) == 3 and choices[0].probability >= choices[1].probability
     logits = model(model.batch(["the <mask> sees"]))[0, 2]
     assert choices[0].token == int(logits.argmax()) and choices[0].text == model.detokenize([choices[0].token])
-    assert model.tokenize("a", "b")[0] == 0 and model.tokenize("a", "b").count(2) == 3
+    assert model.tokenize("a", "b") == [*model.tokenize("a"), *model.tokenize("b")[1:]], "a pair is <s> a </s> b </s>"
     with pytest.raises(smlp.UserError, match="there is no <mask> in the text 'a cat'"):
         model.fill("a cat")
     with pytest.raises(smlp.UserError, match="a text must be a string, got None"):
