@@ -80,6 +80,11 @@ class MiniBatchCKA:
         return crossed / (one.unsqueeze(1) * two).sqrt()
 
 
+def output_alone(inputs: Any, output: Tensor) -> Tensor:
+    """Return the features of a :data:`Branch` whose module's output is what is added."""
+    return output
+
+
 @contextmanager
 def recorded(branches: Branches) -> Iterator[list[Tensor]]:
     """Gather the features of the branches in the forward passes inside the ``with``, in the order of execution."""

@@ -15,7 +15,7 @@ from smlp.errors import UserError
 from smlp.vision.data import evaluation_loader, open_split
 from smlp.vision.evaluate import model_of
 from smlp.vision.model import ImageGatedBlock, ImageModel, MixerBlock, SparseLayerBlock
-from smlp.wide_sparse.cka import Branch, compare_models
+from smlp.wide_sparse.cka import Branch, compare_models, output_alone
 
 
 def branches(model: ImageModel) -> dict[str, Branch]:
@@ -27,20 +27,16 @@ def branches(model: ImageModel) -> dict[str, Branch]:
     for index, block in enumerate(model.blocks):
         if isinstance(block, MixerBlock):
             found |= {
-                f"{index}.tokens": (block.mlp_tokens, _output),
-                f"{index}.channels": (block.mlp_channels, _output),
+                f"{index}.tokens": (block.mlp_tokens, output_alone),
+                f"{index}.channels": (block.mlp_channels, output_alone),
             }
         elif isinstance(block, ImageGatedBlock):
-            found[str(index)] = (block.mlp_channels, _output)
+            found[str(index)] = (block.mlp_channels, output_alone)
         elif isinstance(block, SparseLayerBlock):
             found[str(index)] = (
-                (block.layer, _activated(block.activation)) if block.out is None else (block.out, _output)
+                (block.layer, _activated(block.activation)) if block.out is None else (block.out, output_alone)
             )
     return found
-
-
-def _output(inputs: object, output: Tensor) -> Tensor:
-    return output
 
 
 def _activated(activation: Callable[[Tensor], Tensor]) -> Callable[[object, Tensor], Tensor]:

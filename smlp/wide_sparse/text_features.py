@@ -17,7 +17,7 @@ from smlp.inference.language_model import LanguageModel
 from smlp.inference.masked import MaskedLanguageModel
 from smlp.nn.blocks import DenseBlock, SparseBlock
 from smlp.nn.stack import Stack
-from smlp.wide_sparse.cka import Branch, compare_models
+from smlp.wide_sparse.cka import Branch, compare_models, output_alone
 
 
 def branches(model: Stack) -> dict[str, Branch]:
@@ -28,7 +28,10 @@ def branches(model: Stack) -> dict[str, Branch]:
             parts = {f"{index}.mixing": (block.mixing, _added), f"{index}.experts": (block.token_moe, _first)}
             found |= dict(reversed(parts.items())) if block.tokens_first else parts
         elif isinstance(block, DenseBlock):
-            found |= {f"{index}.mixing": (block.mixing, _added), f"{index}.feed-forward": (block.feed_forward, _same)}
+            found |= {
+                f"{index}.mixing": (block.mixing, _added),
+                f"{index}.feed-forward": (block.feed_forward, output_alone),
+            }
         else:
             found[str(index)] = (block, lambda inputs, output: output[0] - inputs[0])
     return found
@@ -40,10 +43,6 @@ def _added(inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
 
 def _first(inputs: object, output: Sequence[Any]) -> Tensor:
     return output[0]
-
-
-def _same(inputs: object, output: Tensor) -> Tensor:
-    return output
 
 
 def compare_language_models(
