@@ -1,8 +1,12 @@
 """Structured layers compared with their explicit sparse matrices: outputs and gradients in float64, to 1e-12."""
 
+import re
+
 import pytest
 import torch
+from running import REPOSITORY, run_python
 
+from data_prep.images import fetch
 from smlp.moe.experts import SpatialExperts
 from smlp.moe.feature_layer import FeatureMoE
 from smlp.nn.layers import MaskedLinear
@@ -159,3 +163,17 @@ def test_the_smoe_runs_from_a_kronecker_product_to_monarchs_right_factor(experts
             monarch.right.copy_(matrices)
             monarch.left.copy_(torch.eye(C, dtype=torch.float64).expand(S, C, C))
         torch.testing.assert_close(monarch.matrix(), right, **EXACT)
+
+
+def test_the_shallow_networks_learn_digits(tmp_path):
+    """examples/wide_sparse/shallow.py, Figure 2d: chance is an error of 90 %."""
+    fetch("digits", tmp_path / "digits", limit=40, quiet=True)
+    script = REPOSITORY / "examples" / "wide_sparse" / "shallow.py"
+    done = run_python(script, tmp_path / "digits", "--epochs", 20, "--seeds", 1)
+    assert done.rc == 0, done.stderr
+    found = re.findall(r"(\w+) seed 1: error ([\d.]+) % \(([\d.]+) % in training\)", done.stdout)
+    assert [name for name, *_ in found] == ["monarch", "kronecker"]
+    for name, held_out, learnt in found:
+        assert float(learnt) < float(held_out) < 40, name
+    nothing = run_python(script, tmp_path)
+    assert nothing.rc != 0 and "has no CLASS/NAME.png" in nothing.stderr and "Traceback" not in nothing.stderr
