@@ -66,6 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
+    if args.name is not None and not args.name.isprintable():
+        raise UserError(f"--name must be one line of printable characters, got {args.name!r}")
     uvicorn = _uvicorn()
     listener = _listener(args.host, args.port)
     from smlp.inference.generation.continuations import banned_tokens

@@ -230,9 +230,11 @@ def _models(top: Section) -> tuple[ModelEntry, ...]:
             raise own.error("arch", f"is unknown: {arch!r} (known: {', '.join(sorted(PRESETS))})")
         recipe = _recipe(own.section("recipe"))
         overrides = own.settings()
-        for setting in overrides:
+        for setting, value in overrides.items():
             if setting in RESERVED:
                 raise own.error(setting, f"is the same for all models; use instead: {RESERVED[setting]}")
+            if value is None:
+                raise own.error(setting, f"has no value; leave it out for that of {arch}")
         entries.append(ModelEntry(name, arch, overrides, recipe))
     check_names(top.path, entries)
     encoders = [entry for entry in entries if entry.is_encoder]

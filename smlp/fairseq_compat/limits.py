@@ -224,6 +224,9 @@ def check_numbers(values: Mapping[str, Any]) -> None:
             if is_number and not limit.lowest <= value <= limit.highest:
                 remark = f" ({limit.why})" if limit.why else ""
                 raise UserError(f"--{name.replace('_', '-')} must be {_as_text(limit, value)}, got {value}{remark}")
+    shard, num_shards = (values.get(name) for name in ("shard_id", "num_shards"))
+    if None not in (shard, num_shards) and shard >= num_shards:
+        raise UserError(f"--shard-id must be below --num-shards {num_shards}, got {shard}")
     for trouble in _of_schedule(values.get("lr_scheduler"), values):
         raise UserError(f"--lr-scheduler {values['lr_scheduler']} {trouble}")
     if {"mask_prob", "d2v2_multi"} <= values.keys():  # of the task masked_lm

@@ -99,6 +99,7 @@ REFUSED: dict[str, list[str]] = {
     f"--batch-size {10**23}": ["--batch-size must be at least 1 and at most 9223372036854775807, got 1000"],
     "--lr-scheduler pass_through": ["pass_through is for optimizers with schedules of their own"],
     "--model-parallel-size 2": ["--model-parallel-size must be from 1 to 1, got 2"],
+    "--num-shards 3 --shard-id 3": ["--shard-id must be below --num-shards 3, got 3"],
     "--lr abc": ["argument --lr: expected a number", "'abc'"],
     "--lr 1e-": ["argument --lr: expected a number", "'1e-'"],
     "--adam-eps -1": ["--adam-eps must be at least 0, got -1.0"],

@@ -373,6 +373,7 @@ def test_bad_options(checkpoint, tmp_path, capsys):
         ([encoder], "smlp serve needs a language model"),
         ([checkpoint, "--host", "no.such.host.invalid"], "--host no.such.host.invalid --port 0: cannot listen there: "),
         ([checkpoint, "--max-texts", "0"], "--max-texts must be at least 1, got 0"),
+        ([checkpoint, "--name", "two\nlines"], "--name must be one line of printable characters, got 'two\\nlines'"),
     ):
         assert main(["serve", *map(str, words), *([] if "--port" in words else ["--port", "0"])]) == 1
         assert message in capsys.readouterr().err
