@@ -71,7 +71,7 @@ class MLPEncoder(FairseqEncoderModel):
         """
         if isinstance(task, LanguageModelingTask):
             raise UserError(
-                f"--arch {args._name} is an encoder, whose positions see later ones: it cannot be trained with --task "
+                f"--arch {args._name} is an encoder, whose positions see later ones: it does not work with --task "
                 "language_modeling; give --task masked_lm"
             )
         settle_context(args, task.cfg)

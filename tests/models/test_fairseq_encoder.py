@@ -164,7 +164,7 @@ def test_validate_and_bad_input(trained, tiny_data, tmp_path, run_fairseq_many):
     plain = [tiny_data, "--user-dir", USER_DIR, *NARROW, *small]
     cases = {
         None: {"tool": "validate", "args": [*common, "--task", "masked_lm", "--batch-size", "5"]},
-        "it cannot be trained with --task language_modeling": {
+        "it does not work with --task language_modeling": {
             "tool": "train", "args": [*plain, "--arch", "gmlp_mlm_tiny", "--task", "language_modeling"]},
         "--arch gmlp_lm_tiny is a language model": {
             "tool": "train", "args": [*plain, "--arch", "gmlp_lm_tiny", "--task", "masked_lm"]},
