@@ -334,9 +334,11 @@ def renamed_when_whole(temporary: Path, target: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.filename is None:  # of a write
+            error.filename = str(target)
         raise
     # The new name is on disk only once the directory is synced, which some file systems cannot do.
     with contextlib.suppress(OSError):

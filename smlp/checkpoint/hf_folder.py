@@ -23,6 +23,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: the names in ``model_type``, by whether the model is an encoder
 MODEL_TYPES = ("smlp", "smlp_encoder")
 _CORE = "core."
+_FAST_TOKENIZER = "tokenizer.json"
 
 
 def open_hf_folder(folder: str | Path) -> Checkpoint:
@@ -60,8 +61,29 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
     for problem in fit_problems(checkpoint):
         raise UserError(problem)
     if DICTIONARY in files:
-        tokenizer_of(checkpoint)  # they fit
+        _check_same_ids(folder, tokenizer_of(checkpoint).vocabulary)
     return checkpoint
+
+
+def _check_same_ids(folder: Path, vocabulary: Vocabulary) -> None:
+    """Refuse a dictionary that gives its symbols other ids than the fast tokenizer beside it.
+
+    The pieces of byte-level BPE are no symbols of the dictionary, which has their numbers: they are not compared.
+    """
+    path = folder / _FAST_TOKENIZER
+    fast = _read_json(path) if path.is_file() else {}
+    model, split = (part if isinstance(part := fast.get(name), dict) else {} for name in ("model", "pre_tokenizer"))
+    pieces = model.get("vocab")
+    if isinstance(pieces, list):  # of unigram: pairs with a score
+        pieces = {row[0]: number for number, row in enumerate(pieces)}
+    if not isinstance(pieces, dict) or split.get("type") == "ByteLevel":
+        return
+    for number, symbol in enumerate(vocabulary.symbols):
+        if pieces.get(symbol, number) != number:
+            raise UserError(
+                f"{folder / DICTIONARY} has {symbol!r:.60} as symbol {number}, but in {path} it is {pieces[symbol]}: "
+                "one of them belongs to another model"
+            )
 
 
 def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) -> dict[str, Any]:

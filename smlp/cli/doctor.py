@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from smlp.cli.interrupts import leave_if_interrupted
 from smlp.cli.json_file import write_json
 from smlp.cli.numbers import MOST_PROCESSES, whole
 from smlp.errors import UserError
@@ -68,6 +69,7 @@ def report(checks: Iterable[Check], json_file: str | None) -> int:
     """Print each check as it is done, and a summary; return the exit status, 1 if there is a problem."""
     done = []
     for check in checks:
+        leave_if_interrupted()
         done.append(check)
         print(f"{check.status:>7}  {check.name}: {check.detail}", flush=True)
         if check.remedy:

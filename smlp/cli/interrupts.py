@@ -21,6 +21,8 @@ from types import FrameType
 
 _IMPORTING = "<frozen importlib._bootstrap>"
 _RETRY_SECONDS = 0.05
+#: set once Ctrl-C has come to the present command
+_asked = threading.Event()
 
 
 @contextmanager
@@ -36,6 +38,7 @@ def interrupted_after_imports() -> Iterator[None]:
     outermost = sys._getframe(2)  # the caller's frame, above contextlib's
 
     def handle(number: int, frame: FrameType | None) -> None:
+        _asked.set()
         if _is_importing(frame, outermost):
             timer = threading.Timer(_RETRY_SECONDS, _thread.interrupt_main)
             timer.daemon = True
@@ -44,6 +47,7 @@ def interrupted_after_imports() -> Iterator[None]:
             signal.default_int_handler(number, frame)
 
     signal.signal(signal.SIGINT, handle)
+    _asked.clear()
     try:
         yield
     finally:
@@ -51,6 +55,12 @@ def interrupted_after_imports() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit.unregister(_ignore)
         atexit.register(_ignore)  # called before the libraries' functions, because it is registered after them
+
+
+def leave_if_interrupted() -> None:
+    """Raise ``KeyboardInterrupt`` if Ctrl-C has come and a library has swallowed its exception."""
+    if _asked.is_set():
+        raise KeyboardInterrupt
 
 
 def _ignore() -> None:

@@ -64,13 +64,16 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 def main(argv: list[str] | None = None) -> int:
     """Run ``smlp ARGV`` and return its exit status."""
     let_waiting_threads_sleep()
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
             # file names and generated text may contain characters that the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
     try:
         with interrupted_after_imports():
-            status = _dispatch(sys.argv[1:] if argv is None else argv)
+            words = sys.argv[1:] if argv is None else argv
+            _check_surroundings(words)
+            status = _dispatch(words)
         sys.stdout.flush()  # a closed pipe can still be handled here
         return status
     except (UserError, ParallelError) as error:
@@ -90,6 +93,29 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:  # no permission, disk full, a name that is too long, ...
         name = str(error.filename or "input/output")
         return _failed(f"{name[:_SHOWN]}: {error.strerror or error}")
+
+
+def _open_closed_streams() -> None:
+    """Let a standard stream that is closed (``>&-``) be an empty one, or the next file to be opened takes its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # the lowest free number is opened first
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _check_surroundings(words: list[str]) -> None:
+    """Refuse a working folder that is gone, and names that the locale cannot encode: libraries fail on both.
+
+    Raises:
+        UserError: the message names what to set.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the folder in which this command was started has been removed: cd to another one") from None
+    encoding = sys.getfilesystemencoding()
+    odd = None if encoding == "utf-8" else next((word for word in words if not word.isascii()), None)
+    if odd is not None:
+        raise UserError(f"{odd!r} is not ASCII, and file names are {encoding} here: set LC_ALL=C.UTF-8 or PYTHONUTF8=1")
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -45,8 +45,8 @@ DESCRIPTION = (
     )
     + "\n\n"
     + textwrap.fill(
-        f"SIGUSR1 or SIGTERM stops a run after its current update: it saves and exits with status {EXIT_STOPPED}; "
-        "the same command resumes it."
+        "SIGUSR1, SIGTERM or SIGHUP stops a run after its current update: it saves and exits with status "
+        f"{EXIT_STOPPED}; the same command resumes it."
     )
 )
 EPILOG = """options of its own:

@@ -21,9 +21,12 @@ def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
             "num_experts router sparse_block sparse_placement expert_dropout", sparse, "the model has no sparse layers"
         ),
         **of("feature_routing feature_experts spatial_bias_init", config.has_feature_moe, "the model has no sMoE"),
+        **of(
+            "attention_dropout", any(kind.attends(config) for kind in config.block_kinds), "the model has no attention"
+        ),
         **of("prefix_fraction", config.prefix_tokens > 0, "no features are routed by a prefix"),
         **of(
-            "spatial_init_scale spatial_init_average",
+            "spatial_weights spatial_init_scale spatial_init_average",
             any(kind.has_spatial_weights for kind in config.block_kinds),
             "the model has no spatial weights",
         ),

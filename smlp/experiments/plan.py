@@ -234,9 +234,9 @@ def training_words(experiment: Experiment, run: PlannedRun, data: str, save_dir:
     words += ["--validate-interval", _NEVER, "--save-interval", _NEVER]
     words += ["--no-epoch-checkpoints", "--keep-interval-updates", "1"]
     words += ["--log-format", "json", "--log-interval", str(min(experiment.log_interval, run.updates))]
-    words += ["--log-file", str(save_dir / "train.log"), "--data-order-file", str(save_dir / "data_order.jsonl")]
-    words += ["--update-times-file", str(save_dir / "update_times.jsonl")]
-    words += ["--environment-file", str(save_dir / "environment.jsonl"), "--save-dir", str(save_dir)]
+    records = {"log_file": "train.log", "data_order_file": "data_order.jsonl"}
+    records |= {"update_times_file": "update_times.jsonl", "environment_file": "environment.jsonl"}
+    words += option_words({**{option: save_dir / name for option, name in records.items()}, "save_dir": save_dir})
     if experiment.resources.device == "cpu":
         words += ["--cpu"]
     return words

@@ -75,8 +75,8 @@ class _Running:
 def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) -> signal.Signals | None:
     """Run chains in order, ``jobs`` at a time, until all have ended or a signal asks to stop.
 
-    SIGINT, SIGTERM and SIGUSR1 are passed on as SIGTERM, on which a training saves and leaves; nothing new is started
-    then. On Linux nothing outlives this process.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on as SIGTERM, on which a training saves and leaves; nothing new is
+    started then. On Linux nothing outlives this process.
 
     Args:
         chains: what to run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -172,8 +173,13 @@ def option_words(settings: Mapping[str, Any]) -> list[str]:
             continue
         words.append("--" + name.replace("_", "-"))
         if value is not True:
-            words += [str(one) for one in value] if isinstance(value, list) else [str(value)]
+            words += [_as_word(one) for one in value] if isinstance(value, list) else [_as_word(value)]
     return words
+
+
+def _as_word(value: Any) -> str:
+    """Return a value as text; a path that begins with a dash would be taken for an option."""
+    return os.path.join(".", value) if isinstance(value, Path) and str(value).startswith("-") else str(value)
 
 
 def zeroshot_words(wanted: EvaluationPlan) -> list[str]:

@@ -1,10 +1,12 @@
-"""Warn if training resumes from a checkpoint with other settings of the model.
+"""Warn if training resumes from a checkpoint with other settings of the model or of its optimizer.
 
 fairseq says nothing as long as the parameters fit; those of Switch fit GShard, and four heads of attention fit eight.
+Of the optimizer's options it takes the learning rate from the command line, and all others from the checkpoint.
 """
 
 from __future__ import annotations
 
+import ast
 import logging
 from argparse import Namespace
 from contextlib import nullcontext
@@ -59,6 +61,32 @@ def changed_settings(then: ModelConfig, now: ModelConfig) -> str | None:
         return None
     values = [", ".join(f"{name}={some.get(name)}" for name in names) for some in (before, after)]
     return f"{values[0]}; this run continues with {values[1]}"
+
+
+def constants(optimizer: Any) -> dict[str, Any]:
+    """Return the numbers of an optimizer that its schedule leaves alone, by name: betas, weight decay, ..."""
+    group = optimizer.param_groups[0]
+    numbers = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
+
+
+def compare_optimizers(filename: str, trainer: Any, asked: dict[str, Any]) -> None:
+    """Warn of constants of the optimizer that the checkpoint has put in the place of those of the command line.
+
+    Args:
+        filename: of the checkpoint.
+        trainer: that has loaded it.
+        asked: :func:`constants` before.
+    """
+    overrides = ast.literal_eval(trainer.cfg.checkpoint.optimizer_overrides)
+    now = {name: value for name, value in constants(trainer.optimizer).items() if name not in overrides}
+    names = [name for name, value in now.items() if asked.get(name, value) != value]
+    if names and trainer.is_data_parallel_master:
+        kept, given = (", ".join(f"{name}={some[name]}" for name in names) for some in (now, asked))
+        logger.warning(
+            f"the optimizer continues with {kept} of {filename}, not with {given} of this command: to change that, "
+            "give --optimizer-overrides"
+        )
 
 
 def _keep_brought_along(trainer: Any, then: ModelConfig, now: ModelConfig, filename: str) -> None:

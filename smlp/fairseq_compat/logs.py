@@ -36,6 +36,7 @@ _NOISE: list[tuple[type[Warning], str, str]] = [
 def apply() -> None:
     quiet_known_warnings()
     restore_log_output()
+    say_once_that_logs_are_lost()
     install_error_hook()
 
 
@@ -69,6 +70,22 @@ def restore_log_output() -> None:
     )
     if bare:
         utils.reset_logging()
+
+
+def say_once_that_logs_are_lost() -> None:
+    """Go on training where the log cannot be written, with one line instead of a traceback for each record."""
+    said = []
+
+    def handle(self: logging.Handler, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            return print_traceback(self, record)
+        if not said:
+            said.append(error)
+            print(f"smlp: warning: log lines cannot be written and are lost: {error.strerror}", file=sys.stderr)
+
+    print_traceback = logging.Handler.handleError
+    logging.Handler.handleError = handle  # type: ignore[method-assign]
 
 
 def install_error_hook() -> None:

@@ -51,9 +51,9 @@ def apply() -> None:
     def checked_add_defaults(cfg: Any) -> None:
         try:
             add_defaults(cfg)
+            check_before_start(cfg, cfg.distributed_training.distributed_world_size)
         except OmegaConfBaseException as error:
             raise UserError(f"the configuration cannot be read: {str(error).partition(chr(10))[0]}") from error
-        check_before_start(cfg, cfg.distributed_training.distributed_world_size)
         until_exit.enter_context(own_save_dir(cfg, train.main))
 
     train.add_defaults = checked_add_defaults

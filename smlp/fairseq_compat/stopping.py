@@ -1,6 +1,6 @@
 """Save and exit when a signal asks for it; the same command resumes training.
 
-SIGUSR1 or SIGTERM, to all ranks or to one of them, ends a run after the update that it is in: all ranks save
+SIGUSR1, SIGTERM or SIGHUP, to all ranks or to one of them, ends a run after the update that it is in: all ranks save
 ``checkpoint_last.pt``, as fairseq does whenever it stops, without validating first, and leave with exit status
 :data:`smlp.launch.stop_signals.EXIT_STOPPED`. During validation they exit after the current batch. A run whose last
 update is done ends as usual. Before the first update the signals end a process as usual: there is nothing to save.
@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data._utils import signal_handling
 
-from smlp.launch.stop_signals import EXIT_STOPPED, SIGNALS, StopSignals
+from smlp.launch.stop_signals import EXIT_STOPPED, SIGNALS, StopSignals, heard
 from smlp.launch.team import leave
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def stoppable(cfg: Any) -> Iterator[None]:
     """
     distributed = cfg.distributed_training
     spawns = distributed.distributed_world_size > 1 and not distributed.distributed_no_spawn
-    previous = {number: signal.signal(number, _pass_on) for number in SIGNALS} if spawns else {}
+    previous = {number: signal.signal(number, _pass_on) for number in heard(SIGNALS)} if spawns else {}
     try:
         yield
     except ProcessExitedException as error:

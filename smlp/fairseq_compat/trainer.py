@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from smlp.criterions.choice import check_criterion
 from smlp.fairseq_compat.batches import batch_seeds, real_batches_last, seed_generators
-from smlp.fairseq_compat.changed_settings import compare_with
+from smlp.fairseq_compat.changed_settings import compare_optimizers, compare_with, constants
 from smlp.fairseq_compat.core import core_of
 from smlp.fairseq_compat.data import check_ids
 from smlp.fairseq_compat.divergence import diverged
@@ -76,6 +76,8 @@ class SparseTrainer(Trainer):
         self.train_iterator: Any = None
         #: whether any rank had been asked to stop at the last reduction over ranks
         self.stop_agreed = False
+        #: constants of the optimizer by the command line
+        self._asked_of_optimizer: dict[str, Any] = {}
         self._update_just_done = self._metric_checked = False
         if not isinstance(cfg, Namespace):
             self._settle(cfg, model)
@@ -127,6 +129,7 @@ class SparseTrainer(Trainer):
             adapt_optimizer(self._optimizer, model, model.experts)
             learnt = [p for p in (*self.model.parameters(), *self.criterion.parameters()) if p.requires_grad]
             divide_steps(self._optimizer, self.core, learnt, self.cfg.model)
+            self._asked_of_optimizer = constants(self._optimizer)
 
     def load_checkpoint(self, filename: str, *rest: Any, **kw: Any) -> Any:
         """Load any checkpoint on any layout; say what this run does differently from the one that wrote it.
@@ -142,6 +145,8 @@ class SparseTrainer(Trainer):
             check_moments(filename, self)
         if self.core is not None and extra_state is not None:
             compare_with(filename, self, self.core.config)
+            if self._optimizer is not None:
+                compare_optimizers(filename, self, self._asked_of_optimizer)
         return extra_state
 
     def get_train_iterator(self, *args: Any, **kw: Any) -> Any:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import safetensors
 import torch
 from transformers import GenerationConfig
 
@@ -79,8 +80,10 @@ def write_folder(
         if folder.exists():
             folder.rmdir()
         os.replace(made, folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)
+        if isinstance(error, safetensors.SafetensorError):
+            raise UserError(f"{folder} cannot be written: {error}") from error
         raise
     return left_out
 

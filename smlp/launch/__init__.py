@@ -7,5 +7,5 @@ local         N ranks on this machine, ended together; a free port for them; the
 team          ranks that share work, each with the whole model
 plan          where every rank would run, without starting any
 environment   versions, machine, revision and plug-ins, for the record
-stop_signals  SIGUSR1 and SIGTERM as a request to save and leave
+stop_signals  SIGUSR1, SIGTERM and SIGHUP as a request to save and leave
 """

@@ -21,7 +21,7 @@ from typing import BinaryIO, TextIO
 
 from smlp.errors import UserError
 from smlp.launch.machine import memory_bytes, num_cores
-from smlp.launch.stop_signals import EXIT_STOPPED
+from smlp.launch.stop_signals import EXIT_STOPPED, SIGNALS, heard
 
 # After a failure, the other ranks get this long to report their broken connections before they are ended.
 GRACE_SECONDS = 10.0
@@ -31,7 +31,7 @@ _SAME_MOMENT = 1.0
 TERMINATION_SECONDS = 5.0
 #: memory of a process that has imported torch and fairseq but has no model yet
 RANK_BYTES = 2**28
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+FORWARDED = (signal.SIGINT, *SIGNALS)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 #: ports at which ranks may meet: from here up to those that the system assigns by itself
 _LOWEST = 10000
@@ -50,9 +50,10 @@ def run_ranks(
 ) -> int:
     """Run ``command`` once for each rank, with the variables that torchrun would set, until all have ended.
 
-    Rank 0 prints where this process does, and so do the others, with ``[rank N]`` before each line. SIGINT, SIGTERM and
-    SIGUSR1 are passed on to all ranks. If a rank fails, the others get ``grace`` seconds to end by themselves, then
-    SIGTERM, and ``termination`` seconds later SIGKILL. On Linux no rank outlives this process, however it ends.
+    Rank 0 prints where this process does, and so do the others, with ``[rank N]`` before each line. SIGINT, SIGTERM,
+    SIGUSR1 and SIGHUP are passed on to all ranks. If a rank fails, the others get ``grace`` seconds to end by
+    themselves, then SIGTERM, and ``termination`` seconds later SIGKILL. On Linux no rank outlives this process, however
+    it ends.
 
     Args:
         command: program and arguments.
@@ -252,12 +253,12 @@ def end_with_parent() -> Callable[[], None] | None:
 
 @contextmanager
 def signals_to(note: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Hand SIGINT, SIGTERM and SIGUSR1 to ``note`` inside the block."""
+    """Hand SIGINT, SIGTERM, SIGUSR1 and SIGHUP to ``note`` inside the block."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         note(signal.Signals(number))
 
-    previous = {number: signal.signal(number, handle) for number in FORWARDED}
+    previous = {number: signal.signal(number, handle) for number in heard(FORWARDED)}
     try:
         yield
     finally:

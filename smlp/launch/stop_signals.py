@@ -1,4 +1,7 @@
-"""SIGUSR1 and SIGTERM as a request to save and leave, which a cluster sends before it takes a machine away."""
+"""SIGUSR1, SIGTERM and SIGHUP as a request to save and leave, which a cluster sends before it takes a machine away.
+
+A terminal that closes sends SIGHUP; under nohup it stays ignored.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
 #: exit status of a run that was stopped by a signal and can be resumed: EX_TEMPFAIL of sysexits.h, "try again"
 EXIT_STOPPED = 75
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
 # Slurm signals each process of a step, and launchers forward signals: one request may arrive several times.
 REPEAT_SECONDS = 2.0
@@ -21,6 +25,11 @@ REPEAT_SECONDS = 2.0
 _WORKER_SECONDS = 1.0
 # A worker may read 0 (nothing has happened), the number of a signal, or
 _LEAVING = 255
+
+
+def heard(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return the signals without SIGHUP if this process ignores it, because nohup started it."""
+    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 class StopSignals:
@@ -31,8 +40,8 @@ class StopSignals:
     Python writes to a pipe.
 
     Processes forked after :meth:`prepare` (the workers of a data loader) get the same signals if a cluster sends them
-    to all processes at once. They ignore SIGUSR1. They also ignore SIGTERM if this process got it as well; otherwise
-    it ends the worker, as its owner means it to.
+    to all processes at once. They ignore SIGUSR1 and SIGHUP. They also ignore SIGTERM if this process got it as well;
+    otherwise it ends the worker, as its owner means it to.
     """
 
     def __init__(self) -> None:
@@ -73,7 +82,7 @@ class StopSignals:
         os.set_blocking(self._writing, False)
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
-        for number in SIGNALS:
+        for number in heard(SIGNALS):
             self._previous[number] = signal.signal(number, self._mark)
             signal.siginterrupt(number, False)  # system calls of a running save are not interrupted
 
@@ -81,7 +90,7 @@ class StopSignals:
         """Ignore the signals from now on, because this process is about to end; SIGTERM ends its workers again."""
         if self._owner == os.getpid():
             self._state[0] = _LEAVING
-            for number in SIGNALS if self._is_listening else ():
+            for number in self._previous if self._is_listening else ():
                 signal.signal(number, signal.SIG_IGN)
 
     def uninstall(self) -> None:
@@ -107,6 +116,7 @@ class StopSignals:
         self._worker_status = status
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminated_in_worker)
 
     def _watch(self, reading: int) -> None:

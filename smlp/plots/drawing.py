@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smlp.errors import UserError
+from smlp.errors import UserError, one_line
+from smlp.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,6 +47,8 @@ def check_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UserError('drawing needs matplotlib: pip install -e ".[plots]"') from error
+    except ValueError as error:  # of the variable MPLBACKEND, or of a matplotlibrc
+        raise UserError(f"matplotlib cannot start: {one_line(error)}") from error
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
@@ -77,7 +81,8 @@ def save(figure: Figure, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with matplotlib.rc_context({"svg.hashsalt": "smlp"}):
             metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-            figure.savefig(path, metadata=metadata)
+            figure.savefig(drawn := io.BytesIO(), metadata=metadata, format=path.suffix.removeprefix("."))
+        write_whole(path, drawn.getvalue())
     except OSError as error:
         raise UserError(f"cannot write picture {path}: {error.strerror}") from None
     except ValueError as error:

@@ -38,6 +38,7 @@ from smlp.vision.data import class_names, evaluation_loader, open_split, said_by
 from smlp.vision.evaluate import precision_of, validate
 
 SUMMARY, LAST = "summary.csv", "last.pth.tar"
+_UNFINISHED = "tmp.pth.tar"  # timm's name of a checkpoint that is being written
 
 
 def train(args: Namespace) -> dict[str, float]:
@@ -178,7 +179,7 @@ class _Run:
             )
             if self.saver is not None:
                 update_summary(epoch, trained, evaluated, str(self.folder / SUMMARY), lr=rate)
-                self.saver.save_checkpoint(epoch, metric=evaluated["top1"])
+                self._save(epoch, evaluated["top1"])
             named = {f"train_{name}": value for name, value in trained.items()}
             row = {"epoch": epoch, **named, **{f"eval_{name}": value for name, value in evaluated.items()}}
         return row
@@ -241,6 +242,23 @@ class _Run:
         model = self.model if self.average is None else self.average.module
         found = validate(model, self.held_out, self.args, self.precision)
         return {name: found[name] for name in ("loss", "top1", "top5")}
+
+    def _save(self, epoch: int, top1: float) -> None:
+        """Save a checkpoint.
+
+        Raises:
+            UserError: torch cannot write it.
+        """
+        try:
+            self.saver.save_checkpoint(epoch, metric=top1)  # type: ignore[union-attr]
+        except RuntimeError as error:
+            if "inline_container" not in str(error):
+                raise
+            (self.folder / _UNFINISHED).unlink(missing_ok=True)
+            raise UserError(
+                f"{self.folder}: the checkpoint of epoch {epoch} cannot be written (is the disk full?); those of "
+                "earlier epochs are whole"
+            ) from error
 
     def _set_rate(self, epoch: int | None, update: int) -> None:
         """Set the learning rate of the next update; schedules of timm go by epochs or by updates."""

@@ -48,6 +48,8 @@ def compare_checkpoints(
 ) -> dict[str, Any]:
     """Return the CKA of the branches of two trained models on the same images; the last, smaller batch is left out.
 
+    The images come in one random order, always the same: the folder has them class by class.
+
     Returns:
         ``first`` and ``second``, names of branches; ``cka``, a row for each of the first; ``images``.
 
@@ -68,6 +70,8 @@ def compare_checkpoints(
         sizes = [" x ".join(map(str, one["input_size"])) for one in (config, other)]
         raise UserError(f"{first} and {second} must take the same images, got {sizes[0]} and {sizes[1]}")
     dataset = open_split(data_dir, split, args.classes, config["input_size"][0])
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
+    dataset.reader.samples = [dataset.reader.samples[place] for place in order]
     args.__dict__.update(batch_size=batch_size, validation_batch_size=None, workers=0, distributed=False)
     loader = islice(evaluation_loader(dataset, args, config, torch.device("cpu")), batches)
     whole = (images for images, _ in loader if len(images) == batch_size)

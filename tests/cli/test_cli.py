@@ -134,6 +134,24 @@ def test_a_closed_pipe_is_quiet() -> None:
         assert process.stderr.read() == ""
 
 
+def test_closed_streams_are_empty_ones(tmp_path: Path) -> None:
+    """What is opened next would otherwise take the place of the standard output."""
+    shell = f"{sys.executable} -m smlp"
+    for streams, status in ((">&-", 0), ("<&- >&- 2>&-", 0)):
+        command = f"{shell} flops --arch gmlp_lm_tiny --json flops.json {streams}"
+        assert subprocess.run(command, shell=True, cwd=tmp_path, timeout=60).returncode == status
+        assert json.loads((tmp_path / "flops.json").read_text())
+        (tmp_path / "flops.json").unlink()
+
+
+def test_a_folder_that_is_gone_and_a_locale_without_the_letters(tmp_path: Path) -> None:
+    gone = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m smlp flops --arch gmlp_lm_tiny"
+    ascii_only = f"LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {sys.executable} -m smlp flops --arch é"
+    for command, words in ((gone, "has been removed: cd to another one"), (ascii_only, "set LC_ALL=C.UTF-8")):
+        done = subprocess.run(command, shell=True, cwd=tmp_path, timeout=60, capture_output=True, text=True)
+        assert done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
 def test_user_dir_is_the_package(capsys) -> None:
     assert main.main(["user-dir"]) == 0
     assert Path(capsys.readouterr().out.strip()) == Path(smlp.__file__).parent

@@ -9,6 +9,7 @@ import time
 import pytest
 from running import run_python
 
+from smlp.cli.doctor import Check
 from smlp.cli.interrupts import interrupted_after_imports
 from smlp.cli.main import main
 
@@ -51,6 +52,21 @@ def test_without_an_import_it_is_heard_at_once():
 def test_a_command_ends_with_the_status_of_an_interrupt(module, monkeypatch):
     monkeypatch.setattr("smlp.cli.user_dir.run", lambda args: __import__(module) and wait_for_interrupt())
     assert main(["user-dir"]) == 130
+
+
+def test_what_a_library_swallows_is_heard_later(monkeypatch):
+    def swallowed():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_for_interrupt()
+        except KeyboardInterrupt:
+            pass
+        yield Check("first", "ok", "")
+
+    monkeypatch.setattr("smlp.cli.doctor.all_checks", swallowed)
+    assert main(["doctor"]) == 130
+    monkeypatch.setattr("smlp.cli.doctor.all_checks", lambda: [Check("first", "ok", "")])
+    assert main(["doctor"]) == 0
 
 
 def test_at_exit_there_is_nothing_left_to_interrupt():

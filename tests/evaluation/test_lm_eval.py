@@ -408,7 +408,9 @@ def test_bad_input_is_one_sentence(path, arguments, words, capsys):
 def test_an_encoder_is_refused(tmp_path, capsys):
     encoder, _ = write_checkpoint(tmp_path, SYMBOLS, "gmlp_mlm_tiny", 60, num_sparse_layers=0)
     assert lm_eval(encoder, "--tasks", "copa") == 1
-    assert "is an encoder, which predicts no next tokens: smlp lm-eval needs a language model" in capsys.readouterr().err
+    assert (
+        "is an encoder, which predicts no next tokens: smlp lm-eval needs a language model" in capsys.readouterr().err
+    )
 
 
 def test_without_the_harness_it_says_what_to_install(path, monkeypatch, capsys):

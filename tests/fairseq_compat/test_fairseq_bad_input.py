@@ -459,6 +459,7 @@ HYDRA = """common.user_dir={user_dir} task=language_modeling task.data={data} +m
         ("+model.embed_dimm=3", "the configuration cannot be read: Key 'embed_dimm' not in 'LanguageModelConfig'"),
         ("dataset.batch_size=-1", "--batch-size must be at least 1, got -1"),
         ("checkpoint.best_checkpoint_metric=x", "--best-checkpoint-metric x is none that cross_entropy measures"),
+        ("task=masked_lm", "the configuration cannot be read: Interpolation"),
         ("optimizer._name=adm", "there is no optimizer 'adm'"),
     ],
 )

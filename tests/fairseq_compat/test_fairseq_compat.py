@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
+import logging
 import os
 import sys
 import threading
@@ -165,6 +167,25 @@ def test_only_the_known_warnings_are_quiet() -> None:
         warnings.warn_explicit("another message", UserWarning, "x.py", 1, module="torch.utils.data.dataloader")
         warnings.warn_explicit(message, RuntimeWarning, "x.py", 1, module="torch.utils.data.dataloader")
     assert len(seen) == 3
+
+
+def test_logs_that_cannot_be_written_end_nothing(monkeypatch, capsys) -> None:
+    from smlp.fairseq_compat.logs import say_once_that_logs_are_lost
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(logging.Handler, "handleError", logging.Handler.handleError)  # it is restored afterwards
+    say_once_that_logs_are_lost()
+    logger = logging.Logger("full")
+    logger.addHandler(logging.StreamHandler(Full()))
+    logger.warning("one")
+    logger.warning("two")
+    said = "smlp: warning: log lines cannot be written and are lost: No space left on device\n"
+    assert capsys.readouterr().err == said
+    logger.warning("%d", "no number")
+    assert "TypeError: %d format" in capsys.readouterr().err
 
 
 def test_fairseq_compiled_at_every_start_is_quiet_about_its_code() -> None:

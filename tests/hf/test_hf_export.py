@@ -1,12 +1,14 @@
 """``smlp export --hf`` and ``smlp checkpoint import``: folders for transformers, and back."""
 
 import json
+import os
 import shutil
 import sys
 
 import pytest
 import torch
 from running import run_python
+from safetensors import SafetensorError
 from tiny_checkpoints import WORDS, write_checkpoint
 
 import smlp
@@ -210,6 +212,10 @@ def test_without_this_package_no_other_one_is_offered(tmp_path, monkeypatch):
     assert "pip install smlp`" not in done.stderr
 
 
+def raises(error):
+    raise error
+
+
 def refused(capsys, *words):
     capsys.readouterr()
     assert command(*words) == 1
@@ -232,6 +238,14 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     for size in ("5", "0GB", "1e400GB", "nan"):
         words = refused(capsys, "export", path, tmp_path / "small", "--hf", "--max-shard-size", size)
         assert words.endswith(f"such as 5GB; got {size!r}") and not (tmp_path / "small").exists()
+    with monkeypatch.context() as full:
+        full.setattr(
+            smlp.hf.SmlpForCausalLM, "save_pretrained", lambda *args, **kw: raises(SafetensorError("no space left"))
+        )
+        assert "full cannot be written: no space left" in refused(
+            capsys, "export", path, tmp_path / "full", "--hf", "--dict", tmp_path / "dict.txt"
+        )
+        assert not [name for name in os.listdir(tmp_path) if "full" in name]
     weights = folder / "model.safetensors"
     before = weights.read_bytes()
     assert "is an input" in refused(capsys, "checkpoint", "import", folder, "-o", weights, "--force")
@@ -258,6 +272,8 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     assert "config.json: dictionary dict.txt has 5 symbols" in refused(
         capsys, "checkpoint", "import", folder, "-o", out
     )
+    (folder / "dict.txt").write_text("\n".join(reversed(symbols.splitlines())) + "\n")
+    assert "one of them belongs to another model" in refused(capsys, "checkpoint", "import", folder, "-o", out)
     (folder / "dict.txt").write_text(symbols)
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     assert "neither model.safetensors nor" in refused(capsys, "checkpoint", "import", folder, "-o", out)

@@ -208,7 +208,7 @@ def test_stopped_ranks_may_take_their_time(tmp_path: Path) -> None:
     assert (done.rc, done.stdout, done.stderr) == (75, "saved\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_reach_all_ranks_once(tmp_path: Path, number: signal.Signals) -> None:
     """Where the launcher's process group gets them too, as by a shell."""
     script = f"""

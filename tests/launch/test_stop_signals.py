@@ -48,7 +48,7 @@ def run(script: str, tmp_path: Path) -> Finished:
     return run_python(str(tmp_path / "script.py"), timeout=30)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_remembered_and_ends_nothing(tmp_path: Path, number: signal.Signals) -> None:
     done = run(
         f"""
@@ -66,6 +66,20 @@ print("not reached")
     )
     assert done.stdout.splitlines() == [number.name, "SIG_DFL"], done.stderr
     assert done.rc == -number
+
+
+def test_nohup_keeps_its_meaning(tmp_path: Path) -> None:
+    done = run(
+        """
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+stop.install()
+os.kill(own, signal.SIGHUP)
+time.sleep(0.2)
+print(stop.received)
+""",
+        tmp_path,
+    )
+    assert (done.rc, done.stdout) == (0, "None\n"), done.stderr
 
 
 def test_a_second_signal_ends_the_process_even_inside_a_library(tmp_path: Path) -> None:

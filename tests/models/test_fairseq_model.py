@@ -174,12 +174,16 @@ def test_other_settings_of_a_checkpoint_are_said(resumed, old_checkpoint, tiny_d
     """Its parameters fit a model with other activations as well, so that fairseq itself says nothing."""
     (folder, second), checkpoint = resumed, old_checkpoint
     other = ["--restore-file", checkpoint, "--max-update", "21", "--activation", "relu", "--spatial-init-scale", "0.5"]
+    other += ["--weight-decay", "0.7", "--adam-betas", "(0.5, 0.6)"]
     (run,) = run_fairseq_many([train(tiny_data, folder / "other", *other)])
     assert run.rc == 0, run.stderr[-2000:]
     said = [line for line in (run.stdout + run.stderr).splitlines() if "was trained with" in line]
     then, now = "dropout=0.2, activation=gelu", "dropout=0.1, activation=relu"
     assert len(said) == 1 and f"{checkpoint} was trained with {then}; this run continues with {now}" in said[0]
     assert "was trained with" not in second.stdout + second.stderr
+    (said,) = [line for line in (run.stdout + run.stderr).splitlines() if "the optimizer continues with" in line]
+    assert "weight_decay=0.0" in said and "not with betas=(0.5, 0.6), weight_decay=0.7 of this command" in said
+    assert "the optimizer continues with" not in second.stdout + second.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
+import os
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from checkpoint_states import small
+from running import run_python
 
 import smlp
 from smlp.errors import UserError
@@ -22,7 +25,7 @@ from smlp.nn.stack import Stack
 from smlp.plots.attention import AttentionMap, Pair, SeenText, attention_map, draw_attention, tiny_attention
 from smlp.plots.draw_filters import block_means, draw_filters, draw_layers, draw_toeplitz
 from smlp.plots.draw_routing import draw_features, draw_tokens, evenly, like_beside_like, orders
-from smlp.plots.drawing import broken, new_figure
+from smlp.plots.drawing import broken, new_figure, save
 from smlp.plots.filters import (
     ahead_share,
     filter_numbers,
@@ -528,6 +531,28 @@ def test_no_text_leaves_a_figure_whatever_the_name_of_the_model(kind, monkeypatc
         for words, box in written:
             inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
             assert inside, f"{words!r} at {box} leaves {figure.bbox}"
+
+
+def test_a_picture_is_whole_or_as_before(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.png"
+    save(new_figure(2, 2, "one"), path)
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=f"cannot write {path}: No space left"):
+        save(new_figure(2, 2, "two"), path)
+    assert path.read_bytes() == before and before.startswith(b"\x89PNG") and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_backend_that_there_is_not_is_one_sentence():
+    code = "from smlp.plots.drawing import check_matplotlib; check_matplotlib()"
+    pytest.importorskip("matplotlib")
+    done = run_python("-c", f"import os; os.environ['MPLBACKEND'] = 'nope'; {code}")
+    assert "UserError: matplotlib cannot start: " in done.stderr and "'nope' is not a valid value" in done.stderr
 
 
 def test_titles_are_broken_between_words():

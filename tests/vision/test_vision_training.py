@@ -53,6 +53,18 @@ def two_epochs(digits, tmp_path_factory):
     return out / "whole"
 
 
+def test_a_checkpoint_that_cannot_be_written_is_one_sentence(digits, tmp_path, monkeypatch, capsys):
+    def full(self, epoch, metric):
+        (tmp_path / "full" / "tmp.pth.tar").write_bytes(b"PK")
+        raise RuntimeError("[enforce fail at inline_container.cc:862] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr("timm.utils.CheckpointSaver.save_checkpoint", full)
+    assert train(digits, "--epochs", "1", "-b", "80", "--no-aug", "--output", tmp_path, "--experiment", "full") == 1
+    error = capsys.readouterr().err
+    assert "full: the checkpoint of epoch 0 cannot be written (is the disk full?)" in error and error.count("\n") == 1
+    assert not (tmp_path / "full" / "tmp.pth.tar").exists()
+
+
 def rows(folder):
     with open(folder / "summary.csv", newline="") as file:
         found = list(csv.DictReader(file))

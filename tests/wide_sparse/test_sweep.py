@@ -11,7 +11,7 @@ from running import REPOSITORY
 from data_prep.images import fetch
 from smlp.cli.main import main
 from smlp.vision import compare
-from smlp.wide_sparse import sweep
+from smlp.wide_sparse import features, sweep
 
 EXAMPLES = sorted((REPOSITORY / "examples" / "wide_sparse").glob("*.yaml"))
 TINY = """
@@ -51,6 +51,18 @@ def write(tmp_path, digits, **changes):
 
 def run(path, out, *options):
     return main(["wide-sparse", "run", str(path), "--out", str(out), *options])
+
+
+def test_similarity_is_that_of_mixed_classes(digits, tmp_path, monkeypatch):
+    """The folder has the images class by class, so that the first batch in its order would be of one class."""
+    seen = []
+    monkeypatch.setattr(features, "evaluation_loader", lambda images, *rest: seen.append(images.reader.samples) or [])
+    monkeypatch.setattr(features, "compare_models", lambda *rest: {"inputs": 1, "cka": [[1.0]]})
+    train_in_this_process(monkeypatch)
+    assert run(write(tmp_path, digits, seeds="[1]"), tmp_path / "out") == 0
+    first, *others = seen
+    labels = [label for _, label in first]
+    assert len(set(labels[:20])) > 5 and labels != sorted(labels) and others and all(one == first for one in others)
 
 
 def test_a_sweep_reports_errors_differences_and_similarity(digits, tmp_path, monkeypatch, capsys):

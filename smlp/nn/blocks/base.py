@@ -107,6 +107,10 @@ class BlockKind(ModelPart):
     #: whether it can have its layer norms after the sublayers (``layer_norm=after``)
     can_norm_after: ClassVar[bool] = False
 
+    def attends(self, config: ModelConfig) -> bool:
+        """Tell whether its attention weights have ``attention_dropout``. A block of one's own may have some."""
+        return True
+
     @abstractmethod
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
         """Build the module for a layer of the stack.

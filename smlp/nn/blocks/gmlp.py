@@ -190,6 +190,9 @@ class GatedMLP(BlockKind):
     settings = GatedMLPSettings
     has_spatial_weights = True
 
+    def attends(self, config: ModelConfig) -> bool:
+        return config.own("gmlp").attention_dim > 0
+
     def check(self, config: ModelConfig) -> None:
         if config.own("gmlp").gate == "split":
             check_halves(config)

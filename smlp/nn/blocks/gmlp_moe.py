@@ -254,6 +254,9 @@ class GatedMLPMoE(BlockKind):
     def check(self, config: ModelConfig) -> None:
         check_halves(config)
 
+    def attends(self, config: ModelConfig) -> bool:
+        return False
+
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
         return GatedMLPMoEBlock(gated_mlp_moe(config, layer_index, ranks), config.tmoe_dropout)
 

@@ -73,6 +73,9 @@ class Masked(BlockKind):
     def check(self, config: ModelConfig) -> None:
         require(not config.is_bidirectional, "masked blocks are causal: they need direction=causal")
 
+    def attends(self, config: ModelConfig) -> bool:
+        return False
+
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
         return MaskedBlock(config)
 

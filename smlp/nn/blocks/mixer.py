@@ -75,6 +75,9 @@ class Mixer(BlockKind):
     def check(self, config: ModelConfig) -> None:
         require(config.is_bidirectional, "mixer blocks mix all positions: they need direction=bidirectional")
 
+    def attends(self, config: ModelConfig) -> bool:
+        return False
+
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
         return DenseBlock(config, TokenMixing(config))
 

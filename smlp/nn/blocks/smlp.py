@@ -124,6 +124,9 @@ class SparseMLP(SparseBlockKind):
     settings = SparseMLPSettings
     has_feature_moe = has_spatial_weights = True
 
+    def attends(self, config: ModelConfig) -> bool:
+        return False
+
     def check(self, config: ModelConfig) -> None:
         require(
             config.embed_dim % config.num_experts == 0,
