@@ -75,7 +75,7 @@ def _check_same_ids(folder: Path, vocabulary: Vocabulary) -> None:
     model, split = (part if isinstance(part := fast.get(name), dict) else {} for name in ("model", "pre_tokenizer"))
     pieces = model.get("vocab")
     if isinstance(pieces, list):  # of unigram: pairs with a score
-        pieces = {row[0]: number for number, row in enumerate(pieces)}
+        pieces = {row[0]: number for number, row in enumerate(pieces) if isinstance(row, list) and row}
     if not isinstance(pieces, dict) or split.get("type") == "ByteLevel":
         return
     for number, symbol in enumerate(vocabulary.symbols):
