@@ -1,7 +1,7 @@
 """Figure 2d: the error of ``Bc B2 ReLU(B1 x)`` on MNIST where B1 and B2 are Monarch matrices or Kronecker products.
 
     smlp vision data mnist --out data/mnist
-    python examples/wide_sparse/shallow.py data/mnist                # 200 epochs, five seeds of each: an hour
+    python examples/wide_sparse/shallow.py data/mnist                # 200 epochs, five seeds of each: 84 minutes
     python examples/wide_sparse/shallow.py data/mnist --epochs 10    # minutes
 
 AdamW, cosine from 0.01 to 0, as in mixer_wide_sparse.txt (C.1), which says nothing of batch, decay, bias and start:
