@@ -45,7 +45,8 @@ def launch(folder: Path, num_ranks: int, script: str, options: str = "", **varia
     """The launcher by itself, with a program that does not take seconds to start."""
     (folder / "rank.py").write_text(RANK + script)
     launcher = (
-        "import sys; from smlp.launch.local import run_ranks; "
+        "import signal, sys; from smlp.launch.local import run_ranks; "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # the tests may run under nohup
         f"sys.exit(run_ranks([sys.executable, sys.argv[1]], {num_ranks}, {options}))"
     )
     return start("-c", launcher, folder / "rank.py", **variables)

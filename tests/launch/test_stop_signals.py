@@ -16,6 +16,7 @@ from smlp.launch import stop_signals
 from smlp.launch.stop_signals import StopSignals
 
 os.setpgid(0, 0)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 stop = StopSignals()
 
 def after(seconds, send):
