@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from smlp.errors import UserError
 from smlp.wide_sparse.layers import KroneckerLinear, MonarchLinear
 
 LAYERS = {"monarch": MonarchLinear, "kronecker": KroneckerLinear}
@@ -29,7 +28,7 @@ def read_images(folder: Path) -> tuple[Tensor, Tensor]:
     """Return all images of a folder of classes, (N, rows, columns), standardised, and their labels, (N,)."""
     paths = sorted(folder.glob("*/*.png"))
     if not paths:
-        raise UserError(f"{folder} has no CLASS/NAME.png: make it with smlp vision data mnist --out DIR")
+        raise SystemExit(f"{folder} has no CLASS/NAME.png: make it with smlp vision data mnist --out DIR")
     classes = sorted({path.parent.name for path in paths})
     pixels = np.stack([np.asarray(Image.open(path).convert("L"), dtype=np.float32) for path in paths])
     x_Nhw = torch.from_numpy(pixels)
@@ -71,10 +70,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=200, help="passes over the images (default: 200)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of start and order")
     args = parser.parse_args()
-    try:
-        data = {split: read_images(args.data / split) for split in ("train", "validation")}
-    except UserError as unreadable:
-        parser.error(str(unreadable))
+    data = {split: read_images(args.data / split) for split in ("train", "validation")}
     for seed in args.seeds:
         for layer in LAYERS:
             start = time.perf_counter()
