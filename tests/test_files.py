@@ -17,7 +17,16 @@ from running import REPOSITORY
 from smlp import files
 from smlp.cli.json_file import write_json
 from smlp.errors import UserError
-from smlp.files import check_writable, is_locked, locked, name_below, plain_name, regular_file, write_whole
+from smlp.files import (
+    check_writable,
+    is_locked,
+    locked,
+    name_below,
+    plain_name,
+    regular_file,
+    renamed_when_whole,
+    write_whole,
+)
 
 #: names in a file, and whether they stay in its folder
 NAMES = {
@@ -181,3 +190,15 @@ def test_without_locks_a_warning_is_all(tmp_path: Path, monkeypatch, caplog) -> 
     with locked(tmp_path, "run"), locked(tmp_path, "run"):
         assert not is_locked(tmp_path)
     assert "cannot be locked (Operation not supported)" in caplog.text
+
+
+def test_a_failed_write_names_the_file_and_leaves_the_older_one(tmp_path) -> None:
+    """The error of a write on a full disk has no name of its own."""
+    target = tmp_path / "train.bin"
+    target.write_text("older")
+    with pytest.raises(OSError, match="No space left") as caught, renamed_when_whole(tmp_path / "new", target) as file:
+        file.write(b"newer")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.bin"]
+    assert target.read_text() == "older"

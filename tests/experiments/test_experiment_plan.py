@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from pathlib import Path
 
 import pytest
 from running import REPOSITORY
@@ -130,6 +131,9 @@ def test_runs_and_their_commands(tmp_path):
     assert (options["--lr"], options["--seed"], options["--max-update"]) == ("0.004", "2", "20")
     assert options["--validate-interval-updates"] == options["--save-interval-updates"] == "5"
     assert words[words.index("--save-dir") + 1] == str(tmp_path / "save")
+    dashed = training_words(found, runs[1], "data-bin", Path("-out"))
+    assert dashed[dashed.index("--save-dir") + 1] == "./-out", "a path that begins with a dash is no option"
+    assert dashed[dashed.index("--log-file") + 1] == "./-out/train.log"
     tuned = training_words(found, grid[0], "data-bin", tmp_path / "save")
     assert tuned[tuned.index("--validate-interval-updates") + 1] == "5", "once, at the end"
     line = sweep_line(found, runs[1], "data-bin", Folder(tmp_path / "out"))
