@@ -21,6 +21,7 @@ from torch import Tensor
 
 from smlp.moe.plan import RoutingPlan
 from smlp.ops import permuted_rows, summed_rows
+from smlp.ops.fast_paths import sizes_may_depend_on_values
 
 
 class TokenDispatcher(Protocol):
@@ -49,8 +50,9 @@ class DispatchRecord:
     """All that :meth:`LocalDispatcher.combine` needs."""
 
     plan: RoutingPlan
-    #: tokens of each expert of this rank, in the order in which they lie in the dispatched tensor
-    counts: list[int]
+    #: tokens of each expert of this rank, in the order in which they lie in the dispatched tensor; a tensor (e,) in a
+    #: graph that does not know them
+    counts: list[int] | Tensor
 
 
 class LocalDispatcher:
@@ -72,7 +74,8 @@ class LocalDispatcher:
             x_AH = x_NH.index_select(0, plan.token_A)
         else:
             x_AH = permuted_rows(x_NH, plan.token_A, plan.place_N)
-        return x_AH, DispatchRecord(plan, plan.counts_E.tolist())
+        counts = plan.counts_E if sizes_may_depend_on_values() else plan.counts_E.tolist()
+        return x_AH, DispatchRecord(plan, counts)
 
     def dispatch_places(self, place_N2: Tensor, num_seqs: int, record: DispatchRecord) -> tuple[Tensor, int]:
         """Return where the dispatched tokens stand.

@@ -34,6 +34,9 @@ class FeedForwardExperts(nn.Module):
         as_in_base: with own norms and ``w2 = 0``.
     """
 
+    #: whether they take counts as a tensor, in a graph of ``torch.compile``
+    fits_graphs = True
+
     def __init__(
         self, embed_dim: int, ffn_dim: int, expert_ids: Sequence[int], activation: str, as_in_base: bool = True
     ) -> None:
@@ -51,7 +54,7 @@ class FeedForwardExperts(nn.Module):
             self.w2 = uniform_rows(expert_ids, embed_dim, ffn_dim, bound=bound)
         self.b2 = nn.Parameter(torch.zeros(num_local, embed_dim))
 
-    def forward(self, x_AH: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, x_AH: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
         """(A, H), sorted by expert with ``counts`` tokens each, to (A, H)."""
         norm = None
         if self.norm_weight is not None and self.norm_bias is not None:

@@ -15,7 +15,7 @@ from smlp.moe.dispatch import EveryExpertDispatcher, LocalDispatcher, TokenDispa
 from smlp.moe.exchange import TokenShuffle
 from smlp.moe.routers.routing import Router, Routing
 from smlp.nn.state import ForwardContext, Observation
-from smlp.ops.fast_paths import needs_fixed_shapes, outside_graphs
+from smlp.ops.fast_paths import needs_fixed_shapes, outside_graphs, sizes_may_depend_on_values
 from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 
 
@@ -47,14 +47,23 @@ class TokenMoE(nn.Module):
         self.dispatcher = dispatcher or LocalDispatcher()
         self.shuffle = shuffle
 
-    # How many tokens an expert gets depends on the data, and ranks wait for each other.
-    @outside_graphs
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the update (B, n, H) to add to x, and the router's auxiliary losses.
 
         Raises:
             NaNError: routing scores are NaN; the message names the layer.
         """
+        is_local = self.dispatcher.num_ranks == 1 and self.shuffle is None
+        if is_local and getattr(self.experts, "fits_graphs", False) and sizes_may_depend_on_values():
+            return self._chain(x_BnH, context)
+        return self._chain_outside_graphs(x_BnH, context)
+
+    # How many tokens an expert gets depends on the data, and ranks wait for each other.
+    @outside_graphs
+    def _chain_outside_graphs(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._chain(x_BnH, context)
+
+    def _chain(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, dict[str, Tensor]]:
         all_NH = x_NH = x_BnH.flatten(0, 1)
         token_ids_N = None if context.tokens_Bn is None else context.tokens_Bn.flatten()
         rows_N = way_back = None

@@ -90,7 +90,9 @@ class RoutingPlan:
         if wanted_NK is not None:
             dropped["second_expert"] = num_tokens * num_choices - num_wanted
         counts_E = occurrences(expert_A, num_experts)
-        place_N = _inverse(token_A) if num_choices == 1 and token_A.numel() == num_tokens else None
+        # a graph does not know how many were dropped
+        is_whole = capacity is None and wanted_NK is None if is_traced() else token_A.numel() == num_tokens
+        place_N = _inverse(token_A) if num_choices == 1 and is_whole else None
         return cls(token_A, expert_A, counts_E, num_tokens, choice_NK, rank_Q[order_A], dropped, place_N)
 
 

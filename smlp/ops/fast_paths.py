@@ -79,6 +79,13 @@ def needs_fixed_shapes() -> bool:
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels or ())
 
 
+def sizes_may_depend_on_values() -> bool:
+    """Return whether this code is compiled to a graph in which a tensor's size may depend on values."""
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    return bool(torch._dynamo.config.capture_dynamic_output_shape_ops)
+
+
 def outside_graphs(function: _Function) -> _Function:
     """Keep a function out of the graphs of ``torch.compile``, which then break there; a decorator.
 

@@ -182,9 +182,20 @@ def test_expert_feed_forward(counts, activation, with_norm):
     )  # fmt: skip
     x, gain, offset, *weights = inputs
     norm = (gain, offset) if with_norm else None
-    out = expert_feed_forward(x, counts, norm, *weights, activation)
-    expected = feed_forward_reference(x, counts, norm, *weights, activation)
-    assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=EXACT)
+    for given in (counts, torch.tensor(counts)):  # a tensor in graphs
+        out = expert_feed_forward(x, given, norm, *weights, activation)
+        expected = feed_forward_reference(x, counts, norm, *weights, activation)
+        assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=EXACT)
+
+
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_operator_of_experts_fits_graphs(with_norm):
+    shapes = ((3, 4), (3, 4), (3, 6, 4), (3, 6), (3, 4, 6), (3, 4))
+    gain, offset, *weights = (torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in shapes)
+    norm = (gain, offset) if with_norm else (None, None)
+    x = torch.randn(9, 4, dtype=torch.double, requires_grad=True)
+    given = (x, torch.tensor([4, 0, 5]), *norm, *weights, "gelu")
+    torch.library.opcheck(torch.ops.smlp.expert_feed_forward.default, given)
 
 
 @pytest.mark.parametrize("at_a_time", [1, 2, 5])
