@@ -285,8 +285,8 @@ counts it once more with fvcore on the real module.
 FLOPs are multiply-adds of the forward pass for a batch of 2 x T tokens, in fvcore's convention: a layer norm is 5 for
 each element; attention and spatial products are counted in full, not as their causal half; activations, softmax and
 residuals are 0. Every token costs the work of its k experts; nothing is padded or dropped. Layers are dense + sparse.
-The E experts of a sparse layer are shared out among so many ranks: the paper's 32, which gives GShard two on each; in
-the tiny presets a rank for each expert.
+The E experts of a sparse layer are divided among the ranks in the table: the paper's 32, of which each holds two of
+GShard's experts; in the tiny presets, one rank for each expert.
 """
 AFTER_PRESETS = """
 The tiny presets cost the same within 1 %. `smlp_partial` and `smlp_leaky` cost less than `smlp` because their spatial
@@ -302,11 +302,11 @@ MASKED_REMARKS = {
 MASKED_INTRODUCTION = """
 ## Masked language models
 
-A text has T tokens; the head computes 15 % of them, the masked ones. Here a multiply-add is two FLOPs, as gmlp.txt
-counts them.
+A text has T tokens; the head computes 15 % of them, the masked ones. Here a multiply-add is two FLOPs, as the
+gMLP paper counts them.
 """
 MASKED_PAPER = """
-### Next to the numbers of gmlp.txt
+### Next to the numbers of the gMLP paper
 
 The counts of Tables 3 and 10 follow with the masked LM head (a layer before the output, and the output's bias), those
 of Tables 4 to 6 without it. FLOPs are computed with 15 % of the positions masked.
