@@ -74,7 +74,7 @@ DATA = {"splits": Each(Maybe(_SPLIT))}
 _PLACE = ("jobs", "threads", "cores", "world_size")
 ENVIRONMENT = {"git": Maybe(dict), "gpus": Maybe([str]), **dict.fromkeys(_PLACE, Maybe(int))}
 TUNED = {"option": str, "values": list, "results": Each(dict), "chosen": dict, "updates": int, "seed": int}
-SPEED = {"models": Each({"tokens_per_update": Finite()})}
+SPEED = {"models": Each({"tokens_per_update": Finite(above=0), "seconds_per_update": Maybe([Finite(above=0)])})}
 ZEROSHOT = {"tasks": Maybe(Each(dict))}
 ORDER_LINE = {"update": int, "digest": int}
 TIME_LINE = {"update": int, "tokens": int, "seconds": Finite()}

@@ -211,6 +211,18 @@ def test_single_values_that_are_damaged_are_named(tmp_path, name, change, words,
     assert error.count("\n") == words.startswith("models[") and (status == 1 or not error) and "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("seconds", "words"), [([0.1, 0], "[1] must be above 0, got 0"), ([math.nan], "[0] is out of")]
+)
+def test_a_time_of_no_length_in_speed_json_is_named(out, seconds, words):
+    (out / "speed.json").write_text(
+        json.dumps({"models": {"gMLP": {"tokens_per_update": 1024, "seconds_per_update": seconds}}})
+    )
+    results = read_results(out)
+    list(tables(out))
+    assert any(f"speed.json is damaged: models.gMLP.seconds_per_update{words}" in note for note in results.notes)
+
+
 def test_a_file_or_a_loop_where_a_runs_folder_should_be(out, capsys):
     (out / "experiment.yaml").write_text("data: d\nupdates: 3\nmodels: {gMLP: {arch: gmlp_lm_tiny}}\n")
     for number in (1, 2):
