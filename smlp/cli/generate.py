@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -106,9 +107,9 @@ def run(args: argparse.Namespace) -> int:
     """Write the continuations."""
     check_options(args)
     if args.output not in (None, "-"):
-        from smlp.cli.json_file import check_output
+        from smlp.cli.json_file import check_outputs
 
-        check_output("--output", args.output)
+        check_outputs(None if args.file == "-" else args.file, output=args.output)
     if args.interactive:
         from smlp.cli.prompt_loop import PromptLoop
 
@@ -235,7 +236,8 @@ def _read_prompts(path: str) -> list[str]:
     except OSError as error:
         raise UserError(f"cannot read prompts from {path}: {error.strerror}") from None
     try:
-        lines = data.decode("utf-8").removesuffix("\n").split("\n") if data else []
+        text = io.StringIO(data.decode("utf-8-sig"), newline=None).read()  # every kind of line end
+        lines = text.removesuffix("\n").split("\n") if text else []
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise UserError(f"{path} is not UTF-8 text: line {line}, byte {error.start}") from None

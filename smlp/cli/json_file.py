@@ -87,10 +87,11 @@ def check_output(option: str, path: str) -> None:
                 raise UserError(f"cannot write {option} {path}: nothing reads from this pipe") from None
 
 
-def check_outputs(**paths: str | None) -> None:
-    """Run :func:`check_output` for several options, which must not name the same file.
+def check_outputs(*inputs: str | None, **paths: str | None) -> None:
+    """Run :func:`check_output` for several options, which must name neither the same file nor one that is read.
 
     Args:
+        *inputs: files that the command reads; None for one that is not given.
         **paths: by option, with underscores for dashes; None for one that is not given.
     """
     seen: dict[Path, str] = {}
@@ -102,6 +103,9 @@ def check_outputs(**paths: str | None) -> None:
         other = seen.setdefault(Path(path).resolve(), option)
         if other != option:
             raise UserError(f"{other} and {option} both name {path}: one would be lost")
+        for read in filter(None, inputs):
+            if os.path.exists(path) and os.path.exists(read) and os.path.samefile(path, read):
+                raise UserError(f"{option} {path} is a file that this command reads: name another one")
 
 
 def remove_outputs(*paths: str | None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -54,7 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         **whole(),
         metavar="N",
         default=64,
-        help="prompts that may wait; more are refused with status 429 (default: %(default)s)",
+        help="prompts that may wait; a request beyond that is refused with status 429, unless none waits "
+        "(default: %(default)s)",
     )
     limits.add_argument(
         "--max-tokens",
@@ -68,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     if args.name is not None and not args.name.isprintable():
         raise UserError(f"--name must be one line of printable characters, got {args.name!r}")
+    api_key = _checked_key(args.api_key)
     uvicorn = _uvicorn()
     listener = _listener(args.host, args.port)
     from smlp.inference.generation.continuations import banned_tokens
@@ -86,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
     most_tokens = min(args.max_tokens or config.max_tokens, config.max_tokens)
     name = args.name or _name_of(Path(args.path))
     reader = RequestReader(name, config, model.tokenizer, model.start_token, most_tokens, args.max_texts)
-    api_key = args.api_key or os.environ.get(_KEY) or None
     app = make_app(engine, reader, api_key)
     host, port = listener.getsockname()[:2]
     if not _is_loopback(host) and api_key is None:
@@ -97,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_SECONDS_TO_END)
     )
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancelled_request)
     try:
         with _signals_that_only_end(server):
             print(f"{name} at http://{shown}:{port}/ (API: http://{shown}:{port}/v1)", flush=True)
@@ -104,6 +108,24 @@ def run(args: argparse.Namespace) -> int:
     finally:
         engine.close()
     return 0
+
+
+def _checked_key(given: str | None) -> str | None:
+    """Return the API key of the option or the variable; None for no key.
+
+    Raises:
+        UserError: a request cannot hold it.
+    """
+    key = given or os.environ.get(_KEY) or None
+    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+        source = "--api-key" if given else _KEY
+        raise UserError(f"{source} must be printable ASCII without spaces or line ends around it, got {key!r:.40}")
+    return key
+
+
+def _is_no_cancelled_request(record: logging.LogRecord) -> bool:
+    """Tell whether a line of uvicorn's log is to be shown: not of requests that the end of the server cuts off."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _uvicorn() -> Any:

@@ -536,7 +536,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     _check_images(args, args.in_chans)
     from smlp.cli.json_file import check_outputs, write_json
 
-    check_outputs(json=args.json)
+    check_outputs(os.path.join(args.data_dir, "dataset.json"), json=args.json)
     import_timm()
     from smlp.vision.evaluate import evaluate
 

@@ -102,7 +102,7 @@ def read_lines(path: str | Path) -> list[str]:
         UserError: it cannot be read.
     """
     try:
-        text = read_text(path)
+        text = read_text(path, "utf-8-sig")  # a byte-order mark is no text
     except OSError as error:
         raise UserError(f"text file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

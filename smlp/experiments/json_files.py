@@ -37,9 +37,10 @@ class Maybe:
 
 @dataclass(frozen=True)
 class Finite:
-    """A number above a bound, neither infinite nor not-a-number."""
+    """A number within bounds, neither infinite nor not-a-number."""
 
     above: float = -math.inf
+    least: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ TUNED = {"option": str, "values": list, "results": Each(dict), "chosen": dict, "
 SPEED = {"models": Each({"tokens_per_update": Finite(above=0), "seconds_per_update": Maybe([Finite(above=0)])})}
 ZEROSHOT = {"tasks": Maybe(Each(dict))}
 ORDER_LINE = {"update": int, "digest": int}
-TIME_LINE = {"update": int, "tokens": int, "seconds": Finite()}
+TIME_LINE = {"update": int, "tokens": int, "seconds": Finite(least=0)}
 _FLOPS = dict.fromkeys(("nominal_flops", "realised_flops", "ratio"), Maybe(_NUMBER))
 _FIGURES = ("drop_share", "dead_experts", "max_over_mean", "load_cv", "gate_entropy", "margin", "churn")
 _LAYER = {"router": Maybe(str), "num_experts": int, **dict.fromkeys(_FIGURES, Maybe(_NUMBER))}
@@ -93,7 +94,9 @@ def wrong(value: Any, shape: Any, name: str = "") -> str:
         return "" if value is None else wrong(value, shape.shape, name)
     if isinstance(shape, Finite):
         problem = wrong(value, _NUMBER, name) or ("" if abs(value) < _MOST else f"{name} is out of range")
-        return problem or ("" if value > shape.above else f"{name} must be above {shape.above:g}, got {value}")
+        if problem or value <= shape.above:
+            return problem or f"{name} must be above {shape.above:g}, got {value}"
+        return "" if value >= shape.least else f"{name} must be at least {shape.least:g}, got {value}"
     if isinstance(shape, FolderName):
         try:
             plain_name(value, name)

@@ -70,6 +70,8 @@ class _Running:
     process: subprocess.Popen[bytes]
     slot: int
     start: float = field(default_factory=time.time)
+    #: start by a clock that nobody sets
+    began: float = field(default_factory=time.monotonic)
 
 
 def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) -> signal.Signals | None:
@@ -147,7 +149,8 @@ def _still_running(running: list[_Running], free: list[int], stopping: bool) -> 
         with suppress(ProcessLookupError):  # processes it left behind, such as data loaders
             os.killpg(pid, signal.SIGKILL)
         code = code if code >= 0 else 128 - code
-        one.chain.ended(Ended(one.step, code, time.time() - one.start, usage.ru_maxrss / 1024, one.start, stopping))
+        seconds = time.monotonic() - one.began
+        one.chain.ended(Ended(one.step, code, seconds, usage.ru_maxrss / 1024, one.start, stopping))
         step = None if stopping or code == EXIT_STOPPED else one.chain.next_step(one.slot)
         if step is None:
             free.append(one.slot)

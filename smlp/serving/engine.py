@@ -146,7 +146,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, jobs: Sequence[PromptJob]) -> None:
-        """Have jobs done, all or none of them.
+        """Have jobs done, all or none of them. Where none waits, they are taken however many they are.
 
         Raises:
             BusyError: too many wait already, or the engine is closed.
@@ -155,7 +155,7 @@ class Engine:
             if self._is_closed:
                 raise BusyError("the server is shutting down")
             waiting = sum(not job.is_cancelled for job in self._waiting)
-            if waiting + len(jobs) > self._most_waiting:
+            if waiting and waiting + len(jobs) > self._most_waiting:
                 raise BusyError(
                     f"{waiting} prompts wait already, and {len(jobs)} more would exceed {self._most_waiting}: try later"
                 )

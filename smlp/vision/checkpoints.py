@@ -114,7 +114,9 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         with safe_classes_kept(), torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise whatever their bytes lead to
-        raise UserError(f"{path} is no checkpoint of timm, or is damaged: {str(error).partition(chr(10))[0]}") from None
+        reason = str(error).partition("\n")[0].partition("Weights only load failed")[0]  # and advice that is not safe
+        reason = reason and f": {reason}"
+        raise UserError(f"{path} is no checkpoint of timm, or is damaged{reason}") from None
     state = content.get("state_dict", content.get("model")) if isinstance(content, dict) else None
     if state is None:
         content = {"state_dict": content}
@@ -214,6 +216,8 @@ def trained_with(checkpoint: dict[str, Any], path: str | Path) -> Namespace:
         UserError: it has none.
     """
     args = checkpoint.get("args")
+    if "cfg" in checkpoint:
+        raise UserError(f"{path} is a checkpoint of fairseq-train, not of an image model")
     if not isinstance(args, Namespace):
         raise UserError(f"{path} does not say what it was trained with: name the model with --model")
     return args

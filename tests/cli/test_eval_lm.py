@@ -148,6 +148,12 @@ def test_words_and_bytes_are_those_of_the_text(folder, evaluate):
     assert {key: alone[key] for key in same} == {key: given[key] for key in same}
 
 
+def test_a_byte_order_mark_is_no_text(folder, evaluate, tmp_path):
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf" + (folder / "text.txt").read_bytes())
+    found = [evaluate("smlp_tiny", "--text", path)[0] for path in (folder / "text.txt", tmp_path / "marked.txt")]
+    assert found[0]["nll"] == found[1]["nll"] and found[0]["bytes"] == found[1]["bytes"]
+
+
 def test_only_what_was_scored_is_counted(folder, evaluate):
     blocks, printed = evaluate("smlp_partial_tiny", "--text", folder / "text.txt")
     assert blocks["tokens"] + blocks["tokens_not_scored"] == 219 and blocks["tokens"] == 162
@@ -235,6 +241,7 @@ REFUSED = {
     "spread twice": (["{data}", "--parity", "--spread-experts"], "leave --spread-experts out"),
     "unwritable": (["{data}", "--per-document", "{root}/none/x"], "there is no folder {root}/none"),
     "a mix-up": (["{data}", "--per-document", "{root}/text.txt"], "there is a file of another kind already"),
+    "its own input": (["--text", "{root}/[x", "--json", "{root}/[x"], "[x is a file that this command reads: name"),
     "another dictionary": (["{root}/other"], "is not the dictionary of the model"),
     "unknown ids": (["{root}/ids"], "test.bin holds the id 24, but the model has 24 symbols"),
     "ids below 0": (["{root}/negative"], "test.bin holds the id -7, but the model has 24 symbols, counted from 0"),
@@ -246,6 +253,7 @@ def mistakes(folder) -> Path:
     """Files that do not fit."""
     (folder / "short.txt").write_text("w1\n")
     (folder / "empty.txt").touch()
+    (folder / "[x").write_text("[ w1\n")
     for name in ("other", "ids", "negative"):
         shutil.copytree(folder / "data", folder / name)
     (folder / "other" / "dict.txt").write_text("".join(f"{word} 1\n" for word in reversed(WORDS)))

@@ -117,6 +117,7 @@ def test_options_that_do_not_go_together(path, prompts, options, words, capsys, 
         (["--dict", "{pipe}"], "dictionary {pipe} cannot be read: nothing writes to this pipe"),
         (["--file", "{pipe}"], "cannot read prompts from {pipe}: nothing writes to this pipe"),
         (["--output", "{pipe}"], "cannot write --output {pipe}: nothing reads from this pipe"),
+        (["--file", "{prompts}", "--output", "{link}"], "--output {link} is a file that this command reads"),
         (["--file", "{folder}"], "cannot read prompts from {folder}: Is a directory"),
         (["--prompt", "the \udcff"], "the text 'the \\udcff' has a lone surrogate, U+DCFF, at character 4"),
     ],
@@ -124,13 +125,24 @@ def test_options_that_do_not_go_together(path, prompts, options, words, capsys, 
 )
 def test_what_cannot_be_done_is_one_sentence(path, options, words, capsys, tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    names = {"folder": tmp_path, "pipe": tmp_path / "pipe"}
+    (tmp_path / "prompts").write_text("[the s1\n")
+    os.link(tmp_path / "prompts", tmp_path / "link")
+    names = {name: tmp_path / name for name in ("pipe", "prompts", "link")} | {"folder": tmp_path}
     options = [option.format(**names) for option in options]
     prompt = [] if "--prompt" in options or "--file" in options else ["--prompt", "the"]
     assert main(["generate", "--path", path, "--max-tokens", "3", *prompt, *options]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("smlp: error: ") and captured.err.count("\n") == 1 and captured.out == ""
     assert words.format(**names) in captured.err, captured.err
+    assert (tmp_path / "prompts").read_text() == "[the s1\n"
+
+
+def test_marks_and_ends_of_lines_are_no_prompt(path, tmp_path, capsys):
+    (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbfthe s1\r\nthe\ra o2\n")
+    command = ["generate", "--path", path, "--max-tokens", "2", "--output", "-", "--file", str(tmp_path / "prompts")]
+    assert main(command) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["the s1", "the", "a o2"]
 
 
 @pytest.mark.parametrize("options", [["--temperature", "1e-30"], ["--temperature", "1e30"], ["--beam", "13"]])

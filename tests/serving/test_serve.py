@@ -30,7 +30,7 @@ from starlette.testclient import TestClient
 
 from smlp.serving.app import MOST_BYTES, make_app
 from smlp.serving.completion_request import RequestReader
-from smlp.serving.engine import Engine
+from smlp.serving.engine import BusyError, Engine
 
 SYMBOLS = [f"w{number}" for number in range(36)]
 SECONDS = 60  # until a test gives up
@@ -241,8 +241,15 @@ def test_a_key_is_asked_for(model):
         assert client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
 
 
-def test_a_full_queue_says_so(model):
+def test_a_full_queue_says_so(model, monkeypatch):
     with application(model, most_waiting=1) as app, TestClient(app) as client:
+        answer = client.post("/v1/completions", json={"prompt": ["w1", "w2"], "max_tokens": 1})
+        assert answer.status_code == 200, "nobody waits before them"
+
+        def full(engine, jobs):
+            raise BusyError(f"1 prompts wait already, and {len(jobs)} more would exceed 1: try later")
+
+        monkeypatch.setattr(Engine, "submit", full)
         answer = client.post("/v1/completions", json={"prompt": ["w1", "w2"]})
     assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
     assert "2 more would exceed 1" in answer.json()["error"]["message"]
@@ -377,3 +384,10 @@ def test_bad_options(checkpoint, tmp_path, capsys):
     ):
         assert main(["serve", *map(str, words), *([] if "--port" in words else ["--port", "0"])]) == 1
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["abc\n", " abc", "schl\u00fcssel", "\udcff", "a\nb"])
+def test_a_key_that_no_request_can_hold(checkpoint, key, monkeypatch, capsys):
+    monkeypatch.setenv("SMLP_API_KEY", key)
+    assert main(["serve", str(checkpoint), "--port", "0"]) == 1
+    assert "SMLP_API_KEY must be printable ASCII without spaces or line ends" in capsys.readouterr().err

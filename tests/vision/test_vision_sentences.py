@@ -151,11 +151,15 @@ def test_checkpoints_of_something_else(digits, trained, capsys, tmp_path):
     damaged = tmp_path / "damaged.pth.tar"
     damaged.write_bytes(trained.read_bytes()[:5000])
     assert f"{damaged} is no checkpoint of timm, or is damaged" in train(capsys, digits, "--resume", damaged)
+    damaged.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    assert "weights_only" not in train(capsys, digits, "--resume", damaged), "no advice to run code of the file"
     torch.save([1, 2], damaged)
     assert f"{damaged} holds no weights" in train(capsys, digits, "--resume", damaged)
     torch.save(torch.load(trained, weights_only=False)["state_dict"], damaged)
     assert "holds weights alone: start from it with --initial-checkpoint" in train(capsys, digits, "--resume", damaged)
     assert "name the model with --model" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
+    torch.save({"model": torch.load(damaged), "cfg": {}}, damaged)
+    assert "is a checkpoint of fairseq-train" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
     assert "there is no checkpoint" in train(capsys, digits, "--resume", tmp_path / "none.pth.tar")
 
 
