@@ -59,9 +59,8 @@ def documents_of(text: str, group: str) -> list[Document]:
 def split_by_line(documents: list[Document], removed: Counter[str]) -> Splits:
     """Put paragraphs 20, 60, 100, ... into valid, 40, 80, 120, ... into test, the rest into train.
 
-    No text is in two of them.
-
-    Where paragraphs repeat, test keeps its copy before valid, and valid before train; ``removed`` counts the others.
+    No text is in two of them: where paragraphs repeat, test keeps its copy before valid, and valid before train;
+    ``removed`` counts the others.
     """
     numbered: list[tuple[int, str, str]] = []  # document, split, paragraph
     count = 0

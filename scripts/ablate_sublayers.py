@@ -41,7 +41,7 @@ SUBLAYERS: dict[type[nn.Module], str] = {
 
 
 def parts(decoder: Decoder) -> Iterator[tuple[str, str, nn.Module]]:
-    """Return each part's block, name and module, in the order of the model."""
+    """Yield each part's block, name and module, in the order of the model."""
     for name, module in decoder.named_modules():
         block = ".".join(name.split(".")[:2])
         for kind, what in SUBLAYERS.items():
@@ -77,7 +77,7 @@ def without(module: nn.Module) -> Iterator[None]:
 
 
 def ablate(decoder: Decoder, tokens: torch.Tensor, say: Callable[[str], None]) -> list[tuple[str, str, float]]:
-    """Yield block, part, and nats per token lost without it; first comes the model's own loss, as block ''."""
+    """Return rows of block, part and nats per token lost without it; the first is the model's own loss, block ''."""
 
     def nll() -> float:
         return -float(block_log_probs(decoder, tokens).double().mean())

@@ -36,7 +36,7 @@ _MARKUP = re.compile(r"([\\`*<>\[\]|])")
 
 
 def shown(action: argparse.Action, short: bool = False) -> str:
-    """An option or argument as one writes it: ``-o, --output OUT`` (short: ``-o OUT``), ``PATH [PATH ...]``."""
+    """Return an option or argument as one writes it: ``-o, --output OUT`` (short: ``-o OUT``), ``PATH [PATH ...]``."""
     flags = ", ".join(action.option_strings[:1] if short else action.option_strings)
     if action.nargs == 0:
         return flags
@@ -52,20 +52,20 @@ def shown(action: argparse.Action, short: bool = False) -> str:
 
 
 def sentence(text: str) -> str:
-    """A help text as Markdown, options in it as code."""
+    """Return a help text as Markdown, with the options in it as code."""
     escaped = _MARKUP.sub(r"\\\1", " ".join(text.split()))
     return _OPTION_IN_TEXT.sub(r"`\1`", escaped)
 
 
 def help_of(action: argparse.Action, prog: str) -> str:
-    """The help text with its ``%(default)s`` and the like filled in."""
+    """Return the help text with its ``%(default)s`` and the like filled in."""
     facts = {**vars(action), "prog": prog}
     facts["choices"] = ", ".join(map(str, action.choices or ()))
     return sentence((action.help or "") % facts)
 
 
 def option_lines(actions: list[argparse.Action], prog: str) -> list[str]:
-    """A list item for each option that is not hidden."""
+    """Return a list item for each option that is not hidden."""
     lines = []
     for action in actions:
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
@@ -77,7 +77,7 @@ def option_lines(actions: list[argparse.Action], prog: str) -> list[str]:
 
 
 def usage(parser: argparse.ArgumentParser) -> str:
-    """The command with what it cannot do without."""
+    """Return a command's usage: required options, arguments, and ``[options]`` for the rest."""
     if parser.usage:
         return parser.usage % {"prog": parser.prog}
     needed = [action for action in parser._actions if action.required or not action.option_strings]
@@ -87,12 +87,12 @@ def usage(parser: argparse.ArgumentParser) -> str:
 
 
 def text_block(text: str) -> list[str]:
-    """Text as it stands: examples and tables of a help page."""
+    """Return text as it stands: examples and tables of a help page."""
     return ["```text", *(line.rstrip() for line in text.strip("\n").splitlines()), "```", ""]
 
 
 def describe(parser: argparse.ArgumentParser, summary: str, above: str | None) -> Iterator[str]:
-    """The section of one command, without the commands below it.
+    """Yield the section of one command, without the commands below it.
 
     Args:
         parser: its parser.
@@ -120,7 +120,7 @@ def describe(parser: argparse.ArgumentParser, summary: str, above: str | None) -
 
 
 def walk(parser: argparse.ArgumentParser, summary: str, above: str | None = None) -> Iterator[str]:
-    """The sections of a command and of all commands below it."""
+    """Yield the sections of a command and of all commands below it."""
     yield from describe(parser, summary, above)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -130,7 +130,7 @@ def walk(parser: argparse.ArgumentParser, summary: str, above: str | None = None
 
 
 def added_options() -> Iterator[str]:
-    """Return what the plug-in adds to fairseq's command line."""
+    """Yield what the plug-in adds to fairseq's command line."""
     from smlp.fairseq_compat.command_line import load_plugin
 
     load_plugin()
@@ -150,7 +150,7 @@ def added_options() -> Iterator[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [INTRODUCTION, "| command | what it does |", "|---|---|"]
     lines += [f"| [`smlp {name}`](#smlp-{name}) | {sentence(summary)} |" for name, (_, summary) in COMMANDS.items()]
     lines.append("")

@@ -33,7 +33,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Result:
-    """Return perplexities per predicted token on fresh noise."""
+    """Perplexities per predicted token on fresh noise."""
 
     one_pass: float
     #: every position with only what stands before it in sight

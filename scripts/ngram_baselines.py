@@ -25,7 +25,7 @@ NAMES = {1: "unigram", 2: "bigram", 3: "trigram"}
 
 
 def baselines(folders: list[Path], subset: str, orders: list[int]) -> list[tuple[str, Perplexity]]:
-    """Name and perplexity of each order, on a subset of the first folder.
+    """Return the name and perplexity of each order, on a subset of the first folder.
 
     Raises:
         UserError: a file is missing or damaged.

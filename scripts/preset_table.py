@@ -111,7 +111,7 @@ def show(quantity: str, value: float, digits: int) -> str:
 
 
 def difference(arch: str, quantity: str, printed: str) -> float:
-    """Format the relative difference of ours from the paper's."""
+    """Return the relative difference of our number from the paper's."""
     ours = quantities(preset(arch))[quantity] / UNITS[quantity][0]
     return round(ours / float(printed) - 1, 4) + 0.0  # no "-0.00 %"
 

@@ -33,7 +33,8 @@ from smlp.text.binarized import read_fairseq_tokens
 def even_offsets(logits_NE: Tensor, steps: int = 500) -> Tensor:
     """Find a number for each expert, (E,), with which the best experts of these tokens have nearly equal loads.
 
-    What has too much gets less, in ever smaller steps: the subgradient method for the prices of a balanced assignment.
+    Experts with too many tokens get less, in ever smaller steps: the subgradient method for the prices of a balanced
+    assignment.
     """
     num_tokens, num_experts = logits_NE.shape
     offset_E, size = torch.zeros(num_experts), float((logits_NE.amax(1) - logits_NE.amin(1)).median())

@@ -10,7 +10,7 @@ _WIDTH = 24
 
 
 class TrainingDisplay:
-    """Feed it the lines of the log.
+    """Show the progress of a training run from the lines of its log.
 
     On a terminal one line is redrawn; elsewhere a line is printed at every tenth of the way.
     """

@@ -30,7 +30,7 @@ def line_blocks(part: FilePart, max_bytes: int) -> Iterator[list[str]]:
     """Yield the lines of a part, without their ends, in lists of about ``BLOCK_BYTES`` of text.
 
     A line belongs to the part that it begins in. A carriage return, alone or before a line feed, ends a line, as in
-    Python's text files; there is no line after the last line end. A line may have ``max_bytes``, which bounds memory.
+    Python's text files; there is no line after the last line end. A line may have at most ``max_bytes``.
 
     Raises:
         UserError: the file is damaged or is not UTF-8, or a line is longer.

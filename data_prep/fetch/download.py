@@ -247,7 +247,7 @@ def from_json(row: dict[str, Any]) -> RemoteFile:
     """Return the :class:`RemoteFile` whose fields were stored.
 
     Raises:
-        UserError: its name is none of a file in a folder.
+        UserError: its name is not that of a file in a folder.
     """
     digest = tuple(row["digest"]) if row["digest"] else None
     return RemoteFile(row["url"], plain_name(row["name"], row["url"]), row["num_bytes"], digest)

@@ -182,7 +182,7 @@ def _field(row: Any, name: str, kind: type, place: str) -> Any:
 
 
 def encode_questions(questions: list[Question], tokenizer: Tokenizer, path: Path) -> tuple[SquadSplit, int]:
-    """Return the questions as tokens, and how many of those with an answer have a first one that no span of tokens is.
+    """Return the questions as tokens, and how many have a first answer that no span of tokens gives exactly.
 
     A span begins with the first token that has a character of the answer and ends with the last one.
 

@@ -34,7 +34,7 @@ def took_too_long(seconds: float) -> DocumentFailed:
 
 
 class CpuLimit:
-    """``with limit:`` raises :class:`DocumentFailed` in the block once this process has spent its seconds of CPU time.
+    """Raise :class:`DocumentFailed` within ``with limit:`` once this process has spent its seconds of CPU time.
 
     Signals reach the main thread only, in which all steps do their work; in other threads there is no limit.
     """

@@ -76,7 +76,7 @@ class _Checked(io.RawIOBase):
 def open_stream(path: Path) -> BinaryIO:
     """Open a file for buffered reading, decompressed as its suffix says (``.gz``, ``.zst``, ``.xz``, ``.bz2``).
 
-    Reading raises :class:`DamagedFile` where a compressed file breaks off or is none.
+    Reading raises :class:`DamagedFile` where a compressed file breaks off or is not one.
 
     Raises:
         UserError: there is no such file, or what decompresses it is not installed.

@@ -1,6 +1,6 @@
 """Draw a sample of documents that depends only on the files, their texts and a seed, whatever the workers.
 
-Each part draws a share by its size on disk, its documents with the smallest hashes, and one at least; of all that are
+Each part draws a share by its size on disk, its documents with the smallest hashes, and at least one; of all that are
 drawn, those with the smallest hashes are the sample.
 """
 
@@ -30,7 +30,7 @@ def rank_of(text: str, seed: int) -> int:
 
 
 class _Smallest:
-    """Keep the items of the smallest ranks: as many as fill ``num_bytes``, and one at least."""
+    """Keep the items of the smallest ranks: as many as fill ``num_bytes``, and at least one."""
 
     def __init__(self, num_bytes: float) -> None:
         self._num_bytes, self._size = num_bytes, 0
@@ -89,7 +89,7 @@ class Sample:
 
     @classmethod
     def of(cls, files: Sequence[Path], num_bytes: int) -> Sample:
-        """Choose the documents of the smallest ranks that fill ``num_bytes``, or all there are; one at least.
+        """Choose the documents of the smallest ranks that fill ``num_bytes``, or all there are; at least one.
 
         Memory holds a few numbers for each, no text.
         """

@@ -19,7 +19,7 @@ QUICK = [(4096, 32), (16384, 64)]
 
 
 def scores_of(kind: str, num_tokens: int, num_experts: int) -> Tensor:
-    """``random``: normal numbers; ``tokens``: products of 20 clusters of tokens with centroids, as in a model."""
+    """Return normal numbers (``random``), or products of 20 clusters of tokens with centroids, as in a model."""
     generator = torch.Generator().manual_seed(num_tokens + num_experts)
     if kind == "random":
         return torch.randn(num_tokens, num_experts, generator=generator)
@@ -30,7 +30,7 @@ def scores_of(kind: str, num_tokens: int, num_experts: int) -> Tensor:
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Time first, then the total scores of the same problem."""
+    """Yield the time, then the total scores of the same problem."""
     name, solve = peers.base_auction()
     for num_tokens, num_experts in QUICK if settings.quick else SIZES:
         (num_tokens,) = settings.sized(num_tokens)

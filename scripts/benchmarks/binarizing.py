@@ -26,7 +26,7 @@ TARGET = 5.0  # times as fast with two workers
 
 
 def main() -> int:
-    """Prints a table; exit status 1 if the bytes differ."""
+    """Print a table; return the exit status, 1 if the bytes differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="UTF-8, a paragraph a line")
     parser.add_argument("--lines", type=int, default=40_000, help="of the text that are timed (default: 40000)")
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> int:
-    """Times all in a folder."""
+    """Time all commands in a folder; return the exit status."""
     lines = options.text.read_text(encoding="utf-8", errors="replace").split("\n")[: options.lines]
     raw, pieces, tokenizer = folder / "raw.txt", folder / "pieces.spm", folder / "tokenizer"
     raw.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -74,7 +74,7 @@ def measure(folder: Path, options: argparse.Namespace) -> int:
 
 
 def cut(raw: Path, pieces: Path, tokenizer: Path, workers: int) -> float:
-    """Seconds to write a text's pieces, as spm_encode does, its lines shared out among processes."""
+    """Write a text's pieces as spm_encode does, its lines shared out among processes; return the seconds."""
     start = time.perf_counter()
     lines = raw.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     size = -(-len(lines) // workers)
@@ -93,14 +93,14 @@ def _pieces(lines: list[str], model: str) -> str:
 
 
 def run_fairseq(pieces: Path, tokenizer: Path, out: Path, workers: int) -> float:
-    """Seconds of the whole command."""
+    """Return the seconds of the whole command."""
     command = [sys.executable, "-m", "fairseq_cli.preprocess", "--only-source", "--workers", str(workers)]
     command += ["--srcdict", str(tokenizer / "dict.txt"), "--trainpref", str(pieces), "--destdir", str(out)]
     return _seconds(command)
 
 
 def run_ours(text: Path, form: str, tokenizer: Path, out: Path, workers: int) -> float:
-    """Seconds of the whole command; every worker gets a part."""
+    """Return the seconds of the whole command; every worker gets a part."""
     part_bytes = -(-text.stat().st_size // workers)
     command = [sys.executable, "-m", "smlp", "data", "binarize", "--format", form, "--train", str(text), "--quiet"]
     command += ["--tokenizer", str(tokenizer), "--out", str(out), "--workers", str(workers)]

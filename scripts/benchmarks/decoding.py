@@ -14,12 +14,12 @@ from smlp.nn.decoder import Decoder
 from smlp.nn.state import DecodingState
 
 SECTION = "Decoding the last token of the context"
-#: times that it is written one after the other: a text is, and a step finds in the cache what the one before it left
+#: how often the token is written in a row, as in a text: a step finds in the cache what the one before it left
 STEPS = 8
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """One row for each architecture and number of sequences."""
+    """Yield a row for each architecture and number of sequences."""
     archs = ["smlp"] if settings.quick else ["smlp", "gmlp_lm", "smlp_partial", "switch_lm", "dense_lm"]
     matches = matched(settings, archs)
     for arch in archs:
@@ -35,7 +35,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _step(model: Decoder, tokens_Bn: torch.Tensor) -> Callable[[], object]:
-    """The last position, :data:`STEPS` times; its predecessors are in a state that is made here."""
+    """Return a function that writes the token :data:`STEPS` times; earlier positions are in a state made here."""
     state = DecodingState()
     with torch.inference_mode():
         model(tokens_Bn[:, :-1], state)

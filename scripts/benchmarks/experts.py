@@ -21,7 +21,7 @@ SECTION = "Sparse layers (forward + backward)"
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """The tMoE, then gates with capacity."""
+    """Yield rows of the tMoE, then of gates with capacity."""
     yield from _balanced(settings)
     yield from _with_capacity(settings)
 
@@ -34,7 +34,7 @@ def _config(settings: Settings, arch: str, num_experts: int, **more: object) -> 
 
 
 def _balanced(settings: Settings) -> Iterator[Row]:
-    """The tMoE with 32 experts against a dense network, and few and many experts against each other.
+    """Compare the tMoE with 32 experts with a dense network, and few and many experts with each other.
 
     Each expert's weights are read twice and its gradients written once for its share of the tokens alone: with n tokens
     at an expert, 12 bytes of memory traffic a weight for 6n operations. At 10 GB/s and 100 GFLOP/s that is a share of
@@ -58,7 +58,7 @@ def _balanced(settings: Settings) -> Iterator[Row]:
 
 
 def _tmoe_steps(settings: Settings, num_seqs: int, numbers: tuple[int, ...]) -> dict[str, Callable[[], None]]:
-    """A dense network, and tMoE layers by their numbers of experts."""
+    """Return the steps of a dense network and of tMoE layers, by their numbers of experts."""
     width, hidden, length = settings.sized(WIDTH, HIDDEN, LENGTH)
     x = settings.tensor(num_seqs, length, width)
     dense = nn.Sequential(nn.LayerNorm(width), FeedForward(width, hidden, "gelu")).to(settings.device, settings.dtype)
@@ -76,7 +76,7 @@ def _sizes(settings: Settings, num_seqs: int) -> str:
 
 
 def _with_capacity(settings: Settings) -> Iterator[Row]:
-    """Switch and GShard against fairscale's layer, E = 16, the same capacity."""
+    """Compare Switch and GShard with fairscale's layer, E = 16, the same capacity."""
     width, hidden, length = settings.sized(WIDTH, HIDDEN, LENGTH)
     num_seqs = 8 if settings.scale == 1 else 1
     for arch, choices in (("switch_lm", 1), ("gshard_lm", 2))[: 1 if settings.quick else 2]:

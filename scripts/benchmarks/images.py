@@ -21,7 +21,7 @@ MODELS = [("smlp_mixer_b16", "mixer_b16_224", 1.1), ("smlp_gmlp_s16", "gmlp_s16_
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Mixer-B/16 and gMLP-S with timm's exact GELU and no stochastic depth, as timm has them."""
+    """Compare Mixer-B/16 and gMLP-S with timm's, with exact GELU and no stochastic depth, as timm has them."""
     timm = peers.timm()
     if timm is None:
         return

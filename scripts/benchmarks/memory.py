@@ -18,7 +18,7 @@ IN_SHORT = ("smlp",)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Weights, gradients, moments and activations of each architecture; they need not all be there at one time."""
+    """Compare weights, gradients, moments and activations, which need not all exist at once, with the formula's."""
     num_seqs = 1 if settings.scale > 1 else 2
     for arch, found in matched(settings, list(IN_SHORT if settings.quick else ARCHS)).items():
         model = build(found.config, settings)

@@ -21,7 +21,7 @@ absent: dict[str, str] = {}
 
 
 def module(name: str, package: str) -> object | None:
-    """A peer's module; None, with a note, where it cannot be imported."""
+    """Return a peer's module; None, with a note, where it cannot be imported."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as error:
@@ -31,7 +31,7 @@ def module(name: str, package: str) -> object | None:
 
 @cache
 def base_auction() -> tuple[str, Callable[[Tensor], Tensor]]:
-    """BASE's balanced assignment: fairseq's compiled one where it loads, else the same auction in torch.
+    """Return BASE's balanced assignment: fairseq's compiled one where it loads, else the same auction in torch.
 
     Returns:
         Its name, and a function from scores (N, E) to the tokens in the order of their experts (N,).
@@ -43,7 +43,7 @@ def base_auction() -> tuple[str, Callable[[Tensor], Tensor]]:
 
 
 def auction(scores_NE: Tensor, max_rounds: int = 100) -> Tensor:
-    """The auction of Lewis et al. (2021): experts bid for the tokens that they value most.
+    """Assign tokens by the auction of Lewis et al. (2021): experts bid for the tokens that they value most.
 
     Each expert bids for its N/E best tokens at present prices by what they are worth beyond its next best one plus
     a step; a token goes to the highest bidder, who sees no price on it. E must divide N.
@@ -72,14 +72,14 @@ def auction(scores_NE: Tensor, max_rounds: int = 100) -> Tensor:
 
 
 def alone_in_a_group() -> None:
-    """fairscale's layer wants a process group; this one has a single process."""
+    """Make a process group of a single process, which fairscale's layer needs."""
     if not dist.is_initialized():
         store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def fairscale_layer(width: int, hidden: int, num_experts: int, num_choices: int) -> nn.Module | None:
-    """fairscale's MOELayer with its top-2 gate, or with a top-1 gate of the same kind."""
+    """Return fairscale's MOELayer with its top-2 gate, or with a top-1 gate of the same kind."""
     if module("fairscale.nn.moe", "fairscale") is None:
         return None
     from fairscale.nn.moe import MOELayer, Top2Gate
@@ -111,7 +111,7 @@ class _TopOneGate(nn.Module):
 
 
 def transformer_lm(config: ModelConfig) -> nn.Module | None:
-    """fairseq's transformer_lm of the same shape as our dense Transformer: pre-norm, sinusoidal positions."""
+    """Return fairseq's transformer_lm of the same shape as our dense Transformer: pre-norm, sinusoidal positions."""
     if module("fairseq.models.transformer_lm", "fairseq") is None:
         return None
     from argparse import Namespace
@@ -136,7 +136,7 @@ def transformer_lm(config: ModelConfig) -> nn.Module | None:
 
 
 def roberta(config: ModelConfig) -> nn.Module | None:
-    """fairseq's RoBERTa of the same shape as a BERT of ours with its norms after the sublayers."""
+    """Return fairseq's RoBERTa of the same shape as a BERT of ours with its norms after the sublayers."""
     if module("fairseq.models.roberta", "fairseq") is None:
         return None
     from argparse import Namespace
@@ -159,13 +159,13 @@ def roberta(config: ModelConfig) -> nn.Module | None:
 
 
 def timm() -> object | None:
-    """timm, whose models of images are ours by another hand."""
+    """Return timm, which has the same image models."""
     let_torchvision_load()
     return module("timm", "timm")
 
 
 def _words(config: ModelConfig) -> object:
-    """A dictionary of as many symbols as a model has."""
+    """Return a dictionary of as many symbols as a model has."""
     from fairseq.data import Dictionary
 
     words = Dictionary()

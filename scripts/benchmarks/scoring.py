@@ -24,7 +24,7 @@ CONTEXT, ENDING = (37, 12, 13, 70), (17, 8, 4, 61)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """One row for each architecture, and one with a dictionary as large as the paper's."""
+    """Yield a row for each architecture, and one with a dictionary as large as the paper's."""
     archs = ["smlp"] if settings.quick else ["smlp", "switch_lm"]
     num_records, num_alone = settings.sized(*((24, 6) if settings.quick else (400, 20)))
     matches = matched(settings, archs)
@@ -58,7 +58,7 @@ def _records(count: int, vocab_size: int, max_tokens: int) -> list[Candidates]:
 
 
 def _shortened(text: TokenizedText, max_tokens: int) -> TokenizedText:
-    """For the tiny models of the tests."""
+    """Shorten a text for the tiny models of the tests."""
     return TokenizedText(text.tokens[: text.num_context + max_tokens], text.num_context)
 
 

@@ -27,7 +27,7 @@ SHAPES = [
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Ours against the masked dense product, and whole units against other people's."""
+    """Compare our product with the masked dense one, and whole units with other people's."""
     for label, num_seqs, length, heads, width in SHAPES:
         num_seqs, length, width = settings.sized(num_seqs, length, width)
         what = f"{label}, {num_seqs} x {length}"
@@ -42,9 +42,9 @@ def rows(settings: Settings) -> Iterator[Row]:
 def projection(
     settings: Settings, what: str, num_seqs: int, length: int, heads: int, width: int, gated: bool = False
 ) -> Iterator[Row]:
-    """Ours against the masked dense product, bias included, and the product with a gate where one is asked for.
+    """Compare our product with the masked dense one, bias included, and with a gate where one is asked for.
 
-    Where ours takes its products to another library than torch does, also against the masked one by that library.
+    Where ours uses another library than torch does, the masked product by that library is compared as well.
     """
     x, bias = settings.tensor(num_seqs, length, heads, width), settings.tensor(heads, length)
     weight = (settings.tensor(heads, length, length, learnt=False) / length).requires_grad_()
@@ -74,7 +74,7 @@ def projection(
 
 
 def _units(settings: Settings, heads: int) -> Iterator[Row]:
-    """Whole units: norm, projection, bias, gate."""
+    """Compare whole units: norm, projection, bias, gate."""
     num_seqs, length, width = settings.sized(4, 1024, 4096)
     x = settings.tensor(num_seqs, length, width)
     given = settings.tensor(num_seqs, length, width // 2, learnt=False)

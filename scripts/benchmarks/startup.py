@@ -1,4 +1,4 @@
-"""From the command to the end of the first update of a tiny model."""
+"""Time from the command to the end of the first update of a tiny model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 8.0
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """One run of ``smlp train``; on a GPU the device's own start is in it."""
+    """Yield the time of the fastest of several runs of ``smlp train``; on a GPU it includes the device's own start."""
     if peers.module("fairseq_cli.preprocess", "fairseq") is None:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +32,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _binarised(folder: Path) -> Path:
-    """A few sentences as fairseq's preprocess leaves them."""
+    """Write a few sentences as fairseq's preprocess leaves them; return the folder."""
     from fairseq import options
     from fairseq_cli import preprocess
 

@@ -1,4 +1,4 @@
-"""Times of alternatives, taken in turns, so that a machine that slows down slows all of them."""
+"""Time alternatives in turns, so that a machine that slows down slows all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def interleaved(variants: Mapping[str, Callable[[], Any]], repeats: int, device: str) -> dict[str, float]:
-    """Median seconds of each variant.
+    """Return the median seconds of each variant.
 
     Each is called once beforehand, and then ``repeats`` times in turn with the others.
     """
@@ -32,7 +32,7 @@ def interleaved(variants: Mapping[str, Callable[[], Any]], repeats: int, device:
 
 
 def training_step(forward: Callable[[], Tensor], grad: Tensor, leaves: Sequence[Tensor]) -> Callable[[], None]:
-    """A forward and a backward pass, from the gradient of the output to fresh gradients of ``leaves``."""
+    """Return a function that does a forward pass, and a backward pass from ``grad`` to new gradients of ``leaves``."""
 
     def run() -> None:
         for leaf in leaves:
@@ -48,7 +48,7 @@ def _wait(device: str) -> None:
 
 
 def peak_extra_bytes(function: Callable[[], Any], device: str) -> int:
-    """Most bytes of tensors that were alive at one time during a call and not before it."""
+    """Return the most bytes of tensors that were alive at one time during a call and not before it."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -94,7 +94,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def copy_rate(device: str, repeats: int) -> float:
-    """Bytes a second in a copy on the device as it is just now, those read and those written."""
+    """Return the bytes per second, read and written, of a copy on the device as it is just now."""
     source = torch.ones(2**28 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / interleaved({"copy": lambda: target.copy_(source)}, repeats, device)["copy"]

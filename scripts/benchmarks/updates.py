@@ -26,7 +26,7 @@ COMPILED = ("gmlp_lm", "dense_lm", "smlp")
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """sMLP against each sparse Transformer, BASE against the dense one, and that one against fairseq's; compiled."""
+    """Compare sMLP with sparse Transformers, BASE with the dense one, that with fairseq's, and compiled models."""
     targets = {arch: target for arch, target in TARGETS.items() if arch in IN_SHORT or not settings.quick}
     translated = () if settings.quick else COMPILED
     matches = matched(settings, list(dict.fromkeys(["smlp", *targets, "dense_lm", *translated])))
@@ -56,7 +56,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def build(config: ModelConfig, settings: Settings) -> Decoder:
-    """A model in training whose routers drop nothing, so that the work done is the nominal one."""
+    """Return a model in training whose routers drop nothing, so that the work done is the nominal one."""
     torch.manual_seed(0)
     return (
         Decoder(replace(config, capacity_factor=0.0, second_expert="all")).to(settings.device, settings.dtype).train()
@@ -64,7 +64,7 @@ def build(config: ModelConfig, settings: Settings) -> Decoder:
 
 
 def update(model: nn.Module, tokens_Bn: Tensor) -> Callable[[], None]:
-    """An update on the same tokens each time."""
+    """Return a function that does an update, always on the same tokens."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
 
     def run() -> None:

@@ -10,7 +10,7 @@ _SPARSE = light(EXPERTS[1], 0.18)
 
 
 def _chain(page: Drawing, y: float, x: float, boxes: list[tuple[str, float, object]]) -> float:
-    """Boxes in a row with arrows between them; returns where the last one ends."""
+    """Draw boxes in a row with arrows between them; return where the last one ends."""
     for words, width, fill in boxes:
         page.arrow((x, y), (x + 2, y))
         page.box(x + 2, y - _HEIGHT / 2, width, _HEIGHT, words, INK, fill)
@@ -19,13 +19,13 @@ def _chain(page: Drawing, y: float, x: float, boxes: list[tuple[str, float, obje
 
 
 def _residual(page: Drawing, y: float, start: float, end: float, below: float) -> None:
-    """The way around a sublayer, and the sum at its end."""
+    """Draw the way around a sublayer, and the sum at its end."""
     page.path([(start, y), (start, y + below), (end, y + below), (end, y + 1.25)], GREY)
     page.circle(end, y, "+")
 
 
 def gmlp() -> Drawing:
-    """The gMLP block with its spatial gating unit."""
+    """Draw the gMLP block with its spatial gating unit."""
     page = Drawing(94, 22)
     page.text(1.2, 1.5, "gMLP block", 9.5, ha="left", weight="bold")
     y, low = 8, 14
@@ -52,7 +52,7 @@ def gmlp() -> Drawing:
 
 
 def sparse() -> Drawing:
-    """sMLP's sparse block: the sMoE, then the tMoE."""
+    """Draw sMLP's sparse block: the sMoE, then the tMoE."""
     page = Drawing(84, 31)
     page.text(1.2, 1.5, "sparse block of sMLP", 9.5, ha="left", weight="bold")
     y = 7.5

@@ -18,13 +18,13 @@ _CELL, _TOP = 2.0, 6.6
 
 
 def routed_features() -> list[int]:
-    """The expert of each feature in one sequence, balanced, for scores drawn once."""
+    """Return the expert of each feature in one sequence, balanced, for scores drawn once."""
     scores_HE = torch.randn(NUM_FEATURES, NUM_EXPERTS, generator=torch.Generator().manual_seed(3))
     return balanced_assignment(scores_HE).tolist()
 
 
 def _matrix(page: Drawing, x: float, experts: list[int], first_row: int) -> None:
-    """T x H, a column in the colour of its feature's expert; rows before the first are left as they are."""
+    """Draw T x H, a column in the colour of its feature's expert; rows before ``first_row`` are grey."""
     for feature, expert in enumerate(experts):
         page.text(x + (feature + 0.5) * _CELL, _TOP - 0.9, str(expert + 1), 8, EXPERTS[expert], weight="bold")
     fills = [
@@ -36,7 +36,7 @@ def _matrix(page: Drawing, x: float, experts: list[int], first_row: int) -> None
 
 
 def _experts(page: Drawing, x: float, share: float) -> None:
-    """The spatial weights of each expert, T x T or smaller."""
+    """Draw the spatial weights of each expert, T x T or smaller."""
     size = 4.2 * share
     for expert, color in enumerate(EXPERTS):
         y = _TOP - 0.4 + expert * 5.3
@@ -45,7 +45,7 @@ def _experts(page: Drawing, x: float, share: float) -> None:
 
 
 def _layer(title: str, experts: list[int], first_row: int) -> Drawing:
-    """The way of a matrix of T x H through the experts and back."""
+    """Draw the way of a matrix of T x H through the experts and back."""
     page = Drawing(73, _TOP + NUM_POSITIONS * _CELL + 5.4)
     page.text(1.2, 1.5, title, 9.5, ha="left", weight="bold")
     left, right, middle = 8.5, 55, 33.5
@@ -70,7 +70,7 @@ def _note(page: Drawing, words: str, color: str = INK) -> None:
 
 
 def deterministic() -> Drawing:
-    """Chunks of neighbouring features, fixed when the model is built."""
+    """Draw chunks of neighbouring features, fixed when the model is built."""
     experts = [feature * NUM_EXPERTS // NUM_FEATURES for feature in range(NUM_FEATURES)]
     page = _layer("deterministic: features in fixed chunks", experts, 0)
     _note(page, "Expert i adds z * (tril(Wi) norm(z) + bi) for its features z. Nothing is routed. W is T x T.")
@@ -78,7 +78,7 @@ def deterministic() -> Drawing:
 
 
 def partial() -> Drawing:
-    """The prefix decides the routing; the positions after it are mixed."""
+    """Draw routing that the prefix decides; the positions after it are mixed."""
     page = _layer("partial: routed by the first 20 % of the positions", routed_features(), PREFIX)
     page.frame(8.5, _TOP, NUM_FEATURES * _CELL, PREFIX * _CELL, INK, "////")
     page.text(4.6, _TOP + 3, f"to P - 1 = {PREFIX - 1}", 8, GREY)
@@ -87,7 +87,7 @@ def partial() -> Drawing:
 
 
 def leaky() -> Drawing:
-    """All positions decide the routing, including those to be predicted."""
+    """Draw routing that all positions decide, including those to be predicted."""
     page = _layer("leaky: routed by all positions, even those to be predicted", routed_features(), PREFIX)
     page.frame(8.5, _TOP, NUM_FEATURES * _CELL, NUM_POSITIONS * _CELL, WARNING, "////")
     _note(page, "Hatched: read by the router. A later token changes an earlier prediction: a leak.", WARNING)

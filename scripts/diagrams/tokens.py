@@ -40,7 +40,7 @@ def _middle(row: int) -> float:
 
 
 def training_plan(num_choices: int) -> RoutingPlan:
-    """First (and second) choices, with a capacity of ``K * N / E`` tokens per expert."""
+    """Return the plan of first (and second) choices, with a capacity of ``K * N / E`` tokens per expert."""
     choice_NK = top_k_choices(SCORES_NE, num_choices)
     capacity = expert_capacity(1.0, num_choices, len(WORDS), NUM_EXPERTS)
     return RoutingPlan.from_choices(choice_NK, NUM_EXPERTS, capacity)
@@ -115,7 +115,7 @@ def _note(page: Drawing, x: float, words: str) -> None:
 
 
 def base() -> Drawing:
-    """Balanced assignment in training, the best expert in evaluation."""
+    """Draw balanced assignment in training, the best expert in evaluation."""
     expert_N = balanced_assignment(SCORES_NE)
     page, (left, right) = _page((2, 4))
     training = RoutingPlan.from_experts(expert_N, NUM_EXPERTS)
@@ -128,7 +128,7 @@ def base() -> Drawing:
 
 
 def switch() -> Drawing:
-    """The best expert, within its capacity."""
+    """Draw the best expert, within its capacity."""
     page, (left, right) = _page((2, 4))
     choice_NK = top_k_choices(SCORES_NE, 1)
     _panel(page, left, "training: capacity ceil(1.0 * N/E) = 2", training_plan(1), choice_NK, 2)
@@ -139,7 +139,7 @@ def switch() -> Drawing:
 
 
 def gshard() -> Drawing:
-    """The two best experts; all first choices come before any second one."""
+    """Draw the two best experts; all first choices come before any second one."""
     page, (left, right) = _page((4, 5))
     choice_NK = top_k_choices(SCORES_NE, 2)
     _panel(page, left, "training: capacity ceil(1.0 * 2 N/E) = 4", training_plan(2), choice_NK, 4)
@@ -150,7 +150,7 @@ def gshard() -> Drawing:
 
 
 def hashed() -> Drawing:
-    """The expert that a table names for the token's id."""
+    """Draw the expert that a table names for the token's id."""
     vocabulary = sorted(set(WORDS))
     table_V = random_table(len(vocabulary), NUM_EXPERTS, seed=1)
     expert_N = torch.tensor([table_V[vocabulary.index(word)].item() for word in WORDS])

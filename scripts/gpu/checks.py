@@ -78,7 +78,7 @@ class Wrong(Exception):
 
 
 def kernels(device: str, out: Path) -> str:
-    """The causal spatial projection, outputs and every gradient, in each dtype against float64."""
+    """Compare the causal spatial projection, outputs and every gradient, in each dtype with float64."""
     worst: dict[str, float] = {}
     for dtype, (tokens, heads, width), gated in itertools.product(
         DTYPES, [(128, 1, 96), (257, 3, 33), (512, 16, 64), (1024, 32, 32)], (False, True)
@@ -95,7 +95,7 @@ def kernels(device: str, out: Path) -> str:
 
 
 def experts(device: str, out: Path) -> str:
-    """The experts' networks with equal and with unequal loads, outputs and every gradient, against float64."""
+    """Compare the experts' networks with equal and unequal loads, outputs and every gradient, with float64."""
     worst: dict[str, float] = {}
     for dtype, counts in itertools.product(DTYPES, ([64] * 8, [100, 0, 3, 1, 200, 64, 80, 64])):
         width, hidden, number = 64, 256, len(counts)
@@ -113,7 +113,7 @@ def experts(device: str, out: Path) -> str:
 
 
 def losses(device: str, out: Path) -> str:
-    """The losses of 20 updates of every tiny language model and encoder, in float32, against those of the CPU."""
+    """Compare the losses of 20 updates of every tiny language model and encoder, in float32, with the CPU's."""
     archs = [arch for arch in PRESETS if arch.endswith("_tiny")]
     report: dict[str, list[float]] = {}
     far = {}
@@ -130,7 +130,7 @@ def losses(device: str, out: Path) -> str:
 
 
 def syncs(device: str, out: Path) -> str:
-    """How often the CPU waits for the GPU in the forward pass of a block of each router."""
+    """Count how often the CPU waits for the GPU in the forward pass of a block of each router."""
     _needs_gpu(device)
     found = {}
     for arch in ("smlp_tiny", "switch_lm_tiny", "gshard_lm_tiny", "hash_lm_tiny", "base_lm_tiny"):
@@ -151,7 +151,7 @@ def syncs(device: str, out: Path) -> str:
 
 
 def precision(device: str, out: Path) -> str:
-    """bf16 and, on a GPU, fp16 through fairseq: the loss after 30 updates against that of float32."""
+    """Compare the loss after 30 updates in bf16 and, on a GPU, fp16 through fairseq with that of float32."""
     final = {}
     kinds = {"fp32": [], "bf16": ["--bf16"], **({"fp16": ["--fp16"]} if device == "cuda" else {})}
     for arch, (kind, more) in itertools.product(("smlp_tiny", "gmlp_lm_tiny", "switch_lm_tiny"), kinds.items()):
@@ -167,7 +167,7 @@ def precision(device: str, out: Path) -> str:
 
 
 def recomputation(device: str, out: Path) -> str:
-    """``--checkpoint-activations`` through fairseq: the same losses."""
+    """Check that ``--checkpoint-activations`` through fairseq gives the same losses."""
     plain, again = (
         _trained(out, f"recomputation-{len(more)}", device, "smlp_tiny", 8, more)
         for more in ([], ["--checkpoint-activations"])
@@ -179,7 +179,7 @@ def recomputation(device: str, out: Path) -> str:
 
 
 def resume(device: str, out: Path) -> str:
-    """A run that stops after 6 of 12 updates and goes on, against one that does not stop."""
+    """Compare a run that stops after 6 of 12 updates and resumes with one that does not stop."""
     whole = _trained(out, "resume-whole", device, "smlp_tiny", 12, [])
     _trained(out, "resume-parts", device, "smlp_tiny", 6, ["--lr-scheduler", "fixed"])
     parts = _trained(out, "resume-parts", device, "smlp_tiny", 12, [], is_fresh=False)
@@ -190,17 +190,17 @@ def resume(device: str, out: Path) -> str:
 
 
 def fully_sharded(device: str, out: Path) -> str:
-    """``--ddp-backend fully_sharded`` of fairscale for a dense model on one GPU."""
+    """Train a dense model on one GPU with ``--ddp-backend fully_sharded`` of fairscale."""
     _needs_gpu(device)
     losses = _trained(out, "fully-sharded", device, "gmlp_lm_tiny", 8, ["--ddp-backend", "fully_sharded"])
     return f"losses {losses[0]:.3f} to {losses[-1]:.3f}"
 
 
 def launches(device: str, out: Path) -> str:
-    """The trials of launch settings: seconds of each choice, forward and backward, and of torch's masked product.
+    """Time each choice of launch settings, forward and backward, and torch's masked product.
 
-    They say which settings to keep in ``smlp/ops/triton_spatial.py``, and from which T on the kernel is worth choosing
-    (``FUSED_TOKENS``). On a CPU, Triton's interpreter runs the smallest size.
+    The times say which settings to keep in ``smlp/ops/triton_spatial.py``, and from which T on the kernel is worth
+    choosing (``FUSED_TOKENS``). On a CPU, Triton's interpreter runs the smallest size.
     """
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
@@ -238,7 +238,7 @@ def launches(device: str, out: Path) -> str:
 
 
 def utilisation(device: str, out: Path) -> str:
-    """The arithmetic of an update of ``smlp``, small, as a share of the rate of a matrix product."""
+    """Measure the arithmetic of an update of a small ``smlp`` as a share of the rate of a matrix product."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     sizes = {} if device == "cuda" else {"num_dense_layers": 1, "num_sparse_layers": 1, "embed_dim": 64, "ffn_dim": 256}
     config = smlp.preset("smlp", dropout=0.0, **{"num_experts": 4, "vocab_size": 8000, "max_tokens": 256, **sizes})

@@ -19,10 +19,10 @@ from smlp.launch.machine import let_torchvision_load
 
 
 def _hide_torchaudio_if_it_cannot_be_loaded() -> None:
-    """Let transformers go without a torchaudio that was built for another torch.
+    """Let transformers be imported without a torchaudio that was built for another torch.
 
-    transformers only asks whether it is installed, and then cannot be imported itself. fairseq's metadata bring such a
-    torchaudio along with torch's CPU build.
+    transformers only checks that torchaudio is installed, and fails if torchaudio then cannot be loaded. fairseq's
+    metadata install such a torchaudio next to torch's CPU build.
     """
     if "torchaudio" not in sys.modules and find_spec("torchaudio") is not None:
         try:

@@ -13,15 +13,15 @@ from smlp.nn.state import DecodingState
 
 
 class SmlpCache(Cache):
-    """Keeps what a decoder has read of some sequences.
+    """Keep the decoding state of a batch of sequences.
 
-    Weights over positions are absolute: every sequence begins at position 0, whatever padding stands before it. Without
-    padding, all sequences share one state; otherwise each has its own.
+    Positions are absolute: every sequence begins at position 0, however much padding stands before it. Without padding,
+    all sequences share one state; otherwise each has its own.
 
     Args:
         starts_B: number of padded places on the left of each sequence, or None if no sequence has any.
         max_tokens: T, positions of the model.
-        device: of the model.
+        device: the model's device.
     """
 
     def __init__(self, starts_B: Tensor | None, max_tokens: int, device: torch.device | str = "cpu") -> None:
@@ -35,7 +35,7 @@ class SmlpCache(Cache):
         self.states = [DecodingState() for _ in range(1 if starts_B is None else len(starts_B))]
 
     def groups(self, tokens_Bn: Tensor) -> list[tuple[Tensor, DecodingState]]:
-        """Return the next tokens of sequences that share a state, padding removed, and that state."""
+        """Return the next tokens, without padding, of each group of sequences that share a state, and that state."""
         if self.starts_B is None:
             return [(tokens_Bn, self.states[0])]
         first_B = (self.starts_B - self.length).clamp(min=0).tolist()
@@ -76,7 +76,7 @@ class SmlpCache(Cache):
         self.length, self.states = 0, [DecodingState() for _ in self.states]
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to forget the last places, as assisted generation asks for.
+        """Refuse to forget the last places, which assisted generation asks for.
 
         Raises:
             NotImplementedError: always.
@@ -89,7 +89,7 @@ def joined(features: Tensor, shapes: Sequence[int], width: int) -> Tensor:
 
     Args:
         features: of all groups, one after the other, (N, H).
-        shapes: number of tokens of each.
+        shapes: number of tokens of each group.
         width: n.
     """
     rows = features.split(list(shapes))

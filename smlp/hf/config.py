@@ -1,4 +1,4 @@
-"""Configurations of transformers: every setting of the model by name, as in :class:`smlp.config.ModelConfig`."""
+"""Configurations for transformers, with every setting of :class:`smlp.config.ModelConfig` by its name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class SmlpConfig(PreTrainedConfig):
     """The settings of a language model.
 
     Args:
-        **kwargs: settings by name, of which missing ones take their defaults; ``arch`` and ``num_updates`` of the
-            training; and what every configuration of transformers has.
+        **kwargs: settings by name (missing ones take their defaults), ``arch`` and ``num_updates`` of the training run,
+            and the options of every configuration of transformers.
 
     Raises:
         UserError: a value is out of range, or two do not fit together.
@@ -73,7 +73,7 @@ class SmlpConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: a saved folder has the thin file, and not a copy of this one."""
+        """Do nothing: a saved folder has ``modeling_smlp.py`` instead of a copy of this file."""
 
 
 class SmlpEncoderConfig(SmlpConfig):

@@ -25,7 +25,7 @@ from smlp.hf.modeling import SmlpForCausalLM, SmlpForMaskedLM
 from smlp.inference.generation.continuations import banned_tokens
 from smlp.text.tokenizer_files import Vocabulary
 
-#: transformers' own parts of files that are larger
+#: transformers splits larger weights into several files, by default at this size
 MAX_SHARD_SIZE = "5GB"
 
 
@@ -43,15 +43,15 @@ def write_folder(
     Args:
         checkpoint: to be written.
         folder: to write to; empty, or not there yet.
-        dictionary, tokenizer: if they are not found next to the checkpoint.
-        max_shard_size: of a file of weights, as transformers reads it.
+        dictionary, tokenizer: their files, if they are not next to the checkpoint.
+        max_shard_size: largest size of a file of weights, in transformers' notation.
 
     Returns:
         The names of the tensors that are left out.
 
     Raises:
         UserError: the checkpoint does not fit its configuration, there is no dictionary, the tokenizer cannot be a fast
-            tokenizer, the size is none, or the folder has files.
+            tokenizer, the size is invalid, or the folder has files.
     """
     if not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?[KMGT]B", max_shard_size.upper()):
         raise UserError(
@@ -113,7 +113,7 @@ def _model_of(checkpoint: Checkpoint, config: SmlpConfig) -> tuple[SmlpForCausal
 
 
 def _generation_config(config: SmlpConfig, symbols: Vocabulary) -> GenerationConfig:
-    """Return the defaults of ``generate``: as here, symbols that stand for no text are never written."""
+    """Return the defaults of ``generate``; as in this package, symbols that stand for no text are never written."""
     return GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,

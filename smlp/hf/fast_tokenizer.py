@@ -1,9 +1,9 @@
 """Tokenizers of this package as fast tokenizers of transformers, with the same ids.
 
-In a language model's tokenizer the token ``</s>`` has the name of what it stands for, a line break: so a text of
-several lines has the same ids as here, and a literal ``</s>`` in a text is no symbol. Padding is the only symbol that a
-text can contain by accident, and ``<s>`` where it begins texts. A start symbol is put before a text, unless
-``add_special_tokens=False``.
+In a language model's tokenizer, the token ``</s>`` is named after the line break that it stands for, so that a text of
+several lines has the same ids as in this package and a literal ``</s>`` in a text is not a symbol. The only symbols
+that a text can contain by accident are padding and, where it begins texts, ``<s>``. A start symbol is put before a text
+unless ``add_special_tokens=False``.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ def fast_tokenizer(folder: Path, is_bidirectional: bool, start_token: int, max_t
 
 
 def _check_same(fast: PreTrainedTokenizerFast, ours: Tokenizer, is_bidirectional: bool, folder: Path) -> None:
-    """Compare the ids of texts that are put together from the vocabulary.
+    """Compare the ids of texts that are made of random pieces of the vocabulary.
 
-    A few may differ: random pieces make equally likely orders and marks without letters, which other text hardly has.
+    A few may differ: random pieces have equally likely splits and marks without letters, which are rare in real text.
 
     Raises:
-        UserError: more differ.
+        UserError: more than ``_MOST_DIFFERENT`` differ.
     """
     draw, last = random.Random(1), len(ours.vocabulary) - 1
     differ = []
@@ -124,7 +124,7 @@ def _words(symbols: list[str]) -> tokenizers.Tokenizer:
 
 
 def _byte_level(symbols: list[str], vocabulary: Vocabulary, encoder_json: Path) -> tokenizers.Tokenizer:
-    """Raises UserError if a piece has no symbol in the dictionary, or the name of a special one."""
+    """Return a BPE tokenizer; raise UserError if a piece has no symbol in the dictionary, or another symbol's name."""
     ids = read_encoder(encoder_json)
     _check_complete([str(number) for number in ids.values()], vocabulary, encoder_json)
     pieces = {piece: vocabulary.index[str(number)] for piece, number in ids.items()}
@@ -151,7 +151,7 @@ def _check_complete(symbols: list[str], vocabulary: Vocabulary, model: Path) -> 
 def _sentence_pieces(
     symbols: list[str], special: set[str], vocabulary: Vocabulary, model: Path
 ) -> tokenizers.Tokenizer:
-    """Raises UserError for a model with what a fast tokenizer does not have."""
+    """Return the tokenizer of a SentencePiece model; raise UserError if no fast tokenizer can do the same."""
     spec = proto.ModelProto.FromString(model.read_bytes())
     trainer, normalizer, kinds = spec.trainer_spec, spec.normalizer_spec, proto.ModelProto.SentencePiece
     is_bpe = trainer.model_type == proto.TrainerSpec.BPE
@@ -169,7 +169,7 @@ def _sentence_pieces(
         )
         fast = tokenizers.Tokenizer(bpe)
     else:
-        # The library would find any of its symbols in a text; none has a space, which is WORD_START by then.
+        # The library matches all its symbols in a text, but never one with a space: spaces are WORD_START by then.
         found = {*special, *scores, *(piece.piece for piece in spec.pieces if piece.type == kinds.BYTE)}
         names = [symbol if symbol in found else f"{symbol} " for symbol in symbols]
         table = [(name, scores.get(name, min(scores.values()))) for name in names]

@@ -38,12 +38,12 @@ except ImportError as error:
         "smlp of PyPI is another project"
     ) from error
 '''
-#: options of transformers that mean nothing if they are not set
+#: options of transformers that are refused if they are set
 _UNSUPPORTED = ("inputs_embeds", "position_ids", "output_hidden_states", "output_attentions", "token_type_ids")
 
 
 class _SmlpModel(PreTrainedModel):
-    """Base of both kinds of models: how they start, how they are saved, and how padding is read."""
+    """Base class of both models: initialization, saving, gradient checkpointing and checks of options."""
 
     config: SmlpConfig
     base_model_prefix = "core"
@@ -62,7 +62,7 @@ class _SmlpModel(PreTrainedModel):
             module._compute_positions(module.positions)
 
     def _initialize_missing_keys(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse folders that lack weights, which nothing has given values.
+        """Refuse folders that lack weights: nothing else would give those values.
 
         Raises:
             ValueError: the message names the first of them.
@@ -77,10 +77,10 @@ class _SmlpModel(PreTrainedModel):
         return self.core.embedding
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Refuse another number of rows.
+        """Refuse to change the number of rows.
 
         Raises:
-            ValueError: always, unless the number is the present one.
+            ValueError: the number is neither None nor the current one.
         """
         if new_num_tokens not in (None, self.config.vocab_size):
             raise ValueError(
@@ -98,20 +98,20 @@ class _SmlpModel(PreTrainedModel):
         self.core.config = dataclasses.replace(self.core.config, checkpoint_activations=False)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Save as transformers does, with the thin file for ``trust_remote_code=True``."""
+        """Save as transformers does, and add ``modeling_smlp.py`` for ``trust_remote_code=True``."""
         super().save_pretrained(save_directory, **kwargs)
         text = _REMOTE_CODE.format(config=type(self.config).__name__, model=type(self).__name__)
         (Path(save_directory) / f"{REMOTE_MODULE}.py").write_text(text, encoding="utf-8")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing: a saved folder has the thin file, and not a copy of this one."""
+        """Do nothing: a saved folder has ``modeling_smlp.py`` instead of a copy of this file."""
 
     def _check_options(self, input_ids: Tensor | None, options: dict[str, Any]) -> None:
-        """Refuse what cannot be done; take it out of the options that go to the loss.
+        """Refuse unsupported options; remove their unset values from the options that go to the loss.
 
         Raises:
-            ValueError: the message names it.
+            ValueError: an option is not supported, or ``input_ids`` is missing.
         """
         for name in _UNSUPPORTED:
             value = options.pop(name, None)
@@ -170,7 +170,7 @@ def alignment_of(attention_mask: Tensor | None, num_places: int) -> Alignment | 
     """Return where the sequences of a batch are, or None if there is no padding.
 
     Raises:
-        ValueError: the mask is of another size, or cannot be followed.
+        ValueError: the mask has another size, or a row has padding between its tokens, or no token.
     """
     if attention_mask is None:
         return None
@@ -214,10 +214,10 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
             labels: ids (B, n), shifted here; -100 does not count.
             use_cache: whether to return a cache; by default, in evaluation without labels.
             logits_to_keep: number of last places to compute logits for, 0 for all; or their indices.
-            **kwargs: of transformers' loss, such as ``num_items_in_batch``.
+            **kwargs: options of transformers' loss, such as ``num_items_in_batch``.
 
         Raises:
-            ValueError: an option or a mask that cannot be followed.
+            ValueError: an option or a mask is not supported.
             UserError: sequences longer than the model's context.
         """
         self._check_options(input_ids, kwargs)
@@ -254,12 +254,12 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         )
 
     def _continued(self, input_ids: Tensor, cache: SmlpCache) -> Tensor:
-        """Return the hidden states (B, n, H) of the places after those of a cache, which reads them."""
+        """Read the places after those of a cache into it; return their hidden states (B, n, H)."""
         groups = cache.groups(input_ids)
         if cache.starts_B is None:
             x_BnH, _ = self.core.features(*groups[0])
         else:
-            # nothing of a sequence that begins later
+            # a sequence that begins later has no token here
             x_NH = self.core.features_of([group for group in groups if group[0].size(1)])
             x_BnH = joined(x_NH, [tokens.size(1) for tokens, _ in groups], input_ids.size(1))
         cache.length += input_ids.size(1)
@@ -304,7 +304,7 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> GenerationConfig:
-        """End texts at the end of the context at the latest: pipelines ask for 256 tokens by default."""
+        """Limit texts to the context: pipelines ask for 256 tokens by default."""
         generation_config = super()._prepare_generated_length(*args, **kwargs)
         most = self.core.config.max_tokens + 1  # the last token is not read
         if generation_config.max_length > most:
@@ -341,10 +341,10 @@ class SmlpForMaskedLM(_SmlpModel):
             input_ids: (B, n).
             attention_mask: 1 at tokens and 0 at padding before or after them, (B, n).
             labels: ids (B, n) of the original tokens at masked places.
-            **kwargs: of transformers' loss.
+            **kwargs: options of transformers' loss.
 
         Raises:
-            ValueError: an option or a mask that cannot be followed.
+            ValueError: an option or a mask is not supported.
             UserError: sequences longer than the model's context.
         """
         kwargs.pop("token_type_ids", None)  # tokenizers make them by default

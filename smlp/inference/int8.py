@@ -1,6 +1,6 @@
 """Weights and products in int8, for scoring and writing on a CPU.
 
-Weights have a scale for each output, activations one for each token, the largest absolute value over 127. So no result
+Weights have a scale for each output, activations one for each token: the largest absolute value over 127. So no result
 depends on later tokens or on what else is in a batch. (``torch.ao.quantization.quantize_dynamic`` has one scale for all
 tokens of a batch, and finds no module here.) Embeddings, the product with them at the end, spatial weights, routers and
 norms stay as they are.
@@ -60,7 +60,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("bias", None if bias_O is None else bias_O.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O)."""
+        """Map (..., I) to (..., O)."""
         return int8_product(x, self.weight, self.scale, self.bias)
 
 
@@ -76,7 +76,7 @@ class Int8Experts(nn.Module):
         self.second = nn.ModuleList(map(Int8Linear, experts.w2, experts.b2))
 
     def forward(self, x_AH: Tensor, counts: Sequence[int]) -> Tensor:
-        """(A, H), sorted by expert with ``counts`` tokens each, to (A, H)."""
+        """Map (A, H), sorted by expert with ``counts`` tokens each, to (A, H)."""
         outputs = []
         for expert, x_nH in enumerate(x_AH.split(list(counts))):
             if len(x_nH) == 0:
@@ -89,7 +89,7 @@ class Int8Experts(nn.Module):
 
 @torch.no_grad()
 def quantize(model: nn.Module) -> None:
-    """Turn the linear maps and the feed-forward experts of a model into int8, in place; it cannot be trained then.
+    """Turn the linear maps and the feed-forward experts of a model into int8, in place; it can then not be trained.
 
     Blocks that use a part of a matrix for shorter inputs keep it as it is.
     """

@@ -30,7 +30,7 @@ class LanguageModel(nn.Module):
 
     @property
     def core(self) -> Decoder:
-        """The model without its text; every kind of trained model has one of that name."""
+        """The model without its tokenizer; every kind of trained model has this property."""
         return self.decoder
 
     @property
@@ -43,9 +43,9 @@ class LanguageModel(nn.Module):
         return self.decoder(tokens_Bn, state)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text; the start symbol, which every prompt is given by itself, is not among them.
+        """Return the ids of a text, without the start symbol, which is put before every prompt automatically.
 
-        What the dictionary lacks becomes ``<unk>``, a line break ``</s>``, the end of a line in training.
+        What the dictionary lacks becomes ``<unk>``; a line break becomes ``</s>``, which ends each line in training.
         """
         return self.tokenizer.encode_lines(text)
 
@@ -81,7 +81,7 @@ class LanguageModel(nn.Module):
             batch_tokens: positions in a batch.
 
         Returns:
-            what is known of each text (:class:`smlp.inference.scoring.candidates.TextScore`): its ids, the natural
+            the score of each text (:class:`smlp.inference.scoring.candidates.TextScore`): its ids, the natural
             log-probability of each, their sum and perplexity; one for one text, a list for several.
 
         Raises:
@@ -131,7 +131,7 @@ class LanguageModel(nn.Module):
         batch_size: int = 16,
         **options: Any,
     ) -> Iterator[list[Continuation]]:
-        """Return the continuations of each prompt with their ids, log-probabilities and why they ended, in order.
+        """Return the continuations of each prompt with their ids, log-probabilities and reasons for ending, in order.
 
         A text does not depend on what else is in its batch. It is written while the iterator is read; prompts that do
         not fit are refused at once.
@@ -139,7 +139,7 @@ class LanguageModel(nn.Module):
         Args:
             prompts: texts; they may be empty.
             max_tokens: most new tokens of each.
-            method: how tokens are chosen; instead, ``options`` may have its settings.
+            method: how tokens are chosen; by default, as the settings among ``options`` say.
             num_return: texts for each prompt, drawn with other random numbers; with beam search the best ones.
             batch_size: prompts at a time.
             **options: of :meth:`writer`.
@@ -183,7 +183,7 @@ class LanguageModel(nn.Module):
             method: how tokens are chosen; by default drawn from the model's whole distribution.
             stop: a string, or several: a text ends before the first one that occurs.
             stop_at_eos: end a text at ``</s>``, the end of a line or document in the training data, instead of going on
-                on the next line. Beam search always does.
+                with the next line. Beam search always does so.
             min_tokens: ``</s>`` ends a text only after this many new tokens.
             when_full: where a text needs more than the model's context: "refuse", "stop" it there, or "slide" (forget
                 the earlier half and go on).
@@ -193,7 +193,7 @@ class LanguageModel(nn.Module):
                 (see :class:`smlp.inference.generation.Sampling`), ``greedy=True``, or ``beam=5``, ``length_penalty``.
 
         Raises:
-            UserError: a value is out of range, or options do not go with each other.
+            UserError: a value is out of range, or options cannot be combined.
         """
         if method is None:
             method = method_of(**settings)

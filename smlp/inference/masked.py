@@ -37,7 +37,7 @@ class MaskedLanguageModel(nn.Module):
 
     @property
     def core(self) -> Encoder:
-        """The model without its text."""
+        """The model without its tokenizer."""
         return self.encoder
 
     @property
@@ -52,8 +52,8 @@ class MaskedLanguageModel(nn.Module):
     def tokenize(self, text: str, *more: str) -> list[int]:
         """Return the ids of a text, or of several that are read together: ``<s> text </s> more </s>``.
 
-        This is how ``masked_lm`` joins lines and ``smlp data glue`` and ``squad`` pairs; RoBERTa has ``</s></s>``.
-        ``<mask>`` in a text is the symbol.
+        ``masked_lm`` joins lines in this way, ``smlp data glue`` and ``squad`` pairs; RoBERTa has ``</s></s>`` between
+        texts. ``<mask>`` in a text becomes the symbol.
         """
         ids = [Vocabulary.bos]
         for part in (text, *more):

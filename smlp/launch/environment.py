@@ -33,7 +33,7 @@ def environment() -> dict[str, Any]:
 
 
 def git_revision(folder: Path) -> dict[str, Any] | None:
-    """Return a clone's revision, and whether tracked files differ from it with the SHA-256 of the difference.
+    """Return a clone's revision, whether tracked files differ from it and, if so, the SHA-256 of the difference.
 
     Returns:
         None if the folder is not a clone.
@@ -52,7 +52,7 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
 
 
 def keep_difference(git: dict[str, Any] | None, to: Path) -> None:
-    """Write how a changed clone differs from its revision to ``changes-SHA256.patch`` (12 digits of it) in ``to``.
+    """Write the changes of a clone since its revision to ``changes-SHA256.patch`` (12 digits of the hash) in ``to``.
 
     Args:
         git: of :func:`git_revision` for this package; nothing is written if nothing was changed.

@@ -166,7 +166,7 @@ class _LocalRanks:
             self.lose_patience_after(self.patience)
 
     def is_killed_first(self, code: int) -> bool:
-        """Return whether a rank was killed, not from here, at the moment of the failure: then it is the cause."""
+        """Return whether a rank was killed, not by this process, at the moment of the failure: then it is the cause."""
         is_ours = self.next_signal == signal.SIGKILL  # SIGTERM has been sent
         return code == -signal.SIGKILL and not is_ours and time.monotonic() < self.failed_at + _SAME_MOMENT
 
@@ -194,7 +194,7 @@ class _LocalRanks:
         return code if code > 0 else 128 - code
 
     def report(self) -> str:
-        """Print which rank ended first, which one failed, and which ones were frozen."""
+        """Return which rank ended first, which one failed and which ones were frozen, as a text."""
         first = next(iter(self.codes))
         said = [f"rank {first} of {self.num_ranks} ended first, {_how(self.codes[first])}"]
         if self.failed in self.late:
@@ -223,7 +223,7 @@ def _how(code: int) -> str:
 
 
 def _is_frozen(pid: int) -> bool:
-    """Return whether a signal has stopped a process; False where that is unknown, that is, not on Linux."""
+    """Return whether a signal has stopped a process; False where that is unknown (not on Linux)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:

@@ -19,7 +19,7 @@ _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LOAD = Path("/proc/loadavg")
 _SAMPLES, _SAMPLE_SECONDS = 5, 0.01
-#: operators whose absence ends the import of torchvision
+#: operators without which the import of torchvision fails
 _TORCHVISION_OPERATORS = ("nms", "qnms")
 
 
@@ -30,7 +30,7 @@ def num_cores() -> int:
 
 
 def cpu_quota(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float:
-    """Return the cores' worth of time that the cgroups of this process grant it; a huge number without a limit.
+    """Return how many cores' worth of time the cgroups of this process grant it; a huge number without a limit.
 
     Args:
         cgroups: where the cgroup file systems (version 1 or 2) are mounted.
@@ -81,7 +81,7 @@ def memory_bytes() -> int:
 
 
 def others_running(load: Path = _LOAD) -> int:
-    """Return how many other threads want a core, as the least over a few moments; 0 if that is unknown."""
+    """Return how many other threads want a core, the minimum of a few samples; 0 if that is unknown."""
     fewest = 2**31
     for _ in range(_SAMPLES):
         try:
@@ -98,8 +98,8 @@ def others_running(load: Path = _LOAD) -> int:
 def let_waiting_threads_sleep() -> None:
     """Make threads sleep soon when they wait for each other, if other programs keep the cores busy.
 
-    This is for this process and those that it starts. The libraries read the environment when they are loaded, so it
-    must be called before torch is imported. What the user's environment says about waiting stays.
+    This holds for this process and those that it starts. The libraries read the environment when they are loaded, so
+    call this before torch is imported. What the user's environment says about waiting is kept.
     """
     if any(name in os.environ for name in _WAITING):
         return

@@ -17,7 +17,7 @@ _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 class Place:
     """This process among the ranks that a launcher started."""
 
-    #: its name in messages
+    #: name of the launcher in messages
     launcher: str
     rank: int
     world_size: int
@@ -38,11 +38,11 @@ def place_of(environ: Mapping[str, str], port: int = 0, is_interactive: bool = F
     """Return this process's place among several ranks; None if it is alone.
 
     The variables of torchrun (which ``smlp train --nproc`` sets as well) come before those of srun, inside of which
-    torchrun may run. With srun alone, MASTER_ADDR and MASTER_PORT replace the first host of the step and the port.
+    torchrun may run. With srun alone, MASTER_ADDR replaces the first host of the step, MASTER_PORT the derived port.
 
     Args:
         environ: environment variables.
-        port: where the ranks of srun meet; 0 or less: one that follows from job and step.
+        port: where the ranks of srun meet; 0 or less for MASTER_PORT, or one derived from job and step.
         is_interactive: whether the process belongs to a terminal.
 
     Raises:
@@ -58,7 +58,7 @@ def place_of(environ: Mapping[str, str], port: int = 0, is_interactive: bool = F
 
 
 def _check_alone(environ: Mapping[str, str]) -> None:
-    """Raise ``UserError`` if half of torchrun's variables ask for several ranks, which would train one by one."""
+    """Raise ``UserError`` if only some of torchrun's variables are set, for several ranks: each would train alone."""
     given = [name for name in _TORCHRUN if name in environ]
     if "WORLD_SIZE" in given and _number(environ, "WORLD_SIZE") > 1:
         lacking = ", ".join(name for name in _TORCHRUN if name not in environ)

@@ -35,7 +35,7 @@ class Tasks:
         return sum(self.tasks_per_node)
 
     def host_of_ranks(self) -> list[str]:
-        """Return the host of each task in order, "?" if srun was told to distribute them in a way of its own."""
+        """Return the host of each task in order, "?" if the distribution is neither block nor cyclic."""
         if not self.distribution.startswith(("block", "cyclic")):
             return ["?"] * self.world_size
         if self.distribution.startswith("block"):
@@ -48,7 +48,7 @@ class Tasks:
 def tasks_of_step(environ: Mapping[str, str], is_interactive: bool) -> Tasks | None:
     """Return the tasks of the step in which srun started this process; None outside of a step, or for a single task.
 
-    Variables such as SLURM_PROCID and SLURM_NTASKS do not tell: a batch script has them too, and so has a shell.
+    Variables such as SLURM_PROCID and SLURM_NTASKS do not tell a step: a batch script has them too, and so has a shell.
 
     Args:
         environ: environment variables.

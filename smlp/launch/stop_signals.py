@@ -23,12 +23,12 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 REPEAT_SECONDS = 2.0
 # How long a worker waits to learn whether the signal was meant for all processes or for it alone.
 _WORKER_SECONDS = 1.0
-# A worker may read 0 (nothing has happened), the number of a signal, or
+# A worker reads 0 (nothing has happened), the number of a signal, or this (the process is about to end).
 _LEAVING = 255
 
 
 def heard(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return the signals without SIGHUP if this process ignores it, because nohup started it."""
+    """Return the signals, without SIGHUP if this process ignores it, as under nohup."""
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 

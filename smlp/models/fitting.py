@@ -25,11 +25,11 @@ def check_fit(
     """Refuse tensors of another vocabulary, context or size, and integers in place of real numbers.
 
     Args:
-        state: of the checkpoint, by name; all experts.
+        state: the checkpoint's tensors, by name, with all experts.
         own: the model's tensors, by name.
-        shapes: of the model's tensors, by name, with all experts.
+        shapes: those of the model's tensors, by name, with all experts.
         config: of the model.
-        strict: every name must be in both.
+        strict: whether every name must be in both.
 
     Raises:
         UserError: they do not fit; one sentence says what to give instead.

@@ -113,7 +113,7 @@ def register_architectures(model: str, is_bidirectional: bool) -> None:
 
     Args:
         model: the name under which the fairseq model is registered.
-        is_bidirectional: of the architectures.
+        is_bidirectional: whether to register the presets of encoders.
     """
     for arch in PRESETS:
         if (PRESETS[arch].get("direction") == "bidirectional") != is_bidirectional:

@@ -129,7 +129,7 @@ def add_up(
 ) -> Tensor:
     """Multiply rows with their weights and sum them for each token: (A, H) to (N, H).
 
-    ``place_N``, if every token has exactly one row, says where it stands.
+    If every token has exactly one row, ``place_N`` says where it is.
     """
     if weight_A is not None:
         y_AH = y_AH * weight_A.to(y_AH.dtype).unsqueeze(1)
@@ -149,8 +149,8 @@ class FeatureDispatchRecord:
 class LocalFeatureDispatcher:
     """Cuts the features into one chunk for each expert, within one rank.
 
-    One that exchanges chunks by all-to-all has the same two signatures: it returns this rank's chunks of the sequences
-    of all ranks, and ``record.num_seqs`` says whose they are.
+    :class:`smlp.moe.exchange.FeatureExchange`, which exchanges chunks by all-to-all, has the same two signatures: it
+    returns this rank's chunks of the sequences of all ranks, and ``record.num_seqs`` says whose they are.
     """
 
     def dispatch(self, x_BmH: Tensor, num_experts: int, start: int = 0) -> tuple[Tensor, FeatureDispatchRecord]:

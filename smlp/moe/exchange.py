@@ -236,7 +236,7 @@ class TokenShuffle:
             return self.group.all_to_all(x_NH.index_select(0, token_N), shares, received, self.name), record
 
     def back(self, y_MH: Tensor, record: ShuffleRecord) -> Tensor:
-        """Return the rows of the tokens of :meth:`out`, (M, H), to their ranks, (N, H), as they lay there."""
+        """Send the rows of the tokens of :meth:`out`, (M, H), back; return those of this rank, (N, H), in order."""
         with stage_of(self.layer, BACK):
             y_NH = self.group.all_to_all(y_MH, record.receive_splits, record.send_splits, f"{self.name}, back")
         return torch.empty_like(y_NH).index_copy(0, record.token_N, y_NH)

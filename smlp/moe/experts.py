@@ -23,7 +23,7 @@ def xavier_bound(fan_in: int, fan_out: int) -> float:
 class FeedForwardExperts(nn.Module):
     """Feed-forward experts: ``w2 act(w1 x + b1) + b2``.
 
-    Those of BASE and of sMLP's tMoE have a layer norm of their own each, and ``w2`` starts at zero, so that the layer
+    Those of BASE and of sMLP's tMoE each have a layer norm of their own, and ``w2`` starts at zero, so that the layer
     starts as the identity (Lewis et al., 2021; smlp.txt section 3.1). Those of the other routers start with Xavier's
     values, as a dense feed-forward network does.
 
@@ -55,7 +55,7 @@ class FeedForwardExperts(nn.Module):
         self.b2 = nn.Parameter(torch.zeros(num_local, embed_dim))
 
     def forward(self, x_AH: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
-        """(A, H), sorted by expert with ``counts`` tokens each, to (A, H)."""
+        """Map (A, H), sorted by expert with ``counts`` tokens each, to (A, H)."""
         norm = None
         if self.norm_weight is not None and self.norm_bias is not None:
             norm = (self.norm_weight, self.norm_bias)
@@ -87,12 +87,12 @@ class SpatialExperts(SpatialWeights):
         self.expert_ids = tuple(expert_ids)
 
     def forward(self, x_Bnec: Tensor, start: int = 0) -> Tensor:
-        """(B, n, e, c) to (B, n - start, e, c): chunk i through expert i, at positions start .. n-1."""
+        """Map (B, n, e, c) to (B, n - start, e, c): chunk i through expert i, at positions start .. n-1."""
         return self.project(x_Bnec, start)
 
 
 def expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, tuple[int, ...]]]:
-    """Yield the name, as in the state dict, the parameter, and the global ids of the experts along its first axis.
+    """Yield, for each parameter of experts, its name in the state dict, itself, and the experts' global ids (axis 0).
 
     The experts of a layer are a module with ``expert_ids``. Routers, norms of whole layers, and the heads of a spatial
     gating unit are no experts: every rank has them.

@@ -61,7 +61,7 @@ class FeatureMoE(nn.Module):
         return self._combine(z_BnH, mixed_BnH)
 
     def _combine(self, z_BnH: Tensor, mixed_BnH: Tensor) -> Tensor:
-        """Make the update of the features and what their experts make of them."""
+        """Combine the features with the outputs of their experts into the update."""
         if self.kind == "gated":
             return z_BnH * mixed_BnH
         return z_BnH + mixed_BnH if self.kind == "additive" else mixed_BnH

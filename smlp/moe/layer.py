@@ -22,7 +22,8 @@ from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 class TokenMoE(nn.Module):
     """Experts over tokens.
 
-    Padding is never routed and never counted: it gets a zero update, and so does a token without an expert.
+    Padding is not routed or counted and gets a zero update, except in graphs with fixed shapes (``torch.export``). A
+    token without an expert gets a zero update too.
 
     Args:
         router: decides; see :mod:`smlp.moe.routers`.

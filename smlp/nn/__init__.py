@@ -1,1 +1,1 @@
-"""Modules of the decoder, from the spatial gating unit up."""
+"""Modules of the decoder and the encoder, from shared layers up."""

@@ -1,4 +1,4 @@
-"""Building a model by its configuration or by the name of its architecture."""
+"""Build a model from its configuration or the name of its architecture."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class Decoder(Stack):
     def features_of(self, groups: Sequence[tuple[Tensor, DecodingState | None]]) -> Tensor:
         """Return the final hidden states of several groups of sequences at once, in evaluation.
 
-        What works on one token after the other takes all groups together; only what mixes the tokens of a sequence
-        takes one group after the other. So sequences of many lengths need little padding and few passes.
+        Functions of single tokens process all groups together; only those that mix the tokens of a sequence process one
+        group after the other. Sequences of many lengths therefore need little padding and few passes.
 
         Args:
             groups: ids (B, n), and the state after which they come, or None; each group has a B and an n of its own.

@@ -26,7 +26,7 @@ class Linear(nn.Linear):
     """torch's layer, faster for the few rows of incremental decoding."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O)."""
+        """Map (..., I) to (..., O)."""
         return linear(x, self.weight, self.bias)
 
 
@@ -80,7 +80,7 @@ class MaskedLinear(nn.Module):
         return self.weight * self.mask
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O)."""
+        """Map (..., I) to (..., O)."""
         return linear(x, self.matrix(), self.bias)
 
     def extra_repr(self) -> str:
@@ -112,7 +112,7 @@ class FeedForward(nn.Module):
         self.fc2 = _feed_forward_layer(ffn_dim, embed_dim, density)
 
     def forward(self, x_BnH: Tensor) -> Tensor:
-        """(B, n, H) to (B, n, H)."""
+        """Map (B, n, H) to (B, n, H)."""
         return self.fc2(self.activation(self.fc1(x_BnH)))
 
 
@@ -143,7 +143,7 @@ class Dropout(nn.Module):
         """Follow ``--retain-dropout`` and ``--retain-dropout-modules``; fairseq calls this before it generates.
 
         Raises:
-            UserError: the dropout of some modules only is to be kept; they have no names here that could be given.
+            UserError: only the dropout of some modules is to be kept; modules have no names here that could be given.
         """
         if retain_dropout and retain_dropout_modules is not None:
             raise UserError(
@@ -244,7 +244,7 @@ class SpatialWeights(nn.Module):
 def decaying_average(max_tokens: int, ids: Sequence[int], num_all: int) -> Tensor:
     """Return the weights of a decaying average by distance, from none to T-1 positions back, (h, T).
 
-    Those of each row sum to nearly one where the past is long. The half-life of head or expert i of n is
+    Each row sums to nearly one where the past is long. The half-life of head or expert i of n is
     ``T ** ((i + 0.5) / n)`` positions.
     """
     half_lives = [max_tokens ** ((i + 0.5) / num_all) for i in ids]
@@ -253,7 +253,7 @@ def decaying_average(max_tokens: int, ids: Sequence[int], num_all: int) -> Tenso
 
 
 def spatial_parameters(max_tokens: int, is_causal: bool, is_toeplitz: bool) -> int:
-    """Return the numbers in one matrix over T positions."""
+    """Return how many numbers a matrix over T positions has."""
     if not is_toeplitz:
         return max_tokens * max_tokens
     return max_tokens if is_causal else 2 * max_tokens - 1

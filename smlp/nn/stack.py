@@ -92,7 +92,7 @@ class Stack(nn.Module):
             each.adjust(part)
 
     def forget_loads(self) -> None:
-        """Leave out of the offsets what was counted since the last call of :meth:`adjust_offsets`."""
+        """Discard the loads since the last call of :meth:`adjust_offsets`, which then do not move the offsets."""
         for module in self.modules():
             if isinstance(module, ExpertOffsets):
                 module.take()

@@ -229,6 +229,6 @@ class ForwardContext:
         return torch.cat(mixed).unsqueeze(0)
 
     def observed(self, layer: nn.Module, observation: Observation) -> None:
-        """Record an observation if they are wanted."""
+        """Record an observation if observations are wanted."""
         if self.observe:
             self.observations[layer] = observation

@@ -30,8 +30,8 @@ from smlp.ops.functional import columns_by_bands, rows_by_bands
 
 #: fixed noise of this share of the scores' spread breaks ties (the median token's largest minus smallest)
 TIE_NOISE = 1e-3
-#: a problem in which a larger share of the tokens has to move is taken for one with many equal tokens; a small one is
-#: repaired exactly also if it is no larger share than that and so many tokens for each expert
+#: a problem in which a larger share of the tokens has to move is taken for one with many equal tokens; where it is
+#: repaired exactly, so many more tokens for each expert may have to move
 MANY_MOVES, FEW_REPAIRS = 0.05, 2
 
 #: temperatures, as shares of the median token's spread, and Newton steps at each
@@ -40,9 +40,9 @@ FINE = ((0.01, 4),)
 #: temperatures for values of which many are equal, and the most Newton steps at each
 FINEST = (0.003, 0.001, 0.0003, 0.0001, 0.00003, 0.00001, 0.000003)
 FINEST_STEPS = 8
-#: there loads are good enough if they differ by less than this share; the Hessian's diagonal is raised by the other
+#: at these temperatures, how much loads may differ and how much the Hessian's diagonal is raised, as shares of a load
 _NEAR, _RIDGE = 0.02, 0.01
-#: tokens of a sample for each expert, and at least
+#: tokens of a sample for each expert, and in the smallest sample
 SAMPLE_PER_EXPERT, SMALLEST_SAMPLE = 8, 512
 #: steps of one temperature that measure how loads respond to prices; later ones reuse the result
 _SLOPES = 2
@@ -79,7 +79,7 @@ def balanced_assignment(scores: Tensor) -> Tensor:
 
 
 def balanced_assignments(scores: Tensor) -> Tensor:
-    """:func:`balanced_assignment` of several problems of one size, each by itself, in one go.
+    """Solve several problems of :func:`balanced_assignment` of one size at once, each by itself.
 
     Args:
         scores: affinities (B, N, E).
@@ -106,7 +106,7 @@ def _of_all(info: Any, in_dims: tuple[int, ...], scores: Tensor) -> tuple[Tensor
     return owner_XN.unflatten(0, scores_VBNE.shape[:2]), 0
 
 
-# A single operator where torch traces: it takes as many steps as the scores need, with their values.
+# A single operator where torch traces: its number of steps depends on the values of the scores.
 _NAME = "smlp::balanced_assignments"
 torch.library.define(_NAME, "(Tensor scores) -> Tensor")
 torch.library.impl(_NAME, "CompositeExplicitAutograd", _at_once)
@@ -140,10 +140,10 @@ def _assigned(scores: Tensor) -> Tensor:
 
 
 def _with_many_equal(worth_NE: Tensor, price_1E: Tensor) -> Tensor:
-    """Experts (N,) where experts compete for groups of tokens: better noise to break ties, and finer prices.
+    """Return experts (N,) where they compete for groups of tokens, by better noise to break ties and finer prices.
 
-    The noise of :func:`_tie_noise` is cheap, but of two tokens with nearly the same number all of it is nearly the
-    same. Here every number is drawn by itself.
+    The noise of :func:`_tie_noise` is cheap, but two tokens with nearly the same number have nearly the same noise for
+    all experts. Here every number is drawn by itself.
     """
     num_tokens, num_experts = worth_NE.shape
     generator = torch.Generator().manual_seed(num_tokens)
@@ -155,7 +155,7 @@ def _with_many_equal(worth_NE: Tensor, price_1E: Tensor) -> Tensor:
 
 
 def _along_paths(values_NE: Tensor, price_1E: Tensor, owner_N: Tensor, taken_off: bool = False) -> Tensor:
-    """Experts (N,) from those that the prices give, repaired on the CPU; see :class:`PathRepair`."""
+    """Return the experts (N,) that the prices give, repaired on the CPU; see :class:`PathRepair`."""
     values, prices, owners = (tensor.cpu().numpy() for tensor in (values_NE, price_1E[0], owner_N))
     return torch.from_numpy(PathRepair(values, prices, owners, taken_off).run()).to(values_NE.device)
 
@@ -170,7 +170,7 @@ def check_no_nan(scores: Tensor) -> None:
 
 
 def _normalised(scores_BNE: Tensor) -> Tensor:
-    """A copy in at least float32, scaled so that a token's largest and smallest differ by about 1, if any differ.
+    """Return a copy in at least float32, scaled so that a token's largest and smallest differ by about 1, if any do.
 
     A constant added to all scores of a token has no influence on the assignment; it is subtracted, so that a large one
     cannot hide the differences between experts. The unit is the median token's spread, which outliers do not move.
@@ -194,7 +194,7 @@ def _normalised(scores_BNE: Tensor) -> Tensor:
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Infinite entries as ones well beyond the finite ones."""
+    """Replace infinite entries by values well beyond the finite ones."""
     finite = values.isfinite()
     low, high = values[finite].aminmax() if finite.any() else (values.new_zeros(()), values.new_zeros(()))
     beyond = torch.where(high > low, high - low, 1.0)
@@ -202,7 +202,7 @@ def _finite(values: Tensor) -> Tensor:
 
 
 def _tie_noise(num_tokens: int, num_experts: int, like: Tensor) -> Tensor:
-    """Numbers in [0, 1), (N, E), with no pattern that tokens or experts share; the same ones every time."""
+    """Return numbers in [0, 1), (N, E), with no pattern that tokens or experts share; the same ones every time."""
     token_N1 = torch.arange(num_tokens, dtype=torch.float64, device="cpu").mul_(0.6180339887498949).frac_().unsqueeze(1)
     expert_E = torch.arange(num_experts, dtype=torch.float64, device="cpu").mul_(0.7548776662466927).frac_()
     token_N1, expert_E = token_N1.to(like), expert_E.to(like)
@@ -210,7 +210,7 @@ def _tie_noise(num_tokens: int, num_experts: int, like: Tensor) -> Tensor:
 
 
 def equal_load_prices(values_BNE: Tensor) -> Tensor:
-    """Prices of the experts, (B, 1, E), from values whose unit is the usual spread of a token, (B, N, E)."""
+    """Return the prices of the experts, (B, 1, E), from values whose unit is the usual spread of a token, (B, N, E)."""
     num_problems, num_tokens, num_experts = values_BNE.shape
     price_B1E = values_BNE.new_zeros(num_problems, 1, num_experts)
     num_sampled = max(SMALLEST_SAMPLE, SAMPLE_PER_EXPERT * num_experts)
@@ -225,8 +225,8 @@ def equal_load_prices(values_BNE: Tensor) -> Tensor:
 def finest_prices(values_BNE: Tensor) -> Tensor:
     """Return what to add to prices that are already subtracted from the values, (B, 1, E).
 
-    For values of which many are equal, where experts compete for whole groups of tokens at once: Newton's method on the
-    whole Hessian, which knows how loads respond to other experts' prices, down to temperatures far below the noise that
+    Where many values are equal, experts compete for whole groups of tokens at once. Newton's method then uses the whole
+    Hessian, which knows how loads respond to other experts' prices, down to temperatures far below the noise that
     breaks ties. With 4096 equal tokens and 32 experts, some 35 tokens are left to move.
     """
     num_problems, num_tokens, num_experts = values_BNE.shape
@@ -249,13 +249,13 @@ def finest_prices(values_BNE: Tensor) -> Tensor:
 
 
 def _weights(values_BNE: Tensor, price_B1E: Tensor, temperature: float, out: Tensor) -> None:
-    """``exp((value - price) / temperature)``, (B, N, E), each token's largest being one, and none below 4e-18."""
+    """Write ``exp((value - price) / temperature)`` to ``out``: each token's largest is 1, none below 4e-18."""
     torch.sub(values_BNE, price_B1E, out=out)
     out.sub_(out.amax(dim=2, keepdim=True)).mul_(1 / temperature).clamp_min_(_SMALLEST_LOG).exp_()
 
 
 def _by_token(weight_BNE: Tensor, factor_BE1: Tensor) -> Tensor:
-    """Each token's sum of weights times factors, (B, N, 1)."""
+    """Return each token's sum of weights times factors, (B, N, 1)."""
     bands = bands_of_tokens(weight_BNE)
     if bands == 1:
         return torch.bmm(weight_BNE, factor_BE1)
@@ -263,7 +263,7 @@ def _by_token(weight_BNE: Tensor, factor_BE1: Tensor) -> Tensor:
 
 
 def _by_expert(weight_BNE: Tensor, share_BN1: Tensor) -> Tensor:
-    """Each expert's sum of weights times shares, (B, E, 1)."""
+    """Return each expert's sum of weights times shares, (B, E, 1)."""
     bands = bands_of_tokens(weight_BNE)
     if bands == 1:
         return torch.bmm(weight_BNE.transpose(1, 2), share_BN1)

@@ -23,7 +23,7 @@ _EPSILON = 1e-9
 
 
 def num_to_move(owner_N: Tensor, num_experts: int) -> int:
-    """Tokens beyond ``ceil(N/E)`` at their experts."""
+    """Count the tokens beyond ``ceil(N/E)`` at their experts."""
     capacity = -(-owner_N.numel() // num_experts)
     return int((owner_N.bincount(minlength=num_experts) - capacity).clamp(min=0).sum())
 
@@ -60,7 +60,7 @@ def move_cheapest(worth_NE: Tensor, best_N: Tensor, owner_N: Tensor, price_E: Te
 
 
 def _capacity(price_E: Tensor, num_tokens: int) -> Tensor:
-    """Capacity of each expert, (E,), int64."""
+    """Return the capacity of each expert, (E,), int64."""
     num_experts = price_E.numel()
     capacity_E = torch.full_like(price_E, num_tokens // num_experts, dtype=torch.long)
     capacity_E[price_E.argsort(descending=True, stable=True)[: num_tokens % num_experts]] += 1
@@ -68,7 +68,7 @@ def _capacity(price_E: Tensor, num_tokens: int) -> Tensor:
 
 
 def _by_loss(owner_K: np.ndarray, best_K: np.ndarray, worth_KE: np.ndarray, excess_E: np.ndarray) -> np.ndarray:
-    """Owners (K,) after the cheapest moves that there is room for."""
+    """Return the owners (K,) after the cheapest moves that there is room for."""
     owner_K, excess_E = owner_K.copy(), excess_E.copy()
     left = np.arange(owner_K.size)
     while True:
@@ -127,7 +127,7 @@ class PathRepair:
         self.mover_EE = np.zeros((num_experts, num_experts), dtype=np.int64)
 
     def run(self) -> np.ndarray:
-        """The repaired owners (N,)."""
+        """Return the repaired owners (N,)."""
         num_experts = self.excess_E.size
         num_repairs = int(self.excess_E.clip(min=0).sum())
         limit = REPAIRS_PER_EXPERT * num_experts
@@ -174,7 +174,7 @@ class PathRepair:
         self.gain_EE[expert, expert] = -np.inf
 
     def _best_path(self) -> list[int]:
-        """Experts from one with too many tokens to one with free capacity, along moves with the largest total gain."""
+        """Return the path of largest total gain from an expert with too many tokens to one with free capacity."""
         num_experts = self.excess_E.size
         gain_EE = np.where(
             self.has_dummy_E[:, None] & ~self.has_dummy_E,

@@ -33,29 +33,29 @@ class Run(Protocol):
     continues: bool
 
     def norm(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> tuple[Tensor, Statistics]:
-        """Layer norm with each expert's gain and offset, (n, I), and each token's mean and reciprocal deviation."""
+        """Return the normed tokens (n, I), and their means and reciprocal deviations."""
         ...
 
     def norm_gradients(
         self, grad_nI: Tensor, x_nI: Tensor, statistics: Statistics, gain_eI: Tensor, offset_eI: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of tokens, gains and offsets."""
+        """Return the gradients of tokens, gains and offsets."""
         ...
 
     def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor | None = None) -> Tensor:
-        """``W x + b``, into ``out`` or a new tensor."""
+        """Compute ``W x + b`` in ``out`` or in a new tensor."""
         ...
 
     def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
-        """``W^T y``, (n, I)."""
+        """Return ``W^T y``, (n, I)."""
         ...
 
     def outer(self, y_nO: Tensor, x_nI: Tensor, out_eOI: Tensor) -> None:
-        """Each expert's sum of ``y x^T`` into ``out``, or onto it where it continues; zeros for one without tokens."""
+        """Write each expert's sum of ``y x^T`` to ``out``, or add it where the run continues; zeros without tokens."""
         ...
 
     def sums(self, y_nO: Tensor) -> Tensor:
-        """Each expert's sum of ``y``, (e, O)."""
+        """Return each expert's sum of ``y``, (e, O)."""
         ...
 
 
@@ -113,14 +113,14 @@ class _SeveralExperts(ABC):
 
     @abstractmethod
     def rows_of(self, value_eI: Tensor) -> Tensor:
-        """Each token's own, of the shape of :meth:`stacked` or a shape that broadcasts to it."""
+        """Return the value of each token's expert, in the shape of :meth:`stacked` or one that broadcasts to it."""
 
     @abstractmethod
     def sums(self, y_nO: Tensor) -> Tensor:
-        """Each expert's sum, (e, O)."""
+        """Return each expert's sum, (e, O)."""
 
     def stacked(self, x_nI: Tensor) -> Tensor:
-        """Tokens by expert, where that is a view."""
+        """Return the tokens stacked by expert, where a view can do that; otherwise as they are."""
         return x_nI
 
     def norm(self, x_nI: Tensor, gain_eI: Tensor, offset_eI: Tensor) -> tuple[Tensor, Statistics]:
@@ -210,7 +210,7 @@ def _layer_norm_gradients(
 
 
 def runs(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> Iterator[Run]:
-    """All experts, ``counts[i]`` tokens at expert i, in as many runs as suit the device and the sizes."""
+    """Yield all experts, ``counts[i]`` tokens at expert i, in as many runs as suit the device and the sizes."""
     if x_AI.is_cuda and all(count == counts[0] for count in counts):
         yield EqualExperts(len(counts), counts[0])
     elif groups_products(x_AI, num_hidden):

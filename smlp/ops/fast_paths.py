@@ -32,9 +32,9 @@ TRIANGLE_STRIP = 128
 FUSED_TOKENS = 128
 #: dtypes that these kernels accept
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: most bands of rows of a matrix that few vectors are multiplied with, on a CPU
+#: most bands of rows into which a matrix is cut to multiply it with few vectors, on a CPU
 BANDS = 16
-#: scores from which a product of all of them with a vector is taken by bands, on a CPU
+#: number of scores from which their product with a vector is taken by bands, on a CPU
 BANDED_SCORES = 2**20
 #: numbers in these vectors up to which bands are faster, unless it is a single vector
 BANDED_INPUTS = 4096
@@ -64,9 +64,9 @@ def reference_ops() -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Return whether torch turns this code into a graph or transforms it: compile, export, and those of torch.func.
+    """Return whether torch turns this code into a graph or transforms it (compile, export, torch.func).
 
-    Values of tensors cannot decide anything then, and fast paths with gradients by hand have no place.
+    Code cannot branch on values of tensors then, and fast paths with gradients by hand have no place.
     """
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -138,7 +138,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def triangle_strip(num_tokens: int) -> int | None:
-    """Positions in a strip of a causal product over so many, or None where the product is taken whole."""
+    """Return the positions in a strip of a causal product over so many; None where the product is taken whole."""
     return TRIANGLE_STRIP if num_tokens >= 2 * TRIANGLE_STRIP else None
 
 
@@ -186,7 +186,7 @@ def takes_onednn(num_multiplications: int, *tensors: Tensor) -> bool:
 def fuse(num_tokens: int, start: int, *tensors: Tensor) -> bool:
     """Return whether Triton's kernels compute a causal product over so many positions, all of them (start 0).
 
-    Not where torch's operators are recorded: those that are traced or counted one by one (modes, subclasses of
+    False where torch's operators are recorded: operators that are traced or counted one by one (modes, subclasses of
     tensors, ``torch.jit.trace``, ``torch.compile``) must be torch's own.
     """
     first = tensors[0]
@@ -274,7 +274,7 @@ def draws_own_masks(x: Tensor) -> bool:
 
 
 def skips_dropped(x: Tensor) -> bool:
-    """Return whether a residual branch is computed for the samples that keep it alone; a GPU would wait for their
+    """Return whether a residual branch is computed only for the samples that keep it; a GPU would wait for their
     number."""
     return x.device.type == "cpu" and not _only_obvious()
 

@@ -30,7 +30,7 @@ def expert_feed_forward(
     b2_eH: Tensor,
     activation: str = "gelu",
 ) -> Tensor:
-    """``w2 @ act(w1 @ LN(x) + b1) + b2`` with each token's own expert, the norm included.
+    """Return ``w2 @ act(w1 @ LN(x) + b1) + b2`` with each token's own expert, the norm included.
 
     Args:
         x_AH: tokens sorted by expert, (A, H).

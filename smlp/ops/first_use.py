@@ -20,7 +20,7 @@ from smlp.ops.tolerances import allowed_share, largest_share
 #: whether the kernels passed the check, by device, dtype, precision of products and whether there is a gate
 _believed: dict[Hashable, bool] = {}
 
-#: of the check: several tiles in each direction, the last ones ragged; n, T, h, c
+#: n, T, h and c of the check: several tiles in each direction, the last ones ragged
 _SIZES = (300, 304, 2, 48)
 #: with few sequences one program computes a sum, with many several do
 _NUM_SEQS = (3, 16)
@@ -99,7 +99,7 @@ def _compare(device: torch.device, dtype: torch.dtype, with_gate: bool, num_seqs
 def _reference(
     grad_Bnhc: Tensor, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Output and gradients of x, weight, bias and gate, in float64 by dense products.
+    """Return the output and the gradients of x, weight, bias and gate, in float64 by dense products.
 
     Written out, not by autograd: a graph inside a forward pass would meet the hooks of activation checkpointing.
     """

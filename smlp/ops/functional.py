@@ -41,7 +41,7 @@ _LEVELS = 2**16
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``W x + b`` over the last axis of x, (..., I) to (..., O), as :func:`torch.nn.functional.linear`."""
+    """Return ``W x + b`` over the last axis of x, (..., I) to (..., O), as :func:`torch.nn.functional.linear`."""
     if takes_bands(x, weight_OI, bias_O):
         return few_rows(x, weight_OI, bias_O)
     if takes_onednn(x.numel() * weight_OI.size(0), x, weight_OI, *(() if bias_O is None else (bias_O,))):
@@ -50,7 +50,7 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 
 def token_linear(x_BSC: Tensor, weight_OS: Tensor, bias_O: Tensor) -> Tensor:
-    """``W x + b`` over the tokens of each sequence, (B, S, C) to (B, O, C): :func:`linear` of the transposed input.
+    """Return ``W x + b`` over the tokens of each sequence, (B, S, C) to (B, O, C): :func:`linear` of the transpose.
 
     Nothing is transposed: the matrix is multiplied with each sequence as it lies in memory.
     """
@@ -61,7 +61,7 @@ def token_linear(x_BSC: Tensor, weight_OS: Tensor, bias_O: Tensor) -> Tensor:
 
 
 def few_rows(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """:func:`linear` where :func:`smlp.ops.fast_paths.takes_bands` says so."""
+    """Compute :func:`linear` where :func:`smlp.ops.fast_paths.takes_bands` says so."""
     bands = math.gcd(weight_OI.size(0), BANDS)
     out_ON = rows_by_bands(weight_OI, x.reshape(-1, x.size(-1)), bands, bias_O)
     return out_ON.t().reshape(*x.shape[:-1], -1)
@@ -88,7 +88,7 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def rows_by_bands(matrix_OI: Tensor, x_NI: Tensor, bands: int, bias_O: Tensor | None = None) -> Tensor:
-    """``W x + b`` for each vector, (O, N): every band gives its rows of the result."""
+    """Return ``W x + b`` for each vector, (O, N): every band gives its rows of the result."""
     matrix_kOI = matrix_OI.unflatten(0, (bands, -1))
     # vectors as columns that lie one after the other: otherwise it is no faster than the whole product
     x_kIN = x_NI.unsqueeze(0).expand(bands, -1, -1).transpose(1, 2)
@@ -100,7 +100,7 @@ def rows_by_bands(matrix_OI: Tensor, x_NI: Tensor, bands: int, bias_O: Tensor | 
 
 
 def columns_by_bands(matrix_OI: Tensor, y_O: Tensor, bands: int) -> Tensor:
-    """``W^T y``, (1, I): every band gives its share of each sum."""
+    """Return ``W^T y``, (1, I): every band gives its share of each sum."""
     return torch.bmm(y_O.view(bands, 1, -1), matrix_OI.unflatten(0, (bands, -1))).sum(dim=0)
 
 
@@ -157,7 +157,7 @@ class _ActivatedHalves(torch.autograd.Function):
 
 
 def activated_halves(x_BnF: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """``act(x)``, split in two along the features: each half is contiguous, with no copy forward or backward.
+    """Return ``act(x)``, split in two along the features: each half is contiguous, with no copy forward or backward.
 
     Args:
         x_BnF: (B, n, F), F even.

@@ -20,7 +20,7 @@ from smlp.ops.fast_paths import first_order_only, loses_by_rows, rows_of_logits
 
 
 def token_losses(logits: Tensor, target: Tensor, ignored: int | None = None) -> Tensor:
-    """Negative natural log-likelihood of each target, computed in float32 or, of logits in float64, in float64.
+    """Return the negative natural log-likelihood of each target, in float32 or, of logits in float64, in float64.
 
     Args:
         logits: (..., V).
@@ -41,7 +41,7 @@ def token_losses(logits: Tensor, target: Tensor, ignored: int | None = None) -> 
 
 
 class _TokenLosses(torch.autograd.Function):
-    """(N, V) and (N,) to (N,)."""
+    """Losses (N,) from logits (N, V) and targets (N,)."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from smlp.ops.tolerances import allowed_share, largest_share
 
 
 def mapped(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``x W^T + b``, (N, O), a new tensor.
+    """Return ``x W^T + b``, (N, O), a new tensor.
 
     oneDNN is a thousand times slower where neither ``W`` nor its transpose is stored row by row, and assumes that ``b``
     is contiguous: other tensors are copied first.
@@ -36,12 +36,12 @@ def mapped(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 def product(left_NI: Tensor, right_IO: Tensor) -> Tensor:
-    """``A B``, (N, O), a new tensor; what :func:`mapped` says of ``W`` holds for ``B``."""
+    """Return ``A B``, (N, O), a new tensor; what :func:`mapped` says of ``W`` holds for ``B``."""
     return mapped(left_NI, right_IO.t())
 
 
 def outer(y_NO: Tensor, x_NI: Tensor) -> Tensor:
-    """``y^T x``, the sum of the outer products of rows, (O, I), a new tensor or its transpose.
+    """Return ``y^T x``, the sum of the outer products of rows, (O, I), a new tensor or its transpose.
 
     oneDNN wants the left factor row by row, so one of the two is copied transposed: the smaller one, counting copies
     that the caller has to make.
@@ -75,7 +75,7 @@ def _made_by_amd() -> bool:
 
 
 def right() -> bool:
-    """Return whether the operator is there and its values are right; where they are wrong, warns."""
+    """Return whether the operator is there and its values are right; warn where they are wrong."""
     generator = torch.Generator("cpu").manual_seed(0)
     x_NI, weight_OI, y_NO = (
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -76,7 +76,7 @@ class _SummedRows(torch.autograd.Function):
 
 
 def summed_rows(y_AH: Tensor, index_A: Tensor, num_rows: int) -> Tensor:
-    """Sums of the rows that share an index.
+    """Sum the rows that share an index.
 
     Args:
         y_AH: (A, H).
@@ -90,7 +90,7 @@ def summed_rows(y_AH: Tensor, index_A: Tensor, num_rows: int) -> Tensor:
 
 
 def permuted_rows(x_NH: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-    """Rows in the given order.
+    """Return the rows in the given order.
 
     Args:
         x_NH: (N, H).

@@ -23,7 +23,7 @@ from smlp.ops.triangular import TriangularProjection
 def causal_spatial_projection(
     x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int = 0, gate_Bmhc: Tensor | None = None
 ) -> Tensor:
-    """``(tril(W_i) @ x_i + b_i) * gate_i`` for every head i, over the token axis (gmlp.txt, equation 2, made causal).
+    """Return ``(tril(W_i) @ x_i + b_i) * gate_i`` for every head i, over the token axis (gmlp.txt, eq. 2, made causal).
 
     Inputs shorter than T use the leading rows and columns of ``W`` and the leading entries of ``b``.
 
@@ -47,7 +47,7 @@ def causal_spatial_projection(
 
 
 def spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None = None) -> Tensor:
-    """``(W_i @ x_i + b_i) * gate_i`` for every head i, over the token axis, each position seeing all (gmlp.txt, eq. 2).
+    """Return ``(W_i @ x_i + b_i) * gate_i`` for every head i; each position sees all others (gmlp.txt, eq. 2).
 
     Inputs shorter than T use the leading rows and columns of ``W`` and the leading entries of ``b``.
 
@@ -92,7 +92,7 @@ def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:
 
 
 def _projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int) -> Tensor:
-    """Without a gate, by torch's own products."""
+    """Return a causal projection without a gate, by torch's own products."""
     num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
     strip = triangle_strip(num_tokens) if start == 0 and allowed(x_Bnhc, weight_hTT, bias_hT) else None
     if strip is not None:
@@ -110,7 +110,7 @@ def _projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int)
 
 
 def _sequence(x_hnc: Tensor, weight_hmn: Tensor, bias_hm1: Tensor) -> Tensor:
-    """The last m positions of one sequence, (h, m, c); a single product is cut so that all threads have a part."""
+    """Return the last m positions of one sequence, (h, m, c); a single product is cut to give all threads a part."""
     (num_heads, num_new, num_tokens), bands = weight_hmn.shape, BANDS
     if num_heads > 1 or num_new > 1 or num_tokens < bands:
         return torch.baddbmm(bias_hm1, weight_hmn, x_hnc)

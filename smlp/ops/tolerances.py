@@ -16,7 +16,7 @@ SHARE_TF32 = 3e-3
 
 
 def allowed_share(dtype: torch.dtype, precision: str = "ieee") -> float:
-    """Largest allowed difference as a share of the largest value.
+    """Return the largest allowed difference as a share of the largest value.
 
     Args:
         dtype: float32, float16 or bfloat16.
@@ -26,7 +26,7 @@ def allowed_share(dtype: torch.dtype, precision: str = "ieee") -> float:
 
 
 def largest_share(got: Tensor, want: Tensor) -> float:
-    """Largest difference as a share of the largest wanted value; NaN and infinity where either has them, 0 if empty."""
+    """Return the largest difference as a share of the largest wanted value: 0 if empty, non-finite if a value is."""
     if want.numel() == 0:
         return 0.0
     want = want.double()

@@ -57,19 +57,19 @@ class TriangularProjection(torch.autograd.Function):
 
 
 def _spans(num_positions: int, width: int) -> list[tuple[int, int]]:
-    """First and last + 1 position of each strip."""
+    """Return the first and last + 1 position of each strip."""
     return [(first, min(first + width, num_positions)) for first in range(0, num_positions, width)]
 
 
 def _grouped(x_Bnhc: Tensor) -> Tensor:
-    """(B, n, c) of one head, as it lies; (h, n, B*c) of several, copied."""
+    """Return (B, n, c) of one head, as it lies; (h, n, B*c) of several, copied."""
     if x_Bnhc.size(2) == 1:
         return x_Bnhc.squeeze(2).contiguous()
     return x_Bnhc.permute(2, 1, 0, 3).flatten(2)
 
 
 def _ungrouped(x_Gnc: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse, as a view of shape (B, n, h, c)."""
+    """Invert :func:`_grouped`, as a view of shape (B, n, h, c)."""
     num_seqs, num_positions, num_heads, width = shape
     if num_heads == 1:
         return x_Gnc.unsqueeze(2)
@@ -77,7 +77,7 @@ def _ungrouped(x_Gnc: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _product(left_hmk: Tensor, right_Gkc: Tensor, plus: Tensor | None = None) -> Tensor:
-    """``left @ right + plus``, (G, m, c), a new tensor: into one that has gaps, torch multiplies matrix by matrix."""
+    """Return ``left @ right + plus``, (G, m, c), a new tensor: torch fills one with gaps matrix by matrix."""
     left_Gmk = left_hmk.expand(len(right_Gkc), -1, -1)
     if takes_onednn(left_hmk.size(1) * right_Gkc.shape[1:].numel(), left_hmk, right_Gkc):
         product_Gmc = right_Gkc.new_empty(len(right_Gkc), left_hmk.size(1), right_Gkc.size(2))
@@ -88,7 +88,7 @@ def _product(left_hmk: Tensor, right_Gkc: Tensor, plus: Tensor | None = None) ->
 
 
 def _outer(left_Gmc: Tensor, right_Gkc: Tensor, num_matrices: int) -> Tensor:
-    """``left @ right^T``, (h, m, k); summed over the products where they share one matrix."""
+    """Return ``left @ right^T``, (h, m, k); summed over the products where they share one matrix."""
     if num_matrices == len(left_Gmc):
         return _product(left_Gmc, right_Gkc.transpose(1, 2))
     sum_1mk = left_Gmc.new_zeros(1, left_Gmc.size(1), right_Gkc.size(1))

@@ -21,7 +21,7 @@ def _wide(number):
 
 @triton.jit
 def _product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """``total + left @ right``."""
+    """Return ``total + left @ right``."""
     if WIDEN:  # Triton's interpreter reads the bits of bfloat16 as integers
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -41,7 +41,7 @@ def project(
     TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``y = tril(W) x + b``, or of ``tril(W)^T x``, and what is then done with it.
+    """Compute one tile of ``y = tril(W) x + b``, or of ``tril(W)^T x``, and what follows from it.
 
     Without ``gate``, ``out = y``. With it, ``out = y * gate``. With ``grad`` too, the gradient of ``y * gate``:
     ``grad_gate = grad * y`` and ``out = grad * gate``, which is the gradient of y.
@@ -120,7 +120,7 @@ def project(
 
 @triton.jit
 def _lower_tile(number):
-    """Row and column of a tile, counted row by row through the lower triangle."""
+    """Return the row and column of a tile, counted row by row through the lower triangle."""
     row = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
     row = tl.where(row * (row + 1) // 2 > number, row - 1, row)  # how a GPU rounds a square root is not specified
     row = tl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)
@@ -129,7 +129,7 @@ def _lower_tile(number):
 
 @triton.jit
 def _store_lower(out, total, row_tile, column_tile, strip, context, STRIP: tl.constexpr, BLOCK: tl.constexpr):
-    """Some rows of a lower tile of (T, T), and zeros in its mirror image above the diagonal."""
+    """Store some rows of a lower tile of (T, T), and zeros in its mirror image above the diagonal."""
     within = tl.arange(0, STRIP)[:, None] + strip * STRIP
     across = tl.arange(0, BLOCK)[None, :]
     rows, columns = row_tile * BLOCK + within, column_tile * BLOCK + across
@@ -152,7 +152,7 @@ def weight_gradient(
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One lower tile of ``sum over B, c of grad[m] x[k]``, or one of several parts of that sum.
+    """Compute one lower tile of ``sum over B, c of grad[m] x[k]``, or one of several parts of that sum.
 
     ``out`` is the gradient (h, T, T), contiguous; where SPLIT, float32 parts (parts, h, tiles, BLOCK, BLOCK) for
     :func:`add_parts`. Grid: lower tiles, heads, parts.
@@ -194,7 +194,7 @@ def weight_gradient(
 
 @triton.jit(do_not_specialize=["num_parts"])
 def add_parts(parts, out, context, num_parts, STRIP: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the parts of :func:`weight_gradient`, first to last. Grid: lower tiles, heads, strips of a tile."""
+    """Sum the parts of :func:`weight_gradient`, first to last. Grid: lower tiles, heads, strips of a tile."""
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     strip = tl.program_id(2)

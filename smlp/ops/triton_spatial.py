@@ -92,7 +92,7 @@ class FusedProjection(torch.autograd.Function):
 
 
 def fused_forward(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None) -> Tensor:
-    """The output, (B, n, h, c), contiguous."""
+    """Return the output, (B, n, h, c), contiguous."""
     out_Bnhc = torch.empty(x_Bnhc.shape, dtype=x_Bnhc.dtype, device=x_Bnhc.device)
     _project(x_Bnhc, weight_hTT, out_Bnhc, bias_hT, gate_Bnhc)
     return out_Bnhc
@@ -101,7 +101,7 @@ def fused_forward(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc
 def fused_backward(
     grad_Bnhc: Tensor, x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of x, weight, bias and gate, contiguous, from that of the output."""
+    """Return the gradients of x, weight, bias and gate, contiguous, from that of the output."""
     grad_gate_Bnhc = None
     if gate_Bnhc is not None:
         grad_y_Bnhc = torch.empty(x_Bnhc.shape, dtype=x_Bnhc.dtype, device=x_Bnhc.device)
@@ -151,7 +151,7 @@ def _project(
 
 
 def _weight_gradient(grad_Bnhc: Tensor, x_Bnhc: Tensor, weight_hTT: Tensor) -> Tensor:
-    """``tril(sum over B, c of grad x^T)``, (h, T, T), zeros above the diagonal."""
+    """Return ``tril(sum over B, c of grad x^T)``, (h, T, T), zeros above the diagonal."""
     num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
     context = weight_hTT.size(1)
     grad_weight_hTT = torch.empty(weight_hTT.shape, dtype=weight_hTT.dtype, device=weight_hTT.device)
@@ -184,7 +184,7 @@ def _weight_gradient(grad_Bnhc: Tensor, x_Bnhc: Tensor, weight_hTT: Tensor) -> T
 
 
 def _num_parts(num_programs: int, num_steps: int, num_multiprocessors: int) -> int:
-    """Parts of each sum: as many as can run at the same time, and at least one.
+    """Return the number of parts of each sum: as many as can run at the same time, and at least one.
 
     It depends on shapes and the device alone, so that every run adds up in the same order.
     """
@@ -207,7 +207,7 @@ def _precision(x: Tensor) -> dict[str, str | bool]:
 
 @contextlib.contextmanager
 def prescribed(number: int) -> Iterator[None]:
-    """Launch every kernel inside the block with this one of its choices, or the next that the device can run."""
+    """Launch every kernel inside the block with its choice ``number``, or the next that the device can run."""
     token = _prescribed.set(number)
     try:
         yield
@@ -237,7 +237,7 @@ def launch(run: Callable[[Settings], None], choices: Sequence[Settings], kind: H
 
 
 def size_class(*sizes: int) -> tuple[int, ...]:
-    """Sizes between the same powers of two count as one kind."""
+    """Return the kind of a problem: sizes between the same powers of two count as one."""
     return tuple(size.bit_length() for size in sizes)
 
 

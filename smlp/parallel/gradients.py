@@ -3,8 +3,8 @@
 Scale. A rank's loss is a sum over its own tokens, and the loss of an update is the sum over ranks (what a trainer
 divides it by afterwards, it divides all gradients by). The backward pass through the all-to-all leaves in each expert's
 gradient the sum over the ranks of its expert group already, for the tokens of all of them passed through it. What is
-missing are the other expert groups: the sum over the replica group. There is no factor W, P or W/P. With P = 1 experts
-are reduced like dense parameters, whose gradients are summed over all ranks.
+missing is the sum over the other expert groups, that is, over the replica group. There is no factor W, P or W/P. With
+P = 1 experts are reduced like dense parameters, whose gradients are summed over all ranks.
 
 A trainer that averages dense gradients over W ranks (and multiplies by W later) must divide the expert gradients of
 this module by W as well.

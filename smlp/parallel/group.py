@@ -151,7 +151,7 @@ class DistributedGroup:
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows to other ranks and rows from them; gradients go back the way the rows came.
+    """Send rows to other ranks and receive theirs; gradients go back the way the rows came.
 
     The node stays in the graph when no row is sent or received, so that every rank runs the same collectives in its
     backward pass.

@@ -60,7 +60,7 @@ class ExpertLayout:
 
     @property
     def position(self) -> int:
-        """p, of this rank in its expert group."""
+        """p, the position of this rank in its expert group."""
         return self.rank % self.group_size
 
     @property

@@ -62,7 +62,7 @@ def _profiler_enabled() -> bool:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Return a range with this name where a profiler is running; otherwise, and in a whole one, nothing."""
+    """Return a range with this name; one that does nothing without a profiler and inside of :func:`whole_span`."""
     return _Span(name) if _profiler_enabled() and not _open.num_whole else _NOTHING
 
 
@@ -84,7 +84,7 @@ def stage(stage: str) -> AbstractContextManager[None]:
 
 
 def current_span() -> str | None:
-    """Return the innermost open range of this thread."""
+    """Return the name of the innermost open range of this thread."""
     return _open.stack[-1] if _open.stack else None
 
 

@@ -48,7 +48,7 @@ class Pair:
     query: int
     key: int
     weight: float
-    #: where the weight is that large
+    #: layer with this weight
     layer: int
 
 
@@ -107,7 +107,7 @@ def tiny_attention(model: Stack) -> dict[int, SelfAttention]:
 
 
 def attention_map(model: Stack, text: SeenText, symbols: Sequence[str]) -> AttentionMap:
-    """Feed a text, in evaluation mode, and return the largest weights.
+    """Feed a text to the model in evaluation mode; return the largest weights.
 
     Args:
         model: with a tiny attention in its first half; its mode is as before when this returns. No expert drops a

@@ -52,8 +52,7 @@ def check_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
-    """Return a figure of ``width`` x ``height`` inches with a title; higher by the lines by which the title is too
-    long.
+    """Return a figure of ``width`` x ``height`` inches with a title, made higher where the title needs more lines.
 
     Args:
         width, height: in inches.

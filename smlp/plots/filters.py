@@ -85,7 +85,7 @@ def random_toeplitz_share(size: int, is_causal: bool = True) -> tuple[float, flo
     ``n = T**2`` for whole matrices. For independent weights of one distribution that is symmetric about zero, such as
     that of untrained weights, each weight holds 1/n of the energy on average and products of two weights none, so that
     the mean is exactly ``D/n``, 2/(T+1) or (2T-1)/T**2. For normal weights the share has the distribution
-    ``Beta(D/2, (n-D)/2)``, of which the standard deviation is given.
+    ``Beta(D/2, (n-D)/2)``, whose standard deviation is returned.
     """
     n = _num_weights(size, is_causal)
     mean = _num_diagonals(size, is_causal) / n

@@ -27,7 +27,7 @@ _INCHES = 9.0
 
 
 def mean_frequency(units_Dgg: np.ndarray) -> np.ndarray:
-    """Return the mean spatial frequency (D) of images: of their power spectrum, in cycles a patch, 0 for a constant.
+    """Return the mean frequency of each image's power spectrum, (D,), in cycles per patch; 0 for a constant image.
 
     The supplement of MLP-Mixer sorts by "a heuristic that tries to show low frequency filters first", which it does not
     print; this is ours.
@@ -64,7 +64,7 @@ def paired_order(units_Dgg: np.ndarray) -> list[int]:
 
 
 def token_units(state: Mapping[str, torch.Tensor]) -> dict[int, np.ndarray]:
-    """Return the units (D, g, g) of each block's token MLP, of Mixers whose channels share one and see all tokens."""
+    """Return the units (D, g, g) of each block's token MLP, for Mixers whose channels share one over all tokens."""
     found = {}
     for name, tensor in state.items():
         match = _TOKEN_UNITS.fullmatch(name)

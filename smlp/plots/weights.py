@@ -29,11 +29,7 @@ MOST_LAYERS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """The layers, heads and experts to draw; numbers always cover all of them.
-
-    Raises:
-        UserError: of :meth:`check`.
-    """
+    """The layers, heads and experts to draw; numbers always cover all of them."""
 
     #: numbers of layers, "all", or None for :data:`MOST_LAYERS` of each kind, spread evenly
     layers: Sequence[int] | str | None = None

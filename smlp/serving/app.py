@@ -31,7 +31,7 @@ _NOT_HERE = {
     "/v1/chat/completions": "these models continue texts and know no conversations: use /v1/completions",
     "/v1/embeddings": "there are no embeddings here: use /v1/completions",
 }
-#: names that OpenAI has for why a text ended
+#: OpenAI's names of the reasons for which a text ended
 _REASONS = {"end": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
@@ -167,14 +167,14 @@ class _Answer:
             )
             for number, asked in enumerate(wanted.prompts)
         ]
-        #: events that end a choice, or bring the scores of a prompt
+        #: number of events to come that end a choice or bring the scores of a prompt
         self._left = sum(
             (job.num_texts if job.request else 0) + (job.prompt_top is not None and len(job.prompt) > 1)
             for job in self._jobs
         )
 
     def begin(self) -> None:
-        """Have the texts written.
+        """Submit the jobs to the engine.
 
         Raises:
             BusyError: too many prompts wait already.
@@ -221,7 +221,7 @@ class _Answer:
             self._cancel()
 
     async def _next(self, request: HttpRequest) -> tuple[int, Event] | None:
-        """Return what happens next, and to which prompt; None if the client has gone away, which no error tells."""
+        """Return the next event and its prompt's number; None if the client has gone away, which raises no error."""
         while True:
             if time.monotonic() >= self._look_at:
                 if await request.is_disconnected():
@@ -265,7 +265,7 @@ class _Answer:
                 rows = zip(prompt[1:], scores.log_probs, scores.top, strict=True)
                 known = [_Known(*row) for row in rows] + known
             logprobs = _logprobs(tokenizer, prompt[0] if echoes else prompt[-1], known, 0)
-        # of a prompt that was only scored, there is no end
+        # a prompt that was only scored has no end
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish or "length"}
 
     @staticmethod

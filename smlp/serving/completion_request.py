@@ -17,7 +17,7 @@ from smlp.text.tokenizer import Tokenizer, Vocabulary
 #: as in OpenAI's interface
 _MOST_STOPS, _MOST_LOGPROBS, _MOST_TEXTS = 4, 5, 128
 _DEFAULT_TOKENS = 16
-#: keys that are understood only with the value that changes nothing
+#: keys that are accepted only with a value that changes nothing
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
@@ -138,7 +138,7 @@ class RequestReader:
         )
 
     def _prompts(self, prompt: Any) -> list[str | list[int]]:
-        """Return the prompts: of a text, several texts, ids, or several lists of ids."""
+        """Return the list of prompts in a text, several texts, ids, or several lists of ids."""
         if prompt is None:
             raise RequestError("prompt", "prompt is missing")
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _are_ids(prompt)):
@@ -217,7 +217,7 @@ def _list(name: str, value: Any) -> Sequence[Any]:
 
 
 def _with_name(name: str | None, work: Callable[[], Any]) -> Any:
-    """Return what ``work`` returns; its errors become errors of the key, by default of the one that they begin with."""
+    """Return what ``work`` returns; its errors are those of the key, by default of the one that they begin with."""
     try:
         return work()
     except RequestError:

@@ -37,13 +37,13 @@ class BusyError(UserError):
 class NewToken:
     """A token that was added to a text."""
 
-    #: of the texts of its job, counted from 0
+    #: number of the text among those of its job, counted from 0
     draw: int
     token: int
     log_prob: float
     #: likeliest ids with their log-probabilities, as many as were asked for
     top: list[tuple[int, float]]
-    #: text that is certain now; of some tokens none, of others that of several
+    #: text that is certain now: none after some tokens, that of several tokens after others
     shown: str
     #: why the text ended, if it did: as :attr:`smlp.inference.generation.Text.finish`
     finish: str | None
@@ -75,7 +75,7 @@ class PromptJob:
     prompt: Sequence[int]
     #: what to write; None if only the prompt is to be scored
     request: Request | None
-    #: takes what happens, in the engine's thread
+    #: called with each event, in the engine's thread
     emit: Callable[[Event], None]
     stop: Sequence[str] = ()
     #: likeliest ids at each of the prompt's tokens, whose log-probabilities are wanted; None: they are not wanted
@@ -146,7 +146,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, jobs: Sequence[PromptJob]) -> None:
-        """Have jobs done, all or none of them. Where none waits, they are taken however many they are.
+        """Queue jobs, all or none of them; if no job waits, any number of them.
 
         Raises:
             BusyError: too many wait already, or the engine is closed.

@@ -37,7 +37,7 @@ class _Level:
     backoff: np.ndarray
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Ids of the k-grams with these keys, -1 for those not in the training stream; shape of ``keys``."""
+        """Return the ids of the k-grams with these keys, -1 for those not in the training stream; shape of ``keys``."""
         places = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[places] == keys, places, -1)
 

@@ -128,7 +128,7 @@ def windows_of(split: SquadSplit, max_tokens: int, stride: int, max_question: in
     Args:
         split: with the questions.
         max_tokens: of a window, with the question and three symbols.
-        stride: tokens between the beginnings of windows; where a part has fewer, that many.
+        stride: tokens between the beginnings of windows; the tokens of a part where those are fewer.
         max_question: tokens of a question; what is beyond them is cut off.
 
     Raises:
@@ -157,8 +157,8 @@ def windows_of(split: SquadSplit, max_tokens: int, stride: int, max_question: in
 class SquadScores:
     """Exact match and F1 in percent, over ``predictions`` (texts by question id, "" for no answer).
 
-    ``threshold``: above it, the score of "no answer" less that of the best answer means no answer; None for splits in
-    which every question has one.
+    ``threshold``: a question gets no answer if the score of "no answer" exceeds that of its best answer by more than
+    this; None for splits in which every question has an answer.
     """
 
     exact_match: float

@@ -31,8 +31,8 @@ OWN_MODELS = "smlp.vision.timm_models"
 def safe_classes_kept() -> Iterator[None]:
     """Keep the classes that torch reads from checkpoints.
 
-    ``torch.serialization.safe_globals``, also inside timm's readers, forbids afterwards what it allowed, although
-    others, such as fairseq's checkpoints, have allowed it too.
+    ``torch.serialization.safe_globals``, which timm's readers use too, forbids on exit all that it allowed, even what
+    others, such as fairseq's checkpoints, have allowed as well.
     """
     allowed = torch.serialization.get_safe_globals()
     try:
@@ -134,7 +134,7 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
         checkpoint: from :func:`read_checkpoint`; its own options say at which size it was trained, or else the model
             does.
         args: what the model is to be; ``model_kwargs`` gets the hidden width over tokens of the larger Mixer.
-        use_ema: convert the moving average if there is one, which is then the only weights.
+        use_ema: convert the moving average if there is one, instead of the weights themselves.
 
     Raises:
         UserError: no size is given, the model is not ours, or the sizes do not fit (as

@@ -93,7 +93,7 @@ def read_comparison(path: Path) -> Comparison:
 
 
 def read_seeds(section: Section) -> list[int]:
-    """Take the seeds of a file; 1, 2 and 3 if there are none."""
+    """Return the seeds of a file; 1, 2 and 3 by default."""
     seeds = [section.as_count("seeds", seed, least=0, most=_MOST_SEED) for seed in section.values("seeds", [1, 2, 3])]
     if len(set(seeds)) < len(seeds):
         raise section.error("seeds", f"has a seed twice: {seeds}")
@@ -229,7 +229,7 @@ def train_all(
         out: folder of runs and results; the same command resumes.
         jobs: trainings at a time.
         dry_run: print costs and commands instead.
-        started: called before the first run, when ``out`` is known to be for these.
+        started: called before the first run, once ``out`` is known to be of this comparison.
 
     Returns:
         The exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal, 130 by SIGINT.
@@ -272,7 +272,7 @@ def train_all(
 
 
 def _settle(comparison: Comparison, path: Path) -> None:
-    """Write down what the runs are made with; more models and seeds may be added later.
+    """Record the settings of the runs; more models and seeds may be added later.
 
     Raises:
         UserError: the folder holds runs of something else.
@@ -300,7 +300,7 @@ def finished_runs(out: Path, names: Iterable[str], seeds: Iterable[int]) -> dict
 
 
 def _summary(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a run, in which what reports read are numbers.
+    """Return the rows of a run, whose entries that reports read are checked to be numbers.
 
     Raises:
         UserError: the file is missing or damaged.

@@ -21,7 +21,7 @@ from smlp.launch.team import Team
 from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint, trained_with
 from smlp.vision.data import evaluation_loader, open_split
 
-#: of a training, which an evaluation of its checkpoint takes over unless they are given
+#: options of a training that an evaluation of its checkpoint takes over unless they are given
 _TAKEN_OVER = (
     "model",
     "num_classes",
@@ -98,7 +98,7 @@ def model_of(args: Namespace, checkpoint: dict[str, Any] | None = None) -> nn.Mo
     """Return the trained model of ``args.checkpoint``.
 
     Args:
-        args: options; those that are not given and describe the model or its images become those of the training.
+        args: options; those that describe the model or its images are by default those of the training.
         checkpoint: its content, if it was read already.
 
     Raises:

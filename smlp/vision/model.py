@@ -22,7 +22,7 @@ from smlp.ops.fast_paths import skips_dropped
 from smlp.vision.presets import ImageConfig
 from smlp.wide_sparse.layers import Permutation
 
-#: what timm calls ways of pooling; "" returns all tokens
+#: timm's names of the ways of pooling; "" returns all tokens
 _POOLS = {"mean": "avg", "cls": "token"}
 
 
@@ -33,7 +33,7 @@ class DropPath(nn.Module):
     number of images that are kept is not known in advance.
 
     Args:
-        probability: of an image's branch.
+        probability: that an image's branch is dropped.
     """
 
     def __init__(self, probability: float) -> None:
@@ -68,7 +68,7 @@ class Stem(nn.Module):
         self.proj = nn.Conv2d(config.in_chans, config.embed_dim, config.patch_size, config.patch_size)
 
     def forward(self, x_BcII: Tensor) -> Tensor:
-        """(B, channels, I, I) to (B, S, C)."""
+        """Map (B, channels, I, I) to (B, S, C)."""
         height, width = x_BcII.shape[2:]
         require(
             height == width == self.img_size,
@@ -119,7 +119,7 @@ class TokenMLP(nn.Module):
         self.activation = ACTIVATION_FUNCTIONS[config.activation]
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """(B, S, C) to (B, S', C)."""
+        """Map (B, S, C) to (B, S', C)."""
         if self.groups == 1 and self.views is None:
             return self._mixed(x_BSC)
         # a view is a run of C/G features; a group is G neighbours, feature j of which stands first
@@ -146,7 +146,7 @@ class TokenLayer(nn.Module):
         self.activation = ACTIVATION_FUNCTIONS[activation]
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """(B, S, C) to (B, S', C)."""
+        """Map (B, S, C) to (B, S', C)."""
         return self.activation(self.weight @ x_BSC)
 
 
@@ -159,7 +159,7 @@ class ChannelLayer(nn.Module):
         self.activation = ACTIVATION_FUNCTIONS[activation]
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """(B, S, C) to (B, S, C)."""
+        """Map (B, S, C) to (B, S, C)."""
         return self.activation(self.fc(x_BSC))
 
 
@@ -172,7 +172,7 @@ class NormedSkip(nn.Module):
         self.norm = nn.LayerNorm(config.embed_dim, config.norm_eps)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """(B, S, C) to (B, S', C)."""
+        """Map (B, S, C) to (B, S', C)."""
         return self.norm(self.proj.weight @ x_BSC)
 
 
@@ -206,7 +206,7 @@ class MixerBlock(nn.Module):
             self.orders.extend(Permutation.random(size) for size in sizes)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """(B, S, C) to (B, S', C)."""
+        """Map (B, S, C) to (B, S', C)."""
         if self.skip is not None:
             x_BSC = self.skip(x_BSC) + self._mixed(self.norm1(x_BSC), self.mlp_tokens, 0)
         elif self.is_residual:
@@ -240,7 +240,7 @@ class SparseLayerBlock(nn.Module):
         self.is_residual = inputs == config.width
 
     def forward(self, x_B1m: Tensor) -> Tensor:
-        """(B, 1, inputs) to (B, 1, m)."""
+        """Map (B, 1, inputs) to (B, 1, m)."""
         return self.drop_path(x_B1m, self._mixed) if self.is_residual else self._mixed(x_B1m)
 
     def _mixed(self, x_B1m: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ class ImageGatedMLP(nn.Module):
         self.fc2 = Linear(config.ffn_dim // 2, config.embed_dim)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """(B, S, C) to (B, S, C)."""
+        """Map (B, S, C) to (B, S, C)."""
         return self.fc2(self.gate(*activated_halves(self.fc1(x_BSC), self.activation), ForwardContext()))
 
 
@@ -279,7 +279,7 @@ class ImageGatedBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """(B, S, C) to (B, S, C)."""
+        """Map (B, S, C) to (B, S, C)."""
         return self.drop_path(x_BSC, lambda x: self.mlp_channels(self.norm(x)))
 
 
@@ -366,7 +366,7 @@ class ImageModel(nn.Module):
         """Replace the head by one of zeros for so many classes; 0 leaves it out.
 
         Raises:
-            UserError: the model does not pool so.
+            UserError: the model does not pool in this way.
         """
         if global_pool is not None:
             own = ("", _POOLS[self.config.pool])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from smlp.config.settings import require
 from smlp.errors import UserError
 
-#: a module, and what gives the features that are added to a skip connection from its inputs and its output
+#: a module, and a function of its inputs and output that gives the features that are added to a skip connection
 Branch = tuple[nn.Module, Callable[[Any, Any], Tensor]]
 Branches = Mapping[str, Branch]
 

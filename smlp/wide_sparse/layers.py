@@ -42,7 +42,7 @@ class Permutation(nn.Module):
         return cls(torch.randperm(size))
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """(B, S, C) to (B, S, C)."""
+        """Map (B, S, C) to (B, S, C)."""
         return x_BSC.flatten(1).index_select(1, self.index).view(x_BSC.shape)
 
     def extra_repr(self) -> str:
@@ -66,7 +66,7 @@ class KroneckerLinear(nn.Module):
         return torch.kron(self.left, self.right.t().contiguous())
 
     def forward(self, x_Bm: Tensor) -> Tensor:
-        """(B, m) to (B, m)."""
+        """Map (B, m) to (B, m)."""
         x_BSC = x_Bm.unflatten(1, (self.left.size(0), -1))
         return (self.left @ x_BSC @ self.right).flatten(1)
 
@@ -91,7 +91,7 @@ class MonarchLinear(nn.Module):
         return order.t() @ torch.block_diag(*self.left) @ order @ torch.block_diag(*self.right)
 
     def forward(self, x_Bm: Tensor) -> Tensor:
-        """(B, m) to (B, m)."""
+        """Map (B, m) to (B, m)."""
         x_BSC = x_Bm.unflatten(1, (self.right.size(0), -1))
         x_BSC = torch.einsum("sdc,bsc->bsd", self.right, x_BSC)
         return torch.einsum("cts,bsc->btc", self.left, x_BSC).flatten(1)
@@ -121,7 +121,7 @@ class PermutedKronecker(nn.Module):
         return second @ torch.block_diag(*[self.weight] * self.blocks) @ first
 
     def forward(self, x_Bm: Tensor) -> Tensor:
-        """(B, m) to (B, m)."""
+        """Map (B, m) to (B, m)."""
         x_Bbs = self.first(x_Bm).unflatten(1, (self.blocks, -1))
         return self.second((x_Bbs @ self.weight.t()).flatten(1))
 

@@ -159,7 +159,7 @@ def run_sweep(
         The exit status, as :func:`smlp.vision.compare.train_all`.
 
     Raises:
-        UserError: a model has no place on the axis, its connections are others, or ``out`` holds other runs.
+        UserError: a model has no place on the axis, its connections differ, or ``out`` holds other runs.
     """
     counted, facts, num_branches = costs(sweep.comparison, parse), {}, {}
     for name, words in sweep.comparison.models.items():
@@ -207,7 +207,7 @@ def write_report(out: Path) -> None:
     """Write and print ``report.md`` and ``report.json``, and ``report.png`` if matplotlib is there, from finished runs.
 
     Raises:
-        UserError: the folder is none of a sweep, or none of its runs has ended.
+        UserError: the folder is not that of a sweep, or none of its runs has ended.
     """
     if not (out / _RECORD).is_file():
         raise UserError(f"{out} holds no sweep of smlp wide-sparse run: there is no {_RECORD}")

@@ -52,8 +52,8 @@ def compare_language_models(
     batch_size: int,
     batches: int | None = None,
 ) -> dict[str, Any]:
-    """Return the CKA of the branches of two models on consecutive sequences of T tokens; the features are all of a
-    sequence's.
+    """Return the CKA of the branches of two models on consecutive sequences of T tokens, each with the features of all
+    its positions.
 
     Args:
         models, names: both models, with the same context and dictionary, and their files.

@@ -2,8 +2,8 @@
 
 At each step, the ``2 * size`` likeliest continuations of a prompt's hypotheses are ranked. Those of the first ``size``
 that end with the end symbol are finished; the likeliest ``size`` of the others go on. A search is over when ``size``
-hypotheses are finished, or when the longest length is reached, where all end. Scores are log-probabilities of the
-whole text after the start symbol, the prompt and the end symbol included, over their number to the power of the
+hypotheses are finished, or when the longest length is reached, where all end. A score is the log-probability of the
+whole text after the start symbol, prompt and end symbol included, divided by its number of tokens to the power of the
 length penalty.
 
 Letters: ``R`` rows, ``n`` tokens, ``V`` vocabulary, ``K`` candidates of a row.
@@ -24,7 +24,7 @@ from smlp.inference.generation.sampled import check_numbers
 from smlp.inference.generation.settings import BeamSearch, Limits
 from smlp.nn.decoder import Decoder
 
-#: of a prompt, whose logits are computed at once
+#: positions of a prompt whose logits are computed at once
 _POSITIONS = 128
 
 
@@ -83,7 +83,7 @@ def beam_search(
 
     Raises:
         UserError: a prompt that the model cannot read, a text that its context has no room for, no ``end``, or sliding.
-        NaNError: what the model computes is not a number.
+        NaNError: the model's logits are NaN.
     """
     if limits.end is None:
         raise UserError("a beam search needs the id that ends a text: Limits(end=...)")

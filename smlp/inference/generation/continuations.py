@@ -1,4 +1,4 @@
-"""Ending a text before certain strings, also where they come in several pieces."""
+"""Continue prompts of text; end texts before stop strings, even those that span several tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from smlp.text.tokenizer import Tokenizer, Vocabulary
 
 
 class StopStrings:
-    """Lets text through piece by piece, up to whichever of some strings is completed first.
+    """Pass text on piece by piece, up to the stop string that is completed first.
 
-    Text that may be the beginning of one is held back until more is known.
+    Text that may be the beginning of a stop string is held back until that is decided.
 
     Raises:
-        UserError: one of the strings is empty, or none.
+        UserError: a stop string is empty or not a string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -127,7 +127,7 @@ class TextWriter:
     """Continues prompts in one way.
 
     Raises:
-        UserError: settings that have no meaning together.
+        UserError: settings cannot be combined.
     """
 
     decoder: Decoder
@@ -179,9 +179,9 @@ class TextWriter:
         return [self.start_token, *self.tokenizer.encode_lines(prompt)]
 
     def follow(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
-        """Samples continuations of prompts of ids; yields each text as it grows, with what is to be shown next.
+        """Sample continuations of prompts of ids; yield each text as it grows, with what to show next.
 
-        Prompts that do not fit are refused at once, before anything is asked for.
+        Prompts that do not fit are refused at once, before the iterator is read.
 
         Raises:
             UserError: as :func:`smlp.inference.generation.sampled_texts`; or a beam search, which shows no text early.
@@ -194,9 +194,9 @@ class TextWriter:
         return self._with_shown(texts, prompts)
 
     def continuations(self, prompts: Sequence[str], batch_size: int) -> Iterator[list[Continuation]]:
-        """Return the continuations of each prompt, in order; ``batch_size`` prompts are written at a time.
+        """Return the continuations of each prompt, in order; ``batch_size`` prompts are processed at a time.
 
-        Prompts that do not fit are refused at once, before anything is asked for.
+        Prompts that do not fit are refused at once, before the iterator is read.
         """
         if not isinstance(batch_size, int) or batch_size < 1:
             raise UserError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
@@ -207,7 +207,7 @@ class TextWriter:
         return self._in_batches(prompts, tokens, self.num_cut(tokens), batch_size)
 
     def num_cut(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Return how many tokens at the beginning of each prompt of ids the model does not read, where texts slide.
+        """Return how many tokens a sliding context cuts from the beginning of each prompt of ids.
 
         Raises:
             UserError: a prompt does not fit.
@@ -252,7 +252,7 @@ class TextWriter:
                 yield sorted(done.get(index, []), key=lambda continuation: continuation.draw)
 
     def finished(self, batch: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
-        """Yield the finished texts of prompts of ids, also as strings, in no particular order."""
+        """Yield each finished text of prompts of ids, with its string, in no particular order."""
         if self._searches:
             found = beam_search(self.decoder, batch, self.limits, self.method, self._banned, self._fill)
             for text in (text for texts in found for text in texts[: self.num_return]):

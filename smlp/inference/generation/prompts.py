@@ -123,7 +123,7 @@ class SharedPositions:
     Args:
         decoder: in evaluation mode.
         rows: known ids of each sequence, at least one each; append to ``rows`` what is chosen.
-        capacity: most ids of a row that are read, so that no room is kept for others.
+        capacity: most ids that are read of a row; the state has no room for more.
     """
 
     def __init__(self, decoder: Decoder, rows: Sequence[Sequence[int]], capacity: int) -> None:
@@ -141,7 +141,7 @@ class SharedPositions:
 
     @property
     def waiting(self) -> list[int]:
-        """The rows of which all ids have been read: they need another one."""
+        """The rows whose ids have all been read, so that they need another one."""
         return [row for row, ids in enumerate(self.rows) if len(ids) == self.num_read]
 
     def read(self) -> Tensor:

@@ -64,7 +64,7 @@ def sampled_texts(
     Raises:
         UserError: a prompt that the model cannot read, or a text that its context has no room for; before anything is
             computed.
-        NaNError: what the model computes is not a number.
+        NaNError: the model's logits are NaN.
     """
     sampling = sampling or Sampling()
     ready = ready_prompts(decoder.config, prompts, limits, fill)
@@ -91,7 +91,7 @@ class _Draft:
 
     text: Text
     request: Request
-    #: of the random numbers; None while the prompt is still being read
+    #: random numbers of the text; None while the prompt is still being read
     stream: torch.Generator | None = None
 
 
@@ -152,7 +152,7 @@ class SampledBatch:
         self._drafts = [drafts[row] for row in unfinished]
 
     def _branch(self) -> list[int]:
-        """Make ``num_return`` rows of each whose prompt has just been read; return the row that each comes from."""
+        """Make ``num_return`` rows of each row whose prompt has just been read; return the row that each comes from."""
         waiting = set(self._positions.waiting)
         index, branched = [], []
         for row, draft in enumerate(self._drafts):
@@ -205,7 +205,7 @@ def likeliest(log_probs_V: Tensor, count: int) -> list[tuple[int, float]]:
 
 
 def random_stream(seed: int, prompt: Sequence[int], draw: int) -> torch.Generator:
-    """Return the random numbers of a prompt's draw: the same in every batch and whatever other draws there are."""
+    """Return the random numbers of one draw of a prompt, which depend on neither the batch nor other draws."""
     key = f"{seed} {draw} {' '.join(map(str, prompt))}"
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
@@ -215,7 +215,7 @@ def check_numbers(logits_RV: Tensor) -> None:
     """Refuse logits that cannot be chosen from.
 
     Raises:
-        NaNError: some are not a number.
+        NaNError: some are NaN.
     """
     if logits_RV.isnan().any():
         raise NaNError("the model's next-token scores are NaN: the checkpoint has diverged or is damaged")
@@ -234,7 +234,7 @@ def choose(logits_RV: Tensor, sampling: Sampling, streams: Sequence[torch.Genera
     A row takes one number from its own stream, so that its token does not depend on other rows.
 
     Raises:
-        NaNError: the logits are not numbers.
+        NaNError: some logits are NaN.
     """
     check_numbers(logits_RV)
     if sampling.temperature == 0:

@@ -122,7 +122,7 @@ class Limits:
 
 
 def method_of(greedy: bool = False, beam: int | None = None, **settings: Any) -> Sampling | BeamSearch:
-    """Return the method that settings by name ask for: beam search with ``beam`` hypotheses, or else sampling.
+    """Return the method that the settings select: beam search if ``beam`` is given, otherwise sampling.
 
     Args:
         greedy: the same as ``temperature=0``.
@@ -130,7 +130,7 @@ def method_of(greedy: bool = False, beam: int | None = None, **settings: Any) ->
         **settings: fields of :class:`Sampling`; with ``beam``, of :class:`BeamSearch`.
 
     Raises:
-        UserError: settings that have no meaning together, or a value out of range.
+        UserError: settings cannot be combined, or a value is out of range.
     """
     of_sampling = {field.name for field in dataclasses.fields(Sampling)}
     of_beam_search = {field.name for field in dataclasses.fields(BeamSearch)} - {"size"}

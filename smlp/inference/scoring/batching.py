@@ -28,7 +28,9 @@ class Reading:
 
     @classmethod
     def of(cls, group: Candidates, share: bool = True) -> Reading:
-        """The first scored token is predicted from the last start symbol or the token before it, which is not shared,
+        """Return the inputs of a group.
+
+        The input that predicts the first scored token (the last start symbol, or the token before it) is not shared,
         so that everything that is scored comes out of the second pass.
 
         Args:
@@ -75,12 +77,12 @@ class CandidateBatch:
 
 
 def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: int) -> list[CandidateBatch]:
-    """Return the batches of all groups, those with the longest beginnings first, so that memory runs out at once if it
-    does.
+    """Return the batches of all groups, those with the longest beginnings first, so that memory runs out at once if at
+    all.
 
     Args:
         readings: of the groups.
-        batch_tokens: positions that one pass may take up, padding included; what takes more is on its own.
+        batch_tokens: positions that one pass may take up, padding included; what takes more gets its own pass.
         block_tokens: cost of a further beginning or block, in positions.
     """
     order = sorted(range(len(readings)), key=lambda place: (-readings[place].num_shared, -readings[place].longest))
@@ -101,7 +103,7 @@ def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: i
 
 
 def plan_single_passes(readings: Sequence[Reading], batch_tokens: int, block_tokens: int) -> list[CandidateBatch]:
-    """Return batches of one pass each, in which nothing is read ahead; arguments as of :func:`plan_batches`."""
+    """Return batches of one pass each, in which nothing is read ahead; arguments as in :func:`plan_batches`."""
     order = sorted(range(len(readings)), key=lambda place: -readings[place].longest)
     longest = [readings[place].longest for place in order]
     num_rows = [0, *accumulate(len(readings[place].inputs) for place in order)]
@@ -168,8 +170,7 @@ def _blocks(
 
 
 def _fill(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Return runs (begin, end) of items, each as long as its sizes add up to at most ``most``; one item alone may be
-    more."""
+    """Return runs (begin, end) of items whose sizes sum to at most ``most``; a single item may be larger."""
     runs: list[tuple[int, int]] = []
     begin, total = 0, 0
     for end, size in enumerate(sizes):
@@ -193,7 +194,7 @@ def partition(
 
     Args:
         count: n.
-        waste: of a run, which grows with it.
+        waste: of a run; it grows with the run.
         size: of a run; no run of several items is larger than ``max_size``.
         max_size, cost_of_part: in the same unit.
     """

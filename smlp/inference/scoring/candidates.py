@@ -54,7 +54,7 @@ class CandidateScorer:
         self.share = share and not decoder.config.is_leaky and not self.in_step
 
     def plan(self, groups: Sequence[Candidates], batch_tokens: int) -> list[CandidateBatch]:
-        """Return batches in which to score the groups; they do not depend on who is to score them. See
+        """Return batches in which to score the groups; they do not depend on which rank scores them. See
         :func:`smlp.inference.scoring.batching.plan_batches`."""
         block_tokens = _BLOCK_ON_CPU if self._device.type == "cpu" else _BLOCK_ON_GPU
         plan = plan_single_passes if self.in_step else plan_batches
@@ -69,7 +69,7 @@ class CandidateScorer:
     def score(self, groups: Sequence[Candidates], batch: CandidateBatch) -> list[list[TokenScores]]:
         """Return the scores of every candidate of the groups of a batch, in its order.
 
-        Positions of the model's prefix predict nothing: what comes there is left out of the scores.
+        Positions of the model's prefix predict nothing, so tokens there are left out of the scores.
 
         Args:
             groups: all those for which the batch was planned.
@@ -214,7 +214,7 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """Per token."""
+        """Perplexity per token."""
         return of_nats(-self.log_prob / len(self.log_probs))
 
 
@@ -226,7 +226,7 @@ def score_texts(
     Args:
         decoder: in evaluation mode; should drop no token.
         encoding: of its texts.
-        pairs: contexts, which may be empty, and what follows them; spaces between them belong to either.
+        pairs: contexts, which may be empty, and what follows them; a space between them may belong to either.
         batch_tokens: positions in a batch.
 
     Raises:

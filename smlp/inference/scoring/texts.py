@@ -74,7 +74,7 @@ class Candidates:
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens at their beginnings all sequences share."""
+    """Return how many leading tokens all sequences share."""
     shortest = min(map(len, sequences))
     first = sequences[0]
     same = (all(sequence[place] == first[place] for sequence in sequences) for place in range(shortest))
@@ -82,7 +82,7 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, newline: str = "eos") -> TokenizedText:
-    """Return the ids of both texts joined; the context ends where its own ids cease to be the beginning of theirs.
+    """Return the ids of both texts joined; the context ends where they stop agreeing with its own ids.
 
     Raises:
         NoTokenError: the continuation has no token of its own.
@@ -103,16 +103,16 @@ def fit(
 ) -> Candidates:
     """Make candidates short enough for a model, and long enough if its prefix is to be filled.
 
-    Positions count: nothing is ever padded on the left, contexts are cut there. All candidates lose the same number of
-    tokens, so that they still begin alike; none of a continuation. (Where contexts differ and a short one is filled up,
-    a long one may have to lose more.)
+    Positions are absolute, so nothing is padded on the left; contexts are cut there. All candidates lose the same
+    number of tokens, so that they still begin alike; continuations lose none. (Where contexts differ and a short one is
+    filled up, a long one may have to lose more.)
 
     Args:
         texts: candidates.
         max_tokens: T.
         start_token: id that stands before every text.
-        prefix_tokens: P, to have so many start symbols before short contexts that every continuation comes after the
-            prefix; 0 to leave them as they are.
+        prefix_tokens: P, to put start symbols before short contexts until every continuation comes after the prefix; 0
+            to leave them as they are.
 
     Raises:
         TooLongError: a continuation alone is too long; the message has the numbers.
@@ -138,7 +138,7 @@ def _cut(text: TokenizedText, count: int) -> TokenizedText:
 
 @dataclass(frozen=True)
 class Encoding:
-    """A model's tokenizer, start symbol and room, and what the user decides about line breaks and the prefix."""
+    """A model's tokenizer, start symbol and settings, and the user's choices for line breaks and the prefix."""
 
     tokenizer: Tokenizer
     config: ModelConfig

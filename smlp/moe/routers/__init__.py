@@ -1,4 +1,4 @@
-"""Routers. A file holds one of them whole: plan from scores, module, and what the package has to know of it."""
+"""Routers, one file each with the plan from scores, the module, and the router's description to the package."""
 
 # ruff: noqa: I001  help and messages name routers in this order
 from smlp.moe.routers.routing import Router, RouterKind, Routing, TrainedRouter, register_router

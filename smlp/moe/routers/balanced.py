@@ -23,7 +23,7 @@ def balanced_plan(logits_NE: Tensor, order_N: Tensor | None = None) -> RoutingPl
 
     Args:
         logits_NE: (N, E).
-        order_N: a permutation in which the tokens are handed to the assignment; it decides between equals only.
+        order_N: a permutation in which the tokens are handed to the assignment; it only breaks ties.
     """
     if order_N is None:
         expert_N = balanced_assignment(logits_NE)
@@ -34,7 +34,7 @@ def balanced_plan(logits_NE: Tensor, order_N: Tensor | None = None) -> RoutingPl
 
 
 def greedy_plan(logits_NE: Tensor) -> RoutingPlan:
-    """Return the plan of the best expert for each token by itself: none is dropped, none depends on another."""
+    """Return the plan that sends each token to its best expert: none is dropped, none depends on another."""
     check_no_nan(logits_NE)
     return RoutingPlan.from_experts(logits_NE.argmax(dim=1), logits_NE.size(1))
 
@@ -50,7 +50,7 @@ class BalancedRouter(TrainedRouter):
         freeze_after: as in :class:`TrainedRouter`.
         weighs: False for weights of one. The centroids then get a gradient of zeros.
         offset_rate: step of the offsets that evaluation adds to the affinities; 0 for none.
-        warmup: share of the training at whose beginning ``table_V`` routes.
+        warmup: share of the training, at its beginning, in which ``table_V`` routes.
         table_V: an expert for each id, (V,); only for a warm-up.
     """
 

@@ -23,9 +23,9 @@ from smlp.parallel.spans import ASSIGNMENT, stage
 def balanced_table(frequencies_V: Tensor, num_experts: int) -> Tensor:
     """Return an expert for each id, (V,), such that training tokens load experts as equally as a greedy deal can.
 
-    Ids are dealt by falling frequency, each to the expert with the lowest load so far (Roller et al., 2021, "balanced
-    assignment"); ties by id. Ids that never occur are dealt by numbers of ids. The most frequent id may outweigh an
-    equal share: nothing can divide it.
+    Ids are dealt by falling frequency, ties by id, each to the expert with the lowest load so far (Roller et al., 2021,
+    "balanced assignment") and, among those, with the fewest ids. The most frequent id may outweigh an equal share:
+    nothing can divide it.
     """
     vocab_size = frequencies_V.numel()
     table_V = torch.empty(vocab_size, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Top-1 routing that is balanced without an auxiliary loss: a bias for each expert takes part in the choice alone.
+"""Top-1 routing that is balanced without an auxiliary loss: a bias for each expert affects the choice alone.
 
 Source: Wang et al., 2024 (arXiv 2408.15664), algorithm 1, as in DeepSeek-V3.
 
@@ -30,7 +30,7 @@ class LossFreeRouter(TrainedRouter):
         embed_dim: H.
         num_experts: E, over all ranks; every rank holds the whole gate.
         rate: step of a bias in an update.
-        by_sigmoid: whether the gate is the sigmoid of the scores, or their softmax.
+        by_sigmoid: whether the gate is the sigmoid of the scores instead of their softmax.
         freeze_after: as in :class:`TrainedRouter`.
     """
 

@@ -1,4 +1,4 @@
-"""Offsets: one number for each expert, added to scores only to choose by, which follows loads and has no gradient.
+"""Offsets: a number for each expert that is added to scores for the choice alone, from loads and without a gradient.
 
 Loads are summed over the micro-batches and ranks of an update, and offsets move once, after it: they are the same on
 any layout of ranks, and constant in evaluation, so that no token's expert depends on another token.
@@ -26,7 +26,7 @@ class ExpertOffsets(nn.Module):
     Args:
         num_experts: E.
         rate: step of an update.
-        by_sign: the first rule, or the second.
+        by_sign: whether to use the first rule instead of the second.
     """
 
     value: Tensor
@@ -44,7 +44,7 @@ class ExpertOffsets(nn.Module):
 
     @torch.no_grad()
     def count(self, expert_N: Tensor, scores_NE: Tensor) -> None:
-        """Take notice of the experts (N,) that tokens of a micro-batch chose by these scores (N, E), without drops."""
+        """Count the experts (N,) that the tokens of a micro-batch chose by these scores (N, E), before drops."""
         loads_E = torch.bincount(expert_N, minlength=self.value.numel()).double()
         spread = (scores_NE.amax(dim=1) - scores_NE.amin(dim=1)).double().sum()
         sums = torch.cat([loads_E, spread.view(1)])

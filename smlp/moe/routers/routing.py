@@ -69,7 +69,7 @@ class TrainedRouter(nn.Module):
         self.is_frozen = False
 
     def follow(self, progress: float) -> None:
-        """Take notice of the share of the training that is done; called before each update."""
+        """Freeze or not, by the share of the training that is done; called before each update."""
         self.is_frozen = self.freeze_after < 1 and progress >= self.freeze_after
 
     def scores(self, x_NH: Tensor, weight_EH: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class TopKSettings:
 
 
 class TopKRouter(TrainedRouter):
-    """Softmax gate in float32; each token's K best experts, within a capacity that training and evaluation set apart.
+    """Softmax gate in float32; each token's K best experts, within one capacity in training and one in evaluation.
 
     Args:
         embed_dim: H.
@@ -191,7 +191,7 @@ class Switch(ScoredRouterKind):
 
 @register_router("gshard")
 class GShard(Switch):
-    """The two best (Lepikhin et al., 2021)."""
+    """The two best experts by a softmax gate (Lepikhin et al., 2020)."""
 
     takes: ClassVar[tuple[str, ...]] = (*Switch.takes, "second_expert", "gate_normalisation")
     title = "GShard"

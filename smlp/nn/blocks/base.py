@@ -108,7 +108,7 @@ class BlockKind(ModelPart):
     can_norm_after: ClassVar[bool] = False
 
     def attends(self, config: ModelConfig) -> bool:
-        """Tell whether its attention weights have ``attention_dropout``. A block of one's own may have some."""
+        """Tell whether it has attention weights, to which ``attention_dropout`` applies; a plug-in's block may."""
         return True
 
     @abstractmethod
@@ -151,7 +151,7 @@ def register_dense_block(name: str) -> Callable[[_B], _B]:
 
 
 def register_sparse_block(name: str) -> Callable[[_B], _B]:
-    """Register a :class:`BlockKind`, with experts, that ``--sparse-block NAME`` chooses; as above."""
+    """Register a :class:`BlockKind`, with experts, that ``--sparse-block NAME`` chooses; errors as above."""
     return register(SPARSE_BLOCKS, name, BlockKind)
 
 

@@ -124,8 +124,8 @@ class GatedMLPExperts(nn.Module):
             place_A2: sequence and absolute position of each token, (A, 2).
             num_seqs: S, sequences among which the tokens are, those of other ranks included.
             context: for incremental decoding.
-            chosen_NE: if every expert is given all N tokens, which it gets only to have fixed shapes, those that the
-                router sends it.
+            chosen_NE: which tokens the router sends to each expert, where every expert gets all N tokens so that
+                shapes are fixed.
 
         Returns:
             (A, H).
@@ -213,7 +213,7 @@ class PlacedTokenMoE(TokenMoE):
 
 
 class GatedMLPMoEBlock(Block):
-    """``x + MoE(x)``, whose experts are gMLP layers with a norm of their own each."""
+    """``x + MoE(x)``, whose experts are gMLP layers, each with a norm of its own."""
 
     def __init__(self, token_moe: PlacedTokenMoE, dropout: float) -> None:
         super().__init__()

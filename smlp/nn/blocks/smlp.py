@@ -86,7 +86,7 @@ def _projection(width: int, inner: int) -> list[Linear]:
 
 
 def _projection_size(config: ModelConfig) -> int:
-    """Return the parameters of the projection, which are its multiply-adds for each position."""
+    """Return the number of parameters of the projection, which is that of its multiply-adds for each position."""
     H, r = config.embed_dim, config.own("smlp").projection_dim
     return H * H if r == H else 2 * H * r
 
@@ -150,8 +150,8 @@ class SparseMLP(SparseBlockKind):
         return config.own("smlp").order == "tokens_first"
 
     def mixing_components(self, config: ModelConfig, layer_index: int, num_tokens: int) -> Iterable[Component]:
-        """Two norms, the router's scores once for each sequence, and experts over the positions after the prefix;
-        projection and scale."""
+        """Yield the costs of two norms, the router's scores once for each sequence, experts over the positions after
+        the prefix, projection and scale."""
         H, E, P, n = config.embed_dim, config.num_experts, config.prefix_tokens, num_tokens
         width = config.max_tokens - P
         read = {"deterministic": 0, "partial": P, "leaky": config.max_tokens}[config.feature_routing]
