@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from tiny_checkpoints import write_checkpoint
 
 from smlp.checkpoint.load import load_language_model
 from smlp.cli.main import main
-from smlp.cli.serve import _listener
+from smlp.cli.serve import _is_no_cancelled_request, _listener
 from smlp.inference.generation.continuations import banned_tokens
 from smlp.inference.scoring.candidates import drop_nothing
 
@@ -391,3 +392,12 @@ def test_a_key_that_no_request_can_hold(checkpoint, key, monkeypatch, capsys):
     monkeypatch.setenv("SMLP_API_KEY", key)
     assert main(["serve", str(checkpoint), "--port", "0"]) == 1
     assert "SMLP_API_KEY must be printable ASCII without spaces or line ends" in capsys.readouterr().err
+
+
+def test_requests_that_the_end_cuts_off_leave_no_traceback():
+    def record(error):
+        return logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "", (), (type(error), error, None))
+
+    assert not _is_no_cancelled_request(record(asyncio.CancelledError()))
+    assert _is_no_cancelled_request(record(ValueError()))
+    assert _is_no_cancelled_request(logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "", (), None))
