@@ -16,13 +16,13 @@ class UserError(ValueError):
 
 
 def one_line(error: Exception | str) -> str:
-    """Return a message with control characters and line ends escaped, but for the indented lines of a list."""
+    """Return a message with control characters and line ends escaped, except those between the items of a list."""
     lines = str(error).strip().split(_LIST_ITEM)
     return _LIST_ITEM.join("".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line) for line in lines)
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """Return the sentence for an error of memory that ran out; None for another error."""
+    """Return the message for an error that means that memory ran out; None for any other error."""
     # torch has no exception class of its own for this on CPUs
     words = ("can't allocate memory", "out of memory", "size calculation overflowed")
     if not isinstance(error, MemoryError) and not (
@@ -38,15 +38,15 @@ class NaNError(UserError, FloatingPointError):
 
     @classmethod
     def in_layer(cls, name: str, error: Exception) -> NaNError:
-        """The error of a layer, with what to do about it."""
+        """Return the error of a layer, with advice on what to do about it."""
         return cls(f"{name}: {error}; if this is training, it has diverged: lower --lr or set --clip-norm")
 
 
 class ParallelError(RuntimeError):
-    """Ranks that do not fit together, or one that is gone: the message names rank, place and shapes."""
+    """Raised if ranks do not fit together or one is lost; the message names rank, place and shapes."""
 
     @classmethod
     def lost(cls, where: str, error: Exception) -> ParallelError:
-        """The error of a collective, without its place in the library's source and the library's advice."""
+        """Return the error of a failed collective, without the library's source location and advice."""
         reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).strip()).partition("\n")[0].split(". ")[0]
         return cls(f"{where} failed ({reason}): look for the rank that stopped first")

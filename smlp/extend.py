@@ -1,4 +1,4 @@
-"""All that a router or a block of your own is made of (docs/extending.md)."""
+"""Everything that you need to write a router or a block of your own (docs/extending.md)."""
 
 from smlp.config import ModelConfig
 from smlp.config.registration import register_architecture

@@ -149,11 +149,11 @@ def kind_of(mode: int) -> str:
 
 
 def check_writable(target: str | Path, option: str = "") -> None:
-    """Check before long work that :func:`write_whole` can write a file.
+    """Check, before long work, that :func:`write_whole` can write a file.
 
     Args:
         target: name of the file.
-        option: that gave the name, for the message.
+        option: the option that gave the name, for the message.
 
     Raises:
         UserError: something other than a regular file lies there, the name is too long, or its folder is missing or
@@ -194,8 +194,8 @@ def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> 
 
     Args:
         folder: to lock.
-        who: works there, for the message to another process.
-        option: that gave the folder, for the message.
+        who: the kind of process that holds the lock, for the message to another process.
+        option: the option that gave the folder, for the message.
         remedy: end of that message.
 
     Raises:
@@ -268,7 +268,7 @@ _held: set[int] = set()
 
 
 def _let_go() -> None:
-    """Close the parent's locks in a forked process; otherwise they would last until both have ended."""
+    """Close the parent's locks in a forked process; otherwise they would last until both processes have ended."""
     for lock in _held:
         with contextlib.suppress(OSError):
             os.close(lock)
@@ -327,7 +327,7 @@ def _temporary(target: Path) -> Path:
 
 @contextlib.contextmanager
 def renamed_when_whole(temporary: Path, target: Path) -> Iterator[BinaryIO]:
-    """Open a file that is renamed to ``target``, on the disk, when the block ends, and removed if it fails."""
+    """Open a file that is forced to the disk and renamed to ``target`` when the block ends, or removed if it fails."""
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -337,7 +337,7 @@ def renamed_when_whole(temporary: Path, target: Path) -> Iterator[BinaryIO]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError) and error.filename is None:  # of a write
+        if isinstance(error, OSError) and error.filename is None:  # a failed write does not name its file
             error.filename = str(target)
         raise
     # The new name is on disk only once the directory is synced, which some file systems cannot do.
@@ -350,7 +350,7 @@ def renamed_when_whole(temporary: Path, target: Path) -> Iterator[BinaryIO]:
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """Return the operating system's error behind one of torch, whose file writer raises its own when it closes."""
+    """Return the operating system's error behind another; torch's file writer raises its own when it closes."""
     while error is not None and not isinstance(error, UserError):
         if isinstance(error, OSError):
             return error

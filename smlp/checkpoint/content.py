@@ -16,7 +16,7 @@ from smlp.text.tokenizer import Vocabulary
 _EMBEDDING = "embedding.weight"
 _MOST_TOKENS = 1 << 20  # largest context if no tensor bounds it
 
-_MOST_STEPS = 1 << 31  # numbers of updates and epochs, which seeds of 32 bits follow from
+_MOST_STEPS = 1 << 31  # most updates or epochs, from which 32-bit seeds are derived
 
 _ABSENT = object()
 
@@ -25,7 +25,7 @@ def progress_problems(state: Any, path: str | Path) -> list[str]:
     """Return what training could not resume from, one sentence each.
 
     Args:
-        state: of a checkpoint of fairseq. Missing entries are left to fairseq, which reads its older formats.
+        state: content of a fairseq checkpoint. Missing entries are left to fairseq, which reads its older formats.
         path: of the checkpoint.
     """
     problems = []
@@ -47,7 +47,7 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
     """Return what is wrong with the optimizer's state, one sentence for each parameter that lacks a moment.
 
     Args:
-        state: of a checkpoint with all its experts, which :func:`progress_problems` has found nothing wrong with.
+        state: of a checkpoint with all its experts, in which :func:`progress_problems` has found nothing wrong.
         path: of the checkpoint.
     """
     moments = _at(state, ("last_optimizer_state", "state"))
@@ -124,7 +124,7 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
 
 
 def check_is_ours(state: Any, path: str | Path) -> None:
-    """Raise for the content of a file that is no checkpoint of one of this package's models.
+    """Raise if the content of a file is not a checkpoint of one of this package's models.
 
     Raises:
         UserError: the message names the file.
@@ -152,7 +152,7 @@ def embedding_name(model: Mapping[str, Any]) -> str | None:
 
 
 def older_settings(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of a checkpoint that is older than they are, where the architecture now has others."""
+    """Return settings that an old checkpoint lacks and for which its architecture now has another value."""
     has_norm = any(name.endswith(".core.embedding_norm.weight") for name in state["model"])
     return {} if has_norm or "embedding_norm" in state["cfg"]["model"] else {"embedding_norm": "none"}
 

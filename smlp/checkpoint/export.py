@@ -12,7 +12,7 @@
                   bytes as uint8 tensors
 
 ``NAME.safetensors`` holds the weights under their names, the files as ``files/NAME``, and the rest as JSON in the
-metadata entry ``smlp``; the entry ``sha256`` is of the file with 64 zeros in the place of that entry.
+metadata entry ``smlp``; the entry ``sha256`` is the digest of the file with 64 zeros in place of that digest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 FORMAT_KEY = "smlp_export"
 FORMAT = 1
-#: of the core's names in the ``model`` of a fairseq checkpoint: of language models, of encoders
+#: prefixes of the core's names in the ``model`` of a fairseq checkpoint: of language models, of encoders
 PREFIXES = ("decoder.core.", "encoder.core.")
 _FILES = "files/"
 #: the only names that files in an export may have, because opening an export writes them to the user's folder
@@ -64,7 +64,7 @@ def export_of(
     Args:
         state: of a checkpoint, with ``cfg`` and all of ``model``.
         config: of the model.
-        num_updates: done in training.
+        num_updates: number of updates done in training.
         files: dictionary and tokenizer, by name.
     """
     settings = flatten(config)
@@ -124,7 +124,7 @@ def _with_digest(start: bytes, old: str, new: str) -> bytes:
 
 
 def digest_problem(path: str | Path) -> str | None:
-    """Return the sentence for a safetensors file that has changed since it was written; else None.
+    """Return the message for a safetensors file that has changed since it was written; None for an intact one.
 
     Raises:
         UserError: the file cannot be read.
@@ -209,7 +209,7 @@ def new_history(cfg: Mapping[str, Any], num_updates: int) -> dict[str, Any]:
 def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the same as :func:`read_export` from a ``.safetensors`` file, with lazy tensors.
 
-    The library only checks the file: mapped pages of all slices that it reads would stay resident.
+    The library only checks the file, because the mapped pages of all slices that it reads would stay resident.
 
     Raises:
         UserError: the file is damaged or no export, or the library is missing.

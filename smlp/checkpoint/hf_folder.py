@@ -27,7 +27,7 @@ _FAST_TOKENIZER = "tokenizer.json"
 
 
 def open_hf_folder(folder: str | Path) -> Checkpoint:
-    """Open such a folder as a checkpoint without optimizer, to start a training from; tensors are lazy.
+    """Open a folder from transformers as a checkpoint without optimizer, to start training from; tensors are lazy.
 
     Raises:
         UserError: a file is missing or damaged, or it holds another kind of model.
@@ -68,13 +68,13 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
 def _check_same_ids(folder: Path, vocabulary: Vocabulary) -> None:
     """Refuse a dictionary that gives its symbols other ids than the fast tokenizer beside it.
 
-    The pieces of byte-level BPE are no symbols of the dictionary, which has their numbers: they are not compared.
+    The pieces of byte-level BPE are not compared: the dictionary has their numbers as symbols.
     """
     path = folder / _FAST_TOKENIZER
     fast = _read_json(path) if path.is_file() else {}
     model, split = (part if isinstance(part := fast.get(name), dict) else {} for name in ("model", "pre_tokenizer"))
     pieces = model.get("vocab")
-    if isinstance(pieces, list):  # of unigram: pairs with a score
+    if isinstance(pieces, list):  # unigram: pairs of a piece and its score
         pieces = {row[0]: number for number, row in enumerate(pieces) if isinstance(row, list) and row}
     if not isinstance(pieces, dict) or split.get("type") == "ByteLevel":
         return
@@ -87,7 +87,7 @@ def _check_same_ids(folder: Path, vocabulary: Vocabulary) -> None:
 
 
 def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) -> dict[str, Any]:
-    """Return the model's part of fairseq's configuration that these settings follow from.
+    """Return the model's part of the fairseq configuration that yields these settings.
 
     Raises:
         UserError: the context's length is missing, a setting is null, or sequences begin with another symbol.

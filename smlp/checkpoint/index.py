@@ -1,4 +1,4 @@
-"""The index of a checkpoint in parts, which says what files hold its experts; and the removal of unused parts.
+"""The index of a checkpoint in parts, which says which files hold its experts; and the removal of unused parts.
 
 :mod:`smlp.checkpoint.parts` describes the format.
 """
@@ -67,7 +67,7 @@ class ExpertIndex:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], path: str | Path) -> ExpertIndex:
-        """Return the index that :meth:`to_plain` made a dictionary of.
+        """Return the index from a dictionary that :meth:`to_plain` made.
 
         Raises:
             UserError: it was written by a newer version, is damaged, or does not list every expert exactly once.
@@ -164,7 +164,7 @@ def size_problem(path: str | Path, part: Part) -> str | None:
 def remove_unused_parts(save_dir: str | Path) -> list[Path]:
     """Delete the parts that no checkpoint (``*.pt``) in a folder refers to.
 
-    They are of checkpoints that were deleted or overwritten, or of a run that was killed while it saved. If any
+    They belong to checkpoints that were deleted or overwritten, or to a run that was killed while it saved. If any
     checkpoint cannot be read, nothing is deleted.
 
     Returns:

@@ -106,7 +106,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Returns:
         ``path``, ``kind`` (one file, parts or export), ``arch``, ``num_updates``, ``epoch`` (None for an export),
-        ``params`` (``total``, ``experts``), ``dtypes``, ``settings`` (those that tell sizes), ``layout``
+        ``params`` (``total``, ``experts``), ``dtypes``, ``settings`` (sizes only), ``layout``
         (``world_size``, ``group_size``), ``optimizer`` (name and moments, or None), ``files`` (``file``, ``bytes``,
         ``experts``), ``bytes`` of all of them.
     """

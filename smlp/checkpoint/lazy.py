@@ -58,7 +58,7 @@ class LazyTensor(ABC):
         """Return the whole tensor; where that is possible, the file is read as its elements are used.
 
         Its pages are shared with other processes that map the file, until they are written to. The file must not be
-        written to in place; to replace it is harmless.
+        written to in place; replacing it is harmless.
         """
         return self.load()
 

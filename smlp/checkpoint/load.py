@@ -53,7 +53,7 @@ def _find_files(
 def tokenizer_of(
     checkpoint: Checkpoint, dictionary: str | Path | None = None, tokenizer: str | Path | None = None
 ) -> Tokenizer:
-    """Return the tokenizer of a checkpoint: from the files named, or inside an export, or those found.
+    """Return the tokenizer of a checkpoint, from the files named, from inside an export or from the files found.
 
     Raises:
         UserError: there is no dictionary, its size is not the model's, or a file cannot be read.
@@ -101,7 +101,7 @@ def text_files(
 
 
 def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
-    """Raise if a folder has another dictionary or tokenizer than these.
+    """Raise if a folder has a dictionary or tokenizer that differs from these files.
 
     Raises:
         UserError: the message names the file.
@@ -112,7 +112,7 @@ def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
 
 
 def write_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
-    """Write those of the files that a folder lacks."""
+    """Write the files that a folder lacks."""
     for name, tensor in files.items():
         if not (folder / name).exists():
             write_whole(folder / name, _to_bytes(tensor))
@@ -145,7 +145,7 @@ def load_pretrained(
     """Load a model from a checkpoint of ``fairseq-train --user-dir smlp``, in evaluation mode, on the CPU.
 
     The checkpoint may be in one file, in parts written by several ranks, or an export. An export contains its
-    dictionary and tokenizer. For others, ``dict.txt`` and ``sentencepiece.model`` (or ``encoder.json`` with
+    dictionary and tokenizer. For other checkpoints, ``dict.txt`` and ``sentencepiece.model`` (or ``encoder.json`` with
     ``vocab.bpe``) are looked for next to the checkpoint and then in the data directory that it was trained on, the
     tokenizer first next to the dictionary.
 
@@ -155,8 +155,8 @@ def load_pretrained(
         tokenizer: a SentencePiece model or ``encoder.json`` to use instead.
         mapped: whether weights stay in the file and are read as they are used, so that processes share them. The file
             may be replaced meanwhile, but not written to.
-        ranks_for: returns who holds which experts of a model; only those of this rank are read. One process with all of
-            them by default.
+        ranks_for: returns which rank holds which experts of a model; only this rank's are read. By default, one process
+            holds all.
 
     Returns:
         A language model, or, from an encoder's checkpoint, a masked language model.
@@ -206,7 +206,7 @@ def load_language_model(
     """Load a model that predicts next tokens; arguments as of :func:`load_pretrained`.
 
     Args:
-        what: needs such a model, in the message.
+        what: the command or function that needs such a model, for the message.
 
     Raises:
         UserError: it is an encoder, or cannot be loaded.

@@ -146,7 +146,7 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
 
 
 def _moment_problems(checkpoint: Checkpoint) -> list[str]:
-    """Return the moments whose shape differs from their parameter's; --fp16 flattens them all, and so passes."""
+    """Return what is wrong with the moments, one sentence each; --fp16 flattens them into one, whose shape passes."""
     problems = moment_problems(checkpoint.state, checkpoint.path)
     if problems:
         return problems

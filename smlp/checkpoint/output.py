@@ -60,7 +60,7 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
 
 
 def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
-    """Write a fairseq checkpoint in one file and, if it is made of an export, dictionary and tokenizer next to it.
+    """Write a fairseq checkpoint in one file and, if it comes from an export, its dictionary and tokenizer beside it.
 
     Raises:
         UserError: it cannot be written, its name is that of an export, or another dictionary or tokenizer lies there.

@@ -1,8 +1,8 @@
 """Checkpoints whose experts are in separate files, the parts: one for each rank that holds experts.
 
-``checkpoint_last.pt`` is then fairseq's checkpoint without the expert tensors and with an index, which says what part
-holds which experts. The parts are written first, under names that nothing else uses, and the index last: whenever a
-run is killed, every index on the disk refers to complete parts. Copies of a checkpoint (``checkpoint_best.pt``) share
+``checkpoint_last.pt`` is then fairseq's checkpoint without the expert tensors and with an index, which says which
+part holds which experts. The parts are written first, under names that nothing else uses, and the index last: whenever
+a run is killed, every index on the disk refers to complete parts. Copies of a checkpoint (``checkpoint_best.pt``) share
 its parts.
 
     SAVE_DIR/checkpoint_last.pt

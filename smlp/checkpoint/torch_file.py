@@ -101,7 +101,7 @@ def read_structure(path: str | Path) -> Any:
 
     Raises:
         OtherClassError: it holds objects of other classes.
-        UserError: it is missing, truncated or no such file; the message names it.
+        UserError: it is missing, truncated or not a file of ``torch.save``; the message names it.
     """
     path = existing_file(path)
     try:
@@ -282,7 +282,7 @@ def named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, LazyTenso
 
 
 def unreadable(path: Path, error: Exception) -> str:
-    """Return the sentence for a file that could not be read."""
+    """Return the message for a file that could not be read."""
     if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: an offset outside the file
         return f"cannot read {path}: {error.strerror or error}"
     reason = (str(error).splitlines() or [""])[0]
@@ -305,7 +305,7 @@ def check_records(path: str | Path) -> None:
 
 
 def record_problem(path: Path) -> str | None:
-    """Return the sentence for records that do not match their checksums, with the names of their tensors; else None.
+    """Return the message for records that do not match their checksums, which names their tensors; None if all match.
 
     Raises:
         UserError: the file is truncated, or no archive.

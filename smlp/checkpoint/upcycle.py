@@ -70,7 +70,7 @@ def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) ->
     Args:
         dense: checkpoint of the dense model.
         arch: architecture of the sparse model; sizes are the dense model's.
-        overrides: settings by name: of experts and router, and numbers of layers.
+        overrides: settings of experts and router, and numbers of layers, by name.
 
     Raises:
         UserError: the dense model cannot become such a model with equal outputs.

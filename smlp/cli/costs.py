@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and, on rank 0, print the tables; with ``--nproc``, start the ranks that do."""
+    """Measure and, on rank 0, print the tables; with ``--nproc``, start the ranks that do so."""
     from smlp.cli.json_file import check_output
     from smlp.errors import UserError
     from smlp.fairseq_compat.arguments import without_options
@@ -151,7 +151,7 @@ def _trace_file(trace: str | None, layout: ExpertLayout) -> Path | None:
 def _measure(
     args: argparse.Namespace, config: ModelConfig, place: Place | None, device: torch.device, trace: Path | None
 ) -> list[Measured] | None:
-    """Measure on every rank; return what all of them saw on rank 0, None on the others."""
+    """Measure on every rank; return the measurements of all ranks on rank 0, None on the others."""
     from datetime import timedelta
 
     import torch

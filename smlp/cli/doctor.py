@@ -131,7 +131,7 @@ def _guarded(check: Callable[[], Iterator[Check]], meaning: str, remedy: str) ->
 
 
 def compare_version(name: str, version: str | None, oldest: str, newest: str, remedy: str) -> Check:
-    """Report a problem below ``oldest`` and a warning above ``newest``, compared to as many places as they have."""
+    """Return a problem below ``oldest``, and a warning above ``newest`` (compared to as many places as it has)."""
     if version is None:
         return Check(name, PROBLEM, "is not installed", remedy)
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
@@ -326,7 +326,7 @@ def _agreed(name: str, check: Callable[[], str]) -> Check:
     """Run a check on this rank; the result is a problem if any rank has one.
 
     Raises:
-        ParallelError: a rank is gone, so that nobody is left to agree with.
+        ParallelError: a rank is lost, so that the ranks cannot agree.
     """
     import torch.distributed as dist
 

@@ -35,7 +35,7 @@ class EvaluationText:
 def load_model_for(
     args: argparse.Namespace, team: Team, load: Callable[[argparse.Namespace, Team], Model] = load_model
 ) -> Model:
-    """Load the model; DATA is searched for its dictionary and tokenizer, after the checkpoint's folder.
+    """Load the model; its dictionary and tokenizer are looked for beside the checkpoint, then in DATA.
 
     Args:
         args: of the command.

@@ -78,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what is left of the runs and write the results; return the exit status."""
+    """Do the runs that are not done yet and write the results; return the exit status."""
     from smlp.experiments.finetuning import print_plan, run_finetuning
     from smlp.experiments.folder import Folder
     from smlp.experiments.medians import page, write_results
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan_of(args: argparse.Namespace) -> Finetuning:
-    """Return what the options ask for.
+    """Return the plan that the options describe.
 
     Raises:
         UserError: an option, the checkpoint or the data are wrong.

@@ -38,7 +38,7 @@ SETTINGS = ("greedy", "temperature", "top_k", "top_p", "repetition_penalty", "se
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options, which are None if they are not given."""
+    """Declare the options; those in ``SETTINGS`` are None if they are not given."""
     add_model_options(parser)
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="text to continue; may be empty")
@@ -135,7 +135,7 @@ def check_options(args: argparse.Namespace) -> None:
     """Refuse options that do not go together, before a model is loaded.
 
     Raises:
-        UserError: it names them.
+        UserError: the message names them.
     """
     if args.slide and args.when_full not in (None, "slide"):
         raise UserError(f"--slide cannot be combined with --when-full {args.when_full}")
@@ -148,7 +148,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def when_full(args: argparse.Namespace) -> str:
-    """Return what to do at the end of the context; an answer at the terminal is never refused."""
+    """Return what to do at the end of the context: by default refuse, or stop at the terminal."""
     if args.slide:
         return "slide"
     return args.when_full or ("stop" if args.interactive else "refuse")

@@ -21,7 +21,7 @@ from types import FrameType
 
 _IMPORTING = "<frozen importlib._bootstrap>"
 _RETRY_SECONDS = 0.05
-#: set once Ctrl-C has come to the present command
+#: set once Ctrl-C has reached the present command
 _asked = threading.Event()
 
 

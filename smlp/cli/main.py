@@ -1,4 +1,4 @@
-"""The ``smlp`` command: finds the subcommand, runs it, turns its errors into one line and an exit status.
+"""The ``smlp`` command: finds the subcommand, runs it, and turns its errors into one line and an exit status.
 
 A subcommand is a module with
 
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Let a standard stream that is closed (``>&-``) be an empty one, or the next file to be opened takes its place."""
+    """Replace closed standard streams (``>&-``) by empty ones; else the next file opened would take their place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # the lowest free number is opened first
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115

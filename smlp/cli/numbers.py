@@ -22,7 +22,7 @@ def whole(least: int = 1, most: int = MOST) -> dict[str, Any]:
 
 
 def real(least: float, most: float, above: bool = False, below: bool = False) -> dict[str, Any]:
-    """Return those for a number from ``least`` to ``most``; ``above`` or ``below`` exclude that bound itself."""
+    """Return the same for any number from ``least`` to ``most``; ``above`` and ``below`` exclude the bound itself."""
     return {"type": float, "action": partial(_Bounded, least=least, most=most, above=above, below=below)}
 
 

@@ -33,10 +33,10 @@ def refuse_unused(
 
     Args:
         args: the options as they were read.
-        declare: what declares them, with their defaults.
+        declare: declares the options, with their defaults.
         sentence: the message, with ``{option}`` and ``{companion}``.
-        groups: of options that need the same: its name in the message, whether it is there, the options' names in
-            ``args``.
+        groups: for each thing that options need: its name in the message, whether it is there, and the names in
+            ``args`` of the options that need it.
 
     Raises:
         UserError: the message names the option and what it needs.
@@ -67,7 +67,7 @@ def add_dtype_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_files(parser: argparse.ArgumentParser) -> None:
-    """Add ``--dict``, ``--tokenizer`` and ``--device``, for commands that name the checkpoint otherwise."""
+    """Add ``--dict``, ``--tokenizer`` and ``--device``, for commands that name the checkpoint in another way."""
     parser.add_argument("--dict", help="dict.txt, if it is not found automatically")
     add_tokenizer_option(parser)
     parser.add_argument("--device", help="torch device (default: a GPU where there is one)")

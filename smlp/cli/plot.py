@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _as_text(sentence: str, model: LanguageModel | MaskedLanguageModel) -> SeenText:
-    """Return the ids of a text, or of a pair of texts, as they were in training.
+    """Return a text, or a pair of texts, with ids as in training.
 
     Raises:
         UserError: there is no text, or it is longer than the model's context.
@@ -175,7 +175,7 @@ def _first_lines(model: LanguageModel | MaskedLanguageModel, stream: BinarizedTo
 
 
 def _labels(model: LanguageModel | MaskedLanguageModel) -> list[str]:
-    """Return the labels of pieces in a picture: their text, if the dictionary has numbers (byte-level BPE)."""
+    """Return the labels of pieces in a picture: their symbols, or their text if these are numbers (byte-level BPE)."""
     from smlp.text.tokenizer_files import SPECIAL_SYMBOLS
     from smlp.text.tokenizer_kinds import WORD_START
 

@@ -67,7 +67,7 @@ class BatchesProgress:
 
     Args:
         num_batches: of this rank.
-        num_ranks: that work on as many batches each.
+        num_ranks: number of ranks, each of which has as many batches.
     """
 
     def __init__(self, num_batches: int, num_ranks: int) -> None:

@@ -156,7 +156,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _name_of(path: Path) -> str:
-    """Return the name of a checkpoint: its folder's for fairseq's names, which are all alike."""
+    """Return the name of a checkpoint: that of its file, or of its folder if fairseq named the file."""
     path = path.resolve()
     return path.parent.name if path.stem.startswith("checkpoint") and path.parent.name else path.stem
 
@@ -169,7 +169,7 @@ def _is_loopback(host: str) -> bool:
 def _signals_that_only_end(server: Any) -> Iterator[None]:
     """Let SIGINT and SIGTERM end the server, also before it handles them itself.
 
-    It raises them again when it has ended; then they do nothing more.
+    The server raises them again when it has ended; here they then have no effect.
     """
 
     def end(*_: Any) -> None:

@@ -74,7 +74,7 @@ all options of fairseq-train:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """The options about where to run; ``rest`` are fairseq's."""
+    """The options that say where to run; ``rest`` holds fairseq's options."""
 
     nproc: int | None
     nodes: int | None

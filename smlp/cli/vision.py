@@ -510,7 +510,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _check_images(args: argparse.Namespace, channels: int | None) -> None:
-    """Do for the options about images what :func:`_check_numbers` does; ``channels`` are None if they are not known."""
+    """Check the options about images as :func:`_check_numbers` does; ``channels`` is None if unknown."""
     for option, is_good, about in (
         ("mean", lambda number: math.isfinite(number), "means are finite"),
         ("std", lambda number: 0 < number < math.inf, "deviations are above 0"),
@@ -565,13 +565,13 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def training_options(file: Path) -> Callable[[list[str]], Namespace]:
-    """Return a function that reads words as options of ``smlp vision train``; messages name the file they come from."""
+    """Return a function that reads words as options of ``smlp vision train``; error messages name the file."""
 
     class OptionsOfFile(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
             raise UserError(f"{file}: options of smlp vision train: {message}")
 
-    parser = OptionsOfFile(add_help=False, allow_abbrev=False)  # names that the runner keeps for itself are whole ones
+    parser = OptionsOfFile(add_help=False, allow_abbrev=False)  # the runner checks for whole names of its own options
     _train_options(parser)
 
     def read(words: list[str]) -> Namespace:

@@ -157,7 +157,7 @@ def _spectrum(args: argparse.Namespace) -> int:
 
 
 def _check_used(args: argparse.Namespace) -> None:
-    """Raise ``UserError`` for options without what they are for."""
+    """Raise ``UserError`` for options that would not be used."""
     files = ("dict", "tokenizer", "device")
     unused = dict.fromkeys(files, "CHECKPOINT") if not args.path else {"seed": "--arch and --trials"}
     if args.path or args.arch:

@@ -94,7 +94,7 @@ def _check_not_kept(args: argparse.Namespace) -> None:
 
 
 def check_not_read(data_dir: Path, **paths: str | None) -> None:
-    """Refuse to overwrite the tasks.
+    """Refuse to overwrite the files of the tasks.
 
     Args:
         data_dir: folder of the tasks.

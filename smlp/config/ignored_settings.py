@@ -47,7 +47,7 @@ def ignored_settings(config: ModelConfig, usual: dict[str, Any]) -> dict[str, st
 
     Args:
         config: of the model.
-        usual: values that do not count as changed, by name; the defaults where it is silent.
+        usual: values that do not count as changed, by name; the default for a setting that it lacks.
     """
     values, known = flatten(config), all_settings()
     return {

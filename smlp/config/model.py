@@ -291,7 +291,7 @@ class ModelConfig(MoEConfig):
 
     @property
     def follows_progress(self) -> bool:
-        """Return whether routers change at a share of the training, so that its length must be known."""
+        """Return whether routers change after a share of the training, so that its length must be known."""
         return self.num_sparse_layers > 0 and any(
             name in self.router_kind.takes and getattr(self, name) != usual
             for name, usual in (("router_freeze", 1), ("base_warmup", 0))

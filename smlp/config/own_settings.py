@@ -17,7 +17,7 @@ _TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
 
 @functools.cache
 def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field[Any]]:
-    """Return the settings of a part as fields whose names are those that a user gives.
+    """Return the settings of a part as fields, under the names that a user gives.
 
     Args:
         name: of the part.

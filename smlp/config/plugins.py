@@ -60,7 +60,7 @@ def import_file(path: Path) -> None:
 
 
 def _line(path: Path, error: BaseException) -> str:
-    """Return the line of the file at which it failed, if known."""
+    """Return the line at which a file failed, as a clause of the message; empty if unknown."""
     if isinstance(error, SyntaxError):
         return ""  # its message names the line
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]

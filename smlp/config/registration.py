@@ -37,7 +37,7 @@ class ModelPart(ABC):
         """
 
     def auxiliary_loss(self, config: ModelConfig) -> str | None:
-        """Name the auxiliary losses that it returns in training, for a message; None if it returns none."""
+        """Name the auxiliary losses that the part returns in training, for a message; None if there are none."""
         return None
 
 
@@ -87,7 +87,7 @@ def register_architecture(name: str, like: str | None = None, **settings: Any) -
 
 
 def _check_settings(table: Registry[Any], name: str, settings: type, what: str) -> None:
-    """Refuse settings with the names of others. A dense and a sparse block of one name share theirs."""
+    """Refuse settings whose names are taken. A dense and a sparse block of the same name share their settings."""
     others = own_fields()
     for full in fields_of(name, settings):
         if full in SETTINGS or full in TASK_OPTIONS or (full in others and others[full].metadata["owner"] != name):
@@ -99,7 +99,7 @@ def _check_settings(table: Registry[Any], name: str, settings: type, what: str) 
 
 
 def _origin_of(kind: type) -> str:
-    """Return a class and the file that defines it; only the package's name for one of its own."""
+    """Return the name of a class and its file; for the package's own classes, only the package's name."""
     if kind.__module__.startswith(f"{PACKAGE}."):
         return PACKAGE
     return f"{kind.__qualname__} in {_file_of(vars(sys.modules[kind.__module__]))}"

@@ -34,7 +34,7 @@ class Registry(Mapping[str, _T], Generic[_T]):
         self._parts: dict[str, tuple[_T, str]] = {}
 
     def add(self, name: str, part: _T, origin: str = PACKAGE) -> None:
-        """Enter a part. One that the same origin entered before is replaced, as when a notebook's cell is run again.
+        """Enter a part. A part that the same origin entered before is replaced, as when a notebook's cell is run again.
 
         Args:
             name: lower-case letters, digits and underscores.

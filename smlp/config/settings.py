@@ -58,7 +58,7 @@ def check_value(name: str, field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def _check_type(name: str, kind: Any, value: Any) -> None:
-    """Refuse a text where a number belongs, and the like. Types are given as annotated, by name or themselves."""
+    """Refuse a value of another type, such as text for a number. ``kind`` is the annotation: a type or its name."""
     kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
     wanted = {"int": numbers.Integral, "float": numbers.Real, "str": str, "bool": bool}.get(
         kind.removesuffix(" | None")

@@ -2,8 +2,8 @@
 
 A trace is classified once (:func:`rows_of_trace`). ``smlp costs`` groups its rows by stage and part (:class:`Costs`);
 ``--profile-updates`` groups them by component, with the operations of each and the rate that the device can reach
-(:class:`Breakdown`). Components are the kinds of work of :mod:`smlp.costs.component` and what takes time without any of
-it. Either way, the parts add up to the whole update.
+(:class:`Breakdown`). Components are the kinds of work of :mod:`smlp.costs.component`, and whatever takes time without
+such work. Either way, the parts add up to the whole update.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _PARTS_OF_TIME = ("forward", "backward", "neither")
 
 
 class TimeRow(NamedTuple):
-    """Seconds of some updates that belong together in every respect."""
+    """Seconds of some updates that have the same place, component and phase."""
 
     #: one of :data:`PARTS`, or (layer, stage) of a sparse layer
     place: str | tuple[str, str]
@@ -116,7 +116,7 @@ def _component_of_range(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of some updates of one process; all of ``layers`` and ``parts`` together are ``seconds``."""
+    """Seconds of some updates of one process; ``layers`` and ``parts`` add up to ``seconds``."""
 
     num_updates: int
     seconds: float
@@ -127,11 +127,11 @@ class Costs:
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds of each stage in all layers."""
+        """Return the seconds of each stage in all layers."""
         return {stage: sum(layer[stage] for layer in self.layers.values()) for stage in STAGES}
 
     def as_json(self) -> dict[str, Any]:
-        """Return milliseconds of an update, and shares of it."""
+        """Return milliseconds per update, and shares of an update."""
 
         def both(seconds: dict[str, float]) -> dict[str, dict[str, float]]:
             return {
@@ -182,7 +182,7 @@ class ComponentCost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all updates."""
+        """Return the seconds of all updates."""
         return self.forward + self.backward + self.neither
 
 
@@ -229,11 +229,11 @@ class Breakdown:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all updates."""
+        """Return the seconds of all updates."""
         return self._seconds.total()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the times in milliseconds of an update, operations of an update, rates a second."""
+        """Return times in milliseconds per update, operations per update and rates per second."""
         rows = self.rows()
         total = ComponentCost(
             "update", *(sum(getattr(row, name) for row in rows) for name in _PARTS_OF_TIME), self._flops.total()

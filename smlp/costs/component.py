@@ -77,15 +77,15 @@ class Component:
 
     @property
     def flops_per_position(self) -> float:
-        """The sum of ``work``."""
+        """Return the sum of ``work``."""
         return sum(self.work.values())
 
     def nominal_work(self, num_tokens: int, causal: bool = False) -> dict[str, float]:
-        """Return the multiply-adds of a token, in sequences of n tokens without padding, by what they are spent on.
+        """Return the multiply-adds of a token, in sequences of n tokens without padding, by kind of work.
 
         Args:
             num_tokens: n.
-            causal: of products that mix positions, count only what an earlier or the same position takes part in.
+            causal: in products that mix positions, count only contributions of the same or an earlier position.
         """
         work = dict(self.work)
         if causal:

@@ -95,8 +95,8 @@ def counted_parameters(model: Decoder | Encoder) -> dict[str, tuple[int, int]]:
 
 
 def distinct_blocks(blocks: nn.ModuleList) -> tuple[nn.ModuleList, list[int]]:
-    """Return the first block of each kind, and for every block which of these it is like: modules and sizes are the
-    same."""
+    """Return the first block of each kind and, for every block, the number of its kind: blocks of a kind have equal
+    modules and sizes."""
     firsts: dict[Any, int] = {}
     distinct, kinds = nn.ModuleList(), []
     for block in blocks:
@@ -164,7 +164,7 @@ class _Forward(nn.Module):
 
 
 class _MetaAndNumbers(TorchDispatchMode):
-    """Lets tensors without content meet tensors with content: where they do, the result has none."""
+    """Lets operators take tensors with and without content together; the result then has no content."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

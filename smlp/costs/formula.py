@@ -37,7 +37,7 @@ MASKED_SHARE = 0.15
 
 
 def num_masked(num_tokens: int) -> int:
-    """Return how many of n positions of a sequence a masked language model is asked for, nominally."""
+    """Return the nominal number of positions that a masked language model predicts in a sequence of n."""
     return max(1, round(MASKED_SHARE * num_tokens))
 
 
@@ -71,7 +71,7 @@ def components(config: ModelConfig, num_tokens: int | None = None) -> list[Compo
 
 
 def work_per_token(config: ModelConfig, num_tokens: int | None = None, causal: bool = False) -> dict[str, float]:
-    """Return the nominal multiply-adds of a token's forward pass by what they are spent on.
+    """Return the nominal multiply-adds of a token's forward pass by kind of work.
 
     ``causal`` has no meaning for encoders, all of whose positions see each other.
 
@@ -166,7 +166,7 @@ _PER_MULTIPLY_ADD = 2 * 3
 
 @functools.lru_cache(maxsize=64)
 def training_work(config: ModelConfig, num_tokens: int | None = None) -> Mapping[str, float]:
-    """Operations of both passes for each token in sequences of n (default T) tokens, by what they are spent on.
+    """Return the operations of both passes for each token in sequences of n (default T) tokens, by kind of work.
 
     Raises:
         UserError: ``num_tokens`` is not in 1 .. T.
@@ -176,5 +176,5 @@ def training_work(config: ModelConfig, num_tokens: int | None = None) -> Mapping
 
 
 def training_flops(config: ModelConfig, num_tokens: int | None = None) -> float:
-    """All of :func:`training_work`."""
+    """Return the sum of :func:`training_work`."""
     return sum(training_work(config, num_tokens).values())

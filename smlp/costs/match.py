@@ -60,12 +60,12 @@ class Match:
 
     @property
     def flops_per_token(self) -> float:
-        """Multiply-adds."""
+        """Return the multiply-adds of the forward pass for each token."""
         return flops_per_token(self.config)
 
     @property
     def difference(self) -> float:
-        """From the target, relative."""
+        """Return the relative difference from the target."""
         return self.flops_per_token / self.target - 1
 
     @property
@@ -75,7 +75,7 @@ class Match:
 
     @property
     def share_moved(self) -> float:
-        """Distance of the share of sparse layers from where the search began."""
+        """Return how far the share of sparse layers is from where the search began."""
 
         def share(config: ModelConfig) -> float:
             return config.num_sparse_layers / config.num_layers
@@ -84,7 +84,7 @@ class Match:
 
     @property
     def width_moved(self) -> float:
-        """Relative distance of the feed-forward width from where the search began."""
+        """Return the relative distance of the feed-forward width from where the search began."""
         return abs(self.config.ffn_dim / self.start.ffn_dim - 1)
 
     def arguments(self) -> list[str]:
@@ -201,7 +201,7 @@ def _layer_choices(start: ModelConfig, target: float) -> Iterator[ModelConfig]:
 
 
 def _with_nearest_width(config: ModelConfig, target: float, most: float) -> ModelConfig:
-    """Return the multiple of 8 for F, moved by at most a share ``most``, whose cost is nearest to the target.
+    """Return the configuration with the cost nearest to the target; F is a multiple of 8, moved by at most ``most``.
 
     The cost is linear in F. Halves of F must divide into the heads of spatial gating units.
     """

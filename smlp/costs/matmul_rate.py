@@ -14,16 +14,16 @@ _FIRST_SIZE, _LARGEST_SIZE = 256, {"cpu": 2048, "cuda": 8192}
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:
-    """Return the floating-point operations a second of a square product as our linear layers take it (multiply and add
-    are two).
+    """Return the rate of a square matrix product, taken as our linear layers take it, in floating-point operations per
+    second (a multiply and an add are two).
 
-    Draws its numbers from a generator of its own, and takes about the requested time: the product grows until a
+    Draws random numbers from its own generator, and takes about the requested time: the product grows until a
     larger one would take more than the time that is left, and the fastest of the last size counts.
 
     Args:
         device: where.
         dtype: of both factors and of the product.
-        seconds: to measure for, a first call that makes the device ready not included.
+        seconds: how long to measure, not counting the first call, which makes the device ready.
     """
     size, times = _FIRST_SIZE, []
     factors = _factors(device, dtype, size)
@@ -48,7 +48,7 @@ def _factors(device: torch.device, dtype: torch.dtype, size: int) -> tuple[Tenso
 
 
 def _seconds(factors: tuple[Tensor, Tensor]) -> float:
-    """Return how long one product takes, on the device as well."""
+    """Return how long one product takes, until the device is done."""
     on_gpu = factors[0].is_cuda
     if on_gpu:
         torch.cuda.synchronize(factors[0].device)

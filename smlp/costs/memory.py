@@ -2,8 +2,8 @@
 
 What an update holds: weights, a gradient and two moments for each (Adam), and what the forward pass keeps for the
 backward pass. The last is counted here for each position, in numbers of the training type (4 bytes each in fp32),
-where every token reaches its k experts, all sequences have T tokens and nothing is recomputed. Numbers that do not grow
-with H, F, V or E are left out, but for the two of each layer norm.
+if every token reaches its k experts, all sequences have T tokens and nothing is recomputed. Numbers that do not grow
+with H, F, V or E are left out, except the two of each layer norm.
 
 Letters: ``H``, ``F``, ``V``, ``E`` experts of which each token is due ``k``, ``P`` prefix, ``T`` context.
 """
@@ -31,7 +31,7 @@ class UpdateMemory:
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """Return the sum of all kinds."""
         return self.weights + self.gradients + self.moments + self.activations
 
 
@@ -82,7 +82,7 @@ def _sizes(config: ModelConfig) -> str:
 
 
 def check_training(config: ModelConfig, world_size: int = 1) -> None:
-    """Refuse to train a model on a CPU whose weights, gradients and moments of Adam take more memory than there is.
+    """Refuse to train on a CPU a model whose weights, gradients and moments of Adam take more memory than there is.
 
     Args:
         config: the model.
@@ -105,7 +105,7 @@ def activations_per_position(config: ModelConfig) -> float:
     """Return how many numbers are kept for the backward pass for each position.
 
     Raises:
-        UserError: a block of the user does not say.
+        UserError: a block of a plug-in does not say.
     """
     sparse = set(config.sparse_layer_indices())
     blocks = sum(

@@ -1,7 +1,7 @@
 """Teach fvcore the operators of this package: handles that it lacks, and operators that cost nothing, with the reason.
 
-fvcore skips operators that it does not know, with a warning at most. Here an operator that is in none of its tables and
-none of these counts as a matrix product until it is added to one.
+fvcore skips operators that it does not know, with a warning at most. Here an operator that is neither in its tables nor
+in these counts as a matrix product until it is added to a table.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ FREE = {
 
 
 def _baddbmm(inputs: list[Any], outputs: list[Any]) -> int:
-    """(b, m, k) @ (b, k, n)."""
+    """Return the multiply-adds of (b, m, k) @ (b, k, n)."""
     return math.prod(get_shape(inputs[1])) * get_shape(inputs[2])[-1]
 
 
 def _attention(inputs: list[Any], outputs: list[Any]) -> int:
-    """Scores and their product with the values: queries (..., n, d), keys (..., m, d), values (..., m, c)."""
+    """Count the scores and their product with the values: queries (..., n, d), keys (..., m, d), values (..., m, c)."""
     query, key, value = (get_shape(tensor) for tensor in inputs[:3])
     return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
@@ -71,7 +71,7 @@ def unknown_operators(analysis: FlopCountAnalysis) -> dict[str, dict[str, float]
 
 
 def refuse_if_it_costs(name: str, estimate: float, counted: float) -> None:
-    """Let an unknown operator pass if it costs next to nothing.
+    """Refuse an unknown operator unless it costs next to nothing.
 
     Args:
         name: of the operator.
@@ -127,7 +127,7 @@ def _conv1d(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Takes what ``torch.conv1d`` does."""
+    """Compute ``torch.conv1d`` with the operator that is traced."""
     if isinstance(padding, str):
         raise UserError(f"conv1d with padding={padding!r} is not counted: give the number of positions")
     stride, padding, dilation = ([value] if isinstance(value, int) else value for value in (stride, padding, dilation))

@@ -46,7 +46,7 @@ def measure(
 
     Args:
         config: the model.
-        ranks: who holds which experts.
+        ranks: which rank holds which experts.
         num_seqs: B, of this rank; each is of T tokens.
         num_updates: to be timed, and then again to be profiled.
         device: where to compute.
@@ -72,7 +72,7 @@ def measure(
 
 
 class _Trainer:
-    """Adam with clipped gradients, summed over ranks after the backward pass."""
+    """Trains with Adam; gradients are summed over ranks after the backward pass, then clipped."""
 
     def __init__(self, config: ModelConfig, ranks: Ranks, device: torch.device) -> None:
         self.ranks = ranks
@@ -101,8 +101,8 @@ class _Trainer:
 
 
 def training_loss(model: Decoder | Encoder, source_BT: Tensor, target_BT: Tensor) -> Tensor:
-    """Return a loss that costs what the training's does, to time updates: of next tokens with the auxiliary losses, or,
-    of an encoder, of as many tokens of ``source_BT`` as are masked in training."""
+    """Return a loss that takes as much work as that of training, to time updates: for a decoder, of the next tokens,
+    with auxiliary losses; for an encoder, of as many tokens of ``source_BT`` as training masks."""
     if isinstance(model, Encoder):
         num_asked = source_BT.size(0) * num_masked(source_BT.size(1))
         asked_M = torch.arange(num_asked, device=source_BT.device) * source_BT.numel() // num_asked

@@ -1,8 +1,8 @@
 """The multiply-adds that a forward pass really does, compared with the nominal ones of its tokens.
 
 Nominal work (:mod:`smlp.costs.formula`) knows no padding, no dropped tokens and no recomputation. Padded positions
-cost work and are worth nothing; a dropped assignment costs nothing and is missed; activation checkpointing does the
-forward pass of every block once more.
+cost work but have no nominal work; a dropped assignment costs nothing but has nominal work; activation checkpointing
+does the forward pass of every block once more.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Work:
 
     @property
     def ratio(self) -> float | None:
-        """Realised over nominal work; None without a token."""
+        """Return realised over nominal work; None without a token."""
         return self.realised_flops / self.nominal_flops if self.nominal_flops else None
 
     @property
     def padded_share(self) -> float | None:
-        """Share of positions that hold padding; None without a position."""
+        """Return the share of positions that hold padding; None without a position."""
         return 1 - self.tokens / self.positions if self.positions else None
 
 
 def realised_work(decoder: Decoder, context: ForwardContext) -> Work:
-    """Return the work of a forward pass that is over.
+    """Return the work of a finished forward pass.
 
     Args:
         decoder: its mode says whether blocks are to be recomputed in the backward pass.

@@ -47,7 +47,7 @@ def update_range(device: torch.device) -> Iterator[None]:
 
 
 def trace_of(recorded: profile, path: Path | None = None) -> dict[str, Any]:
-    """Return the Chrome trace of a finished profile, and keep it in a file where one is given.
+    """Return the Chrome trace of a finished profile, and write it to a file if one is given.
 
     Raises:
         OSError: there is no room for it.
@@ -119,7 +119,7 @@ _ARROWS = ("s", "t", "f")
 
 
 class TraceFile:
-    """A compressed file that takes the traces of one process and has its name only when it is complete.
+    """A compressed file that collects the traces of one process and gets its name only when it is complete.
 
     Args:
         path: of the file, ``.json.gz``; nothing is written before the first trace.
@@ -165,7 +165,7 @@ class TraceFile:
             os.replace(self._temporary, self.path)
 
     def discard(self) -> None:
-        """Leave nothing behind, after a failure."""
+        """Remove the incomplete file, after a failure."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()

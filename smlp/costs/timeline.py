@@ -1,10 +1,10 @@
 """Divide the time of updates among their owners, from a Chrome trace that torch's profiler wrote.
 
 Ranges of :mod:`smlp.parallel.spans` say to whom a piece of the forward pass belongs. In the backward pass, each
-operation belongs where the one belongs whose gradient it computes: the profiler gives both the same sequence number.
+operation has the owner of the operation whose gradient it computes: the profiler gives both the same sequence number.
 Every moment of an update is counted once, for whatever is innermost at that moment; so the parts add up to the whole.
-Where there is a GPU, that is the kernel that is running (one that computes before one that communicates, which is
-hidden behind it), and only while none is running what the CPU does.
+On a GPU, that is the running kernel (one that computes rather than one that communicates, which it hides); only while
+no kernel runs is it what the CPU does.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class TraceTimeline:
 
     Args:
         entries: ``traceEvents`` of the trace; each update is in a range :data:`smlp.parallel.spans.UPDATE`.
-        owner_of_range: what the time in a range of this name belongs to; where it has None, the owner of the range
-            around it counts.
+        owner_of_range: returns the owner of the time in a range of this name; where that is None, the owner of the
+            range around it counts.
 
     Raises:
         UserError: there is no update.

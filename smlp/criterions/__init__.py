@@ -1,1 +1,1 @@
-"""Training objectives for fairseq. It never imports this folder of a plug-in by itself: ``smlp.models`` does."""
+"""Training objectives for fairseq, which does not import this folder of a plug-in by itself: ``smlp.models`` does."""

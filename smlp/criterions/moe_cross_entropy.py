@@ -54,8 +54,9 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
     Fairseq divides the gradient by the sum of all sample sizes: what is left of the auxiliary losses is their mean
     over micro-batches and ranks, weighted by sample size, whatever ``--update-freq`` and the number of ranks are.
 
-    For models whose leading positions only choose experts (``prefix_tokens``), those positions are not counted, neither
-    in the loss nor in ``ntokens`` and ``sample_size``. With neither this is fairseq's ``cross_entropy``.
+    For models whose leading positions only choose experts (``prefix_tokens``), those positions are counted neither
+    in the loss nor in ``ntokens`` and ``sample_size``. Without auxiliary losses and prefix, this is fairseq's
+    ``cross_entropy``.
     """
 
     # Fairseq passes the summed logging outputs to a class method, which has no access to the instance. The instance

@@ -2,8 +2,8 @@
 
 Among other lines the file holds one JSON object for each report; all numbers are strings, and losses are in bits:
 every ``--log-interval`` updates ``{"epoch", "update", "loss", "ppl", "num_updates", ...}``; at each validation the
-same names behind ``valid_``; at the end of an epoch behind ``train_`` (its average). From the second epoch on fairseq
-repeats lines, because it attaches the file anew each time it makes a progress bar.
+same names with the prefix ``valid_``; at the end of an epoch its averages with ``train_``. From the second epoch on,
+fairseq repeats lines, because it attaches the file anew each time it makes a progress bar.
 """
 
 from __future__ import annotations

@@ -47,12 +47,12 @@ class LeakReport:
 
     @property
     def leaks(self) -> bool:
-        """True if the change is more than rounding."""
+        """Return whether the change is more than rounding."""
         return not self.largest_change <= TOLERANCE[self.dtype] * self.largest_logit
 
     @property
     def passed(self) -> bool:
-        """No leak, or one that the router is known for."""
+        """Return whether there is no leak, or only one by design of the router."""
         return self.expected or not self.leaks
 
 
@@ -72,7 +72,7 @@ def leak_test(
 ) -> list[LeakReport]:
     """Look for influence of later tokens on earlier logits.
 
-    A copy of the decoder is tested, and the random state is what it was in the end. Dropout draws the same values for
+    A copy of the decoder is tested, and the random state is restored. Dropout draws the same values for
     the two inputs that are compared.
 
     Args:

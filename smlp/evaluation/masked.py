@@ -1,4 +1,4 @@
-"""The loss of a masked language model on held-out text, over the same masked tokens as in every training.
+"""The loss of a masked language model on held-out text, over the same masked tokens as in every validation.
 
 Letters: ``M`` masked tokens of a batch, ``V`` vocabulary.
 """

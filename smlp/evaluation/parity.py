@@ -52,7 +52,7 @@ class Parity:
         """Refuse dropless losses that differ.
 
         Raises:
-            UserError: by more than :data:`TOLERANCE`; the message names the cell.
+            UserError: they differ by more than :data:`TOLERANCE`; the message names the cell.
         """
         first = self.cells[0]
         for cell in self.cells:
@@ -116,7 +116,7 @@ def _why_not_spread(decoder: Decoder) -> str:
 
 
 def spread(decoder: Decoder) -> Decoder:
-    """Return the same model with its experts over the ranks of torch.distributed; a collective."""
+    """Return the same model with its experts spread over the ranks of torch.distributed; a collective."""
     ranks = connect(decoder.config.moe.num_experts)
     part = Decoder(decoder.config, ranks).to(decoder.embedding.weight.device).eval()
     names = [name for name, _, _ in expert_parameters(decoder)]

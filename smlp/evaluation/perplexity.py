@@ -1,9 +1,9 @@
 """The one convention by which every model here is given a perplexity.
 
 A text is a stream of N tokens in which each line ends in ``</s>``; every token, ``</s>`` included, is predicted, and
-the natural negative log-likelihoods add up to the text's total. Per token the total is spread over the N tokens; per
-word over the whitespace-separated words of the original text, a line end being no word; per byte, and then in bits,
-over its bytes in UTF-8, a line end being one of them. Numbers per word and per byte compare models with different
+the natural negative log-likelihoods add up to the text's total. Per token, the total is spread over the N tokens; per
+word, over the whitespace-separated words of the original text, where a line end is no word; per byte, in bits, over its
+bytes in UTF-8, where a line end is one byte. Numbers per word and per byte compare models with different
 vocabularies; per-token numbers do not. Where line ends are counted as words (usual for WikiText), the same total is
 spread over words and lines, which gives smaller figures: never compare across the two.
 """
@@ -75,7 +75,7 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """None of a text without bytes."""
+        """Return the bits per byte; None for a text without bytes."""
         return self.total_nll / math.log(2) / self.text.num_bytes if self.text.num_bytes else None
 
     @property
@@ -84,12 +84,12 @@ class Perplexity:
 
     @property
     def per_word(self) -> float | None:
-        """None of a text without words."""
+        """Return the perplexity per word; None for a text without words."""
         return of_nats(self.total_nll / self.text.num_words) if self.text.num_words else None
 
     @property
     def per_word_or_line_end(self) -> float | None:
-        """None of a text without either."""
+        """Return the perplexity per word or line end; None for a text without either."""
         count = self.text.num_words + self.text.num_lines
         return of_nats(self.total_nll / count) if count else None
 

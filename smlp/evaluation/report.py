@@ -40,7 +40,7 @@ def tokens_of(lines: list[str], tokenizer: Tokenizer) -> BinarizedTokens:
 
 
 def original_sizes(lines: list[str], stream: BinarizedTokens) -> TextSizes:
-    """Return the sizes of the original text; those of a line stand at its last token.
+    """Return the sizes of the original text; those of each line are assigned to its last token.
 
     Raises:
         UserError: the text has another number of lines than the stream.
@@ -144,11 +144,11 @@ class Evaluation:
         return _perplexity(*sums)
 
     def documents(self, document_N: np.ndarray, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-        """Yield a record for each document, in order; the sums over them are those of the whole.
+        """Yield a record for each document, in order; their sums are those of the whole text.
 
         Args:
-            document_N: which one each token belongs to, (N,), ascending from 0.
-            tokenizer: decodes how it begins.
+            document_N: number of the document that each token belongs to, (N,), ascending from 0.
+            tokenizer: decodes the first words.
         """
         starts_D = np.flatnonzero(np.diff(document_N, prepend=-1))
         for index, sums in enumerate(self._sums(document_N, len(starts_D))):

@@ -51,7 +51,7 @@ class Cutting:
 
     @property
     def has_start(self) -> int:
-        """1 if a symbol stands before each sample that is not scored, else 0."""
+        """Return 1 if each sample begins with a symbol that is not scored, else 0."""
         return int(self.start_token != Vocabulary.eos)
 
 
@@ -69,7 +69,7 @@ class SampleBatch:
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of a stream, one after the other; each has ``context_S`` positions before its own for a start."""
+    """Samples of a stream, one after the other; each input begins with ``context_S`` positions before the sample."""
 
     #: ids fed, (M,)
     sources_M: np.ndarray
@@ -90,12 +90,12 @@ class Samples:
 
     @property
     def lengths_S(self) -> np.ndarray:
-        """Positions of each input, context included."""
+        """Return the number of positions of each input, context included."""
         return self.end_S - self.first_S + self.context_S
 
     @property
     def num_scored(self) -> int:
-        """Tokens that are scored."""
+        """Return the number of tokens that are scored."""
         return int(np.maximum(self.lengths_S - self.scored_from_S, 0).sum())
 
     def batches(self, batch_size: int | None = None, max_tokens: int | None = None) -> list[np.ndarray]:
@@ -119,7 +119,7 @@ class Samples:
         return batches
 
     def batch(self, numbers: np.ndarray) -> SampleBatch:
-        """Return the inputs of these samples; for none of them a batch of no row."""
+        """Return the inputs of these samples; for no samples, a batch without rows."""
         lengths = self.lengths_S[numbers]
         shape = (len(numbers), int(lengths.max(initial=1)))
         sources, targets = np.full(shape, Vocabulary.pad), np.full(shape, Vocabulary.pad)
@@ -176,8 +176,8 @@ def cut(tokens_N: np.ndarray, lengths_L: np.ndarray, cutting: Cutting) -> Sample
 def block_bounds(lengths_L: np.ndarray, break_mode: str, size: int) -> np.ndarray:
     """Return the first and the end position of each sample of at most ``size`` tokens in the stream, (S, 2) int64.
 
-    ``none`` cuts anywhere; ``eos`` makes a sample of each line, ``complete`` of as many whole lines as fit, of one that
-    does not fit too; ``complete_doc`` does the same but begins anew after a line of one token, which is in no sample.
+    ``none`` cuts anywhere; ``eos`` makes a sample of each line, ``complete`` of as many whole lines as fit, or of one
+    that does not fit; ``complete_doc`` does the same but begins anew after a line of one token, which is in no sample.
     """
     ends_L = np.cumsum(lengths_L, dtype=np.int64)
     total = int(ends_L[-1]) if len(ends_L) else 0

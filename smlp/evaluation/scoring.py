@@ -31,7 +31,7 @@ class Choices:
     num_dropped: int = 0
 
     def count(self, context: ForwardContext) -> None:
-        """Add those of a forward pass that is over."""
+        """Add the choices of a finished forward pass."""
         for plan in context.plans.values():
             if isinstance(plan, RoutingPlan) and "capacity" in plan.dropped:
                 self.num_choices += plan.choice_NK.numel()
@@ -39,7 +39,7 @@ class Choices:
 
     @property
     def dropped_share(self) -> float:
-        """0 where nothing can be dropped."""
+        """Return the share of dropped choices; 0 where nothing can be dropped."""
         return self.num_dropped / self.num_choices if self.num_choices else 0.0
 
 

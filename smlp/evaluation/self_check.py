@@ -73,7 +73,7 @@ def _seconds(collective: object, device: torch.device) -> float:
 
 
 def check_uneven_splits(device: torch.device, dtype: torch.dtype) -> str:
-    """Rank r sends (r + s) % 3 rows to rank s, none to some; the rows that come back have been there."""
+    """Check an all-to-all in which rank r sends (r + s) % 3 rows to rank s, none to some ranks, and its gradients."""
     world = DistributedGroup(dist.group.WORLD)
     sent = [(world.rank + other) % 3 for other in range(world.size)]
     rows = torch.tensor([[world.rank, other] for other, n in enumerate(sent) for _ in range(n)], device=device)
@@ -88,7 +88,7 @@ def check_uneven_splits(device: torch.device, dtype: torch.dtype) -> str:
 def check_layout(arch: str, device: torch.device, timeout: timedelta) -> str:
     """Check that one update of a tiny model with experts spread over all ranks is that of one process with all experts.
 
-    Two experts for each rank, a batch of its own for each rank (one of them empty if there are several), float64.
+    Each rank has two experts and its own batch (the last rank's is empty if there are several), in float64.
     """
     ranks = connect(2 * dist.get_world_size(), timeout=timeout)
     oracle, model = _models(arch, ranks, device)

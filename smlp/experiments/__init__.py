@@ -18,5 +18,5 @@ scores      a trained model's loss on held-out text
 speed       time of an update, models in turn
 report      tables and figures of a folder, from its files alone
 finetuning  a grid of fine-tunings of an encoder (``smlp finetune``)
-medians     their medians over seeds
+medians     medians of fine-tunings over seeds
 """

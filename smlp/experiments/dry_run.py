@@ -137,7 +137,7 @@ def estimate(
     Args:
         experiment: what the file says.
         models: of the runs.
-        runs: that are left to do.
+        runs: the runs that are left to do.
         threads: of each run on this machine; None if the runs are not meant for it.
         held_out: tokens of the splits that are scored, at each validation and at the end.
     """
@@ -181,7 +181,7 @@ def estimate(
 
 
 def _end_of_the_last(seconds: Sequence[float], jobs: int) -> float:
-    """Return when the last run ends if ``jobs`` of them run at a time, each from when an earlier one has ended."""
+    """Return when the last run ends if ``jobs`` of them run at a time, each starting when an earlier one ends."""
     ends = [0.0] * jobs
     for one in seconds:
         heapq.heapreplace(ends, ends[0] + one)
@@ -193,7 +193,7 @@ def _device(experiment: Experiment) -> str:
 
 
 def measure_update(model: PlannedModel, experiment: Experiment, threads: int) -> float:
-    """Return the seconds of forward, backward and Adam, the fastest of a few; of all micro-batches together."""
+    """Return the seconds of an update (forward and backward of all micro-batches, Adam), the fastest of a few."""
     device = _device(experiment)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

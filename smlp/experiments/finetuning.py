@@ -36,7 +36,7 @@ from smlp.launch.local import this_program
 from smlp.text.tokenizer import Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY
 
-#: what the log has of each metric that a model can be chosen by; fairseq rounds all but those of SQuAD to 0.1
+#: the log's names for each metric by which a model can be chosen; fairseq rounds all but those of SQuAD to 0.1
 METRICS = {
     **{"accuracy": ("accuracy",), "mcc": ("mcc",), "acc_and_f1": ("accuracy", "f1", "acc_and_f1")},
     **{"pearson_and_spearman": ("pearson", "spearman", "pearson_and_spearman"), "f1": ("em", "f1")},
@@ -117,12 +117,12 @@ class FinetuningRun:
 
     @property
     def name(self) -> str:
-        """The name of the run in messages."""
+        """Return the name of the run in messages."""
         return f"lr{self.lr}-b{self.batch_size}-s{self.seed}"
 
     @property
     def folder(self) -> str:
-        """The folder of the run, relative to that of all runs."""
+        """Return the folder of the run, relative to that of all runs."""
         return f"runs/{self.name}"
 
 
@@ -173,7 +173,10 @@ class Finetuning:
         return {**own, **self.options(run), "train_options": list(self.train_options)}
 
     def words(self, run: FinetuningRun, save_dir: Path) -> list[str]:
-        """Return the arguments of ``smlp train`` for a run. Unlike --restore-file, its option lets a run resume."""
+        """Return the arguments of ``smlp train`` for a run.
+
+        --finetune-from-model, unlike --restore-file, lets it resume.
+        """
         around = {
             "valid_subset": ",".join(self.data.subsets),
             "batch_size_valid": VALID_BATCHES * run.batch_size,
@@ -200,7 +203,8 @@ def read_data(path: Path, metric: str | None = None) -> TaskData:
         metric: one of :data:`GLUE_METRICS`; that of the task by default.
 
     Raises:
-        UserError: it is no folder of these commands, has nothing to validate on, or the metric does not fit.
+        UserError: it is not a folder of ``smlp data glue`` or ``squad``, has nothing to validate on, or the metric does
+            not fit.
     """
     file = path / "manifest.json"
     if not file.is_file():
@@ -313,7 +317,7 @@ class _FinetuningChain(TrainingChain):
 def run_finetuning(
     plan: Finetuning, folder: Folder, jobs: int, threads: int | None
 ) -> tuple[signal.Signals | None, list[str]]:
-    """Do what is left of all runs.
+    """Do the runs that are not done yet.
 
     Args:
         plan: what to run.
@@ -322,7 +326,7 @@ def run_finetuning(
         threads: of each run.
 
     Returns:
-        The signal that stopped it, or None; and why runs failed, a sentence each.
+        The signal that stopped them, or None; and why runs failed, a sentence each.
 
     Raises:
         UserError: the folder has results that were made with something else.

@@ -54,7 +54,7 @@ class Folder:
         return is_locked(self.path)
 
     def settle(self, planned: dict[str, Any]) -> None:
-        """Write down what the experiment means. Further models and seeds may be added to an older one.
+        """Record the planned experiment. It may add models and seeds to one that was recorded before.
 
         What each run was made with is in its own record (:meth:`RunFolder.claim`).
 

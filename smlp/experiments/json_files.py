@@ -2,8 +2,8 @@
 
 A shape is a type or a tuple of types; ``[shape]`` is a list and ``[shape, 1]`` one of at least one item;
 ``{name: shape}`` is an object with these names among others; :class:`Each` is an object of any names; :class:`Maybe` is
-a value that may be null or missing; :class:`Finite` is a number; :class:`FolderName` is the name of a folder in the
-experiment's.
+a value that may be null or missing; :class:`Finite` is a number; :class:`FolderName` is the name of a folder in that
+of the experiment.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FolderName:
     """The name of a folder, not its path."""
 
 
-#: also the loss of a diverged run
+#: any number; the loss of a diverged run may be infinite or not-a-number
 _NUMBER = (int, float)
 _MODEL = {
     **{"name": str, "folder": FolderName(), "arch": str, "config": dict, "flops_per_token": Finite(above=0)},
@@ -159,7 +159,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json_or_note(path: Path, notes: list[str], shape: Any = dict) -> dict[str, Any] | None:
-    """Read the object in a JSON file; if it is missing return None, and if it is damaged, note that by name.
+    """Return the object in a JSON file; None if it is missing or damaged. Damage is noted, with the file's name.
 
     Args:
         path: of the file.

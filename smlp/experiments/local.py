@@ -36,7 +36,7 @@ class Machine:
 
     @classmethod
     def of(cls, experiment: Experiment, num_gpus: int) -> Machine:
-        """Share the machine out.
+        """Divide this machine among the concurrent runs of an experiment.
 
         Raises:
             UserError: there are too few GPUs.
@@ -62,12 +62,12 @@ class Machine:
 
     @property
     def runs_on_a_gpu(self) -> int:
-        """The largest number of runs that share a GPU; 1 if each has its own, or none."""
+        """Return the largest number of runs that share a GPU; 1 if each has its own, or none."""
         taken = Counter(gpu for gpus in self.gpus for gpu in gpus)
         return max(taken.values(), default=1)
 
     def environment(self, slot: int) -> dict[str, str]:
-        """Return the variables of the environment of a run."""
+        """Return the environment variables of the run in a slot."""
         given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         numbers = self.gpus[slot] if self.gpus else ()
         visible = ",".join(given[number] if given else str(number) for number in numbers)
@@ -75,12 +75,12 @@ class Machine:
 
 
 class TrainingChain(Chain):
-    """A training by ``smlp train``, with its record in ``run.json``; subclasses say what it is, and what follows it.
+    """A training by ``smlp train``, with its record in ``run.json``; subclasses define its command and what follows it.
 
     Args:
         folder: of the run.
         run: what is planned.
-        machine: what it gets.
+        machine: the share of this machine that the run gets.
         progress: shows how far all runs are.
         labels: further entries of its record.
     """
@@ -262,14 +262,14 @@ def run_here(
     progress: Progress,
     prefix: int,
 ) -> signal.Signals | None:
-    """Do what is left of some runs; return the signal that stopped it, or None.
+    """Do the runs that are not done yet; return the signal that stopped them, or None.
 
     Args:
         experiment: what the file says.
         folder: of the experiment.
         data: argument DATA.
         runs: to be done.
-        machine: what each of them gets.
+        machine: the share of this machine that each of them gets.
         progress: shows how far they are.
         prefix: leading positions that some model of the experiment does not predict, whether it is among these runs or
             not.

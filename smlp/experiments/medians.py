@@ -31,7 +31,7 @@ class Median:
     value: float
     low: float
     high: float
-    #: with which the interval covers it; 0 for one run
+    #: probability with which the interval covers that median; 0 for one run
     confidence: float
 
     @classmethod

@@ -76,7 +76,7 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """The name of the run in messages."""
+        """Return the name of the run in messages."""
         return Path(self.folder).name
 
 
@@ -173,7 +173,7 @@ def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[P
 
 
 def spread_of(models: Sequence[Any]) -> float:
-    """Return the largest ``flops_per_token`` of some models over the smallest, less one."""
+    """Return the ratio of the largest ``flops_per_token`` of some models to the smallest, less one."""
     costs = [model.flops_per_token for model in models]
     return max(costs) / min(costs) - 1
 
@@ -207,7 +207,7 @@ def fitting_ranks(config: ModelConfig, num_ranks: int) -> int:
 
 
 def _model_words(model: ModelEntry | PlannedModel) -> list[str]:
-    """Return its architecture as options of fairseq-train."""
+    """Return the architecture and settings of a model as options of fairseq-train."""
     return ["--arch", model.arch, *option_words(model.overrides)]
 
 
@@ -280,7 +280,7 @@ def main_runs(experiment: Experiment, models: list[PlannedModel], chosen: dict[s
 
 
 def as_json(experiment: Experiment, models: list[PlannedModel]) -> dict[str, Any]:
-    """Return what ``experiment.json`` holds: what the experiment means."""
+    """Return what ``experiment.json`` holds."""
     return {
         "name": experiment.name,
         "title": experiment.title,

@@ -77,7 +77,7 @@ class _Running:
 def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) -> signal.Signals | None:
     """Run chains in order, ``jobs`` at a time, until all have ended or a signal asks to stop.
 
-    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on as SIGTERM, on which a training saves and leaves; nothing new is
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on as SIGTERM, on which a training saves and exits; nothing new is
     started then. On Linux nothing outlives this process.
 
     Args:
@@ -86,7 +86,7 @@ def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) ->
         watch: called a few times a second.
 
     Returns:
-        The signal that stopped it, or None.
+        The signal that stopped them, or None.
     """
     waiting, running = list(chains), []
     free = list(range(jobs))

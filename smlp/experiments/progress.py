@@ -64,15 +64,15 @@ class TrainingPlan(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """Return its name in messages."""
 
     @property
     def folder(self) -> str:
-        """The folder of the run, relative to that of all runs."""
+        """Return the folder of the run, relative to that of all runs."""
 
     @property
     def updates(self) -> int:
-        """The number of updates until its end."""
+        """Return the number of updates until its end."""
 
 
 class Progress:
@@ -118,7 +118,7 @@ class Progress:
         return text + (f": {', '.join(running)}" if running else "")
 
     def say(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print a text on a line of its own."""
         print(f"\r{text:<118}".rstrip() if self.live else text, flush=True)
 
     def _updates(self) -> int:

@@ -69,9 +69,9 @@ def read_experiment(path: Path, is_quick: bool = False) -> Experiment:
 
 
 def settings_of(path: Path, is_quick: bool) -> dict[str, Any]:
-    """Return the settings in a file, with those of its section ``quick`` in place of the others, or without it.
+    """Return the settings in a file, without its section ``quick``, which replaces some of them if ``is_quick``.
 
-    A setting that is empty (null) in the section is left out.
+    A setting that is empty (null) in the section is then left out.
 
     Raises:
         UserError: as :func:`read_experiment`, or there is no such section.

@@ -38,7 +38,7 @@ EXIT_INTERRUPTED = 130
 
 
 def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = False) -> int:
-    """Do what is left of an experiment; return the exit status.
+    """Do what is not done yet in an experiment; return the exit status.
 
     Raises:
         UserError: data or an option are wrong, or the folder belongs to another experiment.
@@ -77,7 +77,7 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
 
 
 def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedModel]]:
-    """Prepare data and models, and write down what the experiment means before the first run."""
+    """Prepare data and models, and record the planned experiment before the first run."""
     tasks = experiment.evaluation.zeroshot_data
     if tasks is not None and not tasks.is_dir():
         raise UserError(f"{experiment.path}: evaluate.zeroshot.data: there is no folder {tasks}")

@@ -89,7 +89,7 @@ def _scores(model: Any, experiment: Any, data: Any, run: RunFolder, prefix: int)
 
 
 def _masked_scores(model: Any, experiment: Any, data: Any, run: RunFolder, prefix: int) -> dict[str, dict[str, Any]]:
-    """Return the losses of masked tokens, by subset; there is none for each word."""
+    """Return the losses of masked tokens, by subset; there are none per word."""
     assert isinstance(model, MaskedLanguageModel), "it was trained on masked tokens"
     options = open_checkpoint(run.last_checkpoint()).state["cfg"]["task"]
     subsets = {}
@@ -105,7 +105,7 @@ def updates_of(checkpoint: Path) -> int:
 
 
 def check_agreement(run: RunFolder, subset: str, num_updates: int, nll: float, tolerance: float) -> None:
-    """Compare with the training's validation after its last update, unless the run had diverged by then.
+    """Compare a loss with the training's validation after its last update, unless the run had diverged by then.
 
     Raises:
         UserError: they differ by more than the tolerance.
@@ -124,7 +124,7 @@ def _mean_nll(log_probs: torch.Tensor) -> float:
 
 
 def main(words: list[str]) -> None:
-    """Run with the arguments OUT and RUN, the folder of a run in it."""
+    """Run with the arguments OUT and RUN, the folder of a run in OUT."""
     out, name = words
     run = Folder(Path(out)).run(name)
     write_json(run.scores, score_run(Folder(Path(out)), run))

@@ -1,4 +1,4 @@
-"""Read YAML files of settings and name every mistake: duplicate keys, unknown names, values of another type."""
+"""Read YAML files of settings and name every mistake: duplicate keys, unknown names, values of the wrong type."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class Section:
         """Refuse leftovers.
 
         Raises:
-            UserError: it names the first of them.
+            UserError: the message names the first of them.
         """
         for key in self._content:
             close = difflib.get_close_matches(str(key), self._known, n=1)

@@ -24,7 +24,7 @@ every other user of the same library function alone.
     settings    options that cannot work on this machine, or with experts that are spread over ranks
     stopping    signals that ask a run to save and exit
     processes   torchrun, srun and explicit ranks, with and without a GPU
-    lost_ranks  for processes: the message of a rank that another one has left alone
+    lost_ranks  for processes: the message of a rank that waits for a lost one
     saving      checkpoints that are whole or absent, a full disk
     loading     missing, truncated and unfitting checkpoints
     data        missing, empty and unreadable text and datasets

@@ -53,7 +53,7 @@ def compare_with(filename: str, trainer: Any, now: ModelConfig) -> None:
 
 
 def changed_settings(then: ModelConfig, now: ModelConfig) -> str | None:
-    """Return a clause with the settings that make another model of it, before and after; None if there are none."""
+    """Return a clause with the changed settings that matter, before and after; None if there are none."""
     before, after = flatten(then), flatten(now)
     without = {*_WITHOUT_EFFECT, *ignored_settings(now, before)}
     names = [name for name in differences(now, then) if name not in (*without, *_BROUGHT_ALONG)]
@@ -76,7 +76,7 @@ def compare_optimizers(filename: str, trainer: Any, asked: dict[str, Any]) -> No
     Args:
         filename: of the checkpoint.
         trainer: that has loaded it.
-        asked: :func:`constants` before.
+        asked: :func:`constants` before loading.
     """
     overrides = ast.literal_eval(trainer.cfg.checkpoint.optimizer_overrides)
     now = {name: value for name, value in constants(trainer.optimizer).items() if name not in overrides}

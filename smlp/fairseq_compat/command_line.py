@@ -72,7 +72,7 @@ def run_training(arguments: list[str], around: Callable[[Any], AbstractContextMa
     Args:
         arguments: its command line.
         around: called with fairseq's complete configuration, this process's rank included; training runs in the context
-            that it returns. The save-dir is this run's all the while.
+            that it returns. Meanwhile, no other run may use the save-dir.
 
     Raises:
         UserError: among others, for arguments that fairseq's parser refuses.

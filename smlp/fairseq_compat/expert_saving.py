@@ -74,7 +74,7 @@ class ExpertSaving:
         self.positions = experts.positions(trainer.get_model())
 
     def save(self, filename: str, extra_state: dict[str, Any]) -> str:
-        """Write one checkpoint and return its path. For rank 0.
+        """Write one checkpoint and return its path; called on rank 0.
 
         Raises:
             UserError: a rank cannot write its file.
@@ -109,7 +109,7 @@ class ExpertSaving:
         return path
 
     def follow(self) -> None:
-        """Follow the orders of rank 0 until it is done. For the other ranks.
+        """Follow the orders of rank 0 until it is done; called on the other ranks.
 
         Raises:
             UserError: a rank cannot write its file.
@@ -123,7 +123,7 @@ class ExpertSaving:
             self._write_own_part(*order)
 
     def tell(self, order: Any) -> None:
-        """Send an order to the other ranks. For rank 0."""
+        """Send an order to the other ranks; called on rank 0."""
         self._together(dist.broadcast_object_list, [order], src=0)
 
     def _write_own_part(self, folder: str, token: str) -> tuple[dict[str, Any], list[Part | str | None]]:

@@ -32,7 +32,7 @@ class SpreadExperts:
     def of(cls, model: nn.Module, ranks: Ranks) -> SpreadExperts:
         """Find the experts and, if they are spread, keep fairseq and torch from averaging their gradients.
 
-        fairseq leaves parameters alone that have an attribute ``expert`` (``legacy_ddp``, and the 32-bit copies of
+        fairseq leaves alone parameters with an attribute ``expert`` (``legacy_ddp``, and the 32-bit copies of
         half-precision training); torch's DistributedDataParallel has a list of names.
         """
         found = list(expert_parameters(model))
@@ -137,7 +137,7 @@ def average_expert_gradients(parameters: list[nn.Parameter], ranks: Ranks) -> No
 def norm_with_experts(optimizer: Any, ranks: Ranks) -> Callable[[Tensor], Tensor]:
     """Return a function that adds the gradients of all experts to the norm of the dense ones, which fairseq computes.
 
-    Its result is the same number on every rank, and not finite anywhere if a gradient is not finite somewhere.
+    Its result is the same number on every rank, and is not finite if a gradient on any rank is not.
 
     Args:
         optimizer: fairseq's; in half precision it holds 32-bit copies of the parameters, which have ``expert`` too.

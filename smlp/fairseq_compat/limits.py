@@ -246,7 +246,7 @@ def _as_text(limit: Limit, value: float) -> str:
 
 
 def _of_schedule(name: Any, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the numbers of a schedule together, as the end of a sentence."""
+    """Yield what is wrong with the combined numbers of a schedule, as the end of a sentence."""
     lr, warmup, updates = (values.get(option) for option in ("lr", "warmup_updates", "max_update"))
     lr = lr if isinstance(lr, (list, tuple)) else [lr]
     updates = updates or 0
@@ -284,7 +284,7 @@ def _of_schedule(name: Any, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_masking(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the options of the task ``masked_lm``, in which fairseq only asserts."""
+    """Yield what is wrong with the options of the task ``masked_lm``; fairseq only has assertions there."""
     if not 0 < values["mask_prob"] < 1:
         yield f"--mask-prob must be above 0 and below 1, got {values['mask_prob']}"
     random, kept, length = (values[name] for name in ("random_token_prob", "leave_unmasked_prob", "tokens_per_sample"))

@@ -186,7 +186,7 @@ def check_arch_of(state: Mapping[str, Any], path: str) -> None:
     """Refuse a checkpoint of an architecture that a plugin registered, where the plugin is missing.
 
     Raises:
-        UserError: it is one.
+        UserError: the architecture is unknown.
     """
     from fairseq.models import ARCH_MODEL_REGISTRY
 
@@ -242,7 +242,7 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
 
     Raises:
         UserError: what ``--restore-file``, ``--finetune-from-model`` or ``--continue-once`` names is missing or no
-            file, or ``checkpoint_last.pt`` is something else than a file.
+            file, or ``checkpoint_last.pt`` is something other than a file.
     """
     from fairseq.file_io import PathManager
 
@@ -277,8 +277,8 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
     Args:
         path: of the checkpoint.
         data: folder of the data to train on.
-        model: options of the model, with ``other_dictionary`` if it is one of this package's; of others, a warning is
-            all.
+        model: options of the model, with ``other_dictionary`` if it is one of this package's. Unless that is False, the
+            difference is only logged as a warning.
 
     Raises:
         UserError: the message names both dictionaries and the first line that differs.

@@ -73,7 +73,7 @@ def restore_log_output() -> None:
 
 
 def say_once_that_logs_are_lost() -> None:
-    """Go on training where the log cannot be written, with one line instead of a traceback for each record."""
+    """Let training go on if the log cannot be written, with one warning instead of a traceback for each record."""
     said = []
 
     def handle(self: logging.Handler, record: logging.LogRecord) -> None:

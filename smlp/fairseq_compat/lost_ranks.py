@@ -63,7 +63,8 @@ def lost_rank(error: RuntimeError, distributed: Any) -> ParallelError | None:
 def collective_timeout(heartbeat_timeout: int | None) -> timedelta | None:
     """Return how long a collective may wait for other ranks with ``--heartbeat-timeout``; None for torch's own limit.
 
-    It is shorter, so that the message can say where ranks waited for each other: fairseq interrupts the process.
+    It is shorter than that option, after which fairseq interrupts the process, so that a message can say where ranks
+    waited for each other.
     """
     return timedelta(seconds=0.75 * heartbeat_timeout) if heartbeat_timeout and heartbeat_timeout > 0 else None
 
@@ -71,7 +72,7 @@ def collective_timeout(heartbeat_timeout: int | None) -> timedelta | None:
 def limit_waiting(timeout: timedelta | None) -> None:
     """Limit how long this process waits for other ranks, from the first meeting on.
 
-    fairseq begins to watch with the first forward pass.
+    fairseq itself watches only from the first forward pass on.
 
     Args:
         timeout: of all collectives. None: ranks wait ``MEETING`` for each other while they connect their process

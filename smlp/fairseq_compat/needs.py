@@ -19,7 +19,7 @@ _CRITERIONS = (
     *("cross_entropy", "label_smoothed_cross_entropy", "label_smoothed_cross_entropy_with_alignment"),
     *("adaptive_loss", "vocab_parallel_cross_entropy"),
 )
-#: names that they and ours log in validation
+#: names that these criterions and ours log in validation
 _METRICS = ("loss", "nll_loss", "ppl", "accuracy", "total", "n_correct", "wps", "wpb", "bsz", "num_updates")
 _LIBRARIES = {"lamb": "apex", "cpu_adam": "deepspeed"}  # required by optimizers
 _DRAWN_BY = {"tensorboard_logdir": "tensorboard", "wandb_project": "wandb"}  # required by logs; fairseq only warns
@@ -47,7 +47,7 @@ def check_best_metric(trainer: Any) -> None:
     """Refuse a ``--best-checkpoint-metric`` that a validation batch has not logged.
 
     Raises:
-        UserError: the message names the measure and those that there are.
+        UserError: the message names the metric and those that are logged.
     """
     from fairseq.logging import metrics
 
@@ -60,7 +60,7 @@ def check_best_metric(trainer: Any) -> None:
 
 
 def check_tools(args: Any) -> None:
-    """Refuse what fairseq starts as soon as the command line is read, where it is not there.
+    """Refuse options for missing tools that fairseq starts as soon as it has read the command line.
 
     Args:
         args: the options of any of fairseq's tools.
@@ -77,12 +77,12 @@ def check_tools(args: Any) -> None:
 
 
 def check_needs(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
-    """Refuse, before anything is built, options that fairseq finds out about in the middle of its start.
+    """Refuse, before anything is built, options that fairseq would refuse only in the middle of its start.
 
     Args:
         cfg: fairseq's configuration.
         num_ranks: W.
-        has_cuda: whether they run on GPUs.
+        has_cuda: whether the ranks run on GPUs.
 
     Raises:
         UserError: the message names the option.

@@ -1,4 +1,4 @@
-"""Learning rates and weight decays of their own for kinds of parameters: spatial weights, norms, frozen routers.
+"""Separate learning rates and weight decays for kinds of parameters: spatial weights, norms, frozen routers.
 
 The optimizer keeps fairseq's one group of parameters, which is divided for the duration of each step only. So the
 schedule sets one rate, checkpoints are the same with and without these options, and any optimizer of torch's interface

@@ -96,7 +96,7 @@ def check_arch(argv: list[str], is_needed: bool) -> None:
 
 
 def check_precision(argv: list[str]) -> None:
-    """Raise ``UserError`` for both half precisions; fairseq says that --bf16 is the one for TPUs."""
+    """Raise ``UserError`` if both half precisions are given; fairseq's message would be about TPUs."""
     fp16, bf16 = (
         next((word for word in argv if word in (f"--{kind}", f"--memory-efficient-{kind}")), None)
         for kind in ("fp16", "bf16")

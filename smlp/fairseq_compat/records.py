@@ -46,7 +46,7 @@ class Journal:
     Args:
         path: of the file; its folder is made.
         num_updates: updates done before this process.
-        what: is recorded, for the warning.
+        what: the content, for the warning.
     """
 
     def __init__(self, path: Path, num_updates: int, what: str) -> None:
@@ -118,7 +118,7 @@ def digest_of(logging_outputs: Iterable[Mapping[str, Any]]) -> int:
 
 
 def digest(tokens_Bn: Tensor, pad: int) -> Tensor:
-    """Return a number below 2^31 for a set of sequences (B, n), whatever their order and the padding behind them.
+    """Return a number below 2^31 for a set of sequences (B, n); their order and the padding behind them do not matter.
 
     It stays on the device of the tokens, and nothing waits for it.
     """

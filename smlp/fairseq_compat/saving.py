@@ -116,7 +116,7 @@ def _is_training(main: Callable[..., Any]) -> bool:
 
 
 def save_whole(obj: Any, filename: str) -> None:
-    """``torch.save`` to a file that appears under its name only when it is complete and on the disk.
+    """Write with ``torch.save`` a file that appears under its name only when it is complete and on the disk.
 
     Raises:
         UserError: the file cannot be written. While another exception is being handled (fairseq saves ``crash.pt``

@@ -79,7 +79,7 @@ def check_dictionaries(cfg: Any) -> None:
 
 
 def check_rows(task: Any, split: str) -> None:
-    """Refuse files of a split that are missing, damaged or of different numbers of rows, and other numbers of classes.
+    """Refuse split files that are missing or damaged, differ in their numbers of rows or contradict ``--num-classes``.
 
     A split named ``test...`` may lack labels.
 

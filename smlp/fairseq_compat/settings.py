@@ -65,7 +65,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     Args:
         cfg: fairseq's configuration.
         num_ranks: W.
-        has_cuda: whether they run on GPUs; by default, whether this process would.
+        has_cuda: whether the ranks run on GPUs; by default, whether this process would.
 
     Raises:
         UserError: the message names the option.
@@ -102,7 +102,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
 
 
 def settle_context(options: Any, task: Any) -> None:
-    """Write the task's longest sequence into an encoder's options, if these say nothing, for checkpoints to keep it.
+    """Write the task's longest sequence into an encoder's options if they lack it, so that checkpoints keep it.
 
     Args:
         options: of the model.

@@ -57,7 +57,7 @@ class _Later(types.ModuleType):
 
 @contextlib.contextmanager
 def without_statistics() -> Iterator[None]:
-    """Let functions of sklearn.metrics and scipy.stats be imported without their modules inside the block.
+    """Inside the block, let functions of sklearn.metrics and scipy.stats be imported without loading these modules.
 
     ``import fairseq`` asks for a few of them, for tasks of classification, which takes 2 s. What is imported in the
     block stays usable after it; a module that is there already is used as it is.
@@ -82,7 +82,7 @@ def keep_freed_memory() -> bool:
 
     glibc asks the kernel for each large block and hands it back when it is freed, so that every activation and gradient
     of every update is mapped anew and cleared page by page: a tenth to a fifth of an update's time on a CPU
-    (docs/performance.md). Left alone where the environment sets the allocator (``MALLOC_...``, ``GLIBC_TUNABLES``,
+    (docs/performance.md). Nothing changes if the environment sets the allocator (``MALLOC_...``, ``GLIBC_TUNABLES``,
     ``LD_PRELOAD``) or there is no glibc.
     """
     if any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ):

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def apply() -> None:
-    """Let fairseq make this trainer wherever it makes its own; other subclasses of its own get this one as a base."""
+    """Let fairseq make this trainer wherever it makes its own; other subclasses of fairseq's get this one as a base."""
 
     def new(kind: type[Trainer], *args: Any, **kw: Any) -> Trainer:
         if kind is Trainer:
@@ -56,7 +56,7 @@ def apply() -> None:
 
 
 class SparseTrainer(Trainer):
-    """Trains models of which each rank may hold other experts, and writes down what a run did.
+    """Trains models whose experts may be spread over ranks, and records what a run did.
 
     Models of other packages are trained as by fairseq's own: for them, signals stop a run, batches of ids outside of
     the dictionary are refused, and what goes wrong is said in one sentence.
@@ -122,7 +122,7 @@ class SparseTrainer(Trainer):
                 block.compile()
 
     def _build_optimizer(self) -> None:
-        """Build it so that it takes the state of all experts and averages the gradients of spread ones."""
+        """Build the optimizer so that it takes the state of all experts and averages the gradients of spread ones."""
         super()._build_optimizer()
         if self.core is not None:
             model = self.get_model()
@@ -197,7 +197,7 @@ class SparseTrainer(Trainer):
     def train_micro_batch(
         self, sample: Any, model: nn.Module, *args: Any, ignore_grad: bool = False, **kw: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Do the task's ``train_step`` with random numbers of this batch's own; count operations and tokens seen.
+        """Do the task's ``train_step`` with this batch's own random numbers; count operations and tokens seen.
 
         ``ignore_grad`` is for a batch that only keeps the ranks together: it draws no seed and counts for nothing.
         """
@@ -245,7 +245,7 @@ class SparseTrainer(Trainer):
         return result
 
     def cumulative_training_time(self) -> float:
-        """Return it in seconds, or leave: fairseq asks when an update is logged, before it validates or saves."""
+        """Return the seconds, or exit: fairseq asks when an update is logged, before it validates or saves."""
         if self._update_just_done:
             self._update_just_done = False
             leave_if_asked(self)
@@ -272,7 +272,7 @@ class SparseTrainer(Trainer):
         return result
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> str | None:
-        """Save; spread experts where all ranks do it together, on rank 0 (:mod:`smlp.fairseq_compat.expert_saving`)."""
+        """Save a checkpoint; spread experts only while all ranks save (:mod:`smlp.fairseq_compat.expert_saving`)."""
         if self.experts is None:
             return super().save_checkpoint(filename, extra_state)
         if self.expert_saving is None:  # after an error that other ranks may not know of

@@ -52,7 +52,7 @@ _DEFINITIONS = {
 }
 
 
-#: of the harness's task
+#: configuration of ReCoRD for the harness
 _RECORD: dict[str, Any] = {
     "output_type": "multiple_choice",
     "doc_to_text": "prompt",
@@ -78,19 +78,19 @@ def evaluate(
 ) -> dict[str, Any] | None:
     """Return the harness's results, with every sample; None on all ranks but the first.
 
-    They also have ``num_truncated``, ``num_partly_scored`` and ``num_without_token``: what had to give way, see
-    :class:`HarnessModel`; and by task ``num_skipped``, records left out as too long, and ``num_repeated``, those in an
-    official file again.
+    The results also hold ``num_truncated``, ``num_partly_scored`` and ``num_without_token`` (see :class:`HarnessModel`)
+    and, by task, ``num_skipped``, records left out as too long, and ``num_repeated``, records that an official file
+    repeats.
 
     Args:
         model: to be evaluated.
         tasks: names.
-        data_dir: where the official files of the six zero-shot tasks are: those of them that are asked for are read
-            from there, with the harness's prompts and rules; others come from where the harness has them from.
+        data_dir: folder of the official files of the six zero-shot tasks. Those among ``tasks`` are read from there,
+            with the harness's prompts and rules; other tasks come from the harness's own sources.
         include_path: folder with more tasks (YAML).
         num_fewshot: solved examples before each record; None for the tasks' own number.
         limit: only the first records of each task.
-        skip_too_long: leave records out with a continuation that the context cannot hold.
+        skip_too_long: leave out records with a continuation that the context cannot hold.
 
     Raises:
         UserError: the harness has no such task, or a file is missing or malformed.
@@ -155,7 +155,7 @@ def _tasks_in(paths: Sequence[str], include_defaults: bool) -> TaskManager:
     """Let the harness read the definitions of tasks in some folders, and its own if asked.
 
     Raises:
-        UserError: it cannot; only the last folder is of the user.
+        UserError: it cannot; the message names the last folder, the only one that is the user's.
     """
     try:
         return TaskManager(include_path=list(paths), include_defaults=include_defaults)

@@ -261,9 +261,8 @@ class HarnessModel(TemplateLM):
         """Return the text that the model writes after each context, up to a stop string; contexts that leave no room
         are cut on the left, and counted.
 
-        A request that occurs several times (``repeats`` of a task) is answered each time with random numbers of its
-        own, those of the texts of :meth:`smlp.inference.language_model.LanguageModel.continuations` with as many
-        ``num_return``.
+        A request that occurs several times (``repeats`` of a task) gets new random numbers each time: those with
+        which :meth:`smlp.inference.language_model.LanguageModel.continuations` writes as many texts (``num_return``).
 
         Raises:
             UserError: a task's generation_kwargs ask for something unsupported; raised before anything is written.
@@ -362,7 +361,7 @@ def rolling_windows(
 
     Args:
         tokens: of the text.
-        start_token: before it, once and P times more.
+        start_token: stands before the text, P + 1 times.
         max_tokens: T.
         prefix_tokens: P.
     """

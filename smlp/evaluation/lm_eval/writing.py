@@ -12,7 +12,7 @@ from smlp.inference.generation.continuations import StopStrings
 #: names by which tasks limit the number of new tokens; the first one given counts
 _MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DEFAULT_MAX_TOKENS = 256
-#: of drawing tokens, by the field of :class:`smlp.inference.generation.Sampling`; they mean nothing without do_sample
+#: types of the settings for drawing, by field of :class:`smlp.inference.generation.Sampling`; unused without do_sample
 _DRAWING = {"temperature": (int, float), "top_k": (int,), "top_p": (int, float), "seed": (int,)}
 _NUMBERS = {
     **_DRAWING,
@@ -34,7 +34,7 @@ class WritingOrder:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], task: str) -> WritingOrder:
-        """Settings as the harness has them: without ``do_sample``, tokens are drawn if there is a temperature.
+        """Return settings as the harness reads them: without ``do_sample``, tokens are drawn if there is a temperature.
 
         Args:
             given: generation_kwargs; None counts as not given.

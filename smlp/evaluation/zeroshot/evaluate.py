@@ -112,7 +112,7 @@ def read_tasks(names: Sequence[str], data_dir: str | Path, protocol: Protocol, e
     """Read several tasks with :func:`read_task`.
 
     Raises:
-        UserError: with what is wrong with each of them, a line for each where it is more than one.
+        UserError: the message says what is wrong with each task, one line each if there are several.
     """
     return list(for_each_task(names, lambda name: read_task(name, data_dir, protocol, encoding)).values())
 
@@ -121,7 +121,7 @@ def for_each_task(names: Sequence[str], read: Callable[[str], _T]) -> dict[str, 
     """Call ``read`` on each task and return the results by name.
 
     Raises:
-        UserError: with what is wrong with each of them, a line for each where it is more than one.
+        UserError: the message says what is wrong with each task, one line each if there are several.
     """
     found, problems = {}, []
     for name in names:

@@ -28,8 +28,8 @@ def find(data_dir: Path, folders: Sequence[str], names: Sequence[str], source: s
     Args:
         data_dir: what the user gave.
         folders: names that the task's folder may have; any case.
-        names: names that the file may have, as released; each may end with .gz besides.
-        source: where it comes from, for the message.
+        names: names that the file may have, as released; each may also end in .gz.
+        source: where the file comes from, for the message.
 
     Raises:
         UserError: there is none.
@@ -60,11 +60,11 @@ def _candidates(data_dir: Path, folders: Sequence[str], names: Sequence[str]) ->
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a file of one JSON object a line, each with its place for messages; empty lines are left
-    out.
+    """Yield the objects of a file with one JSON object per line, each with its place for messages; empty lines are
+    skipped.
 
     Raises:
-        UserError: a line is no JSON object, or has half a character, or the file is not UTF-8.
+        UserError: a line is no JSON object, or has half a surrogate pair, or the file is not UTF-8.
     """
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
@@ -127,7 +127,7 @@ def text_of(record: dict[str, Any], names: Sequence[str] | str, place: str) -> s
 
 
 def labels_beside(path: Path) -> Path | None:
-    """Return the file with the answers to the records of another, None without.
+    """Return the file with the answers to the records of another file; None if there is none.
 
     Raises:
         UserError: it is there, but compressed in another way than with gzip.

@@ -1,8 +1,8 @@
-"""Keep scores while a command runs, so that an interrupted one resumes where it was.
+"""Keep scores while a command runs, so that an interrupted one resumes where it stopped.
 
-They are in a file next to the output: a first line that says what they are of, then a line of JSON for each batch, with
-the system once it is scored. Batches depend on nothing but what the first line pins, so that the numbers of a resumed
-run are those of one that was never stopped, bit for bit on one machine.
+The scores are in a file next to the output: the first line says what they are of, and each batch adds a line of JSON,
+which goes to the operating system as soon as the batch is scored. Batches depend on nothing but what the first line
+pins, so that the numbers of a resumed run are those of one that was never stopped, bit for bit on one machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smlp.nn.decoder import Decoder
 
 #: by the number of a batch: for each of its groups and candidates the log-probabilities
 Batches = dict[int, list[list[np.ndarray]]]
-#: of a task's candidates with their contexts, and without
+#: scores of a task's candidates with their contexts, and without them
 PARTS = ("in context", "alone")
 
 
@@ -37,7 +37,7 @@ def partial_path(output: str) -> Path:
 
 
 def digest_of(values: Iterable[Any]) -> str:
-    """Return a checksum of what plain values and dataclasses of them say."""
+    """Return a checksum of plain values, or of dataclasses that hold them."""
     digest = hashlib.sha256()
     for value in values:
         digest.update(repr(value).encode("utf-8", "backslashreplace"))
@@ -105,11 +105,11 @@ class PartialScores:
 
     @property
     def num_batches(self) -> int:
-        """Batches that need not be scored again."""
+        """Return the number of batches that need not be scored again."""
         return sum(map(len, self._known.values()))
 
     def of(self, task: str) -> tuple[KeptBatches, ...]:
-        """The batches of a task, one object for each of ``PARTS``."""
+        """Return the batches of a task, one object for each of ``PARTS``."""
         path = self.path if self._writes else None
         return tuple(KeptBatches(task, part, self._known.get((task, part), {}), path) for part in PARTS)
 

@@ -39,7 +39,7 @@ class ScoredText:
 
     @property
     def continuation(self) -> float:
-        """Log-probability of the continuation, given the context."""
+        """Return the log-probability of the continuation, given the context."""
         return float(self.since(self.num_context).sum())
 
 
@@ -67,8 +67,8 @@ def _suffix(texts: Sequence[ScoredText]) -> list[float]:
 
 #: ``sum``: of the whole text, less the beginning that all share, which adds the same to each. ``mean``: over tokens
 #: after that beginning. ``suffix``: sum over the end that they share. ``continuation``: sum of the continuation.
-#: ``tokens``: that by its tokens. ``chars``: that by characters of the candidate. ``unconditional``: that less the
-#: candidate's log-probability without its context
+#: ``tokens``: the same per token. ``chars``: the same per character of the candidate. ``unconditional``: the same, less
+#: the candidate's log-probability without its context
 RULES: dict[str, Callable[[Sequence[ScoredText]], list[float]]] = {
     "sum": _sum,
     "mean": _mean,
@@ -108,7 +108,7 @@ def choice(found: Sequence[float]) -> int:
     return int(np.argmax(found))
 
 
-#: of the normal distribution: 95 % lie within
+#: 95 % of a normal distribution lie within this many standard deviations
 _Z = 1.959963984540054
 
 
@@ -141,7 +141,7 @@ def exact_match(prediction: str, answers: Iterable[str]) -> float:
 
 
 def best_f1(prediction: str, answers: Iterable[str]) -> float:
-    """Return the harmonic mean of precision and recall of words, with the answer that it is highest with."""
+    """Return the harmonic mean of precision and recall of words, with the answer that gives the highest."""
     return max(_f1(normalised_answer(prediction).split(), normalised_answer(answer).split()) for answer in answers)
 
 

@@ -44,7 +44,7 @@ class Prepared:
 
     @property
     def num_truncated(self) -> int:
-        """Records whose prompt was cut from the left."""
+        """Return the number of records whose prompt was cut from the left."""
         return sum(group.num_cut > 0 for group in self.groups)
 
     def num_partly_scored(self, prefix_tokens: int) -> int:
@@ -65,12 +65,12 @@ def prepare(
         task: for messages.
         examples: to be scored.
         encoding: how.
-        bare_context: what to put before the candidates to score them without their contexts; None not to.
-        skip_too_long: leave records out whose candidates are too long.
+        bare_context: what to put before the candidates to score them without their contexts; None to skip that.
+        skip_too_long: leave out records whose candidates are too long.
 
     Raises:
-        UserError: a candidate has no token; candidates are too long and may not be left out, or lie within the
-            model's prefix altogether; the message counts the records and has all of it.
+        UserError: a candidate has no token; candidates are too long and may not be left out, or lie entirely
+            within the model's prefix; the message counts the records and names all problems.
     """
     kept, groups, bare_groups, too_long, unscored = [], [], [], [], []
     num_tokens = num_unknown = 0

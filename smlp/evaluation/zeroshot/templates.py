@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def alone(self) -> str:
-        """The candidate as it is written in its place; as the data has it where it stands in the context."""
+        """Return the candidate as it is written in its place, or as in the data if it stands in the context."""
         return self.continuation.removesuffix(self.tail).strip() or self.bare
 
 
@@ -62,7 +62,7 @@ class Example:
 
     @property
     def id(self) -> str:
-        """The record's."""
+        """Return the id of the record."""
         return self.item.id
 
 
@@ -108,7 +108,7 @@ def _winogrande(item: WinograndeItem) -> Iterator[Candidate]:
 
 
 def _winogrande_partial(item: WinograndeItem) -> Iterator[Candidate]:
-    """Both options stand in the context; the rest of the sentence is scored."""
+    """Yield candidates whose option stands in the context; the rest of the sentence is scored."""
     before, _, after = item.sentence.partition(_BLANK)
     for option in item.options:
         yield Candidate(before + option, after, option, after)
@@ -128,7 +128,7 @@ def _record(item: RecordItem) -> Iterator[Candidate]:
 
 
 def _record_listed(item: RecordItem) -> Iterator[Candidate]:
-    """Highlights as lines of a list, of which the query is one more."""
+    """Write highlights as the lines of a list, and the query as one more."""
     passage, *highlights = item.passage.split(f"\n{_HIGHLIGHT}\n")
     context = passage + "".join(f"\n- {highlight}" for highlight in highlights)
     for entity in item.entities:

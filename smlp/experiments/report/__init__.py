@@ -8,10 +8,10 @@ speed        the table of time and quality
 machine      where runs were trained, and the table of where their time went
 health       tables of routing
 studies      tables for Figures 4 and 7, Tables 6 and 7
-details      tables of the models, data order, tuning, and runs that are not whole
+details      tables of the models, data order, tuning, and incomplete runs
 paper        what the paper prints, and tables of it
 draw_curves  figures with a line for each model
 draw_points  figures with a point for each model
-figures      all figures, with what stands below each
+figures      all figures and their captions
 write        the page and all other files
 """

@@ -113,7 +113,7 @@ def draw_heads(results: Results, styles: dict[str, Style]) -> Figure | None:
 
 
 def draw_moe(results: Results, styles: dict[str, Style]) -> Figure | None:
-    """Draw Table 7: perplexity of gMLP and gMLP-MoE by number of experts, here and in the paper; None without two."""
+    """Draw Table 7, ours and the paper's: perplexity of gMLP and gMLP-MoE by experts; None for fewer than two."""
     found = sorted(_final(results, moe_models(results)), key=lambda pair: pair[0].num_experts)
     if len(found) < 2:
         return None

@@ -91,7 +91,7 @@ def mean_curve(results: Results, model: Model) -> tuple[LossPoint, ...]:
 
 
 def targets(results: Results) -> list[Target]:
-    """Return the experiment's targets, or what each dense model and the best of the sparse Transformers end with."""
+    """Return the experiment's targets, or the final perplexity of each dense model and the best sparse Transformer."""
     chosen = results.settings.get("targets") or []
     if chosen:
         return [Target(float(perplexity), "experiment.json: targets") for perplexity in chosen]
@@ -148,7 +148,7 @@ def seconds_by_round(results: Results, model: Model) -> dict[int, float]:
 
 
 def timed_tokens_per_second(results: Results, model: Model) -> float | None:
-    """Return the median over the rounds of speed.json."""
+    """Return the median tokens per second over the rounds of speed.json; None if it has none."""
     seconds = seconds_by_round(results, model)
     if not seconds:
         return None

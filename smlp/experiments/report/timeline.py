@@ -3,8 +3,8 @@
 A run writes the seconds of each update to ``update_times.jsonl``. Runs of older versions have fairseq's log alone:
 ``train_wall`` of a training line is the time in training steps since the line before, rounded to whole seconds.
 
-``wall`` is the whole time since fairseq's trainer was made. A run that is resumed within an epoch continues its
-checkpoint's; at the beginning of an epoch it counts from zero again.
+``wall`` is the whole time since fairseq's trainer was made. A run that is resumed within an epoch continues the
+``wall`` of its checkpoint; one that is resumed at the beginning of an epoch counts from zero again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def training_lines(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[st
 
 
 def read_timeline(times: Iterable[Mapping[str, Any]], lines: Mapping[int, Mapping[str, Any]]) -> TrainingTime | None:
-    """Return how long a run trained; None where nothing says.
+    """Return how long a run trained; None if no file says.
 
     Updates that a resumed run did a second time count once, the last time.
 
