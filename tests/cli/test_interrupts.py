@@ -14,6 +14,14 @@ from smlp.cli.interrupts import interrupted_after_imports
 from smlp.cli.main import main
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """Hear SIGINT, which a shell ignores for what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """A module that is interrupted while it is imported, as a library does that swallows what it does not expect."""
